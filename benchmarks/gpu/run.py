@@ -121,6 +121,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--tools", nargs="+", choices=TOOLS, default=TOOLS[:1], help="tools of compute-sanitizer")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="where training runs")
+    parser.add_argument("--commit", metavar="HASH", help="the commit of these files, where git is missing")
     options = parser.parse_args(argv)
     if options.out.suffix != ".json":
         parser.error(f"--out {options.out}: expected a name that ends in .json")
@@ -163,7 +164,7 @@ def begin_lines(lines: Path, options: argparse.Namespace, chosen: Sequence[Secti
     record: dict[str, Any] = begin_record("gpu", arguments)
     del record["ranks"]
     record["date"] = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    record["commit"] = commit()
+    record["commit"] = options.commit or commit()
     waiting = {"outcome": "left out", "reason": "the command was ended before"}
     record["sections"] = {section.name: waiting for section in chosen}
     for name, value in record.items():

@@ -45,6 +45,7 @@ def launch(
     timeout_s: float,
     env: Mapping[str, str] | None = None,
     mpi: bool = True,
+    grace_s: float = GRACE_S,
     log: Path | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run `python *arguments` on several ranks of this machine, and collect their output together.
@@ -55,6 +56,7 @@ def launch(
         timeout_s: Seconds after which all are ended, with the exit code 124; fewer if `SECTION_ENDS` says so.
         env: Their environment.
         mpi: Use mpirun, if there is one.
+        grace_s: Seconds that ranks started here go on after one of them has failed.
         log: A file to which the output is appended while it comes.
     """
     variables = dict(os.environ if env is None else env)
@@ -63,13 +65,13 @@ def launch(
     python = [sys.executable, *map(str, arguments)]
     if mpi and find_mpirun() is not None:
         command = [sys.executable, "-m", "bagua_comm", "run", "-n", str(ranks), *python[1:]]
-        return _finish([(command, variables)], timeout_s, log)
+        return _finish([(command, variables)], timeout_s, log, grace_s)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
     each = [variables | meeting | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
-    return _finish([(python, env) for env in each], timeout_s, log)
+    return _finish([(python, env) for env in each], timeout_s, log, grace_s)
 
 
 def run_limited(
@@ -84,7 +86,10 @@ def run_limited(
 
 
 def _finish(
-    commands: list[tuple[list[str], dict[str, str]]], timeout_s: float, log: Path | None
+    commands: list[tuple[list[str], dict[str, str]]],
+    timeout_s: float,
+    log: Path | None,
+    grace_s: float = GRACE_S,
 ) -> subprocess.CompletedProcess[str]:
     """Run commands at the same time; when one fails or time is up, end the others as well.
 
@@ -115,7 +120,7 @@ def _finish(
             while None in [process.poll() for process in processes]:
                 failed = next((p.returncode for p in processes if p.returncode), 0)
                 if failed and not code:
-                    code, deadline = failed, min(deadline, time.monotonic() + GRACE_S)
+                    code, deadline = failed, min(deadline, time.monotonic() + grace_s)
                 if time.monotonic() > deadline:
                     code = code or 124
                     break

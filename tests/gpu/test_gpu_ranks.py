@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -162,3 +163,44 @@ def test_a_process_that_closes_nothing_ends(device, tmp_path):
     )
     assert (process.returncode, process.stdout) == (0, "done\n"), process.stderr
     assert time.monotonic() - start < 60
+
+
+KILLED = """
+    import os
+    import signal
+    import time
+
+    os.environ["NCCL_HOSTID"] = f"host of process {os.getpid()}"
+
+    import cupy
+
+    import bagua_torch
+    from bagua_comm import CommError
+
+    comm = bagua_torch.connect(gpu="nccl", timeout_s=10)
+    x = cupy.ones(1 << 20, "float32")
+    for _ in range(3):
+        comm.allreduce(x, out=x, op="avg")
+    cupy.cuda.get_current_stream().synchronize()
+    comm.transports[0].barrier()
+    if comm.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+    try:
+        while time.monotonic() - start < 40:
+            comm.allreduce(x, out=x, op="avg")
+            cupy.cuda.get_current_stream().synchronize()
+    except CommError as exc:
+        print(f"raised after {time.monotonic() - start:.1f} s: {type(exc).__name__}: {exc}", flush=True)
+        os._exit(0)
+"""
+
+
+@pytest.mark.timeout(100)
+@pytest.mark.parametrize("device", [real()], indirect=True)
+def test_a_killed_peer_is_an_error_in_seconds(device, tmp_path):
+    script = tmp_path / "killed.py"
+    script.write_text(textwrap.dedent(KILLED))
+    done = launch(2, [script], timeout_s=45, env=with_tests(), mpi=False, grace_s=20)
+    (seconds,) = re.findall(r"raised after (\S+) s", done.stdout) or [done.stdout]
+    assert float(seconds) < 15, done.stdout

@@ -4,13 +4,27 @@ A body gets a transport of host arrays, and connects NCCL over it.
 """
 
 import contextlib
+import threading
 import time
 
 import numpy as np
 import pytest
 
 import bagua_comm
-from bagua_comm import ByteGrad, CommTimeout, Communicator, Engine, MinMaxUInt8, Plan, Point, TensorSpec, lane
+from bagua_comm import (
+    ByteGrad,
+    CommAborted,
+    CommError,
+    CommTimeout,
+    Communicator,
+    Engine,
+    MinMaxUInt8,
+    Plan,
+    Point,
+    TensorSpec,
+    kernels,
+    lane,
+)
 from bagua_comm.arrays import dtype_named
 from bagua_comm.cuda import device_count, use_device
 from bagua_comm.testing import check_transport, run_ranks
@@ -51,6 +65,29 @@ def never_waiting():
     held = Hold()(HOLD_S)
     yield
     assert not held.done, "the host has waited for the device"
+
+
+@contextlib.contextmanager
+def without_memory():
+    """In the body of `with`, this thread can allocate no memory on the device."""
+    import cupy
+
+    def refuse(*arguments):
+        raise MemoryError("the device has no memory left")
+
+    if is_stand_in():
+        with kernels.of(cupy.empty(0)).before_launch(refuse):
+            yield
+        return
+    with cupy.cuda.using_allocator(refuse):
+        yield
+
+
+def call_until_it_fails(comm, x, seconds):
+    give_up = time.monotonic() + seconds
+    while time.monotonic() < give_up:
+        comm.allreduce(x)
+        time.sleep(0.05)  # sleeps: between calls until one of them fails
 
 
 def conformance(host):
@@ -195,15 +232,47 @@ def a_call_that_a_peer_never_makes_is_given_up(host):
     x = cupy.zeros(3)
     comm.allreduce(x)
     if comm.rank == 0 and comm.size > 1:
-        give_up = time.monotonic() + 30
-
-        def call_until_it_fails():
-            while time.monotonic() < give_up:
-                comm.allreduce(x)
-                time.sleep(0.05)  # sleeps: between calls until one of them fails
-
         with pytest.raises(CommTimeout, match="allreduce of 24 bytes is not done after"):
-            call_until_it_fails()
+            call_until_it_fails(comm, x, 30)
+    host.barrier()
+    comm.transports[1].abort()
+
+
+def an_abort_from_another_thread_ends_the_wait(host):
+    import cupy
+
+    comm = connected(host)
+    x = cupy.zeros(1000)
+    comm.allreduce(x)
+    cupy.cuda.get_current_stream().synchronize()
+    host.barrier()
+    if comm.rank == 0 and comm.size > 1:
+        threading.Timer(0.5, comm.transports[1].abort).start()
+        start = time.monotonic()
+        comm.allreduce(x)
+        cupy.cuda.get_current_stream().synchronize()  # waits for peers until the abort
+        assert time.monotonic() - start < 20
+        with pytest.raises(CommAborted, match="this communicator was aborted"):
+            comm.allreduce(x)
+    host.barrier()
+    comm.transports[1].abort()
+
+
+def a_rank_without_memory_is_an_error_on_all_ranks(host):
+    import cupy
+
+    comm = connected(host)
+    x = cupy.zeros(1 << 20, np.float32)
+    comm.allreduce(x)
+    cupy.cuda.get_current_stream().synchronize()
+    host.barrier()
+
+    if comm.rank == 0 and comm.size > 1:
+        with without_memory(), pytest.raises(MemoryError):
+            bagua_comm.quantized_allreduce(comm, x, out=x, op="avg")
+    if comm.size > 1:
+        with pytest.raises(CommError, match="MemoryError"):
+            call_until_it_fails(comm, x, 30)
     host.barrier()
     comm.transports[1].abort()
 
@@ -216,6 +285,8 @@ BODIES = [
     a_lane_comes_after_its_caller_and_before_what_follows,
     a_step_of_training_never_waits,
     a_call_that_a_peer_never_makes_is_given_up,
+    an_abort_from_another_thread_ends_the_wait,
+    a_rank_without_memory_is_an_error_on_all_ranks,
 ]
 
 

@@ -8,7 +8,7 @@ from support.device_ranks import over, run_over_nccl
 from support.interrupts import interrupted_everywhere
 from transports.test_nccl import call_once_it_fails, call_until_it_fails, in_time, run_hosts
 
-from bagua_comm import CommAborted, CommError
+from bagua_comm import CommAborted, CommError, kernels, quantized_allreduce
 
 one_policy = pytest.mark.parametrize("device", ["lazy"], indirect=True)
 
@@ -45,6 +45,36 @@ def test_an_exception_in_the_middle_of_a_call_is_what_all_ranks_learn_at_once(de
             comm.allreduce(x)
             with pytest.raises(CommAborted, match=f"rank 0 aborted after CommError: .*{type(error).__name__}"):
                 call_once_it_fails(comm)
+        comm.transports[0].barrier()
+
+    in_time(lambda: run_over_nccl(device, 2, body=body))
+
+
+@one_policy
+def test_an_exception_between_two_calls_of_nccl_is_what_all_ranks_learn_at_once(device):
+    import cupy
+
+    device.nccl_connects = False
+
+    def fail_to_combine(kernel):
+        if kernel == "combine":
+            raise MemoryError("no memory is left")
+
+    def body(comm):
+        x = cupy.zeros(5000, "float32")
+        observer = fail_to_combine if comm.rank == 0 else str
+        with kernels.of(x).before_launch(observer):
+            if comm.rank == 0:
+                with pytest.raises(MemoryError):
+                    quantized_allreduce(comm, x)
+                with pytest.raises(CommError, match="a call was interrupted by MemoryError"):
+                    comm.allreduce(x)
+            else:
+                quantized_allreduce(comm, x)
+                with pytest.raises(
+                    CommAborted, match=r"rank 0 aborted after CommError: .*MemoryError: no memory"
+                ):
+                    call_once_it_fails(comm)
         comm.transports[0].barrier()
 
     in_time(lambda: run_over_nccl(device, 2, body=body))

@@ -306,6 +306,13 @@ class NcclTransport(Transport):
             self._watch.check_usable(exc)
         self._watch.fail(CommError, f"{who}: {type(exc).__name__}: {exc}", is_reported=True)
 
+    def interrupted(self, error: BaseException, arrays: object) -> None:
+        """See `Transport.interrupted`. Aborts, and notifies the other ranks."""
+        if self.size > 1:
+            super().interrupted(error, arrays)
+            reason = f"a call was interrupted by {type(error).__name__}: {error}"
+            self._watch.fail(CommError, f"{_who(self)}: {reason}", is_reported=True)
+
     def _notify(self, error: CommError) -> None:
         """Notify the other ranks, unless they know, that this one has aborted."""
         if not self._others_know:
