@@ -1,5 +1,6 @@
 """NCCL: exceptions in the middle of calls, and devices that cannot be used. All ranks learn the reason soon."""
 
+import contextlib
 import threading
 import types
 
@@ -70,7 +71,8 @@ def test_an_exception_between_two_calls_of_nccl_is_what_all_ranks_learn_at_once(
                 with pytest.raises(CommError, match="a call was interrupted by MemoryError"):
                     comm.allreduce(x)
             else:
-                quantized_allreduce(comm, x)
+                with contextlib.suppress(CommAborted):  # it may have learned already
+                    quantized_allreduce(comm, x)
                 with pytest.raises(
                     CommAborted, match=r"rank 0 aborted after CommError: .*MemoryError: no memory"
                 ):
