@@ -12,7 +12,7 @@ import importlib
 import itertools
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from types import ModuleType
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 
@@ -40,6 +40,8 @@ A = TypeVar("A", bound=AnyArray)
 """The type of an argument and of the result."""
 
 S = TypeVar("S", bound=np.generic)
+
+T = TypeVar("T")
 """The type of the elements of a NumPy array."""
 
 Elements: TypeAlias = np.ndarray[Any, np.dtype[S]] | S
@@ -374,15 +376,14 @@ class Scratch:
         self._buffers: dict[tuple[str, bool], Array] = {}
         self._outgrown: list[Array] = []
         """Former device buffers, which a CUDA graph may have captured."""
-        self._views: BoundedCache[Any, Array] = BoundedCache(_VIEWS)
+        self._views: BoundedCache[Hashable, Any] = BoundedCache(_VIEWS)
         """Views returned before: to make one of a device array takes microseconds."""
 
     def take(self, key: str, shape: tuple[int, ...], dtype: npt.DTypeLike, *, like: Array) -> Array:
         """An uninitialised array of `shape`, in memory kept for `key` and the library of `like`."""
         on_host = isinstance(like, np.ndarray)
-        order = None if on_host else self._order
-        if order is not None and sys.modules["cupy"].cuda.get_current_stream() is not order.settled:
-            order.follow()
+        if not on_host:
+            self.follow()
         place = (key, on_host)
         wanted = (place, shape, dtype)
         if wanted in self._views:
@@ -401,6 +402,23 @@ class Scratch:
             self._views.clear()
         self._views[wanted] = view = buffer[:nbytes].view(dtype).reshape(shape)
         return view
+
+    def follow(self) -> None:
+        """Order the current stream of a device after the work on other streams that uses this memory."""
+        order = self._order
+        if order is not None and sys.modules["cupy"].cuda.get_current_stream() is not order.settled:
+            order.follow()
+
+    def views(self, key: Hashable, make: Callable[[], T]) -> T:
+        """The views that `make` returns of arrays of `take`; kept until memory is allocated anew."""
+        if key not in self._views:
+            self._views[key] = make()
+        found: T = self._views[key]
+        return found
+
+    def found(self, key: Hashable) -> Any:
+        """What `views` keeps for a key; None if there is nothing."""
+        return self._views.get(key)
 
     def _before_growth(self) -> None:
         """Called before device memory is allocated."""

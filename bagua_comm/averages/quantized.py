@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -15,7 +15,9 @@ from ..comm import Communicator
 from ..comm.arguments import as_argument, check_writable
 from ..comm.base import CommBase
 from ..comm.call import Call
+from ..comm.prepared import PreparedCall
 from ..errors import ArrayError
+from ..recording import recorded
 from ..transports.base import Transport
 from ..transports.flow import Rows
 from ..transports.pipeline import LAG, Stages, cut, reduce_through
@@ -105,26 +107,34 @@ def quantized_allreduce(
     codec = _DEFAULT_CODEC if codec is None else codec
     if op not in ("sum", "avg"):
         raise ArrayError(f'quantized_allreduce: op is {op!r}, expected "sum" or "avg"')
-    call, reduction = _prepared(comm, x, codec, op)
-    result: A = (reduction or _reduction(call, codec, op)).reduce(call, out, residual)
+    found = _cached(comm, x, codec, op)
+    if found is not None and residual is None and found.replay(comm, x, out):
+        return cast(A, out)
+    call = _call(comm, x, codec, op, found)
+    result: A = (found or _reduction(call, codec, op)).reduce(call, out, residual)
     return result
 
 
-def _prepared(comm: Communicator, x: Any, codec: Codec, op: str) -> tuple[Call, _Reduction | None]:
-    """Return a call on `x`, and the cached reduction of arrays like it, if there is one that is up to date.
+def _cached(comm: Communicator, x: Any, codec: Codec, op: str) -> _Reduction | None:
+    """Return the cached reduction of arrays like `x`, if there is one that is up to date."""
+    try:
+        found: _Reduction | None = comm.call_cache.get((_NAME, codec, op, type(x), x.dtype, x.size))
+    except (AttributeError, TypeError):  # not an array, or a codec that cannot be hashed
+        return None
+    return found if found is not None and found.is_current(x) else None
+
+
+def _call(comm: Communicator, x: Any, codec: Codec, op: str, found: _Reduction | None) -> Call:
+    """Return a call on `x`, by the reduction that was `found` in the cache, if any.
 
     Raises:
         UnsupportedError: The codec does not take the dtype of `x`, or no transport takes such an array.
     """
-    try:
-        found = comm.call_cache.get((_NAME, codec, op, type(x), x.dtype, x.size))
-    except (AttributeError, TypeError):  # not an array, or a codec that cannot be hashed
-        found = None
-    if found is not None and found.is_current(x):
-        return Call(comm, _NAME, x, transport=found.transport, codec=codec, op=op), found
+    if found is not None:
+        return Call(comm, _NAME, x, transport=found.transport, codec=codec, op=op)
     call = Call(comm, _NAME, x, codec=codec, op=op)
     check_codec_argument(_NAME, codec, arrays.dtype_name(call.x.dtype))
-    return call, None
+    return call
 
 
 def _reduction(call: Call, codec: Codec, op: str) -> _Reduction:
@@ -149,20 +159,29 @@ class QuantizedMean:
 
     def prepare(self, like: Array) -> None:
         """Prepare the reduction of arrays like this one."""
-        call, found = _prepared(self._comm, like, self._codec, "avg")
-        least = call.transport.quantize_bytes if self._min_bytes is None else self._min_bytes
+        found = _cached(self._comm, like, self._codec, "avg")
+        call = _call(self._comm, like, self._codec, "avg", found)
+        least = self._least(call.transport)
         if found is None and call.x.nbytes >= least:
             _reduction(call, self._codec, "avg")
 
     def __call__(self, x: Array, residual: Array | None = None) -> Array:
         """Average `x` in place, and return it. Collective."""
         comm, codec = self._comm, self._codec
-        call, reduction = _prepared(comm, x, codec, "avg")
-        least = call.transport.quantize_bytes if self._min_bytes is None else self._min_bytes
+        found = _cached(comm, x, codec, "avg")
+        may_replay = found is not None and residual is None and x.nbytes >= self._least(found.transport)
+        if may_replay and found.replay(comm, x, x):
+            return x
+        call = _call(comm, x, codec, "avg", found)
+        least = self._least(call.transport)
         if call.x.nbytes < least:
             with comm.tracer.span("exact: small", bytes=call.x.nbytes, min_bytes=least):
                 return comm.allreduce(x, out=x, op="avg")
-        return (reduction or _reduction(call, codec, "avg")).reduce(call, x, residual)
+        return (found or _reduction(call, codec, "avg")).reduce(call, x, residual)
+
+    def _least(self, transport: Transport) -> int:
+        """Return the size in bytes from which arrays are quantized."""
+        return transport.quantize_bytes if self._min_bytes is None else self._min_bytes
 
 
 class _Reduction:
@@ -175,6 +194,7 @@ class _Reduction:
         self.chunk = -(-like.size // comm.size)
         """Number of elements of a chunk; rank r combines chunk r of all ranks."""
         self._kernels = kernels.of(like)
+        self._is_recorded = False
         if comm.size == 1 or like.size == 0:
             return  # nothing is encoded
         piece_bytes = None if codec.granule is None else self._piece_bytes
@@ -184,9 +204,17 @@ class _Reduction:
         self.wire_nbytes = [codec.wire_nbytes(length, like.dtype) for length in lengths]
         steps = {length: codec.steps(length, like) for length in set(lengths)}
         self.steps = [steps[length] for length in lengths]
-        # A single piece encodes all rows at once.
         self.groups = [slice(0, self.p)] if len(lengths) == 1 else [slice(r, r + 1) for r in range(self.p)]
+        """The rows that are decoded at once: all of a single piece."""
         self._call_text = f"quantized_allreduce(codec={codec}, op={op})"
+        self._is_recorded = (
+            not isinstance(like, np.ndarray)
+            and transport.is_recorded
+            and len(lengths) == 1
+            and like.size == comm.size * self.chunk  # chunks are not padded by a copy
+            and self.steps[0].only_kernels
+        )
+        """Whether calls are recorded, so that later ones on arrays at the same addresses replay them."""
 
     def is_current(self, x: Array) -> bool:
         """Whether it was made for the present kernels and size of pieces of arrays like `x`."""
@@ -215,8 +243,38 @@ class _Reduction:
             flow = self.transport.agree_on_call(self._call_text, x)
             reduce_through(flow, _Coded(self, comm.scratch, x, target, residual))
 
-        call.run(move)
+        if not self._is_recorded or residual is not None:
+            call.run(move)
+            return call.result
+        with recorded() as recording:
+            call.run(move)
+        if recording.is_complete:
+
+            def again(x: Array, target: Array) -> None:
+                comm.scratch.follow()
+                recording.replay()
+
+            prepared = PreparedCall(call, again, "out", x.shape)
+            comm.scratch.views(self._addresses(x, target), lambda: prepared)
         return call.result
+
+    def replay(self, comm: CommBase, x: Array, out: Array | None) -> bool:
+        """Replay an earlier call on arrays at the addresses of `x` and `out`, if there is a recording.
+
+        Collective. Returns whether it did; otherwise nothing was done.
+        """
+        if not self._is_recorded or out is None or type(out) is not self._type or not x.flags.c_contiguous:
+            return False
+        if out is not x and (out.dtype != self.dtype or out.shape != x.shape or not out.flags.c_contiguous):
+            return False
+        prepared: PreparedCall | None = comm.scratch.found(self._addresses(x, out))
+        if prepared is None:
+            return False
+        prepared.execute(comm, prepared.move, x, out)
+        return True
+
+    def _addresses(self, x: Array, out: Array) -> tuple[object, ...]:
+        return self, x.shape, x.data.ptr, out.data.ptr
 
     def check(self, call: Call, residual: Array | None) -> None:
         """Raise unless kernels can read the arrays of the call in place, and `residual` is like `x`."""
@@ -237,6 +295,19 @@ class _Reduction:
             check_aligned(call.name, "out", call.target)
         if residual is not None:
             check_aligned(call.name, "residual", residual)
+
+
+class _Memory(NamedTuple):
+    """The memory of a piece in flight."""
+
+    results: Array
+    """The encoded chunks to send, then the results of all ranks, (p, bytes)."""
+    received: Array
+    """The encoded chunks received, (p, bytes)."""
+    mine: Array
+    """The row of this rank in `results`, (bytes,)."""
+    table: Array
+    """The same as a table of one row, (1, bytes)."""
 
 
 class _Coded(Stages):
@@ -273,12 +344,12 @@ class _Coded(Stages):
         width = p * max(reduction.wire_nbytes)
         self._sent = scratch.take("sent", (min(2 * LAG + 1, self.count), width), np.uint8, like=x)
         self._received = scratch.take("received", (min(LAG + 1, self.count), width), np.uint8, like=x)
-        self._in_flight: dict[int, tuple[Array, Array]] = {}
+        self._in_flight: dict[int, _Memory] = {}
 
     def encode(self, i: int) -> tuple[Rows, Rows]:
         """See `Stages.encode`."""
         r, piece, encode = self._r, self._r.pieces[i], self._r.steps[i].encode
-        sent, received = self._begin(i)
+        sent, received, *_ = self._begin(i)
         if self.count == 1:
             encode(self._chunks, sent)
             if self._residual is not None:
@@ -293,28 +364,38 @@ class _Coded(Stages):
             self._store_error(i, sent)
         return rows, into
 
-    def _begin(self, i: int) -> tuple[Array, Array]:
-        """Return memory for piece i, (p, bytes) each: for the encoded chunks and for the received ones."""
-        p, nbytes = self._r.p, self._r.wire_nbytes[i]
-        sent, received = self._sent[i % len(self._sent)], self._received[i % len(self._received)]
-        self._in_flight[i] = sent[: p * nbytes].reshape(p, nbytes), received[: p * nbytes].reshape(p, nbytes)
-        return self._in_flight[i]
+    def _begin(self, i: int) -> _Memory:
+        """Return the memory for piece i."""
+        r, sent, received = self._r, self._sent, self._received
+        p, nbytes, i_sent, i_received = r.p, r.wire_nbytes[i], i % len(sent), i % len(received)
+
+        def cut() -> _Memory:
+            end = p * nbytes
+            results, parts = sent[i_sent, :end].reshape(p, nbytes), received[i_received, :end].reshape(p, nbytes)
+            return _Memory(results, parts, results[r.rank], results[r.rank, None])
+
+        key = "quantized", sent.shape, received.shape, i_sent, i_received, nbytes
+        self._in_flight[i] = memory = self._scratch.views(key, cut)
+        return memory
 
     def combine(self, i: int) -> tuple[Array, Rows]:
         """See `Stages.combine`."""
-        r, mine = self._r, self._r.rank
-        results, received = self._in_flight[i]
-        r.steps[i].combine(received, results[mine, None], op=r.op)
+        r = self._r
+        results, received, mine, table = self._in_flight[i]
+        r.steps[i].combine(received, table, op=r.op)
         if self._residual is not None:
-            self._add_error_of_mean(i, received, results[mine, None])
-        return results[mine], results if self.count == 1 else list(results)
+            self._add_error_of_mean(i, received, table)
+        return mine, results if self.count == 1 else list(results)
 
     def decode(self, i: int) -> None:
         """See `Stages.decode`."""
         r, piece, decode = self._r, self._r.pieces[i], self._r.steps[i].decode
-        results, _ = self._in_flight.pop(i)
-        for rows in r.groups:
-            decode(results[rows], self._results[rows, piece])
+        results = self._in_flight.pop(i).results
+        if self.count == 1:
+            decode(results, self._results)
+        else:
+            for row in range(r.p):
+                decode(results[row, None], self._results[row, None, piece])
         if self._padded_to is not None and i == self.count - 1:
             self._padded_to[...] = self._chunks.reshape(-1)[: r.size]
 

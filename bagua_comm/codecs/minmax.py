@@ -90,6 +90,7 @@ class MinMaxUInt8(Codec):
             functools.partial(run.minmax_encode, **layout),
             functools.partial(run.minmax_decode, **layout),
             functools.partial(run.minmax_combine, count=count, dtype=like.dtype, **layout),
+            only_kernels=True,
         )
 
     def _encode(self, chunks: Array, wire: Array) -> None:

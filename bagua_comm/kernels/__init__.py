@@ -30,7 +30,13 @@ _log = logging.getLogger(__name__)
 
 def of(x: Array) -> ModuleType:
     """The module of kernels for the memory of `x`: a host or a CUDA device."""
-    return on_host() if isinstance(x, np.ndarray) else importlib.import_module(".device", __name__)
+    if isinstance(x, np.ndarray):
+        return on_host()
+    return importlib.import_module(_DEVICE)
+
+
+_DEVICE = f"{__name__}.device"
+"""The module of kernels for CuPy arrays, which imports CuPy."""
 
 
 def on_host() -> ModuleType:

@@ -21,8 +21,9 @@ from typing import Any, NamedTuple
 import cupy
 import numpy as np
 
-from ..arrays import Array, DType, Scratch, dtype_name
+from ..arrays import Array, DType, Scratch, address, dtype_name
 from ..files import cache_folder, is_own_file, private_folder, write_at_once
+from ..recording import current
 
 _THREADS = 256
 _ACCESS_BYTES = 16
@@ -148,9 +149,8 @@ def _cast(
     name: str, args: tuple[Any, ...], m: int, rows: int, wire: Array, dtype: DType, sent: DType, *more: int
 ) -> None:
     if m and rows:
-        kernel = _kernel("cast.cu", name, dtype_name(dtype), f"WIRE={dtype_name(sent)}")
-        grid = (_ctas(m, dtype), min(rows, _MOST_ROWS))
-        kernel(grid, (_THREADS,), (*args, m, wire.shape[1], *more))
+        grid, args = (_ctas(m, dtype), min(rows, _MOST_ROWS)), (*args, m, wire.shape[1], *more)
+        _launch("cast.cu", name, dtype_name(dtype), grid, (_THREADS,), args, f"WIRE={dtype_name(sent)}")
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -179,7 +179,7 @@ def _fixed(name: str, dtype: DType, bounds: Array, args: tuple[Any, ...]) -> Non
     if blocks:
         warps = _THREADS // _WARP
         grid = (min(-(-blocks // warps), _MOST_CTAS),)
-        _kernel("fixed.cu", name, dtype_name(dtype))(grid, (_WARP, warps), (*args, blocks))
+        _launch("fixed.cu", name, dtype_name(dtype), grid, (_WARP, warps), (*args, blocks))
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -212,7 +212,8 @@ class _Partition(NamedTuple):
     """The number of ranges of segments in all."""
 
     layout: np.ndarray[Any, Any]
-    """An array of one `_LAYOUT`, passed to a kernel by value: one argument instead of nine."""
+    """The bytes of a `_LAYOUT`, passed to a kernel by value: one argument instead of nine. As an array of one
+    element without fields: for a dtype with fields, each launch would take 10 us more."""
 
 
 @functools.lru_cache(maxsize=1024)
@@ -223,7 +224,8 @@ def _partition(rows: int, count: int, block: int, start: int, stride: int, eps: 
     segments = -(-threads // team)
     teams = _THREADS // team if team <= _WARP else 1
     ctas = -(-blocks * segments // teams)
-    layout = np.array((rows, count, block, blocks, segments, blocks * segments, start, stride, eps), _LAYOUT)
+    values = rows, count, block, blocks, segments, blocks * segments, start, stride, eps
+    layout = np.array([values], _LAYOUT).view(np.dtype(f"V{_LAYOUT.itemsize}"))
     grid = (min(ctas, _MOST_CTAS), min(rows, _MOST_ROWS))
     return _Partition(grid, (team, teams), segments, rows * blocks * segments, layout)
 
@@ -249,23 +251,25 @@ def minmax_decode(wire: Array, out: Array, start: int, block: int, eps: float) -
     n, m = out.shape
     if n * m:
         partition = _partition(n, m, block, start, wire.shape[1], eps)
-        _kernel("minmax.cu", "decode", dtype_name(out.dtype))(
-            partition.grid, partition.cta, (wire, out, partition.layout)
-        )
+        grid, cta, layout = partition.grid, partition.cta, partition.layout
+        _launch("minmax.cu", "decode", dtype_name(out.dtype), grid, cta, (wire, out, layout))
 
 
 def _encode(name: str, source: tuple[Any, ...], wire: Array, partition: _Partition, dtype: DType) -> None:
     """Encode the `source` of kernel `name`, in two passes if a block is too long for a CTA."""
     grid, cta, layout, element = partition.grid, partition.cta, partition.layout, dtype_name(dtype)
     if partition.segments == 1:
-        _kernel("minmax.cu", name, element)(grid, cta, (*source, wire, layout))
+        _launch("minmax.cu", name, element, grid, cta, (*source, wire, layout))
         return
+    recording = current()
+    if recording is not None:
+        recording.is_complete = False  # the memory for ranges is another one on other streams
     stream = cupy.cuda.get_current_stream()
     ranges = _scratch(wire.device.id, stream.ptr, threading.get_ident()).take(
         "ranges", (partition.ranges, 2), np.float32, like=wire
     )
-    _kernel("minmax.cu", f"{name}_ranges", element)(grid, cta, (*source, ranges, layout))
-    _kernel("minmax.cu", f"{name}_segments", element)(grid, cta, (*source, ranges, wire, layout))
+    _launch("minmax.cu", f"{name}_ranges", element, grid, cta, (*source, ranges, layout))
+    _launch("minmax.cu", f"{name}_segments", element, grid, cta, (*source, ranges, wire, layout))
 
 
 @functools.cache
@@ -309,23 +313,42 @@ def _flat(
 ) -> None:
     """Launch a kernel with one thread for each 16 bytes of `count` elements."""
     if count:
-        _kernel(file, name, dtype_name(dtype), *defines)((_ctas(count, dtype),), (_THREADS,), (*args, count))
+        grid, args = (_ctas(count, dtype),), (*args, count)
+        _launch(file, name, dtype_name(dtype), grid, (_THREADS,), args, *defines)
 
 
 def _ctas(count: int, dtype: DType) -> int:
     return min(-(-count * dtype.itemsize // (_ACCESS_BYTES * _THREADS)), _MOST_CTAS)
 
 
-def _kernel(file: str, name: str, element: str, *defines: str) -> Any:
-    """A kernel for the current device, which the caller launches at once."""
+def _launch(
+    file: str,
+    name: str,
+    element: str,
+    grid: tuple[int, ...],
+    cta: tuple[int, ...],
+    args: tuple[Any, ...],
+    *defines: str,
+) -> None:
+    """Launch a kernel on the current device and stream."""
+    kernel = _loaded(cupy.cuda.runtime.getDevice(), file, name, element, *defines)
+    _observed(name, kernel, grid, cta, args)
+    recording = current()
+    if recording is not None:
+        args = tuple(address(arg) if isinstance(arg, cupy.ndarray) else arg for arg in args)
+        recording.steps.append(functools.partial(_observed, name, kernel, grid, cta, args))
+
+
+def _observed(name: str, kernel: Any, grid: tuple[int, ...], cta: tuple[int, ...], args: tuple[Any, ...]) -> None:
     for observer in _observers.get():
         observer(name)
-    return _loaded(cupy.cuda.runtime.getDevice(), file, name, element, *defines)
+    kernel(grid, cta, args)
 
 
 @functools.cache
 def _loaded(device: int, file: str, name: str, element: str, *defines: str) -> Any:
-    return _module(cupy.cuda.Device(device).compute_capability, file, element, *defines).get_function(name)
+    # The function itself: CuPy's RawKernel would look it up for the current device at each launch.
+    return _module(cupy.cuda.Device(device).compute_capability, file, element, *defines).get_function(name).kernel
 
 
 @functools.cache

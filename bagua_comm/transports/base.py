@@ -62,6 +62,9 @@ class Transport(CallState, Live, ABC):
     """The size in bytes from which an array takes less time through a codec than exactly."""
     enqueues: bool = False
     """Whether calls on device arrays return once their work is enqueued, without waiting for device or peers."""
+    is_recorded: bool = False
+    """Whether alltoall and allgather of device arrays add their steps to the recording in progress; see
+    `recording`."""
     adds_in_rank_order: bool = True
     """Whether sums and products of floats have the bytes of `kernels.host.reduce_rows`, as in the derived
     collectives; False if the library below adds in another order, even if only above some size."""

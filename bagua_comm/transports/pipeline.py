@@ -158,6 +158,10 @@ def pipeline(count: int, *stages: Callable[[int], None]) -> None:
     >>> order[3:8]
     ['send 3', 'send 4', 'receive 0', 'send 5', 'receive 1']
     """
+    if count == 1:
+        for stage in stages:
+            stage(0)
+        return
     for i in range(count + LAG * (len(stages) - 1)):
         for behind, stage in enumerate(stages):
             if 0 <= i - LAG * behind < count:

@@ -292,6 +292,11 @@ class RawKernel:
         kernel._kernels, kernel.name, kernel._architecture = kernels, name, architecture
         return kernel
 
+    @property
+    def kernel(self) -> RawKernel:
+        """The function on the current device, which launches as this does."""
+        return self
+
     def __call__(self, grid: tuple, block: tuple, args: tuple, *, shared_mem: int = 0, stream: Any = None) -> Any:
         if not isinstance(grid, tuple) or not isinstance(block, tuple):
             raise TypeError(f"grid and block are tuples, not {grid!r} and {block!r}")

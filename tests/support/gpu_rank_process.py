@@ -5,6 +5,7 @@
 
 import json
 import sys
+import time
 import traceback
 from pathlib import Path
 
@@ -17,7 +18,7 @@ def main():
         (host,) = comm.transports
         outcomes = {}
         for body in bodies_of(comm.size):
-            error = None
+            error, start = None, time.monotonic()
             try:
                 body(host)
             except Exception:
@@ -25,6 +26,7 @@ def main():
             errors = comm.allgather_object(error)
             outcomes[body.__name__] = {rank: error for rank, error in enumerate(errors) if error is not None}
             if comm.rank == 0:
+                print(f"{body.__name__}: {time.monotonic() - start:.1f} s", flush=True)
                 Path(sys.argv[1]).write_text(json.dumps(outcomes))
 
 

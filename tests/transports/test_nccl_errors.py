@@ -166,10 +166,10 @@ def test_a_call_that_is_interrupted_anywhere_is_over_for_the_thread_that_ends_a_
     capturing = types.SimpleNamespace(is_capturing=lambda: True, ptr=1)
     current = types.SimpleNamespace(get_current_stream=lambda: capturing)
     monkeypatch.setattr(transport, "cupy", types.SimpleNamespace(cuda=current))
-    rank = types.SimpleNamespace(_watch=watch, _abort_after=lambda *_: None)
+    rank = types.SimpleNamespace(_watch=watch, _abort_after=lambda *_: None, sent_bytes=0)
 
     def call():
-        transport.NcclTransport._enqueue(rank, "allreduce", 4, lambda _: inside.append(watch.inside))
+        transport.NcclTransport._enqueue(rank, "allreduce", 4, 0, lambda _: inside.append(watch.inside))
 
     def check():
         assert not watch.inside

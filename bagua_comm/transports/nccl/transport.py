@@ -33,6 +33,7 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import cupy
@@ -42,6 +43,7 @@ from cupy.cuda import nccl
 from ...arrays import FLOATS, Array, address, dtype_name
 from ...cuda import explained
 from ...errors import CommAborted, CommError, CommTimeout, RankFailed, UnsupportedError
+from ...recording import current
 from ..base import Transport
 from ..call_state import check_timeout
 from ..flow import POINT_TO_POINT, Message
@@ -91,7 +93,7 @@ class NcclTransport(Transport):
     """One rank of an NCCL communicator, made by `connect`, on the device that is current then."""
 
     name = "nccl"
-    enqueues = True
+    enqueues = is_recorded = True
     adds_in_rank_order = False
 
     def __init__(
@@ -194,27 +196,26 @@ class NcclTransport(Transport):
                 nccl.groupEnd()
 
         sent = sum([nbytes for peer, _, nbytes in sends if peer != self.rank])
-        self._enqueue(name, sum([nbytes for *_, nbytes in sends + recvs]), start)
-        self.sent_bytes += sent
+        self._enqueue(name, sum([nbytes for *_, nbytes in sends + recvs]), sent, start)
 
     # NCCL's own collectives -------------------------------------------------------------------------
 
     def allreduce(self, x: Array, out: Array, op: str) -> None:
         """NCCL's own where it reduces as the contract says; see `Transport`."""
-        native = _native(x, op)
+        native = self._native(x, op)
         if native is None:
             super().allreduce(x, out, op)
             return
         self._enqueue(
             "allreduce",
             x.nbytes,
+            2 * x.nbytes * (self.size - 1) // self.size,
             lambda stream: self._comm.allReduce(address(x), address(out), x.size, *native, stream),
         )
-        self.sent_bytes += 2 * x.nbytes * (self.size - 1) // self.size
 
     def reduce(self, x: Array, out: Array | None, root: int, op: str) -> None:
         """NCCL's own where it reduces as the contract says; see `Transport`."""
-        native = _native(x, op)
+        native = self._native(x, op)
         if native is None:
             super().reduce(x, out, root, op)
             return
@@ -222,40 +223,41 @@ class NcclTransport(Transport):
         self._enqueue(
             "reduce",
             x.nbytes,
+            x.nbytes * (self.size - 1) // self.size,
             lambda stream: self._comm.reduce(address(x), target, x.size, *native, root, stream),
         )
-        self.sent_bytes += x.nbytes * (self.size - 1) // self.size
 
     def reduce_scatter(self, x: Array, out: Array, op: str) -> None:
         """NCCL's own where it reduces as the contract says; see `Transport`."""
-        native = _native(x, op)
+        native = self._native(x, op)
         if native is None:
             super().reduce_scatter(x, out, op)
             return
         self._enqueue(
             "reduce_scatter",
             x.nbytes,
+            x.nbytes * (self.size - 1) // self.size,
             lambda stream: self._comm.reduceScatter(address(x), address(out), out.size, *native, stream),
         )
-        self.sent_bytes += x.nbytes * (self.size - 1) // self.size
 
     def broadcast(self, x: Array, root: int) -> None:
         """NCCL's own; see `Transport`."""
         self._enqueue(
             "broadcast",
             x.nbytes,
+            x.nbytes if self.rank == root and self.size > 1 else 0,
             lambda stream: self._comm.broadcast(address(x), address(x), x.nbytes, _BYTE, root, stream),
         )
-        self.sent_bytes += x.nbytes if self.rank == root and self.size > 1 else 0
 
     def allgather(self, x: Array, out: Array) -> None:
         """NCCL's own; see `Transport`."""
+        source, target, nbytes = address(x), address(out), x.nbytes
         self._enqueue(
             "allgather",
             out.nbytes,
-            lambda stream: self._comm.allGather(address(x), address(out), x.nbytes, _BYTE, stream),
+            nbytes * (self.size - 1),
+            lambda stream: self._comm.allGather(source, target, nbytes, _BYTE, stream),
         )
-        self.sent_bytes += x.nbytes * (self.size - 1)
 
     def barrier(self) -> None:
         """Return when the streams of all ranks have reached this point. Waits for the device."""
@@ -270,12 +272,32 @@ class NcclTransport(Transport):
         self._watch.check_usable()
         return bool(flags.get()[0])
 
+    def _native(self, x: Array, op: str) -> tuple[int, int] | None:
+        """NCCL's dtype and operation for `x` and `op`; None where NCCL's result would break the contract."""
+        name = dtype_name(x.dtype)
+        ops = _FLOAT_OPS if name in FLOATS else _INTEGER_OPS
+        if name not in _DTYPES or op not in ops:
+            return None
+        # When one rank alone averages an array, NCCL before 2.29.7 does not write the end of it.
+        return _DTYPES[name], ops["sum" if self.size == 1 and op == "avg" else op]
+
     # Enqueuing, and watching ------------------------------------------------------------------------
 
-    def _enqueue(self, name: str, nbytes: int, start: Callable[[int], None]) -> None:
-        """Let `start` enqueue NCCL's work on the current stream, and watch it."""
+    def _enqueue(self, name: str, nbytes: int, sent: int, start: Callable[[int], None]) -> None:
+        """Let `start` enqueue NCCL's work on the current stream, and watch it.
+
+        Args:
+            name: The call, for messages.
+            nbytes: The bytes that it moves; for 0, nothing is enqueued.
+            sent: The bytes to count as sent.
+            start: Enqueues on the stream that it is given.
+        """
         if nbytes == 0:
+            self._watch.check_usable()
             return
+        recording = current()
+        if recording is not None:
+            recording.steps.append(partial(self._enqueue, name, nbytes, sent, start))
         stream = cupy.cuda.get_current_stream()
         try:
             call = None
@@ -295,6 +317,7 @@ class NcclTransport(Transport):
         except BaseException as exc:
             self._abort_after(name, exc)
             raise
+        self.sent_bytes += sent
 
     def _abort_after(self, name: str, exc: BaseException) -> None:
         """Abort, since this rank has not made a call that the others make; raises the error of that."""
@@ -452,13 +475,6 @@ _REASON_BYTES = 1024
 
 def _who(transport: Transport) -> str:
     return f"rank {transport.rank} of {transport.size}"
-
-
-def _native(x: Array, op: str) -> tuple[int, int] | None:
-    """NCCL's dtype and operation for `x` and `op`; None where NCCL's result would break the contract."""
-    name = dtype_name(x.dtype)
-    ops = _FLOAT_OPS if name in FLOATS else _INTEGER_OPS
-    return (_DTYPES[name], ops[op]) if name in _DTYPES and op in ops else None
 
 
 def _code(exc: BaseException) -> int:
