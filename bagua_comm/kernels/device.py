@@ -259,7 +259,8 @@ def _encode(name: str, source: tuple[Any, ...], wire: Array, partition: _Partiti
     """Encode the `source` of kernel `name`, in two passes if a block is too long for a CTA."""
     grid, cta, layout, element = partition.grid, partition.cta, partition.layout, dtype_name(dtype)
     if partition.segments == 1:
-        _launch("minmax.cu", name, element, grid, cta, (*source, wire, layout))
+        is_wide = name == "combine" and math.prod(cta) > _THREADS  # `combine` is compiled for fewer threads
+        _launch("minmax.cu", f"{name}_wide" if is_wide else name, element, grid, cta, (*source, wire, layout))
         return
     recording = current()
     if recording is not None:

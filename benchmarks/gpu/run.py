@@ -74,7 +74,7 @@ def recorded(section: Section, run: Run) -> Results:
     if limit_s >= LEAST_S:
         # The record says this if this process is killed.
         begun = {"outcome": "out of time", "reason": "the command was ended meanwhile", "limit_s": limit_s}
-        append(run.lines, place, begun)
+        append(run.lines, place, {**begun, "date": now(), "commit": commit_of(run.options)})
         entry = {"outcome": "passed", "reason": None}
         try:
             section.run(run)
@@ -146,6 +146,16 @@ def commit() -> str:
     return described.stdout.strip()
 
 
+def commit_of(options: argparse.Namespace) -> str:
+    """The commit that `--commit` names, or `commit`."""
+    return options.commit or commit()
+
+
+def now() -> str:
+    """The time, with its zone."""
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+
+
 def before(file: Path) -> Path:
     """Path to which the file of the last run moves until this run has found a GPU."""
     return file.with_name(f"{file.name}.before")
@@ -163,8 +173,8 @@ def begin_lines(lines: Path, options: argparse.Namespace, chosen: Sequence[Secti
     )
     record: dict[str, Any] = begin_record("gpu", arguments)
     del record["ranks"]
-    record["date"] = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    record["commit"] = options.commit or commit()
+    record["date"] = now()
+    record["commit"] = commit_of(options)
     waiting = {"outcome": "left out", "reason": "the command was ended before"}
     record["sections"] = {section.name: waiting for section in chosen}
     for name, value in record.items():

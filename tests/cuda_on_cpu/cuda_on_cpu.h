@@ -21,7 +21,7 @@
 #define __global__
 #define __device__
 #define __noinline__
-#define __launch_bounds__(threads)
+#define __launch_bounds__(...)
 #define __shared__ static __attribute__((section("shared_memory")))
 
 using std::sqrt;

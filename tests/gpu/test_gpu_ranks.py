@@ -135,8 +135,9 @@ def test_over_nccl(device, ranks, body):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("device", ["lazy"], indirect=True)
 def test_bodies_run_in_a_process(device):
-    """The way that they go on a GPU; processes of the stand-in have no NCCL between them, so it is one."""
+    """As `test_over_nccl` runs them on a GPU. Processes of the stand-in have no NCCL between them: it is one."""
     found, printed = run_processes(1, env=device.environment, mpi=False)
     assert found == {body.__name__: {} for body in bodies_of(1)}, printed
 
