@@ -169,9 +169,9 @@ class QuantizedMean:
         """Average `x` in place, and return it. Collective."""
         comm, codec = self._comm, self._codec
         found = _cached(comm, x, codec, "avg")
-        may_replay = found is not None and residual is None and x.nbytes >= self._least(found.transport)
-        if may_replay and found.replay(comm, x, x):
-            return x
+        if found is not None and residual is None and x.nbytes >= self._least(found.transport):  # noqa: SIM102
+            if found.replay(comm, x, x):
+                return x
         call = _call(comm, x, codec, "avg", found)
         least = self._least(call.transport)
         if call.x.nbytes < least:

@@ -198,7 +198,7 @@ _LAYOUT = np.dtype(
 """The struct `Layout` of minmax.cu."""
 
 
-class _Partition(NamedTuple):
+class Partition(NamedTuple):
     """The division of rows of elements, cut into blocks, among the threads of minmax.cu."""
 
     grid: tuple[int, int]
@@ -217,7 +217,8 @@ class _Partition(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def _partition(rows: int, count: int, block: int, start: int, stride: int, eps: float) -> _Partition:
+def partition_of(rows: int, count: int, block: int, start: int, stride: int, eps: float) -> Partition:
+    """How minmax.cu divides `rows` of `count` elements; for the other arguments, see `_LAYOUT`."""
     block = min(block, count)
     blocks, threads = -(-count // block), -(-block // _HELD)
     team = min(1 << (threads - 1).bit_length(), LARGEST_CTA)
@@ -227,14 +228,14 @@ def _partition(rows: int, count: int, block: int, start: int, stride: int, eps: 
     values = rows, count, block, blocks, segments, blocks * segments, start, stride, eps
     layout = np.array([values], _LAYOUT).view(np.dtype(f"V{_LAYOUT.itemsize}"))
     grid = (min(ctas, _MOST_CTAS), min(rows, _MOST_ROWS))
-    return _Partition(grid, (team, teams), segments, rows * blocks * segments, layout)
+    return Partition(grid, (team, teams), segments, rows * blocks * segments, layout)
 
 
 def minmax_encode(chunks: Array, wire: Array, start: int, block: int, eps: float) -> None:
     """See `host.minmax_encode`."""
     n, m = chunks.shape
     if n * m:
-        _encode("encode", (chunks,), wire, _partition(n, m, block, start, wire.shape[1], eps), chunks.dtype)
+        _encode("encode", (chunks,), wire, partition_of(n, m, block, start, wire.shape[1], eps), chunks.dtype)
 
 
 def minmax_combine(
@@ -242,7 +243,7 @@ def minmax_combine(
 ) -> None:
     """See `host.minmax_combine`."""
     if count:
-        partition = _partition(1, count, block, start, out.shape[1], eps)
+        partition = partition_of(1, count, block, start, out.shape[1], eps)
         _encode("combine", (wire, len(wire), int(op == "avg")), out, partition, dtype)
 
 
@@ -250,12 +251,12 @@ def minmax_decode(wire: Array, out: Array, start: int, block: int, eps: float) -
     """See `host.minmax_decode`."""
     n, m = out.shape
     if n * m:
-        partition = _partition(n, m, block, start, wire.shape[1], eps)
+        partition = partition_of(n, m, block, start, wire.shape[1], eps)
         grid, cta, layout = partition.grid, partition.cta, partition.layout
         _launch("minmax.cu", "decode", dtype_name(out.dtype), grid, cta, (wire, out, layout))
 
 
-def _encode(name: str, source: tuple[Any, ...], wire: Array, partition: _Partition, dtype: DType) -> None:
+def _encode(name: str, source: tuple[Any, ...], wire: Array, partition: Partition, dtype: DType) -> None:
     """Encode the `source` of kernel `name`, in two passes if a block is too long for a CTA."""
     grid, cta, layout, element = partition.grid, partition.cta, partition.layout, dtype_name(dtype)
     if partition.segments == 1:
