@@ -21,7 +21,7 @@ PROGRAMS = sorted([*FILES, *(ROOT / "benchmarks").rglob("*.py")])
 
 LAYERS = {
     "bagua_comm": [
-        "_version caching closing errors files logs moved processes refusals trace",
+        "_version caching closing deprecation errors files logs moved processes refusals trace",
         "arrays flight net pickling topology",
         "bucket cuda kernels",
         "codecs hooks lane optim transports",

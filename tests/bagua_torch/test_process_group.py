@@ -779,7 +779,8 @@ def test_an_interrupted_call_closes_its_connections_so_that_gloo_sends_no_more_a
 
 
 def test_former_names_of_a_rendezvous_warn():
-    with pytest.warns(DeprecationWarning, match="Meeting is now RendezvousInfo"):
+    with pytest.warns(DeprecationWarning, match="Meeting is now RendezvousInfo") as warned:
         former = bagua_torch.process_group.Meeting
-    with pytest.warns(DeprecationWarning, match="meeting is now rendezvous"):
+    assert warned[0].filename == __file__
+    with pytest.warns(DeprecationWarning, match=r"\(meeting=\) is now rendezvous="):
         ProcessGroupTransport(timeout_s=1, meeting=former(dist.HashStore(), "former", 0, 1)).close()
