@@ -662,6 +662,32 @@ def test_a_codec_that_has_no_hash_is_taken_all_the_same():
     assert results == run_ranks(2, lambda comm: quantized_allreduce(comm, x[comm.rank]).tobytes())
 
 
+@pytest.mark.parametrize("bound", [True, False])
+def test_each_call_looks_once_for_a_prepared_reduction(bound):
+    def body(comm):
+        mean = Quantized(min_bytes=0).bind(comm) if bound else functools.partial(quantized_allreduce, comm)
+        get, looks = comm.call_cache.get, []
+        comm.call_cache.get = lambda key: looks.append(key) or get(key)
+        added = []
+        for _ in range(2):
+            mean(normal(2, 1000)[comm.rank])
+            added.append(comm.call_cache.added)
+        return len(looks), added
+
+    assert run_ranks(2, body) == [(2, [1, 1])] * 2
+
+
+def test_a_reduction_is_prepared_once_for_arrays_of_another_library():
+    torch = needs.package("torch")
+
+    def body(comm):
+        for _ in range(2):
+            quantized_allreduce(comm, torch.from_numpy(normal(2, 1000)[comm.rank].copy()))
+        return comm.call_cache.added
+
+    assert run_ranks(2, body) == [1, 1]
+
+
 @pytest.mark.needs("numba")
 @pytest.mark.parametrize("bound", [True, False])
 def test_the_kernels_chosen_now_work_though_others_did_before(bound, monkeypatch):
