@@ -1,5 +1,7 @@
 """What ranks do by themselves between `stop` and `resume`, and what they do together afterwards."""
 
+import gc
+
 import pytest
 import torch
 from support.torch_training import batch, filled, optimizer_for
@@ -169,5 +171,35 @@ def test_a_state_saved_while_stopped_after_uneven_steps_says_to_resume_first(sav
             with pytest.raises(ArrayError, match=r"'step' is 0 on rank 0 and 1 on rank 1.*resume first"):
                 ddp.load_state_dict(state)
         ddp.close()
+
+    run_ranks(2, body, timeout_s=5)
+
+
+@pytest.mark.parametrize("dropping", [(0, 1), (1,)], ids=["all ranks", "one rank"])
+def test_an_engine_whose_wrapper_is_deleted_does_not_resume_with_different_weights(dropping):
+    def body(comm):
+        _, optimizer, ddp = wrapped(comm, GradientAllReduce())
+        ddp.stop()
+        step(comm, ddp, optimizer, comm.rank)
+        engine = ddp.engine
+        if comm.rank in dropping:
+            del ddp
+            gc.collect()
+        with pytest.raises(ArrayError, match=f"rank {dropping[0]} has deleted the wrapper of this engine"):
+            engine.resume()
+        engine.abort()
+
+    run_ranks(2, body, timeout_s=5)
+
+
+def test_an_engine_whose_wrapper_is_deleted_resumes_with_equal_weights():
+    def body(comm):
+        _, _, ddp = wrapped(comm, GradientAllReduce())
+        ddp.stop()
+        engine = ddp.engine
+        del ddp
+        gc.collect()
+        engine.resume()
+        engine.close()
 
     run_ranks(2, body, timeout_s=5)
