@@ -226,7 +226,7 @@ def test_each_holder_of_locks_is_over_before_a_call_that_a_signal_handler_can_co
 
 
 EXITS = {
-    **dict.fromkeys(["Cache", "Cached", "Checkpoints", "Closing", "Reader", "Store"], "close"),
+    **dict.fromkeys(["Cache", "Cached", "Closing", "Reader", "Store"], "close"),
     "SpanContext": "a span is not written",
     "Barrier": "does nothing",
     "UseStream": "its __del__ does it",

@@ -192,8 +192,8 @@ MUTANTS = [
     ),
     Mutant(
         "bagua_torch/broadcast.py",
-        "tensors.append(torch.empty(leaf.shape, dtype=leaf.dtype, device=device))",
-        "tensors.append(torch.empty(leaf.shape, device=device))",
+        "tensors.append(torch.empty_strided(leaf.shape, leaf.strides, dtype=leaf.dtype, device=device))",
+        "tensors.append(torch.empty_strided(leaf.shape, leaf.strides, device=device))",
         "tests/bagua_torch bagua_torch/broadcast.py -k broadcast",
     ),
     Mutant(
