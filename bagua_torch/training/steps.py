@@ -222,7 +222,7 @@ def _make_equal_of(steps: TrainingSteps) -> Callable[[], None]:
         if steps is None or gone.size:
             raise ArrayError(
                 f"the weights differ between ranks, but rank {gone[0]} has deleted the wrapper of this engine, "
-                "which averages them; keep the DistributedDataParallel on all ranks for as long as its engine is used"
+                "which averages them; keep the DistributedDataParallel on all ranks while its engine is used"
             )
         steps.make_equal()
 
