@@ -97,7 +97,7 @@ LAYERS = {
         "device host",
         "numba",
         "compiled",
-        "compiler_process",
+        "compiler_process selection",
         "__init__",
     ],
     "bagua_torch": [
