@@ -163,7 +163,7 @@ def test_nothing_is_left_of_communicators_that_were_given_up(device, monkeypatch
     trained(device, "nccl", 4, GradientAllReduce(), [(1, 2), (2, 4)], also_elsewhere, wanted=2)
     assert {comm._device for comm in made} == {0, 1, 2, 3}
     until(lambda: not [comm for comm in made if comm.comm and comm._device not in dead])
-    assert [each for each in watchdogs if each._watches and each.device not in dead] == []
+    assert [each for each in watchdogs if each.watches and each.device not in dead] == []
 
 
 @one_policy
