@@ -164,18 +164,24 @@ def test_steps_are_timed_and_checked(device, monkeypatch):
 
 @on_one_stream
 def test_before_each_call_much_is_written_and_then_as_much_read(device, monkeypatch):
+    import cupy
+
     monkeypatch.setattr(gpu_device, "is_stand_in", lambda: False)
     monkeypatch.setattr(gpu_device, "FLUSH_BYTES", 1 << 20)
-    watch, seen = gpu_codecs.Bench(1 << 14, 1).watch, []  # whose arrays are smaller
-    monkeypatch.setattr(type(watch._read), "fill", lambda x, value: seen.append(("write", x)))
-    run = kernels.of(watch._sum)
-    monkeypatch.setattr(run, "reduce_rows", lambda rows, out, op: seen.append(("read", rows)))
-    watch.seconds({name: lambda name=name: seen.append((name, watch._read)) for name in "ab"}, iterations=1)
+    watch, seen, totals = gpu_codecs.Bench(1 << 14, 1).watch, [], []  # whose arrays are smaller
+
+    def reduce_rows(rows, out, op):
+        seen.append(("read", rows))
+        totals.append(out)
+
+    monkeypatch.setattr(cupy.ndarray, "fill", lambda x, value: seen.append(("write", x)))
+    monkeypatch.setattr(kernels.of(cupy.empty(0)), "reduce_rows", reduce_rows)
+    watch.seconds({name: lambda name=name: seen.append((name, None)) for name in "ab"}, iterations=1)
 
     assert [what for what, _ in seen] == ["write", "read", "a", "write", "read", "b"] * 2
-    assert {x.nbytes for _, x in seen} == {1 << 20}
-    assert watch._sum.nbytes <= 1 << 12
-    assert seen[0][1] is not seen[1][1]
+    assert {x.nbytes for _, x in seen if x is not None} == {1 << 20}
+    assert max(total.nbytes for total in totals) <= 1 << 12
+    assert seen[0][1].data.ptr != seen[1][1].data.ptr
 
 
 @on_one_stream
