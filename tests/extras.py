@@ -34,7 +34,7 @@ TOOLS = ["hypothesis", "pytest", "pytest-mpi", "pytest-timeout", "pytest-xdist",
 BOUNDS = {"oldest": "lowest-direct", "newest": "highest"}
 
 TESTS = {
-    "none": ["tests/test_comm.py", "tests/codecs/test_golden.py"],
+    "none": ["tests/comm/test_communicator.py", "tests/codecs/test_golden.py"],
     "fast": ["tests/kernels/test_compiled.py", "tests/codecs/test_golden.py"],
     "mpi": ["tests/test_mpirun.py"],
     "torch": [

@@ -80,7 +80,7 @@ MUTANTS = [
         "bagua_comm/kernels/host/sums.py",
         "np.subtract(x, np.fmod(x, x.dtype.type(divisor)), out=x)",
         "pass",
-        "tests/kernels/test_host.py tests/comm/test_comm.py",
+        "tests/kernels/test_host.py tests/comm/test_collectives.py",
     ),
     Mutant(
         "bagua_comm/kernels/minmax.cu",
@@ -104,7 +104,7 @@ MUTANTS = [
         "bagua_comm/transports/local.py",
         "members.index(self.rank)",
         "sorted(members).index(self.rank)",
-        "tests/transports/test_local.py tests/comm/test_comm.py",
+        "tests/transports/test_local.py tests/comm/test_communicator.py",
     ),
     Mutant(
         "bagua_comm/transports/mpi/shared_window.py",
