@@ -757,7 +757,7 @@ def test_a_wait_for_a_rank_that_never_comes_says_for_which(device):
             x.get()
 
     with pytest.raises(
-        Hang, match=r"rank 0 waited .* nccl allReduce on stream 0 .* where \[1\] of \[0, 1\] have not come"
+        Hang, match=r"rank 0 waited .* nccl allReduce on stream 0 .* where \[1\] of \[0, 1\] have not called"
     ):
         ranks(2, body, nccl_connects=False)
 

@@ -61,7 +61,7 @@ def same(actual, expected):
 
 
 def close(actual, expected):
-    """Compare sums that NCCL adds in an order of its own."""
+    """Compare sums that NCCL adds in any order."""
     actual = back(actual)
     assert actual.dtype == expected.dtype
     wide = np.complex128 if expected.dtype.kind == "c" else np.float64
@@ -239,7 +239,7 @@ def a_row_of_ranks(comm, put):
 
 
 def messages_again(comm, put):
-    """Calls between two ranks, first and once they are known: alike in what they move, refuse and tell."""
+    """The first and the prepared calls between two ranks move, refuse and count the same."""
     p, rank = comm.size, comm.rank
     right, left = (rank + 1) % p, (rank - 1) % p
     counts, results = [], []
@@ -396,7 +396,7 @@ def messages_that_differ(comm, put):
     halves = put(np.zeros(6)), put(np.zeros(2, np.uint8))
     sends = [(right, floats[:6]), (right, floats[6:8])]
     raises(CommMismatch, r"its exchange of float64\[2\]", comm.exchange, sends, [(left, half) for half in halves])
-    assert back(halves[0]).all()  # the message that fits has come
+    assert back(halves[0]).all()  # the right message has arrived
     assert not back(halves[1]).any()
 
     for small in (comm, comm.dup()):

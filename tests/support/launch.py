@@ -10,20 +10,20 @@ from pathlib import Path
 TESTS = Path(__file__).parents[1]
 
 PATIENCE = float(os.environ.get("BAGUA_TEST_PATIENCE", "1"))
-"""What limits of programs that tests start are multiplied by: more than 1 where the machine has other work."""
+"""Factor of the time limits of programs that tests start: more than 1 on a busy machine."""
 
 
 DAEMON_FAILED = 213
-"""mpirun's exit code if it could not start itself, as happens now and then where others start and end."""
+"""mpirun's exit code if its daemon did not start, which happens now and then on a busy machine."""
 
 
 def with_tests(env=None):
-    """Environment variables with which Python finds the modules of tests/, too."""
+    """Environment variables that add tests/ to the path of Python."""
     return _finding(TESTS, os.environ if env is None else env)
 
 
 def with_packages():
-    """Environment variables with which Python finds the packages that lie beside the tests."""
+    """Environment variables that add the packages of this checkout to the path of Python."""
     return _finding(TESTS.parent, os.environ)
 
 
@@ -34,7 +34,7 @@ def _finding(folder, env):
 def run_python(ranks, *arguments, script=None, flags=(), mpirun=(), timeout_s=100, env=None):
     """Run `python -m bagua_comm run` with these arguments, or on the text of a script; returns its result.
 
-    The ranks import the packages that lie beside the tests, as the tests do, and not those that are installed.
+    The ranks import the packages of this checkout, like the tests, not the installed ones.
     """
     command = [sys.executable, "-m", "bagua_comm", "run", "-n", str(ranks), *flags]
     command += [f"--mpirun={argument}" for argument in mpirun]

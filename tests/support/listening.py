@@ -1,4 +1,4 @@
-"""Where a process listens, as Linux tells."""
+"""The addresses at which a process listens, from Linux' /proc."""
 
 import ipaddress
 import os

@@ -1,4 +1,4 @@
-"""Modules whose parameters have all kinds of memory formats, and optimizers that step them."""
+"""Modules with parameters of many memory formats, and optimizers that step them."""
 
 import copy
 
@@ -33,7 +33,7 @@ REAL = [name for name in LAYOUTS if not name.startswith("complex")]
 
 
 class Parts(nn.Module):
-    """Parameters that are to come near to targets, which differ in each element."""
+    """Parameters that are trained to approach targets, which differ in each element."""
 
     def __init__(self, *layouts, make=LAYOUTS):
         super().__init__()
@@ -45,7 +45,7 @@ class Parts(nn.Module):
 
 
 class Mean(nn.Module):
-    """In one process: the mean over what all ranks compute."""
+    """The mean of the outputs of all ranks, computed in one process."""
 
     def __init__(self, module, ranks):
         super().__init__()
@@ -56,7 +56,7 @@ class Mean(nn.Module):
 
 
 def contiguous(module):
-    """A copy whose parameters all lie in the order of their indices."""
+    """Return a copy of the module with contiguous parameters."""
     module = copy.deepcopy(module)
     for p in module.parameters():
         p.data = p.data.contiguous()

@@ -216,7 +216,7 @@ def copy_of(root, folder):
 
 
 def missing(mutant, root):
-    """What is wrong with the place of a mutant; "" if it can be made."""
+    """Return the reason why a mutant cannot be made; "" if it can."""
     path = root / mutant.file
     if not path.exists():
         return "there is no such file"
@@ -225,7 +225,7 @@ def missing(mutant, root):
 
 
 def fate_of(mutant, folder):
-    """What becomes of a mutant: a word for it, and what it was noticed by."""
+    """Run the tests of a mutant; return the outcome in a word, and the test or the reason."""
     if problem := missing(mutant, folder):
         return "NOT FOUND", problem
     path = folder / mutant.file

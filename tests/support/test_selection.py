@@ -101,7 +101,7 @@ def test_cases_with_the_same_values_are_several():
 
 
 def test_pytest_itself_leaves_one_policy_of_each_case(pytester, capsys):
-    """Its own numbers of parameters begin anew with each policy, which no stand-in shows."""
+    """Numbers of parameters in pytest's ids begin anew with each policy; no fake shows that."""
     pytester.makeconftest(
         """
         import pytest
