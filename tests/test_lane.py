@@ -187,7 +187,7 @@ def test_a_task_of_many_calls_may_take_longer_than_one_call():
 
 
 @each_lane
-def test_close_finishes_what_was_submitted_and_closes_the_communicator(make):
+def test_close_finishes_submitted_tasks_and_closes_the_communicator(make):
     comm, done = FakeComm(), []
     lane = make(comm)
     for i in range(10):
@@ -261,14 +261,14 @@ def test_nothing_is_submitted_to_a_closed_lane(lane_type):
 
 
 @pytest.mark.parametrize("lane_type", [ThreadLane, InlineLane])
-def test_results_that_nobody_waits_for_are_not_kept(lane_type):
+def test_results_without_a_waiter_are_not_kept(lane_type):
     with lane_type(FakeComm()) as lane:
         for i in range(100):
             assert lane.submit(lambda i=i: i).result(timeout=10) == i
         assert len(lane._pending) == 1
 
 
-def test_a_task_that_was_cancelled_is_told_once_and_the_lane_goes_on():
+def test_a_cancelled_task_is_reported_once_and_the_lane_continues():
     go_on, ran = threading.Event(), []
     with ThreadLane(FakeComm()) as lane:
         lane.submit(go_on.wait, PATIENCE_S)

@@ -74,7 +74,7 @@ def test_a_process_of_this_namespace_is_seen_killed_and_found_to_have_ended(star
     assert not child.kill()
 
 
-def test_who_sees_the_proc_of_another_namespace_knows_of_nobody(monkeypatch):
+def test_a_foreign_proc_gives_no_information_about_processes(monkeypatch):
     monkeypatch.setattr(os, "getpid", lambda: 1)  # as after unshare --pid, without a /proc of its own
     assert pid_namespace() == pid_namespace()
     alone, number = pid_namespace(), namespace_number()

@@ -25,7 +25,7 @@ def entries_of(changelog):
     return re.findall(r"^## \[(.+?)\](?: - (\d{4}-\d\d-\d\d))?$", changelog, re.MULTILINE)
 
 
-def test_the_changelog_begins_with_what_is_unreleased_and_has_this_version_next():
+def test_the_changelog_begins_with_unreleased_changes_and_then_this_version():
     entries = entries_of((ROOT / "CHANGELOG.md").read_text())
     assert entries[0] == ("Unreleased", "")
     assert entries[1][0] == bagua_comm.__version__
@@ -111,7 +111,7 @@ def test_the_wheel_is_pure_and_holds_both_packages_and_nothing_else(built):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_the_sdist_holds_what_building_and_testing_need(built):
+def test_the_sdist_has_all_files_for_building_and_testing(built):
     _, sdist = built
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}

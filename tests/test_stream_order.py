@@ -75,7 +75,7 @@ def run_while_rank_1_is_late(device, body):
 @lazy
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("kind", ["nccl", "local", "staged"])
-def test_calls_on_two_streams_give_what_calls_on_one_give(device, kind, name):
+def test_calls_on_two_streams_give_the_results_of_calls_on_one(device, kind, name):
     import cupy
 
     call = CALLS[name]
@@ -111,7 +111,7 @@ def test_the_second_stream_does_not_run_ahead_while_the_first_waits_for_a_peer(d
 
 
 @lazy
-def test_the_first_use_of_what_a_call_keeps_may_be_on_another_stream_than_the_next(device):
+def test_scratch_memory_may_be_used_on_one_stream_first_and_on_another_next(device):
     import cupy
 
     def body(comm):

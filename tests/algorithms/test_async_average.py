@@ -170,7 +170,7 @@ def test_all_ranks_hold_the_mean_when_they_have_stopped(steps, ranks):
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
-def test_what_the_ranks_made_of_the_weights_is_kept_in_their_sum(ranks):
+def test_the_sum_of_the_updates_of_all_ranks_is_kept(ranks):
     def body(comm):
         with Trainer(comm, ALWAYS, make_plan(ranks)) as training:
             progress = [np.zeros_like(x) for x in training.weights]

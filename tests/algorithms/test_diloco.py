@@ -129,7 +129,7 @@ def test_local_steps_must_be_positive(local_steps):
         DiLoCo(local_steps)
 
 
-def test_what_is_no_average_is_refused():
+def test_an_object_that_is_no_average_is_refused():
     with pytest.raises(ArrayError, match="average"):
         DiLoCo(average="mean")
 

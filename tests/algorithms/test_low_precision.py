@@ -140,7 +140,7 @@ def settle(comm, algorithm, steps):
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("kind", KINDS)
-def test_without_gradients_ranks_meet(kind, ranks):
+def test_without_gradients_ranks_converge(kind, ranks):
     results = run_ranks(ranks, lambda comm: settle(comm, kind(), steps=30))
 
     for name in results[0][0]:
@@ -175,6 +175,6 @@ def test_a_dtype_the_codec_does_not_take_is_refused_with_the_tensor(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_no_codec_is_refused(kind):
+def test_an_object_that_is_no_codec_is_refused(kind):
     with pytest.raises(ArrayError, match="codec"):
         kind("MinMaxUInt8")

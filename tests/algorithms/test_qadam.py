@@ -125,7 +125,7 @@ def test_a_beta_out_of_range_is_refused(beta1):
         QAdam(beta1=beta1)
 
 
-def test_what_is_no_average_is_refused():
+def test_an_object_that_is_no_average_is_refused():
     with pytest.raises(ArrayError, match="average"):
         QAdam(average="mean")
 

@@ -132,7 +132,7 @@ def test_quantized_allreduce_by_hand():
     assert [x.tolist() for x in results] == [[0, 2, 255, 0, 8, 255]] * 2
 
 
-def test_what_is_left_in_scratch_by_a_longer_array_is_not_read():
+def test_scratch_of_a_longer_array_is_not_read():
     longer, shorter = normal(3, (1000,)), normal(3, (10,), seed=1)  # 3 ranks pad 10 elements to 12
 
     def body(comm):
@@ -426,7 +426,7 @@ def stage_bytes(average):
     return run_ranks(4, body, nodes=[0, 0, 1, 1])
 
 
-def test_a_codec_inside_a_hierarchy_shrinks_only_what_crosses_nodes():
+def test_a_codec_inside_a_hierarchy_encodes_only_traffic_between_nodes():
     half, quarter = 2048 * 4, 1024 * 4  # of the array in bytes, and of that again
     assert stage_bytes(Hierarchical(Exact())) == [(half + half, quarter + quarter)] * 4
     encoded = 32 + 1024
@@ -520,7 +520,7 @@ def test_averages_are_values_and_nest(average, text):
     assert len({average, eval(text, vars(bagua_comm))}) == 1
 
 
-def test_ranks_with_different_sizes_are_told_so():
+def test_arrays_of_different_sizes_raise_on_all_ranks():
     def body(comm):
         with pytest.raises(CommMismatch):
             quantized_allreduce(comm, np.ones(1000 * (comm.rank + 1), np.float32))
@@ -532,7 +532,7 @@ def test_ranks_with_different_sizes_are_told_so():
 # Found by trying: what used to go wrong
 
 
-def test_hierarchical_keeps_what_is_finite_finite_on_nodes_of_unequal_size():
+def test_hierarchical_keeps_finite_values_finite_on_nodes_of_unequal_size():
     def body(comm):
         return Hierarchical().bind(comm)(np.full(5, 60000, np.float16))
 
@@ -555,7 +555,7 @@ def test_averages_take_strided_arrays_in_place(average, nodes):
         assert x.sum() == 9
 
 
-def test_ranks_with_different_codecs_are_told_apart_by_the_call_check():
+def test_different_codecs_of_ranks_are_found_by_the_call_check():
     def body(comm):
         codec = MinMaxUInt8(eps=1e-7 * comm.rank)
         with pytest.raises(CommMismatch, match=r"eps=0.0.* but rank 1 called .*eps=1e-07"):

@@ -257,7 +257,7 @@ def test_conformance(algorithm):
     check_algorithm(GradientAllReduce(algorithm), sizes=(1, 2, 3, 4))
 
 
-def test_what_float32_loses_is_kept():
+def test_the_sum_keeps_what_float32_loses():
     xs = [of(1), of(2**-24), of(2**-24), of(-1)]
     assert sum(xs) == 0
     assert summed(xs) == 2.0**-23

@@ -347,7 +347,7 @@ def test_gradients_that_are_not_finite_are_seen_on_every_rank(algorithm, value, 
 
 
 @pytest.mark.parametrize("average", ["mean", None, ByteGrad()], ids=repr)
-def test_a_hook_of_what_is_no_average(average):
+def test_a_hook_with_an_object_that_is_no_average(average):
     def body(comm):
         with pytest.raises(ArrayError, match="expected an Average"):
             comm_hook(average, comm)
@@ -356,11 +356,11 @@ def test_a_hook_of_what_is_no_average(average):
 
 
 @pytest.mark.parametrize("algorithm", ["bytegrad", QAdam, 3], ids=repr)
-def test_what_is_no_algorithm(algorithm):
+def test_an_object_that_is_no_algorithm(algorithm):
     refused(adam, algorithm, ArrayError, "expected an algorithm")
 
 
-def test_without_pytorch_the_import_says_what_brings_it():
+def test_without_pytorch_the_import_error_says_what_to_install():
     code = "import sys; sys.modules['torch'] = None; import bagua_torch"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert result.returncode == 1

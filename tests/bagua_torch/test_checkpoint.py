@@ -95,7 +95,7 @@ def test_a_plain_checkpoint_loads_into_a_wrapped_module():
     run_ranks(2, body)
 
 
-def test_a_checkpoint_in_an_old_graph_is_not_overwritten_by_what_was_exchanged():
+def test_a_checkpoint_in_an_old_graph_is_not_overwritten_by_an_exchange():
     """What is exchanged after a step is written back before weights are loaded, not after."""
 
     def body(comm):
@@ -300,7 +300,7 @@ def test_a_state_dict_holds_tensors_alone_where_the_algorithm_keeps_nothing(algo
 
 
 @pytest.mark.parametrize("algorithm", KEEP_NOTHING, ids=repr)
-def test_what_is_saved_beside_the_module_loads_where_the_algorithm_keeps_nothing(algorithm):
+def test_a_state_saved_beside_the_module_loads_where_the_algorithm_has_none(algorithm):
     """From files of an earlier version."""
 
     def body(comm):
@@ -319,7 +319,7 @@ def test_what_is_saved_beside_the_module_loads_where_the_algorithm_keeps_nothing
 @pytest.mark.algorithms("sample")
 @pytest.mark.parametrize("steps", [0, 3])
 @pytest.mark.parametrize("algorithm", [a for a in ALGORITHMS if a not in KEEP_NOTHING], ids=repr)
-def test_a_state_dict_without_what_the_algorithm_keeps_is_refused(algorithm, steps):
+def test_a_state_dict_without_the_state_of_the_algorithm_is_refused(algorithm, steps):
     def body(comm):
         model, optimizer, ddp = wrapped(comm, algorithm)
         train(comm, ddp, optimizer, range(steps))

@@ -167,7 +167,7 @@ def test_an_asynchronous_training_goes_on(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", [QADAM, None], ids=repr)
-def test_what_is_alike_goes_on_bit_for_bit_from_4_to_3_to_8_ranks(tmp_path, algorithm):
+def test_replicated_state_continues_bit_for_bit_from_4_to_3_to_8_ranks(tmp_path, algorithm):
     written = saved(tmp_path, 4, algorithm)
     for ranks, start, at in ((3, 4, 6), (8, 6, 9)):
         before = written[0][1][0]
@@ -262,7 +262,7 @@ class Secretive(Plain):
         return Mine(np.full(bucket.flat.size, comm.rank, np.float32))
 
 
-def test_what_an_algorithm_keeps_without_a_rule_is_refused_by_name(tmp_path):
+def test_a_state_without_a_rule_is_refused_by_name(tmp_path):
     assert_restarts(tmp_path, 2, Secretive())
     with pytest.raises(CheckpointError, match=r"\['secret'\] is a rank's own, .* by 2 ranks, but 3 load"):
         saved(tmp_path, 3, Secretive(), start=4)
@@ -448,7 +448,7 @@ def test_tensors_of_every_kind_come_back(tmp_path):
 # What users do wrong --------------------------------------------------------------------------------------
 
 
-def test_what_does_not_fit_is_refused_by_name(tmp_path):
+def test_a_state_that_does_not_fit_is_refused_by_name(tmp_path):
     def body(comm):
         training = Training(comm)
         with Checkpoints(tmp_path, comm) as checkpoints:

@@ -104,7 +104,7 @@ def test_modules_that_cannot_be_trained_are_refused(make, error, message):
     run_ranks(1, body)
 
 
-def test_what_is_ignored_is_not_checked():
+def test_ignored_parameters_are_not_checked():
     def body(comm):
         module = with_buffer(nn.Linear(1, 1), torch.eye(2).to_sparse())
         return checks.check_module(comm, contents_of(module, "given"))
@@ -163,7 +163,7 @@ def test_optimizers_of_other_parameters_are_refused(optimizers, message):
 
 
 @pytest.mark.parametrize("algorithm", [GradientAllReduce, "ByteGrad", None])
-def test_what_is_no_algorithm_is_refused(algorithm):
+def test_an_object_that_is_no_algorithm_is_refused(algorithm):
     with pytest.raises(ArrayError, match="expected an algorithm such as"):
         checks.check_optimizers([], trained(), algorithm)
 
@@ -209,7 +209,7 @@ def test_an_algorithm_that_shares_state_needs_optimizers_that_share_it(optimizer
     ],
     ids=["shape", "parameter", "dtype", "buffer", "optimizers", "tuner"],
 )
-def test_ranks_that_differ_are_told_so_on_all_ranks(make, optimizers, tuned):
+def test_differences_between_ranks_raise_on_all_ranks(make, optimizers, tuned):
     def body(comm):
         contents = contents_of(make(comm.rank))
         mine = sgd(contents.trained) * optimizers(comm.rank)

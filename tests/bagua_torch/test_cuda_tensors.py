@@ -274,7 +274,7 @@ def bare(tree):
     return {name: bare(value) for name, value in tree.items()} if isinstance(tree, dict) else tree
 
 
-def test_whatever_comes_in_from_pytorch_is_put_in_the_order_of_its_stream(played, monkeypatch):
+def test_tensors_of_pytorch_are_used_in_the_order_of_their_stream(played, monkeypatch):
     """Every public method is called, and every hook runs."""
     streams, called = Counter(), set()
 
@@ -470,7 +470,7 @@ def test_after_an_error_of_the_device_the_end_comes_at_once(played, device, end)
 
 @pytest.mark.parametrize(("kind", "lane_type"), [("nccl", StreamLane), ("local", ThreadLane)])
 @pytest.mark.parametrize("average", [Exact(), Quantized()], ids=repr)
-def test_a_comm_hook_averages_behind_what_pytorch_has_enqueued(played, average, kind, lane_type):
+def test_a_comm_hook_averages_after_the_work_that_pytorch_has_enqueued(played, average, kind, lane_type):
     def body(comm):
         hook = bagua_torch.comm_hook(average, comm)
         lane = hook.__closure__[hook.__code__.co_freevars.index("lane")].cell_contents

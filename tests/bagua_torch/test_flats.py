@@ -208,7 +208,7 @@ def test_a_memory_format_that_changes_after_wrapping_is_refused():
 
 
 @pytest.mark.parametrize("algorithm", [GradientAllReduce(ErrorFeedback()), DiLoCo(local_steps=2)], ids=str)
-def test_what_an_algorithm_keeps_is_saved_in_the_order_of_indices(algorithm, tmp_path):
+def test_the_state_of_an_algorithm_is_saved_in_the_order_of_indices(algorithm, tmp_path):
     """A checkpoint of channels_last goes on in a contiguous model."""
 
     def body(comm):

@@ -209,7 +209,7 @@ def test_a_gradient_from_before_is_kept_while_its_parameter_is_frozen():
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("algorithm", [GradientAllReduce(), ByteGrad()], ids=["exact", "bytes"])
 @pytest.mark.parametrize("frozen_in", [0, 1])
-def test_a_rank_that_has_ended_takes_part_whatever_it_has_frozen(algorithm, frozen_in):
+def test_a_rank_that_has_ended_joins_in_whatever_it_has_frozen(algorithm, frozen_in):
     def body(comm):
         model = make_model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -225,7 +225,7 @@ def test_a_backward_pass_may_run_on_another_thread():
 
 
 @pytest.mark.parametrize("check", [False, True])
-def test_ranks_that_go_backward_through_different_calls_are_told(check):
+def test_backward_passes_through_different_calls_raise(check):
     def body(comm):
         x = torch.ones(2, requires_grad=True)
         ys = [functional.allreduce(comm, x), functional.allreduce(comm, x)]
@@ -237,7 +237,7 @@ def test_ranks_that_go_backward_through_different_calls_are_told(check):
         run_ranks(2, body, check=check)
 
 
-def test_ranks_that_differ_in_whether_a_gradient_is_needed_are_told():
+def test_ranks_of_which_only_some_need_a_gradient_raise():
     def body(comm):
         functional.allreduce(comm, torch.ones(2, requires_grad=comm.rank == 0))
 
@@ -306,7 +306,7 @@ def test_wrong_arguments_are_refused_and_leave_the_communicator_usable(call, err
     assert run_ranks(2, body) == [2.0, 2.0]
 
 
-def test_counts_that_do_not_fit_together_are_told():
+def test_counts_that_do_not_fit_together_raise():
     def body(comm):
         recvs = [[1, 1], [2, 1]][comm.rank]  # rank 0 sends one row to rank 1
         functional.alltoallv(comm, torch.ones(2, 2), [1, 1], recvs)

@@ -286,7 +286,7 @@ def to_double(ps, optimizer):
 )
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("zero", [True, False], ids=["none", "zeros"])
-def test_what_was_replaced_is_found(change, zero):
+def test_tensors_that_were_replaced_are_found(change, zero):
     pairs = both(MAKERS["adam"])
     advance(pairs, range(2), zero=lambda step: zero)
     for ps, optimizer in pairs:
@@ -294,7 +294,7 @@ def test_what_was_replaced_is_found(change, zero):
     advance(pairs, range(2, 5), zero=lambda step: zero)
 
 
-def test_autograd_is_told_that_parameters_change():
+def test_autograd_notices_that_parameters_change():
     ps = [nn.Parameter(torch.ones(3)) for _ in range(2)]
     fused = fuse(torch.optim.SGD(ps, lr=0.1))
     give_gradients(ps, 0)
@@ -558,7 +558,7 @@ def matrices():
         "fused",
     ],
 )
-def test_what_cannot_be_fused_is_refused_by_its_name(make, message):
+def test_optimizers_that_cannot_be_fused_are_refused_by_name(make, message):
     ps = matrices()
     optimizer = make(ps)
     before = [p.detach().clone() for p in ps]
@@ -581,7 +581,7 @@ def test_an_optimizer_with_hooks_is_refused():
         fuse(optimizer)
 
 
-def test_what_is_no_optimizer_or_fused_already_is_refused():
+def test_an_object_that_is_no_optimizer_or_fused_already_is_refused():
     with pytest.raises(ArrayError, match="expected an optimizer"):
         fuse(nn.Linear(1, 1))
     optimizer = torch.optim.SGD(matrices(), lr=0.1)

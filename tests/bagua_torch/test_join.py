@@ -195,7 +195,7 @@ def test_momenta_are_those_of_the_ranks_that_have_data(batches, weight_decay, di
     ],
     ids=repr,
 )
-def test_nobody_waits_for_ever_where_weights_are_exchanged(algorithm, batches, parts, synchronized):
+def test_no_rank_waits_for_ever_where_weights_are_exchanged(algorithm, batches, parts, synchronized):
     """With and without accumulation, and in the training after it."""
     results = joined(batches, algorithm, parts=parts, synchronized=synchronized, afterwards=2)
 

@@ -67,7 +67,7 @@ def test_every_1_and_after_0_change_nothing(algorithm):
     assert_equal(trained(after(0, Decentralized(), algorithm)), expected)
 
 
-def test_a_combinator_passes_on_what_an_optimizer_borrows():
+def test_a_combinator_passes_on_the_state_that_an_optimizer_shares():
     expected = trained(QADAM)
     assert torch.equal(*expected)
     assert_equal(trained(every(1, QADAM)), expected)
@@ -182,7 +182,7 @@ def assert_trains_alone(algorithm):
     run_ranks(2, body)
 
 
-def test_a_switch_of_a_stopped_model_averages_what_it_has_trained():
+def test_a_switch_of_a_stopped_model_averages_its_weights():
     def body(comm):
         model, optimizer, ddp = wrapped(comm, GradientAllReduce())
         train(comm, ddp, optimizer, range(2))

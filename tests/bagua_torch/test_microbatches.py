@@ -119,7 +119,7 @@ def test_other_algorithms_have_no_microbatches():
     run_ranks(1, body)
 
 
-def test_a_loop_that_holds_nothing_is_told_what_to_do():
+def test_a_loop_that_holds_nothing_raises_with_what_to_do():
     def body(comm):
         ddp = DistributedDataParallel(network(), [], GradientAllReduce(Reproducible(addends=2)), comm=comm)
         with pytest.raises(ArrayError, match="rank 0 of 1 has 2 of 2 addends, but has 1; distribute"):

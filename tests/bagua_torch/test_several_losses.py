@@ -141,7 +141,7 @@ def test_outputs_are_found_in_objects():
 
 
 @pytest.mark.parametrize("divide", [True, False])
-def test_a_rank_without_data_takes_part_in_every_pass(divide):
+def test_a_rank_without_data_joins_in_every_pass(divide):
     def body(comm):
         model = make_heads()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -372,7 +372,7 @@ def of_the_inputs(ddp, x):
         of_the_inputs,
     ],
 )
-def test_an_optimizer_may_use_what_is_averaged_or_meant_to_stay_on_its_rank(passes):
+def test_an_optimizer_may_use_gradients_that_are_averaged_or_stay_on_their_rank(passes):
     def body(comm):
         model = filled(Tools())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)

@@ -98,7 +98,7 @@ def test_a_stopped_rank_freezes_layers_by_itself(algorithm, find_unused):
     run_ranks(2, body, timeout_s=5)
 
 
-def test_what_a_stopped_rank_does_not_use_gets_no_gradient():
+def test_parameters_that_a_stopped_rank_does_not_use_get_no_gradient():
     def body(comm):
         model = filled(nn.Linear(4, 1))
         model.unused = nn.Linear(4, 1)

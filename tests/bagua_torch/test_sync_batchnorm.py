@@ -397,7 +397,7 @@ def test_a_batchnorm_that_convert_would_break_is_named(part, message):
     ],
     ids=["order", "gradient"],
 )
-def test_passes_that_differ_are_told_on_all_ranks(wrong, message):
+def test_passes_that_differ_raise_on_all_ranks(wrong, message):
     def body(comm):
         layers = [SyncBatchNorm(3, comm=comm) for _ in range(2)]
         with pytest.raises(CommMismatch, match=message):

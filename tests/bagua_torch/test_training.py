@@ -60,7 +60,7 @@ def even_ranks(algorithm, ranks):
 @pytest.mark.parametrize(
     "algorithm", [*GRADIENT_ALGORITHMS, QADAM, *WEIGHT_ALGORITHMS, *CHANGING_ALGORITHMS], ids=str
 )
-def test_training_in_evaluation_mode_exchanges_what_training_mode_exchanges(algorithm):
+def test_training_in_evaluation_mode_exchanges_as_in_training_mode(algorithm):
     """Fine-tuning without dropout, and with the statistics of BatchNorm as they are."""
 
     def body(comm, modes):

@@ -97,7 +97,7 @@ def test_a_layer_that_is_unfrozen_trains_as_in_one_process(algorithm, tolerance,
     assert not torch.allclose(first, alone(4, 6), rtol=0, atol=tolerance)  # it did begin in that step
 
 
-def test_what_the_algorithm_keeps_for_other_parameters_stays():
+def test_the_state_of_other_parameters_stays():
     """Anchors, momenta and steps since the last outer step; the new parameters step in the same rounds."""
 
     def body(comm):

@@ -130,7 +130,7 @@ def test_differences_are_of_means_over_the_seeds_of_both():
 
 
 @pytest.mark.needs("sklearn")
-def test_what_should_match_is_judged_and_the_others_are_not():
+def test_only_results_that_should_match_are_judged():
     torch = {"torch": {0: 98.0}, "torch-adam": {0: 96.0}}
     record = record_of({**torch, "bytegrad": {0: 97.25}, "qadam": {0: 96.5}, "shift-one": {0: 60.0}})
 
@@ -151,7 +151,7 @@ def test_differences_of_losses_are_relative():
 
 
 @pytest.mark.needs("sklearn")
-def test_resuming_runs_what_is_missing():
+def test_resuming_runs_the_missing_trainings():
     options = run.parse_arguments(["--task", "digits", "--algorithms", "torch,exact", "--seeds", "0,1"])
     record = record_of({"torch": {0: 98.0}, "exact": {1: 98.0}})
 

@@ -104,7 +104,7 @@ NEXT_JOB = {"SLURM_JOB_ID": "8"}
         ({**STEP, **BY_PMIX, "SLURM_HET_SIZE": "2"}, "8.0", SRUN_PMIX),
     ],
 )
-def test_what_another_step_handed_down_does_not_count(variables, step, launcher):
+def test_variables_of_another_step_do_not_count(variables, step, launcher):
     launch = find(without_inherited(variables, step))
     assert (launch and launch.launcher) == launcher
 
@@ -228,7 +228,7 @@ def test_two_worlds_cannot_be_asked_for_at_once():
 
 
 @pytest.mark.parametrize("comm", [3, "world", object()])
-def test_what_is_no_communicator_of_mpi4py_is_refused(comm):
+def test_an_object_that_is_no_communicator_of_mpi4py_is_refused(comm):
     with pytest.raises(
         BootstrapError, match=f"comm is of type {type(comm).__name__}, expected .*mpi4py.MPI.Comm"
     ):

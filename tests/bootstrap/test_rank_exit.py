@@ -124,7 +124,7 @@ def test_survivors_of_a_killed_rank_shrink_go_on_and_end(tmp_path, exit_code):
 
 
 @pytest.mark.slow
-def test_a_rank_that_dies_in_a_reduction_of_mpis_own_ends_the_others_who_go_on_in_any_order(tmp_path):
+def test_a_death_in_a_reduction_of_mpi_ends_the_other_ranks_in_any_order(tmp_path):
     result, _ = timed(
         tmp_path,
         3,

@@ -136,7 +136,7 @@ def test_trees_come_back_through_json(tree):
     assert_same(trees.Unpacker(lambda n: packed.shared[n].array).unpack(json.loads(text)), tree)
 
 
-def test_what_comes_back_belongs_to_the_caller(tmp_path):
+def test_loaded_values_belong_to_the_caller(tmp_path):
     save(tmp_path, {"x": np.zeros(3)})
     for loaded in load(tmp_path):
         loaded.tree["x"] += 1
@@ -271,7 +271,7 @@ def test_the_newest_are_kept(tmp_path):
     assert steps_in(tmp_path) == ["step-10", "step-5"]
 
 
-def test_after_going_back_the_newest_is_what_was_saved_last(tmp_path):
+def test_after_going_back_the_newest_checkpoint_is_the_last_one_saved(tmp_path):
     """A training that goes on from step 10 again leaves older files of step 30, which are not its own future."""
 
     def body(comm):
@@ -619,7 +619,7 @@ def test_a_rank_that_cannot_write_fails_the_save_on_all_ranks(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_the_next_call_tells_that_a_save_failed(tmp_path):
+def test_the_next_call_raises_that_a_save_failed(tmp_path):
     (tmp_path / "file").write_text("")
 
     def body(comm):
@@ -678,7 +678,7 @@ def test_a_disk_that_does_not_answer_fails_the_save(tmp_path, monkeypatch):
 # Other numbers of ranks -----------------------------------------------------------------------------------
 
 
-def test_what_all_ranks_share_loads_on_any_number_of_ranks(tmp_path):
+def test_shared_values_load_on_any_number_of_ranks(tmp_path):
     x = RNG.standard_normal((7, 11_111)).astype(np.float16)
     tree = {"x": x, "others": VALUES}
     save(tmp_path, tree, ranks=4)
@@ -728,7 +728,7 @@ NOT_RESHAPED = [
 
 
 @pytest.mark.parametrize(("tree", "message"), NOT_RESHAPED)
-def test_what_cannot_come_to_another_number_of_ranks_is_named(tmp_path, tree, message):
+def test_state_that_cannot_move_to_another_number_of_ranks_is_named(tmp_path, tree, message):
     save(tmp_path, lambda rank: {"a": tree(rank)})
     with pytest.raises(CheckpointError, match=message):
         load(tmp_path, ranks=3)

@@ -74,14 +74,14 @@ def levels(where):
         ),
     ],
 )
-def test_what_keeps_the_plugin_from_nccl_is_found_where_it_is_asked_for(change, level, text):
+def test_obstacles_to_the_plugin_are_found_where_it_is_requested(change, level, text):
     plugin = HEALTHY["plugin"] | {"net": "bagua"}
     everyone = world(size=2, plugin=plugin | change)
     everyone.facts[0]["plugin"] = plugin
     assert found(level, text, everyone)
 
 
-def test_the_plugin_does_nothing_on_one_host_and_is_not_spoken_of_without_gpus():
+def test_the_plugin_has_no_effect_on_one_host_and_is_not_mentioned_without_gpus():
     one = world(size=2, hosts=1)
     one.facts[0]["plugin"] = HEALTHY["plugin"] | {"net": "bagua"}
     assert found("note", "BAGUA_NET=bagua has no effect: on one host, NCCL uses shared memory", one)
@@ -183,7 +183,7 @@ def test_machines_with_one_name_are_two_hosts():
     assert "that of localhost (2)" in found("warning", "clock of localhost is", twins).what
 
 
-def test_nodes_are_compared_with_what_mpi_says(monkeypatch):
+def test_nodes_are_compared_with_those_of_mpi(monkeypatch):
     """The communicator's own nodes put ranks of one host together, whatever MPI says."""
     monkeypatch.setattr(measure, "ALL_PAIRS_S", 0.01)
     monkeypatch.setattr(facts, "collect", lambda: copy.deepcopy(HEALTHY))
@@ -256,7 +256,7 @@ def test_a_slow_pair_is_named_and_compared_with_its_kind():
     assert "on one host: 1 us and 10 GB/s" in found("ok", "on one host", world(pairs=pairs)).what
 
 
-def test_what_mpi_lacks_is_said():
+def test_missing_features_of_mpi_are_named():
     lacks = HEALTHY["MPI"] | {"threads": False, "ulfm": False}
     one = world(size=1, hosts=1, MPI=lacks)
     assert found("warning", "MPI_THREAD_MULTIPLE", one)
@@ -305,7 +305,7 @@ def test_of_many_ranks_some_are_measured_and_those_on_every_host_first():
     assert measure.ranks_to_measure(64, list(range(0, 64, 2))) == list(range(0, 64, 4))
 
 
-def test_the_heat_map_shades_what_is_worse():
+def test_the_heat_map_shades_worse_values():
     pairs = [Pair(0, 1, 1e-6, 1e9), Pair(0, 2, 2e-6, 1e9), Pair(1, 2, 9e-6, 1e9)]
     lines = list(report.table("us", pairs, {pair: pair.latency_s * 1e6 for pair in pairs}, least=True))
     assert lines == [
@@ -375,7 +375,7 @@ def test_a_figure_shows_all_pairs(tmp_path):
         report.plot(three, tmp_path / "no/such/folder/pairs.svg")
 
 
-def test_ranks_that_do_not_come_are_told_with_what_to_do(monkeypatch, capsys):
+def test_missing_ranks_are_an_error_that_says_what_to_do(monkeypatch, capsys):
     def connect(**settings):
         raise CommTimeout("rank 1 has not come")
 

@@ -114,7 +114,7 @@ def test_data_sets_of_two_lengths_need_two_names(tmp_path):
         assert Cached([4, 5], MemoryStore())[0] == 4
 
 
-def test_keys_of_other_types_and_names_never_meet():
+def test_keys_of_other_types_and_names_never_collide():
     cache = Cache(MemoryStore())
     keys = [1, -1, "1", b"1", "i1", "", b"", 1 << 100, "x" * 1000, "x" * 1001, "\udcff"]
     for number, key in enumerate(keys):
@@ -296,7 +296,7 @@ def test_threads_that_ask_for_one_sample_load_it_once():
     assert cache.stats().hits == 3
 
 
-def test_who_loads_too_long_is_not_waited_for():
+def test_a_process_that_loads_too_long_is_not_waited_for():
     begun, go = threading.Event(), threading.Event()
 
     def slow(key):

@@ -60,7 +60,7 @@ class Numbers(torch.utils.data.Dataset):
         return np.full(3, index)
 
 
-def test_what_forked_dataloader_workers_load_is_written_when_they_end_and_counted(tmp_path):
+def test_samples_of_forked_dataloader_workers_are_written_when_they_end_and_counted(tmp_path):
     with LMDBStore(tmp_path) as store, Cached(Numbers(), store) as cached:
         for epoch in (1, 2):
             loader = torch.utils.data.DataLoader(cached, batch_size=4, num_workers=2)
@@ -115,7 +115,7 @@ def test_two_programs_at_once_share_the_work(tmp_path):
         assert (again.stats().hits, again.stats().misses) == (12, 0)
 
 
-def test_a_program_killed_in_mid_epoch_leaves_what_it_had_written(tmp_path):
+def test_a_program_killed_in_mid_epoch_leaves_the_samples_it_had_written(tmp_path):
     log = tmp_path / "log"
     with started(tmp_path / "db", log, "--delay", 0.05, "-n", 100, "--buffer", 0) as process:
         until(lambda: loads(log).total() >= 4 or process.poll() is not None)

@@ -60,7 +60,7 @@ def test_a_thread_waits_for_a_lock_of_its_process_and_then_has_it(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_store_or_a_cache_that_was_interrupted_while_it_wrote_keeps_nobody_waiting(tmp_path):
+def test_a_store_or_a_cache_that_was_interrupted_while_it_wrote_blocks_no_other(tmp_path):
     store = LMDBStore(tmp_path / "store", timeout_s=0.0)
     with Cache(store, wait_s=0.0) as cache:
         keys = iter(range(10**6))

@@ -183,7 +183,7 @@ def kept_by(algorithm, field):
     return before, after
 
 
-def test_the_mean_of_the_residuals_is_what_it_was():
+def test_the_mean_of_the_residuals_does_not_change():
     algorithm = bagua_comm.GradientAllReduce(bagua_comm.ErrorFeedback(bagua_comm.Quantized()))
     before, after = kept_by(algorithm, "average.residual")
     for name in before[0]:
@@ -201,7 +201,7 @@ def test_the_mean_of_the_residuals_is_what_it_was():
         ("QAdam(warmup_steps=1)", "momentum"),
     ],
 )
-def test_what_is_alike_on_all_ranks_stays_as_it_was(algorithm, field):
+def test_replicated_state_does_not_change(algorithm, field):
     before, after = kept_by(eval(algorithm, vars(bagua_comm)), field)
     assert before[0]
     for name, value in before[0].items():
@@ -209,7 +209,7 @@ def test_what_is_alike_on_all_ranks_stays_as_it_was(algorithm, field):
             np.testing.assert_array_equal(value, each[name])
 
 
-def test_what_by_node_keeps_of_parts_of_a_bucket_is_made_anew_on_another_number_of_ranks(caplog):
+def test_by_node_recreates_the_state_of_parts_of_a_bucket_on_another_number_of_ranks(caplog):
     program = Kept(bagua_comm.by_node(bagua_comm.DiLoCo(local_steps=2)), "inner.momentum")
     program.job = ThreadJob(4, hosts=["a", "a", "b", "b"])
     outcomes = run_fleet(program.job, program)

@@ -74,7 +74,7 @@ def test_with_a_spare_nothing_differs_when_a_rank_dies_around_a_commit():
 
 
 @pytest.mark.slow
-def test_without_a_spare_the_sum_of_what_is_own_is_conserved_whenever_a_rank_dies():
+def test_without_a_spare_the_sum_of_per_rank_state_is_conserved_whenever_a_rank_dies():
     names = moments(3, 3, 1)
     for moment in range(1, len(names) + 1):
         where = f"process 1 died in call {moment}, {names[moment - 1]}"

@@ -142,7 +142,7 @@ def test_an_order_that_is_none_is_refused():
         run(State(step=0), op_order="tree")
 
 
-def test_what_is_no_state_is_refused():
+def test_an_object_that_is_no_state_is_refused():
     with pytest.raises(ArrayError, match=r"state is {'step': 0}, expected an elastic.State"):
         run({"step": 0})
 
@@ -152,7 +152,7 @@ def test_an_open_communicator_is_refused():
         run(State(step=0))(lambda comm: None)
 
 
-def test_a_spare_raises_when_all_who_trained_are_dead(monkeypatch):
+def test_a_spare_raises_when_all_trainers_are_dead(monkeypatch):
     stands_by, stand_by = threading.Event(), ThreadFleet.stand_by
 
     def note(fleet, training):
@@ -175,7 +175,7 @@ def test_a_spare_raises_when_all_who_trained_are_dead(monkeypatch):
         raise run_fleet(job, body)[2]["error"]
 
 
-def test_a_spare_that_is_still_in_the_first_rendezvous_raises_when_all_who_trained_are_dead():
+def test_a_spare_in_the_first_rendezvous_raises_when_all_trainers_are_dead():
     reached, killed = threading.Event(), threading.Event()
 
     def watch(number, what):

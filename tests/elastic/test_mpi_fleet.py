@@ -154,7 +154,7 @@ def test_a_training_ends_with_the_weights_of_an_undisturbed_one(processes, spare
     assert problem is None, text
 
 
-def test_one_process_without_a_launcher_is_a_fleet_that_meets_once():
+def test_one_process_without_a_launcher_is_a_fleet_with_one_rendezvous():
     fleet = start(timeout_s=7)
     with pytest.raises(BootstrapError, match="connected already"):
         start()
@@ -249,7 +249,7 @@ def test_training_goes_on_undisturbed_when_one_that_stands_by_dies(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(100)
-def test_what_waits_on_a_device_ends_with_a_death_and_a_rendezvous(tmp_path):
+def test_a_wait_on_a_device_ends_with_a_death_and_a_rendezvous(tmp_path):
     text = """
         import os
         import signal

@@ -111,7 +111,7 @@ def test_a_process_is_started_in_the_place_of_a_dead_one(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-def test_a_spawned_process_has_the_variables_of_the_job_and_nobody_else_can_read_them(tmp_path):
+def test_a_spawned_process_has_the_variables_of_the_job_and_no_other_user_can_read_them(tmp_path):
     said = regrow(tmp_path, 2, ["rank 1"])
     assert [each["secret"] for each in said] == [True, True]
     assert [each["shown"] for each in said] == [[], []]

@@ -59,7 +59,7 @@ def test_names_of_the_class_are_refused(name):
         (np.array(["a"]), "x cannot be kept: tree is an array of <U1"),
     ],
 )
-def test_what_cannot_be_kept_is_refused_by_name(value, text):
+def test_values_that_cannot_be_stored_are_refused_by_name(value, text):
     with pytest.raises(UnsupportedError, match=f"State: {text}"):
         State(x=value)
 
@@ -76,7 +76,7 @@ def test_a_commit_outside_of_a_training_is_an_error():
         State(step=0).commit()
 
 
-def test_everybody_begins_with_the_values_of_rank_0_but_keeps_what_is_its_own():
+def test_all_ranks_begin_with_the_values_of_rank_0_except_per_rank_state():
     def body(fleet):
         counter = Counter()
         counter.count = fleet.me
@@ -92,7 +92,7 @@ def test_everybody_begins_with_the_values_of_rank_0_but_keeps_what_is_its_own():
     assert results == [(0, [0, 0, 0], 0, n) for n in range(3)]
 
 
-def test_what_appears_later_and_cannot_be_kept_is_an_error_on_all_ranks():
+def test_a_later_value_that_cannot_be_stored_is_an_error_on_all_ranks():
     def body(fleet):
         state = State(step=0, notes=[])
 
@@ -133,7 +133,7 @@ def rules(body_of):
     return [each["result"] for each in (first, second, fourth)]
 
 
-def test_what_is_own_comes_to_another_number_of_ranks_by_its_rule():
+def test_per_rank_state_moves_to_another_number_of_ranks_by_its_rule():
     def state(fleet):
         x = np.array([1.0, 2.0**fleet.me])
         return State(
@@ -152,7 +152,7 @@ def test_what_is_own_comes_to_another_number_of_ranks_by_its_rule():
         assert found["gone"] is None
 
 
-def test_who_lives_keeps_its_own_when_a_rank_and_its_buddy_die():
+def test_survivors_keep_their_state_when_a_rank_and_its_buddy_die():
     job = ThreadJob(5, wanted=3)
 
     def body(fleet):
@@ -187,7 +187,7 @@ def test_arrays_of_other_shapes_on_each_rank_are_those_of_one_rank_on_fewer():
         np.testing.assert_array_equal(found["rows"][0], [0, 0])
 
 
-def test_what_differs_without_being_marked_is_found():
+def test_a_value_that_differs_without_a_mark_is_found():
     def state(fleet):
         return State(weights=np.zeros(3), count=np.zeros(2, np.int64), text="")
 

@@ -98,7 +98,7 @@ def test_the_compiler_pauses_again_and_again_while_all_processors_are_busy(folde
     assert finish(compiler, folder) is None
 
 
-def test_a_pause_ends_if_somebody_waits_for_the_kernels(folder):
+def test_a_pause_ends_if_a_caller_waits_for_the_kernels(folder):
     starter, for_ever = FakeCompiler(WAITS_FOR_GO), Pacing(1e-9, 1e-9)
     compiler = BackgroundCompiler(folder, print, start=starter, pacing=for_ever, is_busy=lambda: True)
     until(lambda: state_of(pid_of(starter)) == "T")
@@ -238,7 +238,7 @@ def test_one_process_compiles_for_all(folder):
     assert not folder.joinpath("lease").exists()
 
 
-def test_a_lease_that_nobody_renews_is_taken_away(tmp_path):
+def test_a_lease_that_is_not_renewed_is_removed(tmp_path):
     mine, patient, other = Lease(tmp_path, stale_s=0.05), Lease(tmp_path), Lease(tmp_path)
     assert other.claim()
     assert not mine.claim()
@@ -256,7 +256,7 @@ def test_a_lease_that_nobody_renews_is_taken_away(tmp_path):
     assert not mine.path.exists()
 
 
-def test_a_compiler_that_was_stopped_leaves_the_work_to_who_took_its_lease(tmp_path):
+def test_a_compiler_that_has_lost_its_lease_writes_nothing(tmp_path):
     lease = Lease(tmp_path)
     assert lease.claim()
     process = background.start("make", tmp_path, lease, urgent=True)
@@ -269,7 +269,7 @@ def test_a_compiler_that_was_stopped_leaves_the_work_to_who_took_its_lease(tmp_p
     assert not verdict_path(tmp_path).exists()
 
 
-def test_what_another_one_has_made_before_the_lease_was_free_is_not_made_again(folder):
+def test_kernels_that_were_compiled_before_the_lease_was_free_are_not_compiled_again(folder):
     """It holds the lease when this process looks first, writes its verdict, and drops the lease."""
     other = Lease(folder)
     assert other.claim()
@@ -293,7 +293,7 @@ def test_what_another_one_has_made_before_the_lease_was_free_is_not_made_again(f
         ("sys.exit('they differ')", "comparing them ended with 1: they differ"),
     ],
 )
-def test_only_what_the_kernels_themselves_do_is_held_against_them(ends, verdict):
+def test_only_failures_of_the_kernels_themselves_count_against_them(ends, verdict):
     command = [sys.executable, "-c", f"import os, signal, sys; {ends}"]
     result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=LIMIT_S)
     assert verdict_of(result.returncode, result.stdout) == verdict

@@ -41,7 +41,7 @@ def test_a_second_process_finds_them_on_disk_and_needs_no_numba(folder):
 
 
 @pytest.mark.slow
-def test_what_cannot_be_read_is_compiled_again_while_numpy_works(folder):
+def test_a_damaged_file_is_compiled_again_while_numpys_kernels_work(folder):
     object_path(folder, "checksum_blocks").write_bytes(b"not an object file")
     code = (
         "import threading; from bagua_comm import kernels\n"
@@ -55,7 +55,7 @@ def test_what_cannot_be_read_is_compiled_again_while_numpy_works(folder):
 
 
 @pytest.mark.parametrize("first", ["load_or_compile", "compile_now"])
-def test_compiling_gives_way_to_other_work_unless_somebody_waits(folder, first):
+def test_compiling_gives_way_to_other_work_unless_a_caller_waits(folder, first):
     verdict_path(folder).unlink()
     mine = HostKernels(starter := FakeCompiler(WRITES_GOOD))
     if first == "load_or_compile":
@@ -173,7 +173,7 @@ def test_where_nothing_can_be_kept_numpys_kernels_stay(folder, monkeypatch, capl
     assert len(warnings_in(caplog)) == 1
 
 
-def test_without_numba_they_are_those_of_numpy(monkeypatch, caplog):
+def test_without_numba_numpys_kernels_are_used(monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "numba", None)
     mine = HostKernels()
     assert mine.load_or_compile() is host
@@ -201,7 +201,7 @@ def test_where_numba_lacks_its_compiler_numpys_kernels_stay(folder, missing):
     assert "Numba cannot be used here: " in error
 
 
-def test_what_llvm_does_not_load_leaves_numpys_kernels(folder, monkeypatch, caplog):
+def test_kernels_that_llvm_does_not_load_leave_numpys(folder, monkeypatch, caplog):
     def refuse(folder):
         raise RuntimeError("no memory that can be run")
 

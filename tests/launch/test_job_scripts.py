@@ -29,7 +29,7 @@ def last_command(text):
     return shlex.split(text.splitlines()[-1])
 
 
-def test_slurm_gets_as_many_ranks_on_as_many_nodes(capsys):
+def test_slurm_gets_the_numbers_of_ranks_and_nodes(capsys):
     job = directives(written(capsys, "slurm", *HOSTS, __file__))
     assert (job["nodes"], job["ntasks"], job["ntasks-per-node"]) == ("2", "4", "2")
     assert job["job-name"] == "test-job-scripts"
@@ -59,12 +59,12 @@ def test_spares_are_tasks_of_slurm_too(capsys):
     assert command[-len(given) - 1 :] == [*given, __file__]
 
 
-def test_what_the_user_sets_is_not_taken_from_the_script(capsys):
+def test_variables_of_the_user_replace_those_of_the_script(capsys):
     command = last_command(written(capsys, "slurm", "--env", "OMP_NUM_THREADS=4", __file__))
     assert [word for word in command if word.startswith("OMP_NUM_THREADS")] == ["OMP_NUM_THREADS=4"]
 
 
-def test_an_array_of_jobs_tells_each_its_number(capsys):
+def test_an_array_of_jobs_gives_each_its_number(capsys):
     text = written(capsys, "sbatch-array", *HOSTS, __file__)
     assert directives(text)["array"] == "0-3"
     assert "%A_%a" in directives(text)["output"]
@@ -109,7 +109,7 @@ def test_a_file_that_is_there_is_not_replaced_unless_it_is_wanted(tmp_path, caps
         (["--force", __file__], "--force is for --write"),
     ],
 )
-def test_what_cannot_be_written_is_refused_with_what_to_do(arguments, message, capsys):
+def test_scripts_that_cannot_be_written_are_refused_with_what_to_do(arguments, message, capsys):
     assert cli.main(["run", *arguments]) == 2
     assert message in capsys.readouterr().err
 

@@ -179,7 +179,7 @@ def test_a_signal_ends_mpirun_and_the_supervision(number, code, mpirun, tmp_path
     assert signal.getsignal(number) is handler
 
 
-def test_the_second_signal_kills_what_does_not_listen(mpirun, tmp_path, monkeypatch):
+def test_the_second_signal_kills_processes_that_ignore_the_first(mpirun, tmp_path, monkeypatch):
     mpirun.write_text(MPIRUN.replace("trap '", "trap 'kill -INT $SUPERVISOR #"))
     program = """
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -311,7 +311,7 @@ OTHERS = entry("error", 0, error="RankFailed", text="rank 1 died", due_to_others
         ([], 0, [], ("succeeded", 0)),
     ],
 )
-def test_what_the_record_and_mpiruns_exit_code_mean(told, code, gone, verdict):
+def test_the_verdict_on_a_record_and_an_exit_code(told, code, gone, verdict):
     found = judge(told, code, gone=gone)
     assert (found.outcome, found.code) == verdict
     assert found.why
@@ -333,7 +333,7 @@ def test_each_death_counts_once_and_time_between_attempts_is_lost():
 # The job, as processes see it ------------------------------------------------------------------------------
 
 
-def test_a_record_takes_what_json_cannot_tell_as_text_and_ignores_lines_that_were_cut_off(tmp_path):
+def test_a_record_holds_values_that_json_lacks_as_text_and_ignores_truncated_lines(tmp_path):
     job = Job("name", tmp_path / "folder", attempt=2)
     job.prepare()
     job.record("death", dead={"number": Path("x")})

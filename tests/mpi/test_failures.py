@@ -60,13 +60,13 @@ MISSING = r"missing: rank {} \(on \S+, process \d+\), whose last call was allgat
         lambda comm: comm.lane(),
     ],
 )
-def test_a_timeout_names_who_is_missing_and_what_it_did_last(comm, call):
+def test_a_timeout_names_the_missing_rank_and_its_last_call(comm, call):
     with world_of(comm) as (world, last):
         world.allgather(np.ones(1))
         raises_late(world, last, CommTimeout, MISSING.format(last), lambda: call(world))
 
 
-def test_a_timeout_without_shared_memory_names_who_does_not_answer(comm, monkeypatch):
+def test_a_timeout_without_shared_memory_names_the_rank_that_does_not_answer(comm, monkeypatch):
     monkeypatch.setattr(mpi_transport, "open_window", lambda *_: None)
     with world_of(comm) as (world, last):
         others = [rank for rank in range(last) if rank != world.rank]
@@ -76,7 +76,7 @@ def test_a_timeout_without_shared_memory_names_who_does_not_answer(comm, monkeyp
 
 
 @pytest.mark.parametrize("count", [2, 4])
-def test_a_small_array_is_not_taken_for_what_ranks_agree_on(comm, monkeypatch, count):
+def test_a_small_array_is_not_taken_for_an_agreement(comm, monkeypatch, count):
     monkeypatch.setattr(mpi_transport, "open_window", lambda *_: None)
     with world_of(comm) as (world, last), pytest.raises((CommMismatch, CommAborted)):  # nobody waits in vain
         world.allreduce(np.ones(count if world.rank == last else 5000))
@@ -131,7 +131,7 @@ def test_a_call_of_many_waits_has_one_deadline(comm, monkeypatch):
 
 
 @pytest.mark.parametrize("nbytes", [8, 1 << 12, 1 << 21])
-def test_who_waits_for_a_rank_that_has_left_learns_of_it_soon(comm, nbytes):
+def test_a_wait_for_a_rank_that_has_left_ends_soon(comm, nbytes):
     with world_of(comm, timeout_s=60) as (world, last):
         if world.rank == last:
             assert not world.transports[0].leave()
@@ -141,7 +141,7 @@ def test_who_waits_for_a_rank_that_has_left_learns_of_it_soon(comm, nbytes):
                 world.allreduce(np.ones(nbytes // 8))
 
 
-def test_who_waits_for_a_rank_that_raised_is_told_what(comm):
+def test_a_wait_for_a_rank_that_raised_gets_its_error(comm):
     with world_of(comm, timeout_s=60) as (world, last):
         if world.rank == last:
             with pytest.raises(ZeroDivisionError), world:
@@ -152,7 +152,7 @@ def test_who_waits_for_a_rank_that_raised_is_told_what(comm):
                 world.allreduce(np.ones(3))
 
 
-def test_a_rank_that_left_is_not_missed_by_those_that_do_not_need_it_any_more(comm):
+def test_a_rank_that_left_does_not_fail_ranks_that_do_not_need_it_any_more(comm):
     with world_of(comm, timeout_s=60) as (world, last):
         x = world.allreduce(np.ones(300_000))
         if world.rank == last:
@@ -296,7 +296,7 @@ def test_integers_wrap_around_as_numpy_has_it(comm, dtype, op):
             np.testing.assert_array_equal(at_root, expected)
 
 
-def test_what_a_rank_tells_of_a_group_is_heard_by_the_others_while_they_are_in_calls(comm):
+def test_a_notice_about_a_group_reaches_ranks_that_are_in_calls(comm):
     host, heard = comm.transports[0], []
 
     def listen():
@@ -322,7 +322,7 @@ def test_what_a_rank_tells_of_a_group_is_heard_by_the_others_while_they_are_in_c
     comm.barrier()
 
 
-def test_a_barrier_is_told_from_other_calls(comm):
+def test_a_barrier_is_distinguished_from_other_calls(comm):
     for _ in range(2):
         with pytest.raises(CommMismatch, match=r"barrier of 0 .*allreduce sum|allreduce sum .*barrier of 0"):
             comm.allreduce(np.ones(3)) if comm.rank else comm.barrier()

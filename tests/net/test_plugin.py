@@ -129,7 +129,7 @@ def test_messages_of_all_sizes_arrive_whole_in_every_version(started):
     pair.close()
 
 
-def test_a_table_says_what_it_has(started):
+def test_a_table_lists_its_functions(started):
     plugin, _ = started
     assert plugin.table.name == b"bagua"
     functions = [name for name, _ in plugin.table._fields_[1:]]
@@ -262,7 +262,7 @@ print("there")
 """
 
 
-def test_where_no_more_files_may_be_open_what_is_there_goes_on(eager):
+def test_open_connections_continue_where_no_more_files_may_be_opened(eager):
     command = [sys.executable, "-c", WITHOUT_FILES, str(eager)]
     said = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S)
     assert said.returncode == 0, said.stderr
@@ -357,7 +357,7 @@ def test_a_killed_peer_is_a_remote_error_at_once_on_all_requests_and_on_new_ones
     close(comm)
 
 
-def test_nobody_at_the_handles_address_is_an_error_and_leaves_nothing(plugin):
+def test_a_handle_without_a_listener_is_an_error_and_leaves_nothing(plugin):
     before = files()
     handle, listener = plugin.listener(None, 0)
     plugin.closeListen(listener)
@@ -492,7 +492,7 @@ def test_a_neglected_connection_moves_on_while_others_wait_for_their_peers(pair)
         one.close()
 
 
-def test_counters_count_what_was_sent(pair, library):
+def test_counters_count_sent_bytes(pair, library):
     before = sum(net.counters(library))
     sent = exchange(pair, [0, 10, 100_000], POOL)
     assert sum(net.counters(library)) - before >= sent + 3 * 16

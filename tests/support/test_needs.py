@@ -31,7 +31,7 @@ def run(pytester, monkeypatch):
 
 
 @pytest.mark.parametrize("environment", [{}, {"CI": "true", "BAGUA_TEST_COMPLETE": "0"}])
-def test_what_needs_a_missing_package_is_left_out_with_the_reason(run, environment):
+def test_a_test_that_needs_a_missing_package_is_skipped_with_the_reason(run, environment):
     result = run(**environment)
     result.assert_outcomes(passed=1, skipped=3)
     result.stdout.fnmatch_lines(

@@ -83,7 +83,7 @@ def test_floats_are_reduced_by_nccl(device, dtype, op):
     ("dtype", "op"),
     [("float32", "min"), ("bfloat16", "max"), ("int32", "avg"), ("int32", "bxor"), ("int16", "sum")],
 )
-def test_what_nccl_reduces_otherwise_is_exchanged(device, dtype, op):
+def test_reductions_that_nccl_does_differently_are_exchanged(device, dtype, op):
     assert enqueued(device, lambda comm, x: comm.allreduce(x, op=op), dtype) == ["nccl send+recv"] * 2
 
 
@@ -337,7 +337,7 @@ def test_the_time_limit_of_a_call_is_no_limit_of_the_next_one(device):
     assert run_over_nccl(device, 2, body=body) == [[0.7, 30.0]] * 2
 
 
-def test_close_raises_what_no_call_has(device):
+def test_close_raises_an_error_that_no_call_has_raised(device):
     import cupy
 
     device.nccl_connects = False
@@ -599,7 +599,7 @@ def test_an_error_of_the_call_itself_is_translated_with_its_cause(device, monkey
     run_over_nccl(device, 2, body=body)
 
 
-def test_abort_ends_what_is_in_flight(device):
+def test_abort_ends_calls_in_flight(device):
     import cupy
 
     device.nccl_connects = False
@@ -634,7 +634,7 @@ def test_the_watchdog_sleeps_when_nothing_is_in_flight(device, monkeypatch):
     assert max(run_over_nccl(device, 1, body=body)) < 5
 
 
-def test_what_comes_and_goes_in_time_is_forgotten(device):
+def test_calls_that_end_in_time_are_forgotten(device):
     import cupy
 
     def body(comm):
@@ -649,7 +649,7 @@ def test_what_comes_and_goes_in_time_is_forgotten(device):
 # Groups -------------------------------------------------------------------------------------------------
 
 
-def test_a_split_waits_for_what_is_in_flight(device):
+def test_a_split_waits_for_calls_in_flight(device):
     import cupy
 
     def body(comm):
@@ -676,7 +676,7 @@ def test_a_split_without_all_ranks_is_a_timeout(device):
     in_time(lambda: run_over_nccl(device, 2, body=body, timeout_s=0.3))
 
 
-def test_survivors_meet_anew(device):
+def test_survivors_make_a_new_communicator(device):
     import cupy
 
     hub = Hub(2)
@@ -776,7 +776,7 @@ def test_a_transport_that_is_closed_says_so(device):
     run_over_nccl(device, 1, body=body)
 
 
-def test_without_nccl_importing_says_what_brings_it(device, monkeypatch):
+def test_without_nccl_the_import_error_says_what_to_install(device, monkeypatch):
     from cupy.cuda import nccl
 
     monkeypatch.setattr(nccl, "available", False)

@@ -16,7 +16,7 @@ one_policy = pytest.mark.parametrize("device", ["lazy"], indirect=True)
 @one_policy
 @pytest.mark.parametrize("error", [OverflowError("int too large"), KeyboardInterrupt()], ids=repr)
 @pytest.mark.parametrize("where", ["in NCCL", "before it"])
-def test_an_exception_in_the_middle_of_a_call_is_what_all_ranks_learn_at_once(device, monkeypatch, error, where):
+def test_an_exception_in_the_middle_of_a_call_reaches_all_ranks_at_once(device, monkeypatch, error, where):
     """And not that a call, which was never made, is not done when its time is over."""
     import cupy
     from cupy.cuda import nccl

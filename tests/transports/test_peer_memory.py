@@ -140,7 +140,7 @@ def test_memory_is_remembered_as_readable_only_as_long_as_its_array_lives(monkey
 
 @pytest.mark.parametrize("ranks", SIZES)
 @pytest.mark.parametrize("name", ["broadcast", "allgather", "alltoall", "allreduce", "reduce_scatter", "reduce"])
-def test_what_was_read_of_a_rank_that_has_aborted_is_an_error(name, ranks):
+def test_reading_memory_of_an_aborted_rank_is_an_error(name, ranks):
     """Rank 0 waits for the others for too long, and its program goes on with its array; then they read it."""
     changed = threading.Event()
 

@@ -106,7 +106,7 @@ def test_every_stage_takes_every_piece_once_in_order_and_after_the_stage_before_
 
 
 @pytest.mark.parametrize("stages", [2, 3])
-def test_a_stage_is_as_many_pieces_behind_as_the_lag_until_no_more_come(stages):
+def test_a_stage_follows_the_one_before_it_by_the_lag(stages):
     """Exactly so many: with fewer there is less overlap, and with more a piece's memory is taken too early."""
     count, calls = 3 * LAG, run_stages(3 * LAG, stages)
     for position, (stage, i) in enumerate(calls):
