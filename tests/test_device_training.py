@@ -199,7 +199,7 @@ def kept(value):
 
 @pytest.mark.covering(1)
 @policies_in_turn(("algorithm", "convert"), [(a, convert) for a in KEEPING for convert in (kept, moved)])
-def test_a_checkpoint_goes_on_with_the_same_bytes(device, algorithm, convert):
+def test_a_checkpoint_continues_with_the_same_bytes(device, algorithm, convert):
     import cupy
 
     def body(comm):
@@ -219,7 +219,7 @@ def test_a_checkpoint_goes_on_with_the_same_bytes(device, algorithm, convert):
     assert run_on_devices(device, 2, "local", body) == trained_on_host(algorithm)
 
 
-def test_a_checkpoint_of_a_device_goes_on_on_the_host(device):
+def test_a_checkpoint_of_a_device_continues_on_the_host(device):
     import cupy
 
     def body(comm):

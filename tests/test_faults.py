@@ -39,7 +39,7 @@ def of_kind(kind, case=EXACT, blow=None, **more):
     ],
     ids=["spare", "fewer", "too few"],
 )
-def test_a_training_that_loses_a_rank_goes_on_or_ends_as_it_must(tmp_path, trial, outcome):
+def test_a_training_that_loses_a_rank_continues_or_ends_as_it_must(tmp_path, trial, outcome):
     row = tried(trial, write_digits(tmp_path / "digits.npz"), {"undisturbed": {}})
     text = "\n".join([*row["problems"], *row["output"]])
     assert row["outcome"] == outcome, text

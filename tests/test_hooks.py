@@ -218,7 +218,7 @@ def test_all_ranks_raise_and_name_rank_bucket_parameter_and_step(algorithm, bad)
     assert first == second
 
 
-def test_a_log_entry_names_the_first_and_training_goes_on(caplog):
+def test_a_log_entry_names_the_first_and_training_continues(caplog):
     watches = [NanWatch("log"), NanWatch("log")]
 
     def body(comm):

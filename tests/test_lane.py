@@ -59,7 +59,7 @@ def test_arguments_go_in_and_results_come_out(make):
 
 
 @each_lane
-def test_wait_without_tasks_returns_and_a_lane_goes_on_after_it(make):
+def test_wait_without_tasks_returns_and_a_lane_continues_after_it(make):
     with make(FakeComm()) as lane:
         lane.wait()
         first = lane.submit(int, "1")

@@ -258,13 +258,13 @@ class Pausing(AsyncTrainer):
 
 @pytest.mark.parametrize("warmup_steps", [0, 4])
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_stopped_training_goes_on_after_a_restart(ranks, warmup_steps):
+def test_stopped_training_continues_after_a_restart(ranks, warmup_steps):
     algorithm = AsyncModelAverage(interval_s=0, warmup_steps=warmup_steps)
 
     assert_restarts(ranks, algorithm, at=Pausing.stops, trainer=Pausing)
 
 
-def test_training_goes_on_in_other_buckets():
+def test_training_continues_in_other_buckets():
     def body(comm):
         with Trainer(comm, ALWAYS, make_plan(3), lr=0) as training:
             training.run(2)

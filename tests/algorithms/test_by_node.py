@@ -174,7 +174,7 @@ def test_conformance(algorithm):
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("nodes", ["aabb", "abbb"])
 @pytest.mark.parametrize("inner", [Decentralized(), LowPrecisionDecentralized(), DiLoCo(3)], ids=repr)
-def test_training_goes_on_after_a_restart(inner, nodes):
+def test_training_continues_after_a_restart(inner, nodes):
     assert_restarts(len(nodes), by_node(inner), at=(5, 8), nodes=nodes)
 
 
@@ -303,7 +303,7 @@ def test_the_state_of_a_chunk_is_refused_by_name_on_another_number_of_ranks(tmp_
     run_ranks(2, load, nodes="ab")
 
 
-def test_replicas_of_nodes_are_made_anew_on_another_number_of_ranks(tmp_path):
+def test_replicas_of_nodes_are_recreated_on_another_number_of_ranks(tmp_path):
     algorithm = by_node(LowPrecisionDecentralized())
 
     def save(comm):

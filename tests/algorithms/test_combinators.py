@@ -460,11 +460,11 @@ def test_other_precisions(dtype):
     [every(3, PAIRS), WARM_UP, after(5, LowPrecisionOnePeer(), every(2, LowPrecisionDecentralized()))],
     ids=repr,
 )
-def test_training_goes_on_after_a_restart(algorithm):
+def test_training_continues_after_a_restart(algorithm):
     assert_restarts(4, algorithm, at=(2, 4, 5, 8))
 
 
-def test_training_goes_on_in_other_buckets():
+def test_training_continues_in_other_buckets():
     actual = trajectories(
         3, after(4, GradientAllReduce(), DiLoCo(3)), start=common_start, replans={2: 10_000, 4: 1, 8: 100}
     )

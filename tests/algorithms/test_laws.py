@@ -303,7 +303,7 @@ def test_many_stops_and_resumes_lose_no_step(algorithm):
 @pytest.mark.algorithms("sample")
 @pytest.mark.parametrize("algorithm", ALL, ids=repr)
 @pytest.mark.parametrize("read", [False, True])
-def test_a_stopped_rank_trains_by_itself_and_goes_on_from_there(algorithm, read):
+def test_a_stopped_rank_trains_by_itself_and_continues_from_there(algorithm, read):
     def body(comm):
         with FittingTrainer(comm, algorithm, make_plan(comm.size), start=common_start) as training:
             training.run(3)

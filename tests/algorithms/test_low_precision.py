@@ -116,7 +116,7 @@ def test_replicas_agree_bit_for_bit_after_every_step_replan_and_restart(kind, dt
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_training_goes_on_in_other_buckets(kind):
+def test_training_continues_in_other_buckets(kind):
     actual = trajectories(3, kind(), replans={3: 10_000, 7: 1})
 
     # Blocks now hold other tensors, so what quantizing loses is another part of a step of 1/255 of their range.
@@ -125,7 +125,7 @@ def test_training_goes_on_in_other_buckets(kind):
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("kind", KINDS)
-def test_training_goes_on_after_a_restart(kind, ranks):
+def test_training_continues_after_a_restart(kind, ranks):
     assert_restarts(ranks, kind(), at=(4, 7))
 
 

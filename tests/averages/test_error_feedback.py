@@ -141,7 +141,7 @@ def test_a_nan_is_seen_and_forgotten():
     "average", [ErrorFeedback(), Hierarchical(ErrorFeedback(Quantized(CODEC)))], ids=["flat", "hierarchical"]
 )
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_training_goes_on_after_a_restart(average, ranks):
+def test_training_continues_after_a_restart(average, ranks):
     nodes = [0, 1, 1][:ranks]
 
     assert_restarts(ranks, GradientAllReduce(average), at=(2, 7), nodes=nodes, start=common_start)

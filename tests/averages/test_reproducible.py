@@ -236,7 +236,7 @@ def test_nor_does_the_number_of_ranks_that_microbatches_are_dealt_to(addends):
     assert [x for x in found if x != found[0]] == []
 
 
-def test_held_addends_are_given_up_with_their_mean():
+def test_held_addends_are_freed_with_their_mean():
     def body(comm):
         bound = Reproducible(addends=3).bind(comm)
         means = []

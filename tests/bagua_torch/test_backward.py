@@ -329,7 +329,7 @@ def test_a_checkpoint_is_part_of_the_pass_and_a_reentrant_one_is_a_pass_inside_i
     assert told[True] == [*ONE_PASS[:2], "ended 1.weight inner", "began", *ONE_PASS[2:], "ended 0.weight inner"]
 
 
-def test_a_pass_inside_another_one_ends_and_the_outer_one_goes_on():
+def test_a_pass_inside_another_one_ends_and_the_outer_one_continues():
     module = two_layers()
     heard = Heard(module)
 

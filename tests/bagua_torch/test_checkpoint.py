@@ -473,7 +473,7 @@ def test_switching_takes_the_mean_of_weights_that_differ(algorithm):
     torch.testing.assert_close(mean, (first + second) / 2)
 
 
-def test_after_switching_gradients_are_averaged_as_if_wrapped_anew():
+def test_after_switching_gradients_are_averaged_as_if_wrapped_again():
     def trained(comm, *, switched):
         model = make_model()
         optimizer = sgd(model.parameters())
@@ -666,7 +666,7 @@ def paths_of(value, path=()):
             yield from paths_of(inner, (*path, key))
 
 
-def test_a_damaged_extra_state_is_refused_alike_on_all_ranks_and_training_goes_on():
+def test_a_damaged_extra_state_is_refused_alike_on_all_ranks_and_training_continues():
     def body(comm):
         model, optimizer, ddp = wrapped(comm, LowPrecisionOnePeer())
         train(comm, ddp, optimizer, range(2))

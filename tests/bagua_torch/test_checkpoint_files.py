@@ -155,7 +155,7 @@ def test_a_restart_with_other_optimizers(tmp_path, algorithm, make):
     assert_restarts(tmp_path, 2, algorithm, make)
 
 
-def test_an_asynchronous_training_goes_on(tmp_path):
+def test_an_asynchronous_training_continues(tmp_path):
     algorithm = AsyncModelAverage(interval_s=0)
     saved(tmp_path, 2, algorithm)
     for (loaded, _), _ in saved(tmp_path, 3, algorithm, start=4, at=6):
@@ -220,7 +220,7 @@ def test_the_mean_of_residuals_stays_from_4_to_3_to_8_ranks(tmp_path):
     ],
     ids=repr,
 )
-def test_weights_that_differ_become_their_mean_and_replicas_are_made_anew(tmp_path, algorithm):
+def test_weights_that_differ_become_their_mean_and_replicas_are_recreated(tmp_path, algorithm):
     written = saved(tmp_path, 4, algorithm)
     for ranks, start, at in ((3, 4, 6), (8, 6, 9)):
         mean = torch.stack([after.double() for _, (after, _) in written]).mean(0)
@@ -229,7 +229,7 @@ def test_weights_that_differ_become_their_mean_and_replicas_are_made_anew(tmp_pa
             torch.testing.assert_close(loaded.double(), mean, rtol=1e-6, atol=1e-7)
 
 
-def test_replicas_that_were_made_anew_are_equal_on_the_ranks_that_hold_them(tmp_path):
+def test_replicas_that_were_recreated_are_equal_on_the_ranks_that_hold_them(tmp_path):
     saved(tmp_path, 4, RING)
 
     def body(comm):
@@ -316,7 +316,7 @@ def test_ignored_parameters_stay_a_ranks_own(tmp_path):
 
 
 @pytest.mark.parametrize("experts", [1, 3], ids=["rank 0 has none", "rank 1 has more"])
-def test_experts_go_on_where_they_stood(tmp_path, experts):
+def test_experts_continue_from_their_state(tmp_path, experts):
     """Ranks have other experts, so other names in their state dicts, and optimizers of other lengths."""
 
     def body(comm):

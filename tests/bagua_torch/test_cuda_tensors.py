@@ -249,7 +249,7 @@ def test_a_wrapper_may_be_made_on_another_stream_than_it_is_trained_on(on_host, 
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("algorithm", [QADAM, LowPrecisionDecentralized()], ids=repr)
-def test_a_checkpoint_goes_on_with_the_same_bytes(on_host, played, algorithm):
+def test_a_checkpoint_continues_with_the_same_bytes(on_host, played, algorithm):
     def body(comm):
         first = Model(comm, algorithm, played.wait)
         first.train(range(3))

@@ -180,7 +180,7 @@ def test_with_spares_nothing_differs_whenever_ranks_die(case, seed):
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("case", CASES)
-def test_without_spares_the_others_go_on_whenever_ranks_die(case, seed):
+def test_without_spares_the_others_continue_whenever_ranks_die(case, seed):
     check(case, seed, spares=0)
 
 

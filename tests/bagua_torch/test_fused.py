@@ -218,7 +218,7 @@ def test_a_state_that_was_loaded_is_its_own():
 @pytest.mark.parametrize(
     "through", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["copy", "pickle"]
 )
-def test_copies_go_on(through):
+def test_copies_continue(through):
     pairs = both(MAKERS["qadam"])
     advance(pairs, range(3))
     other = through(pairs[1])

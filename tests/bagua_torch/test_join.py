@@ -217,7 +217,7 @@ def test_a_rank_evaluates_and_saves_while_others_have_ended(algorithm):
         assert actual.isfinite().all()
 
 
-def test_a_rank_without_data_goes_on_exchanging_its_weights():
+def test_a_rank_without_data_continues_exchanging_its_weights():
     """DiLoCo: a rank that made no step since takes the mean of the change as others do."""
     batches, algorithm = (4, 0), DiLoCo(local_steps=2)
 

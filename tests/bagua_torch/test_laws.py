@@ -135,7 +135,7 @@ def with_buffers(algorithm):
 
 @pytest.mark.algorithms("sample")
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=repr)
-def test_a_stopped_rank_trains_as_a_single_process_does_and_goes_on_from_there(algorithm):
+def test_a_stopped_rank_trains_as_a_single_process_does_and_continues_from_there(algorithm):
     assert_trains_alone(algorithm)
 
 

@@ -350,7 +350,7 @@ def test_experts_are_drawn_apart_whatever_the_number_of_ranks():
     assert not run_ranks(1, lambda comm: body(comm, seed=2))[0]["gate.weight"].equal(one["gate.weight"])
 
 
-def test_without_a_seed_it_is_that_of_pytorch_and_later_numbers_go_on():
+def test_without_a_seed_it_is_that_of_pytorch_and_later_numbers_continue():
     def drawn():
         torch.manual_seed(5)
         return run_ranks(1, lambda comm: MoE(HIDDEN, make_expert, 2, comm=comm).state_dict())[0], torch.rand(())
@@ -396,7 +396,7 @@ def trained_on(comm, steps, model, optimizer):
     return global_state_dict(model), moe.global_optimizer_state(model, optimizer)
 
 
-def test_a_training_goes_on_with_another_number_of_ranks():
+def test_a_training_continues_with_another_number_of_ranks():
     def start(comm):
         model = Model(comm, dtype=torch.float64, gamma=0.01)
         return model, torch.optim.AdamW(model.parameters(), lr=0.01)

@@ -295,7 +295,7 @@ def test_loading_in_place_is_loading():
 # What calls it --------------------------------------------------------------------------------------------
 
 
-def test_a_learning_rate_set_in_a_group_held_since_before_wrapping_is_heard():
+def test_a_learning_rate_set_in_a_group_held_since_before_wrapping_takes_effect():
     """A warm-up by hand, and a scheduler; through fuse, switch and replan."""
 
     def body(comm):

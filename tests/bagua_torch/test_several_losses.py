@@ -285,7 +285,7 @@ STRAYS = [stray_by_method, stray_by_hidden_loss, stray_by_weights]
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("stray", STRAYS)
 @pytest.mark.parametrize("given", [True, False], ids=["given", "not given"])
-def test_no_optimizer_goes_on_with_a_gradient_that_is_not_averaged(stray, given):
+def test_no_optimizer_continues_with_a_gradient_that_is_not_averaged(stray, given):
     def body(comm):
         model = filled(Tools())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -443,7 +443,7 @@ def test_processes_that_torchrun_restarts_continue_from_the_last_commit(tmp_path
 
 
 @pytest.mark.slow
-def test_workers_of_other_agents_go_on_in_the_same_processes(tmp_path):
+def test_workers_of_other_agents_continue_in_the_same_processes(tmp_path):
     program = write(
         tmp_path, end="os.kill(os.getppid(), signal.SIGKILL)  # the agent would wait for the dead one's"
     )

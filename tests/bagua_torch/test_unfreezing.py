@@ -268,7 +268,7 @@ def test_unused_parameters_are_agreed_on_with_the_new_ones(how):
 
 
 @pytest.mark.parametrize("algorithm", [FEEDBACK, DiLoCo(local_steps=3)], ids=repr)
-def test_a_checkpoint_goes_on_bit_for_bit_where_the_layer_is_frozen_again_on_wrapping(algorithm):
+def test_a_checkpoint_continues_bit_for_bit_where_the_layer_is_frozen_again_on_wrapping(algorithm):
     """What the algorithm kept for the layer waits until it is unfrozen."""
 
     def body(comm):

@@ -428,7 +428,7 @@ def test_a_part_continues_after_an_error(tmp_path):
     assert gpu_lines.read(tmp_path / "lines.jsonl") == expected
 
 
-def test_worlds_share_the_time_and_go_on_after_one_that_fails(run, monkeypatch):
+def test_worlds_share_the_time_and_continue_after_one_that_fails(run, monkeypatch):
     shares = []
 
     def part(self, *arguments, ranks, share, under):
@@ -503,7 +503,7 @@ def sanitizer_that(folder, says, code):
     ("says", "code", "outcome"),
     [("ERROR SUMMARY: 0 errors", 0, "passed"), ("ERROR SUMMARY: 2 errors", 86, "failed")],
 )
-def test_the_sanitizer_is_heard(run, tmp_path, monkeypatch, says, code, outcome):
+def test_the_errors_of_the_sanitizer_are_counted(run, tmp_path, monkeypatch, says, code, outcome):
     program = sanitizer_that(tmp_path / "bin", says, code)
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     monkeypatch.setattr(

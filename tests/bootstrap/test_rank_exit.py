@@ -91,7 +91,7 @@ def test_different_sizes_never_write_beyond_our_arrays(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("exit_code", [0, 5])
-def test_survivors_of_a_killed_rank_shrink_go_on_and_end(tmp_path, exit_code):
+def test_survivors_of_a_killed_rank_shrink_continue_and_end(tmp_path, exit_code):
     result, seconds = timed(
         tmp_path,
         4,

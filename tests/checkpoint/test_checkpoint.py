@@ -791,7 +791,7 @@ FEEDBACK = GradientAllReduce(ErrorFeedback())
 
 
 @pytest.mark.parametrize("algorithm", [FEEDBACK, LowPrecisionDecentralized()], ids=repr)
-def test_an_engine_goes_on_bit_for_bit(tmp_path, algorithm):
+def test_an_engine_continues_bit_for_bit(tmp_path, algorithm):
     expected = run_ranks(3, lambda comm: trained(comm, algorithm, 8)[0])
     run_ranks(3, lambda comm: trained(comm, algorithm, 4, tmp_path))
     found = run_ranks(3, lambda comm: trained(comm, algorithm, 8, tmp_path, start=4, seed=comm.rank)[0])
@@ -812,7 +812,7 @@ def test_the_mean_of_residuals_stays_from_4_to_3_to_8_ranks(tmp_path):
             np.testing.assert_allclose(residual, mean, rtol=1e-6, atol=1e-9)
 
 
-def test_replicas_are_made_anew_from_4_to_3_to_8_ranks(tmp_path):
+def test_replicas_are_recreated_from_4_to_3_to_8_ranks(tmp_path):
     algorithm = LowPrecisionDecentralized()
     before = [weight for weight, *_ in run_ranks(4, lambda comm: trained(comm, algorithm, 4, tmp_path))]
     mean = np.mean(before, axis=0, dtype=np.float64)

@@ -35,7 +35,7 @@ if train is not None:
 """
 
 
-def test_training_goes_on_from_memory_when_a_host_dies(pods, tmp_path):
+def test_training_continues_from_memory_when_a_host_dies(pods, tmp_path):
     program, record, out = tmp_path / "program.py", tmp_path / "record", tmp_path / "out"
     program.write_text(PROGRAM)
     run = [sys.executable, "-m", "bagua_comm", "run", "-v", "--hostfile", str(pods.hostfile)]

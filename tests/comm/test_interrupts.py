@@ -315,7 +315,7 @@ def test_a_limit_that_was_interrupted_ends_no_process(monkeypatch):
     assert done
 
 
-def test_a_second_thread_is_refused_and_the_first_goes_on():
+def test_a_second_thread_is_refused_and_the_first_continues():
     inside, tried = threading.Event(), threading.Event()
 
     def wait(call):

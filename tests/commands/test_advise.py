@@ -126,7 +126,7 @@ def test_traffic_of_the_model_itself_is_shown_as_a_share_of_the_fastest_step(cap
     assert line.endswith(" s, 100% of the fastest step, whatever the algorithm")
 
 
-def test_each_printed_expression_makes_the_algorithm_that_it_stands_for(capsys):
+def test_each_printed_expression_makes_the_algorithm_that_it_names(capsys):
     assert cli.main([*VGG16, "--ranks-per-node", "2"]) == 0
     lines = capsys.readouterr().out.splitlines()
     begin = lines.index("In Python, after `from bagua_comm import *`:") + 1

@@ -144,7 +144,7 @@ def test_a_new_array_holds_poison(device):
     assert np.isnan(cupy.empty(3, np.float32).get()).all()
 
 
-def test_polling_makes_lazy_streams_go_on(device):
+def test_polling_makes_lazy_streams_continue(device):
     x = cupy.zeros(1)
     x[...] = 1
     event = cuda.get_current_stream().record()

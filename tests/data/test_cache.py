@@ -167,7 +167,7 @@ def test_a_sample_that_cannot_be_kept_says_where():
     assert by_pickle.stats().hits == 1
 
 
-def test_a_damaged_value_is_loaded_anew_counted_and_mended(tmp_path):
+def test_a_damaged_value_is_loaded_again_counted_and_mended(tmp_path):
     store, data = LMDBStore(tmp_path), Counted()
     with Cached(data, store) as cached:
         expected = list(cached)
@@ -354,7 +354,7 @@ def test_a_missing_library_names_the_extra(monkeypatch):
                 }[name]()
 
 
-def test_a_host_without_locks_says_so_and_goes_on(monkeypatch):
+def test_a_host_without_locks_says_so_and_continues(monkeypatch):
     from bagua_comm.data import worker
 
     def fail(path):

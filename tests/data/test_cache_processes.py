@@ -199,7 +199,7 @@ assert 0 < stats.hits < 40 and stats.unwritten > 0
 """
 
 
-def test_a_full_disk_is_reported_once_and_loading_goes_on(tmp_path):
+def test_a_full_disk_is_reported_once_and_loading_continues(tmp_path):
     with small_disk(tmp_path) as wrapped:
         result = subprocess.run(
             [*wrapped, sys.executable, "-c", FILL, str(tmp_path / "db")],

@@ -83,7 +83,7 @@ def test_the_global_order_does_not_depend_on_the_number_of_ranks(maker, p, q):
 
 @given(makers(), sizes, sizes, st.data())
 @settings(max_examples=50, deadline=None)
-def test_a_state_in_mid_epoch_goes_on_with_any_number_of_ranks(maker, p, q, data):
+def test_a_state_in_mid_epoch_continues_with_any_number_of_ranks(maker, p, q, data):
     make, lengths = maker
     first = [make(p, r) for r in range(p)]
     for sampler in first:

@@ -123,7 +123,7 @@ def test_rank_after_rank_may_die(device, kind, algorithm):
 
 @both_kinds
 @one_policy
-def test_the_others_go_on_with_fewer_down_to_one(device, kind):
+def test_the_others_continue_with_fewer_down_to_one(device, kind):
     got = trained(device, kind, 3, GradientAllReduce(), [(0, 2), (2, 4)])
     assert [size for size, _ in got.values()] == [1]
     expected = -sum((step + 1) * 3.5 for step in range(STEPS))  # of the mean of the parts
@@ -141,7 +141,7 @@ def test_ranks_that_all_wait_for_their_devices_learn_of_a_death(device):
 
 
 @one_policy
-def test_nothing_is_left_of_communicators_that_were_given_up(device, monkeypatch):
+def test_nothing_is_left_of_aborted_communicators(device, monkeypatch):
     from bagua_comm.transports.nccl import watchdog
 
     made, watchdogs = [], []
@@ -167,7 +167,7 @@ def test_nothing_is_left_of_communicators_that_were_given_up(device, monkeypatch
 
 
 @one_policy
-def test_a_graph_of_a_communicator_that_was_given_up_is_refused_and_a_new_one_runs(device):
+def test_a_graph_of_an_aborted_communicator_is_refused_and_a_new_one_runs(device):
     graphs, seen = {}, []
 
     def capture(comm, step):

@@ -112,7 +112,7 @@ def test_with_spares_the_weights_are_those_of_an_undisturbed_training_whenever_r
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_without_spares_every_algorithm_goes_on_with_fewer_ranks(name):
+def test_without_spares_every_algorithm_continues_with_fewer_ranks(name):
     chance = random.Random(name)
     victim, moment = chance.randrange(4), chance.randrange(1, 40)
     job = ThreadJob(4)
@@ -240,7 +240,7 @@ def test_a_commit_inside_of_a_training_step_is_an_error_on_all_ranks():
             raise outcome["error"]
 
 
-def test_another_algorithm_than_before_begins_anew(caplog):
+def test_another_algorithm_than_before_starts_again(caplog):
     def body(fleet):
         state = State(step=0)
 
@@ -264,7 +264,7 @@ def test_another_algorithm_than_before_begins_anew(caplog):
     assert "engine 0 starts with a new state: Decentralized(peers='shift_one'" in caplog.text
 
 
-def test_engines_that_were_given_up_leave_no_thread():
+def test_aborted_engines_leave_no_thread():
     threads = set(threading.enumerate())
     check_same_bytes(bagua_comm.ByteGrad(), [(1, 60)])
     until(lambda: threads.issuperset(threading.enumerate()))

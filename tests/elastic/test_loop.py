@@ -53,7 +53,7 @@ def test_a_rank_dies_and_the_others_end_with_the_values_of_an_undisturbed_run():
 
 
 @pytest.mark.parametrize("goes_on", [True, False])
-def test_the_record_of_the_last_calls_is_written_when_training_goes_on_or_ends(tmp_path, goes_on):
+def test_the_record_of_the_last_calls_is_written_when_training_continues_or_ends(tmp_path, goes_on):
     seen, all_have_looked = [], threading.Barrier(3)
 
     def body(fleet):

@@ -84,7 +84,7 @@ def go_on(tmp_path, ranks, victims, *, spares=0, signal="SIGKILL", timeout_s=20)
 
 
 @pytest.mark.timeout(100)
-def test_the_other_process_goes_on_when_the_first_one_dies(tmp_path):
+def test_the_other_process_continues_when_the_first_one_dies(tmp_path):
     said = go_on(tmp_path, 2, [0])[1]
     assert (said["first"], said["rank"]) == ([0, 1], 0)
     assert [[number, reason] for number, _, reason in said["dead"]] == [[0, "died"]]
@@ -94,7 +94,7 @@ def test_the_other_process_goes_on_when_the_first_one_dies(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(100)
-def test_the_others_go_on_with_a_spare_when_the_first_process_dies(tmp_path):
+def test_the_others_continue_with_a_spare_when_the_first_process_dies(tmp_path):
     said = go_on(tmp_path, 3, [0], spares=1)
     for me, each in said.items():
         assert (each["wanted"], each["first"]) == (2, [0, 1, 2])
@@ -211,7 +211,7 @@ def test_at_the_end_a_process_that_hangs_is_not_waited_for(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(100)
-def test_training_goes_on_undisturbed_when_one_that_stands_by_dies(tmp_path):
+def test_training_continues_undisturbed_when_a_spare_dies(tmp_path):
     text = """
         import json
         import os

@@ -257,7 +257,7 @@ def test_processes_that_wait_are_let_in_at_a_commit():
     assert third["result"] == ((1, 3), [2, 3])
 
 
-def test_a_training_goes_on_from_the_files_of_one_that_is_gone(tmp_path, monkeypatch):
+def test_a_training_continues_from_the_files_of_one_that_is_gone(tmp_path, monkeypatch):
     monkeypatch.setenv("BAGUA_JOB", "test")
     monkeypatch.setenv("BAGUA_JOB_FOLDER", str(tmp_path))
 
@@ -285,7 +285,7 @@ def test_a_training_goes_on_from_the_files_of_one_that_is_gone(tmp_path, monkeyp
     assert not list(tmp_path.glob("slot*"))
 
 
-def test_a_commit_of_one_taken_for_dead_is_not_taken_for_that_of_the_others(tmp_path, monkeypatch):
+def test_a_commit_of_a_process_declared_dead_is_not_that_of_the_others(tmp_path, monkeypatch):
     """It is written late, and it has the number of a commit of those who went on without it."""
     monkeypatch.setenv("BAGUA_JOB", "test")
     monkeypatch.setenv("BAGUA_JOB_FOLDER", str(tmp_path))

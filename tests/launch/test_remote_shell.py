@@ -19,7 +19,7 @@ def nobody_says_how(monkeypatch):
             monkeypatch.delenv(f"{beginning}{name}", raising=False)
 
 
-def test_hosts_answer_or_are_given_up_after_a_limit():
+def test_hosts_answer_or_count_as_lost_after_a_limit():
     start_s = time.monotonic()
     answers = SHELL.ask(["a", "dead", "slow"], "echo \"it's\" 'me'; exit_code=3", limit_s=0.5)
     assert answers == {"a": "it's me\n", "dead": None, "slow": None}

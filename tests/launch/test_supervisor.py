@@ -247,7 +247,7 @@ def train(comm):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_training_goes_on_from_memory_when_all_ranks_are_killed(tmp_path):
+def test_training_continues_from_memory_when_all_ranks_are_killed(tmp_path):
     record = tmp_path / "record"
     flags = ["--spares", "1", "--restarts", "1", "--record", str(record)]
     result = run_python(2, flags=flags, script=(tmp_path / "script.py", ELASTIC), timeout_s=250)

@@ -471,7 +471,7 @@ def test_random_interrupts_leave_a_communicator_usable_or_aborted_on_all_ranks(c
         signal.signal(signal.SIGALRM, before)
 
 
-def test_a_notice_is_heard_wherever_a_signal_handler_raises():
+def test_a_notice_is_received_wherever_a_signal_handler_raises():
     world = World(MPI.COMM_SELF.Dup(), [], frozenset())
     files = {module.__file__ for module in (mpi_world, notices)}
 

@@ -206,7 +206,7 @@ def of_two_flows(steered, monkeypatch):
     plugin.stop(context)
 
 
-def test_flows_that_no_longer_pay_are_given_up(of_two_flows):
+def test_flows_that_no_longer_pay_are_dropped(of_two_flows):
     plugin, flows_of_an_exchange = of_two_flows
     ctypes.c_double.in_dll(plugin.library, "gain").value = 1e9
     until(lambda: flows_of_an_exchange() == 1)

@@ -200,7 +200,7 @@ def test_frames_that_overlap_are_refused(peer, frames):
 
 
 @pytest.mark.slow
-def test_helpers_go_on_when_the_time_of_day_is_set_back(elsewhere):
+def test_helpers_continue_when_the_time_of_day_is_set_back(elsewhere):
     """A neglected connection moves on by the helper thread, whose sleep ends by a clock that nobody sets."""
     plugin = Plugin(elsewhere)
     context = plugin.start()

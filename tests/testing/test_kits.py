@@ -44,7 +44,7 @@ def test_an_error_is_raised_with_its_rank():
     assert "in rank 1 of 2" in getattr(caught.value, "__notes__", ["in rank 1 of 2"])
 
 
-def test_a_rank_that_does_not_stop_is_given_up_on():
+def test_a_rank_that_does_not_stop_is_abandoned():
     def body(comm):
         if comm.rank == 0:
             raise LookupError("no")

@@ -215,7 +215,7 @@ def test_calls_that_differ_raise(call, text):
     ],
     ids=["a call that differs", "a timeout"],
 )
-def test_a_rank_that_gives_up_ends_the_waits_of_the_others(odd, error, match):
+def test_a_rank_that_aborts_ends_the_waits_of_the_others(odd, error, match):
     def body(comm):
         start = time.monotonic()
         with pytest.raises(error, match=match if comm.rank else None):

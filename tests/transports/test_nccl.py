@@ -549,7 +549,7 @@ def test_a_communicator_made_again_at_the_same_address_is_another_one(device, mo
 
 
 @one_policy
-def test_a_rank_that_has_aborted_one_group_of_ranks_goes_on_in_others(device):
+def test_a_rank_that_has_aborted_one_group_of_ranks_continues_in_others(device):
     import cupy
 
     device.nccl_connects = False
