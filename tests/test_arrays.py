@@ -14,7 +14,7 @@ from bagua_comm.errors import ArrayError, UnsupportedError
 
 
 class Stranger:
-    """An array of a library nobody here knows."""
+    """An array of an unknown library."""
 
 
 class OnDevice:

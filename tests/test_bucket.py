@@ -203,7 +203,7 @@ def test_views_cover_flat_without_overlap_and_padding_stays_zero(specs, alignmen
             assert (tensor.shape, dtype_named(tensor.dtype)) == (view.shape, view.dtype)
             assert np.shares_memory(view, bucket.flat) or tensor.size == 0
             view[...] = number
-        # Each view still holds its own number, and nobody touched the padding.
+        # Each view still has its number, and the padding is unchanged.
         expected = np.repeat(range(1, len(bucket.views) + 1), [t.size for t in bucket.spec.tensors])
         padding = [0.0] * (bucket.spec.size - expected.size)
         assert [*expected.tolist(), *padding] == bucket.flat.astype(float).tolist()
@@ -242,7 +242,7 @@ def test_the_number_of_arrays_must_be_that_of_buckets():
         make_buckets(plan, plan.allocate()[:2])
 
 
-# What is no plan
+# Objects that are no plans
 
 
 WHOLE = Plan.pack(

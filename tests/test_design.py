@@ -290,7 +290,7 @@ def arrows():
 
 
 def modules_of(path, file_of):
-    """The modules that a file imports, and the packages that run before them, but for its own."""
+    """The modules that a file imports, and the packages that run before them, except its own."""
     mine = dotted(path)
     for name in imported_by(path, file_of):
         yield name

@@ -46,7 +46,7 @@ def test_a_training_that_loses_a_rank_continues_or_ends_as_it_must(tmp_path, tri
     assert row["left"] == [], text
 
 
-# What is planned --------------------------------------------------------------------------------------------
+# Plans ------------------------------------------------------------------------------------------------------
 
 
 def test_a_seed_gives_the_same_trials_and_another_one_others():
@@ -197,7 +197,7 @@ def test_processes_and_files_that_are_left_are_found_and_removed(monkeypatch):
     assert MARK not in os.environ
 
 
-# What is recorded -------------------------------------------------------------------------------------------
+# Records ----------------------------------------------------------------------------------------------------
 
 
 def test_the_table_counts_outcomes_and_the_report_has_a_figure(tmp_path):

@@ -73,7 +73,7 @@ def test_submit_returns_before_the_task_is_done():
     go = threading.Event()
     with ThreadLane(FakeComm()) as lane:
         future = lane.submit(go.wait, PATIENCE_S)
-        assert not future.done()  # it waits for what comes next
+        assert not future.done()  # it waits for the next task
         go.set()
         lane.wait()
         assert future.result() is True
@@ -172,7 +172,7 @@ def test_a_task_of_many_calls_may_take_longer_than_one_call():
     lane = ThreadLane(comm)
 
     class ManyCalls(Future):
-        """As of a task that is in its next call whenever it was waited for as long as a call may take."""
+        """As if the task were in another call each time the limit of a call has passed."""
 
         def exception(self, timeout=None):
             if comm.counters.total().calls < 10:
@@ -207,7 +207,7 @@ def test_leaving_a_with_statement_closes(make):
 
 @each_lane
 def test_an_error_in_a_with_statement_is_not_held_up_by_closing(make):
-    # Closing is collective: the other ranks may never come to it.
+    # Closing is collective: the other ranks may never close.
     comm = FakeComm()
     with pytest.raises(KeyError), make(comm):
         raise KeyError

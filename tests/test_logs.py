@@ -1,4 +1,4 @@
-"""What is logged, and that nothing is unless the user asks."""
+"""The messages of the logger, and that none is shown unless the user asks."""
 
 import logging
 import subprocess
@@ -29,7 +29,7 @@ PLAN = Plan.pack([TensorSpec("x", (250_000,), "float32"), TensorSpec("y", (8,), 
 
 @pytest.fixture
 def said(caplog):
-    """What was logged so far at a level, without the names of the loggers."""
+    """The messages so far at a level, without the names of the loggers."""
     caplog.set_level(logging.DEBUG, "bagua_comm")
 
     def at(level):

@@ -1,4 +1,4 @@
-"""Arrays of other libraries: what comes back, and what is refused, with what to pass in its place."""
+"""Arrays of other libraries: the types of results, and errors that say what to pass instead."""
 
 import sys
 from types import ModuleType, SimpleNamespace
@@ -13,7 +13,7 @@ from bagua_comm.testing import run_ranks
 
 
 class Immutable:
-    """What a jax.Array on the CPU is to us: DLPack lends its memory read-only."""
+    """Like a jax.Array on the CPU: DLPack exports its memory read-only."""
 
     def __init__(self, values):
         self.values = np.array(values)
@@ -34,14 +34,14 @@ class Immutable:
 
 
 class Frame:
-    """What a table of pandas is to us."""
+    """Like a table of pandas."""
 
     def to_numpy(self):
         return np.zeros(2)
 
 
 class Eager:
-    """What a tensor of TensorFlow without DLPack is to us."""
+    """Like a tensor of TensorFlow without DLPack."""
 
     def numpy(self):
         return np.zeros(2)
@@ -58,7 +58,7 @@ class Elsewhere:
 
 
 class Tracer:
-    """What stands for an array while JAX traces a function."""
+    """Like the tracer of an array in a traced function of JAX."""
 
     def __dlpack__(self, **_):
         raise ValueError("no memory")

@@ -1,4 +1,4 @@
-"""What a release is made of: one version everywhere, and packages that hold what they should."""
+"""Releases: one version everywhere, and complete packages."""
 
 import importlib
 import re
@@ -55,7 +55,7 @@ def test_links_of_the_changelog_lead_to_pages():
 def test_the_citation_is_valid_and_of_this_version():
     citation = needs.package("yaml").safe_load((ROOT / "CITATION.cff").read_text())
 
-    assert {"authors", "cff-version", "message", "title"} <= citation.keys()  # those that version 1.2.0 requires
+    assert {"authors", "cff-version", "message", "title"} <= citation.keys()  # as version 1.2.0 requires
     assert citation["cff-version"] == "1.2.0"
     works = [citation, *citation["references"]]
     assert all({"authors", "title", "type"} <= work.keys() for work in citation["references"])
@@ -126,7 +126,7 @@ def test_the_sdist_has_all_files_for_building_and_testing(built):
     ]
     assert {*top, "bagua_comm/kernels/minmax.cu", "examples/train.py", "benchmarks/figures.py"} <= names
     assert {"tests/conftest.py", "tests/golden/minmax.json", "tests/cuda_on_cpu/cuda_on_cpu.h"} <= names
-    names.remove(".gitignore")  # it tells the builder of the wheel what to leave out
+    names.remove(".gitignore")  # it excludes files from the wheel
     assert not [name for name in names if re.search(r"__pycache__|\.pyc$|^\.", name)]
     assert sdist.stat().st_size < 5e6
 
@@ -176,7 +176,7 @@ def test_the_description_is_the_readme_and_renders_as_package_indexes_do_it(meta
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_wheel_works_in_an_environment_of_its_own(built, tmp_path):
-    """Its dependencies are those of this environment, so that nothing is fetched."""
+    """It uses the dependencies of this environment, so that nothing is fetched."""
     venv.create(tmp_path, with_pip=True)
     python = tmp_path / "bin" / "python"
     pip = [python, "-m", "pip", "install", "--no-deps", "--no-index", "--quiet", built[0]]

@@ -210,7 +210,7 @@ def test_a_communicators_trace_is_json_with_a_process_per_rank(tmp_path):
     assert first["args"] == {"op": "avg", "dtype": "float64", "bytes": 32, "wire_bytes": 48}
 
 
-# What a device does
+# Devices
 
 
 class FakeClock:
@@ -263,7 +263,7 @@ def test_a_device_is_a_row_of_the_chrome_trace():
     assert (on_device["ts"], on_device["dur"]) == (0.1, 0.2)
 
 
-# What cannot be written
+# Values that cannot be written
 
 
 class Unprintable:

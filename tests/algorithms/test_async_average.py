@@ -249,7 +249,7 @@ def test_the_warm_up_can_be_stopped_and_resumed():
     assert_all_hold(mean_of_starts(2), run_ranks(2, body))
 
 
-# What is kept
+# State
 
 
 class Pausing(AsyncTrainer):

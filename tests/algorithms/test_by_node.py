@@ -70,7 +70,7 @@ def on_nodes(xs, gradient, nodes, reference, *, before_gradients):
 
 
 class InChunks:
-    """A codec that sees each row in so many chunks, with zeros behind the last one."""
+    """A codec that splits each row into `chunks`, with zeros behind the last one."""
 
     def __init__(self, codec, chunks):
         self.codec, self.chunks = codec, chunks

@@ -1,4 +1,4 @@
-"""Loading states: what fits goes on, and what does not is refused on all ranks before anything changes."""
+"""Loading states: training continues from one that fits; others are refused on all ranks before any change."""
 
 import copy
 import pickle
@@ -69,7 +69,7 @@ def train(engine, steps=3):
 
 
 def saved_by(ranks, algorithm, steps=3):
-    """What every rank saves, after a training of so many steps."""
+    """The saved states of all ranks, after a training of `steps` steps."""
 
     def body(comm):
         with make_engine(comm, algorithm) as engine:
@@ -80,7 +80,7 @@ def saved_by(ranks, algorithm, steps=3):
 
 
 def outcomes_of(algorithm, states, steps=1):
-    """On every rank: the error that loading `states`, one each, raises, or None; then training goes on."""
+    """The error of loading `states`, one on each rank, or None, for each rank; then training continues."""
 
     def body(comm):
         with make_engine(comm, algorithm) as engine:

@@ -311,7 +311,7 @@ MEMBERS = {name for name in vars(WithDefaults) if not name.startswith("_")} - {"
 
 @pytest.mark.parametrize("combinator", [Every, After, ByNode])
 def test_a_combinator_handles_each_member_of_an_algorithm(combinator):
-    """Whoever adds an optional member adds it to all combinators, or lets them refuse algorithms that have it."""
+    """All combinators forward an optional member of algorithms, or refuse algorithms that have it."""
     missing = MEMBERS - {name for base in combinator.__mro__ for name in vars(base)}
     assert not missing
 

@@ -1,4 +1,4 @@
-"""Algorithms by name: every name makes what it says, and a wrong one is told what exists."""
+"""Algorithms by name: every name makes its algorithm, and an unknown one is an error with the known names."""
 
 import json
 
@@ -63,7 +63,7 @@ PARTS = {
     "by-node": {"algorithm": "one-peer"},
     "after": {"steps": 1, "first": "exact", "then": "diloco"},
 }
-"""What the names need that stand for nothing by themselves."""
+"""The settings that some names require."""
 
 
 def test_every_name_makes_its_algorithm():

@@ -120,7 +120,7 @@ def test_its_own_methods_come_before_the_defaults():
     class Particular(Plain):
         lends: str = "momentum"
         phases: tuple = (Plain(), RandomPeer())
-        check: object = None  # as good as none
+        check: object = None  # equal to none
 
         def phase(self, step):
             return self.phases[step]
@@ -176,7 +176,7 @@ def test_check_algorithm_refuses_classes_that_are_no_dataclass():
         check_algorithm(Loose())
 
 
-# Averages of their own ------------------------------------------------------------------------------
+# Averages of users ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ def normal(p, shape, dtype="float32", seed=0):
 
 
 def allreduced(xs, codec, op):
-    """What every rank should hold: the steps of the quantized allreduce on a list of float32 arrays."""
+    """The expected result: the steps of the quantized allreduce on a list of float32 arrays."""
     p, shape, size = len(xs), xs[0].shape, xs[0].size
     if p == 1 or size == 0:
         return xs[0]
@@ -409,7 +409,7 @@ def test_hierarchies_nest():
 
 
 def stage_bytes(average):
-    """What each of 2 x 2 ranks sends inside its node and across nodes, averaging 4096 float32."""
+    """The bytes that each of 2 x 2 ranks sends inside its node and across nodes, averaging 4096 float32."""
 
     def body(comm):
         mean = average.bind(comm)
@@ -615,7 +615,7 @@ def test_collectives_in_pieces_give_the_bytes_of_those_that_go_at_once(call, cou
 
 
 def settled_and_direct(average, make):
-    """What an average that was prepared for other arrays makes of one, and what the call makes of a copy."""
+    """The results of an average that was prepared for other arrays, and of the call on a copy."""
 
     def body(comm):
         mean = average.bind(comm, np.zeros(1000, np.float32))

@@ -38,7 +38,7 @@ NAMES = [spec.name for spec in SPECS]
 
 
 def gradients(ranks, step):
-    """Those of all ranks: the same in every step, and a little noise."""
+    """The gradients of all ranks: the same in every step, plus a little noise."""
     same = [sample(rank, (COUNT,), "float32") for rank in range(ranks)]
     noise = [0.1 * sample(rank, (COUNT,), "float32", seed=1 + step) for rank in range(ranks)]
     return [x + y for x, y in zip(same, noise, strict=True)]

@@ -1,4 +1,4 @@
-"""What programs written for PyTorch's own DistributedDataParallel call, read and catch."""
+"""The methods, attributes and errors that programs written for PyTorch's own DistributedDataParallel use."""
 
 import collections
 
@@ -181,7 +181,7 @@ def test_models_that_differ_raise_the_errors_of_pytorchs_class():
 
 
 class WithOwn(nn.Module):
-    """A layer that all ranks have in common, and one of each rank's own, with a shape of its own."""
+    """A layer that all ranks share, and one whose shape differs between ranks."""
 
     def __init__(self, rank):
         super().__init__()
@@ -295,7 +295,7 @@ def test_a_graph_that_is_said_to_be_static_and_changes_is_an_error(first):
 
 
 def summed_by(other):
-    """A hook that sums over the ranks of a communicator of its own, in the background of nothing."""
+    """A hook that sums over the ranks of another communicator, without overlap."""
 
     def hook(state, bucket):
         state.append((bucket.index(), bucket.is_last(), [tuple(p.shape) for p in bucket.parameters()]))

@@ -13,7 +13,7 @@ from bagua_torch.training.backward import BackwardWatch, watches_of
 
 
 class Heard:
-    """What a watch has called back, in order."""
+    """The callbacks of a watch, in order."""
 
     def __init__(self, module, groups=None, **raises):
         self.calls, self.raises, self.parameters = [], raises, dict(module.named_parameters())
@@ -97,7 +97,7 @@ def test_a_group_is_reported_when_its_last_gradient_is_there():
 def test_a_group_that_lacks_a_gradient_is_not_reported():
     module = two_layers()
     heard = Heard(module, [["0.weight", "1.weight"]])
-    for _ in range(2):  # what one pass has counted, the next one does not
+    for _ in range(2):  # the next pass starts its count again
         heard.watch.armed = True
         module[1](torch.ones(4, 3)).sum().backward()
         assert heard.take() == ["began", "ended 1.weight"]

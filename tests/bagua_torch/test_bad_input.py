@@ -1,4 +1,4 @@
-"""What cannot work is refused on every rank, before the first step; what is not finite stays visible."""
+"""Wrong arguments are refused on every rank before the first step; values that are not finite stay visible."""
 
 import copy
 import subprocess
@@ -312,7 +312,7 @@ def test_unusual_shapes_and_layouts(algorithm):
         return weights(model)
 
     for actual in run_ranks(2, body):
-        if not isinstance(algorithm, DiLoCo):  # which makes outer steps of its own
+        if not isinstance(algorithm, DiLoCo):  # which makes separate outer steps
             torch.testing.assert_close(actual, weights(plain), rtol=0.1, atol=0.02)
 
 

@@ -22,7 +22,7 @@ def loopback(monkeypatch):
 
 
 def outcomes(ranks, call):
-    """What `call(comm, odd)` raises on each rank, where `odd` is True on the last one; None if nothing."""
+    """The error of `call(comm, odd)` on each rank, or None; `odd` is True on the last rank."""
 
     def body(transport):
         comm, start = Communicator([transport]), time.monotonic()

@@ -96,7 +96,7 @@ def test_a_plain_checkpoint_loads_into_a_wrapped_module():
 
 
 def test_a_checkpoint_in_an_old_graph_is_not_overwritten_by_an_exchange():
-    """What is exchanged after a step is written back before weights are loaded, not after."""
+    """An exchange after a step is written back before weights are loaded, not after."""
 
     def body(comm):
         model, optimizer, ddp = wrapped(comm, DiLoCo(local_steps=1))
@@ -217,7 +217,7 @@ def test_a_restart_after_a_step_was_skipped(algorithm, ranks):
     ids=repr,
 )
 def test_a_restart_with_other_buckets(algorithm):
-    """What does not depend on the buckets, as exact averages do not, goes on bit for bit."""
+    """Training that does not depend on the buckets, such as with exact averages, continues bit for bit."""
     if isinstance(algorithm, LowPrecisionOnePeer):
 
         def body(comm):
@@ -278,7 +278,7 @@ KEEP_NOTHING = [
 
 @pytest.mark.parametrize("algorithm", KEEP_NOTHING, ids=repr)
 def test_a_state_dict_holds_tensors_alone_where_the_algorithm_keeps_nothing(algorithm):
-    """As safetensors and others want it; and it is that of PyTorch's own wrapper, to save and to load."""
+    """As safetensors and others expect it; PyTorch's own wrapper saves and loads the same."""
 
     def body(comm):
         model, optimizer, ddp = wrapped(comm, algorithm)
@@ -363,7 +363,7 @@ def test_loading_without_state_of_the_algorithm_forgets_a_step_that_was_pending(
 
 
 def test_loading_forgets_a_step_that_was_pending():
-    """A backward pass before a state is loaded is no step of the training that goes on from there."""
+    """A backward pass before a state is loaded is no step of the training that continues from it."""
 
     def body(comm):
         model, optimizer, ddp = wrapped(comm, LowPrecisionDecentralized())
@@ -427,7 +427,7 @@ CHAIN = [
 
 @pytest.mark.parametrize("ranks", [*(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (1, 2)), 3])
 def test_switching_through_all_algorithms(ranks):
-    """The loss goes on falling, and after each switch all ranks have the same weights."""
+    """The loss continues to fall, and after each switch all ranks have the same weights."""
 
     def body(comm):
         model = nn.Sequential(nn.BatchNorm1d(4), make_model())
@@ -457,7 +457,7 @@ def test_switching_takes_the_mean_of_weights_that_differ(algorithm):
     def body(comm):
         model, optimizer, ddp = wrapped(comm, algorithm)
         train(comm, ddp, optimizer, range(4))
-        ddp.eval()(batch(0, 0))  # what was exchanged is written back
+        ddp.eval()(batch(0, 0))  # exchanges are written back
         mine = weights(model)
         ddp.train().switch(GradientAllReduce())
         mean = weights(model)
@@ -635,7 +635,7 @@ def test_nothing_is_exchanged_between_stop_and_resume():
     torch.testing.assert_close(mean, (first + second) / 2)
 
 
-# What is no checkpoint of ours ----------------------------------------------------------------------------
+# Objects that are no checkpoints of ours ------------------------------------------------------------------
 
 JUNK = [
     None,

@@ -1,4 +1,4 @@
-"""Checkpoints in files: a training that goes on as if nothing had been, also on another number of ranks."""
+"""Checkpoints in files: a training continues as if uninterrupted, also on another number of ranks."""
 
 from dataclasses import dataclass, field
 
@@ -256,7 +256,7 @@ class Mine:
 
 @dataclass(frozen=True)
 class Secretive(Plain):
-    """Keeps an array of which nobody says what it is on another number of ranks."""
+    """Its state is an array without a rule for another number of ranks."""
 
     def init(self, bucket, comm):
         return Mine(np.full(bucket.flat.size, comm.rank, np.float32))
@@ -268,7 +268,7 @@ def test_a_state_without_a_rule_is_refused_by_name(tmp_path):
         saved(tmp_path, 3, Secretive(), start=4)
 
 
-# What belongs to a rank -----------------------------------------------------------------------------------
+# Per-rank state -------------------------------------------------------------------------------------------
 
 
 def test_buffers_are_each_ranks_own_and_rank_0s_on_another_number(tmp_path):
@@ -445,7 +445,7 @@ def test_tensors_of_every_kind_come_back(tmp_path):
     run_ranks(2, body)
 
 
-# What users do wrong --------------------------------------------------------------------------------------
+# Mistakes of users ----------------------------------------------------------------------------------------
 
 
 def test_a_state_that_does_not_fit_is_refused_by_name(tmp_path):

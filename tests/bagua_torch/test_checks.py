@@ -1,4 +1,4 @@
-"""What a wrapper refuses: each check by itself, what it returns, and that it changes nothing."""
+"""The checks of a wrapper, one by one: their errors and results, and that they change nothing."""
 
 import pytest
 import torch
@@ -189,7 +189,7 @@ def test_an_algorithm_that_shares_state_needs_optimizers_that_share_it(optimizer
     checks.check_optimizers([QAdamOptimizer(parameters.values(), warmup_steps=5)], parameters, algorithm)
     for each in (algorithm, after(3, GradientAllReduce(), algorithm)):
         if each is not algorithm and not optimizers(parameters):
-            continue  # it depends on steps, which is told first
+            continue  # it depends on steps, which is reported first
         with pytest.raises(ArrayError, match=message):
             checks.check_optimizers(optimizers(parameters), parameters, each)
 
@@ -305,7 +305,7 @@ def test_the_end_of_a_wrapper_and_of_a_backward_pass():
         checks.check_backward_ended(unfinished=True)
 
 
-# What ranks have in common --------------------------------------------------------------------------------
+# Agreement of ranks ---------------------------------------------------------------------------------------
 
 
 def test_a_tied_parameter_is_ignored_only_under_all_its_names():

@@ -93,7 +93,7 @@ class PlayedByTheCPU:
         return torch.from_numpy(array._host)
 
     def wait(self, *_):
-        """What comes next in Python comes next on the stream, too."""
+        """The order of Python is the order of the stream."""
         self.stream.synchronize()
 
 
@@ -133,7 +133,7 @@ def trained_on_host(algorithm):
 
 @pytest.fixture
 def on_host(algorithm):
-    """What training on the host gives. Goes before `played`, which changes what tensors are."""
+    """The result of training on the host. Call it before `played`, which changes tensors."""
     return trained_on_host(algorithm)
 
 

@@ -325,7 +325,7 @@ def test_checkpointed_layers(reentrant, last):
         ddp = DistributedDataParallel(model, comm=comm, bucket_bytes=1)
         ddp(torch.full((2, 3), 1.0 + comm.rank)).square().sum().backward()
         result = [parameter.grad.clone() for parameter in model.parameters()]
-        # Where the inner pass comes first it looks like one of its own: averaged twice, to the same values.
+        # Where the inner pass comes first it looks like a separate one: averaged twice, to the same values.
         times = 2 if checkpointed and reentrant and last else 1
         assert ddp.engine.counter.calls == 6 * times
         ddp.close()
@@ -367,7 +367,7 @@ def test_reentrant_checkpoints_with_unused_parameters_are_averaged(last):
 
 
 def test_reentrant_checkpoints_of_all_layers_are_averaged():
-    """Each is a backward pass of its own, inside one that makes the last gradients or none."""
+    """Each is a backward pass inside one that computes the last gradients or none."""
 
     class Model(nn.Module):
         def __init__(self, first):
@@ -397,7 +397,7 @@ def test_reentrant_checkpoints_of_all_layers_are_averaged():
         run_ranks(2, lambda comm, first=first: body(comm, first))
 
 
-# What is averaged: the backward passes of forward passes of the wrapper -----------------------------------
+# Averaging of backward passes through forward passes of the wrapper ---------------------------------------
 
 
 def averaged_calls(body, ranks=2):

@@ -62,11 +62,11 @@ CASES = {
 }
 MOVING = {"asynchronous"}
 ALIKE = {each for each in CASES if each.startswith(("exact, fused", "ByteGrad", "hier", "QAdam", "repro"))}
-"""Where no rank has anything of its own. Elsewhere that is lost if a rank and its buddy die at about one time."""
+"""Algorithms without per-rank state. Others lose that if a rank and its buddy die at about the same time."""
 
 
 class Training:
-    """What the user's program has: a model, an optimizer, and what goes with them."""
+    """The objects of the user's program: a model, an optimizer, and what belongs to them."""
 
     def __init__(self, algorithm, optimizer, extras):
         self.algorithm, self.extras = algorithm, extras

@@ -116,7 +116,7 @@ class Convolutions(nn.Module):
     ],
 )
 def test_gradients_have_the_strides_of_their_parameters_and_the_values_of_one_process(formats, own):
-    """What PyTorch's own wrapper promises of convolutions in mixed memory formats, in several steps."""
+    """Several steps with convolutions in mixed memory formats, which PyTorch's own wrapper supports."""
 
     def made():
         model = filled(Convolutions())
@@ -209,7 +209,7 @@ def test_a_memory_format_that_changes_after_wrapping_is_refused():
 
 @pytest.mark.parametrize("algorithm", [GradientAllReduce(ErrorFeedback()), DiLoCo(local_steps=2)], ids=str)
 def test_the_state_of_an_algorithm_is_saved_in_the_order_of_indices(algorithm, tmp_path):
-    """A checkpoint of channels_last goes on in a contiguous model."""
+    """A checkpoint of a channels_last model loads into a contiguous one."""
 
     def body(comm):
         def made(module):

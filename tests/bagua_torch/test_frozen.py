@@ -189,7 +189,7 @@ def test_a_layer_that_one_rank_alone_has_frozen_is_an_error_there(find_unused):
             optimizer.step()
 
     with pytest.raises(CommMismatch, match=r"'0.\w+' is frozen on rank 1, but another rank has computed"):
-        run_ranks(2, body, timeout_s=60)  # nobody waits as long
+        run_ranks(2, body, timeout_s=60)  # no rank waits that long
 
 
 def test_a_gradient_from_before_is_kept_while_its_parameter_is_frozen():

@@ -308,7 +308,7 @@ def test_autograd_notices_that_parameters_change():
 @pytest.mark.parametrize("infinite", [False, True])
 @pytest.mark.parametrize("inner", [False, True], ids=["scaler", "optimizer"])
 def test_a_grad_scaler_unscales_and_skips(infinite, inner):
-    """With `fused=True` PyTorch's optimizers unscale by themselves, by what the scaler lends them."""
+    """With `fused=True` PyTorch's optimizers unscale gradients themselves, by the factors of the scaler."""
     ps, qs = parameters(), parameters()
     pairs = [(ps, torch.optim.Adam(ps, lr=0.01, foreach=False, fused=inner))]
     pairs.append((qs, fuse(torch.optim.Adam(qs, lr=0.01, foreach=False, fused=inner), exact=not inner)))
@@ -435,7 +435,7 @@ def test_weights_stay_in_their_buckets():
     def body(comm):
         model = make_model()
         optimizer = fuse(torch.optim.SGD(model.parameters(), lr=0.1))
-        for step in range(2):  # in flat tensors of its own
+        for step in range(2):  # in separate flat tensors
             train_step(model, optimizer, batch(comm.rank, step))
         ddp = DistributedDataParallel(model, optimizer, LowPrecisionDecentralized(), comm=comm)
         for step in range(2):
@@ -479,7 +479,7 @@ def test_unused_parameters_and_accumulation():
         assert torch.equal(plain, fused)
 
 
-# What is refused --------------------------------------------------------------------------------------------
+# Errors -----------------------------------------------------------------------------------------------------
 
 
 class LARS(torch.optim.SGD):
@@ -513,7 +513,7 @@ class NoisySGD(torch.optim.SGD):
 
 
 class Listed(torch.optim.SGD):
-    """Keeps its parameters in a list of its own."""
+    """Keeps its parameters in another list."""
 
     def __init__(self, params, lr):
         super().__init__(params, lr)

@@ -1,4 +1,4 @@
-"""What users do to gradients: they keep, replace, detach and forget them."""
+"""Gradients that users keep, replace, detach and drop."""
 
 import copy
 

@@ -84,7 +84,7 @@ def test_every_qadam_needs_an_optimizer_that_borrows_with_the_same_settings():
     run_ranks(1, body)
 
 
-# One after the other -------------------------------------------------------------------------------------
+# Sequences -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.covering(1)

@@ -1,4 +1,4 @@
-"""What `Trainer(sync_batchnorm=True)` does to a model; `lightning_programs.py` trains with it."""
+"""The effect of `Trainer(sync_batchnorm=True)` on a model; `lightning_programs.py` trains with it."""
 
 import torch
 from torch import nn

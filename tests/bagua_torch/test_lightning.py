@@ -19,7 +19,7 @@ BOTH = {BaguaStrategy: TRAINERS, BaguaFabricStrategy: FABRICS}
 
 
 class Base:
-    """What the strategies use of Lightning's ParallelStrategy."""
+    """The members of Lightning's ParallelStrategy that the strategies use."""
 
     def __init__(self, **given):
         self.given = given
@@ -128,7 +128,7 @@ def test_the_answers_of_ranks_to_lightning(stand_ins, monkeypatch):
 
 
 # ---------------------------------------------------------------------------------------------------------
-# What the strategies use of DistributedDataParallel
+# The members of DistributedDataParallel that the strategies use
 # ---------------------------------------------------------------------------------------------------------
 
 

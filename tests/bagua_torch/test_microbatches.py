@@ -99,7 +99,7 @@ def test_a_parameter_without_a_gradient_in_some_microbatches_adds_zeros():
 
 
 class Switch(nn.Module):
-    """A module that runs the part that it is told to."""
+    """A module that runs the part that its argument names."""
 
     def __init__(self, parts):
         super().__init__()

@@ -439,7 +439,7 @@ def test_gradients_are_clipped_by_the_norm_of_the_whole_model():
 
 SAME = nn.Linear(HIDDEN, HIDDEN)
 
-# What users do wrong -------------------------------------------------------------------------------------
+# Mistakes of users ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -276,7 +276,7 @@ def test_several_threads_use_a_duplicate_each_and_make_groups_meanwhile():
 
 
 # ---------------------------------------------------------------------------------------------------
-# What goes wrong
+# Failures
 # ---------------------------------------------------------------------------------------------------
 
 
@@ -378,7 +378,7 @@ def test_a_missing_rank_is_a_timeout_on_all_its_peers():
         with pytest.raises(CommError) as caught:
             comm.allreduce(np.ones(5))
         given_up.wait(30)
-        assert isinstance(caught.value, (CommTimeout, RankFailed))  # whoever is first closes the connections
+        assert isinstance(caught.value, (CommTimeout, RankFailed))  # the first rank closes the connections
         if isinstance(caught.value, CommTimeout):
             assert f"allreduce(float64[5], op=sum) #2: rank {comm.rank} of 3 waited 2 s" in str(caught.value)
         with pytest.raises(CommAborted, match="a call failed earlier"):
@@ -513,7 +513,7 @@ def test_a_process_group_that_is_there_is_used_and_left_as_it_is():
 def test_a_launcher_may_start_one_rank(monkeypatch):
     for name, value in {**environment_of_a_world(1), "RANK": "0"}.items():
         monkeypatch.setenv(name, value)
-    fresh = functools.cache(bootstrap.torchrun_store.__wrapped__)  # kept as in a process of its own
+    fresh = functools.cache(bootstrap.torchrun_store.__wrapped__)  # stored as in a separate process
     monkeypatch.setattr(bootstrap, "torchrun_store", fresh)
     for _ in range(2):
         with bagua_torch.connect(timeout_s=10) as comm:
@@ -536,7 +536,7 @@ def test_torchrun_without_a_rendezvous_address_is_refused(monkeypatch):
 
 
 def environment_of_a_world(ranks):
-    """What a launcher tells all its processes; each has its RANK besides."""
+    """The variables that a launcher sets for all its processes, except RANK."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -739,7 +739,7 @@ def test_an_interrupt_of_one_rank_ends_the_call_on_the_others_at_once():
                 comm.allreduce(np.ones(3))
         else:
             start = time.monotonic()
-            # Who hears of it through another one that has heard of it names that one.
+            # A rank that gets the notice from another rank names that one.
             with pytest.raises(RankFailed, match=r"rank [012]: it died, left, or gave up after an error"):
                 comm.allreduce(np.ones(3))
             assert time.monotonic() - start < 10

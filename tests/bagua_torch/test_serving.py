@@ -1,4 +1,4 @@
-"""Where the servers that a rank starts listen: nowhere but where they are asked to."""
+"""The addresses of the servers that a rank starts: only those that are asked for."""
 
 import functools
 import json

@@ -24,7 +24,7 @@ from bagua_torch import DistributedDataParallel
 
 
 class Heads(nn.Module):
-    """Two outputs, each from a head of its own, and from a trunk that both share if there is one."""
+    """Two outputs from separate heads, and from a shared trunk if there is one."""
 
     def __init__(self, *, shared=True, wrap=lambda a, b: (a, b)):
         super().__init__()
@@ -117,7 +117,7 @@ def test_ranks_of_a_static_graph_ask_once_where_each_step_is_one_of_expect_backw
 
 
 class Opaque:
-    """What a module may return, with a tensor that refers to itself on the way."""
+    """Outputs that a module may return, one of which refers to itself."""
 
     def __init__(self, a, b):
         self.losses, self.owner = types.SimpleNamespace(a=a, b=b), self
@@ -244,7 +244,7 @@ def test_an_algorithm_that_cannot_average_twice_in_a_step_says_so_on_all_ranks(a
     run_ranks(2, body, timeout_s=5)
 
 
-# What stays on a rank ---------------------------------------------------------------------------------------
+# Gradients that stay on their rank --------------------------------------------------------------------------
 
 
 class Tools(nn.Module):
@@ -315,7 +315,7 @@ def test_an_error_on_one_rank_alone_reaches_the_others():
             optimizer.step()
 
     with pytest.raises(ArrayError, match="is not averaged"):
-        run_ranks(2, body, timeout_s=60)  # nobody waits as long
+        run_ranks(2, body, timeout_s=60)  # no rank waits that long
 
 
 def after_expect_backward(ddp, x):

@@ -1,4 +1,4 @@
-"""What ranks do by themselves between `stop` and `resume`, and what they do together afterwards."""
+"""Training of each rank alone between `stop` and `resume`, and training together afterwards."""
 
 import gc
 

@@ -326,7 +326,7 @@ def test_compiled_around_it_the_results_are_the_same():
     torch.testing.assert_close(sum(grad for _, grad in ranks), plain[0].weight.grad, atol=1e-10, rtol=1e-8)
 
 
-# What users do wrong ---------------------------------------------------------------------------------------
+# Mistakes of users -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -336,7 +336,7 @@ def test_under_torchrun_without_bagua_torch_the_error_names_the_import(monkeypat
 
 
 # ---------------------------------------------------------------------------------------------------
-# What outlives the processes
+# State that outlives the processes
 # ---------------------------------------------------------------------------------------------------
 
 
@@ -356,7 +356,7 @@ def test_a_folder_whose_agent_is_gone_is_removed_and_no_other(memory):
     mine = agent_folder.provide()
     space, agent, start_ticks = mine.name.removeprefix(agent_folder.PREFIX).split("-")
     gone = memory / f"{agent_folder.PREFIX}{space}-{agent}-{int(start_ticks) - 1}"
-    elsewhere = memory / f"{agent_folder.PREFIX}1{space}-{agent}-1"  # another container's: who knows
+    elsewhere = memory / f"{agent_folder.PREFIX}1{space}-{agent}-1"  # another container's: unknown
     for folder in (gone, elsewhere):
         folder.mkdir(mode=0o700)
         (folder / "slot-0-a-own").write_bytes(b"x")

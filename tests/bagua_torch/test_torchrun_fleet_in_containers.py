@@ -19,7 +19,7 @@ def processes(tmp_path, monkeypatch):
 
 
 def total(fleet, rendezvous):
-    """The sum of all processes' numbers, each plus one, over a communicator of those in the rendezvous."""
+    """The sum of the numbers of all processes in the rendezvous, each plus one."""
     with fleet.connect([process.number for process in rendezvous.alive]) as comm:
         return float(comm.allreduce(np.full(3, fleet.me + 1.0, np.float32))[0])
 

@@ -118,7 +118,7 @@ def test_a_wrapper_that_is_dropped_is_freed_and_exchanges_nothing(algorithm):
 
 
 def test_momentum_of_a_dropped_wrapper_continues_in_its_optimizer():
-    """As if it were the plain optimizer's, past the warm-up as well."""
+    """Like that of the plain optimizer, also after the warm-up."""
 
     def body(comm):
         model, optimizer, ddp = wrapped(comm, QADAM)

@@ -1,4 +1,4 @@
-"""The benchmark of convergence: what it writes, and that it goes on where it was interrupted."""
+"""The benchmark of convergence: its results, and that it resumes after an interruption."""
 
 import doctest
 import json
@@ -15,7 +15,7 @@ NAMES = ["torch", "exact", "low-precision-one-peer"]
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """What two ranks write in four steps of both tasks."""
+    """The results of two ranks in four steps of both tasks."""
     if find_mpirun() is None:
         pytest.skip("there is no mpirun")
     folder = tmp_path_factory.mktemp("results")

@@ -1,4 +1,4 @@
-"""Launchers are told apart by environment variables alone, and a world with too few ranks is explained."""
+"""Launchers are recognised by environment variables alone, and a world with too few ranks is explained."""
 
 import os
 import re
@@ -71,7 +71,7 @@ def test_the_closest_launcher_is_found(variables, launch):
 BY_PMIX = {"PMIX_NAMESPACE": "slurm.pmix.7.0", "PMIX_RANK": "1"}
 BY_PMI2 = {"PMI_JOBID": "7.0", "PMI_RANK": "1", "PMI_SIZE": "2"}
 NEXT_JOB = {"SLURM_JOB_ID": "8"}
-"""What sbatch changes if a task submits a job of as many tasks."""
+"""The variables that sbatch changes if a task submits a job of the same number of tasks."""
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ NEXT_JOB = {"SLURM_JOB_ID": "8"}
         # So has the shell of salloc, which runs below the task.
         ({**STEP, **NEXT_JOB}, "7.0", None),
         ({**STEP, **NEXT_JOB, **BY_PMIX}, "7.0", None),
-        # Where the steps of Slurm are hidden, variables may still tell.
+        # Where the steps of Slurm are hidden, variables may still show them.
         ({**STEP, **NEXT_JOB, **BY_PMIX}, None, None),
         ({**STEP, **NEXT_JOB, **BY_PMI2}, None, None),
         ({**STEP, **NEXT_JOB, "SLURM_NTASKS": "1"}, None, None),

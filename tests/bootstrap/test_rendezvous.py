@@ -1,4 +1,4 @@
-"""Ranks that do not come to `connect` are named."""
+"""`connect` names the missing ranks."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Checkpoints: what comes back, who writes what, what is refused, and what damage, full disks and kills leave."""
+"""Checkpoints: loading, the files of each rank, errors, and the effects of damage, full disks and kills."""
 
 import collections
 import enum
@@ -55,7 +55,7 @@ def save(folder, tree, *, ranks=2, step=1, **settings):
 
 
 def load(folder, *, ranks=2, **arguments):
-    """What each rank loads."""
+    """The values that each rank loads."""
 
     def body(comm):
         with Checkpoints(folder, comm) as checkpoints:
@@ -84,7 +84,7 @@ def assert_same(actual, expected):
         assert repr(actual) == repr(expected)
 
 
-# What comes back ------------------------------------------------------------------------------------------
+# Loading --------------------------------------------------------------------------------------------------
 
 RNG = np.random.default_rng(0)
 DTYPES = [
@@ -169,7 +169,7 @@ def test_arrays_on_a_device_are_copied_to_the_host(tmp_path, device):
         assert_same(loaded.tree, expected)
 
 
-# Who writes what ------------------------------------------------------------------------------------------
+# Files of ranks -------------------------------------------------------------------------------------------
 
 
 def test_shared_arrays_are_written_once_in_equal_parts_that_safetensors_reads(tmp_path):
@@ -249,7 +249,7 @@ def test_nothing_is_pickled(tmp_path):
     assert (tmp_path / "latest").read_text() == "step-1\n"
 
 
-# What is kept ---------------------------------------------------------------------------------------------
+# Number of checkpoints that are kept ----------------------------------------------------------------------
 
 
 def steps_in(folder):
@@ -272,7 +272,7 @@ def test_the_newest_are_kept(tmp_path):
 
 
 def test_after_going_back_the_newest_checkpoint_is_the_last_one_saved(tmp_path):
-    """A training that goes on from step 10 again leaves older files of step 30, which are not its own future."""
+    """A training that continues from step 10 again finds older files of step 30, which are not its future."""
 
     def body(comm):
         with Checkpoints(tmp_path, comm, keep=2) as checkpoints:
@@ -320,7 +320,7 @@ def test_two_programs_do_not_save_in_one_folder(tmp_path):
     save(tmp_path, 1)
 
 
-# What is refused ------------------------------------------------------------------------------------------
+# Errors ---------------------------------------------------------------------------------------------------
 
 
 class Level(enum.IntEnum):
@@ -800,7 +800,7 @@ def test_an_engine_continues_bit_for_bit(tmp_path, algorithm):
 
 
 def test_the_mean_of_residuals_stays_from_4_to_3_to_8_ranks(tmp_path):
-    """What later averages make up for is the mean over the ranks."""
+    """Later averages add the mean of the residuals of all ranks."""
     saved = run_ranks(4, lambda comm: trained(comm, FEEDBACK, 4, tmp_path))
     for ranks, steps in ((3, 6), (8, 9)):
         mean = np.mean([residual for _, _, residual, _ in saved], axis=0, dtype=np.float64)

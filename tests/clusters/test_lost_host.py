@@ -1,4 +1,4 @@
-"""A host dies in the middle of training: `run --restarts` goes on with the hosts that are left, from memory."""
+"""A host dies in the middle of training: `run --restarts` continues from memory on the other hosts."""
 
 import sys
 

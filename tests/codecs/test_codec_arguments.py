@@ -1,4 +1,4 @@
-"""What codecs refuse, and what they make of bytes that no codec wrote."""
+"""Errors of codecs, and the results of decoding bytes that no codec wrote."""
 
 import ml_dtypes
 import numpy as np

@@ -1,4 +1,4 @@
-"""What MinMaxUInt8 promises, on worked examples and on whatever hypothesis finds."""
+"""The contract of MinMaxUInt8, on worked examples and on those of hypothesis."""
 
 import struct
 
@@ -149,7 +149,7 @@ def test_error_is_at_most_half_a_step_of_its_block(dtype, data, block):
         values = wide[0, part]
         step, largest = np.ptp(values) / 255, np.abs(values).max()
         rounding = 4 * 2.0**-24 * largest + ROUNDING[dtype] * (largest + step)
-        nothing = 2.0**-25 if dtype == "float16" else 1e-36  # what rounds to zero, or a range too small
+        nothing = 2.0**-25 if dtype == "float16" else 1e-36  # a value that rounds to zero, or a range too small
         assert np.abs(decoded[0, part] - values).max() <= step / 2 + rounding + nothing
 
 

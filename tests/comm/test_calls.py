@@ -224,7 +224,7 @@ def test_a_sparse_matrix_is_refused_with_what_to_send_in_its_place():
 
 
 def test_isend_and_irecv_are_tasks_of_a_lane():
-    """What MPI programs do: begin to receive, begin to send, work, wait for both."""
+    """As in MPI programs: begin to receive, begin to send, work, wait for both."""
 
     def body(comm):
         peer, out = 1 - comm.rank, np.zeros(100_000)

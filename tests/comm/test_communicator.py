@@ -33,7 +33,7 @@ def test_conformance_on_emulated_nodes():
 
 
 def test_a_transport_of_exchange_alone_has_all_collectives():
-    """Whoever brings exchange, moves and split has all collectives."""
+    """A transport with exchange, moves and split has all collectives."""
 
     class Minimal(Transport):
         name = "minimal"

@@ -168,7 +168,7 @@ def test_a_rank_that_is_interrupted_in_a_call_ends_it_on_all_ranks_with_the_reas
 
 
 def test_a_call_that_was_not_ended_is_ended_by_the_next():
-    """As if an exception had come at the very beginning of its end."""
+    """As after an exception at the very beginning of the end of a call."""
     comm = Communicator([LocalTransport()])
     end, comm.guard.leave = comm.guard.leave, lambda **_: None
     with pytest.raises(CommTimeout):
@@ -182,7 +182,7 @@ def test_a_call_that_was_not_ended_is_ended_by_the_next():
     assert comm.transports[0].limit_s == fresh.transports[0].limit_s
 
 
-# What listens and writes beside calls
+# Notices and records beside calls
 
 
 def test_notices_that_were_interrupted_while_they_listened_listen_again():

@@ -170,7 +170,7 @@ def test_ranks_of_one_host_that_mpi_takes_apart_are_warned_of():
     apart = world(size=2, hosts=1)
     apart.together[:] = [0, 1]
     assert "slurm.conf" in found("warning", "ranks 0, 1 run on node1, but MPI treats them", apart).do
-    apart.together[:] = []  # without MPI, nobody says so
+    apart.together[:] = []  # without MPI, it is unknown
     assert levels(apart) == set()
 
 

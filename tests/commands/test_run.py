@@ -28,7 +28,7 @@ UNKNOWN = Mpirun("mpirun", "")
 
 @pytest.fixture(autouse=True)
 def quiet(monkeypatch):
-    """A host of two cores, where nobody has said anything about networks or threads."""
+    """A host of two cores, without settings of networks or threads."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
     monkeypatch.setattr(base, "CPUS", Path("nothing/is/known"))
     unsaid = ("OMPI_MCA_btl", "OMP_NUM_THREADS", "MASTER_ADDR", "MASTER_PORT", "OMPI_MCA_btl_tcp_eager_limit")
@@ -247,7 +247,7 @@ def test_the_rendezvous_address_of_several_hosts_is_that_of_the_first(quiet):
     assert made.variables["MASTER_PORT"] == "29500"
     assert "whether the port is free on node1 is not known here" in "\n".join(made.lines())
     assert has(made, "-x", "MASTER_ADDR", "-x", "MASTER_PORT")
-    quiet.setenv("MASTER_PORT", "8")  # what is set already stays, and goes to the other hosts, too
+    quiet.setenv("MASTER_PORT", "8")  # variables that are set stay, and are sent to the other hosts, too
     assert has(plan("--host", "node1:2,node2:2"), "-x", "MASTER_PORT", "sh")
     quiet.delenv("MASTER_PORT")
 
@@ -313,7 +313,7 @@ def test_spares_and_restarts_start_more_ranks_which_may_die():
     assert has(made, "-n", "5")
     assert has(made, "--with-ft", "ulfm")
     assert {"BAGUA_SPARES": "2", "BAGUA_MIN_RANKS": "2"}.items() <= made.variables.items()
-    assert plan("--host", "a:4,b:4", "--spares", "1").ranks == 8  # without -n, as many as there is room for
+    assert plan("--host", "a:4,b:4", "--spares", "1").ranks == 8  # without -n, the number of slots
     assert has(plan("-n", "2", "--restarts", "0"), "--with-ft", "ulfm")
     with pytest.raises(CommandError, match=r"--restarts needs Open MPI, and .* belongs to MPICH"):
         plan("--restarts", "1", mpirun=MPICH)

@@ -143,7 +143,7 @@ def test_a_batch_is_one_request_and_repeated_samples_are_different_objects():
     assert store.calls == 4  # two looks and a write, then one look
     stats = cached.stats()
     assert (stats.hits, stats.misses) == (5, 3)
-    batch[0][0][:] = 7  # what was given is the caller's own
+    batch[0][0][:] = 7  # the value belongs to the caller
     assert same(cached[3], data[3])
 
 
@@ -266,7 +266,7 @@ def test_buffers_are_written_when_full_at_close_and_when_a_cache_is_forgotten():
     before = store.count()
     cached.close()
     assert store.count() == 15 > before
-    cached[16]  # a closed cache goes on
+    cached[16]  # a closed cache continues
     del cached
     gc.collect()
     assert store.count() == 16

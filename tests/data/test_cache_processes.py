@@ -1,4 +1,4 @@
-"""Caches that several processes share: workers, programs, and those that are killed."""
+"""Caches that several processes share: workers, programs, and killed ones."""
 
 import contextlib
 import json
@@ -37,7 +37,7 @@ def started(*arguments, program=(sys.executable, PROGRAM)):
 
 
 def finished(process):
-    """What the program found out."""
+    """The output of the program."""
     out, err = process.communicate(timeout=90)
     assert process.returncode == 0, err
     return json.loads(out.splitlines()[-1])
@@ -163,7 +163,7 @@ def test_a_worker_that_is_stopped_while_it_loads_does_not_stop_others(tmp_path):
 
 @contextlib.contextmanager
 def small_disk(folder):
-    """How to start a program for which `folder` is a disk of 10 MB, of its own if this may mount one."""
+    """The command that starts a program with `folder` on a disk of 10 MB, a new one if this user may mount it."""
     mount = f"mount -t tmpfs -o size=10m tmpfs '{folder}' && exec \"$@\""
     for flags in (["-m"], ["-rm"]):
         wrapped = ["unshare", *flags, "sh", "-c", mount, "sh"]

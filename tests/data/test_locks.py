@@ -16,7 +16,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 
 def bytes_held(path):
-    """Where this process has locks in a file, as the kernel sees it."""
+    """The locks of this process in a file, as the kernel lists them."""
     lines = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
     inode = str(os.stat(path).st_ino)
     return sorted(int(words[-1]) for words in lines if words[-3].split(":")[-1] == inode)

@@ -1,4 +1,4 @@
-"""What users of the package see."""
+"""The public interface of the package."""
 
 import inspect
 

@@ -1,4 +1,4 @@
-"""Samplers: nothing is lost or given twice, all ranks take as many steps, and a state goes on anywhere."""
+"""Samplers: no sample is lost or repeated, ranks make equal numbers of steps, any number of them resumes."""
 
 import json
 
@@ -34,7 +34,7 @@ def makers(draw):
 
 
 def taken(samplers):
-    """What all ranks take: (steps, ranks) lists of indices. Fails unless all take as many steps as they say."""
+    """The batches of all ranks: (steps, ranks) lists of indices. Fails unless all have `len(sampler)`."""
     said = {len(sampler) for sampler in samplers}
     batches = [list(sampler) for sampler in samplers]
     assert {len(each) for each in batches} == said
@@ -89,7 +89,7 @@ def test_a_state_in_mid_epoch_continues_with_any_number_of_ranks(maker, p, q, da
     for sampler in first:
         sampler.set_epoch(2)
     stop = data.draw(st.integers(0, len(first[0])))
-    ahead = data.draw(st.integers(stop, len(first[0])))  # as a DataLoader takes batches ahead
+    ahead = data.draw(st.integers(stop, len(first[0])))  # as a DataLoader prefetches batches
     seen, states = [], []
     for sampler in first:
         batches = iter(sampler)
@@ -263,7 +263,7 @@ def test_samples_that_workers_have_prefetched_do_not_count_as_trained():
     loader = loader_of(sampler, 2, 4, False)
     counts = [sampler.state_dict()["consumed"] for _, _ in zip(sampler.counted(loader), range(3), strict=False)]
     assert counts == [2, 4, 6]
-    assert len(list(sampler)) == 24  # an iteration of its own, which counts all batches
+    assert len(list(sampler)) == 24  # another iteration, which counts all batches
     assert sampler.state_dict()["consumed"] == 48
 
 

@@ -1,4 +1,4 @@
-"""How samples lie in a store: they come back with the same types, or not at all."""
+"""The bytes of samples in a store: they load with the same types, or are refused."""
 
 import collections
 import pickle

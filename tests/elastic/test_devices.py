@@ -15,7 +15,7 @@ from bagua_comm.testing.fleets import run_fleet
 
 STEPS = 6
 PATIENCE_S = 20.0
-"""How long a call may wait for its peers. Nobody waits that long for a rank that has died."""
+"""How long a call may wait for its peers; a wait for a dead rank ends before."""
 
 PARTS = 6
 """Of the data; dealt to 1, 2, 3 or 6 ranks, their mean is the same."""
@@ -93,7 +93,7 @@ both_kinds = pytest.mark.parametrize("kind", ["nccl", "staged"])
 
 
 def trained(device, kind, size, algorithm, deaths=(), each_step=lambda comm, step: None, **options):
-    """What every rank has at the end of such a training, by rank."""
+    """The weights of every rank at the end of such a training, by rank."""
     job = device_job(device, kind, size, timeout_s=PATIENCE_S, **options)
     return results(run_fleet(job, training(job, algorithm, deaths, each_step), limit_s=100))
 
@@ -154,7 +154,7 @@ def test_nothing_is_left_of_aborted_communicators(device, monkeypatch):
     )
 
     def also_elsewhere(comm, step):
-        """What a program makes beside the engine, and never closes."""
+        """Make objects beside the engine, and never close them."""
         if step == 1:
             comm.lane()
             comm.dup()

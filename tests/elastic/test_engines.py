@@ -1,4 +1,4 @@
-"""Every algorithm, with deaths: what it keeps comes back, on the same number of ranks to the same bytes."""
+"""Every algorithm, with deaths: its state is restored, on the same number of ranks to the same bytes."""
 
 import random
 import threading
@@ -30,7 +30,7 @@ def shortened(name):
 
 
 def training(algorithm):
-    """A program that trains with this algorithm; a rank's gradients are its own."""
+    """A program that trains with this algorithm; gradients differ between ranks."""
 
     def body(fleet):
         weights = {spec.name: np.ones(spec.shape, np.float32) for spec in SPECS}
@@ -71,7 +71,7 @@ def training(algorithm):
 
 
 def by_rank(outcomes):
-    """What the ranks that ended have returned."""
+    """The results of the ranks that ended."""
     wrong = [outcome["error"] for outcome in outcomes if "error" in outcome]
     if wrong:
         raise wrong[0]
@@ -128,7 +128,7 @@ def test_without_spares_every_algorithm_continues_with_fewer_ranks(name):
 
 
 class Kept:
-    """What a program with an engine finds when it is entered, and what it kept before."""
+    """The state that a program with an engine finds at its entry, and the state before."""
 
     def __init__(self, algorithm, field):
         self.algorithm, self.field, self.seen = algorithm, field, {}
@@ -173,7 +173,7 @@ class Kept:
 
 
 def kept_by(algorithm, field):
-    """What four ranks keep after step 2, and what three of them find then, by process and tensor."""
+    """The state of four ranks after step 2, and the state that three of them restore, by process and tensor."""
     program = Kept(algorithm, field)
     program.job = ThreadJob(4)
     outcomes = run_fleet(program.job, program)

@@ -1,4 +1,4 @@
-"""Training on threads that die: who goes on, from which commit, and with what."""
+"""Training on threads that die: the ranks that continue, their commit, and their state."""
 
 import threading
 
@@ -64,7 +64,7 @@ def test_the_record_of_the_last_calls_is_written_when_training_continues_or_ends
             comm.flight.folder = tmp_path / str(comm.size)
             seen.extend(tmp_path.glob("3/rank_[02].json"))
             if comm.size == 3:
-                all_have_looked.wait(10)  # who notices the death first may write before another one begins
+                all_have_looked.wait(10)  # the first process to notice the death may write before others
                 if comm.rank == 1:
                     job.kill(fleet.me)
             comm.barrier()
@@ -216,7 +216,7 @@ def test_a_rendezvous_needs_no_communicator_for_devices_and_large_arrays(monkeyp
     monkeypatch.setattr(ThreadFleet, "connect", note)
     job = ThreadJob(3, wanted=2)
     run_fleet(job, counting(job, kills=[(1, 4)]))
-    # The first rendezvous is the exception: so those who stand by have once made such a communicator.
+    # The first rendezvous is the exception: so spares have made such a communicator once.
     first = [(me, [0, 1, 2], False) for me in (0, 1, 2)] + [(me, [0, 1], False) for me in (0, 1)]
     second = [(me, [0, 2], control) for me in (0, 2) for control in (True, False)]
     assert sorted(made) == sorted(first + second)

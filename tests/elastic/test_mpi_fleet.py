@@ -71,7 +71,7 @@ DYING = """
 
 
 def go_on(tmp_path, ranks, victims, *, spares=0, signal="SIGKILL", timeout_s=20):
-    """What the survivors of a fleet say, by their numbers, after some of its processes got a signal."""
+    """The results of the survivors of a fleet, by their numbers, after some of its processes got a signal."""
     text = DYING.replace("VICTIMS", str(victims)).replace("signal.SIGNAL", f"signal.{signal}")
     script = tmp_path / "dying.py", text.replace("TIMEOUT", str(timeout_s))
     result = run_python(
@@ -102,7 +102,7 @@ def test_the_others_continue_with_a_spare_when_the_first_process_dies(tmp_path):
         assert each["rank"] == {1: 1, 2: 0}[me]
         assert each["errors"][0].startswith("CommMismatch: connect: members are [")
     failed, refused = said[1]["errors"][1:]
-    assert failed.startswith(("RankFailed: ", "CommAborted: "))  # the one that stands by may notice it first
+    assert failed.startswith(("RankFailed: ", "CommAborted: "))  # the spare may notice it first
     assert re.search(r"(rank|process) 0 \(on .*, process \d+, which has ended\) died", failed)
     assert refused.startswith(("CommError: ", "CommAborted: "))
     assert said[2]["called"] is True

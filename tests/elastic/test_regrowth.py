@@ -89,7 +89,7 @@ TRAINING = """
 
 
 def regrow(tmp_path, ranks, kills, *flags):
-    """What the processes say that trained to the end."""
+    """The results of the processes that trained to the end."""
     text = TRAINING.replace("KILLS_AND_MORE", repr((ranks, kills, LAST, HOLD_S)))
     script = tmp_path / "regrow.py", text
     result = run_python(ranks, script=script, flags=flags or ["--ulfm"], env=dict(os.environ), timeout_s=110)

@@ -1,4 +1,4 @@
-"""Slots: memory that tells whether what it holds is whole."""
+"""Slots: memory with a checksum of its contents."""
 
 import numpy as np
 import pytest
@@ -120,7 +120,7 @@ def test_arrays_that_are_not_contiguous_are_copied():
 
 
 def test_a_process_that_takes_the_number_of_an_older_one_has_all_of_its_copies(tmp_path):
-    """After a restart: its own, and those that it kept for other ranks."""
+    """After a restart: this rank's snapshots, and those that it stored for other ranks."""
 
     def kept(buffer):
         return {(each.header["rank"], each.whole): each.arrays[0].tolist() for each in buffer.snapshots()}

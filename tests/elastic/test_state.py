@@ -1,4 +1,4 @@
-"""What users put into a state, and what they find there."""
+"""The values that users put into a state, and those that they find there."""
 
 import itertools
 import threading
@@ -173,7 +173,7 @@ def test_survivors_keep_their_state_when_a_rank_and_its_buddy_die():
         return train
 
     found = dict(each["result"] for each in run_fleet(job, body) if each.get("result"))
-    # Rank 1's copies were its own and rank 2's; rank 2's is left on rank 0, its buddy.
+    # Rank 1 had its own snapshot and rank 2's; another one of rank 2 is on rank 0, its buddy.
     assert set(found[0].values()) == {1.0}
     assert set(found[2].values()) == {3.0}
     assert found[1] == {"weights": 2.0, "mean": 2.0, "sum": 0.0, "first": 1.0, "drop": 0.0}
@@ -286,7 +286,7 @@ def test_a_training_continues_from_the_files_of_one_that_is_gone(tmp_path, monke
 
 
 def test_a_commit_of_a_process_declared_dead_is_not_that_of_the_others(tmp_path, monkeypatch):
-    """It is written late, and it has the number of a commit of those who went on without it."""
+    """It is written late, with the number of a commit of the ranks that continued without it."""
     monkeypatch.setenv("BAGUA_JOB", "test")
     monkeypatch.setenv("BAGUA_JOB_FOLDER", str(tmp_path))
     went_on = threading.Event()
@@ -307,7 +307,7 @@ def test_a_commit_of_a_process_declared_dead_is_not_that_of_the_others(tmp_path,
 
         @run(state, fleet=fleet)
         def train(comm):
-            if comm.size == 1:  # what it goes on from is committed
+            if comm.size == 1:  # the state that it continues from is committed
                 went_on.set()
                 job.threads[1].join(20)
                 job.kill(0)

@@ -15,7 +15,7 @@ SECOND = 10**9
 
 
 def calls(*names, group="world", start=0, open_last=False, number=1, size=4, **fields):
-    """Entries of calls that lasted a tenth of a second each, one after the other, a second apart."""
+    """Entries of calls of 0.1 s each, which begin a second apart."""
     made = []
     for i, name in enumerate(names):
         begin = start + i * SECOND

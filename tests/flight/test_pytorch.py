@@ -17,7 +17,7 @@ from torch.distributed.flight_recorder.components.types import COLLECTIVES  # no
 
 
 def analysed(records, folder):
-    """What `torchfrtrace` finds in the records: its table of collectives."""
+    """The table of collectives that `torchfrtrace` makes of the records."""
     write_dumps(records, folder / "dumps")
     found = []
     original = fr_trace.build_db

@@ -19,7 +19,7 @@ def written(capsys, kind, *arguments):
 
 
 def directives(text):
-    """What `#SBATCH` lines say: name -> value."""
+    """The options of the `#SBATCH` lines: name -> value."""
     lines = re.findall(r"^#SBATCH --([\w-]+)=(\S+)", text, re.MULTILINE)
     assert len(dict(lines)) == len(lines)
     return dict(lines)
@@ -114,7 +114,7 @@ def test_scripts_that_cannot_be_written_are_refused_with_what_to_do(arguments, m
     assert message in capsys.readouterr().err
 
 
-# What files must hold as it is --------------------------------------------------------------------------
+# Names with special characters --------------------------------------------------------------------------
 
 
 def test_no_name_leaves_its_comment(tmp_path, monkeypatch):

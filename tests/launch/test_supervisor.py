@@ -57,7 +57,7 @@ def die():
 record("start")
 """
 )
-"""What programs begin with."""
+"""The first lines of each program."""
 
 
 @pytest.fixture(autouse=True)
@@ -84,7 +84,7 @@ def mpirun(tmp_path, monkeypatch):
 
 
 def supervised(tmp_path, program, *arguments):
-    """Run a program as two ranks; returns the exit code and what the record tells."""
+    """Run a program as two ranks; return the exit code and the events of the record."""
     script, record = tmp_path / "program.py", tmp_path / "record"
     script.write_text(PRELUDE + textwrap.dedent(program))
     code = cli.main(["run", "-n", "2", "--record", str(record), *arguments, str(script)])

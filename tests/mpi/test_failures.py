@@ -1,4 +1,4 @@
-"""What ranks raise when others come late, leave, give up or call something else. Run by tests/test_mpirun.py."""
+"""Errors of ranks when others are late, leave, abort or make another call. Run by tests/test_mpirun.py."""
 
 import itertools
 import random
@@ -37,7 +37,7 @@ def world_of(comm, timeout_s=0.6):
 
 
 def raises_late(world, last, error, match, call):
-    """On all ranks but the last, which comes to nothing, `call` raises."""
+    """`call` raises on all ranks but the last, which never calls."""
     if world.rank == last:
         time.sleep(world.timeout_s + 0.8)  # sleeps: past the time limit of the others
         return
@@ -78,7 +78,7 @@ def test_a_timeout_without_shared_memory_names_the_rank_that_does_not_answer(com
 @pytest.mark.parametrize("count", [2, 4])
 def test_a_small_array_is_not_taken_for_an_agreement(comm, monkeypatch, count):
     monkeypatch.setattr(mpi_transport, "open_window", lambda *_: None)
-    with world_of(comm) as (world, last), pytest.raises((CommMismatch, CommAborted)):  # nobody waits in vain
+    with world_of(comm) as (world, last), pytest.raises((CommMismatch, CommAborted)):  # no rank waits in vain
         world.allreduce(np.ones(count if world.rank == last else 5000))
 
 
@@ -91,7 +91,7 @@ def test_a_timeout_of_a_message_names_its_sender(comm):
 @pytest.mark.parametrize("call", [bagua_comm.Communicator.dup, lambda comm: comm.split(0)])
 def test_a_rank_that_stops_inside_of_dup_or_split_does_not_hang_the_others(comm, monkeypatch, call):
     with world_of(comm) as (world, last):
-        if world.rank == last:  # it comes in the end: MPI itself cannot end while a call waits
+        if world.rank == last:  # it calls in the end: MPI itself cannot end while a call waits
             mine = world.transports[0]._endpoint
             make = mine.make
 
@@ -123,7 +123,7 @@ def test_a_call_of_many_waits_has_one_deadline(comm, monkeypatch):
                 return start(*args)
 
             monkeypatch.setattr(messages.Messages, "start", slow)
-            with suppress(CommTimeout):  # it waits for nobody
+            with suppress(CommTimeout):  # it waits for no rank
                 world.allgather(np.ones(4000))
             return
         with pytest.raises(CommTimeout):
@@ -428,7 +428,7 @@ def test_keys_of_64_bits_order_ranks_and_a_wrong_one_is_an_error_on_all(comm):
 
 
 class Interrupt(BaseException):
-    """What a signal handler raises."""
+    """The exception of a signal handler."""
 
 
 # A handler that raises within a finalizer raises for nobody.
@@ -518,7 +518,7 @@ def test_a_notice_is_received_wherever_a_signal_handler_raises():
 
 
 def interrupted_after(monkeypatch, owner, name, call):
-    """Make `call`, and interrupt it when it has come to the end of method `name` of `owner`."""
+    """Make `call`, and interrupt it at the end of method `name` of `owner`."""
     method = getattr(owner, name)
 
     def interrupted(*arguments, **settings):

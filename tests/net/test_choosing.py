@@ -1,4 +1,4 @@
-"""Which network NCCL uses: all ranks come to the same decision, or get the same error, which names a rank."""
+"""The network that NCCL uses: all ranks make the same choice, or raise the same error, which names a rank."""
 
 import json
 import os

@@ -180,7 +180,7 @@ def test_many_flows_carry_messages_in_their_order(eager):
     pair = connect_pair(plugin, context)
     sizes = [8 << 20] * 24 + random_sizes(np.random.default_rng(0), 300, 1 << 20, 50_000)
     exchange(pair, sizes, POOL)
-    assert len(net.counters(eager)) >= 4  # as many as it could open meanwhile
+    assert len(net.counters(eager)) >= 4  # the number that it could open meanwhile
     pair.close()
     plugin.stop(context)
 
@@ -300,7 +300,7 @@ def test_a_message_larger_than_its_receive_is_an_error_and_no_byte_is_written_be
         finish(plugin, receive)
     assert raised.value.code == binding.INVALID_USAGE
     assert not out.any()
-    with pytest.raises(PluginError):  # also those that come later
+    with pytest.raises(PluginError):  # later ones, too
         plugin.receive(pair.receiver, out.ctypes.data, 100)
 
 
@@ -407,7 +407,7 @@ def test_a_listener_is_used_again(plugin):
 
 
 def test_closing_with_requests_in_flight_ends_the_other_side_with_an_error_and_no_thread_or_file_stays(plugin):
-    net.check(Path(plugin.library._name))  # what is opened once and for all is open
+    net.check(Path(plugin.library._name))  # files that stay open are open
     before = threads(), files()
     for first in ("sender", "receiver"):
         pair = connect_pair(plugin, None)
@@ -467,7 +467,7 @@ def test_eight_threads_with_two_connections_each(plugin):
 
 
 def test_a_neglected_connection_moves_on_by_the_helper_thread(pair):
-    """Nobody tests the sender, and of the receiver only the last message."""
+    """The sender is never tested, and of the receiver only the last message."""
     plugin, size = pair.plugin, 4 << 20
     outs = [np.zeros(size, np.uint8) for _ in range(4)]
     receives = [plugin.receive(pair.receiver, out.ctypes.data, size) for out in outs]

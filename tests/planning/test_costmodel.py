@@ -614,7 +614,7 @@ def test_latency_counts_for_each_layer_of_normalization():
 @pytest.mark.parametrize("size", [2, 4])
 def test_bytes_of_normalization_are_those_that_the_communicator_counts(size):
     def body(comm):
-        ours = comm.dup()  # a layer works on a duplicate of its own, whose counters are not the user's
+        ours = comm.dup()  # a layer works on a duplicate, which has its own counters
         with mock.patch.object(comm, "dup", return_value=ours):
             layer = SyncBatchNorm(6, comm=comm)
         layer(torch.rand(5, 6, requires_grad=True)).sum().backward()

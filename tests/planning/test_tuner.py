@@ -44,7 +44,7 @@ def grid_of(algorithm, *, bucket_bytes=SIZES, averages=None, blocks=None):
     return make_grid(algorithm, SPECS, 2048, bucket_bytes, averages, blocks)
 
 
-# What can be chosen -----------------------------------------------------------------------------------------
+# Choices ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -276,7 +276,7 @@ def test_all_ranks_try_the_same_settings_in_the_same_steps_and_end_with_the_best
 
 
 def test_the_slowest_rank_decides():
-    """Rank 0 finds large buckets fast; rank 1 finds them slower than anybody finds small ones."""
+    """Large buckets are fast on rank 0, and slower on rank 1 than small ones anywhere."""
 
     def body(comm):
         tuner = Tuner(bucket_bytes=SIZES, steps_per_trial=1)
@@ -509,7 +509,7 @@ def test_a_file_that_is_no_profile_is_an_error_that_names_it_on_all_ranks(tmp_pa
     ["brackets without end", "a path with a zero", "a folder", "a pipe", "a path that cannot be encoded"],
 )
 def test_a_profile_that_rank_0_cannot_read_is_an_error_that_names_it_on_all_ranks(tmp_path, profile):
-    """Whatever rank 0 meets there: the others would wait for it."""
+    """Any error of rank 0: the others would wait for it."""
     path = tmp_path / "profile.json"
     match profile:
         case "brackets without end":

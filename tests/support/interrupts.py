@@ -10,7 +10,7 @@ class Interrupt(BaseException):
 def interrupted_everywhere(call, check):
     """Raise at each place in `call()` where Python may run signal handlers, one place at a time.
 
-    These are the beginning of a function of Python and the return of a function of C, except within imports, where
+    These are the beginnings of functions of Python and the returns of functions of C, except in imports, where
     the thread would keep the lock of the import. `check()` is called after each interrupt.
 
     Returns:

@@ -235,7 +235,7 @@ def test_kits_pass_classes_that_keep_the_contract():
 
 @dataclass(frozen=True)
 class Nothing:
-    """An algorithm of somebody's own, made of parts."""
+    """An algorithm of a user, made of parts."""
 
     payload = "grad"
     window = GradientAllReduce().window

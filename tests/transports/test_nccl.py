@@ -38,7 +38,7 @@ def test_conformance(device, ranks):
 
 
 def enqueued(device, call, dtype="float32", ranks=3):
-    """What rank 0 enqueues of NCCL's in `call(comm, x)`, x an array of so many elements for each rank."""
+    """Return NCCL's operations that rank 0 enqueues in `call(comm, x)`, where x is (ranks, 4)."""
     import cupy
 
     def body(comm):
@@ -520,7 +520,7 @@ def test_ranks_that_wait_in_a_smaller_group_learn_at_once_that_another_one_has_l
             hear_that_rank_0_left(group)
         comm.transports[0].barrier()
         if comm.rank > 1:
-            assert group.transports[1].agree(True)  # nobody has left this one
+            assert group.transports[1].agree(True)  # no rank has left this one
         with contextlib.suppress(CommError):
             group.close()
 
@@ -538,7 +538,7 @@ def test_a_communicator_made_again_at_the_same_address_is_another_one(device, mo
         transport = comm.transports[1]
         transport.abort()
         comm.transports[0].barrier()
-        device.nccl_worlds.clear()  # NCCL lets ranks meet again where they have met before
+        device.nccl_worlds.clear()  # NCCL lets ranks use an address again
         comm.transports[0].barrier()
         again = type(transport).connect(comm.transports[0])
         agreed = again.agree(True)  # the notices about the aborted one do not end it
@@ -700,7 +700,7 @@ def test_survivors_make_a_new_communicator(device):
 
 
 def run_hosts(size, body):
-    """`body(host)` for each of so many host transports, each on a thread."""
+    """Return `body(host)`, or its error, for each of `size` host transports, each on a thread."""
     hub, results = Hub(size), [None] * size
 
     def run(rank):

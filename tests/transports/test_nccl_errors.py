@@ -100,7 +100,7 @@ def test_a_watchdog_whose_thread_cannot_work_fails_its_communicators(device, mon
 
 @pytest.mark.parametrize("guilty", [0, 1])
 def test_a_device_that_one_rank_cannot_use_is_an_error_of_all_that_names_both(device, monkeypatch, guilty):
-    """There NCCL's address cannot be had, here no further thread can use the device: nobody waits in NCCL."""
+    """Rank 0 gets no address of NCCL, or no other thread of rank 1 can use its device: no rank waits in NCCL."""
     import cupy
     from cupy.cuda import nccl
 

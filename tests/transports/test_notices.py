@@ -1,4 +1,4 @@
-"""What ranks tell each other beside their calls."""
+"""Notices between ranks beside their calls."""
 
 import json
 from collections import deque

@@ -32,7 +32,7 @@ def wait(done):
 
 
 def over_window(ranks, body, wait=wait):
-    """What `body(window)` gives on each of `ranks` threads."""
+    """Return `body(window)` of each of `ranks` threads."""
     return run_ranks(ranks, lambda comm: body(window.open_window(comm.transports[0], wait)))
 
 
@@ -132,7 +132,7 @@ def refuse(*arguments):
         (os, "memfd_create", refuse),  # forbidden, or no file left
         (os, "ftruncate", refuse),
         (os, "readlink", refuse),  # another host or user
-        (os, "readlink", lambda path: "/memfd:bagua-1 (deleted)"),  # somebody else's
+        (os, "readlink", lambda path: "/memfd:bagua-1 (deleted)"),  # another user's
         (window.mmap, "mmap", refuse),
     ],
 )

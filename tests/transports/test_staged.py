@@ -205,7 +205,7 @@ def test_errors_are_those_of_the_host_transport(device):
 @pytest.mark.parametrize("device", ["lazy"], indirect=True)
 @pytest.mark.parametrize("error", [CommTimeout, KeyboardInterrupt])
 def test_after_an_error_no_piece_is_still_on_its_way_to_pinned_memory(device, piece_bytes, error):
-    """The memory may belong to somebody else soon."""
+    """The memory may soon belong to another array."""
     import cupy
 
     def body(comm):
