@@ -9,7 +9,7 @@ from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
 
-PATIENCE = float(os.environ.get("BAGUA_TEST_PATIENCE", "1"))
+TIME_FACTOR = float(os.environ.get("BAGUA_TEST_PATIENCE", "1"))
 """Factor of the time limits of programs that tests start: more than 1 on a busy machine."""
 
 
@@ -19,15 +19,15 @@ DAEMON_FAILED = 213
 
 def with_tests(env=None):
     """Environment variables that add tests/ to the path of Python."""
-    return _finding(TESTS, os.environ if env is None else env)
+    return _with_path(TESTS, os.environ if env is None else env)
 
 
 def with_packages():
     """Environment variables that add the packages of this checkout to the path of Python."""
-    return _finding(TESTS.parent, os.environ)
+    return _with_path(TESTS.parent, os.environ)
 
 
-def _finding(folder, env):
+def _with_path(folder, env):
     return {**env, "PYTHONPATH": os.pathsep.join(filter(None, [env.get("PYTHONPATH"), str(folder)]))}
 
 
@@ -48,15 +48,15 @@ def run_python(ranks, *arguments, script=None, flags=(), mpirun=(), timeout_s=10
             capture_output=True,
             text=True,
             errors="replace",
-            timeout=PATIENCE * timeout_s,
-            env=_finding(TESTS.parent, os.environ if env is None else env),
+            timeout=TIME_FACTOR * timeout_s,
+            env=_with_path(TESTS.parent, os.environ if env is None else env),
         )
         if result.returncode != DAEMON_FAILED:
             break
     return result
 
 
-def timed(tmp_path, ranks, script, **options):
+def run_timed(tmp_path, ranks, script, **options):
     """Run a script on several ranks; returns its result and the seconds that it took."""
     start_s = time.monotonic()
     result = run_python(ranks, script=(tmp_path / "script.py", script), **options)
@@ -71,6 +71,6 @@ def torchrun(ranks, *arguments, timeout_s=90):
         capture_output=True,
         text=True,
         errors="replace",
-        timeout=PATIENCE * timeout_s,
+        timeout=TIME_FACTOR * timeout_s,
         env={**with_packages(), "OMP_NUM_THREADS": "1"},
     )

@@ -224,7 +224,7 @@ def missing(mutant, root):
     return "" if count == 1 else f"expected once, found {count} times: {mutant.before}"
 
 
-def fate_of(mutant, folder):
+def outcome_of(mutant, folder):
     """Run the tests of a mutant; return the outcome in a word, and the test or the reason."""
     if problem := missing(mutant, folder):
         return "NOT FOUND", problem
@@ -280,9 +280,9 @@ def main(argv=None):
         copy_of(ROOT, folder)
         for mutant in chosen:
             start = time.monotonic()
-            fate, by = fate_of(mutant, folder)
-            noticed += fate == "noticed"
-            print(f"{fate:9}  {mutant.file:45}  {time.monotonic() - start:5.0f} s  {by}", flush=True)
+            outcome, by = outcome_of(mutant, folder)
+            noticed += outcome == "noticed"
+            print(f"{outcome:9}  {mutant.file:45}  {time.monotonic() - start:5.0f} s  {by}", flush=True)
     print(f"{noticed} of {len(chosen)} were noticed")
     return 0 if noticed == len(chosen) else 1
 
