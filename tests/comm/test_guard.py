@@ -61,3 +61,22 @@ def test_a_forked_child_cannot_use_its_parents_communicator():
     with open(reader) as text:
         assert f"was forked off process {os.getpid()}, rank 0; a child cannot use" in text.read()
     assert comm.allreduce(np.ones(3)).sum() == 3
+
+
+def test_a_second_thread_is_refused_and_the_first_continues():
+    inside, tried = threading.Event(), threading.Event()
+
+    def wait(call):
+        inside.set()
+        assert tried.wait(20)
+
+    comm = Communicator([LocalTransport()])
+    comm.on(before=wait)
+    thread = threading.Thread(target=comm.allreduce, args=(np.ones(3),))
+    thread.start()
+    assert inside.wait(20)
+    with pytest.raises(CommError, match="another thread is in a call of this communicator"):
+        comm.allreduce(np.ones(3))
+    tried.set()
+    thread.join()
+    assert comm.allreduce(np.ones(3)).tolist() == [1, 1, 1]
