@@ -59,7 +59,7 @@ def test_a_seed_gives_the_same_trials_and_another_one_others():
     assert list(plans.kills(20, 1)) == first[:20]
 
 
-def test_newcomers_are_let_in_after_all_kinds_of_deaths():
+def test_new_processes_are_admitted_after_all_kinds_of_deaths():
     trials = list(plans.newcomers(60, 1))
     assert {trial.kind for trial in trials} == {"spawn"}
     blows = [blow for trial in trials for blow in trial.blows]

@@ -195,7 +195,7 @@ def test_memory_of_another_stream_is_reused_after_the_lane_too(cupy, make):
 
 
 @each_lane
-def test_arguments_are_let_go_by_wait(cupy, make):
+def test_arguments_are_released_by_wait(cupy, make):
     x = cupy.zeros(4, np.float32)
     kept = weakref.ref(x)
     with make(FakeComm()) as lane:

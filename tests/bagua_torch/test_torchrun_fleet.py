@@ -214,7 +214,7 @@ def test_a_spare_is_called_when_one_dies_and_released_at_the_end(processes):
     assert run(processes, 4, body, spares=2) == [([], 3.0), None, ([True], 3.0), [True, False]]
 
 
-def test_a_process_that_is_started_again_alone_is_let_in(processes):
+def test_a_process_that_is_started_again_alone_is_admitted(processes):
     def old(fleet):
         comm = connect_all(fleet, fleet.rendezvous())
         if fleet.me == 1:

@@ -49,7 +49,7 @@ def test_a_rank_that_exits_in_the_middle_ends_all_with_its_code(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_rank_that_never_comes_is_a_timeout_that_names_the_call(tmp_path):
+def test_a_missing_rank_is_a_timeout_that_names_the_call(tmp_path):
     result, seconds = run_timed(
         tmp_path,
         2,

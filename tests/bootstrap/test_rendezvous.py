@@ -46,7 +46,7 @@ def test_connect_names_the_ranks_that_are_stopped_or_have_ended(tmp_path):
     [pytest.param(first, marks=pytest.mark.slow) for first in ("pass", "from mpi4py import MPI")],
     ids=["", "MPI already runs"],
 )
-def test_connect_names_a_rank_that_runs_but_does_not_come(tmp_path, first):
+def test_connect_names_a_rank_that_runs_but_does_not_connect(tmp_path, first):
     result, seconds = run_timed(
         tmp_path,
         2,

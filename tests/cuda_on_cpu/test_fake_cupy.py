@@ -748,7 +748,7 @@ def test_a_peer_that_never_calls_holds_up_the_stream_until_abort(device, connect
     assert ranks(2, body, nccl_connects=connects)[0] == ([True], [1.0])
 
 
-def test_a_wait_for_a_rank_that_never_comes_says_for_which(device):
+def test_a_wait_for_a_missing_rank_names_it(device):
     def body(comm):
         x = cupy.zeros(1, np.float32)
         if comm.rank_id() == 0:

@@ -22,7 +22,7 @@ def bytes_held(path):
     return sorted(int(words[-1]) for words in lines if words[-3].split(":")[-1] == inode)
 
 
-def test_a_lock_that_was_taken_in_interrupted_work_is_given_back_by_the_next_use(tmp_path):
+def test_a_lock_that_interrupted_work_has_acquired_is_released_by_the_next_use(tmp_path):
     locks = locks_in(tmp_path / "locks")
 
     def work():

@@ -107,7 +107,7 @@ def assert_alike(got, expected):
 
 @both_kinds
 @one_policy
-def test_a_spare_takes_the_place_of_a_rank_that_dies(device, kind):
+def test_a_spare_replaces_a_rank_that_dies(device, kind):
     undisturbed = trained(device, kind, 3, GradientAllReduce())
     assert_alike(trained(device, kind, 4, GradientAllReduce(), [(1, 3)], wanted=3), undisturbed)
 

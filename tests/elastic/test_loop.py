@@ -76,7 +76,7 @@ def test_the_record_of_the_last_calls_is_written_when_training_continues_or_ends
     assert {0, 2} <= {record.rank for record in read_folder(tmp_path / "3")}
 
 
-def test_a_spare_takes_the_place_of_the_dead():
+def test_a_spare_replaces_a_dead_rank():
     job = ThreadJob(4, wanted=3)
     outcomes = run_fleet(job, counting(job, kills=[(1, 2)]))
     ranks = {n: outcome["result"][0][0] for n, outcome in enumerate(outcomes) if "result" in outcome}

@@ -236,7 +236,7 @@ def test_a_callback_is_called_before_training_is_entered_again():
     assert seen == [(1, 2, 1, 1)]
 
 
-def test_processes_that_wait_are_let_in_at_a_commit():
+def test_processes_that_wait_are_admitted_at_a_commit():
     def body(fleet):
         state = State(step=0)
 

@@ -206,7 +206,7 @@ def test_a_folder_whose_supervisor_is_gone_is_removed_by_the_next_one(mpirun, tm
 
 
 @pytest.mark.slow
-def test_a_supervisor_that_is_killed_takes_its_ranks_along_and_the_next_one_cleans_up(tmp_path):
+def test_a_supervisor_that_is_killed_ends_its_ranks_and_the_next_one_cleans_up(tmp_path):
     script, pids = tmp_path / "script.py", tmp_path / "pids"
     script.write_text(f"import os, time\nopen({str(pids)!r}, 'a').write(f'{{os.getpid()}} ')\ntime.sleep(100)")
     command = [sys.executable, "-m", "bagua_comm", "run", "-n", "2", "--restarts", "1", str(script)]

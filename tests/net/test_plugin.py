@@ -367,7 +367,7 @@ def test_a_handle_without_a_listener_is_an_error_and_leaves_nothing(plugin):
     assert files() == before
 
 
-def test_strangers_are_dropped_and_the_peer_is_still_let_in(plugin):
+def test_strangers_are_dropped_and_the_peer_is_still_admitted(plugin):
     handle, listener = plugin.listener(None, 0)
     address = address_of(handle)
     strangers = [socket.create_connection(address, timeout=WAIT_S) for _ in range(3)]

@@ -78,7 +78,7 @@ def meet(plugin, handle, listener):
 
 
 @pytest.mark.parametrize("says", [b"", b"baguagua"], ids=["nothing", "half a hello"])
-def test_a_peer_behind_64_silent_sockets_is_let_in_at_once(door, says):
+def test_a_peer_behind_64_silent_sockets_is_admitted_at_once(door, says):
     plugin, handle, listener = door
     with contextlib.ExitStack() as strangers:
         for _ in range(64):
@@ -90,7 +90,7 @@ def test_a_peer_behind_64_silent_sockets_is_let_in_at_once(door, says):
     assert seconds < SOON_S
 
 
-def test_a_peer_is_let_in_while_silent_sockets_are_renewed(door):
+def test_a_peer_is_admitted_while_silent_sockets_are_renewed(door):
     plugin, handle, listener = door
     address, done = address_of(handle), threading.Event()
 

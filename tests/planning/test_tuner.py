@@ -435,7 +435,7 @@ def test_the_state_of_an_algorithm_moves_to_other_blocks_and_averages():
 # Profiles ---------------------------------------------------------------------------------------------------
 
 
-def test_a_profile_takes_the_place_of_the_next_search(tmp_path):
+def test_a_profile_replaces_the_next_search(tmp_path):
     path = tmp_path / "profile.json"
 
     def body(comm, algorithm=None):

@@ -131,7 +131,7 @@ def test_copies_under_way_are_not_overwritten_by_the_sender(device):
     assert run_on_devices(device, 2, "local", body) == [[2.0] * 100, [1.0] * 100]
 
 
-def test_copies_that_were_read_are_let_go(device):
+def test_copies_that_were_read_are_released(device):
     import cupy
 
     def body(comm):

@@ -724,7 +724,7 @@ def test_ranks_that_share_a_gpu_fail_alike(device):
     assert "invalid usage" in str(results[0])
 
 
-def test_a_rank_on_which_nccl_fails_takes_the_others_along(device, monkeypatch):
+def test_a_rank_on_which_nccl_fails_fails_the_others(device, monkeypatch):
     import cupy
     from cupy.cuda import nccl
 

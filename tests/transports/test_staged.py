@@ -224,7 +224,7 @@ def test_after_an_error_no_piece_is_still_on_its_way_to_pinned_memory(device, pi
     assert run_staged(device, 1, body=body) == [([False, False], True)]
 
 
-def test_a_rank_that_never_comes_is_a_timeout(device, monkeypatch):
+def test_a_missing_rank_is_a_timeout(device, monkeypatch):
     import cupy
 
     def body(comm):
