@@ -133,7 +133,7 @@ def run(options: argparse.Namespace) -> int:
     _check_supervision(options)
     if options.image is not None or (options.write and options.write[0] == "k8s"):
         raise CommandError(
-            "--write k8s and --image: run no longer writes a manifest; copy the one in "
+            "--write k8s and --image: run no longer writes a manifest; copy the one in the documentation, "
             "docs/clusters/kubernetes.md, and adapt its marked lines"
         )
     if options.write:
