@@ -200,6 +200,8 @@ def test_an_engine_whose_wrapper_is_deleted_resumes_with_equal_weights():
         del ddp
         gc.collect()
         engine.resume()
+        stopped = engine.stopped
         engine.close()
+        return stopped
 
-    run_ranks(2, body, timeout_s=5)
+    assert run_ranks(2, body, timeout_s=5) == [False, False]
