@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import itertools
 import sys
-import warnings
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
@@ -27,6 +26,7 @@ from typing import Any, ClassVar, Generic, ParamSpec, Protocol, TypeAlias, TypeV
 from .bucket import Bucket
 from .closing import Closing
 from .cuda import DeviceSpan, SideFuture, SideStream, StreamOrder, record_event, use_device
+from .deprecation import warn_renamed
 from .errors import BaguaError, CommAborted, CommError, CommTimeout, RankFailed
 from .flight import Entry
 from .pickling import Live
@@ -181,7 +181,7 @@ class Lane(Live, Closing, ABC, Generic[C]):
 
     def give_up(self) -> None:
         """Former name of `abort`."""
-        warnings.warn("Lane.give_up is now abort", DeprecationWarning, 2)
+        warn_renamed("Lane.give_up", "abort")
         self.abort()
 
     def _close_after_tasks(self) -> None:

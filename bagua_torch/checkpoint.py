@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from bagua_comm.arrays import Array
 from bagua_comm.checkpoint import Loaded
 from bagua_comm.checkpoint.optimizers import is_optimizer, load_in_place, with_dtype
 from bagua_comm.checkpoint.trees import as_tagged, from_tagged
+from bagua_comm.closing import Closing
 from bagua_comm.pickling import Live
 
 from . import sharded
@@ -31,7 +31,7 @@ from .arrays import as_array, as_tensor, torch_stream
 from .ddp import DistributedDataParallel
 
 
-class Checkpoints(Live):
+class Checkpoints(Live, Closing):
     """Checkpoints of PyTorch objects in a folder that all ranks share; see `bagua_comm.Checkpoints`.
 
     Collective.
@@ -134,16 +134,8 @@ class Checkpoints(Live):
         """
         self._checkpoints.close()
 
-    def __enter__(self) -> Checkpoints:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._checkpoints.__exit__(kind, error, traceback)
+    def _leave(self, error: BaseException) -> None:
+        self._checkpoints._leave(error)
 
 
 class _OfTensors(bagua_comm.Checkpoints):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from bagua_comm import ArrayError, UnsupportedError
+from bagua_comm.deprecation import warn_renamed
 
 
 class QAdamOptimizer(torch.optim.Optimizer):
@@ -120,23 +120,23 @@ class QAdamOptimizer(torch.optim.Optimizer):
         self, parameters: Iterable[Tensor], momenta: Mapping[Tensor, Tensor], *, lender: Any, step: int
     ) -> None:
         """Deprecated name of `attach`."""
-        warnings.warn("QAdamOptimizer.borrow is now attach", DeprecationWarning, stacklevel=2)
+        warn_renamed("QAdamOptimizer.borrow", "attach")
         self.attach(parameters, momenta, algorithm=lender, step=step)
 
     def give_back(self, parameters: Iterable[Tensor]) -> None:
         """Deprecated name of `detach`."""
-        warnings.warn("QAdamOptimizer.give_back is now detach", DeprecationWarning, stacklevel=2)
+        warn_renamed("QAdamOptimizer.give_back", "detach")
         self.detach(parameters)
 
     @property
     def borrows(self) -> str:
         """Deprecated name of `shares_state`."""
-        warnings.warn("QAdamOptimizer.borrows is now shares_state", DeprecationWarning, stacklevel=2)
+        warn_renamed("QAdamOptimizer.borrows", "shares_state")
         return self.shares_state
 
     def check_lender(self, algorithm: Any) -> None:
         """Deprecated name of `check_algorithm`."""
-        warnings.warn("QAdamOptimizer.check_lender is now check_algorithm", DeprecationWarning, stacklevel=2)
+        warn_renamed("QAdamOptimizer.check_lender", "check_algorithm")
         self.check_algorithm(algorithm)
 
     def _share(self, parameters: Iterable[Tensor], momenta: Mapping[Tensor, Tensor], *, frozen: bool) -> None:

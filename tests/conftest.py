@@ -1,4 +1,4 @@
-"""How the suite runs: which tests, on how many processes, and what all of them may use.
+"""How the suite runs: which tests, on how many processes, and with which fixtures.
 
 Tests in tests/mpi run under mpirun only; tests/test_mpirun.py starts them. `device` stands in for a GPU.
 """
@@ -19,7 +19,7 @@ from bagua_comm import kernels
 MPI_TESTS = Path(__file__).parent / "mpi"
 LEFT_OUT = pytest.StashKey()
 PROCESSES = 2
-"""How many processes pytest-xdist deals the tests of the whole suite to; `-n 0` runs all in one."""
+"""Number of processes of pytest-xdist for the whole suite; `-n 0` runs all in one."""
 
 
 def pytest_configure(config):
@@ -43,7 +43,7 @@ def pytest_sessionstart(session):
     """Compile kernels once, so that all processes find them on disk, and while the processes collect."""
     if hasattr(session.config, "workerinput"):
         return  # the process that started this one does it
-    os.environ[build.FOLDER] = str(build.folder())  # all processes find those of the stand-in here
+    os.environ[build.FOLDER] = str(build.folder())  # all processes find the stand-in's kernels here
     _compiling.start()
     if not getattr(session.config.option, "numprocesses", None):
         _compiling.join()
@@ -51,7 +51,7 @@ def pytest_sessionstart(session):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_node_collection_finished():
-    _compiling.join()  # no process is dealt a test before
+    _compiling.join()  # no process gets a test before
 
 
 def _compile():
@@ -81,7 +81,7 @@ def pytest_report_collectionfinish(config):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collect_file():
-    """Look for doctests in the packages alone: here are none, and the search would import helpers twice."""
+    """Look for doctests only in the packages: the tests have none, and the search would import helpers twice."""
     return [collector for collector in (yield) if not isinstance(collector, DoctestModule)]
 
 
@@ -92,7 +92,7 @@ def pytest_collection_modifyitems(config, items):
         config.stash[LEFT_OUT] = selection.summary(items, config.option.verbose)
     if "gpu" not in config.option.markexpr:  # as in `-m slow`: a real device must be asked for
         items[:] = [item for item in items if not item.get_closest_marker("gpu")]
-    # What may take longest comes first, so that at the end no process is left alone with it.
+    # The longest tests come first, so that no process is alone with one at the end.
     items.sort(key=lambda item: item.get_closest_marker("timeout") is None)
     result = yield
     for item in items:

@@ -34,7 +34,7 @@ TOOLS = ["hypothesis", "pytest", "pytest-mpi", "pytest-timeout", "pytest-xdist",
 BOUNDS = {"oldest": "lowest-direct", "newest": "highest"}
 
 TESTS = {
-    "none": ["tests/test_comm.py", "tests/codecs/test_golden.py"],
+    "none": ["tests/comm/test_communicator.py", "tests/codecs/test_golden.py"],
     "fast": ["tests/kernels/test_compiled.py", "tests/codecs/test_golden.py"],
     "mpi": ["tests/test_mpirun.py"],
     "torch": [
@@ -46,7 +46,7 @@ TESTS = {
     "cuda13": ["tests/kernels/test_nvrtc.py", "tests/transports/test_nccl.py"],
     "examples": ["tests/examples/test_examples.py", "-m", "slow", "-k", "experts"],  # these use all of it
 }
-"""What pytest gets for each extra; "none" is the package alone."""
+"""The arguments of pytest for each extra; "none" is the package alone."""
 
 BESIDE = {"examples": ["mpi"]}
 """Other extras that the tests of an extra need."""

@@ -14,7 +14,7 @@ from bagua_comm.errors import ArrayError, UnsupportedError
 
 
 class Stranger:
-    """An array of a library nobody here knows."""
+    """An array of an unknown library."""
 
 
 class OnDevice:
@@ -141,7 +141,7 @@ def test_memory_of_other_devices_is_refused_by_its_type():
     assert str(caught.value).endswith(message)
 
 
-def test_what_fails_to_give_its_memory_is_refused_with_its_reason():
+def test_an_object_that_fails_to_export_its_memory_is_refused_with_the_reason():
     with pytest.raises(UnsupportedError, match=r"OnDevice through DLPack: not today$"):
         as_array(OnDevice(1))
 
@@ -149,7 +149,7 @@ def test_what_fails_to_give_its_memory_is_refused_with_its_reason():
 # Contiguity
 
 
-def test_contiguous_copies_only_what_is_not():
+def test_contiguous_copies_only_arrays_that_are_not():
     x = np.arange(12.0).reshape(3, 4)
     for view in (x, x[1:], x[1, 1:3], x[:0], np.array(1.0)):
         assert arrays.contiguous(view) is view
@@ -164,7 +164,7 @@ def test_contiguous_copies_only_what_is_not():
 
 @pytest.mark.parametrize("shape", [(), (1,), (5, 2)])
 @pytest.mark.parametrize("dtype", ["int16", "float32", "bfloat16", "complex128"])
-def test_contiguous_copies_what_is_not_aligned(shape, dtype):
+def test_contiguous_copies_unaligned_arrays(shape, dtype):
     values = np.ones(shape, arrays.dtype_named(dtype))
     odd = np.frombuffer(b"\0" + values.tobytes(), values.dtype, offset=1).reshape(shape)
     assert not arrays.is_contiguous(odd)

@@ -150,7 +150,7 @@ def test_json_by_hand():
     )
 
 
-def test_whatever_differs_changes_the_plan_and_its_digest():
+def test_any_difference_changes_the_plan_and_its_digest():
     plans = [
         Plan.pack(MIXED, bucket_bytes=48),
         Plan.pack(MIXED, bucket_bytes=49),
@@ -203,7 +203,7 @@ def test_views_cover_flat_without_overlap_and_padding_stays_zero(specs, alignmen
             assert (tensor.shape, dtype_named(tensor.dtype)) == (view.shape, view.dtype)
             assert np.shares_memory(view, bucket.flat) or tensor.size == 0
             view[...] = number
-        # Each view still holds its own number, and nobody touched the padding.
+        # Each view still has its number, and the padding is unchanged.
         expected = np.repeat(range(1, len(bucket.views) + 1), [t.size for t in bucket.spec.tensors])
         padding = [0.0] * (bucket.spec.size - expected.size)
         assert [*expected.tolist(), *padding] == bucket.flat.astype(float).tolist()
@@ -236,13 +236,13 @@ def test_storage_that_does_not_fit_is_refused(flat, found):
         Bucket(3, spec, flat)
 
 
-def test_there_must_be_as_many_arrays_as_buckets():
+def test_the_number_of_arrays_must_be_that_of_buckets():
     plan = Plan.pack(MIXED, bucket_bytes=48)
     with pytest.raises(ArrayError, match=r"^storage has 2 arrays, expected 3$"):
         make_buckets(plan, plan.allocate()[:2])
 
 
-# What is no plan
+# Objects that are no plans
 
 
 WHOLE = Plan.pack(
@@ -266,7 +266,7 @@ WHOLE = Plan.pack(
         (lambda d: {**d, "buckets": [{**d["buckets"][0], "tensors": []}]}, "bucket 0 has no tensors"),
     ],
 )
-def test_what_is_no_plan_is_refused(change, match):
+def test_an_object_that_is_no_plan_is_refused(change, match):
     with pytest.raises(ArrayError, match=match):
         Plan.from_json(json.dumps(change(json.loads(WHOLE.to_json()))))
 

@@ -1,4 +1,4 @@
-"""Averages of device arrays, beside those of the same arrays on the host."""
+"""Averages of device arrays equal those of the same arrays on the host."""
 
 import contextlib
 import sys
@@ -166,7 +166,7 @@ def test_hierarchical_gives_the_mean_over_nodes(device, nodes, inner):
 
     def body(comm):
         x = up(values(comm.rank, 1003))
-        comm._labels = nodes  # what `connect(node=)` would find
+        comm._labels = nodes  # as `connect(node=)` would find
         comm.node, comm.local_rank, comm.local_size = _place(comm.rank, nodes)
         average.bind(comm)(x)
         return x.get()

@@ -135,7 +135,7 @@ def test_nodes_of_different_sizes_give_the_bytes_of_the_host(device, kind):
     assert run_on_devices(device, 3, kind, body, nodes=nodes) == expected
 
 
-# Nobody waits
+# No thread waits
 
 
 @pytest.mark.algorithms("sample")
@@ -186,20 +186,20 @@ def test_rounds_beside_training_are_committed_when_the_device_is_done(device, ki
 
 
 def moved(value):
-    """What a checkpoint of the host would hold."""
+    """The checkpoint that the host would save."""
     if isinstance(value, dict):
         return {key: moved(inner) for key, inner in value.items()}
     return value.get() if hasattr(value, "get") else value
 
 
 def kept(value):
-    """What a checkpoint of the device holds."""
+    """The checkpoint that the device saves."""
     return value
 
 
 @pytest.mark.covering(1)
 @policies_in_turn(("algorithm", "convert"), [(a, convert) for a in KEEPING for convert in (kept, moved)])
-def test_a_checkpoint_goes_on_with_the_same_bytes(device, algorithm, convert):
+def test_a_checkpoint_continues_with_the_same_bytes(device, algorithm, convert):
     import cupy
 
     def body(comm):
@@ -219,7 +219,7 @@ def test_a_checkpoint_goes_on_with_the_same_bytes(device, algorithm, convert):
     assert run_on_devices(device, 2, "local", body) == trained_on_host(algorithm)
 
 
-def test_a_checkpoint_of_a_device_goes_on_on_the_host(device):
+def test_a_checkpoint_of_a_device_continues_on_the_host(device):
     import cupy
 
     def body(comm):
@@ -263,7 +263,7 @@ def test_values_and_state_move_to_a_new_plan(device, kind):
         assert all(residual.any() for residual in residuals)
 
 
-# What is refused, what fails, what is seen
+# Errors, failures, and observation
 
 
 def test_device_arrays_that_no_transport_moves_are_refused_at_once(device):

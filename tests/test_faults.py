@@ -39,14 +39,14 @@ def of_kind(kind, case=EXACT, blow=None, **more):
     ],
     ids=["spare", "fewer", "too few"],
 )
-def test_a_training_that_loses_a_rank_goes_on_or_ends_as_it_must(tmp_path, trial, outcome):
+def test_a_training_that_loses_a_rank_continues_or_ends_as_it_must(tmp_path, trial, outcome):
     row = tried(trial, write_digits(tmp_path / "digits.npz"), {"undisturbed": {}})
     text = "\n".join([*row["problems"], *row["output"]])
     assert row["outcome"] == outcome, text
     assert row["left"] == [], text
 
 
-# What is planned --------------------------------------------------------------------------------------------
+# Plans ------------------------------------------------------------------------------------------------------
 
 
 def test_a_seed_gives_the_same_trials_and_another_one_others():
@@ -59,7 +59,7 @@ def test_a_seed_gives_the_same_trials_and_another_one_others():
     assert list(plans.kills(20, 1)) == first[:20]
 
 
-def test_newcomers_are_let_in_after_all_kinds_of_deaths():
+def test_new_processes_are_admitted_after_all_kinds_of_deaths():
     trials = list(plans.newcomers(60, 1))
     assert {trial.kind for trial in trials} == {"spawn"}
     blows = [blow for trial in trials for blow in trial.blows]
@@ -113,7 +113,7 @@ def test_a_recovery_is_timed_to_the_first_step_of_the_last_rank():
         ({"last": "step"}, "vanished after"),
     ],
 )
-def test_what_went_wrong_is_told(changes, problem):
+def test_failures_are_reported(changes, problem):
     verdict = judge(of_kind("fewer"), a_recovery(**changes))
     assert verdict.outcome == "failed"
     assert any(problem in each for each in verdict.problems), verdict.problems
@@ -128,13 +128,13 @@ def test_a_rank_that_was_stopped_and_came_back_in_time_counts_as_alive():
     assert seen.gone() == {10}
 
 
-def test_a_mean_of_what_was_committed_will_do_on_another_number_of_ranks():
+def test_a_mean_of_committed_weights_is_accepted_on_another_number_of_ranks():
     mean = 3.0 * (10 + 11 + 12) / 3
     assert judge(of_kind("fewer"), a_recovery(enter={"digest": "mean", "total": mean})).outcome == "went on"
     assert judge(of_kind("fewer"), a_recovery(enter={"digest": "mean", "total": mean + 1})).outcome == "failed"
 
 
-def test_bytes_must_be_those_of_a_training_that_nobody_disturbed_if_sums_are_reproducible():
+def test_with_reproducible_sums_bytes_must_equal_those_of_an_undisturbed_training():
     trial = of_kind("fewer", Case("GradientAllReduce(Reproducible(addends=12))", reproducible=True))
     assert judge(trial, a_recovery(), "end").outcome == "went on"
     assert judge(trial, a_recovery(), "other").outcome == "failed"
@@ -166,7 +166,7 @@ def test_a_timeline_leaves_out_steps_that_went_well():
 # How it is heard, and what is left --------------------------------------------------------------------------
 
 
-def test_what_a_killed_process_said_is_heard(tmp_path):
+def test_the_output_of_a_killed_process_is_read(tmp_path):
     with EventReader(tmp_path / "pipe") as listener:
         child = os.fork()
         if not child:
@@ -197,7 +197,7 @@ def test_processes_and_files_that_are_left_are_found_and_removed(monkeypatch):
     assert MARK not in os.environ
 
 
-# What is recorded -------------------------------------------------------------------------------------------
+# Records ----------------------------------------------------------------------------------------------------
 
 
 def test_the_table_counts_outcomes_and_the_report_has_a_figure(tmp_path):
@@ -212,7 +212,7 @@ def test_the_table_counts_outcomes_and_the_report_has_a_figure(tmp_path):
     assert "| fewer | 3 | 2 | 1 | 0 | 0 | 50.00 |" in report.markdown(record)
 
 
-def test_where_newcomers_are_started_there_must_be_as_many_ranks_again():
+def test_with_regrow_the_number_of_ranks_must_be_restored():
     verdict = judge(of_kind("spawn"), a_recovery())
     assert verdict.problems == ["there were never 3 ranks again"]
 

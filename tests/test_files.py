@@ -52,7 +52,7 @@ def test_a_cache_that_others_can_write_to_is_not_used(home, mode):
     assert list(folder.iterdir()) == []
 
 
-def test_a_cache_of_somebody_else_is_not_used(home, monkeypatch):
+def test_a_cache_of_another_user_is_not_used(home, monkeypatch):
     files.cache_folder("bagua_comm")
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     with pytest.warns(RuntimeWarning, match="belongs to another user"):
@@ -103,7 +103,7 @@ def test_a_private_folder_is_removed_when_the_process_ends_but_not_by_a_forked_c
     assert not Path(result.stdout.strip()).exists()
 
 
-def test_a_write_replaces_a_link_and_leaves_alone_what_it_leads_to(tmp_path):
+def test_a_write_replaces_a_link_and_not_its_target(tmp_path):
     precious, link = tmp_path / "precious", tmp_path / "profile.json"
     precious.write_text("precious")
     link.symlink_to(precious)
@@ -193,7 +193,7 @@ def test_a_cupy_that_finds_no_folder_at_all_is_no_reason_not_to_connect(tmp_path
 
 
 @pytest.mark.usefixtures("generous_umask")
-def test_a_folder_of_ones_own_is_no_link_and_nobody_else_can_write_to_it(tmp_path):
+def test_a_private_folder_is_no_link_and_no_other_user_can_write_to_it(tmp_path):
     folder, link = tmp_path / "folder", tmp_path / "link"
     assert files.make_own_folder(folder)
     assert files.make_own_folder(folder)

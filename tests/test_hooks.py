@@ -45,7 +45,7 @@ def test_hooks_see_the_calls_of_survivors():
     assert seen == ["allreduce of world.1"]
 
 
-def test_hooks_see_what_goes_in_and_what_comes_out():
+def test_hooks_see_inputs_and_results():
     def body(comm):
         seen = []
         comm.on(before=seen.append, after=seen.append)
@@ -80,7 +80,7 @@ def test_a_failure_is_shown_with_its_error():
     run_ranks(2, body)
 
 
-def test_what_is_removed_is_called_no_more():
+def test_a_removed_hook_is_not_called():
     comm, seen = alone(), []
     first, second = (comm.on(before=lambda call, i=i: seen.append(i)) for i in range(2))
     comm.barrier()
@@ -93,7 +93,7 @@ def test_what_is_removed_is_called_no_more():
     assert comm.hooks.all == ()
 
 
-def test_communicators_made_from_one_are_seen_but_not_those_beside_it():
+def test_hooks_see_communicators_made_from_theirs_and_no_others():
     comm, seen = alone(), []
     part, beside = comm.dup(), comm.dup()
     part.on(before=lambda call: seen.append(call.group))
@@ -106,7 +106,7 @@ def test_communicators_made_from_one_are_seen_but_not_those_beside_it():
     assert seen == ["world.1", "world.1", "world.1.1:0", "world.1", "world.1.2"]
 
 
-def test_what_before_raises_ends_the_call_and_leaves_the_communicator_usable():
+def test_an_error_of_before_ends_the_call_and_leaves_the_communicator_usable():
     comm = alone()
 
     def refuse(call):
@@ -120,7 +120,7 @@ def test_what_before_raises_ends_the_call_and_leaves_the_communicator_usable():
     assert comm.flight.entries()[0].state == "failed"
 
 
-def test_what_after_raises_goes_to_the_caller():
+def test_an_error_of_after_goes_to_the_caller():
     comm, out = alone(), np.zeros(1)
     hook = comm.on(after=lambda call: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -130,7 +130,7 @@ def test_what_after_raises_goes_to_the_caller():
     comm.barrier()
 
 
-def test_what_failed_raises_is_a_warning_and_the_error_of_the_call_is_raised():
+def test_an_error_of_failed_is_a_warning_and_the_error_of_the_call_is_raised():
     def body(comm):
         comm.on(failed=lambda call: 1 / 0)
         if comm.rank == 0:
@@ -156,7 +156,7 @@ def test_a_hook_may_make_calls_which_no_hook_sees():
 
 
 @pytest.mark.parametrize("functions", [{}, {"before": 3}])
-def test_what_cannot_be_called_is_refused(functions):
+def test_a_hook_that_cannot_be_called_is_refused(functions):
     with pytest.raises(ArrayError, match="on: "):
         alone().on(**functions)
 
@@ -171,7 +171,7 @@ SENT = {
 
 
 @pytest.mark.parametrize("name", SENT)
-def test_x_is_what_this_rank_sends(name):
+def test_x_is_the_array_that_this_rank_sends(name):
     def body(comm):
         seen = []
         comm.on(before=lambda call: seen.append(None if call.x is None else call.x.tolist()))
@@ -218,7 +218,7 @@ def test_all_ranks_raise_and_name_rank_bucket_parameter_and_step(algorithm, bad)
     assert first == second
 
 
-def test_a_log_entry_names_the_first_and_training_goes_on(caplog):
+def test_a_log_entry_names_the_first_and_training_continues(caplog):
     watches = [NanWatch("log"), NanWatch("log")]
 
     def body(comm):

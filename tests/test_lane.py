@@ -59,7 +59,7 @@ def test_arguments_go_in_and_results_come_out(make):
 
 
 @each_lane
-def test_wait_without_tasks_returns_and_a_lane_goes_on_after_it(make):
+def test_wait_without_tasks_returns_and_a_lane_continues_after_it(make):
     with make(FakeComm()) as lane:
         lane.wait()
         first = lane.submit(int, "1")
@@ -73,7 +73,7 @@ def test_submit_returns_before_the_task_is_done():
     go = threading.Event()
     with ThreadLane(FakeComm()) as lane:
         future = lane.submit(go.wait, PATIENCE_S)
-        assert not future.done()  # it waits for what comes next
+        assert not future.done()  # it waits for the next task
         go.set()
         lane.wait()
         assert future.result() is True
@@ -172,7 +172,7 @@ def test_a_task_of_many_calls_may_take_longer_than_one_call():
     lane = ThreadLane(comm)
 
     class ManyCalls(Future):
-        """As of a task that is in its next call whenever it was waited for as long as a call may take."""
+        """As if the task were in another call each time the limit of a call has passed."""
 
         def exception(self, timeout=None):
             if comm.counters.total().calls < 10:
@@ -187,7 +187,7 @@ def test_a_task_of_many_calls_may_take_longer_than_one_call():
 
 
 @each_lane
-def test_close_finishes_what_was_submitted_and_closes_the_communicator(make):
+def test_close_finishes_submitted_tasks_and_closes_the_communicator(make):
     comm, done = FakeComm(), []
     lane = make(comm)
     for i in range(10):
@@ -207,7 +207,7 @@ def test_leaving_a_with_statement_closes(make):
 
 @each_lane
 def test_an_error_in_a_with_statement_is_not_held_up_by_closing(make):
-    # Closing is collective: the other ranks may never come to it.
+    # Closing is collective: the other ranks may never close.
     comm = FakeComm()
     with pytest.raises(KeyError), make(comm):
         raise KeyError
@@ -261,14 +261,14 @@ def test_nothing_is_submitted_to_a_closed_lane(lane_type):
 
 
 @pytest.mark.parametrize("lane_type", [ThreadLane, InlineLane])
-def test_results_that_nobody_waits_for_are_not_kept(lane_type):
+def test_results_without_a_waiter_are_not_kept(lane_type):
     with lane_type(FakeComm()) as lane:
         for i in range(100):
             assert lane.submit(lambda i=i: i).result(timeout=10) == i
         assert len(lane._pending) == 1
 
 
-def test_a_task_that_was_cancelled_is_told_once_and_the_lane_goes_on():
+def test_a_cancelled_task_is_reported_once_and_the_lane_continues():
     go_on, ran = threading.Event(), []
     with ThreadLane(FakeComm()) as lane:
         lane.submit(go_on.wait, PATIENCE_S)

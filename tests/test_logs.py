@@ -1,4 +1,4 @@
-"""What is logged, and that nothing is unless the user asks."""
+"""The messages of the logger, and that none is shown unless the user asks."""
 
 import logging
 import subprocess
@@ -29,7 +29,7 @@ PLAN = Plan.pack([TensorSpec("x", (250_000,), "float32"), TensorSpec("y", (8,), 
 
 @pytest.fixture
 def said(caplog):
-    """What was logged so far at a level, without the names of the loggers."""
+    """The messages so far at a level, without the names of the loggers."""
     caplog.set_level(logging.DEBUG, "bagua_comm")
 
     def at(level):
@@ -67,7 +67,7 @@ def test_an_engine_says_its_buckets_and_when_another_algorithm_takes_over(said):
     assert sorted(said(logging.DEBUG)) == sorted([first, second])  # rank 1 says the same
 
 
-def test_a_tuner_says_what_it_stays_with(said):
+def test_a_tuner_logs_its_final_settings(said):
     def body(comm):
         tuner = Tuner(trials=2, steps_per_trial=1, warmup_steps=0, bucket_bytes=[2**20])
         specs = [TensorSpec(name, (2**18,), "float32") for name in "abcd"]
@@ -82,7 +82,7 @@ def test_a_tuner_says_what_it_stays_with(said):
     assert {line.split(" Settings")[0] for line in said(logging.DEBUG)} == {"tuner: try"}
 
 
-def test_checkpoints_say_what_is_complete(said, tmp_path):
+def test_checkpoints_log_completed_saves(said, tmp_path):
     def body(comm):
         with Checkpoints(tmp_path, comm) as checkpoints:
             checkpoints.save(7, {"x": np.zeros(250_000, np.float32)}, wait=True)

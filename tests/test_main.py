@@ -49,7 +49,7 @@ def test_the_command_line_needs_no_docstrings():
     assert result.returncode == 0, result.stderr
 
 
-def test_who_reads_only_the_first_line_sees_no_traceback():
+def test_a_reader_of_the_first_line_alone_sees_no_traceback():
     advise = [sys.executable, "-u", "-m", "bagua_comm", "advise", "--model", "vgg16", "--nodes", "4"]
     advise += ["--bandwidth", "10gbit", "--step-time", "1"]
     process = subprocess.Popen(advise, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

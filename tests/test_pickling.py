@@ -46,14 +46,14 @@ def test_a_pickled_communicator_is_named_with_what_to_do():
     run_ranks(2, body)
 
 
-def test_copies_of_what_holds_a_communicator_share_it():
+def test_copies_of_objects_with_a_communicator_share_it():
     with connect() as comm:
         held = {"comm": comm}
         assert copy.deepcopy(held)["comm"] is copy.copy(held)["comm"] is copy.copy(comm) is comm
 
 
 @pytest.mark.parametrize("how", [pickle.dumps, copy.copy, copy.deepcopy])
-def test_what_lives_in_this_process_is_neither_pickled_nor_copied(how, tmp_path):
+def test_live_objects_are_neither_pickled_nor_copied(how, tmp_path):
     with connect() as comm, Checkpoints(tmp_path, comm) as checkpoints, comm.lane() as lane:
         plan = Plan.pack([TensorSpec("a", (3,), "float32")])
         with Engine(comm, bagua_comm.GradientAllReduce(), plan, plan.allocate()) as engine:

@@ -1,4 +1,4 @@
-"""What a process can tell of another one, and where it cannot: in another PID namespace."""
+"""The facts that a process finds about another one, except in another PID namespace."""
 
 import os
 import signal
@@ -24,7 +24,7 @@ for line in sys.stdin:
 """
 
 CONTAINER = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
-"""What a container does to process ids. It needs root, as CI has it."""
+"""Process ids as in a container. Needs root, which CI has."""
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def start():
 
 
 def ask(process, other):
-    """What a process says of another one."""
+    """The facts of one process about another."""
     process.stdin.write(f"{other.text()}\n")
     process.stdin.flush()
     return process.stdout.readline().strip()
@@ -74,8 +74,8 @@ def test_a_process_of_this_namespace_is_seen_killed_and_found_to_have_ended(star
     assert not child.kill()
 
 
-def test_who_sees_the_proc_of_another_namespace_knows_of_nobody(monkeypatch):
-    monkeypatch.setattr(os, "getpid", lambda: 1)  # as after unshare --pid, without a /proc of its own
+def test_a_foreign_proc_gives_no_information_about_processes(monkeypatch):
+    monkeypatch.setattr(os, "getpid", lambda: 1)  # as after unshare --pid, without a new /proc
     assert pid_namespace() == pid_namespace()
     alone, number = pid_namespace(), namespace_number()
     monkeypatch.undo()
@@ -108,7 +108,7 @@ def test_a_rank_of_another_container_is_not_said_to_have_ended_before_connect(tm
     missing = logs[0].missing()
     assert missing.gone == ([] if container else ["rank 1 ended without calling connect"])
     assert missing.unseen == (["rank 1 cannot be seen from here: on another host, or ended"] if container else [])
-    if container:  # its entry is now a number of another namespace, of a process that nobody has here
+    if container:  # its entry is now a number of another namespace, of a process that does not exist here
         entry = ProcessId("elsewhere 1", 4_194_303, 1)
         with open(tmp_path / "bagua-job-1", "w") as file:
             file.write(f"{entry.text()}\n")

@@ -19,7 +19,7 @@ def make(comm, numbers, **options):
 @pytest.mark.parametrize(
     ("ranks", "numbers"), [(1, range(40)), (2, range(100, 180)), (3, range(200, 300)), (5, range(300, 340))]
 )
-def test_random_calls_over_threads_give_what_numpy_gives(ranks, numbers):
+def test_random_calls_over_threads_give_the_results_of_numpy(ranks, numbers):
     run_ranks(ranks, lambda comm: make(comm, numbers))
 
 
@@ -44,7 +44,7 @@ def test_every_kind_of_call_is_made_and_checked(case):
         ("local", 2, range(520, 550)),
     ],
 )
-def test_random_calls_on_devices_give_what_numpy_gives(device, kind, ranks, numbers, monkeypatch):
+def test_random_calls_on_devices_give_the_results_of_numpy(device, kind, ranks, numbers, monkeypatch):
     staged = importlib.import_module("bagua_comm.transports.staged")
     monkeypatch.setattr(staged, "PIECE_BYTES", 1000)
     # A task of a lane on a thread would be watched for the order of streams that only its own work keeps.

@@ -1,4 +1,4 @@
-"""Arrays of other libraries: what comes back, and what is refused, with what to pass in its place."""
+"""Arrays of other libraries: the types of results, and errors that say what to pass instead."""
 
 import sys
 from types import ModuleType, SimpleNamespace
@@ -13,7 +13,7 @@ from bagua_comm.testing import run_ranks
 
 
 class Immutable:
-    """What a jax.Array on the CPU is to us: DLPack lends its memory read-only."""
+    """Like a jax.Array on the CPU: DLPack exports its memory read-only."""
 
     def __init__(self, values):
         self.values = np.array(values)
@@ -34,14 +34,14 @@ class Immutable:
 
 
 class Frame:
-    """What a table of pandas is to us."""
+    """Like a table of pandas."""
 
     def to_numpy(self):
         return np.zeros(2)
 
 
 class Eager:
-    """What a tensor of TensorFlow without DLPack is to us."""
+    """Like a tensor of TensorFlow without DLPack."""
 
     def numpy(self):
         return np.zeros(2)
@@ -58,7 +58,7 @@ class Elsewhere:
 
 
 class Tracer:
-    """What stands for an array while JAX traces a function."""
+    """Like the tracer of an array in a traced function of JAX."""
 
     def __dlpack__(self, **_):
         raise ValueError("no memory")
@@ -112,7 +112,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_sent_is_refused_with_what_to_pass_in_its_place(name):
+def test_objects_that_cannot_be_sent_are_refused_with_what_to_pass_instead(name):
     x, remedy = REFUSED[name]
 
     def body(comm):
@@ -148,7 +148,7 @@ NO_TARGETS = {
 
 
 @pytest.mark.parametrize("name", NO_TARGETS)
-def test_what_cannot_be_written_to_is_refused_with_what_to_pass_in_its_place(name):
+def test_objects_that_cannot_be_written_to_are_refused_with_what_to_pass_instead(name):
     make, message = NO_TARGETS[name]
 
     def body(comm):
@@ -167,7 +167,7 @@ def test_what_cannot_be_written_to_is_refused_with_what_to_pass_in_its_place(nam
 
 
 @pytest.mark.parametrize("x", [Immutable([1.0]), np.float32(1)], ids=["immutable", "scalar"])
-def test_what_no_rank_can_receive_into_is_refused_on_the_root_too(x):
+def test_an_object_that_no_rank_can_receive_into_is_refused_on_the_root_too(x):
     def body(comm):
         for call in (lambda: comm.broadcast(x, root=0), lambda: comm.broadcast_many([x], root=0)):
             with pytest.raises(ArrayError, match=r"cannot be written to|read-only"):
@@ -177,7 +177,7 @@ def test_what_no_rank_can_receive_into_is_refused_on_the_root_too(x):
     assert all(run_ranks(2, body))
 
 
-def test_the_root_may_send_what_is_read_only():
+def test_the_root_may_send_read_only_arrays():
     def body(comm):
         x = np.frombuffer(b"01234567") if comm.rank == 0 else np.empty(1)
         return comm.broadcast(x, root=0).tobytes()

@@ -1,4 +1,4 @@
-"""What a release is made of: one version everywhere, and packages that hold what they should."""
+"""Releases: one version everywhere, and complete packages."""
 
 import importlib
 import re
@@ -25,7 +25,7 @@ def entries_of(changelog):
     return re.findall(r"^## \[(.+?)\](?: - (\d{4}-\d\d-\d\d))?$", changelog, re.MULTILINE)
 
 
-def test_the_changelog_begins_with_what_is_unreleased_and_has_this_version_next():
+def test_the_changelog_begins_with_unreleased_changes_and_then_this_version():
     entries = entries_of((ROOT / "CHANGELOG.md").read_text())
     assert entries[0] == ("Unreleased", "")
     assert entries[1][0] == bagua_comm.__version__
@@ -55,7 +55,7 @@ def test_links_of_the_changelog_lead_to_pages():
 def test_the_citation_is_valid_and_of_this_version():
     citation = needs.package("yaml").safe_load((ROOT / "CITATION.cff").read_text())
 
-    assert {"authors", "cff-version", "message", "title"} <= citation.keys()  # those that version 1.2.0 requires
+    assert {"authors", "cff-version", "message", "title"} <= citation.keys()  # as version 1.2.0 requires
     assert citation["cff-version"] == "1.2.0"
     works = [citation, *citation["references"]]
     assert all({"authors", "title", "type"} <= work.keys() for work in citation["references"])
@@ -111,7 +111,7 @@ def test_the_wheel_is_pure_and_holds_both_packages_and_nothing_else(built):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_the_sdist_holds_what_building_and_testing_need(built):
+def test_the_sdist_has_all_files_for_building_and_testing(built):
     _, sdist = built
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
@@ -126,7 +126,7 @@ def test_the_sdist_holds_what_building_and_testing_need(built):
     ]
     assert {*top, "bagua_comm/kernels/minmax.cu", "examples/train.py", "benchmarks/figures.py"} <= names
     assert {"tests/conftest.py", "tests/golden/minmax.json", "tests/cuda_on_cpu/cuda_on_cpu.h"} <= names
-    names.remove(".gitignore")  # it tells the builder of the wheel what to leave out
+    names.remove(".gitignore")  # it excludes files from the wheel
     assert not [name for name in names if re.search(r"__pycache__|\.pyc$|^\.", name)]
     assert sdist.stat().st_size < 5e6
 
@@ -176,7 +176,7 @@ def test_the_description_is_the_readme_and_renders_as_package_indexes_do_it(meta
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_wheel_works_in_an_environment_of_its_own(built, tmp_path):
-    """Its dependencies are those of this environment, so that nothing is fetched."""
+    """It uses the dependencies of this environment, so that nothing is fetched."""
     venv.create(tmp_path, with_pip=True)
     python = tmp_path / "bin" / "python"
     pip = [python, "-m", "pip", "install", "--no-deps", "--no-index", "--quiet", built[0]]

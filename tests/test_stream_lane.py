@@ -54,7 +54,7 @@ def fail(error):
 
 
 @each_lane
-def test_a_task_comes_after_what_its_caller_enqueued_and_before_what_it_enqueues_after_wait(cupy, make):
+def test_a_task_runs_between_the_callers_work_before_it_and_after_wait(cupy, make):
     x, y, z = (cupy.zeros(4, np.float32) for _ in range(3))
     with make(FakeComm()) as lane:
         for step in range(1, 4):
@@ -195,7 +195,7 @@ def test_memory_of_another_stream_is_reused_after_the_lane_too(cupy, make):
 
 
 @each_lane
-def test_arguments_are_let_go_by_wait(cupy, make):
+def test_arguments_are_released_by_wait(cupy, make):
     x = cupy.zeros(4, np.float32)
     kept = weakref.ref(x)
     with make(FakeComm()) as lane:
@@ -208,7 +208,7 @@ def test_arguments_are_let_go_by_wait(cupy, make):
 
 
 @each_lane
-def test_what_nobody_waits_for_is_let_go_once_the_device_is_done(cupy, make):
+def test_tasks_without_a_waiter_are_freed_once_the_device_is_done(cupy, make):
     with make(FakeComm()) as lane:
         for _ in range(20):
             future = lane.submit(copy, 1, cupy.zeros(4, np.float32))
@@ -251,7 +251,7 @@ def test_a_result_that_is_an_error_is_raised(make):
 
 
 @each_lane
-def test_what_a_failing_task_has_enqueued_still_comes_before_the_caller(cupy, make):
+def test_work_of_a_failing_task_still_comes_before_the_callers(cupy, make):
     x, y = cupy.zeros(4, np.float32), cupy.zeros(4, np.float32)
 
     def half():
@@ -386,7 +386,7 @@ def test_each_task_is_a_span_on_a_row_of_the_device(cupy, make):
         assert abs(outer.start_ns - inner.start_ns) < 50e6  # one axis of time, whatever the load
 
 
-def test_spans_that_have_not_ended_are_told_later(device, cupy):
+def test_spans_that_have_not_ended_are_reported_later(device, cupy):
     tracer, x = Recorder(), cupy.zeros(4, np.float32)
     with StreamLane(FakeComm(tracer=tracer)) as lane:
         lane.submit(named, x)

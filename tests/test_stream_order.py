@@ -23,9 +23,9 @@ CALLS = {
     "in place": lambda comm, x: comm.alltoall(x[:1000], out=x[:1000]),
 }
 lazy = pytest.mark.parametrize("device", ["lazy"], indirect=True)
-"""No stream runs before somebody waits for it."""
+"""No stream runs before a wait for it."""
 eager = pytest.mark.parametrize("device", ["side-first"], indirect=True)
-"""Streams run as far as they can: up to what comes from a rank that is late."""
+"""Streams run as far as they can: until they need data of a rank that is late."""
 
 
 def values(rank, number):
@@ -75,7 +75,7 @@ def run_while_rank_1_is_late(device, body):
 @lazy
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("kind", ["nccl", "local", "staged"])
-def test_calls_on_two_streams_give_what_calls_on_one_give(device, kind, name):
+def test_calls_on_two_streams_give_the_results_of_calls_on_one(device, kind, name):
     import cupy
 
     call = CALLS[name]
@@ -111,7 +111,7 @@ def test_the_second_stream_does_not_run_ahead_while_the_first_waits_for_a_peer(d
 
 
 @lazy
-def test_the_first_use_of_what_a_call_keeps_may_be_on_another_stream_than_the_next(device):
+def test_scratch_memory_may_be_used_on_one_stream_first_and_on_another_next(device):
     import cupy
 
     def body(comm):
@@ -141,7 +141,7 @@ def test_nothing_is_recorded_while_the_stream_stays_the_same(device, monkeypatch
 
 
 def test_a_stream_stays_until_the_next_call_on_another_one(device):
-    """Else another stream could come to its address, and be taken for it."""
+    """Else another stream could get its address, and be taken for it."""
     import cupy
 
     scratch, x, stream = SharedScratch(), cupy.zeros(3), cupy.cuda.Stream(non_blocking=True)
@@ -205,7 +205,7 @@ def test_tasks_of_a_lane_without_a_stream_keep_their_order_on_several_streams(de
 
 @eager
 def test_a_captured_call_leaves_other_streams_in_order(device):
-    """It waits for nothing outside of its graph, and what comes later still waits for what came before it."""
+    """It waits for nothing outside of its graph, and later work still waits for earlier work."""
     import cupy
 
     graphs = []

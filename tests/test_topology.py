@@ -29,7 +29,7 @@ def test_ring_neighbours_are_mutual(size):
 
 @examples
 @given(size=sizes)
-def test_walking_right_meets_every_rank_once(size):
+def test_walking_right_visits_every_rank_once(size):
     rank, met = 0, []
     for _ in range(size):
         met.append(rank)
@@ -64,7 +64,7 @@ def test_shift_one_pairs_are_mutual_and_cross_halves(size, step):
 
 @examples
 @given(size=even_sizes, step=steps)
-def test_shift_one_meets_every_partner_once_in_half_as_many_steps_as_ranks(size, step):
+def test_shift_one_pairs_each_rank_with_every_partner_once_in_half_the_size_of_steps(size, step):
     half = size // 2
     for rank in range(size):
         met = sorted(shift_one(rank, size, step + i) for i in range(half))

@@ -210,7 +210,7 @@ def test_a_communicators_trace_is_json_with_a_process_per_rank(tmp_path):
     assert first["args"] == {"op": "avg", "dtype": "float64", "bytes": 32, "wire_bytes": 48}
 
 
-# What a device does
+# Devices
 
 
 class FakeClock:
@@ -235,7 +235,7 @@ def test_a_span_of_a_device_has_its_row_and_its_time_once_it_has_ended():
         assert span.end_ns - span.start_ns == 150
 
 
-def test_spans_of_threads_and_devices_are_told_in_the_order_in_which_they_ended():
+def test_spans_of_threads_and_devices_are_reported_in_the_order_of_their_ends():
     recorder, clock, other_clock = Recorder(), FakeClock(), FakeClock()
     clock.now = other_clock.now = 1000
     recorder.add_on_device("late", "device", 0, 900, {}, clock)
@@ -263,7 +263,7 @@ def test_a_device_is_a_row_of_the_chrome_trace():
     assert (on_device["ts"], on_device["dur"]) == (0.1, 0.2)
 
 
-# What cannot be written
+# Values that cannot be written
 
 
 class Unprintable:
@@ -308,7 +308,7 @@ def test_a_span_that_json_cannot_hold_is_an_error_that_names_the_file_on_all_ran
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_cannot_be_pickled_is_written_as_text(tmp_path):
+def test_objects_that_cannot_be_pickled_are_written_as_text(tmp_path):
     def body(comm):
         comm.tracer.add("span", 0, 1, {"lock": threading.Lock(), "array": np.ones(2), "function": lambda: 0})
         comm.trace(tmp_path / "trace.json")
@@ -366,7 +366,7 @@ def listener():
     trace.ignore(listener)
 
 
-def test_a_listener_is_told_of_calls_and_exchanges_on_their_threads(listener):
+def test_a_listener_gets_calls_and_exchanges_on_their_threads(listener):
     def body(comm):
         plan = Plan.pack([TensorSpec("x", (8,), "float32")])
         with Engine(comm, GradientAllReduce(), plan, plan.allocate()) as engine:
@@ -388,7 +388,7 @@ def test_a_listener_is_told_of_calls_and_exchanges_on_their_threads(listener):
     ]
 
 
-def test_a_listener_is_told_where_a_call_that_fails_ends(listener):
+def test_a_listener_gets_the_end_of_a_call_that_fails(listener):
     class Failing(LocalTransport):
         def allreduce(self, *_):
             raise CommError("no")
@@ -402,7 +402,7 @@ def test_a_listener_is_told_where_a_call_that_fails_ends(listener):
     ]
 
 
-def test_a_listener_that_is_not_active_or_ignored_is_told_nothing(listener):
+def test_a_listener_that_is_not_active_or_ignored_gets_nothing(listener):
     comm = Communicator([LocalTransport()])
     listener.on = False
     comm.allreduce(np.ones(3))
@@ -414,7 +414,7 @@ def test_a_listener_that_is_not_active_or_ignored_is_told_nothing(listener):
     assert listener not in trace.listeners
 
 
-def test_of_several_listeners_those_that_are_active_are_told(listener):
+def test_only_the_active_listeners_are_called(listener):
     second = Listener()
     trace.listen(second)
     listener.on = False

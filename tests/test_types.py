@@ -1,4 +1,4 @@
-"""What type checkers say of programs that use the library: typing/program.py, and the documentation's code."""
+"""Type checkers accept programs that use the library: typing/program.py, and the documentation's code."""
 
 import json
 import os
@@ -20,7 +20,7 @@ LEFT_OUT = [
     "--allow-untyped-calls",  # PyTorch's backward() is one
     "--ignore-missing-imports",
 ]
-"""What pages may leave out, as readers do: annotations, of their own functions and of other libraries."""
+"""The checks that pages may fail: annotations of their functions and of other libraries."""
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ and window.
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Protocol, TypeAlias
@@ -16,6 +15,7 @@ from ..arrays import FLOATS, Array
 from ..averages import Average
 from ..bucket import Bucket
 from ..comm import Communicator
+from ..deprecation import former_names
 from ..errors import ArrayError, UnsupportedError
 
 Payload: TypeAlias = str
@@ -380,17 +380,7 @@ def check_floating(algorithm: object, dtype: str) -> None:
         raise UnsupportedError(f"{algorithm} cannot average {dtype}; expected a floating-point dtype")
 
 
-_RENAMED = {
-    "ALIKE": "REPLICATED",
-    "ANEW": "RECREATED",
-    "Complete": "WithDefaults",
-    "complete": "with_defaults",
-}
-"""Deprecated names of this module, and the new ones."""
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _RENAMED:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    warnings.warn(f"{__name__}.{name} is now {_RENAMED[name]}", DeprecationWarning, stacklevel=2)
-    return globals()[_RENAMED[name]]
+__getattr__ = former_names(
+    __name__,
+    {"ALIKE": "REPLICATED", "ANEW": "RECREATED", "Complete": "WithDefaults", "complete": "with_defaults"},
+)

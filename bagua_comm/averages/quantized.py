@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
@@ -115,15 +116,6 @@ def quantized_allreduce(
     return result
 
 
-def _cached(comm: Communicator, x: Any, codec: Codec, op: str) -> _Reduction | None:
-    """Return the cached reduction of arrays like `x`, if there is one that is up to date."""
-    try:
-        found: _Reduction | None = comm.call_cache.get((_NAME, codec, op, type(x), x.dtype, x.size))
-    except (AttributeError, TypeError):  # not an array, or a codec that cannot be hashed
-        return None
-    return found if found is not None and found.is_current(x) else None
-
-
 def _call(comm: Communicator, x: Any, codec: Codec, op: str, found: _Reduction | None) -> Call:
     """Return a call on `x`, by the reduction that was `found` in the cache, if any.
 
@@ -137,18 +129,24 @@ def _call(comm: Communicator, x: Any, codec: Codec, op: str, found: _Reduction |
     return call
 
 
-def _reduction(call: Call, codec: Codec, op: str) -> _Reduction:
-    """Return the reduction of arrays like that of the call: the cached one, or a new one, which is cached."""
-    comm, x, cache = call.comm, call.x, call.comm.call_cache
-    key = _NAME, codec, op, type(x), x.dtype, x.size
+def _cached(comm: CommBase, x: Any, codec: Codec, op: str) -> _Reduction | None:
+    """Return the cached reduction of arrays like `x`, if there is one that is up to date."""
     try:
-        found = cache.get(key)
-    except TypeError:  # a codec that cannot be hashed may change
-        return _Reduction(comm, call.transport, codec, op, x)
-    if found is None or not found.is_current(x):
-        found = _Reduction(comm, call.transport, codec, op, x)
-        cache.add(key, found)
-    return cast(_Reduction, found)
+        found: _Reduction | None = comm.call_cache.get((_NAME, codec, op, type(x), x.dtype, x.size))
+    except (AttributeError, TypeError):  # not an array, or a codec that cannot be hashed
+        return None
+    return found if found is not None and found.is_current(x) else None
+
+
+def _reduction(call: Call, codec: Codec, op: str) -> _Reduction:
+    """Make and cache the reduction of arrays like that of the call, for which `_cached` has found none."""
+    comm, x = call.comm, call.x
+    if x is not call.original and (found := _cached(comm, x, codec, op)) is not None:
+        return found  # the caller's array is one of another library
+    found = _Reduction(comm, call.transport, codec, op, x)
+    with contextlib.suppress(TypeError):  # a codec that cannot be hashed may change
+        comm.call_cache.add((_NAME, codec, op, type(x), x.dtype, x.size), found)
+    return found
 
 
 class QuantizedMean:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from typing import Any, Protocol, get_args
@@ -12,6 +11,7 @@ import numpy as np
 from .. import trace
 from ..arrays import AnyArray, Array, OpOrder
 from ..cuda import SharedScratch
+from ..deprecation import warn_renamed
 from ..errors import ArrayError
 from ..flight import FlightRecorder
 from ..flight.entries import WORLD
@@ -153,12 +153,12 @@ class CommBase(Shared):
 
     def carrier(self, x: AnyArray, *, call: str = "carrier", name: str = "x") -> Transport:
         """Former name of `transport_for`."""
-        warnings.warn("Communicator.carrier is now transport_for", DeprecationWarning, 2)
+        warn_renamed("Communicator.carrier", "transport_for")
         return self.transport_for(x, call=call, name=name)
 
     def number_of(self, kind: str) -> int:
         """Former name of `next_id`."""
-        warnings.warn("Communicator.number_of is now next_id", DeprecationWarning, 2)
+        warn_renamed("Communicator.number_of", "next_id")
         return self.next_id(kind)
 
     def _check_peer(self, call: str, name: str, peer: object) -> int:

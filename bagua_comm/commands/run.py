@@ -109,7 +109,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="write the same job for a cluster instead; KIND is one of "
         f"{', '.join(job_scripts.KINDS)}, and FILE may be -",
     )
-    parser.add_argument("--image", metavar="NAME", help="the container image, for --write k8s")
+    parser.add_argument("--image", help=argparse.SUPPRESS)  # was for --write k8s
     parser.add_argument("--force", action="store_true", help="let --write replace a file")
     parser.add_argument("-m", dest="module", action="store_true", help="the script is the name of a module")
     parser.add_argument("script")
@@ -131,12 +131,16 @@ def run(options: argparse.Namespace) -> int:
         advice = "; leave it out: run itself starts Python" if _is_python(options.script) else ""
         raise CommandError(f"there is no file {options.script}{advice}")
     _check_supervision(options)
+    if options.image is not None or (options.write and options.write[0] == "k8s"):
+        raise CommandError(
+            "--write k8s and --image: run no longer writes a manifest; copy the one in the documentation, "
+            "docs/clusters/kubernetes.md, and adapt its marked lines"
+        )
     if options.write:
         _write_script(options)
         return 0
-    for flag, given, other in (("--image", options.image, "--write k8s"), ("--force", options.force, "--write")):
-        if given:
-            raise CommandError(f"{flag} is for {other}")
+    if options.force:
+        raise CommandError("--force is for --write")
     mpirun = find_mpirun()
     if mpirun is None:
         raise CommandError("there is no mpirun; pip install 'bagua-comm[mpi]' brings Open MPI", exit_code=127)

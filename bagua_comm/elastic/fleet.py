@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import socket
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ..comm import Communicator
+from ..deprecation import former_names, warn_renamed
 from ..errors import CommError
 from ..processes import ProcessId, this_host
 
@@ -107,24 +107,24 @@ class Fleet(ABC):
         super().__init_subclass__(**options)
         defined = vars(cls)
         if "recruits" in defined and "can_spawn" not in defined:
-            _warn(f"{cls.__name__}.recruits is now can_spawn", 4)  # the class statement, outside of ABCMeta
+            warn_renamed(f"{cls.__name__}.recruits", "can_spawn")
             cls.can_spawn = defined["recruits"]
         for former, name in _FORMER.items():
             if name in defined:
                 setattr(cls, former, _former_method(former, name, defined[name]))
             elif former in defined:
-                _warn(f"{cls.__name__}.{former} is now {name}", 4)
+                warn_renamed(f"{cls.__name__}.{former}", name)
                 setattr(cls, name, defined[former])
 
     @property
     def recruits(self) -> bool:
         """Former name of `can_spawn`."""
-        _warn("Fleet.recruits is now can_spawn")
+        warn_renamed("Fleet.recruits", "can_spawn")
         return self.can_spawn
 
     @recruits.setter
     def recruits(self, value: bool) -> None:
-        _warn("Fleet.recruits is now can_spawn")
+        warn_renamed("Fleet.recruits", "can_spawn")
         self.can_spawn = value
 
     @abstractmethod
@@ -201,18 +201,10 @@ class Fleet(ABC):
 def _former_method(former: str, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(self: Fleet, *args: Any, **options: Any) -> Any:
-        _warn(f"Fleet.{former} is now {name}")
+        warn_renamed(f"Fleet.{former}", name)
         return method(self, *args, **options)
 
     return call
 
 
-def _warn(text: str, stacklevel: int = 3) -> None:
-    warnings.warn(text, DeprecationWarning, stacklevel)
-
-
-def __getattr__(name: str) -> Any:
-    if name == "Meeting":
-        _warn("bagua_comm.elastic.fleet.Meeting is now Rendezvous")
-        return Rendezvous
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = former_names(__name__, {"Meeting": "Rendezvous"})

@@ -22,6 +22,6 @@ class EngineCallbacks:
     make_equal: Callable[[], None] | None = None
     """Replace the weights with their mean over all ranks, and the optimizers with rank 0's. Collective.
 
-    None: the engine averages the weights in its storage."""
+    It raises on all ranks if one of them cannot. None: the engine averages the weights in its storage."""
     detach: Callable[[], None] = _nothing
     """Stop using the engine, without any communication, because it has been aborted."""

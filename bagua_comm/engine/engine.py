@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import difflib
 import logging
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -33,6 +32,7 @@ from ..arrays import Array
 from ..bucket import Plan
 from ..closing import Closing
 from ..comm import Communicator
+from ..deprecation import warn_renamed
 from ..errors import ArrayError
 from ..logs import log_on_root
 from ..pickling import Live
@@ -440,7 +440,7 @@ class Engine(Live, Closing):
 
     def give_up(self) -> None:
         """Deprecated name of `abort`."""
-        warnings.warn("Engine.give_up is now Engine.abort", DeprecationWarning, stacklevel=2)
+        warn_renamed("Engine.give_up", "abort")
         self.abort()
 
     def _leave(self, error: BaseException) -> None:

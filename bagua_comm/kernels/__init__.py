@@ -9,9 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import logging
-import os
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from types import ModuleType
@@ -21,11 +18,10 @@ import numpy as np
 
 from ..arrays import UFUNCS, Array, DType
 from . import compiled, host
-from .numba.background import BackgroundCompiler
-from .numba.cache import UnavailableError, cache_dir, load, numba_is_installed, state
-from .numba.signatures import Function
+from .numba.cache import numba_is_installed, state
+from .selection import HostKernels
 
-_log = logging.getLogger(__name__)
+_of_this_process = HostKernels()
 
 
 def of(x: Array) -> ModuleType:
@@ -45,7 +41,7 @@ def on_host() -> ModuleType:
     If none have been compiled on this machine yet, the first call starts that in the background, and NumPy's are
     used until they are ready. The bytes are the same.
     """
-    return _chosen.get() or _fastest or _load_or_compile()
+    return _chosen.get() or _of_this_process.fastest or _of_this_process.load_or_compile()
 
 
 def compile_now(timeout_s: float = 600.0) -> None:
@@ -62,20 +58,7 @@ def compile_now(timeout_s: float = 600.0) -> None:
         RuntimeError: They cannot be compiled, loaded or kept; the message gives the reason.
         TimeoutError: They were not ready in time.
     """
-    global _compiler
-    _load_or_compile(urgent=True)
-    if _fastest is compiled:
-        return
-    if _compiler is not None and not _compiler.is_of_this_process():
-        _compiler = BackgroundCompiler(cache_dir(), _install, urgent=True)
-    if not numba_is_installed():
-        raise ImportError("Numba is not installed: pip install 'bagua-comm[fast]'")
-    if _compiler is not None:
-        _compiler.hurry()
-        if not _compiler.finished.wait(timeout_s):
-            raise TimeoutError(f"the kernels were not compiled within {timeout_s} s")
-    if _fastest is not compiled:
-        raise RuntimeError(f"there are no compiled kernels: {_failure or (_compiler and _compiler.failure)}")
+    _of_this_process.compile_now(timeout_s)
 
 
 @contextlib.contextmanager
@@ -137,54 +120,6 @@ def reducer(dtype: DType, op: str, count: int) -> Reducer:
 
 def _by_name(ufunc: np.ufunc, x: Array, y: Array, out: Array) -> None:
     ufunc(x, y, out=out)
-
-
-_fastest: ModuleType | None = None
-"""The fastest module available; None before the first use."""
-
-_compiler: BackgroundCompiler | None = None
-_failure = ""
-"""Why no compiler was started."""
-
-_lock = threading.Lock()
-
-
-def _renew_lock() -> None:
-    """Make the lock anew after a fork: a thread of the parent may have held it."""
-    global _lock
-    _lock = threading.Lock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_renew_lock)
-
-
-def _load_or_compile(*, urgent: bool = False) -> ModuleType:
-    """Load the compiled kernels from disk, or start their compilation and return NumPy's."""
-    global _fastest, _compiler, _failure
-    with _lock:
-        if _fastest is not None:
-            return _fastest
-        try:
-            folder = cache_dir()
-            functions = load(folder)
-        except UnavailableError as exc:
-            _fastest, _failure = host, str(exc)
-            if numba_is_installed():
-                _log.warning("the kernels of NumPy's arrays are NumPy's: %s", exc)
-            return _fastest
-        _fastest = host
-        if functions is not None:
-            _install(functions)
-        else:
-            _compiler = BackgroundCompiler(folder, _install, urgent=urgent)
-        return _fastest
-
-
-def _install(functions: dict[str, Function]) -> None:
-    global _fastest
-    compiled.install(functions)
-    _fastest = compiled
 
 
 __all__ = ["compile_now", "host", "numba_is_installed", "of", "on_host", "reducer", "state", "use"]

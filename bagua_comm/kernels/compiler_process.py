@@ -34,7 +34,7 @@ from .numba.signatures import KERNELS
 _RENEW_S = 1.0
 """The interval at which a lease is renewed."""
 
-_NO_LEASE = 75
+NO_LEASE = 75
 """The exit code of a process that lost its lease or its parent."""
 
 _CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT}
@@ -75,7 +75,7 @@ def _renew(lease: Lease, parent: int) -> None:
         lease.renew()
         time.sleep(_RENEW_S)
     lease.drop()
-    os._exit(_NO_LEASE)
+    os._exit(NO_LEASE)
 
 
 def _make(folder: Path, lease: Lease, *, urgent: bool) -> None:
@@ -94,10 +94,20 @@ def _make(folder: Path, lease: Lease, *, urgent: bool) -> None:
         return
     process = start("check", folder, lease, urgent=urgent)
     output = process.communicate()[0]
-    why = last_words("comparing them", code := process.returncode, output)
-    if code == _NO_LEASE or (code < 0 and -code not in _CRASHES):
-        sys.exit(why)  # it was ended from outside: no verdict on the kernels
-    write_verdict(folder, why if code else GOOD)
+    verdict = verdict_of(process.returncode, output)
+    if verdict is None:
+        sys.exit(last_words("comparing them", process.returncode, output))
+    write_verdict(folder, verdict)
+
+
+def verdict_of(code: int, output: bytes) -> str | None:
+    """The verdict on kernels from the exit code and the output of the process that compared them.
+
+    None if it was ended from outside, which says nothing about the kernels.
+    """
+    if code == NO_LEASE or (code < 0 and -code not in _CRASHES):
+        return None
+    return last_words("comparing them", code, output) if code else GOOD
 
 
 def _check(folder: Path) -> None:

@@ -1,7 +1,6 @@
-"""Scripts for `bagua run --write KIND FILE`: a job script for Slurm, or an MPIJob for Kubernetes.
+"""Job scripts for Slurm, which `bagua run --write KIND FILE` writes.
 
-A script calls `run` on the hosts of Slurm or of the MPI Operator, so the arguments of `run` have the same
-meaning.
+A script calls `run` on the hosts of its allocation, so the arguments of `run` have the same meaning.
 """
 
 from __future__ import annotations
@@ -12,17 +11,13 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from .cli import CommandError, parse_variable
 from .hosts import Ranks, named_hosts, ranks_of
 
-KINDS = ("slurm", "sbatch-array", "k8s")
-
-HOSTFILE = "/etc/mpi/hostfile"
-"""The MPI Operator's list of workers."""
+KINDS = ("slurm", "sbatch-array")
 
 SLURM = """\
 #!/bin/bash
@@ -51,53 +46,6 @@ export MASTER_PORT="$((20000 + SLURM_JOB_ID % 20000))"
 ARRAY = """
 #SBATCH --array=0-3                 # four such jobs; 0-3%1 runs them one after another
 # The program reads the number of its job from SLURM_ARRAY_TASK_ID."""
-
-K8S = """\
-# For the MPI Operator (https://github.com/kubeflow/mpi-operator).
-# Start it by: kubectl apply -f {file}
-# The image needs: python with bagua-comm[mpi]; the program; ssh, with StrictHostKeyChecking no; and sshd, with
-# host keys (ssh-keygen -A), the folder /run/sshd, and StrictModes no.
-apiVersion: kubeflow.org/v2beta1
-kind: MPIJob
-metadata:
-  name: {name}
-spec:
-  slotsPerWorker: {slots}
-  mpiImplementation: OpenMPI
-  launcherCreationPolicy: WaitForWorkersReady
-  runPolicy:
-    cleanPodPolicy: Running
-  mpiReplicaSpecs:
-    Launcher:
-      replicas: 1
-      template:
-        spec:
-          containers:
-          - name: launcher
-            image: {image}
-            command:
-{command}
-    Worker:
-      replicas: {nodes}
-      template:
-        spec:
-          containers:
-          - name: worker
-            image: {image}
-            command: ["/usr/sbin/sshd", "-De"]
-            resources:
-              requests:
-                cpu: {slots}
-              # limits:
-              #   nvidia.com/gpu: {slots}     # one GPU to a rank
-            volumeMounts:
-            - name: shm
-              mountPath: /dev/shm
-          volumes:
-          - name: shm  # ranks of a pod talk through it; a container's own has 64 MB
-            emptyDir:
-              medium: Memory
-"""
 
 
 @dataclass(frozen=True)
@@ -133,7 +81,7 @@ def job_script(options: argparse.Namespace, kind: str, file: str) -> str:
     """
     if kind not in KINDS:
         raise CommandError(f"--write {kind}: expected one of {', '.join(KINDS)}, and a file")
-    return _k8s(options, file) if kind == "k8s" else _slurm(options, file, array=kind == "sbatch-array")
+    return _slurm(options, file, array=kind == "sbatch-array")
 
 
 def _slurm(options: argparse.Namespace, file: str, *, array: bool) -> str:
@@ -163,26 +111,6 @@ def _slurm(options: argparse.Namespace, file: str, *, array: bool) -> str:
     )
 
 
-def _k8s(options: argparse.Namespace, file: str) -> str:
-    """An MPIJob for Kubernetes' MPI Operator."""
-    for text in options.env:
-        if parse_variable(text)[1] is None:
-            raise CommandError(
-                f"--env {text}: a pod does not inherit variables; give --env {text}=VALUE, or add it to the "
-                "launcher in the file, from a Secret, and --env to its command"
-            )
-    shape = _shape(options)
-    start = ["python", "-m", "bagua_comm", "run", "-n", str(shape.of.training), "--hostfile", HOSTFILE]
-    return K8S.format(
-        file="FILE" if file == "-" else _comment(file),
-        name=_name(options.script),
-        slots=shape.slots,
-        nodes=shape.nodes,
-        image=_quoted(options.image or f"{_name(options.script)}:latest"),
-        command=_items([*start, *_arguments(options)], indent=12),
-    )
-
-
 def _shape(options: argparse.Namespace) -> _Shape:
     hosts = named_hosts(options)
     ranks = ranks_of(options, hosts)
@@ -205,37 +133,13 @@ def _arguments(options: argparse.Namespace) -> list[str]:
     return [*words, options.script, *options.args]
 
 
-def _items(words: Iterable[str], indent: int) -> str:
-    """The lines of a YAML list. Kubernetes replaces "$(NAME)", and makes one "$" of two."""
-    return "\n".join(f"{' ' * indent}- {_quoted(word.replace('$', '$$'))}" for word in words)
-
-
-def _quoted(text: str) -> str:
-    r"""A string of YAML, in ASCII: as in JSON, except for characters beyond U+FFFF, which JSON writes as two.
-
-    Raises:
-        CommandError: It contains bytes that are not UTF-8.
-
-    >>> print(_quoted('"' + chr(0x1F600)))
-    "\"\U0001F600"
-    """
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise CommandError(f"--write k8s: {text!r} is not UTF-8, which YAML needs") from None
-    return '"' + "".join(json.dumps(c)[1:-1] if c <= "\uffff" else f"\\U{ord(c):08X}" for c in text) + '"'
-
-
 def _comment(text: str) -> str:
     """A word of the shell for a comment, on one line."""
     return shlex.quote(text) if text.isprintable() else json.dumps(text)
 
 
 def _name(script: str) -> str:
-    """A name of the job that is valid in Slurm and Kubernetes.
-
-    It begins with a letter, and leaves room for "-worker-12345" in 63 characters.
-    """
+    """A name of the job: the last part of the path, at most 50 letters, digits and hyphens, a letter first."""
     stem = script.rpartition(".")[2] if "/" not in script and not script.endswith(".py") else Path(script).stem
     words = re.sub("[^a-z0-9]+", "-", stem.lower()).strip("-")
     return ("job-" * (not words[:1].isalpha()) + words)[:50].strip("-")

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import threading
 import time
-import warnings
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
 
 from ..comm import Communicator
+from ..deprecation import warn_renamed
 from ..elastic.fleet import Death, Fleet, Process, Rendezvous
 from ..errors import CommAborted, CommError, CommTimeout, RankFailed
 from ..transports import LocalTransport, Transport
@@ -60,7 +60,7 @@ class ThreadJob:
         recruit: Callable[[ThreadFleet], Any] | None = None,
     ) -> None:
         if recruit is not None:
-            warnings.warn("ThreadJob: recruit is now spawn", DeprecationWarning, 2)
+            warn_renamed("ThreadJob(recruit=)", "spawn=")
         self.wanted, self.timeout_s, self.spawn = wanted or size, timeout_s, spawn or recruit
         self.changed = threading.Condition(threading.RLock())
         self.processes = {n: Process(n, hosts[n] if hosts else "host", 1000 + n) for n in range(size)}
@@ -88,12 +88,12 @@ class ThreadJob:
     def __getattr__(self, name: str) -> Any:
         if name not in _FORMER:
             raise AttributeError(f"ThreadJob has no attribute {name!r}")
-        warnings.warn(f"ThreadJob.{name} is now {_FORMER[name]}", DeprecationWarning, 2)
+        warn_renamed(f"ThreadJob.{name}", _FORMER[name])
         return getattr(self, _FORMER[name])
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _FORMER:
-            warnings.warn(f"ThreadJob.{name} is now {_FORMER[name]}", DeprecationWarning, 2)
+            warn_renamed(f"ThreadJob.{name}", _FORMER[name])
         super().__setattr__(_FORMER.get(name, name), value)
 
     def kill(self, *numbers: int) -> None:

@@ -11,7 +11,6 @@ current stream, and the result is there for work enqueued on it after the call.
 from __future__ import annotations
 
 import functools
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -21,6 +20,7 @@ import numpy as np
 from .. import arrays
 from ..arrays import Array, OpOrder
 from ..cuda import SharedScratch
+from ..deprecation import warn_renamed
 from ..errors import CommError, UnsupportedError
 from ..pickling import Live
 from . import derived
@@ -78,7 +78,7 @@ class Transport(CallState, Live, ABC):
         super().__init_subclass__(**settings)
         for former, name in _FORMER.items():
             if former in vars(cls) and name not in vars(cls):
-                _warn(former, 4)  # the class statement, outside of ABCMeta
+                _warn(former)
                 setattr(cls, name, vars(cls)[former])
             elif name in vars(cls) and former not in vars(cls):
                 setattr(cls, former, _former_hook(former, vars(cls)[name]))
@@ -366,6 +366,6 @@ def _former_hook(former: str, hook: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _warn(former: str, stacklevel: int = 3) -> None:
+def _warn(former: str) -> None:
     name = f"Transport.{_FORMER[former]}" if former in _FORMER else f"derived.{former.removesuffix('_over')}"
-    warnings.warn(f"Transport.{former} is now {name}", DeprecationWarning, stacklevel)
+    warn_renamed(f"Transport.{former}", name)

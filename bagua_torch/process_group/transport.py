@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import warnings
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -28,6 +27,7 @@ from bagua_comm import (
     kernels,
 )
 from bagua_comm.arrays import Array, dtype_name
+from bagua_comm.deprecation import warn_renamed
 from bagua_comm.transports import Transport
 from bagua_comm.transports.base import COLLECTIVE, POINT_TO_POINT, Flow, Message
 
@@ -130,7 +130,7 @@ class ProcessGroupTransport(FramedTransport):
         meeting: RendezvousInfo | None = None,
     ) -> None:
         if meeting is not None:
-            warnings.warn("ProcessGroupTransport: meeting is now rendezvous", DeprecationWarning, 2)
+            warn_renamed("ProcessGroupTransport(meeting=)", "rendezvous=")
         info = rendezvous or meeting or RendezvousInfo.of(group)
         super().__init__(info.rank, info.size, timeout_s)
         self._guard, self._rendezvous = guard, info

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 
-from bagua_comm import Algorithm
+from bagua_comm import Algorithm, ArrayError
 from bagua_comm.algorithms.base import exchanges_weights
 from bagua_comm.engine import EngineCallbacks
 
@@ -27,7 +29,7 @@ class TrainingSteps(TrainingStep):
 
     def _callbacks(self) -> EngineCallbacks:
         return EngineCallbacks(
-            WeakCall(self.complete), make_equal=WeakCall(self.make_equal), detach=WeakCall(self.detach)
+            WeakCall(self.complete), make_equal=_make_equal_of(self), detach=WeakCall(self.detach)
         )
 
     # Changes between steps --------------------------------------------------------------------------------
@@ -205,3 +207,23 @@ class TrainingSteps(TrainingStep):
             self, self.watch, sharing_optimizers(self.optimizers), self._trained.values()
         )
         self.exchange.flatten()
+
+
+def _make_equal_of(steps: TrainingSteps) -> Callable[[], None]:
+    """Return a function that calls `steps.make_equal`, and holds `steps` weakly. Collective.
+
+    It raises on all ranks if a rank has deleted them: the weights would stay different.
+    """
+    reference, comm = weakref.ref(steps), steps.comm
+
+    def make_equal() -> None:
+        steps = reference()
+        gone = np.flatnonzero(comm.allgather(np.array(steps is None)))
+        if steps is None or gone.size:
+            raise ArrayError(
+                f"the weights differ between ranks, but rank {gone[0]} has deleted the wrapper of this engine, "
+                "which averages them; keep the DistributedDataParallel on all ranks while its engine is used"
+            )
+        steps.make_equal()
+
+    return make_equal

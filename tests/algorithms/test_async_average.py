@@ -170,7 +170,7 @@ def test_all_ranks_hold_the_mean_when_they_have_stopped(steps, ranks):
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
-def test_what_the_ranks_made_of_the_weights_is_kept_in_their_sum(ranks):
+def test_the_sum_of_the_updates_of_all_ranks_is_kept(ranks):
     def body(comm):
         with Trainer(comm, ALWAYS, make_plan(ranks)) as training:
             progress = [np.zeros_like(x) for x in training.weights]
@@ -249,7 +249,7 @@ def test_the_warm_up_can_be_stopped_and_resumed():
     assert_all_hold(mean_of_starts(2), run_ranks(2, body))
 
 
-# What is kept
+# State
 
 
 class Pausing(AsyncTrainer):
@@ -258,13 +258,13 @@ class Pausing(AsyncTrainer):
 
 @pytest.mark.parametrize("warmup_steps", [0, 4])
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_stopped_training_goes_on_after_a_restart(ranks, warmup_steps):
+def test_stopped_training_continues_after_a_restart(ranks, warmup_steps):
     algorithm = AsyncModelAverage(interval_s=0, warmup_steps=warmup_steps)
 
     assert_restarts(ranks, algorithm, at=Pausing.stops, trainer=Pausing)
 
 
-def test_training_goes_on_in_other_buckets():
+def test_training_continues_in_other_buckets():
     def body(comm):
         with Trainer(comm, ALWAYS, make_plan(3), lr=0) as training:
             training.run(2)

@@ -70,7 +70,7 @@ def on_nodes(xs, gradient, nodes, reference, *, before_gradients):
 
 
 class InChunks:
-    """A codec that sees each row in so many chunks, with zeros behind the last one."""
+    """A codec that splits each row into `chunks`, with zeros behind the last one."""
 
     def __init__(self, codec, chunks):
         self.codec, self.chunks = codec, chunks
@@ -174,12 +174,12 @@ def test_conformance(algorithm):
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("nodes", ["aabb", "abbb"])
 @pytest.mark.parametrize("inner", [Decentralized(), LowPrecisionDecentralized(), DiLoCo(3)], ids=repr)
-def test_training_goes_on_after_a_restart(inner, nodes):
+def test_training_continues_after_a_restart(inner, nodes):
     assert_restarts(len(nodes), by_node(inner), at=(5, 8), nodes=nodes)
 
 
 @pytest.mark.parametrize("nodes", ["aabb", "abbb"])
-def test_what_counts_steps_alone_loads_on_any_rank(nodes):
+def test_a_state_that_only_counts_steps_loads_on_any_rank(nodes):
     def body(comm):
         plan = make_plan(4)
         with Trainer(comm, by_node(Decentralized("shift_one")), plan) as training:
@@ -192,7 +192,7 @@ def test_what_counts_steps_alone_loads_on_any_rank(nodes):
         assert set(rounds) == {3}
 
 
-def test_what_an_owner_keeps_of_its_chunk_loads_on_no_other_rank():
+def test_the_state_of_a_chunk_loads_on_no_other_rank():
     def body(comm):
         with Trainer(comm, by_node(DiLoCo(3)), make_plan(4)) as training:
             training.run(2)
@@ -242,7 +242,7 @@ def test_an_odd_number_of_nodes_cannot_be_paired():
     run_ranks(6, body, nodes="aabbcc")
 
 
-def test_the_cost_model_knows_what_leaves_a_node():
+def test_the_cost_model_knows_the_traffic_that_leaves_a_node():
     job, cluster = Job(100_000_000, 0.1, 0.2), Cluster(nodes=4, ranks_per_node=8, bandwidth_gbit=10)
     flat, levels = (
         predict(algorithm, job, cluster)
@@ -286,7 +286,7 @@ def test_checkpoints_on_disk_hold_every_ranks_chunk(tmp_path, inner, nodes):
     assert all(run_ranks(4, body, nodes=nodes))
 
 
-def test_what_belongs_to_a_chunk_is_refused_by_name_on_another_number_of_ranks(tmp_path):
+def test_the_state_of_a_chunk_is_refused_by_name_on_another_number_of_ranks(tmp_path):
     def save(comm):
         with (
             Checkpoints(tmp_path, comm) as checkpoints,
@@ -303,7 +303,7 @@ def test_what_belongs_to_a_chunk_is_refused_by_name_on_another_number_of_ranks(t
     run_ranks(2, load, nodes="ab")
 
 
-def test_replicas_of_nodes_are_made_anew_on_another_number_of_ranks(tmp_path):
+def test_replicas_of_nodes_are_recreated_on_another_number_of_ranks(tmp_path):
     algorithm = by_node(LowPrecisionDecentralized())
 
     def save(comm):

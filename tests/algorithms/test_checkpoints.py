@@ -1,4 +1,4 @@
-"""Loading states: what fits goes on, and what does not is refused on all ranks before anything changes."""
+"""Loading states: training continues from one that fits; others are refused on all ranks before any change."""
 
 import copy
 import pickle
@@ -69,7 +69,7 @@ def train(engine, steps=3):
 
 
 def saved_by(ranks, algorithm, steps=3):
-    """What every rank saves, after a training of so many steps."""
+    """The saved states of all ranks, after a training of `steps` steps."""
 
     def body(comm):
         with make_engine(comm, algorithm) as engine:
@@ -80,7 +80,7 @@ def saved_by(ranks, algorithm, steps=3):
 
 
 def outcomes_of(algorithm, states, steps=1):
-    """On every rank: the error that loading `states`, one each, raises, or None; then training goes on."""
+    """The error of loading `states`, one on each rank, or None, for each rank; then training continues."""
 
     def body(comm):
         with make_engine(comm, algorithm) as engine:
@@ -133,26 +133,26 @@ def with_piece(state, tensor, path, change):
 
 @pytest.mark.algorithms("sample")
 @pytest.mark.parametrize("algorithm", [*OWN, *ALIKE], ids=repr)
-def test_what_all_ranks_saved_together_is_loaded(algorithm):
+def test_a_state_saved_by_all_ranks_is_loaded(algorithm):
     saved = saved_by(2, algorithm)
     assert outcomes_of(algorithm, saved) == [None, None]
     assert outcomes_of(algorithm, pickle.loads(pickle.dumps(saved))) == [None, None]
 
 
 @pytest.mark.parametrize("algorithm", OWN, ids=repr)
-def test_what_another_rank_saved_is_refused_where_it_is_that_ranks_own(algorithm):
+def test_per_rank_state_of_another_rank_is_refused(algorithm):
     first, second = saved_by(2, algorithm)
     assert_refused(algorithm, [second, first], "saved by rank 1 of 2, expected rank 0 of 2")
     assert_refused(algorithm, [first, first], "rank 1: the state was saved by rank 0 of 2, expected rank 1 of 2")
 
 
 @pytest.mark.parametrize("algorithm", OWN, ids=repr)
-def test_what_four_ranks_saved_is_refused_on_two_where_it_is_their_own(algorithm):
+def test_per_rank_state_of_four_ranks_is_refused_on_two(algorithm):
     assert_refused(algorithm, saved_by(4, algorithm)[:2], "saved by rank 0 of 4, expected rank 0 of 2")
 
 
 @pytest.mark.parametrize("algorithm", ALIKE, ids=repr)
-def test_what_is_the_same_on_all_ranks_is_loaded_by_any_rank_of_any_number(algorithm):
+def test_replicated_state_is_loaded_by_any_rank_of_any_number(algorithm):
     saved = saved_by(4, algorithm)
     assert outcomes_of(algorithm, saved[2:]) == [None, None]
     assert outcomes_of(algorithm, [saved[0]] * 3) == [None, None, None]
@@ -292,7 +292,7 @@ def test_a_residual_of_another_length_is_refused_though_it_belongs_to_its_bucket
     assert_refused(algorithm, states, "the state is damaged")
 
 
-def test_what_was_under_way_is_still_written_back_after_a_state_was_refused():
+def test_an_exchange_under_way_is_still_written_back_after_a_state_was_refused():
     def body(comm):
         with make_engine(comm, LowPrecisionDecentralized()) as engine:
             train(engine, 2)

@@ -165,7 +165,7 @@ def test_after_weights_come_gradients_of_their_mean(peers):
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_what_comes_then_begins_with_the_weights_as_they_are(ranks):
+def test_the_second_algorithm_begins_with_the_present_weights(ranks):
     algorithm = after(3, Decentralized("one_peer_exponential"), LowPrecisionDecentralized())
 
     actual = trajectories(ranks, algorithm)
@@ -177,7 +177,7 @@ def test_what_comes_then_begins_with_the_weights_as_they_are(ranks):
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_what_comes_first_is_finished_before_the_change(ranks):
+def test_the_first_algorithm_is_finished_before_the_change(ranks):
     algorithm = after(3, LowPrecisionDecentralized(), Decentralized())
 
     actual = trajectories(ranks, algorithm)
@@ -187,7 +187,7 @@ def test_what_comes_first_is_finished_before_the_change(ranks):
     assert_follows(actual, reference, ranks=ranks, wide="float32")
 
 
-def test_what_comes_then_counts_its_own_steps():
+def test_the_second_algorithm_counts_its_steps_from_0():
     algorithm = after(2, GradientAllReduce(), every(3, PAIRS))
 
     actual = trajectories(4, algorithm)
@@ -206,7 +206,7 @@ def test_schedules_nest():
     assert_follows(actual, partial(switched, steps=2, first=gradient_allreduce, then=then), ranks=3)
 
 
-def test_after_no_steps_is_what_comes_then():
+def test_after_no_steps_is_the_second_algorithm():
     expected = trajectories(4, PAIRS)
 
     actual = trajectories(4, after(0, GradientAllReduce(), PAIRS))
@@ -310,8 +310,8 @@ MEMBERS = {name for name in vars(WithDefaults) if not name.startswith("_")} - {"
 
 
 @pytest.mark.parametrize("combinator", [Every, After, ByNode])
-def test_a_combinator_says_of_each_member_what_becomes_of_it(combinator):
-    """Whoever adds an optional member adds it to all combinators, or lets them refuse algorithms that have it."""
+def test_a_combinator_handles_each_member_of_an_algorithm(combinator):
+    """All combinators forward an optional member of algorithms, or refuse algorithms that have it."""
     missing = MEMBERS - {name for base in combinator.__mro__ for name in vars(base)}
     assert not missing
 
@@ -363,7 +363,7 @@ class Everything:
 
 
 @pytest.mark.parametrize("around", [partial(every, 1), partial(after, 0, Plain())], ids=["every", "after"])
-def test_what_a_combinator_forwards_reaches_the_algorithm(around):
+def test_members_that_a_combinator_forwards_reach_the_algorithm(around):
     plan = Plan.pack([TensorSpec("a", (4,), "float32")])
     (bucket,) = make_buckets(plan, plan.allocate())
 
@@ -389,7 +389,7 @@ def test_what_a_combinator_forwards_reaches_the_algorithm(around):
     run_ranks(1, body)
 
 
-def test_what_cannot_go_through_a_combinator_is_refused():
+def test_members_that_cannot_go_through_a_combinator_are_refused():
     with pytest.raises(ArrayError, match=r"by_node: every\(2, Everything.* lends an array to optimizers"):
         by_node(every(2, Everything("weight")))
 
@@ -432,7 +432,7 @@ def test_passes_for_evaluation_change_nothing(algorithm):
 
 @pytest.mark.parametrize("algorithm", [LowPrecisionDecentralized(), LowPrecisionOnePeer(), DiLoCo(3)], ids=repr)
 @pytest.mark.parametrize("finish", [Engine.settle, Engine.state_dict, Engine.stop, Engine.close])
-def test_what_was_exchanged_is_written_back_before_weights_are_read(algorithm, finish):
+def test_an_exchange_is_written_back_before_weights_are_read(algorithm, finish):
     def weights(comm, finish):
         with Trainer(comm, algorithm, make_plan(2), start=common_start) as training:
             training.run(3)
@@ -460,11 +460,11 @@ def test_other_precisions(dtype):
     [every(3, PAIRS), WARM_UP, after(5, LowPrecisionOnePeer(), every(2, LowPrecisionDecentralized()))],
     ids=repr,
 )
-def test_training_goes_on_after_a_restart(algorithm):
+def test_training_continues_after_a_restart(algorithm):
     assert_restarts(4, algorithm, at=(2, 4, 5, 8))
 
 
-def test_training_goes_on_in_other_buckets():
+def test_training_continues_in_other_buckets():
     actual = trajectories(
         3, after(4, GradientAllReduce(), DiLoCo(3)), start=common_start, replans={2: 10_000, 4: 1, 8: 100}
     )

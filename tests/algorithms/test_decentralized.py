@@ -83,14 +83,14 @@ def test_one_peer_rounds_give_the_exact_mean_of_a_power_of_two(rounds):
 
 
 @pytest.mark.parametrize("peers", ["all", "shift_one", "one_peer_exponential"])
-def test_training_goes_on_in_other_buckets(peers):
+def test_training_continues_in_other_buckets(peers):
     actual = trajectories(4, Decentralized(peers), replans={3: 10_000, 7: 1})
 
     assert_follows(actual, partial(decentralized, peers=peers), ranks=4)
 
 
 @pytest.mark.parametrize(("peers", "ranks"), [("all", 3), ("shift_one", 4), ("one_peer_exponential", 8)])
-def test_training_goes_on_after_a_restart(peers, ranks):
+def test_training_continues_after_a_restart(peers, ranks):
     assert_restarts(ranks, Decentralized(peers), at=(5, 8))
 
 

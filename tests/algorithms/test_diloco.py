@@ -110,7 +110,7 @@ def test_nothing_is_sent_between_outer_steps():
     assert run_ranks(2, body)[0].tolist() == [False, False, True, False, False, True, False]
 
 
-def test_training_goes_on_in_other_buckets():
+def test_training_continues_in_other_buckets():
     actual = trajectories(3, DiLoCo(3), start=common_start, replans={4: 10_000, 6: 1})
 
     reference = partial(diloco, local_steps=3, outer_lr=0.7, outer_momentum=0.9)
@@ -119,7 +119,7 @@ def test_training_goes_on_in_other_buckets():
 
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("average", [DiLoCo().average, Quantized()], ids=repr)
-def test_training_goes_on_after_a_restart(average, ranks):
+def test_training_continues_after_a_restart(average, ranks):
     assert_restarts(ranks, DiLoCo(3, average=average), at=(3, 5, 8), start=common_start)
 
 
@@ -129,7 +129,7 @@ def test_local_steps_must_be_positive(local_steps):
         DiLoCo(local_steps)
 
 
-def test_what_is_no_average_is_refused():
+def test_an_object_that_is_no_average_is_refused():
     with pytest.raises(ArrayError, match="average"):
         DiLoCo(average="mean")
 

@@ -97,7 +97,7 @@ def test_by_node_changes_nothing_on_nodes_of_one_rank(algorithm):
 
 
 def test_every_n_qadam_trains_as_its_optimizer_alone_does_between():
-    """Past the warm-up the momentum goes on with this rank's gradients, until it is averaged again."""
+    """After the warm-up the momentum continues with this rank's gradients, until it is averaged again."""
 
     def body(comm):
         with FittingTrainer(comm, every(3, QAdam(2)), make_plan(2), start=common_start) as training:
@@ -115,11 +115,11 @@ def test_every_n_qadam_trains_as_its_optimizer_alone_does_between():
     assert mine.tobytes() == other.tobytes()
 
 
-# One after the other -------------------------------------------------------------------------------------
+# Sequences -----------------------------------------------------------------------------------------------
 
 
 def equal_after(algorithm, steps, folder):
-    """Whether ranks have the same weights after each of so many steps; at the end, their state is saved."""
+    """Whether ranks have the same weights after each of `steps` steps; at the end, their state is saved."""
 
     def body(comm):
         with FittingTrainer(comm, algorithm, make_plan(comm.size), start=common_start) as training:
@@ -303,7 +303,7 @@ def test_many_stops_and_resumes_lose_no_step(algorithm):
 @pytest.mark.algorithms("sample")
 @pytest.mark.parametrize("algorithm", ALL, ids=repr)
 @pytest.mark.parametrize("read", [False, True])
-def test_a_stopped_rank_trains_by_itself_and_goes_on_from_there(algorithm, read):
+def test_a_stopped_rank_trains_by_itself_and_continues_from_there(algorithm, read):
     def body(comm):
         with FittingTrainer(comm, algorithm, make_plan(comm.size), start=common_start) as training:
             training.run(3)
@@ -330,7 +330,7 @@ def test_a_stopped_rank_trains_by_itself_and_goes_on_from_there(algorithm, read)
 
 
 class Alone:
-    """What the next step of a rank that trains by itself comes to, computed apart."""
+    """The expected result of the next step of a rank that trains alone."""
 
     def __init__(self, training):
         phase = with_defaults(training.engine.phase)

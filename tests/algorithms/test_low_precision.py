@@ -116,7 +116,7 @@ def test_replicas_agree_bit_for_bit_after_every_step_replan_and_restart(kind, dt
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_training_goes_on_in_other_buckets(kind):
+def test_training_continues_in_other_buckets(kind):
     actual = trajectories(3, kind(), replans={3: 10_000, 7: 1})
 
     # Blocks now hold other tensors, so what quantizing loses is another part of a step of 1/255 of their range.
@@ -125,7 +125,7 @@ def test_training_goes_on_in_other_buckets(kind):
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("kind", KINDS)
-def test_training_goes_on_after_a_restart(kind, ranks):
+def test_training_continues_after_a_restart(kind, ranks):
     assert_restarts(ranks, kind(), at=(4, 7))
 
 
@@ -140,7 +140,7 @@ def settle(comm, algorithm, steps):
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("kind", KINDS)
-def test_without_gradients_ranks_meet(kind, ranks):
+def test_without_gradients_ranks_converge(kind, ranks):
     results = run_ranks(ranks, lambda comm: settle(comm, kind(), steps=30))
 
     for name in results[0][0]:
@@ -175,6 +175,6 @@ def test_a_dtype_the_codec_does_not_take_is_refused_with_the_tensor(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_no_codec_is_refused(kind):
+def test_an_object_that_is_no_codec_is_refused(kind):
     with pytest.raises(ArrayError, match="codec"):
         kind("MinMaxUInt8")

@@ -1,4 +1,4 @@
-"""Algorithms by name: every name makes what it says, and a wrong one is told what exists."""
+"""Algorithms by name: every name makes its algorithm, and an unknown one is an error with the known names."""
 
 import json
 
@@ -63,10 +63,10 @@ PARTS = {
     "by-node": {"algorithm": "one-peer"},
     "after": {"steps": 1, "first": "exact", "then": "diloco"},
 }
-"""What the names need that stand for nothing by themselves."""
+"""The settings that some names require."""
 
 
-def test_every_name_makes_what_it_means():
+def test_every_name_makes_its_algorithm():
     assert {name: from_name(name) for name in MEANT} == MEANT
     assert {*NAMED} >= {*MEANT, *PARTS}
 
@@ -152,7 +152,7 @@ def test_settings_may_be_objects_and_keywords_come_before_those_of_a_mapping():
         ("error-feedback", {"inner": "exact"}, "has no setting 'inner'"),
     ],
 )
-def test_what_does_not_exist_is_refused_with_what_does(name, settings, message):
+def test_unknown_names_are_refused_with_the_known_ones(name, settings, message):
     with pytest.raises(ArrayError, match=message):
         from_name(name, **settings)
 

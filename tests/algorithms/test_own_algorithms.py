@@ -104,7 +104,7 @@ def test_every_dtype_and_number_of_ranks_fits_if_it_does_not_say_otherwise():
         check_fit(after(1, Plain(), every(2, Decentralized("shift_one"))), PLAN, 3)
 
 
-def test_defaults_stand_in_for_what_is_left_out():
+def test_defaults_replace_missing_members():
     whole = base.with_defaults(Plain())
     assert base.with_defaults(whole) is whole
     assert (whole.algorithm, whole.payload, whole.window) == (Plain(), "grad", Plain.window)
@@ -120,7 +120,7 @@ def test_its_own_methods_come_before_the_defaults():
     class Particular(Plain):
         lends: str = "momentum"
         phases: tuple = (Plain(), RandomPeer())
-        check: object = None  # as good as none
+        check: object = None  # equal to none
 
         def phase(self, step):
             return self.phases[step]
@@ -167,7 +167,7 @@ def test_check_algorithm_refuses_a_window_that_opens_or_closes_at_no_point_of_a_
         check_algorithm(Odd())
 
 
-def test_check_algorithm_refuses_what_is_no_dataclass():
+def test_check_algorithm_refuses_classes_that_are_no_dataclass():
     class Loose:
         payload, window = Plain.payload, Plain.window
         init, exchange = Plain.init, Plain.exchange
@@ -176,7 +176,7 @@ def test_check_algorithm_refuses_what_is_no_dataclass():
         check_algorithm(Loose())
 
 
-# Averages of their own ------------------------------------------------------------------------------
+# Averages of users ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -102,14 +102,14 @@ def test_gradients_are_averaged_until_the_warm_up_ends_and_then_stay_local():
                     assert actual.tobytes() == mine.tobytes()
 
 
-def test_training_goes_on_in_other_buckets():
+def test_training_continues_in_other_buckets():
     actual = trajectories(3, EXACT, replans={3: 10_000, 7: 1}, trainer=AdamTrainer)
 
     assert_follows(actual, reference(mean), ranks=3, start=common_start)
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_training_goes_on_after_a_restart(ranks):
+def test_training_continues_after_a_restart(ranks):
     assert_restarts(ranks, QUANTIZED, at=(2, WARMUP_STEPS, 8), trainer=AdamTrainer)
 
 
@@ -125,7 +125,7 @@ def test_a_beta_out_of_range_is_refused(beta1):
         QAdam(beta1=beta1)
 
 
-def test_what_is_no_average_is_refused():
+def test_an_object_that_is_no_average_is_refused():
     with pytest.raises(ArrayError, match="average"):
         QAdam(average="mean")
 

@@ -43,7 +43,7 @@ def normal(p, shape, dtype="float32", seed=0):
 
 
 def allreduced(xs, codec, op):
-    """What every rank should hold: the steps of the quantized allreduce on a list of float32 arrays."""
+    """The expected result: the steps of the quantized allreduce on a list of float32 arrays."""
     p, shape, size = len(xs), xs[0].shape, xs[0].size
     if p == 1 or size == 0:
         return xs[0]
@@ -132,7 +132,7 @@ def test_quantized_allreduce_by_hand():
     assert [x.tolist() for x in results] == [[0, 2, 255, 0, 8, 255]] * 2
 
 
-def test_what_is_left_in_scratch_by_a_longer_array_is_not_read():
+def test_scratch_of_a_longer_array_is_not_read():
     longer, shorter = normal(3, (1000,)), normal(3, (10,), seed=1)  # 3 ranks pad 10 elements to 12
 
     def body(comm):
@@ -409,7 +409,7 @@ def test_hierarchies_nest():
 
 
 def stage_bytes(average):
-    """What each of 2 x 2 ranks sends inside its node and across nodes, averaging 4096 float32."""
+    """The bytes that each of 2 x 2 ranks sends inside its node and across nodes, averaging 4096 float32."""
 
     def body(comm):
         mean = average.bind(comm)
@@ -426,7 +426,7 @@ def stage_bytes(average):
     return run_ranks(4, body, nodes=[0, 0, 1, 1])
 
 
-def test_a_codec_inside_a_hierarchy_shrinks_only_what_crosses_nodes():
+def test_a_codec_inside_a_hierarchy_encodes_only_traffic_between_nodes():
     half, quarter = 2048 * 4, 1024 * 4  # of the array in bytes, and of that again
     assert stage_bytes(Hierarchical(Exact())) == [(half + half, quarter + quarter)] * 4
     encoded = 32 + 1024
@@ -520,7 +520,7 @@ def test_averages_are_values_and_nest(average, text):
     assert len({average, eval(text, vars(bagua_comm))}) == 1
 
 
-def test_ranks_with_different_sizes_are_told_so():
+def test_arrays_of_different_sizes_raise_on_all_ranks():
     def body(comm):
         with pytest.raises(CommMismatch):
             quantized_allreduce(comm, np.ones(1000 * (comm.rank + 1), np.float32))
@@ -532,7 +532,7 @@ def test_ranks_with_different_sizes_are_told_so():
 # Found by trying: what used to go wrong
 
 
-def test_hierarchical_keeps_what_is_finite_finite_on_nodes_of_unequal_size():
+def test_hierarchical_keeps_finite_values_finite_on_nodes_of_unequal_size():
     def body(comm):
         return Hierarchical().bind(comm)(np.full(5, 60000, np.float16))
 
@@ -555,7 +555,7 @@ def test_averages_take_strided_arrays_in_place(average, nodes):
         assert x.sum() == 9
 
 
-def test_ranks_with_different_codecs_are_told_apart_by_the_call_check():
+def test_different_codecs_of_ranks_are_found_by_the_call_check():
     def body(comm):
         codec = MinMaxUInt8(eps=1e-7 * comm.rank)
         with pytest.raises(CommMismatch, match=r"eps=0.0.* but rank 1 called .*eps=1e-07"):
@@ -615,7 +615,7 @@ def test_collectives_in_pieces_give_the_bytes_of_those_that_go_at_once(call, cou
 
 
 def settled_and_direct(average, make):
-    """What an average that was prepared for other arrays makes of one, and what the call makes of a copy."""
+    """The results of an average that was prepared for other arrays, and of the call on a copy."""
 
     def body(comm):
         mean = average.bind(comm, np.zeros(1000, np.float32))
@@ -660,6 +660,32 @@ def test_a_codec_that_has_no_hash_is_taken_all_the_same():
     x = normal(2, 1000)
     results = run_ranks(2, lambda comm: quantized_allreduce(comm, x[comm.rank], codec=Unfrozen()).tobytes())
     assert results == run_ranks(2, lambda comm: quantized_allreduce(comm, x[comm.rank]).tobytes())
+
+
+@pytest.mark.parametrize("bound", [True, False])
+def test_each_call_looks_once_for_a_prepared_reduction(bound):
+    def body(comm):
+        mean = Quantized(min_bytes=0).bind(comm) if bound else functools.partial(quantized_allreduce, comm)
+        get, looks = comm.call_cache.get, []
+        comm.call_cache.get = lambda key: looks.append(key) or get(key)
+        added = []
+        for _ in range(2):
+            mean(normal(2, 1000)[comm.rank])
+            added.append(comm.call_cache.added)
+        return len(looks), added
+
+    assert run_ranks(2, body) == [(2, [1, 1])] * 2
+
+
+def test_a_reduction_is_prepared_once_for_arrays_of_another_library():
+    torch = needs.package("torch")
+
+    def body(comm):
+        for _ in range(2):
+            quantized_allreduce(comm, torch.from_numpy(normal(2, 1000)[comm.rank].copy()))
+        return comm.call_cache.added
+
+    assert run_ranks(2, body) == [1, 1]
 
 
 @pytest.mark.needs("numba")

@@ -38,7 +38,7 @@ NAMES = [spec.name for spec in SPECS]
 
 
 def gradients(ranks, step):
-    """Those of all ranks: the same in every step, and a little noise."""
+    """The gradients of all ranks: the same in every step, plus a little noise."""
     same = [sample(rank, (COUNT,), "float32") for rank in range(ranks)]
     noise = [0.1 * sample(rank, (COUNT,), "float32", seed=1 + step) for rank in range(ranks)]
     return [x + y for x, y in zip(same, noise, strict=True)]
@@ -102,7 +102,7 @@ def test_both_quantizations_are_made_up_for(ranks):
 
 @pytest.mark.parametrize(("dtype", "atol"), [("float32", 2e-5), ("float16", 0.02), ("bfloat16", 0.15)])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_the_means_and_what_is_left_sum_up_to_the_true_means(ranks, dtype, atol):
+def test_the_means_and_the_residuals_sum_up_to_the_true_means(ranks, dtype, atol):
     results = run_ranks(ranks, lambda comm: averages(comm, ErrorFeedback(Quantized(CODEC)), dtype=dtype))
 
     rounded = [[g.astype(dtype_named(dtype)).astype("f8") for g in gradients(ranks, t)] for t in range(STEPS)]
@@ -141,14 +141,14 @@ def test_a_nan_is_seen_and_forgotten():
     "average", [ErrorFeedback(), Hierarchical(ErrorFeedback(Quantized(CODEC)))], ids=["flat", "hierarchical"]
 )
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_training_goes_on_after_a_restart(average, ranks):
+def test_training_continues_after_a_restart(average, ranks):
     nodes = [0, 1, 1][:ranks]
 
     assert_restarts(ranks, GradientAllReduce(average), at=(2, 7), nodes=nodes, start=common_start)
 
 
 @pytest.mark.parametrize(("inner", "nodes"), [(Exact(), [0, 1, 2, 3]), (Quantized(CODEC), [0, 0, 0, 0])])
-def test_what_has_no_residual_can_be_loaded_on_other_nodes(inner, nodes):
+def test_a_state_without_residuals_loads_on_other_nodes(inner, nodes):
     algorithm, plan = GradientAllReduce(Hierarchical(inner)), make_plan(4)
 
     def save(comm):

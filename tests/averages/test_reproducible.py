@@ -116,7 +116,7 @@ def any_bits(rank, count, dtype):
 
 @pytest.mark.parametrize(("dtype", "digest"), GOLDEN.items())
 def test_golden_bytes(dtype, digest):
-    """What this version gives, later versions give: 3 addends, blocks of 4, the bytes of the mean."""
+    """Golden bytes for later versions: the mean of 3 addends, blocks of 4."""
     xs = [any_bits(rank, 400, dtype) for rank in range(3)]
     mean = summed(xs, 4, "avg")
     same(exactly(xs, 4, "avg"), mean)
@@ -166,7 +166,7 @@ def test_the_largest_sum_there_can_be_does_not_overflow(addends, sign, module):
     np.testing.assert_allclose(mean, x, rtol=2.0**-bits)
 
 
-# What the bits do not depend on
+# Bits do not depend on
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -236,7 +236,7 @@ def test_nor_does_the_number_of_ranks_that_microbatches_are_dealt_to(addends):
     assert [x for x in found if x != found[0]] == []
 
 
-def test_held_addends_are_given_up_with_their_mean():
+def test_held_addends_are_freed_with_their_mean():
     def body(comm):
         bound = Reproducible(addends=3).bind(comm)
         means = []
@@ -257,13 +257,13 @@ def test_conformance(algorithm):
     check_algorithm(GradientAllReduce(algorithm), sizes=(1, 2, 3, 4))
 
 
-def test_what_float32_loses_is_kept():
+def test_the_sum_keeps_what_float32_loses():
     xs = [of(1), of(2**-24), of(2**-24), of(-1)]
     assert sum(xs) == 0
     assert summed(xs) == 2.0**-23
 
 
-# Where the result goes, what it costs, what is refused
+# Outputs, costs, and errors
 
 
 def test_out_may_be_the_array_itself_or_another_of_any_strides():
@@ -325,7 +325,7 @@ def test_refusals_on_every_rank_alike():
 
 
 def said(comm, average, held=0):
-    """What every rank is told where it averages after so many addends to hold; nothing if all is well."""
+    """The error of every rank that averages after holding these numbers of addends; empty if there is none."""
     bound = average.bind(comm)
     for _ in range(held):
         with contextlib.suppress(ArrayError):

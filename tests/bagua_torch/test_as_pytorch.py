@@ -1,4 +1,4 @@
-"""What programs written for PyTorch's own DistributedDataParallel call, read and catch."""
+"""The methods, attributes and errors that programs written for PyTorch's own DistributedDataParallel use."""
 
 import collections
 
@@ -119,7 +119,7 @@ def test_an_optimizer_that_steps_within_the_backward_pass_is_refused(wrapped_fir
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
-def test_what_cannot_be_honoured_is_refused_with_what_to_do(arguments, error, message):
+def test_arguments_that_cannot_be_honoured_are_refused_with_what_to_do(arguments, error, message):
     def body(comm):
         with pytest.raises(error, match=message):
             DistributedDataParallel(make_model(), comm=comm, **arguments)
@@ -160,7 +160,7 @@ def test_without_init_sync_every_rank_keeps_its_weights():
 
 
 @pytest.mark.parametrize("make", [nn.ReLU, lambda: nn.LazyLinear(1)], ids=["nothing to train", "lazy"])
-def test_modules_that_cannot_be_wrapped_raise_what_pytorchs_own_raises(make):
+def test_modules_that_cannot_be_wrapped_raise_the_errors_of_pytorchs_class(make):
     def body(comm):
         for error in (RuntimeError, ArrayError):
             with pytest.raises(error):
@@ -169,7 +169,7 @@ def test_modules_that_cannot_be_wrapped_raise_what_pytorchs_own_raises(make):
     run_ranks(1, body)
 
 
-def test_models_that_differ_raise_what_pytorchs_own_raises():
+def test_models_that_differ_raise_the_errors_of_pytorchs_class():
     def body(comm):
         with pytest.raises(RuntimeError, match="different modules"):
             DistributedDataParallel(nn.Linear(2, 1 + comm.rank), comm=comm)
@@ -181,7 +181,7 @@ def test_models_that_differ_raise_what_pytorchs_own_raises():
 
 
 class WithOwn(nn.Module):
-    """A layer that all ranks have in common, and one of each rank's own, with a shape of its own."""
+    """A layer that all ranks share, and one whose shape differs between ranks."""
 
     def __init__(self, rank):
         super().__init__()
@@ -200,7 +200,7 @@ OWN = ["own.weight", "own.bias", "norm.running_mean"]
 
 @pytest.mark.parametrize("by", ["argument", "attribute"])
 @pytest.mark.parametrize("algorithm", [GradientAllReduce(), ByteGrad(), DiLoCo(local_steps=2), QADAM], ids=repr)
-def test_what_is_to_be_ignored_stays_a_ranks_own(by, algorithm):
+def test_ignored_parameters_stay_different_on_each_rank(by, algorithm):
     def body(comm):
         model = WithOwn(comm.rank)
         names = OWN if by == "argument" else []
@@ -295,7 +295,7 @@ def test_a_graph_that_is_said_to_be_static_and_changes_is_an_error(first):
 
 
 def summed_by(other):
-    """A hook that sums over the ranks of a communicator of its own, in the background of nothing."""
+    """A hook that sums over the ranks of another communicator, without overlap."""
 
     def hook(state, bucket):
         state.append((bucket.index(), bucket.is_last(), [tuple(p.shape) for p in bucket.parameters()]))
@@ -366,7 +366,7 @@ def resolved(value):
     return future
 
 
-def test_a_hook_may_return_a_list_of_one_tensor_and_what_it_was_given():
+def test_a_hook_may_return_a_list_of_one_tensor_or_its_input():
     def body(comm):
         _, _, ddp = wrapped(comm)
         ddp.register_comm_hook(None, lambda state, bucket: resolved([bucket.buffer()]))
@@ -402,7 +402,7 @@ def annotated_return(state, bucket: GradBucket) -> int:
         (annotated_return, ValueError, r"return annotation is <class 'int'>, expected torch.futures.Future"),
     ],
 )
-def test_what_is_no_hook_is_refused_and_the_model_trains_as_before(hook, error, message):
+def test_an_object_that_is_no_hook_is_refused_and_the_model_trains_as_before(hook, error, message):
     def body(comm):
         model, optimizer, ddp = wrapped(comm)
         with pytest.raises(error, match=message):
@@ -499,7 +499,7 @@ def test_all_ranks_stop_where_one_has_ended_and_train_on_afterwards(batches):
     assert run_ranks(len(batches), body, timeout_s=5) == [2 * min(batches)] * len(batches)
 
 
-def test_join_takes_pytorchs_name_for_what_sums_are_divided_by():
+def test_join_takes_pytorchs_name_of_the_divisor():
     def body(comm):
         ddp = DistributedDataParallel(nn.Linear(1, 1, bias=False), comm=comm)
         with ddp.join(divide_by_initial_world_size=False):

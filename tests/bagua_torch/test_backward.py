@@ -13,7 +13,7 @@ from bagua_torch.training.backward import BackwardWatch, watches_of
 
 
 class Heard:
-    """What a watch has called back, in order."""
+    """The callbacks of a watch, in order."""
 
     def __init__(self, module, groups=None, **raises):
         self.calls, self.raises, self.parameters = [], raises, dict(module.named_parameters())
@@ -54,7 +54,7 @@ ONE_PASS = ["began", "after 1.weight", "after 0.weight"]
 BOTH = "ended 0.weight 1.weight"
 
 
-def test_a_pass_is_told_from_its_beginning_to_its_end():
+def test_a_pass_is_reported_from_its_beginning_to_its_end():
     module = two_layers()
     heard = Heard(module)
     module(X).sum().backward()
@@ -78,7 +78,7 @@ def test_gradients_are_the_same_as_without_a_watch_and_the_very_tensors():
         assert torch.equal(mine.grad, theirs.grad)
 
 
-def test_a_group_is_told_when_its_last_gradient_is_there():
+def test_a_group_is_reported_when_its_last_gradient_is_there():
     module = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
     heard = Heard(module, [["1.bias", "0.bias"], ["0.weight", "1.weight"]])
     heard.names = ["biases", "weights"]
@@ -94,10 +94,10 @@ def test_a_group_is_told_when_its_last_gradient_is_there():
     assert sorted(heard.take()[1:-1]) == ["after 0.weight", "after others"]
 
 
-def test_a_group_that_lacks_a_gradient_is_not_told():
+def test_a_group_that_lacks_a_gradient_is_not_reported():
     module = two_layers()
     heard = Heard(module, [["0.weight", "1.weight"]])
-    for _ in range(2):  # what one pass has counted, the next one does not
+    for _ in range(2):  # the next pass starts its count again
         heard.watch.armed = True
         module[1](torch.ones(4, 3)).sum().backward()
         assert heard.take() == ["began", "ended 1.weight"]
@@ -153,7 +153,7 @@ def test_a_pass_that_fails_before_its_first_gradient_leaves_no_trace():
     assert heard.take() == ["after 1.weight", "ended 1.weight"]
 
 
-def test_a_pass_that_fails_does_not_tell_what_the_next_one_computes():
+def test_a_pass_that_fails_does_not_affect_the_reports_of_the_next():
     module = two_layers()
     heard = Heard(module)
 
@@ -200,7 +200,7 @@ def test_parameters_that_take_no_part_are_not_waited_for():
     assert heard.take() == [*ONE_PASS, BOTH]
 
 
-def test_a_pass_that_reaches_no_parameter_is_ended_by_who_knows_of_it():
+def test_a_pass_that_reaches_no_parameter_is_ended_by_its_caller():
     module = two_layers()
     heard = Heard(module)
     torch.ones(2, requires_grad=True).sum().backward()
@@ -260,14 +260,14 @@ class NoGradient(torch.autograd.Function):
         return gradient, None
 
 
-def test_a_gradient_that_is_not_made_is_not_told():
+def test_a_gradient_that_is_not_computed_is_not_reported():
     module = two_layers()
     heard = Heard(module)
     NoGradient.apply(module[1](torch.ones(4, 3)), module[0].weight).sum().backward()
     assert heard.take() == ["began", "after 1.weight", "ended 1.weight"]
 
 
-def test_sparse_gradients_are_told_and_arrive():
+def test_sparse_gradients_are_reported_and_arrive():
     module = nn.Embedding(5, 2, sparse=True)
     heard = Heard(module)
     module(torch.tensor([1, 3])).sum().backward()
@@ -300,7 +300,7 @@ def test_a_pass_that_fails_is_unfinished_until_it_is_forgotten():
 
 
 @pytest.mark.parametrize("call", ["began", "after", "ended"])
-def test_what_a_callback_raises_the_backward_pass_raises(call):
+def test_an_error_of_a_callback_is_raised_by_the_backward_pass(call):
     module = two_layers()
     heard = Heard(module, **{call: ValueError("no")})
     with pytest.raises(ValueError, match="no"):
@@ -308,7 +308,7 @@ def test_what_a_callback_raises_the_backward_pass_raises(call):
     assert heard.calls[-1].startswith(call)
 
 
-def test_what_is_raised_at_the_end_of_a_pass_with_unused_parameters_the_backward_pass_raises():
+def test_an_error_at_the_end_of_a_pass_with_unused_parameters_is_raised_by_the_backward_pass():
     module = two_layers()
     heard = Heard(module, ended=ValueError("no"))
     with pytest.raises(ValueError, match="no"):
@@ -329,7 +329,7 @@ def test_a_checkpoint_is_part_of_the_pass_and_a_reentrant_one_is_a_pass_inside_i
     assert told[True] == [*ONE_PASS[:2], "ended 1.weight inner", "began", *ONE_PASS[2:], "ended 0.weight inner"]
 
 
-def test_a_pass_inside_another_one_ends_and_the_outer_one_goes_on():
+def test_a_pass_inside_another_one_ends_and_the_outer_one_continues():
     module = two_layers()
     heard = Heard(module)
 

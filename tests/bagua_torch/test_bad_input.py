@@ -1,4 +1,4 @@
-"""What cannot work is refused on every rank, before the first step; what is not finite stays visible."""
+"""Wrong arguments are refused on every rank before the first step; values that are not finite stay visible."""
 
 import copy
 import subprocess
@@ -312,7 +312,7 @@ def test_unusual_shapes_and_layouts(algorithm):
         return weights(model)
 
     for actual in run_ranks(2, body):
-        if not isinstance(algorithm, DiLoCo):  # which makes outer steps of its own
+        if not isinstance(algorithm, DiLoCo):  # which makes separate outer steps
             torch.testing.assert_close(actual, weights(plain), rtol=0.1, atol=0.02)
 
 
@@ -347,7 +347,7 @@ def test_gradients_that_are_not_finite_are_seen_on_every_rank(algorithm, value, 
 
 
 @pytest.mark.parametrize("average", ["mean", None, ByteGrad()], ids=repr)
-def test_a_hook_of_what_is_no_average(average):
+def test_a_hook_with_an_object_that_is_no_average(average):
     def body(comm):
         with pytest.raises(ArrayError, match="expected an Average"):
             comm_hook(average, comm)
@@ -356,11 +356,11 @@ def test_a_hook_of_what_is_no_average(average):
 
 
 @pytest.mark.parametrize("algorithm", ["bytegrad", QAdam, 3], ids=repr)
-def test_what_is_no_algorithm(algorithm):
+def test_an_object_that_is_no_algorithm(algorithm):
     refused(adam, algorithm, ArrayError, "expected an algorithm")
 
 
-def test_without_pytorch_the_import_says_what_brings_it():
+def test_without_pytorch_the_import_error_says_what_to_install():
     code = "import sys; sys.modules['torch'] = None; import bagua_torch"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert result.returncode == 1

@@ -53,7 +53,7 @@ def test_tensors_of_any_shape_and_layout_in_memory():
     assert one[1][1::2] == untouched  # rank 0's rows between those of the view
 
 
-def test_nothing_is_sent_where_there_is_nothing_or_nobody():
+def test_nothing_is_sent_without_tensors_or_without_other_ranks():
     def body(comm):
         calls = comm.counters.total().calls
         broadcast_tensors(comm, [])

@@ -46,7 +46,7 @@ def step(ddp, optimizer, x):
 
 
 def statistics_of_rank_0(steps):
-    """The buffers after so many batches, where weights stay as they are."""
+    """The buffers after these numbers of batches, with constant weights."""
     model = with_batch_norm()
     for number in range(steps):
         model(batch(0, number))

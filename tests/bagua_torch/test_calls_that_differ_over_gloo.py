@@ -22,7 +22,7 @@ def loopback(monkeypatch):
 
 
 def outcomes(ranks, call):
-    """What `call(comm, odd)` raises on each rank, where `odd` is True on the last one; None if nothing."""
+    """The error of `call(comm, odd)` on each rank, or None; `odd` is True on the last rank."""
 
     def body(transport):
         comm, start = Communicator([transport]), time.monotonic()
@@ -124,7 +124,7 @@ def test_all_ranks_raise_at_once_and_name_both_calls(name, ranks):
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_a_rank_that_cannot_see_the_difference_hears_of_it(ranks):
+def test_a_rank_that_cannot_see_the_difference_gets_the_error_too(ranks):
     """Its peer waits until its long message is received, which the last rank does not do."""
 
     def around(comm, odd):
@@ -138,7 +138,7 @@ def test_a_rank_that_cannot_see_the_difference_hears_of_it(ranks):
     assert all(text in str(error) for error in errors if error is not None)  # rank 0 of 3 may have all it needs
 
 
-def test_a_rank_that_closes_is_named_to_those_that_call():
+def test_a_rank_that_has_closed_is_named_to_ranks_that_call():
     def body(transport):
         if transport.rank == 1:
             return None  # it closes
@@ -150,7 +150,7 @@ def test_a_rank_that_closes_is_named_to_those_that_call():
     assert "rank 0 called allreduce(float64, op=sum) of 3 x float64 (24 bytes), but rank 1 has closed" in said
 
 
-def test_what_a_store_holds_does_not_outlive_its_process():
+def test_the_contents_of_a_store_do_not_outlive_its_process():
     class Gone:
         def check(self, keys):
             raise RuntimeError("the store is gone")

@@ -95,8 +95,8 @@ def test_a_plain_checkpoint_loads_into_a_wrapped_module():
     run_ranks(2, body)
 
 
-def test_a_checkpoint_in_an_old_graph_is_not_overwritten_by_what_was_exchanged():
-    """What is exchanged after a step is written back before weights are loaded, not after."""
+def test_a_checkpoint_in_an_old_graph_is_not_overwritten_by_an_exchange():
+    """An exchange after a step is written back before weights are loaded, not after."""
 
     def body(comm):
         model, optimizer, ddp = wrapped(comm, DiLoCo(local_steps=1))
@@ -217,7 +217,7 @@ def test_a_restart_after_a_step_was_skipped(algorithm, ranks):
     ids=repr,
 )
 def test_a_restart_with_other_buckets(algorithm):
-    """What does not depend on the buckets, as exact averages do not, goes on bit for bit."""
+    """Training that does not depend on the buckets, such as with exact averages, continues bit for bit."""
     if isinstance(algorithm, LowPrecisionOnePeer):
 
         def body(comm):
@@ -278,7 +278,7 @@ KEEP_NOTHING = [
 
 @pytest.mark.parametrize("algorithm", KEEP_NOTHING, ids=repr)
 def test_a_state_dict_holds_tensors_alone_where_the_algorithm_keeps_nothing(algorithm):
-    """As safetensors and others want it; and it is that of PyTorch's own wrapper, to save and to load."""
+    """As safetensors and others expect it; PyTorch's own wrapper saves and loads the same."""
 
     def body(comm):
         model, optimizer, ddp = wrapped(comm, algorithm)
@@ -300,7 +300,7 @@ def test_a_state_dict_holds_tensors_alone_where_the_algorithm_keeps_nothing(algo
 
 
 @pytest.mark.parametrize("algorithm", KEEP_NOTHING, ids=repr)
-def test_what_is_saved_beside_the_module_loads_where_the_algorithm_keeps_nothing(algorithm):
+def test_a_state_saved_beside_the_module_loads_where_the_algorithm_has_none(algorithm):
     """From files of an earlier version."""
 
     def body(comm):
@@ -319,7 +319,7 @@ def test_what_is_saved_beside_the_module_loads_where_the_algorithm_keeps_nothing
 @pytest.mark.algorithms("sample")
 @pytest.mark.parametrize("steps", [0, 3])
 @pytest.mark.parametrize("algorithm", [a for a in ALGORITHMS if a not in KEEP_NOTHING], ids=repr)
-def test_a_state_dict_without_what_the_algorithm_keeps_is_refused(algorithm, steps):
+def test_a_state_dict_without_the_state_of_the_algorithm_is_refused(algorithm, steps):
     def body(comm):
         model, optimizer, ddp = wrapped(comm, algorithm)
         train(comm, ddp, optimizer, range(steps))
@@ -363,7 +363,7 @@ def test_loading_without_state_of_the_algorithm_forgets_a_step_that_was_pending(
 
 
 def test_loading_forgets_a_step_that_was_pending():
-    """A backward pass before a state is loaded is no step of the training that goes on from there."""
+    """A backward pass before a state is loaded is no step of the training that continues from it."""
 
     def body(comm):
         model, optimizer, ddp = wrapped(comm, LowPrecisionDecentralized())
@@ -427,7 +427,7 @@ CHAIN = [
 
 @pytest.mark.parametrize("ranks", [*(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (1, 2)), 3])
 def test_switching_through_all_algorithms(ranks):
-    """The loss goes on falling, and after each switch all ranks have the same weights."""
+    """The loss continues to fall, and after each switch all ranks have the same weights."""
 
     def body(comm):
         model = nn.Sequential(nn.BatchNorm1d(4), make_model())
@@ -457,7 +457,7 @@ def test_switching_takes_the_mean_of_weights_that_differ(algorithm):
     def body(comm):
         model, optimizer, ddp = wrapped(comm, algorithm)
         train(comm, ddp, optimizer, range(4))
-        ddp.eval()(batch(0, 0))  # what was exchanged is written back
+        ddp.eval()(batch(0, 0))  # exchanges are written back
         mine = weights(model)
         ddp.train().switch(GradientAllReduce())
         mean = weights(model)
@@ -473,7 +473,7 @@ def test_switching_takes_the_mean_of_weights_that_differ(algorithm):
     torch.testing.assert_close(mean, (first + second) / 2)
 
 
-def test_after_switching_gradients_are_averaged_as_if_wrapped_anew():
+def test_after_switching_gradients_are_averaged_as_if_wrapped_again():
     def trained(comm, *, switched):
         model = make_model()
         optimizer = sgd(model.parameters())
@@ -635,7 +635,7 @@ def test_nothing_is_exchanged_between_stop_and_resume():
     torch.testing.assert_close(mean, (first + second) / 2)
 
 
-# What is no checkpoint of ours ----------------------------------------------------------------------------
+# Objects that are no checkpoints of ours ------------------------------------------------------------------
 
 JUNK = [
     None,
@@ -666,7 +666,7 @@ def paths_of(value, path=()):
             yield from paths_of(inner, (*path, key))
 
 
-def test_a_damaged_extra_state_is_refused_alike_on_all_ranks_and_training_goes_on():
+def test_a_damaged_extra_state_is_refused_alike_on_all_ranks_and_training_continues():
     def body(comm):
         model, optimizer, ddp = wrapped(comm, LowPrecisionOnePeer())
         train(comm, ddp, optimizer, range(2))

@@ -1,4 +1,4 @@
-"""Checkpoints in files: a training that goes on as if nothing had been, also on another number of ranks."""
+"""Checkpoints in files: a training continues as if uninterrupted, also on another number of ranks."""
 
 from dataclasses import dataclass, field
 
@@ -155,7 +155,7 @@ def test_a_restart_with_other_optimizers(tmp_path, algorithm, make):
     assert_restarts(tmp_path, 2, algorithm, make)
 
 
-def test_an_asynchronous_training_goes_on(tmp_path):
+def test_an_asynchronous_training_continues(tmp_path):
     algorithm = AsyncModelAverage(interval_s=0)
     saved(tmp_path, 2, algorithm)
     for (loaded, _), _ in saved(tmp_path, 3, algorithm, start=4, at=6):
@@ -167,7 +167,7 @@ def test_an_asynchronous_training_goes_on(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", [QADAM, None], ids=repr)
-def test_what_is_alike_goes_on_bit_for_bit_from_4_to_3_to_8_ranks(tmp_path, algorithm):
+def test_replicated_state_continues_bit_for_bit_from_4_to_3_to_8_ranks(tmp_path, algorithm):
     written = saved(tmp_path, 4, algorithm)
     for ranks, start, at in ((3, 4, 6), (8, 6, 9)):
         before = written[0][1][0]
@@ -220,7 +220,7 @@ def test_the_mean_of_residuals_stays_from_4_to_3_to_8_ranks(tmp_path):
     ],
     ids=repr,
 )
-def test_weights_that_differ_become_their_mean_and_replicas_are_made_anew(tmp_path, algorithm):
+def test_weights_that_differ_become_their_mean_and_replicas_are_recreated(tmp_path, algorithm):
     written = saved(tmp_path, 4, algorithm)
     for ranks, start, at in ((3, 4, 6), (8, 6, 9)):
         mean = torch.stack([after.double() for _, (after, _) in written]).mean(0)
@@ -229,7 +229,7 @@ def test_weights_that_differ_become_their_mean_and_replicas_are_made_anew(tmp_pa
             torch.testing.assert_close(loaded.double(), mean, rtol=1e-6, atol=1e-7)
 
 
-def test_replicas_that_were_made_anew_are_equal_on_the_ranks_that_hold_them(tmp_path):
+def test_replicas_that_were_recreated_are_equal_on_the_ranks_that_hold_them(tmp_path):
     saved(tmp_path, 4, RING)
 
     def body(comm):
@@ -256,19 +256,19 @@ class Mine:
 
 @dataclass(frozen=True)
 class Secretive(Plain):
-    """Keeps an array of which nobody says what it is on another number of ranks."""
+    """Its state is an array without a rule for another number of ranks."""
 
     def init(self, bucket, comm):
         return Mine(np.full(bucket.flat.size, comm.rank, np.float32))
 
 
-def test_what_an_algorithm_keeps_without_a_rule_is_refused_by_name(tmp_path):
+def test_a_state_without_a_rule_is_refused_by_name(tmp_path):
     assert_restarts(tmp_path, 2, Secretive())
     with pytest.raises(CheckpointError, match=r"\['secret'\] is a rank's own, .* by 2 ranks, but 3 load"):
         saved(tmp_path, 3, Secretive(), start=4)
 
 
-# What belongs to a rank -----------------------------------------------------------------------------------
+# Per-rank state -------------------------------------------------------------------------------------------
 
 
 def test_buffers_are_each_ranks_own_and_rank_0s_on_another_number(tmp_path):
@@ -316,7 +316,7 @@ def test_ignored_parameters_stay_a_ranks_own(tmp_path):
 
 
 @pytest.mark.parametrize("experts", [1, 3], ids=["rank 0 has none", "rank 1 has more"])
-def test_experts_go_on_where_they_stood(tmp_path, experts):
+def test_experts_continue_from_their_state(tmp_path, experts):
     """Ranks have other experts, so other names in their state dicts, and optimizers of other lengths."""
 
     def body(comm):
@@ -445,10 +445,10 @@ def test_tensors_of_every_kind_come_back(tmp_path):
     run_ranks(2, body)
 
 
-# What users do wrong --------------------------------------------------------------------------------------
+# Mistakes of users ----------------------------------------------------------------------------------------
 
 
-def test_what_does_not_fit_is_refused_by_name(tmp_path):
+def test_a_state_that_does_not_fit_is_refused_by_name(tmp_path):
     def body(comm):
         training = Training(comm)
         with Checkpoints(tmp_path, comm) as checkpoints:

@@ -1,4 +1,4 @@
-"""What a wrapper refuses: each check by itself, what it returns, and that it changes nothing."""
+"""The checks of a wrapper, one by one: their errors and results, and that they change nothing."""
 
 import pytest
 import torch
@@ -104,7 +104,7 @@ def test_modules_that_cannot_be_trained_are_refused(make, error, message):
     run_ranks(1, body)
 
 
-def test_what_is_ignored_is_not_checked():
+def test_ignored_parameters_are_not_checked():
     def body(comm):
         module = with_buffer(nn.Linear(1, 1), torch.eye(2).to_sparse())
         return checks.check_module(comm, contents_of(module, "given"))
@@ -163,7 +163,7 @@ def test_optimizers_of_other_parameters_are_refused(optimizers, message):
 
 
 @pytest.mark.parametrize("algorithm", [GradientAllReduce, "ByteGrad", None])
-def test_what_is_no_algorithm_is_refused(algorithm):
+def test_an_object_that_is_no_algorithm_is_refused(algorithm):
     with pytest.raises(ArrayError, match="expected an algorithm such as"):
         checks.check_optimizers([], trained(), algorithm)
 
@@ -189,7 +189,7 @@ def test_an_algorithm_that_shares_state_needs_optimizers_that_share_it(optimizer
     checks.check_optimizers([QAdamOptimizer(parameters.values(), warmup_steps=5)], parameters, algorithm)
     for each in (algorithm, after(3, GradientAllReduce(), algorithm)):
         if each is not algorithm and not optimizers(parameters):
-            continue  # it depends on steps, which is told first
+            continue  # it depends on steps, which is reported first
         with pytest.raises(ArrayError, match=message):
             checks.check_optimizers(optimizers(parameters), parameters, each)
 
@@ -209,7 +209,7 @@ def test_an_algorithm_that_shares_state_needs_optimizers_that_share_it(optimizer
     ],
     ids=["shape", "parameter", "dtype", "buffer", "optimizers", "tuner"],
 )
-def test_ranks_that_differ_are_told_so_on_all_ranks(make, optimizers, tuned):
+def test_differences_between_ranks_raise_on_all_ranks(make, optimizers, tuned):
     def body(comm):
         contents = contents_of(make(comm.rank))
         mine = sgd(contents.trained) * optimizers(comm.rank)
@@ -305,7 +305,7 @@ def test_the_end_of_a_wrapper_and_of_a_backward_pass():
         checks.check_backward_ended(unfinished=True)
 
 
-# What ranks have in common --------------------------------------------------------------------------------
+# Agreement of ranks ---------------------------------------------------------------------------------------
 
 
 def test_a_tied_parameter_is_ignored_only_under_all_its_names():

@@ -1,4 +1,4 @@
-"""Our averages in PyTorch's own DistributedDataParallel: exchanges that fail. tests/mpi has those that do not."""
+"""Our averages in PyTorch's own DistributedDataParallel: exchanges that fail. tests/mpi has successful ones."""
 
 import pytest
 import torch
@@ -95,7 +95,7 @@ def test_the_futures_of_a_hook_hold_its_errors_where_nothing_else_waits(gloo):
 
 @pytest.mark.parametrize("step", [0, 1])
 def test_a_static_graph_ends_with_an_error_too(step, gloo):
-    """In its first step PyTorch itself waits for the exchanges, and raises an error of its own."""
+    """In its first step PyTorch itself waits for the exchanges, and raises its own error."""
 
     def body(comm):
         ddp = nn.parallel.DistributedDataParallel(make_model(), static_graph=True)

@@ -93,7 +93,7 @@ class PlayedByTheCPU:
         return torch.from_numpy(array._host)
 
     def wait(self, *_):
-        """What comes next in Python comes next on the stream, too."""
+        """The order of Python is the order of the stream."""
         self.stream.synchronize()
 
 
@@ -133,7 +133,7 @@ def trained_on_host(algorithm):
 
 @pytest.fixture
 def on_host(algorithm):
-    """What training on the host gives. Goes before `played`, which changes what tensors are."""
+    """The result of training on the host. Call it before `played`, which changes tensors."""
     return trained_on_host(algorithm)
 
 
@@ -249,7 +249,7 @@ def test_a_wrapper_may_be_made_on_another_stream_than_it_is_trained_on(on_host, 
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("algorithm", [QADAM, LowPrecisionDecentralized()], ids=repr)
-def test_a_checkpoint_goes_on_with_the_same_bytes(on_host, played, algorithm):
+def test_a_checkpoint_continues_with_the_same_bytes(on_host, played, algorithm):
     def body(comm):
         first = Model(comm, algorithm, played.wait)
         first.train(range(3))
@@ -274,7 +274,7 @@ def bare(tree):
     return {name: bare(value) for name, value in tree.items()} if isinstance(tree, dict) else tree
 
 
-def test_whatever_comes_in_from_pytorch_is_put_in_the_order_of_its_stream(played, monkeypatch):
+def test_tensors_of_pytorch_are_used_in_the_order_of_their_stream(played, monkeypatch):
     """Every public method is called, and every hook runs."""
     streams, called = Counter(), set()
 
@@ -470,7 +470,7 @@ def test_after_an_error_of_the_device_the_end_comes_at_once(played, device, end)
 
 @pytest.mark.parametrize(("kind", "lane_type"), [("nccl", StreamLane), ("local", ThreadLane)])
 @pytest.mark.parametrize("average", [Exact(), Quantized()], ids=repr)
-def test_a_comm_hook_averages_behind_what_pytorch_has_enqueued(played, average, kind, lane_type):
+def test_a_comm_hook_averages_after_the_work_that_pytorch_has_enqueued(played, average, kind, lane_type):
     def body(comm):
         hook = bagua_torch.comm_hook(average, comm)
         lane = hook.__closure__[hook.__code__.co_freevars.index("lane")].cell_contents

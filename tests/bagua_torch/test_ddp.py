@@ -325,7 +325,7 @@ def test_checkpointed_layers(reentrant, last):
         ddp = DistributedDataParallel(model, comm=comm, bucket_bytes=1)
         ddp(torch.full((2, 3), 1.0 + comm.rank)).square().sum().backward()
         result = [parameter.grad.clone() for parameter in model.parameters()]
-        # Where the inner pass comes first it looks like one of its own: averaged twice, to the same values.
+        # Where the inner pass comes first it looks like a separate one: averaged twice, to the same values.
         times = 2 if checkpointed and reentrant and last else 1
         assert ddp.engine.counter.calls == 6 * times
         ddp.close()
@@ -367,7 +367,7 @@ def test_reentrant_checkpoints_with_unused_parameters_are_averaged(last):
 
 
 def test_reentrant_checkpoints_of_all_layers_are_averaged():
-    """Each is a backward pass of its own, inside one that makes the last gradients or none."""
+    """Each is a backward pass inside one that computes the last gradients or none."""
 
     class Model(nn.Module):
         def __init__(self, first):
@@ -397,7 +397,7 @@ def test_reentrant_checkpoints_of_all_layers_are_averaged():
         run_ranks(2, lambda comm, first=first: body(comm, first))
 
 
-# What is averaged: the backward passes of forward passes of the wrapper -----------------------------------
+# Averaging of backward passes through forward passes of the wrapper ---------------------------------------
 
 
 def averaged_calls(body, ranks=2):
@@ -495,7 +495,7 @@ def test_a_backward_pass_is_averaged_in_evaluation_mode_as_well():
     assert averaged_calls(body) == [1.5, 1.5]
 
 
-def test_a_forward_pass_that_returns_what_came_in_or_a_parameter_leaves_no_hook():
+def test_a_forward_pass_that_returns_its_input_or_a_parameter_leaves_no_hook():
     class Odd(nn.Module):
         def __init__(self):
             super().__init__()
@@ -621,7 +621,7 @@ def test_a_parameter_that_is_replaced_after_wrapping_is_refused():
 # torch.func.functional_call: other weights for one call ---------------------------------------------------
 
 
-def test_weights_lent_for_one_call_get_the_gradients():
+def test_weights_of_functional_call_get_the_gradients():
     """On this rank alone, as with PyTorch's own: only the module's parameters are averaged."""
 
     def body(comm, ddp):
@@ -635,7 +635,7 @@ def test_weights_lent_for_one_call_get_the_gradients():
     assert averaged_calls(body) == [(2.0, 1.0, 1.5), (4.0, 2.0, 1.5)]
 
 
-def test_weights_made_of_the_parameters_and_lent_have_gradients_averaged():
+def test_weights_of_functional_call_made_of_the_parameters_have_gradients_averaged():
     def body(comm, ddp):
         lent = {name: 3 * parameter for name, parameter in ddp.named_parameters()}
         torch.func.functional_call(ddp, lent, (mine(comm),)).sum().backward()
@@ -655,7 +655,7 @@ def test_gradients_of_a_function_of_the_weights(lend):
     assert averaged_calls(body) == [[1.0], [2.0]]
 
 
-def test_parameters_of_another_module_lent_are_refused_with_what_to_do():
+def test_parameters_of_another_module_in_functional_call_are_refused_with_what_to_do():
     def body(comm, ddp):
         lent = {"module.weight": nn.Parameter(torch.ones(1, 1))}
         with pytest.raises(ArrayError, match=r"functional_call tensors that are not nn.Parameter"):

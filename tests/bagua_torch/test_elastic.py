@@ -84,7 +84,7 @@ def test_with_a_spare_the_model_is_that_of_an_undisturbed_training(algorithm):
 
 @pytest.mark.algorithms("sample")
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=repr)
-def test_without_a_spare_training_goes_on_with_fewer(algorithm):
+def test_without_a_spare_training_continues_with_fewer(algorithm):
     job = ThreadJob(3)
     got = by_rank(run_fleet(job, training(algorithm, job=job, deaths=[(0, 2)])))
     assert got.keys() == {0, 1}

@@ -62,11 +62,11 @@ CASES = {
 }
 MOVING = {"asynchronous"}
 ALIKE = {each for each in CASES if each.startswith(("exact, fused", "ByteGrad", "hier", "QAdam", "repro"))}
-"""Where no rank has anything of its own. Elsewhere that is lost if a rank and its buddy die at about one time."""
+"""Algorithms without per-rank state. Others lose that if a rank and its buddy die at about the same time."""
 
 
 class Training:
-    """What the user's program has: a model, an optimizer, and what goes with them."""
+    """The objects of the user's program: a model, an optimizer, and what belongs to them."""
 
     def __init__(self, algorithm, optimizer, extras):
         self.algorithm, self.extras = algorithm, extras
@@ -180,7 +180,7 @@ def test_with_spares_nothing_differs_whenever_ranks_die(case, seed):
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("case", CASES)
-def test_without_spares_the_others_go_on_whenever_ranks_die(case, seed):
+def test_without_spares_the_others_continue_whenever_ranks_die(case, seed):
     check(case, seed, spares=0)
 
 

@@ -13,10 +13,10 @@ from support.memory_formats import (
     REAL,
     WEIGHTS,
     Parts,
+    channels_last,
     contiguous,
     expected_of,
-    last,
-    numbers,
+    random_tensor,
     steps,
 )
 from support.torch_training import filled, weights
@@ -116,7 +116,7 @@ class Convolutions(nn.Module):
     ],
 )
 def test_gradients_have_the_strides_of_their_parameters_and_the_values_of_one_process(formats, own):
-    """What PyTorch's own wrapper promises of convolutions in mixed memory formats, in several steps."""
+    """Several steps with convolutions in mixed memory formats, which PyTorch's own wrapper supports."""
 
     def made():
         model = filled(Convolutions())
@@ -125,7 +125,7 @@ def test_gradients_have_the_strides_of_their_parameters_and_the_values_of_one_pr
                 getattr(model, name).to(memory_format=torch.channels_last)
         return model
 
-    xs = [numbers(2, 3, 8, 8, seed=seed) for seed in range(4)]
+    xs = [random_tensor(2, 3, 8, 8, seed=seed) for seed in range(4)]
     local = made()
     optimizer = torch.optim.SGD(local.parameters(), lr=0.1)
 
@@ -136,7 +136,7 @@ def test_gradients_have_the_strides_of_their_parameters_and_the_values_of_one_pr
         seen = []
         for step in range(2):
             ours.zero_grad()
-            ddp(last(xs[2 * step + comm.rank])).square().mean().backward()
+            ddp(channels_last(xs[2 * step + comm.rank])).square().mean().backward()
             ours.step()
             for p in model.parameters():
                 assert p.grad.stride() == p.stride()
@@ -157,12 +157,12 @@ def test_gradients_have_the_strides_of_their_parameters_and_the_values_of_one_pr
 
 def test_a_parameter_with_gaps_gets_a_contiguous_gradient():
     def body(comm):
-        module = Parts("gaps", make={"gaps": lambda: numbers(4, 6)[:, ::2]})
+        module = Parts("gaps", make={"gaps": lambda: random_tensor(4, 6)[:, ::2]})
         ddp = DistributedDataParallel(module, comm=comm)
         ddp(comm.rank).backward()
         (p,) = module.parameters()
         assert (p.stride(), p.grad.stride()) == ((6, 2), (3, 1))
-        mean = sum(2 * (p - numbers(4, 3, seed=seed)) for seed in (0, 1)) / 2
+        mean = sum(2 * (p - random_tensor(4, 3, seed=seed)) for seed in (0, 1)) / 2
         torch.testing.assert_close(p.grad, mean.detach())
         ddp.close()
 
@@ -172,9 +172,19 @@ def test_a_parameter_with_gaps_gets_a_contiguous_gradient():
 def test_expanded_parameters_and_other_orders_of_dimensions_are_refused_on_every_rank():
     def body(comm):
         for first, second, error, match in (
-            (numbers(1, 3).expand(4, 3), numbers(1, 3).expand(4, 3), UnsupportedError, "'weight'.*share memory"),
-            (numbers(4, 4), numbers(1, 4).expand(4, 4), CommMismatch, "different modules.*repeats"),
-            (numbers(4, 4), numbers(4, 4).t(), CommMismatch, r"'weight'.*dimensions in the order \(1, 0\)"),
+            (
+                random_tensor(1, 3).expand(4, 3),
+                random_tensor(1, 3).expand(4, 3),
+                UnsupportedError,
+                "'weight'.*share memory",
+            ),
+            (random_tensor(4, 4), random_tensor(1, 4).expand(4, 4), CommMismatch, "different modules.*repeats"),
+            (
+                random_tensor(4, 4),
+                random_tensor(4, 4).t(),
+                CommMismatch,
+                r"'weight'.*dimensions in the order \(1, 0\)",
+            ),
         ):
             module = nn.Module()
             module.weight = nn.Parameter(first if comm.rank == 0 else second)
@@ -187,7 +197,7 @@ def test_expanded_parameters_and_other_orders_of_dimensions_are_refused_on_every
 def test_extents_of_one_may_have_any_stride():
     def body(comm):
         module = nn.Module()
-        module.weight = nn.Parameter(numbers(3, 1, 2).as_strided((3, 1, 2), (2, 2 + comm.rank, 1)))
+        module.weight = nn.Parameter(random_tensor(3, 1, 2).as_strided((3, 1, 2), (2, 2 + comm.rank, 1)))
         DistributedDataParallel(module, comm=comm).close()
 
     run_ranks(2, body)
@@ -199,17 +209,17 @@ def test_a_memory_format_that_changes_after_wrapping_is_refused():
         ddp = DistributedDataParallel(model, comm=comm)
         model.to(memory_format=torch.channels_last)
         with pytest.raises(ArrayError, match=r"weight' has strides .* convert it back"):
-            ddp(numbers(1, 3, 8, 8))
+            ddp(random_tensor(1, 3, 8, 8))
         model.to(memory_format=torch.contiguous_format)
-        ddp(numbers(1, 3, 8, 8)).sum().backward()
+        ddp(random_tensor(1, 3, 8, 8)).sum().backward()
         ddp.close()
 
     run_ranks(2, body)
 
 
 @pytest.mark.parametrize("algorithm", [GradientAllReduce(ErrorFeedback()), DiLoCo(local_steps=2)], ids=str)
-def test_what_an_algorithm_keeps_is_saved_in_the_order_of_indices(algorithm, tmp_path):
-    """A checkpoint of channels_last goes on in a contiguous model."""
+def test_the_state_of_an_algorithm_is_saved_in_the_order_of_indices(algorithm, tmp_path):
+    """A checkpoint of a channels_last model loads into a contiguous one."""
 
     def body(comm):
         def made(module):

@@ -189,7 +189,7 @@ def test_a_layer_that_one_rank_alone_has_frozen_is_an_error_there(find_unused):
             optimizer.step()
 
     with pytest.raises(CommMismatch, match=r"'0.\w+' is frozen on rank 1, but another rank has computed"):
-        run_ranks(2, body, timeout_s=60)  # nobody waits as long
+        run_ranks(2, body, timeout_s=60)  # no rank waits that long
 
 
 def test_a_gradient_from_before_is_kept_while_its_parameter_is_frozen():
@@ -209,7 +209,7 @@ def test_a_gradient_from_before_is_kept_while_its_parameter_is_frozen():
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("algorithm", [GradientAllReduce(), ByteGrad()], ids=["exact", "bytes"])
 @pytest.mark.parametrize("frozen_in", [0, 1])
-def test_a_rank_that_has_ended_takes_part_whatever_it_has_frozen(algorithm, frozen_in):
+def test_a_rank_that_has_ended_joins_in_whatever_it_has_frozen(algorithm, frozen_in):
     def body(comm):
         model = make_model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

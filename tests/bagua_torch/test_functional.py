@@ -18,7 +18,7 @@ COUNTS = [[0, 2, 1, 3], [1, 0, 2, 1], [4, 1, 0, 0], [2, 2, 2, 0]]
 def uneven(comm, x):
     sends = COUNTS[comm.rank][: comm.size]
     recvs = [COUNTS[r][comm.rank] for r in range(comm.size)]
-    # Rows as many as there are to send, made of x.
+    # As many rows as are sent, made of x.
     rows = torch.cat([x] * 3)[: sum(sends)]
     return functional.alltoallv(comm, rows, sends, recvs)
 
@@ -116,7 +116,7 @@ def test_uneven_rows_go_where_counts_say(p):
         counts = COUNTS[comm.rank][:p]
         rows = [[comm.rank, dest] for dest, n in enumerate(counts) for _ in range(n)]
         x = torch.tensor(rows, dtype=torch.int64).reshape(-1, 2)
-        return functional.alltoallv(comm, x, counts)  # the ranks tell each other how many come
+        return functional.alltoallv(comm, x, counts)  # the ranks exchange the counts
 
     for rank, found in enumerate(run_ranks(p, body)):
         expected = [[source, rank] for source in range(p) for _ in range(COUNTS[source][rank])]
@@ -221,11 +221,11 @@ def test_a_backward_pass_may_run_on_another_thread():
     assert run_ranks(2, body) == [[2.0, 2.0]] * 2
 
 
-# What users do wrong -------------------------------------------------------------------------------------
+# Mistakes of users ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("check", [False, True])
-def test_ranks_that_go_backward_through_different_calls_are_told(check):
+def test_backward_passes_through_different_calls_raise(check):
     def body(comm):
         x = torch.ones(2, requires_grad=True)
         ys = [functional.allreduce(comm, x), functional.allreduce(comm, x)]
@@ -237,7 +237,7 @@ def test_ranks_that_go_backward_through_different_calls_are_told(check):
         run_ranks(2, body, check=check)
 
 
-def test_ranks_that_differ_in_whether_a_gradient_is_needed_are_told():
+def test_ranks_of_which_only_some_need_a_gradient_raise():
     def body(comm):
         functional.allreduce(comm, torch.ones(2, requires_grad=comm.rank == 0))
 
@@ -246,7 +246,7 @@ def test_ranks_that_differ_in_whether_a_gradient_is_needed_are_told():
 
 
 def test_the_communicator_is_in_use_until_backward_returns():
-    """Rank 0's backward pass, on a thread of its own, waits for rank 1, which comes late."""
+    """Rank 0's backward pass, on another thread, waits for rank 1, which is late."""
     refused = threading.Event()
 
     def body(comm):
@@ -306,7 +306,7 @@ def test_wrong_arguments_are_refused_and_leave_the_communicator_usable(call, err
     assert run_ranks(2, body) == [2.0, 2.0]
 
 
-def test_counts_that_do_not_fit_together_are_told():
+def test_counts_that_do_not_fit_together_raise():
     def body(comm):
         recvs = [[1, 1], [2, 1]][comm.rank]  # rank 0 sends one row to rank 1
         functional.alltoallv(comm, torch.ones(2, 2), [1, 1], recvs)

@@ -218,7 +218,7 @@ def test_a_state_that_was_loaded_is_its_own():
 @pytest.mark.parametrize(
     "through", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["copy", "pickle"]
 )
-def test_copies_go_on(through):
+def test_copies_continue(through):
     pairs = both(MAKERS["qadam"])
     advance(pairs, range(3))
     other = through(pairs[1])
@@ -286,7 +286,7 @@ def to_double(ps, optimizer):
 )
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("zero", [True, False], ids=["none", "zeros"])
-def test_what_was_replaced_is_found(change, zero):
+def test_tensors_that_were_replaced_are_found(change, zero):
     pairs = both(MAKERS["adam"])
     advance(pairs, range(2), zero=lambda step: zero)
     for ps, optimizer in pairs:
@@ -294,7 +294,7 @@ def test_what_was_replaced_is_found(change, zero):
     advance(pairs, range(2, 5), zero=lambda step: zero)
 
 
-def test_autograd_is_told_that_parameters_change():
+def test_autograd_notices_that_parameters_change():
     ps = [nn.Parameter(torch.ones(3)) for _ in range(2)]
     fused = fuse(torch.optim.SGD(ps, lr=0.1))
     give_gradients(ps, 0)
@@ -308,7 +308,7 @@ def test_autograd_is_told_that_parameters_change():
 @pytest.mark.parametrize("infinite", [False, True])
 @pytest.mark.parametrize("inner", [False, True], ids=["scaler", "optimizer"])
 def test_a_grad_scaler_unscales_and_skips(infinite, inner):
-    """With `fused=True` PyTorch's optimizers unscale by themselves, by what the scaler lends them."""
+    """With `fused=True` PyTorch's optimizers unscale gradients themselves, by the factors of the scaler."""
     ps, qs = parameters(), parameters()
     pairs = [(ps, torch.optim.Adam(ps, lr=0.01, foreach=False, fused=inner))]
     pairs.append((qs, fuse(torch.optim.Adam(qs, lr=0.01, foreach=False, fused=inner), exact=not inner)))
@@ -435,7 +435,7 @@ def test_weights_stay_in_their_buckets():
     def body(comm):
         model = make_model()
         optimizer = fuse(torch.optim.SGD(model.parameters(), lr=0.1))
-        for step in range(2):  # in flat tensors of its own
+        for step in range(2):  # in separate flat tensors
             train_step(model, optimizer, batch(comm.rank, step))
         ddp = DistributedDataParallel(model, optimizer, LowPrecisionDecentralized(), comm=comm)
         for step in range(2):
@@ -479,7 +479,7 @@ def test_unused_parameters_and_accumulation():
         assert torch.equal(plain, fused)
 
 
-# What is refused --------------------------------------------------------------------------------------------
+# Errors -----------------------------------------------------------------------------------------------------
 
 
 class LARS(torch.optim.SGD):
@@ -513,7 +513,7 @@ class NoisySGD(torch.optim.SGD):
 
 
 class Listed(torch.optim.SGD):
-    """Keeps its parameters in a list of its own."""
+    """Keeps its parameters in another list."""
 
     def __init__(self, params, lr):
         super().__init__(params, lr)
@@ -558,7 +558,7 @@ def matrices():
         "fused",
     ],
 )
-def test_what_cannot_be_fused_is_refused_by_its_name(make, message):
+def test_optimizers_that_cannot_be_fused_are_refused_by_name(make, message):
     ps = matrices()
     optimizer = make(ps)
     before = [p.detach().clone() for p in ps]
@@ -581,7 +581,7 @@ def test_an_optimizer_with_hooks_is_refused():
         fuse(optimizer)
 
 
-def test_what_is_no_optimizer_or_fused_already_is_refused():
+def test_an_object_that_is_no_optimizer_or_fused_already_is_refused():
     with pytest.raises(ArrayError, match="expected an optimizer"):
         fuse(nn.Linear(1, 1))
     optimizer = torch.optim.SGD(matrices(), lr=0.1)

@@ -1,4 +1,4 @@
-"""What users do to gradients: they keep, replace, detach and forget them."""
+"""Gradients that users keep, replace, detach and drop."""
 
 import copy
 
@@ -76,7 +76,7 @@ def test_gradients_that_were_given_other_memory_are_averaged_all_the_same(change
 
 
 @pytest.mark.parametrize("change", [give_it_other_memory, give_another_tensor])
-def test_what_is_accumulated_elsewhere_counts(change):
+def test_gradients_accumulated_elsewhere_count(change):
     def body(comm):
         model, plain = make_model(), make_model()
         ddp = DistributedDataParallel(model, comm=comm)

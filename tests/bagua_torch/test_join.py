@@ -1,4 +1,4 @@
-"""Uneven data: ranks that run out of batches take part until all have."""
+"""Uneven data: ranks that run out of batches join in until all have."""
 
 import contextlib
 
@@ -51,7 +51,7 @@ def joined(
     afterwards=0,
     **settings,
 ):
-    """Train on so many batches on each rank; (weights, buffers, steps) of each."""
+    """Train on these numbers of batches; return (weights, buffers, steps) of each rank."""
 
     def body(comm):
         model = make()
@@ -195,7 +195,7 @@ def test_momenta_are_those_of_the_ranks_that_have_data(batches, weight_decay, di
     ],
     ids=repr,
 )
-def test_nobody_waits_for_ever_where_weights_are_exchanged(algorithm, batches, parts, synchronized):
+def test_no_rank_waits_for_ever_where_weights_are_exchanged(algorithm, batches, parts, synchronized):
     """With and without accumulation, and in the training after it."""
     results = joined(batches, algorithm, parts=parts, synchronized=synchronized, afterwards=2)
 
@@ -217,7 +217,7 @@ def test_a_rank_evaluates_and_saves_while_others_have_ended(algorithm):
         assert actual.isfinite().all()
 
 
-def test_a_rank_without_data_goes_on_exchanging_its_weights():
+def test_a_rank_without_data_continues_exchanging_its_weights():
     """DiLoCo: a rank that made no step since takes the mean of the change as others do."""
     batches, algorithm = (4, 0), DiLoCo(local_steps=2)
 
@@ -228,7 +228,7 @@ def test_a_rank_without_data_goes_on_exchanging_its_weights():
 
 
 def test_ranks_that_end_before_weights_are_exchanged_start_from_the_same_weights():
-    """The gradients' part ends on all ranks at the weights of those that trained."""
+    """The phase of gradients ends on all ranks with the weights of the ranks that trained."""
     (busy, _, _), (idle, _, _) = joined((3, 1), after(3, GradientAllReduce(), LowPrecisionDecentralized()))
 
     assert torch.equal(busy, idle)
@@ -243,7 +243,7 @@ def with_batch_norm():
 
 @pytest.mark.parametrize("batches", [(2, 6), (6, 2), (0, 6, 4)], ids=str)
 def test_buffers_follow_a_rank_that_has_data(batches):
-    """As with PyTorch's own: statistics go on counting when rank 0 has ended."""
+    """As with PyTorch's own: statistics continue to count when rank 0 has ended."""
     leader = batches.index(max(batches))
 
     results = joined(batches, GradientAllReduce(), make=with_batch_norm)
@@ -383,7 +383,7 @@ def test_an_infinity_in_the_last_batch_of_a_rank():
     assert run_ranks(2, body) == [3, 3]
 
 
-# What a rank that ended early finds afterwards ------------------------------------------------------------
+# After an early end of a rank -----------------------------------------------------------------------------
 
 
 def gradients_of(model):

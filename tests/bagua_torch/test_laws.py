@@ -67,7 +67,7 @@ def test_every_1_and_after_0_change_nothing(algorithm):
     assert_equal(trained(after(0, Decentralized(), algorithm)), expected)
 
 
-def test_a_combinator_passes_on_what_an_optimizer_borrows():
+def test_a_combinator_passes_on_the_state_that_an_optimizer_shares():
     expected = trained(QADAM)
     assert torch.equal(*expected)
     assert_equal(trained(every(1, QADAM)), expected)
@@ -84,7 +84,7 @@ def test_every_qadam_needs_an_optimizer_that_borrows_with_the_same_settings():
     run_ranks(1, body)
 
 
-# One after the other -------------------------------------------------------------------------------------
+# Sequences -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.covering(1)
@@ -135,7 +135,7 @@ def with_buffers(algorithm):
 
 @pytest.mark.algorithms("sample")
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=repr)
-def test_a_stopped_rank_trains_as_a_single_process_does_and_goes_on_from_there(algorithm):
+def test_a_stopped_rank_trains_as_a_single_process_does_and_continues_from_there(algorithm):
     assert_trains_alone(algorithm)
 
 
@@ -182,7 +182,7 @@ def assert_trains_alone(algorithm):
     run_ranks(2, body)
 
 
-def test_a_switch_of_a_stopped_model_averages_what_it_has_trained():
+def test_a_switch_of_a_stopped_model_averages_its_weights():
     def body(comm):
         model, optimizer, ddp = wrapped(comm, GradientAllReduce())
         train(comm, ddp, optimizer, range(2))

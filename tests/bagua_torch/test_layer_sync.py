@@ -1,4 +1,4 @@
-"""What `Trainer(sync_batchnorm=True)` does to a model; `lightning_programs.py` trains with it."""
+"""The effect of `Trainer(sync_batchnorm=True)` on a model; `lightning_programs.py` trains with it."""
 
 import torch
 from torch import nn
@@ -8,7 +8,7 @@ from bagua_torch import SyncBatchNorm
 from bagua_torch.lightning.layer_sync import BatchNormOverRanks
 
 
-def test_batchnorms_become_ours_and_plain_again_and_those_that_were_ours_stay():
+def test_batchnorms_are_converted_and_reverted_and_converted_ones_stay():
     def body(comm):
         with comm.split(comm.rank) as mine:
             own = SyncBatchNorm(3, comm=mine)

@@ -19,7 +19,7 @@ BOTH = {BaguaStrategy: TRAINERS, BaguaFabricStrategy: FABRICS}
 
 
 class Base:
-    """What the strategies use of Lightning's ParallelStrategy."""
+    """The members of Lightning's ParallelStrategy that the strategies use."""
 
     def __init__(self, **given):
         self.given = given
@@ -92,14 +92,14 @@ def test_which_distribution_is_meant_must_be_said_if_both_are_imported(stand_ins
             assert isinstance(strategy(comm=comm, package=package), stand_ins[home])
 
 
-def test_without_lightning_the_error_says_what_brings_it(monkeypatch):
+def test_without_lightning_the_error_says_what_to_install(monkeypatch):
     for name in ("lightning", "pytorch_lightning", "lightning.pytorch", "lightning.pytorch.strategies"):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(UnsupportedError, match=r"pip install 'bagua-comm\[lightning\]'"):
         BaguaStrategy(package="lightning")
 
 
-def test_what_lightning_asks_ranks_for(stand_ins, monkeypatch):
+def test_the_answers_of_ranks_to_lightning(stand_ins, monkeypatch):
     import_(monkeypatch, "lightning.pytorch", "lightning.fabric")
 
     def body(comm):
@@ -128,7 +128,7 @@ def test_what_lightning_asks_ranks_for(stand_ins, monkeypatch):
 
 
 # ---------------------------------------------------------------------------------------------------------
-# What the strategies use of DistributedDataParallel
+# The members of DistributedDataParallel that the strategies use
 # ---------------------------------------------------------------------------------------------------------
 
 
@@ -217,7 +217,7 @@ def test_pytorchs_own_wrapper_is_refused_around_ours():
 
 
 @pytest.mark.slow
-def test_a_traceback_is_shown_though_the_hook_of_torch_distributed_keeps_what_is_printed(tmp_path):
+def test_a_traceback_is_shown_although_torch_distributed_has_a_hook(tmp_path):
     script = """
         import sys, torch, bagua_comm
         comm = bagua_comm.connect(timeout_s=60)

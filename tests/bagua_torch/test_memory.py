@@ -1,4 +1,4 @@
-"""What users do to weights that lie in buckets: they convert, share and save them."""
+"""Weights in buckets that users convert, share and save."""
 
 import io
 
@@ -58,7 +58,7 @@ def test_a_model_may_be_converted_and_back_between_two_steps(algorithm, fusing, 
         ddp.close()
         return weights(model)
 
-    def rounded(model):  # what a conversion does, without moving anything
+    def rounded(model):  # like a conversion, without moving anything
         if change is not copy_all:
             with torch.no_grad():
                 for p in model.parameters():

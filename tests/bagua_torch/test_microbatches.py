@@ -99,7 +99,7 @@ def test_a_parameter_without_a_gradient_in_some_microbatches_adds_zeros():
 
 
 class Switch(nn.Module):
-    """A module that runs the part that it is told to."""
+    """A module that runs the part that its argument names."""
 
     def __init__(self, parts):
         super().__init__()
@@ -119,7 +119,7 @@ def test_other_algorithms_have_no_microbatches():
     run_ranks(1, body)
 
 
-def test_a_loop_that_holds_nothing_is_told_what_to_do():
+def test_a_loop_that_holds_nothing_raises_with_what_to_do():
     def body(comm):
         ddp = DistributedDataParallel(network(), [], GradientAllReduce(Reproducible(addends=2)), comm=comm)
         with pytest.raises(ArrayError, match="rank 0 of 1 has 2 of 2 addends, but has 1; distribute"):

@@ -350,7 +350,7 @@ def test_experts_are_drawn_apart_whatever_the_number_of_ranks():
     assert not run_ranks(1, lambda comm: body(comm, seed=2))[0]["gate.weight"].equal(one["gate.weight"])
 
 
-def test_without_a_seed_it_is_that_of_pytorch_and_later_numbers_go_on():
+def test_without_a_seed_it_is_that_of_pytorch_and_later_numbers_continue():
     def drawn():
         torch.manual_seed(5)
         return run_ranks(1, lambda comm: MoE(HIDDEN, make_expert, 2, comm=comm).state_dict())[0], torch.rand(())
@@ -396,7 +396,7 @@ def trained_on(comm, steps, model, optimizer):
     return global_state_dict(model), moe.global_optimizer_state(model, optimizer)
 
 
-def test_a_training_goes_on_with_another_number_of_ranks():
+def test_a_training_continues_with_another_number_of_ranks():
     def start(comm):
         model = Model(comm, dtype=torch.float64, gamma=0.01)
         return model, torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -439,7 +439,7 @@ def test_gradients_are_clipped_by_the_norm_of_the_whole_model():
 
 SAME = nn.Linear(HIDDEN, HIDDEN)
 
-# What users do wrong -------------------------------------------------------------------------------------
+# Mistakes of users ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -465,7 +465,7 @@ def test_wrong_arguments_are_refused(settings, message):
         run_ranks(1, lambda comm: MoE(comm=comm, **given))
 
 
-def test_ranks_that_give_different_arguments_are_told():
+def test_different_arguments_of_ranks_raise():
     with pytest.raises(CommMismatch, match="MoE: k is 1 on rank 0, but 2 on rank 1"):
         run_ranks(2, lambda comm: MoE(HIDDEN, make_expert, 4, k=1 + comm.rank, comm=comm))
 
@@ -478,12 +478,12 @@ def test_ranks_that_give_different_arguments_are_told():
         ([1.0], "x is a list"),
     ],
 )
-def test_what_is_no_token_is_refused(x, message):
+def test_an_input_without_tokens_is_refused(x, message):
     with pytest.raises(ArrayError, match=message):
         run_ranks(1, lambda comm: MoE(HIDDEN, make_expert, 4, comm=comm)(x))
 
 
-def test_an_expert_must_return_what_it_got():
+def test_an_expert_must_return_the_shape_of_its_input():
     layer = run_ranks(1, lambda comm: MoE(HIDDEN, lambda: nn.Linear(HIDDEN, 2), 2, comm=comm))[0]
     with pytest.raises(ArrayError, match=r"expert 0 returned \[\d+, 2\], expected \[\d+, 6\]"):
         layer(torch.ones(2, HIDDEN))
@@ -496,7 +496,7 @@ def test_it_is_not_copied_with_its_communicator():
             refused(layer)
 
 
-def test_layers_that_are_called_in_another_order_are_told():
+def test_layers_called_in_different_orders_raise():
     def body(comm):
         layers = [MoE(HIDDEN, make_expert, 2, comm=comm) for _ in range(2)]
         layers[comm.rank](torch.ones(2, HIDDEN))
@@ -505,7 +505,7 @@ def test_layers_that_are_called_in_another_order_are_told():
         run_ranks(2, body)
 
 
-def test_ranks_with_tokens_of_several_dtypes_are_told():
+def test_tokens_of_different_dtypes_raise():
     def body(comm):
         layer = MoE(HIDDEN, make_expert, 2, comm=comm, seed=0)
         with torch.autocast("cpu", torch.bfloat16, enabled=comm.rank == 0):
@@ -556,7 +556,7 @@ SCRIPT = """
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_processes_get_the_gradients_of_one_process_and_are_told_of_their_mistakes(tmp_path):
+def test_processes_get_the_gradients_of_one_process_and_mistakes_raise(tmp_path):
     def body(comm):
         layer = MoE(6, lambda: nn.Linear(6, 6), 5, 2, comm=comm, seed=0).double()
         layer(torch.arange(72.0, dtype=torch.float64).view(12, 6).sin()).square().sum().backward()

@@ -39,7 +39,7 @@ class Float32Momentum(Optimizer):
 
 
 class Lookahead(Optimizer):
-    """An outer optimizer that shares the groups and the states of the one in it, as many do."""
+    """An outer optimizer that shares the groups and the states of the inner one, like many."""
 
     def __init__(self, inner):
         self.inner = inner
@@ -102,7 +102,7 @@ OPTIMIZERS = {
 
 
 class Held(NamedTuple):
-    """What a program may hold of an optimizer."""
+    """The objects of an optimizer that a program may hold."""
 
     groups: list
     each_group: list
@@ -249,7 +249,7 @@ def test_an_outer_optimizer_keeps_sharing_groups_and_states_with_its_inner_one()
 
 
 def test_a_wrapper_whose_groups_are_a_property_is_filled():
-    """As Accelerate's AcceleratedOptimizer."""
+    """Like Accelerate's AcceleratedOptimizer."""
 
     class Wrapper(Optimizer):
         def __init__(self, optimizer):
@@ -292,10 +292,10 @@ def test_loading_in_place_is_loading():
         assert bits(mine) == bits(theirs), name
 
 
-# What calls it --------------------------------------------------------------------------------------------
+# Callers --------------------------------------------------------------------------------------------------
 
 
-def test_a_learning_rate_set_in_a_group_held_since_before_wrapping_is_heard():
+def test_a_learning_rate_set_in_a_group_held_since_before_wrapping_takes_effect():
     """A warm-up by hand, and a scheduler; through fuse, switch and replan."""
 
     def body(comm):

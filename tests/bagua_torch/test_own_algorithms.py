@@ -1,4 +1,4 @@
-"""Algorithms of users, who define what they must and no more, train a model with PyTorch."""
+"""Algorithms of users, with the required members alone, train a model with PyTorch."""
 
 import pytest
 import torch

@@ -155,7 +155,7 @@ def test_sent_bytes_are_those_of_the_arrays():
     assert run_threads(3, body) == [[160, 2 * 3_200_000 * 2 // 3]] * 3
 
 
-def test_what_is_sent_may_be_read_only():
+def test_a_sent_array_may_be_read_only():
     def body(transport):
         x = np.frombuffer(b"a" * 50_000, np.uint8) if transport.rank == 1 else np.zeros(50_000, np.uint8)
         transport.broadcast(x, 1)
@@ -227,7 +227,7 @@ def test_device_arrays_are_carried_beside_it(device, gpu, name):
     assert run_threads(2, body) == [[3.0] * 3] * 2
 
 
-def test_connect_is_told_what_should_carry_them():
+def test_connect_refuses_an_unknown_gpu_setting():
     with pytest.raises(BootstrapError, match="gpu is 'cuda', expected one of auto, nccl"):
         bagua_torch.connect(gpu="cuda")
 
@@ -276,7 +276,7 @@ def test_several_threads_use_a_duplicate_each_and_make_groups_meanwhile():
 
 
 # ---------------------------------------------------------------------------------------------------
-# What goes wrong
+# Failures
 # ---------------------------------------------------------------------------------------------------
 
 
@@ -316,7 +316,7 @@ def test_different_sizes_are_a_mismatch_and_never_write_beyond_our_arrays(call, 
     assert run_threads(2, body) == [CommMismatch] * 2
 
 
-def test_the_sender_is_told_what_its_peer_expected():
+def test_the_sender_gets_an_error_with_the_size_that_its_peer_expected():
     def body(transport):
         sent, expected = ((2000, 3000), (3000, 1000))[transport.rank]
         peer = 1 - transport.rank
@@ -363,7 +363,7 @@ def test_after_a_mismatch_the_next_message_is_the_next(sent, expected):
     run_threads(2, body)
 
 
-def test_a_rank_that_does_not_come_is_a_timeout_and_its_peers_are_told():
+def test_a_missing_rank_is_a_timeout_on_all_its_peers():
     given_up = threading.Barrier(3)
 
     def body(transport):
@@ -378,7 +378,7 @@ def test_a_rank_that_does_not_come_is_a_timeout_and_its_peers_are_told():
         with pytest.raises(CommError) as caught:
             comm.allreduce(np.ones(5))
         given_up.wait(30)
-        assert isinstance(caught.value, (CommTimeout, RankFailed))  # whoever is first closes the connections
+        assert isinstance(caught.value, (CommTimeout, RankFailed))  # the first rank closes the connections
         if isinstance(caught.value, CommTimeout):
             assert f"allreduce(float64[5], op=sum) #2: rank {comm.rank} of 3 waited 2 s" in str(caught.value)
         with pytest.raises(CommAborted, match="a call failed earlier"):
@@ -436,7 +436,7 @@ def test_abort_wakes_a_thread_of_this_rank():
     assert run_threads(2, body, timeout_s=60) == [CommAborted, RankFailed]
 
 
-def test_nobody_else_to_meet_is_a_timeout():
+def test_a_rendezvous_without_other_ranks_is_a_timeout():
     rendezvous = RendezvousInfo(dist.HashStore(), "test", 0, 2)
     with pytest.raises(CommTimeout, match=r"rank 0 of 2 waited 0\.5 s for its peers"):
         ProcessGroupTransport(timeout_s=0.5, rendezvous=rendezvous)
@@ -465,7 +465,7 @@ def test_alone_is_a_world_of_one_rank_whatever_started_it(monkeypatch):
         assert not dist.is_initialized()
 
 
-def test_connect_takes_the_place_of_a_communicator_that_nobody_asked_for():
+def test_connect_replaces_a_communicator_that_default_has_made():
     unasked = bagua_torch.process_group.default()
     with unasked, bagua_torch.connect() as comm:
         assert comm is not unasked
@@ -474,7 +474,7 @@ def test_connect_takes_the_place_of_a_communicator_that_nobody_asked_for():
             bagua_comm.connect()
 
 
-def test_record_is_where_each_rank_writes_what_it_did_last(monkeypatch, tmp_path):
+def test_record_is_the_folder_of_the_flight_records(monkeypatch, tmp_path):
     given = {}
     monkeypatch.setattr(bagua_comm, "connect", lambda **options: given.update(options) or bagua_comm.default())
     with bagua_torch.connect(record=tmp_path):
@@ -513,7 +513,7 @@ def test_a_process_group_that_is_there_is_used_and_left_as_it_is():
 def test_a_launcher_may_start_one_rank(monkeypatch):
     for name, value in {**environment_of_a_world(1), "RANK": "0"}.items():
         monkeypatch.setenv(name, value)
-    fresh = functools.cache(bootstrap.torchrun_store.__wrapped__)  # kept as in a process of its own
+    fresh = functools.cache(bootstrap.torchrun_store.__wrapped__)  # stored as in a separate process
     monkeypatch.setattr(bootstrap, "torchrun_store", fresh)
     for _ in range(2):
         with bagua_torch.connect(timeout_s=10) as comm:
@@ -522,7 +522,7 @@ def test_a_launcher_may_start_one_rank(monkeypatch):
         assert not dist.is_initialized()
 
 
-def test_torchrun_without_an_address_to_meet_at_is_refused(monkeypatch):
+def test_torchrun_without_a_rendezvous_address_is_refused(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.delenv("MASTER_ADDR", raising=False)
@@ -536,7 +536,7 @@ def test_torchrun_without_an_address_to_meet_at_is_refused(monkeypatch):
 
 
 def environment_of_a_world(ranks):
-    """What a launcher tells all its processes; each has its RANK besides."""
+    """The variables that a launcher sets for all its processes, except RANK."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -551,7 +551,7 @@ def script(tmp_path, text):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_under_torchrun_the_world_is_what_it_started(tmp_path, ranks):
+def test_under_torchrun_the_world_is_that_of_torchrun(tmp_path, ranks):
     path = script(
         tmp_path,
         """
@@ -739,7 +739,7 @@ def test_an_interrupt_of_one_rank_ends_the_call_on_the_others_at_once():
                 comm.allreduce(np.ones(3))
         else:
             start = time.monotonic()
-            # Who hears of it through another one that has heard of it names that one.
+            # A rank that gets the notice from another rank names that one.
             with pytest.raises(RankFailed, match=r"rank [012]: it died, left, or gave up after an error"):
                 comm.allreduce(np.ones(3))
             assert time.monotonic() - start < 10
@@ -779,7 +779,8 @@ def test_an_interrupted_call_closes_its_connections_so_that_gloo_sends_no_more_a
 
 
 def test_former_names_of_a_rendezvous_warn():
-    with pytest.warns(DeprecationWarning, match="Meeting is now RendezvousInfo"):
+    with pytest.warns(DeprecationWarning, match="Meeting is now RendezvousInfo") as warned:
         former = bagua_torch.process_group.Meeting
-    with pytest.warns(DeprecationWarning, match="meeting is now rendezvous"):
+    assert warned[0].filename == __file__
+    with pytest.warns(DeprecationWarning, match=r"\(meeting=\) is now rendezvous="):
         ProcessGroupTransport(timeout_s=1, meeting=former(dist.HashStore(), "former", 0, 1)).close()

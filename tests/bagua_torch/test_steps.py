@@ -77,7 +77,7 @@ def test_where_weights_are_exchanged_a_step_that_was_left_out_counts():
     run_ranks(2, body)
 
 
-def test_what_stays_on_a_rank_opens_nothing():
+def test_parameters_that_stay_on_their_rank_open_no_step():
     def body(comm):
         driven = Driven(comm)
         assert driven.after("no_sync", "evaluate") == [IDLE, IDLE]

@@ -1,4 +1,6 @@
-"""What ranks do by themselves between `stop` and `resume`, and what they do together afterwards."""
+"""Training of each rank alone between `stop` and `resume`, and training together afterwards."""
+
+import gc
 
 import pytest
 import torch
@@ -96,7 +98,7 @@ def test_a_stopped_rank_freezes_layers_by_itself(algorithm, find_unused):
     run_ranks(2, body, timeout_s=5)
 
 
-def test_what_a_stopped_rank_does_not_use_gets_no_gradient():
+def test_parameters_that_a_stopped_rank_does_not_use_get_no_gradient():
     def body(comm):
         model = filled(nn.Linear(4, 1))
         model.unused = nn.Linear(4, 1)
@@ -171,3 +173,35 @@ def test_a_state_saved_while_stopped_after_uneven_steps_says_to_resume_first(sav
         ddp.close()
 
     run_ranks(2, body, timeout_s=5)
+
+
+@pytest.mark.parametrize("dropping", [(0, 1), (1,)], ids=["all ranks", "one rank"])
+def test_an_engine_whose_wrapper_is_deleted_does_not_resume_with_different_weights(dropping):
+    def body(comm):
+        _, optimizer, ddp = wrapped(comm, GradientAllReduce())
+        ddp.stop()
+        step(comm, ddp, optimizer, comm.rank)
+        engine = ddp.engine
+        if comm.rank in dropping:
+            del ddp
+            gc.collect()
+        with pytest.raises(ArrayError, match=f"rank {dropping[0]} has deleted the wrapper of this engine"):
+            engine.resume()
+        engine.abort()
+
+    run_ranks(2, body, timeout_s=5)
+
+
+def test_an_engine_whose_wrapper_is_deleted_resumes_with_equal_weights():
+    def body(comm):
+        _, _, ddp = wrapped(comm, GradientAllReduce())
+        ddp.stop()
+        engine = ddp.engine
+        del ddp
+        gc.collect()
+        engine.resume()
+        stopped = engine.stopped
+        engine.close()
+        return stopped
+
+    assert run_ranks(2, body, timeout_s=5) == [False, False]

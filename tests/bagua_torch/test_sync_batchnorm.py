@@ -326,7 +326,7 @@ def test_compiled_around_it_the_results_are_the_same():
     torch.testing.assert_close(sum(grad for _, grad in ranks), plain[0].weight.grad, atol=1e-10, rtol=1e-8)
 
 
-# What users do wrong ---------------------------------------------------------------------------------------
+# Mistakes of users -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -397,7 +397,7 @@ def test_a_batchnorm_that_convert_would_break_is_named(part, message):
     ],
     ids=["order", "gradient"],
 )
-def test_passes_that_differ_are_told_on_all_ranks(wrong, message):
+def test_passes_that_differ_raise_on_all_ranks(wrong, message):
     def body(comm):
         layers = [SyncBatchNorm(3, comm=comm) for _ in range(2)]
         with pytest.raises(CommMismatch, match=message):

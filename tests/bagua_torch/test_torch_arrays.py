@@ -149,7 +149,7 @@ def test_a_parameter_without_a_gradient_comes_back_as_a_tensor():
         (torch.zeros(2).to(torch.float8_e5m2), "float8_e5m2"),
     ],
 )
-def test_what_cannot_be_viewed_is_refused(tensor, message):
+def test_tensors_that_cannot_be_viewed_are_refused(tensor, message):
     with pytest.raises(UnsupportedError, match=message):
         as_array(tensor)
 

@@ -70,7 +70,7 @@ def leave(fleet, comm):
 
 
 @pytest.mark.parametrize("victims", [[1], pytest.param([0, 3], marks=pytest.mark.slow)])
-def test_those_that_are_left_meet_and_go_on(processes, victims):
+def test_the_survivors_join_a_rendezvous_and_continue(processes, victims):
     def body(fleet):
         comm = connect_all(fleet, fleet.rendezvous())
         sums = [total(comm)]
@@ -125,7 +125,7 @@ def test_a_death_while_the_others_connect_is_found_long_before_the_timeout(proce
     assert run(processes, 3, body) == [(3.0, True), (3.0, True), None]
 
 
-def test_who_is_about_to_be_ended_by_torchrun_trains_no_more(processes, monkeypatch):
+def test_a_process_that_torchrun_is_about_to_end_trains_no_more(processes, monkeypatch):
     monkeypatch.setattr(fleet, "AGENT_S", 0.01)
 
     def body(fleet):
@@ -214,7 +214,7 @@ def test_a_spare_is_called_when_one_dies_and_released_at_the_end(processes):
     assert run(processes, 4, body, spares=2) == [([], 3.0), None, ([True], 3.0), [True, False]]
 
 
-def test_a_process_that_is_started_again_alone_is_let_in(processes):
+def test_a_process_that_is_started_again_alone_is_admitted(processes):
     def old(fleet):
         comm = connect_all(fleet, fleet.rendezvous())
         if fleet.me == 1:
@@ -268,7 +268,7 @@ def test_a_process_ends_well_while_its_fleet_looks_in_the_store(end):
     assert (result.returncode, result.stderr) == (0, "")
 
 
-def test_what_cannot_be_asked_for():
+def test_requests_that_are_refused():
     with pytest.raises(ArrayError, match="2 of 2 processes are spares"):
         TorchrunFleet(dist.HashStore(), 0, 2, timeout_s=5, spares=2)
     fleet = TorchrunFleet(dist.HashStore(), 0, 1, timeout_s=5)
@@ -289,7 +289,7 @@ def join_all(store, size, timeout_s=TIMEOUT_S):
         return [rank.result() for rank in ranks]
 
 
-def test_what_an_earlier_attempt_has_left_in_the_store_misleads_nobody():
+def test_keys_of_an_earlier_attempt_in_the_store_are_ignored():
     store = dist.HashStore()
     before = {each.prefix for each in join_all(store, 3)}
     with pytest.raises(BootstrapError, match=r"rank 1 of 3 has waited 0\.05 s"):
@@ -300,7 +300,7 @@ def test_what_an_earlier_attempt_has_left_in_the_store_misleads_nobody():
     assert before.isdisjoint({after[0].prefix})
 
 
-def test_who_does_not_come_is_named():
+def test_a_missing_process_is_named():
     with pytest.raises(BootstrapError, match=r"rank 0 of 3 has waited 0.05 s .* nothing of ranks \[1, 2\]"):
         join(dist.HashStore(), 0, 3, timeout_s=0.05)
 
@@ -327,7 +327,7 @@ def test_the_first_of_several_values_holds():
         assert len(set(pool.map(set_once, range(8)))) == 1
 
 
-def test_under_torchrun_without_bagua_torch_the_error_says_what_to_import(monkeypatch):
+def test_under_torchrun_without_bagua_torch_the_error_names_the_import(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(start, "_under_torchrun", None)
@@ -336,7 +336,7 @@ def test_under_torchrun_without_bagua_torch_the_error_says_what_to_import(monkey
 
 
 # ---------------------------------------------------------------------------------------------------
-# What outlives the processes
+# State that outlives the processes
 # ---------------------------------------------------------------------------------------------------
 
 
@@ -356,7 +356,7 @@ def test_a_folder_whose_agent_is_gone_is_removed_and_no_other(memory):
     mine = agent_folder.provide()
     space, agent, start_ticks = mine.name.removeprefix(agent_folder.PREFIX).split("-")
     gone = memory / f"{agent_folder.PREFIX}{space}-{agent}-{int(start_ticks) - 1}"
-    elsewhere = memory / f"{agent_folder.PREFIX}1{space}-{agent}-1"  # another container's: who knows
+    elsewhere = memory / f"{agent_folder.PREFIX}1{space}-{agent}-1"  # another container's: unknown
     for folder in (gone, elsewhere):
         folder.mkdir(mode=0o700)
         (folder / "slot-0-a-own").write_bytes(b"x")
@@ -429,7 +429,7 @@ def write(folder, end=""):
 
 
 @pytest.mark.slow
-def test_what_torchrun_starts_again_goes_on_from_the_last_commit(tmp_path):
+def test_processes_that_torchrun_restarts_continue_from_the_last_commit(tmp_path):
     program = write(tmp_path)
     before = set(shared_memory().glob(f"{agent_folder.PREFIX}*"))
     result = torchrun(2, "--max-restarts=1", program, tmp_path, 1, timeout_s=200)
@@ -443,7 +443,7 @@ def test_what_torchrun_starts_again_goes_on_from_the_last_commit(tmp_path):
 
 
 @pytest.mark.slow
-def test_workers_of_other_agents_go_on_in_the_same_processes(tmp_path):
+def test_workers_of_other_agents_continue_in_the_same_processes(tmp_path):
     program = write(
         tmp_path, end="os.kill(os.getppid(), signal.SIGKILL)  # the agent would wait for the dead one's"
     )

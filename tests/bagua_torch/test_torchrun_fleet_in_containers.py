@@ -19,7 +19,7 @@ def processes(tmp_path, monkeypatch):
 
 
 def total(fleet, rendezvous):
-    """The sum of all processes' numbers, each plus one, over a communicator of those in the rendezvous."""
+    """The sum of the numbers of all processes in the rendezvous, each plus one."""
     with fleet.connect([process.number for process in rendezvous.alive]) as comm:
         return float(comm.allreduce(np.full(3, fleet.me + 1.0, np.float32))[0])
 
@@ -39,7 +39,9 @@ def test_living_processes_of_other_containers_are_not_taken_for_dead(processes):
 
 
 @pytest.mark.slow
-def test_a_death_in_a_container_does_not_end_those_of_another_one_whose_agent_has_the_same_number(processes):
+def test_a_death_in_a_container_does_not_end_processes_of_another_container_whose_agent_has_the_same_pid(
+    processes,
+):
     def body(fleet):
         total(fleet, fleet.rendezvous())
         if fleet.me == 0:

@@ -60,7 +60,7 @@ def even_ranks(algorithm, ranks):
 @pytest.mark.parametrize(
     "algorithm", [*GRADIENT_ALGORITHMS, QADAM, *WEIGHT_ALGORITHMS, *CHANGING_ALGORITHMS], ids=str
 )
-def test_training_in_evaluation_mode_exchanges_what_training_mode_exchanges(algorithm):
+def test_training_in_evaluation_mode_exchanges_as_in_training_mode(algorithm):
     """Fine-tuning without dropout, and with the statistics of BatchNorm as they are."""
 
     def body(comm, modes):
@@ -378,7 +378,7 @@ THEN = {
 @pytest.mark.parametrize("then", THEN)
 @pytest.mark.parametrize("algorithm", WEIGHT_ALGORITHMS, ids=repr)
 def test_a_rank_may_skip_a_step_alone_where_weights_are_exchanged(algorithm, then):
-    """Whatever comes next, no rank waits for what another does not send."""
+    """In each next step, no rank waits for a message that another does not send."""
 
     def body(comm):
         model, optimizer, ddp = skipping_a_step(comm, algorithm)
@@ -709,7 +709,7 @@ def test_a_step_of_the_optimizer_is_not_lost_if_no_forward_pass_was_between():
         assert 0.9 < ratio < 1.1
 
 
-# What ranks start with ------------------------------------------------------------------------------------
+# Initial state of ranks -----------------------------------------------------------------------------------
 
 OPTIMIZERS = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
@@ -872,7 +872,7 @@ def test_copying_the_wrapper_is_refused_and_copying_its_module_is_not():
         train_step(ddp, optimizer, batch(comm.rank, 0))
         with pytest.raises(UnsupportedError, match=r"copy its \.module"):
             copy.deepcopy(ddp)
-        ddp.eval()(batch(0, 0))  # what was exchanged is written back
+        ddp.eval()(batch(0, 0))  # exchanges are written back
         ddp.train()
         copied = copy.deepcopy(ddp.module)
         average = torch.optim.swa_utils.AveragedModel(ddp.module)

@@ -112,7 +112,7 @@ def test_gradients_that_accumulate_move_to_new_buckets():
     run_ranks(2, body)
 
 
-def test_what_cannot_move_to_new_buckets_is_told_and_training_goes_on():
+def test_a_state_that_cannot_move_to_new_buckets_raises_and_training_continues():
     def body(comm):
         algorithm = GradientAllReduce(Hierarchical(ErrorFeedback()))
         model, optimizer, ddp = wrapped(comm, algorithm)
@@ -184,7 +184,7 @@ def test_averages_and_blocks_are_tried_where_they_are_given():
     assert tried[0] == tried[1]
 
 
-def test_a_profile_is_what_the_next_training_begins_with(tmp_path):
+def test_the_next_training_begins_with_the_profile(tmp_path):
     def body(comm):
         first = make_tuner(profile=tmp_path / "profile.json")
         _, optimizer, ddp = wrapped(comm, tuner=first)

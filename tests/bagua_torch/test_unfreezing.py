@@ -43,7 +43,7 @@ def wrapped(comm, algorithm=EXACT, *, seed=0, **options):
 
 
 def unfreeze(model, optimizer):
-    """As Lightning's BackboneFinetuning does."""
+    """Like Lightning's BackboneFinetuning."""
     model[0].requires_grad_(True)
     optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 0.02})
 
@@ -97,7 +97,7 @@ def test_a_layer_that_is_unfrozen_trains_as_in_one_process(algorithm, tolerance,
     assert not torch.allclose(first, alone(4, 6), rtol=0, atol=tolerance)  # it did begin in that step
 
 
-def test_what_the_algorithm_keeps_for_other_parameters_stays():
+def test_the_state_of_other_parameters_stays():
     """Anchors, momenta and steps since the last outer step; the new parameters step in the same rounds."""
 
     def body(comm):
@@ -162,7 +162,7 @@ def test_a_rank_that_has_unfrozen_nothing_is_an_error_on_all_ranks(algorithm):
             train()
         return str(caught.value)
 
-    quiet, loud = run_ranks(2, body, timeout_s=60)  # nobody waits as long
+    quiet, loud = run_ranks(2, body, timeout_s=60)  # no rank waits that long
     assert "allgather_object" in quiet
     assert "rank 1 has unfrozen '0.weight' (4, 4) of torch.float32" in loud
     assert "between the same two steps" in loud
@@ -268,8 +268,8 @@ def test_unused_parameters_are_agreed_on_with_the_new_ones(how):
 
 
 @pytest.mark.parametrize("algorithm", [FEEDBACK, DiLoCo(local_steps=3)], ids=repr)
-def test_a_checkpoint_goes_on_bit_for_bit_where_the_layer_is_frozen_again_on_wrapping(algorithm):
-    """What the algorithm kept for the layer waits until it is unfrozen."""
+def test_a_checkpoint_continues_bit_for_bit_where_the_layer_is_frozen_again_on_wrapping(algorithm):
+    """The algorithm's state of the layer is kept until it is unfrozen."""
 
     def body(comm):
         model, optimizer, ddp = wrapped(comm, algorithm)

@@ -69,7 +69,7 @@ def test_one_rank_that_steps_within_the_backward_pass_leaves_no_other_waiting():
             loss_of(ddp, batch(comm.rank, step)).backward()
 
     with pytest.raises((UnsupportedError, CommError), match="stepped within the backward pass"):
-        run_ranks(2, body, timeout_s=60)  # nobody waits as long
+        run_ranks(2, body, timeout_s=60)  # no rank waits that long
 
 
 def test_optimizers_of_single_parameters_that_are_given_are_refused_in_the_hook():

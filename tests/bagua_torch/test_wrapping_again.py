@@ -53,7 +53,7 @@ def test_a_module_that_is_wrapped_three_times_is_exchanged_once_a_step(keep):
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=repr)
 @pytest.mark.parametrize("kept", ["kept", "dropped", "kept by one rank", "closed"])
-def test_wrapping_again_goes_on_from_the_same_weights(algorithm, kept):
+def test_wrapping_again_continues_from_the_same_weights(algorithm, kept):
     def body(comm):
         model = make_model()
         optimizer = optimizer_for(algorithm, model.parameters())
@@ -117,8 +117,8 @@ def test_a_wrapper_that_is_dropped_is_freed_and_exchanges_nothing(algorithm):
             assert not thread.is_alive()
 
 
-def test_momentum_of_a_dropped_wrapper_goes_on_in_its_optimizer():
-    """As if it were the plain optimizer's, past the warm-up as well."""
+def test_momentum_of_a_dropped_wrapper_continues_in_its_optimizer():
+    """Like that of the plain optimizer, also after the warm-up."""
 
     def body(comm):
         model, optimizer, ddp = wrapped(comm, QADAM)

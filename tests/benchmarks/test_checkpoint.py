@@ -1,4 +1,4 @@
-"""The measurement of checkpoints, on a small state: it compares what comes back, and names every way."""
+"""The measurement of checkpoints, on a small state: it compares loaded values, and names every way."""
 
 import pytest
 

@@ -262,7 +262,7 @@ def test_two_ranks_stand_beside_mpi4py(tmp_path):
 
 @pytest.mark.slow
 @needs_mpirun
-def test_two_ranks_quantized_say_what_travelled_and_how_far_off_it_was(tmp_path):
+def test_two_quantized_ranks_report_their_wire_bytes_and_their_error(tmp_path):
     path = tmp_path / "quantized.json"
     args = ["--codec", "minmax", "float16", "-b", "4K", "-e", "4K", "-n", 2, "-w", 1, "--json", path]
     lines = run("quantized_allreduce", *args, ranks=2)

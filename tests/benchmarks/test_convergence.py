@@ -1,4 +1,4 @@
-"""The benchmark of convergence: what it writes, and that it goes on where it was interrupted."""
+"""The benchmark of convergence: its results, and that it resumes after an interruption."""
 
 import doctest
 import json
@@ -15,7 +15,7 @@ NAMES = ["torch", "exact", "low-precision-one-peer"]
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """What two ranks write in four steps of both tasks."""
+    """The results of two ranks in four steps of both tasks."""
     if find_mpirun() is None:
         pytest.skip("there is no mpirun")
     folder = tmp_path_factory.mktemp("results")
@@ -130,7 +130,7 @@ def test_differences_are_of_means_over_the_seeds_of_both():
 
 
 @pytest.mark.needs("sklearn")
-def test_what_should_match_is_judged_and_the_others_are_not():
+def test_only_results_that_should_match_are_judged():
     torch = {"torch": {0: 98.0}, "torch-adam": {0: 96.0}}
     record = record_of({**torch, "bytegrad": {0: 97.25}, "qadam": {0: 96.5}, "shift-one": {0: 60.0}})
 
@@ -151,7 +151,7 @@ def test_differences_of_losses_are_relative():
 
 
 @pytest.mark.needs("sklearn")
-def test_resuming_runs_what_is_missing():
+def test_resuming_runs_the_missing_trainings():
     options = run.parse_arguments(["--task", "digits", "--algorithms", "torch,exact", "--seeds", "0,1"])
     record = record_of({"torch": {0: 98.0}, "exact": {1: 98.0}})
 

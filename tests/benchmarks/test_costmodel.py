@@ -98,7 +98,7 @@ def test_it_calibrates_on_a_few_rows_and_predicts_the_others(files, tmp_path, ca
     assert bagua(["advise", *options, "--rates", str(out / "costmodel.json")]) == 0
 
 
-def test_what_is_missing_is_said(files, tmp_path, capsys):
+def test_missing_results_are_named(files, tmp_path, capsys):
     def error(*options):
         assert costmodel.main([*map(str, options), "--out", str(tmp_path / "costmodel")]) == 2
         return capsys.readouterr().err

@@ -44,7 +44,7 @@ def test_programs_take_the_arguments_and_write_to_the_results(number):
     assert (getattr(options, "json", None) or options.out).parent == RESULTS
 
 
-def test_a_pattern_stands_for_the_files_that_it_fits(tmp_path):
+def test_a_pattern_selects_the_files_that_match(tmp_path):
     for name in ("b-2.json", "b-1.json", "a-1.json"):
         (tmp_path / name).touch()
     assert figures.expanded(tmp_path / "b-*.json") == [f"{tmp_path}/b-1.json", f"{tmp_path}/b-2.json"]

@@ -163,23 +163,29 @@ def test_steps_are_timed_and_checked(device, monkeypatch):
 
 
 @on_one_stream
-def test_before_each_call_much_is_written_and_then_as_much_read(device, monkeypatch):
+def test_before_each_call_the_cache_is_flushed_by_a_write_and_a_read(device, monkeypatch):
+    import cupy
+
     monkeypatch.setattr(gpu_device, "is_stand_in", lambda: False)
     monkeypatch.setattr(gpu_device, "FLUSH_BYTES", 1 << 20)
-    watch, seen = gpu_codecs.Bench(1 << 14, 1).watch, []  # whose arrays are smaller
-    monkeypatch.setattr(type(watch._read), "fill", lambda x, value: seen.append(("write", x)))
-    run = kernels.of(watch._sum)
-    monkeypatch.setattr(run, "reduce_rows", lambda rows, out, op: seen.append(("read", rows)))
-    watch.seconds({name: lambda name=name: seen.append((name, watch._read)) for name in "ab"}, iterations=1)
+    watch, seen, totals = gpu_codecs.Bench(1 << 14, 1).watch, [], []  # whose arrays are smaller
+
+    def reduce_rows(rows, out, op):
+        seen.append(("read", rows))
+        totals.append(out)
+
+    monkeypatch.setattr(cupy.ndarray, "fill", lambda x, value: seen.append(("write", x)))
+    monkeypatch.setattr(kernels.of(cupy.empty(0)), "reduce_rows", reduce_rows)
+    watch.seconds({name: lambda name=name: seen.append((name, None)) for name in "ab"}, iterations=1)
 
     assert [what for what, _ in seen] == ["write", "read", "a", "write", "read", "b"] * 2
-    assert {x.nbytes for _, x in seen} == {1 << 20}
-    assert watch._sum.nbytes <= 1 << 12
-    assert seen[0][1] is not seen[1][1]
+    assert {x.nbytes for _, x in seen if x is not None} == {1 << 20}
+    assert max(total.nbytes for total in totals) <= 1 << 12
+    assert seen[0][1].data.ptr != seen[1][1].data.ptr
 
 
 @on_one_stream
-def test_what_a_rival_raises_is_recorded(device):
+def test_an_error_of_a_rival_is_recorded(device):
     row = bench(1 << 12).measured(lambda: None, 64, 0, {"broken": lambda: 1 / 0})
     assert row["beside"] == {"broken": {"left_out": "ZeroDivisionError: division by zero"}}
 
@@ -300,7 +306,7 @@ def sleepers(folder, count=2):
 
 
 @pytest.mark.slow
-def test_what_takes_too_long_is_ended_with_its_children(tmp_path, monkeypatch):
+def test_a_program_that_takes_too_long_is_ended_with_its_children(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_world, "END_S", 0.1)
     command = [sys.executable, "-c", SLEEPER.format(folder=str(tmp_path))]
     assert gpu_world.run_limited(command, timeout_s=2).returncode == 124
@@ -319,7 +325,7 @@ def test_ranks_of_tests_are_ended_before_their_section(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("mpi", "crashes"), [(True, False), (False, True)])
-def test_ranks_do_not_outlive_what_started_them(tmp_path, monkeypatch, mpi, crashes):
+def test_ranks_do_not_outlive_their_launcher(tmp_path, monkeypatch, mpi, crashes):
     def monotonic():
         both = len(list(tmp_path.glob("processes of *"))) == 2
         return time.monotonic() + (100 if both and not crashes else 0)
@@ -362,7 +368,7 @@ def test_limits_of_sections_add_up_to_that_of_the_command():
     assert gpu.TOTAL_S < 480
 
 
-def test_a_section_has_what_earlier_ones_left_over_and_always_its_own_limit(tmp_path, monkeypatch, capsys):
+def test_a_section_has_the_time_that_earlier_ones_left_and_at_least_its_limit(tmp_path, monkeypatch, capsys):
     now = [0.0]
     monkeypatch.setattr(gpu.time, "monotonic", lambda: now[0])
     left = []
@@ -411,7 +417,7 @@ def test_without_time_a_section_is_left_out(run):
     assert (entry["outcome"], entry["reason"]) == ("left out", "no time was left for it")
 
 
-def test_a_part_goes_on_after_what_raises(tmp_path):
+def test_a_part_continues_after_an_error(tmp_path):
     results = gpu_part.Results(tmp_path / "lines.jsonl", under=["sections"])
     with results.going_on("a"):
         results["b"] = 1 / 0
@@ -422,7 +428,7 @@ def test_a_part_goes_on_after_what_raises(tmp_path):
     assert gpu_lines.read(tmp_path / "lines.jsonl") == expected
 
 
-def test_worlds_share_the_time_and_go_on_after_one_that_fails(run, monkeypatch):
+def test_worlds_share_the_time_and_continue_after_one_that_fails(run, monkeypatch):
     shares = []
 
     def part(self, *arguments, ranks, share, under):
@@ -477,7 +483,7 @@ def test_the_gpu_tests_are_counted(run, tmp_path, monkeypatch, crashes):
 
 
 @pytest.mark.slow
-def test_what_cannot_be_collected_has_failed(run, tmp_path, monkeypatch):
+def test_tests_that_cannot_be_collected_have_failed(run, tmp_path, monkeypatch):
     (tmp_path / "test_it.py").write_text("import there_is_no_such_module")
     monkeypatch.setattr(gpu_sections, "GPU_TESTS", tmp_path)
     entry = run(lambda run: gpu_sections.gpu_tests(run, "test_it.py"))
@@ -497,7 +503,7 @@ def sanitizer_that(folder, says, code):
     ("says", "code", "outcome"),
     [("ERROR SUMMARY: 0 errors", 0, "passed"), ("ERROR SUMMARY: 2 errors", 86, "failed")],
 )
-def test_the_sanitizer_is_heard(run, tmp_path, monkeypatch, says, code, outcome):
+def test_the_errors_of_the_sanitizer_are_counted(run, tmp_path, monkeypatch, says, code, outcome):
     program = sanitizer_that(tmp_path / "bin", says, code)
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     monkeypatch.setattr(
@@ -538,7 +544,7 @@ def shares(**measured):
     return {"device": {"results": {"name": "NVIDIA H100 PCIe"}}, "codecs": {"results": codecs}}
 
 
-def test_steps_are_beside_what_arithmetic_expects(monkeypatch):
+def test_steps_are_beside_the_expectation_of_arithmetic(monkeypatch):
     counts = {"encode float32": 100.0, "combine float32 p=8": 146.0, "decode float32": 29.0}
     monkeypatch.setattr(gpu_report, "instruction_counts", lambda architecture: counts)
     sections = shares(minmax_encode_float32=0.7, minmax_decode_float32=0.8, minmax_combine_8_float32=0.7)
@@ -557,7 +563,7 @@ def test_steps_of_arrays_that_were_made_smaller_are_neither_met_nor_missed():
     assert {row["met"] for row in gpu_report.steps(shares(minmax_encode_float32=9.0), 16)} == {None}
 
 
-def test_of_a_gpu_that_nobody_knows_nothing_is_expected():
+def test_nothing_is_expected_of_an_unknown_gpu():
     sections = shares(minmax_encode_float32=0.86)
     sections["device"]["results"]["name"] = "a GPU"
     row = gpu_report.steps(sections, 1)[0]

@@ -43,7 +43,7 @@ def test_examples():
     assert doctest.testmod(links).failed == 0
 
 
-def test_what_auto_took_is_not_guessed():
+def test_the_choice_of_auto_is_not_guessed():
     with pytest.raises(RuntimeError, match="did not say how many links it took:\nnothing"):
         links.chosen("auto", "nothing")
 

@@ -25,7 +25,7 @@ def test_the_table_compares_with_the_default_and_with_the_best_of_the_grid():
     assert lines[2] == "| 8 | 80 | 11 | 10 | 40 (4x1) | 8.00 | 2.00 |"
 
 
-def test_a_burst_above_what_the_link_carries_counts_as_what_it_carries():
+def test_a_burst_above_the_rate_of_the_link_counts_as_that_rate():
     lines = report.table(result(plugin=80.0, default=10.0, **{"4x1": 160.0}, line_mb_s=100.0))
     assert lines[2] == "| 8 | 80 | - | 10 | 160 (4x1) | 8.00 | 0.80 |"
 

@@ -41,7 +41,7 @@ def refusal():
 
 
 @pytest.mark.slow
-def test_ranks_meet_across_hosts_and_nothing_is_left_behind(tmp_path):
+def test_ranks_connect_across_hosts_and_nothing_is_left_behind(tmp_path):
     if refusal():
         return
     script = tmp_path / "script.py"
@@ -136,7 +136,7 @@ def test_hosts_are_removed_after_an_error():
     assert shutil.which("ip") is None or left_over() == []
 
 
-def test_whoever_is_not_root_reads_so(monkeypatch, capsys):
+def test_a_user_who_is_not_root_gets_an_error_that_says_so(monkeypatch, capsys):
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert netlab.main(["rate"]) == 1
     message = capsys.readouterr().err

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
-def test_it_prints_and_writes_what_is_lost_and_what_it_costs(tmp_path):
+def test_it_prints_and_writes_errors_and_costs(tmp_path):
     path = tmp_path / "reproducible.json"
     command = [sys.executable, "-m", "benchmarks.reproducible", "-b", "64K", "-e", "64K", "-n", "2", "-w", "1"]
     printed = subprocess.run(

@@ -97,7 +97,7 @@ def test_bytes_are_those_that_the_algorithms_send(rows):
 
 
 @pytest.mark.slow
-def test_overlap_is_of_gradients_only_and_computing_is_told_apart(rows):
+def test_overlap_is_of_gradients_only_and_computing_is_separate(rows):
     for name in ("exact", "bytegrad", "qadam"):
         assert 0 <= rows[name]["overlap"] <= 1
     assert all(rows[name]["overlap"] is None for name in ("alone", "ddp", "diloco-8", "low-precision-one-peer"))
@@ -120,7 +120,7 @@ def test_time_that_a_hypervisor_took_is_neither_work_nor_idleness(tmp_path):
     ("name", "parameters"),
     [("vgg16", 138_357_544), ("resnet50", 25_557_032), ("bert-large", 335_141_888)],
 )
-def test_models_have_as_many_parameters_as_those_published(name, parameters):
+def test_models_have_the_published_numbers_of_parameters(name, parameters):
     with torch.device("meta"):
         assert models.count_parameters(models.MODELS[name].make()) == parameters
 
@@ -143,7 +143,7 @@ def test_examples_in_docstrings():
         assert doctest.testmod(module).failed == 0
 
 
-def test_what_the_number_of_ranks_does_not_allow_is_left_out():
+def test_algorithms_that_the_number_of_ranks_does_not_allow_are_left_out():
     assert run.unsuitable(4) == {}
     assert set(run.unsuitable(3)) == {"shift-one", "shift-one-every-4"}
 

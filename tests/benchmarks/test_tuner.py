@@ -34,7 +34,7 @@ def results(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_the_whole_grid_is_measured_and_what_was_tuned_is_compared_to_its_best(results):
+def test_the_whole_grid_is_measured_and_the_tuned_settings_are_compared_to_its_best(results):
     record, _ = results
     found = record["results"]
     sizes = {row["bucket_bytes"] for row in found["grid"]}

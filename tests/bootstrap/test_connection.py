@@ -28,7 +28,7 @@ def test_one_rank_starts_no_mpi():
     assert result.stdout == "False\n", result.stderr
 
 
-def test_default_is_what_connect_made_last_until_it_is_closed():
+def test_default_is_the_last_communicator_of_connect_until_it_is_closed():
     with bagua_comm.connect() as comm:
         assert bagua_comm.default() is comm
     other = bagua_comm.default()

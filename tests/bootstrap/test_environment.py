@@ -1,4 +1,4 @@
-"""The variables of torchrun and of mpirun: who started a process, and as which rank."""
+"""The variables of torchrun and of mpirun: the launcher and the rank of a process."""
 
 import pytest
 

@@ -53,7 +53,7 @@ def test_devices_are_dealt_by_machine_whatever_nodes_are_emulated(device):
         assert list(pool.map(run, range(2))) == [(0, 0, "nccl"), (1, 0, "nccl")]
 
 
-def test_ranks_that_share_a_gpu_go_through_host_memory_and_are_told_why(device):
+def test_ranks_that_share_a_gpu_use_host_memory_and_the_reason_is_logged(device):
     with pytest.warns(
         RuntimeWarning, match="NCCL_HOSTID of its own.*NCCL_MULTI_RANK_GPU_ENABLE=1.*gpu='staged'"
     ) as caught:
@@ -75,7 +75,7 @@ def test_nccl_that_cannot_be_is_the_same_error_everywhere(device):
     assert first.startswith("connect: gpu is 'nccl', but ranks [0, 1] share the GPU")
 
 
-def test_ranks_may_share_a_gpu_if_nccl_was_told_so(device, monkeypatch):
+def test_ranks_may_share_a_gpu_if_nccl_allows_it(device, monkeypatch):
     device.nccl_allows_sharing = True
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
     assert connect_all(2) == [(["recording", "nccl"], 0)] * 2
@@ -93,7 +93,7 @@ def test_nccl_that_fails_though_it_should_not(device, monkeypatch, gpu):
         assert connect_all(2) == [(["recording", "staged"], 0)] * 2
 
 
-def test_without_nccl_the_reason_says_what_brings_it(device, monkeypatch):
+def test_without_nccl_the_reason_says_what_to_install(device, monkeypatch):
     from cupy.cuda import nccl
 
     monkeypatch.setattr(nccl, "available", False)
@@ -103,7 +103,7 @@ def test_without_nccl_the_reason_says_what_brings_it(device, monkeypatch):
 
 
 @pytest.mark.parametrize("gpu", ["nccl", "staged"])
-def test_what_needs_a_device_is_refused_without_one(device, gpu):
+def test_settings_for_devices_are_refused_without_one(device, gpu):
     device.count = 0
     assert connect_all(2) == [(["recording"], None)] * 2
     assert connect_all(2, gpu=gpu) == [f"connect: gpu is '{gpu}', but ranks [0, 1] have no CUDA device"] * 2
@@ -176,7 +176,7 @@ OLD, OLD_SLICE = A._replace(nccl=22907), SLICE._replace(nccl=22907)
         ([A, A._replace(bus_id=None, broken="device 1: busy")], "rank 1 cannot use its GPU (device 1: busy)"),
     ],
 )
-def test_whom_nccl_serves(gpus, obstacle):
+def test_the_ranks_that_can_use_nccl(gpus, obstacle):
     found = nccl_obstacle(gpus)
     assert found is None if obstacle is None else found.startswith(obstacle)
 

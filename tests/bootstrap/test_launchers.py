@@ -1,4 +1,4 @@
-"""Launchers are told apart by environment variables alone, and a world with too few ranks is explained."""
+"""Launchers are recognised by environment variables alone, and a world with too few ranks is explained."""
 
 import os
 import re
@@ -71,7 +71,7 @@ def test_the_closest_launcher_is_found(variables, launch):
 BY_PMIX = {"PMIX_NAMESPACE": "slurm.pmix.7.0", "PMIX_RANK": "1"}
 BY_PMI2 = {"PMI_JOBID": "7.0", "PMI_RANK": "1", "PMI_SIZE": "2"}
 NEXT_JOB = {"SLURM_JOB_ID": "8"}
-"""What sbatch changes if a task submits a job of as many tasks."""
+"""The variables that sbatch changes if a task submits a job of the same number of tasks."""
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ NEXT_JOB = {"SLURM_JOB_ID": "8"}
         # So has the shell of salloc, which runs below the task.
         ({**STEP, **NEXT_JOB}, "7.0", None),
         ({**STEP, **NEXT_JOB, **BY_PMIX}, "7.0", None),
-        # Where the steps of Slurm are hidden, variables may still tell.
+        # Where the steps of Slurm are hidden, variables may still show them.
         ({**STEP, **NEXT_JOB, **BY_PMIX}, None, None),
         ({**STEP, **NEXT_JOB, **BY_PMI2}, None, None),
         ({**STEP, **NEXT_JOB, "SLURM_NTASKS": "1"}, None, None),
@@ -104,7 +104,7 @@ NEXT_JOB = {"SLURM_JOB_ID": "8"}
         ({**STEP, **BY_PMIX, "SLURM_HET_SIZE": "2"}, "8.0", SRUN_PMIX),
     ],
 )
-def test_what_another_step_handed_down_does_not_count(variables, step, launcher):
+def test_variables_of_another_step_do_not_count(variables, step, launcher):
     launch = find(without_inherited(variables, step))
     assert (launch and launch.launcher) == launcher
 
@@ -228,7 +228,7 @@ def test_two_worlds_cannot_be_asked_for_at_once():
 
 
 @pytest.mark.parametrize("comm", [3, "world", object()])
-def test_what_is_no_communicator_of_mpi4py_is_refused(comm):
+def test_an_object_that_is_no_communicator_of_mpi4py_is_refused(comm):
     with pytest.raises(
         BootstrapError, match=f"comm is of type {type(comm).__name__}, expected .*mpi4py.MPI.Comm"
     ):

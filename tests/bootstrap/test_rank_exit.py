@@ -6,7 +6,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from support.launch import timed
+from support.launch import run_timed
 from support.waiting import until
 
 SOON_S = 55
@@ -14,7 +14,7 @@ SOON_S = 55
 
 
 def test_an_exception_in_one_rank_ends_all_with_its_traceback(tmp_path):
-    result, seconds = timed(
+    result, seconds = run_timed(
         tmp_path,
         2,
         """
@@ -33,7 +33,7 @@ def test_an_exception_in_one_rank_ends_all_with_its_traceback(tmp_path):
 
 @pytest.mark.slow
 def test_a_rank_that_exits_in_the_middle_ends_all_with_its_code(tmp_path):
-    result, seconds = timed(
+    result, seconds = run_timed(
         tmp_path,
         2,
         """
@@ -49,8 +49,8 @@ def test_a_rank_that_exits_in_the_middle_ends_all_with_its_code(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_rank_that_never_comes_is_a_timeout_that_names_the_call(tmp_path):
-    result, seconds = timed(
+def test_a_missing_rank_is_a_timeout_that_names_the_call(tmp_path):
+    result, seconds = run_timed(
         tmp_path,
         2,
         """
@@ -70,7 +70,7 @@ def test_a_rank_that_never_comes_is_a_timeout_that_names_the_call(tmp_path):
 
 @pytest.mark.slow
 def test_different_sizes_never_write_beyond_our_arrays(tmp_path):
-    result, _ = timed(
+    result, _ = run_timed(
         tmp_path,
         2,
         """
@@ -91,8 +91,8 @@ def test_different_sizes_never_write_beyond_our_arrays(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("exit_code", [0, 5])
-def test_survivors_of_a_killed_rank_shrink_go_on_and_end(tmp_path, exit_code):
-    result, seconds = timed(
+def test_survivors_of_a_killed_rank_shrink_continue_and_end(tmp_path, exit_code):
+    result, seconds = run_timed(
         tmp_path,
         4,
         f"""
@@ -124,8 +124,8 @@ def test_survivors_of_a_killed_rank_shrink_go_on_and_end(tmp_path, exit_code):
 
 
 @pytest.mark.slow
-def test_a_rank_that_dies_in_a_reduction_of_mpis_own_ends_the_others_who_go_on_in_any_order(tmp_path):
-    result, _ = timed(
+def test_a_death_in_a_reduction_of_mpi_ends_the_other_ranks_in_any_order(tmp_path):
+    result, _ = run_timed(
         tmp_path,
         3,
         """
@@ -154,7 +154,7 @@ def test_a_rank_that_dies_in_a_reduction_of_mpis_own_ends_the_others_who_go_on_i
 
 @pytest.mark.slow
 def test_less_than_thread_multiple_works_without_overlap_and_says_so(tmp_path):
-    result, _ = timed(
+    result, _ = run_timed(
         tmp_path,
         2,
         """
@@ -174,7 +174,7 @@ def test_less_than_thread_multiple_works_without_overlap_and_says_so(tmp_path):
 
 
 def test_an_error_of_ours_is_one_short_message_with_the_line_of_the_program(tmp_path):
-    result, _ = timed(
+    result, _ = run_timed(
         tmp_path,
         3,
         """
@@ -196,7 +196,7 @@ def test_an_error_of_ours_is_one_short_message_with_the_line_of_the_program(tmp_
 
 @pytest.mark.slow
 def test_the_whole_traceback_of_an_error_of_ours_is_shown_where_it_is_asked_for(tmp_path):
-    result, _ = timed(
+    result, _ = run_timed(
         tmp_path,
         2,
         """
@@ -214,7 +214,7 @@ def test_the_whole_traceback_of_an_error_of_ours_is_shown_where_it_is_asked_for(
 
 @pytest.mark.slow
 def test_an_exception_in_a_thread_that_communicates_ends_all_ranks_and_in_another_does_not(tmp_path):
-    result, seconds = timed(
+    result, seconds = run_timed(
         tmp_path,
         2,
         """
@@ -249,7 +249,7 @@ def test_an_exception_in_a_thread_that_communicates_ends_all_ranks_and_in_anothe
 
 @pytest.mark.slow
 def test_an_exception_in_a_thread_that_is_no_daemon_ends_all_ranks(tmp_path):
-    result, seconds = timed(
+    result, seconds = run_timed(
         tmp_path,
         2,
         """
@@ -272,7 +272,7 @@ def test_an_exception_in_a_thread_that_is_no_daemon_ends_all_ranks(tmp_path):
 
 @pytest.mark.slow
 def test_an_exception_ends_all_ranks_though_the_program_has_its_own_hook(tmp_path):
-    result, seconds = timed(
+    result, seconds = run_timed(
         tmp_path,
         2,
         """
@@ -309,7 +309,7 @@ def test_an_exception_ends_all_ranks_though_the_program_has_its_own_hook(tmp_pat
     ],
 )
 def test_a_rank_that_leaves_in_the_middle_is_not_waited_for(tmp_path, body):
-    result, seconds = timed(
+    result, seconds = run_timed(
         tmp_path,
         2,
         f"""
@@ -332,7 +332,7 @@ def runs(pid):
 
 
 def test_sigterm_to_one_rank_ends_all_ranks_and_their_children(tmp_path):
-    result, seconds = timed(
+    result, seconds = run_timed(
         tmp_path,
         2,
         """
@@ -356,7 +356,7 @@ def test_sigterm_to_one_rank_ends_all_ranks_and_their_children(tmp_path):
 
 @pytest.mark.slow
 def test_a_forked_child_ends_with_its_own_exit_code_and_leaves_the_ranks_alone(tmp_path):
-    result, seconds = timed(
+    result, seconds = run_timed(
         tmp_path,
         2,
         """
@@ -382,7 +382,7 @@ def test_a_forked_child_ends_with_its_own_exit_code_and_leaves_the_ranks_alone(t
 
 @pytest.mark.slow
 def test_ranks_that_end_long_after_the_others_are_waited_for(tmp_path):
-    result, _ = timed(
+    result, _ = run_timed(
         tmp_path,
         2,
         """

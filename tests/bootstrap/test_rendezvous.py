@@ -1,9 +1,9 @@
-"""Ranks that do not come to `connect` are named."""
+"""`connect` names the missing ranks."""
 
 import re
 
 import pytest
-from support.launch import timed
+from support.launch import run_timed
 
 SOON_S = 55
 """Less than the 60 s for which ranks would wait, or sleep."""
@@ -17,7 +17,7 @@ def reason(result):
 
 @pytest.mark.slow
 def test_connect_names_the_ranks_that_are_stopped_or_have_ended(tmp_path):
-    result, seconds = timed(
+    result, seconds = run_timed(
         tmp_path,
         4,
         """
@@ -46,8 +46,8 @@ def test_connect_names_the_ranks_that_are_stopped_or_have_ended(tmp_path):
     [pytest.param(first, marks=pytest.mark.slow) for first in ("pass", "from mpi4py import MPI")],
     ids=["", "MPI already runs"],
 )
-def test_connect_names_a_rank_that_runs_but_does_not_come(tmp_path, first):
-    result, seconds = timed(
+def test_connect_names_a_rank_that_runs_but_does_not_connect(tmp_path, first):
+    result, seconds = run_timed(
         tmp_path,
         2,
         f"""
@@ -68,7 +68,7 @@ def test_connect_names_a_rank_that_runs_but_does_not_come(tmp_path, first):
 @pytest.mark.slow
 def test_connect_names_a_rank_that_died_while_mpi_started(tmp_path):
     """MPI starts on the others. (A rank that is killed inside of MPI_Init may end them by MPI's own abort.)"""
-    result, seconds = timed(
+    result, seconds = run_timed(
         tmp_path,
         3,
         """

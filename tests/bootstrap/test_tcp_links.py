@@ -51,7 +51,7 @@ def run_with(count, tmp_path):
 def test_each_pair_has_all_links_before_anything_is_sent(tmp_path):
     one, many = (run_with(count, tmp_path) for count in (1, LINKS))
     assert one.returncode == many.returncode == 0, one.stderr + many.stderr
-    # A rank has connections of mpirun's, too, which are as many with one link as with several.
+    # A rank has connections of mpirun, too; their number does not depend on the links.
     beside = min(eval(one.stdout)) - (RANKS - 1)
     assert beside >= 0
     assert eval(many.stdout) == [beside + LINKS * (RANKS - 1)] * RANKS

@@ -1,4 +1,4 @@
-"""Checkpoints: what comes back, who writes what, what is refused, and what damage, full disks and kills leave."""
+"""Checkpoints: loading, the files of each rank, errors, and the effects of damage, full disks and kills."""
 
 import collections
 import enum
@@ -55,7 +55,7 @@ def save(folder, tree, *, ranks=2, step=1, **settings):
 
 
 def load(folder, *, ranks=2, **arguments):
-    """What each rank loads."""
+    """The values that each rank loads."""
 
     def body(comm):
         with Checkpoints(folder, comm) as checkpoints:
@@ -84,7 +84,7 @@ def assert_same(actual, expected):
         assert repr(actual) == repr(expected)
 
 
-# What comes back ------------------------------------------------------------------------------------------
+# Loading --------------------------------------------------------------------------------------------------
 
 RNG = np.random.default_rng(0)
 DTYPES = [
@@ -136,7 +136,7 @@ def test_trees_come_back_through_json(tree):
     assert_same(trees.Unpacker(lambda n: packed.shared[n].array).unpack(json.loads(text)), tree)
 
 
-def test_what_comes_back_belongs_to_the_caller(tmp_path):
+def test_loaded_values_belong_to_the_caller(tmp_path):
     save(tmp_path, {"x": np.zeros(3)})
     for loaded in load(tmp_path):
         loaded.tree["x"] += 1
@@ -169,7 +169,7 @@ def test_arrays_on_a_device_are_copied_to_the_host(tmp_path, device):
         assert_same(loaded.tree, expected)
 
 
-# Who writes what ------------------------------------------------------------------------------------------
+# Files of ranks -------------------------------------------------------------------------------------------
 
 
 def test_shared_arrays_are_written_once_in_equal_parts_that_safetensors_reads(tmp_path):
@@ -249,7 +249,7 @@ def test_nothing_is_pickled(tmp_path):
     assert (tmp_path / "latest").read_text() == "step-1\n"
 
 
-# What is kept ---------------------------------------------------------------------------------------------
+# Number of checkpoints that are kept ----------------------------------------------------------------------
 
 
 def steps_in(folder):
@@ -271,8 +271,8 @@ def test_the_newest_are_kept(tmp_path):
     assert steps_in(tmp_path) == ["step-10", "step-5"]
 
 
-def test_after_going_back_the_newest_is_what_was_saved_last(tmp_path):
-    """A training that goes on from step 10 again leaves older files of step 30, which are not its own future."""
+def test_after_going_back_the_newest_checkpoint_is_the_last_one_saved(tmp_path):
+    """A training that continues from step 10 again finds older files of step 30, which are not its future."""
 
     def body(comm):
         with Checkpoints(tmp_path, comm, keep=2) as checkpoints:
@@ -320,7 +320,7 @@ def test_two_programs_do_not_save_in_one_folder(tmp_path):
     save(tmp_path, 1)
 
 
-# What is refused ------------------------------------------------------------------------------------------
+# Errors ---------------------------------------------------------------------------------------------------
 
 
 class Level(enum.IntEnum):
@@ -619,7 +619,7 @@ def test_a_rank_that_cannot_write_fails_the_save_on_all_ranks(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_the_next_call_tells_that_a_save_failed(tmp_path):
+def test_the_next_call_raises_that_a_save_failed(tmp_path):
     (tmp_path / "file").write_text("")
 
     def body(comm):
@@ -678,7 +678,7 @@ def test_a_disk_that_does_not_answer_fails_the_save(tmp_path, monkeypatch):
 # Other numbers of ranks -----------------------------------------------------------------------------------
 
 
-def test_what_all_ranks_share_loads_on_any_number_of_ranks(tmp_path):
+def test_shared_values_load_on_any_number_of_ranks(tmp_path):
     x = RNG.standard_normal((7, 11_111)).astype(np.float16)
     tree = {"x": x, "others": VALUES}
     save(tmp_path, tree, ranks=4)
@@ -728,7 +728,7 @@ NOT_RESHAPED = [
 
 
 @pytest.mark.parametrize(("tree", "message"), NOT_RESHAPED)
-def test_what_cannot_come_to_another_number_of_ranks_is_named(tmp_path, tree, message):
+def test_state_that_cannot_move_to_another_number_of_ranks_is_named(tmp_path, tree, message):
     save(tmp_path, lambda rank: {"a": tree(rank)})
     with pytest.raises(CheckpointError, match=message):
         load(tmp_path, ranks=3)
@@ -791,7 +791,7 @@ FEEDBACK = GradientAllReduce(ErrorFeedback())
 
 
 @pytest.mark.parametrize("algorithm", [FEEDBACK, LowPrecisionDecentralized()], ids=repr)
-def test_an_engine_goes_on_bit_for_bit(tmp_path, algorithm):
+def test_an_engine_continues_bit_for_bit(tmp_path, algorithm):
     expected = run_ranks(3, lambda comm: trained(comm, algorithm, 8)[0])
     run_ranks(3, lambda comm: trained(comm, algorithm, 4, tmp_path))
     found = run_ranks(3, lambda comm: trained(comm, algorithm, 8, tmp_path, start=4, seed=comm.rank)[0])
@@ -800,7 +800,7 @@ def test_an_engine_goes_on_bit_for_bit(tmp_path, algorithm):
 
 
 def test_the_mean_of_residuals_stays_from_4_to_3_to_8_ranks(tmp_path):
-    """What later averages make up for is the mean over the ranks."""
+    """Later averages add the mean of the residuals of all ranks."""
     saved = run_ranks(4, lambda comm: trained(comm, FEEDBACK, 4, tmp_path))
     for ranks, steps in ((3, 6), (8, 9)):
         mean = np.mean([residual for _, _, residual, _ in saved], axis=0, dtype=np.float64)
@@ -812,7 +812,7 @@ def test_the_mean_of_residuals_stays_from_4_to_3_to_8_ranks(tmp_path):
             np.testing.assert_allclose(residual, mean, rtol=1e-6, atol=1e-9)
 
 
-def test_replicas_are_made_anew_from_4_to_3_to_8_ranks(tmp_path):
+def test_replicas_are_recreated_from_4_to_3_to_8_ranks(tmp_path):
     algorithm = LowPrecisionDecentralized()
     before = [weight for weight, *_ in run_ranks(4, lambda comm: trained(comm, algorithm, 4, tmp_path))]
     mean = np.mean(before, axis=0, dtype=np.float64)

@@ -1,4 +1,4 @@
-"""Who may save in a folder of checkpoints: one object of one process."""
+"""The lock of a folder of checkpoints: one object of one process may save there."""
 
 import os
 
@@ -20,12 +20,12 @@ def test_two_objects_of_a_program_do_not_save_in_one_folder(tmp_path):
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0  # nor does what a forked child closes
     with open(tmp_path / ".lock"):
-        pass  # nor that somebody closes the file
+        pass  # nor that other code closes the file
     with pytest.raises(CheckpointError, match="another program saves checkpoints in"):
         second.begin(2)
     first.close()
     second.begin(2)
-    del second  # nobody will close it
+    del second  # it is never closed
     first.begin(3)
     first.close()
 

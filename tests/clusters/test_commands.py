@@ -23,7 +23,7 @@ with bagua_comm.connect(timeout_s=60) as comm:
 
 
 def write(kind, tmp_path, *arguments):
-    """The file that `run --write` writes for `PROGRAM`, with these arguments of its own."""
+    """The file that `run --write` writes for `PROGRAM` with these arguments."""
     program, job = tmp_path / "program.py", tmp_path / "job.sh"
     program.write_text(PROGRAM)
     command = [sys.executable, "-m", "bagua_comm", "run", "--write", kind, str(job)]

@@ -1,4 +1,4 @@
-"""A host dies in the middle of training: `run --restarts` goes on with the hosts that are left, from memory."""
+"""A host dies in the middle of training: `run --restarts` continues from memory on the other hosts."""
 
 import sys
 
@@ -35,7 +35,7 @@ if train is not None:
 """
 
 
-def test_training_goes_on_from_memory_when_a_host_dies(pods, tmp_path):
+def test_training_continues_from_memory_when_a_host_dies(pods, tmp_path):
     program, record, out = tmp_path / "program.py", tmp_path / "record", tmp_path / "out"
     program.write_text(PROGRAM)
     run = [sys.executable, "-m", "bagua_comm", "run", "-v", "--hostfile", str(pods.hostfile)]

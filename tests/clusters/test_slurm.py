@@ -125,7 +125,7 @@ sys.modules["mpi4py"] = None
 """
 
 
-def test_tasks_without_mpi4py_are_told_how_to_install_it(slurm, tmp_path):
+def test_tasks_without_mpi4py_get_an_error_that_says_how_to_install_it(slurm, tmp_path):
     script = tmp_path / "alone.py"
     script.write_text(WITHOUT_MPI4PY + ALONE)
     result = slurm.run("srun", "-N2", "-n2", sys.executable, script)

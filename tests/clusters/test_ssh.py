@@ -1,12 +1,11 @@
-"""Ranks that mpirun starts by ssh, on hosts as the MPI Operator makes them, as `run --write k8s` asks for."""
+"""Ranks that mpirun starts by ssh, on hosts as the MPI Operator makes them, by the command of the manifest."""
 
 import json
 import statistics
-import subprocess
 import sys
 
 import pytest
-import yaml
+from support.kubernetes import container, manifest
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -26,26 +25,27 @@ with bagua_comm.connect(timeout_s=60) as comm:
 
 
 def launcher_command(pods, *arguments):
-    """What the launcher of the written MPIJob runs, with the Python and the hostfile of this machine."""
-    write = [sys.executable, "-m", "bagua_comm", "run", "--write", "k8s", "-", "--host", "a:2,b:2"]
-    write += ["--env", f"PYTHONPATH={pods.environment['PYTHONPATH']}", "--env", "OMP_NUM_THREADS=1", *arguments]
-    text = subprocess.run(write, check=True, capture_output=True, text=True, timeout=60).stdout
-    replicas = yaml.safe_load(text)["spec"]["mpiReplicaSpecs"]
-    (launcher,) = replicas["Launcher"]["template"]["spec"]["containers"]
-    here = {"python": sys.executable, "/etc/mpi/hostfile": str(pods.hostfile)}
-    # Kubernetes makes one "$" of two.
-    return [here.get(word, word.replace("$$", "$")) for word in launcher["command"]]
+    """The command of the page's manifest, with four ranks, and the Python, hostfile and program of this machine.
+
+    Args:
+        arguments: Options of `run`, the program, and its arguments.
+    """
+    words = container(manifest(), "Launcher")["command"]
+    here = {"python": sys.executable, "8": "4", "/etc/mpi/hostfile": str(pods.hostfile)}
+    assert words[-1] == "train.py"
+    start = [here.get(word, word) for word in words[:-1]]
+    return [*start, "--env", f"PYTHONPATH={pods.environment['PYTHONPATH']}", *arguments]
 
 
 def test_the_launcher_starts_ranks_on_all_workers_with_their_variables(pods, tmp_path):
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    given = ["--interface", "eth0", "--links", "2", "--env", "MINE=its, value; $$x"]
+    given = ["--interface", "eth0", "--links", "2", "--env", "MINE=its, value; $x"]
     result = pods.launch(launcher_command(pods, *given, str(program), "x y"))
     assert result.returncode == 0, result.stderr
     meeting = ["job-worker-0.job.default.svc", "29500"]
     shown = [
-        [f"job-worker-{rank // 2}", str(rank), str(rank % 2), *meeting, "eth0", "its, value; $$x", "x y"]
+        [f"job-worker-{rank // 2}", str(rank), str(rank % 2), *meeting, "eth0", "its, value; $x", "x y"]
         for rank in range(4)
     ]
     assert result.stdout == "".join(f"{each}\n" for each in shown)

@@ -137,7 +137,7 @@ def test_error_is_at_most_half_a_unit_in_the_last_place(codec, relative, absolut
 @each_dtype
 @examples
 @given(data=st.data())
-def test_what_was_decoded_is_coded_without_loss(codec, dtype, data):
+def test_decoded_values_are_encoded_without_loss(codec, dtype, data):
     values = st.floats(-60000, 60000, width=32)
     x = data.draw(arrays(np.float32, (2, 5), elements=values)).astype(dtype_named(dtype))
     once = round_trip(codec, x)

@@ -1,4 +1,4 @@
-"""What codecs refuse, and what they make of bytes that no codec wrote."""
+"""Errors of codecs, and the results of decoding bytes that no codec wrote."""
 
 import ml_dtypes
 import numpy as np
@@ -70,7 +70,7 @@ def test_a_read_only_out_is_refused_and_stays_as_it_is(on, codec):
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=repr)
-def test_an_out_that_overlaps_what_is_read_is_refused(codec):
+def test_an_out_that_overlaps_an_input_is_refused(codec):
     memory = np.zeros(4096, np.uint8)
     w = codec.wire_nbytes(8, DTYPES[0])
     x, wire = memory[:64].view("float32").reshape(2, 8), memory[: 2 * w].reshape(2, w)
@@ -82,7 +82,7 @@ def test_an_out_that_overlaps_what_is_read_is_refused(codec):
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=repr)
-def test_what_is_no_array_is_refused(codec):
+def test_an_object_that_is_no_array_is_refused(codec):
     x, wire = np.zeros((1, 4), np.float32), codec.encode(np.zeros((1, 4), np.float32))
     for junk in (None, 3, "x", [[1.0]], b"1234", object()):
         calls = [

@@ -39,7 +39,7 @@ def codec_of(case):
     return MinMaxUInt8(block=case["block"], eps=case["eps"])
 
 
-def test_golden_files_are_what_their_generator_computes():
+def test_golden_files_equal_the_output_of_their_generator():
     script = GOLDEN / "make_minmax.py"
     result = subprocess.run([sys.executable, script, "--check"], timeout=60)
     assert result.returncode == 0

@@ -1,4 +1,4 @@
-"""What MinMaxUInt8 promises, on worked examples and on whatever hypothesis finds."""
+"""The contract of MinMaxUInt8, on worked examples and on those of hypothesis."""
 
 import struct
 
@@ -149,7 +149,7 @@ def test_error_is_at_most_half_a_step_of_its_block(dtype, data, block):
         values = wide[0, part]
         step, largest = np.ptp(values) / 255, np.abs(values).max()
         rounding = 4 * 2.0**-24 * largest + ROUNDING[dtype] * (largest + step)
-        nothing = 2.0**-25 if dtype == "float16" else 1e-36  # what rounds to zero, or a range too small
+        nothing = 2.0**-25 if dtype == "float16" else 1e-36  # a value that rounds to zero, or a range too small
         assert np.abs(decoded[0, part] - values).max() <= step / 2 + rounding + nothing
 
 
@@ -216,7 +216,7 @@ def test_the_ends_of_a_block_have_the_first_and_the_last_code(dtype, data):
 @pytest.mark.parametrize(("dtype", "reach"), [("float32", 100), ("float16", 1)])
 @examples
 @given(data=st.data())
-def test_encoding_what_was_decoded_gives_the_same_codes(dtype, reach, data):
+def test_encoding_decoded_values_gives_the_same_codes(dtype, reach, data):
     # As long as levels are far apart beside the rounding of values, and both ends have a level.
     codec = MinMaxUInt8(block=None)
     x = data.draw(chunks(dtype, min_size=3))
@@ -233,7 +233,7 @@ def test_encoding_what_was_decoded_gives_the_same_codes(dtype, reach, data):
 
 
 @each_dtype
-def test_encoding_what_was_decoded_gives_the_same_bytes_if_levels_are_whole_numbers(dtype):
+def test_encoding_decoded_values_gives_the_same_bytes_if_levels_are_whole_numbers(dtype):
     random = np.random.default_rng(0)
     x = random.uniform(0, 255, (3, 100))
     x[:, 0], x[:, 1] = 0, 255
@@ -248,7 +248,7 @@ def test_encoding_what_was_decoded_gives_the_same_bytes_if_levels_are_whole_numb
 
 @each_dtype
 @pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf, -np.inf])
-def test_what_is_not_finite_makes_nan_of_its_block_alone(dtype, bad):
+def test_a_value_that_is_not_finite_makes_its_block_nan(dtype, bad):
     codec = MinMaxUInt8(block=4)
     x = np.arange(24.0).reshape(2, 12).astype(dtype_named(dtype))
     expected = round_trip(codec, x).astype(float)

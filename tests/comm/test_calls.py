@@ -224,7 +224,7 @@ def test_a_sparse_matrix_is_refused_with_what_to_send_in_its_place():
 
 
 def test_isend_and_irecv_are_tasks_of_a_lane():
-    """What MPI programs do: begin to receive, begin to send, work, wait for both."""
+    """As in MPI programs: begin to receive, begin to send, work, wait for both."""
 
     def body(comm):
         peer, out = 1 - comm.rank, np.zeros(100_000)
@@ -252,7 +252,7 @@ def test_codecs_are_compared():
     run_ranks(2, body, check=True)
 
 
-def test_what_stands_at_the_end_of_a_long_call_is_compared():
+def test_the_end_of_a_long_call_is_compared():
     def body(comm):
         counts = [1] * comm.size
         if comm.rank == 1:
@@ -263,7 +263,7 @@ def test_what_stands_at_the_end_of_a_long_call_is_compared():
     run_ranks(100, body, check=True)
 
 
-def test_arrays_of_another_shape_that_take_as_much_are_no_other_call():
+def test_arrays_of_another_shape_and_equal_size_are_the_same_call():
     def body(comm):
         shape = (4,) if comm.rank == 0 else (2, 2)
         comm.allgather(np.ones(2), np.empty(shape))
@@ -272,7 +272,7 @@ def test_arrays_of_another_shape_that_take_as_much_are_no_other_call():
     assert run_ranks(2, body, check=True) == [4, 4]
 
 
-def test_a_message_that_meets_a_collective_says_so_on_both_ranks():
+def test_a_message_that_matches_a_collective_raises_on_both_ranks():
     def body(comm):
         call = comm.barrier if comm.rank == 0 else functools.partial(comm.recv, np.zeros(2), source=0)
         name = r"barrier\(\)" if comm.rank == 0 else r"recv\(float64\[2\], source=0\)"

@@ -118,7 +118,7 @@ def test_on_one_node_there_are_no_flows(capsys):
     assert "on one node there are no flows" in capsys.readouterr().out.splitlines()[1]
 
 
-def test_what_the_model_itself_sends_is_told_as_a_share_of_the_fastest_step(capsys):
+def test_traffic_of_the_model_itself_is_shown_as_a_share_of_the_fastest_step(capsys):
     options = [*BASE, "--ranks-per-node", "8", "--model", "vgg16", "--step-time", "120ms"]
     assert cli.main([*options, "--moe", "12x8192x1024x64x2"]) == 0
     line = capsys.readouterr().out.splitlines()[1]
@@ -126,7 +126,7 @@ def test_what_the_model_itself_sends_is_told_as_a_share_of_the_fastest_step(caps
     assert line.endswith(" s, 100% of the fastest step, whatever the algorithm")
 
 
-def test_each_printed_expression_makes_the_algorithm_that_it_stands_for(capsys):
+def test_each_printed_expression_makes_the_algorithm_that_it_names(capsys):
     assert cli.main([*VGG16, "--ranks-per-node", "2"]) == 0
     lines = capsys.readouterr().out.splitlines()
     begin = lines.index("In Python, after `from bagua_comm import *`:") + 1
@@ -250,7 +250,7 @@ def test_without_matplotlib_the_figure_is_refused(monkeypatch, tmp_path, capsys)
         pytest.param(["--plot", "advice.nothing"], "not supported", marks=pytest.mark.needs("matplotlib")),
     ],
 )
-def test_what_cannot_be_answered_is_refused(options, message, capsys):
+def test_questions_without_an_answer_are_refused(options, message, capsys):
     assert cli.main([*VGG16, *options]) == 2
     assert message in capsys.readouterr().err
 
@@ -389,6 +389,6 @@ def test_damaged_files_of_rates_are_refused_by_name_or_read(tmp_path):
 
 
 @pytest.mark.parametrize("data", [None, 3, "x", [], {"minmax": 3}, {"direct": "x"}, {"add": 10**5000}, {3: 4}])
-def test_what_are_no_rates_is_an_error_of_this_library(data):
+def test_values_that_are_no_rates_raise_an_error_of_this_library(data):
     with pytest.raises(ArrayError, match="Rates"):
         Rates.from_dict({"rates": data} if data == [] else data)

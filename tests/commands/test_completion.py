@@ -29,7 +29,7 @@ def test_a_shell_that_asks_is_answered_before_anything_is_done(argcomplete, monk
         cli.main(["run", "--dry-run", __file__])
 
 
-def test_without_argcomplete_one_is_told_what_brings_it(monkeypatch, capsys):
+def test_without_argcomplete_the_error_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "argcomplete", None)
     monkeypatch.setenv("_ARGCOMPLETE", "1")
     assert cli.main(["completion", "bash"]) == 2

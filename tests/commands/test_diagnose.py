@@ -98,7 +98,7 @@ STORIES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("story", STORIES)
-def test_what_happened_to_ranks_under_mpi_is_told(story, tmp_path, capsys):
+def test_diagnose_explains_failures_of_ranks_under_mpi(story, tmp_path, capsys):
     records = tmp_path / "records"
     script = tmp_path / "program.py", PROGRAM
     env = {**os.environ, "BAGUA_FLIGHT_FOLDER": str(records)}

@@ -1,15 +1,17 @@
 """`doctor`: what it finds, and what it says that one should do."""
 
-import argparse
 import copy
 import json
 import subprocess
 import sys
+import threading
 
 import pytest
 from support.launch import run_python, torchrun
 
 from bagua_comm import __main__ as cli
+from bagua_comm import bootstrap
+from bagua_comm.bootstrap import environment
 from bagua_comm.commands import doctor
 from bagua_comm.commands.doctor import facts, measure, report
 from bagua_comm.commands.doctor.findings import World, examine
@@ -72,14 +74,14 @@ def levels(where):
         ),
     ],
 )
-def test_what_keeps_the_plugin_from_nccl_is_found_where_it_is_asked_for(change, level, text):
+def test_obstacles_to_the_plugin_are_found_where_it_is_requested(change, level, text):
     plugin = HEALTHY["plugin"] | {"net": "bagua"}
     everyone = world(size=2, plugin=plugin | change)
     everyone.facts[0]["plugin"] = plugin
     assert found(level, text, everyone)
 
 
-def test_the_plugin_does_nothing_on_one_host_and_is_not_spoken_of_without_gpus():
+def test_the_plugin_has_no_effect_on_one_host_and_is_not_mentioned_without_gpus():
     one = world(size=2, hosts=1)
     one.facts[0]["plugin"] = HEALTHY["plugin"] | {"net": "bagua"}
     assert found("note", "BAGUA_NET=bagua has no effect: on one host, NCCL uses shared memory", one)
@@ -168,7 +170,7 @@ def test_ranks_of_one_host_that_mpi_takes_apart_are_warned_of():
     apart = world(size=2, hosts=1)
     apart.together[:] = [0, 1]
     assert "slurm.conf" in found("warning", "ranks 0, 1 run on node1, but MPI treats them", apart).do
-    apart.together[:] = []  # without MPI, nobody says so
+    apart.together[:] = []  # without MPI, it is unknown
     assert levels(apart) == set()
 
 
@@ -181,12 +183,12 @@ def test_machines_with_one_name_are_two_hosts():
     assert "that of localhost (2)" in found("warning", "clock of localhost is", twins).what
 
 
-def test_nodes_are_compared_with_what_mpi_says(monkeypatch):
+def test_nodes_are_compared_with_those_of_mpi(monkeypatch):
     """The communicator's own nodes put ranks of one host together, whatever MPI says."""
     monkeypatch.setattr(measure, "ALL_PAIRS_S", 0.01)
-    monkeypatch.setattr(doctor.facts, "collect", lambda: copy.deepcopy(HEALTHY))
+    monkeypatch.setattr(facts, "collect", lambda: copy.deepcopy(HEALTHY))
     assert run_ranks(2, lambda comm: doctor.examine_world(comm).together) == [[], []]
-    monkeypatch.setattr(doctor, "_together", lambda comm: [0, 1])
+    monkeypatch.setattr(facts, "mpi_nodes", lambda comm: [0, 1])
     (world, _) = run_ranks(2, doctor.examine_world)
     assert found("warning", "ranks 0, 1 run on node1, but MPI treats them", world)
 
@@ -202,20 +204,20 @@ def test_the_network_that_was_chosen_is_seen_for_each_mpi(monkeypatch, library, 
         THREAD_MULTIPLE = 3
 
     monkeypatch.setitem(sys.modules, "mpi4py.MPI", OneRank)
-    monkeypatch.setattr(doctor.facts.environment, "has_ulfm", lambda: False)
+    monkeypatch.setattr(environment, "has_ulfm", lambda: False)
     for name in ("OMPI_MCA_btl_tcp_if_include", "FI_TCP_IFACE"):
         monkeypatch.setenv(name, "eth0" if name == variable else "other")
-    assert facts._mpi()["network chosen"] == "eth0"
+    assert facts.mpi()["network chosen"] == "eth0"
 
 
 def test_the_network_that_was_chosen_is_seen_under_torchrun(monkeypatch):
     monkeypatch.delitem(sys.modules, "mpi4py.MPI", raising=False)
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "eth0"}.items():
         monkeypatch.setenv(name, value)
-    assert facts._mpi() == {"running": False, "network chosen": "eth0"}
+    assert facts.mpi() == {"running": False, "network chosen": "eth0"}
     chosen = world()
     for each in chosen.facts:
-        each["MPI"] = facts._mpi()
+        each["MPI"] = facts.mpi()
         each["interfaces"]["eth1"] = {"address": each["interfaces"]["eth0"]["address"], "Mbit/s": None}
     assert found("ok", "ranks use the network that was chosen, eth0", chosen)
 
@@ -254,7 +256,7 @@ def test_a_slow_pair_is_named_and_compared_with_its_kind():
     assert "on one host: 1 us and 10 GB/s" in found("ok", "on one host", world(pairs=pairs)).what
 
 
-def test_what_mpi_lacks_is_said():
+def test_missing_features_of_mpi_are_named():
     lacks = HEALTHY["MPI"] | {"threads": False, "ulfm": False}
     one = world(size=1, hosts=1, MPI=lacks)
     assert found("warning", "MPI_THREAD_MULTIPLE", one)
@@ -298,12 +300,12 @@ def test_pairs_and_clocks_are_measured_alike_on_all_ranks(monkeypatch):
 
 
 def test_of_many_ranks_some_are_measured_and_those_on_every_host_first():
-    assert doctor._to_measure(4, [0, 2]) == [0, 1, 2, 3]
-    assert doctor._to_measure(100, [0, 50]) == [*range(15), 50]
-    assert doctor._to_measure(64, list(range(0, 64, 2))) == list(range(0, 64, 4))
+    assert measure.ranks_to_measure(4, [0, 2]) == [0, 1, 2, 3]
+    assert measure.ranks_to_measure(100, [0, 50]) == [*range(15), 50]
+    assert measure.ranks_to_measure(64, list(range(0, 64, 2))) == list(range(0, 64, 4))
 
 
-def test_the_heat_map_shades_what_is_worse():
+def test_the_heat_map_shades_worse_values():
     pairs = [Pair(0, 1, 1e-6, 1e9), Pair(0, 2, 2e-6, 1e9), Pair(1, 2, 9e-6, 1e9)]
     lines = list(report.table("us", pairs, {pair: pair.latency_s * 1e6 for pair in pairs}, least=True))
     assert lines == [
@@ -339,9 +341,15 @@ def test_without_an_mpi_the_way_to_one_is_named(library, capsys, monkeypatch):
 
 def test_a_problem_makes_the_exit_code_1_on_all_ranks(monkeypatch, capsys):
     monkeypatch.setattr(measure, "ALL_PAIRS_S", 0.01)
-    monkeypatch.setattr(doctor.facts, "collect", lambda: copy.deepcopy(HEALTHY) | {"shared memory": None})
-    options = argparse.Namespace(json=False, plot=None)
-    assert run_ranks(2, lambda comm: doctor._examine_all(comm, options)) == [1, 1]
+    monkeypatch.setattr(facts, "collect", lambda: copy.deepcopy(HEALTHY) | {"shared memory": None})
+    mine = threading.local()
+    monkeypatch.setattr(bootstrap, "connect", lambda **settings: mine.comm)
+
+    def body(comm):
+        mine.comm = comm
+        return cli.main(["doctor"])
+
+    assert run_ranks(2, body) == [1, 1]
     text = capsys.readouterr().out
     assert "PROBLEM  /dev/shm of node1 does not exist" in text
     assert "1 problem, 0 warnings" in text
@@ -367,11 +375,11 @@ def test_a_figure_shows_all_pairs(tmp_path):
         report.plot(three, tmp_path / "no/such/folder/pairs.svg")
 
 
-def test_ranks_that_do_not_come_are_told_with_what_to_do(monkeypatch, capsys):
+def test_missing_ranks_are_an_error_that_says_what_to_do(monkeypatch, capsys):
     def connect(**settings):
         raise CommTimeout("rank 1 has not come")
 
-    monkeypatch.setattr(doctor.bootstrap, "connect", connect)
+    monkeypatch.setattr(bootstrap, "connect", connect)
     assert cli.main(["doctor"]) == 1
     error = capsys.readouterr().err
     assert "doctor: rank 1 has not come; if all ranks run, a firewall" in error

@@ -46,7 +46,7 @@ def test_info_prints_each_variable_of_the_page_that_is_set(monkeypatch):
 
 
 @pytest.mark.needs("cupy")
-def test_info_without_a_driver_says_what_is_missing():
+def test_info_without_a_driver_names_it():
     facts = collect_info()["devices"]
     assert facts["CUDA driver"] == "none"
     assert facts["CUDA"] == "no device can be used: there is no NVIDIA driver"
@@ -54,7 +54,7 @@ def test_info_without_a_driver_says_what_is_missing():
     assert re.fullmatch(r"13\.\d+", facts["NVRTC"])
 
 
-def test_info_without_cupy_says_what_brings_it(monkeypatch):
+def test_info_without_cupy_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
     facts = collect_info()["devices"]
     assert "bagua-comm[cuda13]" in facts["CUDA"]
@@ -65,7 +65,7 @@ def test_info_without_cupy_says_what_brings_it(monkeypatch):
     ("shares", "side"),
     [("0", "over NCCL up to 2 ranks on this machine"), ("1", "over NCCL, also where ranks share a GPU")],
 )
-def test_info_shows_devices_and_what_carries_their_arrays(device, monkeypatch, shares, side):
+def test_info_shows_devices_and_the_transports_of_their_arrays(device, monkeypatch, shares, side):
     from cupy.cuda import runtime
 
     found = {"name": b"a GPU", "totalGlobalMem": 80 * 2**30, "major": 9, "minor": 0}
@@ -80,7 +80,7 @@ def test_info_shows_devices_and_what_carries_their_arrays(device, monkeypatch, s
     assert facts["device arrays"].startswith(side)
 
 
-def test_info_survives_what_cannot_be_asked(device, monkeypatch):
+def test_info_survives_facts_that_are_not_available(device, monkeypatch):
     from cupy.cuda import nccl, runtime
 
     monkeypatch.setattr(nccl, "available", False)

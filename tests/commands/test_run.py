@@ -28,7 +28,7 @@ UNKNOWN = Mpirun("mpirun", "")
 
 @pytest.fixture(autouse=True)
 def quiet(monkeypatch):
-    """A host of two cores, where nobody has said anything about networks or threads."""
+    """A host of two cores, without settings of networks or threads."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
     monkeypatch.setattr(base, "CPUS", Path("nothing/is/known"))
     unsaid = ("OMPI_MCA_btl", "OMP_NUM_THREADS", "MASTER_ADDR", "MASTER_PORT", "OMPI_MCA_btl_tcp_eager_limit")
@@ -89,7 +89,7 @@ def test_run_says_that_it_starts_python_itself(command, capsys):
     assert f"there is no file {command}; leave it out: run itself starts Python" in capsys.readouterr().err
 
 
-def test_run_without_mpirun_says_what_brings_one(monkeypatch, capsys):
+def test_run_without_mpirun_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setattr(run, "find_mpirun", lambda: None)
     assert cli.main(["run", __file__]) == 127
     assert "bagua-comm[mpi]" in capsys.readouterr().err
@@ -208,7 +208,7 @@ def test_in_an_allocation_nothing_is_said_about_this_hosts_cores(quiet):
     assert "OMP_NUM_THREADS" not in made.variables
 
 
-def test_who_has_chosen_how_ranks_talk_is_obeyed(quiet):
+def test_the_users_choice_of_network_settings_is_kept(quiet):
     assert "self,sm" not in plan("--mpirun=--mca", "--mpirun=btl", "--mpirun=tcp,self").command
     quiet.setenv("OMPI_MCA_btl", "tcp,self")
     assert "self,sm" not in plan().command
@@ -231,7 +231,7 @@ def test_ranks_on_one_host_listen_on_no_port(tmp_path):
     assert result.stdout.count("listens at []") == 2
 
 
-def test_ranks_on_one_host_are_told_where_to_meet(quiet):
+def test_ranks_on_one_host_get_a_rendezvous_address(quiet):
     variables = plan("-n", "2").variables
     assert variables["MASTER_ADDR"] == "127.0.0.1"
     with socket.socket() as free:
@@ -241,13 +241,13 @@ def test_ranks_on_one_host_are_told_where_to_meet(quiet):
     assert "MASTER_ADDR" not in plan("-n", "2").variables
 
 
-def test_ranks_on_several_hosts_meet_on_the_first(quiet):
+def test_the_rendezvous_address_of_several_hosts_is_that_of_the_first(quiet):
     made = plan("--host", "node1:2,node2:2")
     assert made.variables["MASTER_ADDR"] == "node1"
     assert made.variables["MASTER_PORT"] == "29500"
     assert "whether the port is free on node1 is not known here" in "\n".join(made.lines())
     assert has(made, "-x", "MASTER_ADDR", "-x", "MASTER_PORT")
-    quiet.setenv("MASTER_PORT", "8")  # what is set already stays, and goes to the other hosts, too
+    quiet.setenv("MASTER_PORT", "8")  # variables that are set stay, and are sent to the other hosts, too
     assert has(plan("--host", "node1:2,node2:2"), "-x", "MASTER_PORT", "sh")
     quiet.delenv("MASTER_PORT")
 
@@ -313,7 +313,7 @@ def test_spares_and_restarts_start_more_ranks_which_may_die():
     assert has(made, "-n", "5")
     assert has(made, "--with-ft", "ulfm")
     assert {"BAGUA_SPARES": "2", "BAGUA_MIN_RANKS": "2"}.items() <= made.variables.items()
-    assert plan("--host", "a:4,b:4", "--spares", "1").ranks == 8  # without -n, as many as there is room for
+    assert plan("--host", "a:4,b:4", "--spares", "1").ranks == 8  # without -n, the number of slots
     assert has(plan("-n", "2", "--restarts", "0"), "--with-ft", "ulfm")
     with pytest.raises(CommandError, match=r"--restarts needs Open MPI, and .* belongs to MPICH"):
         plan("--restarts", "1", mpirun=MPICH)
@@ -417,7 +417,7 @@ def test_an_mpirun_whose_programs_are_not_on_the_path_finds_them(quiet):
     assert "PATH" not in plan(mpirun=INTEL).variables
 
 
-def test_an_mpirun_tells_whose_it_is():
+def test_the_library_of_an_mpirun_is_recognised():
     assert str(recognise("mpirun", "mpirun (Open MPI) 5.0.11\n")) == "Open MPI 5.0.11"
     assert str(recognise("mpirun", "HYDRA build details:\n    Version:   5.0.2\n")) == "MPICH 5.0.2"
     intel = "Intel(R) MPI Library for Linux* OS, Version 2021.18.1 Build 20260626 (id: b44796a)\n"
@@ -451,7 +451,7 @@ def test_the_values_of_env_are_hidden_in_output_and_reach_mpirun(text, capsys, m
     assert plan("-n", "2", "--env", text).variables["TOKEN"] == "a secret"
 
 
-def test_the_printed_command_does_what_it_says_when_a_shell_runs_it(tmp_path):
+def test_the_printed_command_works_in_a_shell(tmp_path):
     """The mpirun is a program that shows what it was called with."""
     mpirun = tmp_path / "an mpirun"
     mpirun.write_text('#!/bin/sh\nprintf "%s\\n" "$OMP_NUM_THREADS" "$A" "$@"\n')

@@ -7,7 +7,7 @@
     import cupy           cupy: arrays                       fake_cupy.py
     import cupy.cuda      streams, events, runtime, driver   fake_cuda.py
     import cupyx          pinned memory                      fake_cupyx.py
-    cupy.cuda.nccl        NCCL's calls                       fake_nccl.py (a rank), meetings.py (all of them)
+    cupy.cuda.nccl        NCCL's calls                       fake_nccl.py (a rank), matching.py (all of them)
 
 * `machine.py` comes first: a `Machine` has devices with streams, and runs what is enqueued in an order that CUDA
   allows, by one of three policies. It poisons memory that nobody has written or that was freed, and raises where
@@ -16,7 +16,7 @@
   real barriers and shuffles, and finds those that not all threads reach.
 * `fake_cupy.py`, `fake_cuda.py` and `fake_cupyx.py` have the part of CuPy that the library uses. `compare.py`
   looks whether the real one has the same names and arguments.
-* `fake_nccl.py` turns a call into an operation on a stream. In `meetings.py` it waits for the calls of the other
+* `fake_nccl.py` turns a call into an operation on a stream. In `matching.py` it waits for the calls of the other
   ranks, and a call that does not match theirs is an error.
 * `install.py` puts all this where `import cupy` finds it: `installed` for a while in this process, which is what
   the fixture `device` does, and `environment` in processes that a test starts.

@@ -1,6 +1,6 @@
 """Differences between the fake and the installed CuPy: `python -m cuda_on_cpu.compare` prints names CuPy lacks.
 
-It runs in a process of its own, since both are called cupy.
+It runs in a separate process, since both are called cupy.
 """
 
 from __future__ import annotations

@@ -240,7 +240,7 @@ def asarray(a: Any, dtype: Any = None, order: Any = None, *, copy: Any = None, b
     if isinstance(a, ndarray):
         assert dtype in (None, a.dtype), "this CuPy does not convert"
         return a
-    host = np.array(a, dtype)  # CuPy stages it in pinned memory of its own
+    host = np.array(a, dtype)  # CuPy stages it in pinned memory
     out = empty(host.shape, host.dtype)
     target = out._host
     _enqueue("copy from host", lambda: np.copyto(target, host), [out])
@@ -260,7 +260,7 @@ def may_share_memory(a: ndarray, b: ndarray, max_work: Any = None) -> bool:
 
 
 def from_dlpack(array: Any, *, device: Any = None, copy: Any = None) -> ndarray:
-    """Let an array in host memory play device memory, at its own address."""
+    """Treat an array in host memory as device memory at the same address."""
     host = array if isinstance(array, np.ndarray) else np.from_dlpack(array)
     return _over(running().share(host), host)
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from . import meetings
+from . import matching
 from .machine import Operation, poison, running
-from .meetings import Call, World
+from .matching import Call, World
 
 NCCL_INT8 = NCCL_CHAR = 0
 NCCL_UINT8 = 1
@@ -103,7 +103,7 @@ class NcclCommunicator:
             self._enter(running().nccl_worlds.setdefault(commId, World(ndev)), rank)
 
     def _enter(self, world: World, rank: int) -> None:
-        """Wait until all ranks have come."""
+        """Join the world, and wait until all ranks have."""
         assert not _depth(), "this NCCL makes no communicators in a group"
         assert rank not in world.comms, f"two ranks {rank} of {world.name}"
         self._machine, self._world, self._rank, self._device = running(), world, rank, running().device
@@ -185,7 +185,7 @@ class NcclCommunicator:
                 if not operation.done:
                     garbled = [call.recv for call in operation.calls if call.recv is not None]
                     operation.run = lambda garbled=garbled: [poison(recv) for recv in garbled]
-                    operation.meetings = []
+                    operation.matches = []
             self._machine.progress()
 
     # Calls ------------------------------------------------------------------------------------------
@@ -234,10 +234,10 @@ class NcclCommunicator:
         slot: tuple[int, int] | None = None,
     ) -> None:
         ranks = range(self._alive().size)
-        known = datatype in range(len(meetings.DTYPES)) and op in (None, *range(len(meetings.OPS)))
+        known = datatype in range(len(matching.DTYPES)) and op in (None, *range(len(matching.OPS)))
         if not known or not {root, *(slot or ())} <= {None, *ranks}:
             raise NcclError(4)
-        dtype = meetings.DTYPES[datatype]
+        dtype = matching.DTYPES[datatype]
         found = [self._machine.find(at[0], at[1] * dtype.itemsize) if at else (None, None) for at in (send, recv)]
         source, target = (None if data is None else data.view(dtype) for _, data in found)
         if source is not None and target is not None and np.may_share_memory(source, target):
@@ -246,7 +246,7 @@ class NcclCommunicator:
             assert own.ctypes.data == shorter.ctypes.data, f"{kind}: buffers overlap, but are not in place"
         count = min(at[1] for at in (send, recv) if at)
         shared = (count, dtype.name) if slot else (kind, count, dtype.name, op, root)
-        reduce = None if op is None else meetings.reduction(op, dtype)
+        reduce = None if op is None else matching.reduction(op, dtype)
         blocks = [block for block, _ in found if block is not None]
         call = Call(self, kind, stream, slot, shared, source, target, reduce, blocks)
         if _depth():
@@ -270,9 +270,9 @@ class NcclCommunicator:
 
     def _connect(self, operation: Operation) -> None:
         """Wait for the ranks to which this one has never talked; no other calls wait."""
-        for meeting in [each for each in operation.meetings if each.first and self._machine.nccl_connects]:
+        for match in [each for each in operation.matches if each.first and self._machine.nccl_connects]:
             self._machine.wait_until(
-                lambda meeting=meeting: meeting.missing() if self._world else None, f"to connect, {operation}"
+                lambda match=match: match.missing() if self._world else None, f"to connect, {operation}"
             )
         if self._world is None:  # another thread aborted
             raise NcclError(3)

@@ -25,14 +25,14 @@ POLICIES = {"lazy": ("lazy", "lazy"), "main-first": ("eager", "lazy"), "side-fir
 """How the default stream runs, and how all other streams run."""
 
 POISON = 0xFF
-"""Every byte of memory that nobody has written: NaN in all float dtypes."""
+"""Every byte of unwritten memory: NaN in all float dtypes."""
 
 GLOBAL, THREAD_LOCAL, RELAXED = range(3)
 """The modes of a capture, and of a thread. They say what is forbidden while a stream is captured."""
 
 ALIGNMENT = GUARD = 512
 GUARD_BYTE = 0x5A
-"""The byte before and after each array, where nobody may write."""
+"""The bytes before and after each array, which must not be written."""
 
 ERRORS = {
     46: "cudaErrorDevicesUnavailable: all CUDA-capable devices are busy or unavailable",
@@ -74,7 +74,7 @@ class Block:
     bytes: np.ndarray
     device: int | None  # None for pinned host memory
     pool: Queue | None  # freed device memory is reused in the order of this stream
-    guarded: np.ndarray | None = None  # with the bytes before and after; None for memory of somebody else
+    guarded: np.ndarray | None = None  # with the bytes before and after; None for foreign memory
     freed: bool = False
 
     def check_guard(self, what: str) -> None:
@@ -96,34 +96,34 @@ class Memory:
 
 
 class Operation:
-    """One thing on a stream. It runs once everything in `waits` is done and, for NCCL, all ranks have come."""
+    """One operation of a stream. It runs once all of `waits` are done and, for NCCL, all ranks have called."""
 
     def __init__(self, queue: Queue, name: str, run: Callable[[], None], waits: Iterable[Operation]) -> None:
         self.queue, self.name, self.run = queue, name, run
         self.waits = tuple(wait for wait in waits if not wait.done)
         self.thread = threading.current_thread().name
         self.capture: Capture | None = None
-        self.calls: Sequence[Any] = ()  # of NCCL, and the meeting of each with the other ranks' calls
-        self.meetings: list[Any] = []
+        self.calls: Sequence[Any] = ()  # of NCCL, and the match of each with those of the other ranks
+        self.matches: list[Any] = []
         self.blocks: tuple[Block, ...] = ()
         self.done = False
         self.finished_at = 0.0
 
     def blocker(self) -> Operation | str | None:
-        """What must run before this can: an operation, or, in words, one that nobody has enqueued."""
+        """The operation that must run before this one, or its description if it is not enqueued, or None."""
         for wait in self.waits:
             if not wait.done:
                 return wait
-        blockers = (meeting.blocker() for meeting in self.meetings)
+        blockers = (match.blocker() for match in self.matches)
         return next((blocker for blocker in blockers if blocker is not None), None)
 
     def execute(self) -> None:
         with np.errstate(all="ignore"):
             self.run()
-            for meeting in self.meetings:
-                meeting.hold()
+            for match in self.matches:
+                match.execute()
         self.done, self.finished_at = True, time.perf_counter()
-        self.waits, self.blocks, self.calls, self.meetings, self.run = (), (), (), [], _nothing
+        self.waits, self.blocks, self.calls, self.matches, self.run = (), (), (), [], _nothing
 
     def __repr__(self) -> str:
         return f"{self.name} on {self.queue} (enqueued by {self.thread})"
@@ -234,7 +234,7 @@ class Machine:
 
     @property
     def local(self) -> dict[Any, Any]:
-        """CuPy's state of each thread: the current streams, and those that `with` blocks restore."""
+        """CuPy's state of each thread: the current streams, and the streams that `with` blocks restore."""
         return self._local.__dict__
 
     def new_stream(self, *, blocking: bool = False, eager: bool | None = None) -> Queue:
@@ -295,13 +295,13 @@ class Machine:
             if queue.capture is not None:
                 queue.capture.operations.append(operation)
             else:
-                self._arrive(operation)
+                self._match(operation)
             queue.tail = operation
             self.progress()
             return operation
 
     def _before(self, queue: Queue) -> list[Operation]:
-        """The operations before a new one on `queue`: its tail, and those of the default stream's turns."""
+        """The operations before a new one on `queue`: its tail, and those that the default stream orders."""
         self.check_turns(queue)
         queues = [queue]
         if queue.ptr == 0:
@@ -320,11 +320,11 @@ class Machine:
             if queue.ptr == 0 and any(each.capture for each in self._taking_turns(queue)):
                 raise CUDARuntimeError(906)
 
-    def _arrive(self, operation: Operation) -> None:
-        operation.meetings = [call.arrive(operation) for call in operation.calls]
+    def _match(self, operation: Operation) -> None:
+        operation.matches = [call.match(operation) for call in operation.calls]
 
     def wait_event(self, queue: Queue, recorded: Operation | None) -> None:
-        """Make everything enqueued on `queue` from now on come after `recorded`."""
+        """Order all later operations of `queue` after `recorded`."""
         with self.changed:
             if recorded is None:
                 return
@@ -427,7 +427,7 @@ class Machine:
         return self._advance(operation)
 
     def wait_until(self, stuck_at: Callable[[], str | None], what: str) -> None:
-        """Block until `stuck_at` returns None, or raise `Hang`; every wait of the host for others comes here."""
+        """Block until `stuck_at` returns None, or raise `Hang`. The host waits for other threads only here."""
         with self.changed:
             while (problem := stuck_at()) is not None:
                 if not self.changed.wait(self.timeout_s):
@@ -474,7 +474,7 @@ class Machine:
         return self._own(Block(address, data, device, pool, guarded[: start + nbytes + GUARD]))
 
     def share(self, host: np.ndarray) -> Memory:
-        """Memory of the current device that belongs to somebody else; the memory of `host` plays it."""
+        """Foreign memory of the current device, represented by the memory of `host`."""
         low, high = np.lib.array_utils.byte_bounds(host)
         first = np.lib.stride_tricks.as_strided(host, (1,), (host.itemsize,)).view(np.uint8)
         data = np.lib.stride_tricks.as_strided(first, (high - low,), (1,))
@@ -573,7 +573,7 @@ class Machine:
                 # Any branch of a graph may go first, as any stream may.
                 copy = Operation(queue, each.name, each.run, waits if self.side == "lazy" else reversed(waits))
                 copy.calls = each.calls
-                self._arrive(copy)
+                self._match(copy)
                 copies[each] = copy
             self.enqueue(queue, "graph", _nothing, waits=reversed(copies.values()))
 

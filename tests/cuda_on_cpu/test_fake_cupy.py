@@ -144,7 +144,7 @@ def test_a_new_array_holds_poison(device):
     assert np.isnan(cupy.empty(3, np.float32).get()).all()
 
 
-def test_polling_makes_lazy_streams_go_on(device):
+def test_polling_makes_lazy_streams_continue(device):
     x = cupy.zeros(1)
     x[...] = 1
     event = cuda.get_current_stream().record()
@@ -234,7 +234,7 @@ def test_host_synchronisation_is_caught(device, call):
     assert len(device.host_syncs) == 1
 
 
-def test_host_synchronisation_on_other_threads_is_caught_unless_told_otherwise(device):
+def test_host_synchronisation_on_other_threads_is_caught_unless_allowed(device):
     x = cupy.zeros(1)
     with ThreadPoolExecutor(1) as pool:
         with device.forbid_host_sync(this_thread=True):
@@ -302,7 +302,7 @@ def test_views_and_copies(device):
     assert np.float32(9).tobytes() == x.view(np.uint8)[4:8].get().tobytes()
 
 
-def test_arrays_of_somebody_else_are_shared(device):
+def test_foreign_arrays_are_shared(device):
     host = np.arange(6.0).reshape(2, 3)
     x = cupy.from_dlpack(host)
     x[1] = 7
@@ -403,7 +403,7 @@ def test_a_missing_wait_inside_a_graph_is_caught(wait):
     assert wait == (results(program) == [[1.0]] * 3)
 
 
-def test_what_a_capture_must_not_do(device):
+def test_operations_that_break_a_capture(device):
     x, stream, side = cupy.zeros(1), cuda.Stream(non_blocking=True), cuda.Stream(non_blocking=True)
     event = cuda.get_current_stream().record()
     with pytest.raises(RuntimeError, match="legacy"):
@@ -440,7 +440,7 @@ def test_a_graph_over_memory_that_was_freed_is_caught(device):
 
 
 @pytest.mark.parametrize("mode", ["Global", "ThreadLocal", "Relaxed"])
-def test_who_asks_while_a_stream_is_captured_breaks_the_capture_unless_its_mode_allows_that(device, mode):
+def test_a_query_during_a_capture_breaks_it_unless_its_mode_allows_that(device, mode):
     event, stream = cuda.get_current_stream().record(), cuda.Stream(non_blocking=True)
     found = {}
 
@@ -469,7 +469,7 @@ def test_who_asks_while_a_stream_is_captured_breaks_the_capture_unless_its_mode_
             stream.end_capture()
 
 
-def test_the_pool_keeps_what_is_freed_for_the_stream_that_it_was_made_on(device):
+def test_the_pool_keeps_freed_memory_for_its_stream(device):
     pool, side = cupy.get_default_memory_pool(), cuda.Stream(non_blocking=True)
     x = cupy.zeros(100, np.uint8)
     with side:
@@ -510,7 +510,7 @@ def test_every_call_on_a_broken_device_gives_its_error_but_done_is_only_false(de
         assert cupy.zeros(1).item() == 0
 
 
-def test_who_waits_for_a_device_that_breaks_is_woken(device):
+def test_a_thread_that_waits_for_a_device_that_breaks_is_woken(device):
     def body(comm):
         x = cupy.zeros(1, np.float32)
         if comm.rank_id() == 0:
@@ -748,7 +748,7 @@ def test_a_peer_that_never_calls_holds_up_the_stream_until_abort(device, connect
     assert ranks(2, body, nccl_connects=connects)[0] == ([True], [1.0])
 
 
-def test_a_wait_for_a_rank_that_never_comes_says_for_which(device):
+def test_a_wait_for_a_missing_rank_names_it(device):
     def body(comm):
         x = cupy.zeros(1, np.float32)
         if comm.rank_id() == 0:
@@ -757,7 +757,7 @@ def test_a_wait_for_a_rank_that_never_comes_says_for_which(device):
             x.get()
 
     with pytest.raises(
-        Hang, match=r"rank 0 waited .* nccl allReduce on stream 0 .* where \[1\] of \[0, 1\] have not come"
+        Hang, match=r"rank 0 waited .* nccl allReduce on stream 0 .* where \[1\] of \[0, 1\] have not called"
     ):
         ranks(2, body, nccl_connects=False)
 

@@ -114,7 +114,7 @@ def test_data_sets_of_two_lengths_need_two_names(tmp_path):
         assert Cached([4, 5], MemoryStore())[0] == 4
 
 
-def test_keys_of_other_types_and_names_never_meet():
+def test_keys_of_other_types_and_names_never_collide():
     cache = Cache(MemoryStore())
     keys = [1, -1, "1", b"1", "i1", "", b"", 1 << 100, "x" * 1000, "x" * 1001, "\udcff"]
     for number, key in enumerate(keys):
@@ -143,7 +143,7 @@ def test_a_batch_is_one_request_and_repeated_samples_are_different_objects():
     assert store.calls == 4  # two looks and a write, then one look
     stats = cached.stats()
     assert (stats.hits, stats.misses) == (5, 3)
-    batch[0][0][:] = 7  # what was given is the caller's own
+    batch[0][0][:] = 7  # the value belongs to the caller
     assert same(cached[3], data[3])
 
 
@@ -167,7 +167,7 @@ def test_a_sample_that_cannot_be_kept_says_where():
     assert by_pickle.stats().hits == 1
 
 
-def test_a_damaged_value_is_loaded_anew_counted_and_mended(tmp_path):
+def test_a_damaged_value_is_loaded_again_counted_and_mended(tmp_path):
     store, data = LMDBStore(tmp_path), Counted()
     with Cached(data, store) as cached:
         expected = list(cached)
@@ -266,7 +266,7 @@ def test_buffers_are_written_when_full_at_close_and_when_a_cache_is_forgotten():
     before = store.count()
     cached.close()
     assert store.count() == 15 > before
-    cached[16]  # a closed cache goes on
+    cached[16]  # a closed cache continues
     del cached
     gc.collect()
     assert store.count() == 16
@@ -296,7 +296,7 @@ def test_threads_that_ask_for_one_sample_load_it_once():
     assert cache.stats().hits == 3
 
 
-def test_who_loads_too_long_is_not_waited_for():
+def test_a_process_that_loads_too_long_is_not_waited_for():
     begun, go = threading.Event(), threading.Event()
 
     def slow(key):
@@ -354,7 +354,7 @@ def test_a_missing_library_names_the_extra(monkeypatch):
                 }[name]()
 
 
-def test_a_host_without_locks_says_so_and_goes_on(monkeypatch):
+def test_a_host_without_locks_says_so_and_continues(monkeypatch):
     from bagua_comm.data import worker
 
     def fail(path):

@@ -1,4 +1,4 @@
-"""Caches that several processes share: workers, programs, and those that are killed."""
+"""Caches that several processes share: workers, programs, and killed ones."""
 
 import contextlib
 import json
@@ -37,7 +37,7 @@ def started(*arguments, program=(sys.executable, PROGRAM)):
 
 
 def finished(process):
-    """What the program found out."""
+    """The output of the program."""
     out, err = process.communicate(timeout=90)
     assert process.returncode == 0, err
     return json.loads(out.splitlines()[-1])
@@ -60,7 +60,7 @@ class Numbers(torch.utils.data.Dataset):
         return np.full(3, index)
 
 
-def test_what_forked_dataloader_workers_load_is_written_when_they_end_and_counted(tmp_path):
+def test_samples_of_forked_dataloader_workers_are_written_when_they_end_and_counted(tmp_path):
     with LMDBStore(tmp_path) as store, Cached(Numbers(), store) as cached:
         for epoch in (1, 2):
             loader = torch.utils.data.DataLoader(cached, batch_size=4, num_workers=2)
@@ -115,7 +115,7 @@ def test_two_programs_at_once_share_the_work(tmp_path):
         assert (again.stats().hits, again.stats().misses) == (12, 0)
 
 
-def test_a_program_killed_in_mid_epoch_leaves_what_it_had_written(tmp_path):
+def test_a_program_killed_in_mid_epoch_leaves_the_samples_it_had_written(tmp_path):
     log = tmp_path / "log"
     with started(tmp_path / "db", log, "--delay", 0.05, "-n", 100, "--buffer", 0) as process:
         until(lambda: loads(log).total() >= 4 or process.poll() is not None)
@@ -163,7 +163,7 @@ def test_a_worker_that_is_stopped_while_it_loads_does_not_stop_others(tmp_path):
 
 @contextlib.contextmanager
 def small_disk(folder):
-    """How to start a program for which `folder` is a disk of 10 MB, of its own if this may mount one."""
+    """The command that starts a program with `folder` on a disk of 10 MB, a new one if this user may mount it."""
     mount = f"mount -t tmpfs -o size=10m tmpfs '{folder}' && exec \"$@\""
     for flags in (["-m"], ["-rm"]):
         wrapped = ["unshare", *flags, "sh", "-c", mount, "sh"]
@@ -199,7 +199,7 @@ assert 0 < stats.hits < 40 and stats.unwritten > 0
 """
 
 
-def test_a_full_disk_is_reported_once_and_loading_goes_on(tmp_path):
+def test_a_full_disk_is_reported_once_and_loading_continues(tmp_path):
     with small_disk(tmp_path) as wrapped:
         result = subprocess.run(
             [*wrapped, sys.executable, "-c", FILL, str(tmp_path / "db")],

@@ -16,13 +16,13 @@ pytestmark = pytest.mark.filterwarnings(
 
 
 def bytes_held(path):
-    """Where this process has locks in a file, as the kernel sees it."""
+    """The locks of this process in a file, as the kernel lists them."""
     lines = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
     inode = str(os.stat(path).st_ino)
     return sorted(int(words[-1]) for words in lines if words[-3].split(":")[-1] == inode)
 
 
-def test_a_lock_that_was_taken_in_interrupted_work_is_given_back_by_the_next_use(tmp_path):
+def test_a_lock_that_interrupted_work_has_acquired_is_released_by_the_next_use(tmp_path):
     locks = locks_in(tmp_path / "locks")
 
     def work():
@@ -60,7 +60,7 @@ def test_a_thread_waits_for_a_lock_of_its_process_and_then_has_it(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_store_or_a_cache_that_was_interrupted_while_it_wrote_keeps_nobody_waiting(tmp_path):
+def test_a_store_or_a_cache_that_was_interrupted_while_it_wrote_blocks_no_other(tmp_path):
     store = LMDBStore(tmp_path / "store", timeout_s=0.0)
     with Cache(store, wait_s=0.0) as cache:
         keys = iter(range(10**6))

@@ -29,7 +29,7 @@ def test_nothing_to_measure():
 
 
 @pytest.mark.needs("msgpack", "xxhash")
-def test_what_was_measured_is_kept(tmp_path):
+def test_measurements_are_kept(tmp_path):
     calls = []
     store = LMDBStore(tmp_path)
 

@@ -33,7 +33,7 @@ def test_pickles_of_a_folder_that_others_can_write_to_are_not_run(tmp_path, mode
         assert cache.get("key", len) == 3
 
 
-def test_pickles_of_somebody_elses_folder_are_not_run(tmp_path, monkeypatch):
+def test_pickles_of_another_users_folder_are_not_run(tmp_path, monkeypatch):
     store = LMDBStore(tmp_path)
     tmp_path.chmod(0o700)
     mine = os.geteuid()

@@ -1,4 +1,4 @@
-"""What users of the package see."""
+"""The public interface of the package."""
 
 import inspect
 
@@ -16,6 +16,6 @@ def test_everything_public_has_a_docstring(name):
             assert method.startswith("_") or inspect.getdoc(function), method
 
 
-def test_what_is_collective_says_so_and_nothing_else_does():
+def test_only_collective_methods_say_that_they_are():
     found = [name for name in data.__all__ if "\nCollective." in (inspect.getdoc(getattr(data, name)) or "")]
     assert found == ["measure"]

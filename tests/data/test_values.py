@@ -1,4 +1,4 @@
-"""How samples lie in a store: they come back with the same types, or not at all."""
+"""The bytes of samples in a store: they load with the same types, or are refused."""
 
 import collections
 import pickle
@@ -90,7 +90,7 @@ class Custom:
         ({Custom: 1}, "a key of the value is a builtins.type"),
     ],
 )
-def test_what_would_come_back_otherwise_is_refused_by_its_place(value, message):
+def test_a_value_that_would_change_is_refused_with_its_path(value, message):
     with pytest.raises(UnsupportedError, match=message):
         encode(value, b"k")
 

@@ -100,7 +100,7 @@ def test_the_commands_of_a_page_run_one_after_the_other(page, folder):
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=[block.place for block in BLOCKS])
-def test_every_block_says_what_it_is(block):
+def test_every_block_has_a_language(block):
     """So that none goes unchecked because of a slip of the pen."""
     assert block.language in LANGUAGES
     if block.language == "python":

@@ -100,7 +100,7 @@ def test_without_room_the_commit_before_stays_whole(full, grow, pattern):
     assert [outcome.get("result", outcome) for outcome in again] == expected
 
 
-def test_without_room_for_what_training_begins_with_all_ranks_raise(full):
+def test_without_memory_for_the_first_snapshot_all_ranks_raise(full):
     full.add("slot-0-[ab]-own")
     with_room = training(None, None, full, None, dies=False)
     errors = [outcome["error"] for outcome in run_fleet(ThreadJob(3, wanted=2), with_room)]

@@ -15,7 +15,7 @@ from bagua_comm.testing.fleets import run_fleet
 
 STEPS = 6
 PATIENCE_S = 20.0
-"""How long a call may wait for its peers. Nobody waits that long for a rank that has died."""
+"""How long a call may wait for its peers; a wait for a dead rank ends before."""
 
 PARTS = 6
 """Of the data; dealt to 1, 2, 3 or 6 ranks, their mean is the same."""
@@ -93,7 +93,7 @@ both_kinds = pytest.mark.parametrize("kind", ["nccl", "staged"])
 
 
 def trained(device, kind, size, algorithm, deaths=(), each_step=lambda comm, step: None, **options):
-    """What every rank has at the end of such a training, by rank."""
+    """The weights of every rank at the end of such a training, by rank."""
     job = device_job(device, kind, size, timeout_s=PATIENCE_S, **options)
     return results(run_fleet(job, training(job, algorithm, deaths, each_step), limit_s=100))
 
@@ -107,7 +107,7 @@ def assert_alike(got, expected):
 
 @both_kinds
 @one_policy
-def test_a_spare_takes_the_place_of_a_rank_that_dies(device, kind):
+def test_a_spare_replaces_a_rank_that_dies(device, kind):
     undisturbed = trained(device, kind, 3, GradientAllReduce())
     assert_alike(trained(device, kind, 4, GradientAllReduce(), [(1, 3)], wanted=3), undisturbed)
 
@@ -123,7 +123,7 @@ def test_rank_after_rank_may_die(device, kind, algorithm):
 
 @both_kinds
 @one_policy
-def test_the_others_go_on_with_fewer_down_to_one(device, kind):
+def test_the_others_continue_with_fewer_down_to_one(device, kind):
     got = trained(device, kind, 3, GradientAllReduce(), [(0, 2), (2, 4)])
     assert [size for size, _ in got.values()] == [1]
     expected = -sum((step + 1) * 3.5 for step in range(STEPS))  # of the mean of the parts
@@ -141,7 +141,7 @@ def test_ranks_that_all_wait_for_their_devices_learn_of_a_death(device):
 
 
 @one_policy
-def test_nothing_is_left_of_communicators_that_were_given_up(device, monkeypatch):
+def test_nothing_is_left_of_aborted_communicators(device, monkeypatch):
     from bagua_comm.transports.nccl import watchdog
 
     made, watchdogs = [], []
@@ -154,7 +154,7 @@ def test_nothing_is_left_of_communicators_that_were_given_up(device, monkeypatch
     )
 
     def also_elsewhere(comm, step):
-        """What a program makes beside the engine, and never closes."""
+        """Make objects beside the engine, and never close them."""
         if step == 1:
             comm.lane()
             comm.dup()
@@ -163,11 +163,11 @@ def test_nothing_is_left_of_communicators_that_were_given_up(device, monkeypatch
     trained(device, "nccl", 4, GradientAllReduce(), [(1, 2), (2, 4)], also_elsewhere, wanted=2)
     assert {comm._device for comm in made} == {0, 1, 2, 3}
     until(lambda: not [comm for comm in made if comm.comm and comm._device not in dead])
-    assert [each for each in watchdogs if each._watches and each.device not in dead] == []
+    assert [each for each in watchdogs if each.watches and each.device not in dead] == []
 
 
 @one_policy
-def test_a_graph_of_a_communicator_that_was_given_up_is_refused_and_a_new_one_runs(device):
+def test_a_graph_of_an_aborted_communicator_is_refused_and_a_new_one_runs(device):
     graphs, seen = {}, []
 
     def capture(comm, step):

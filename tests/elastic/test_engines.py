@@ -1,4 +1,4 @@
-"""Every algorithm, with deaths: what it keeps comes back, on the same number of ranks to the same bytes."""
+"""Every algorithm, with deaths: its state is restored, on the same number of ranks to the same bytes."""
 
 import random
 import threading
@@ -30,7 +30,7 @@ def shortened(name):
 
 
 def training(algorithm):
-    """A program that trains with this algorithm; a rank's gradients are its own."""
+    """A program that trains with this algorithm; gradients differ between ranks."""
 
     def body(fleet):
         weights = {spec.name: np.ones(spec.shape, np.float32) for spec in SPECS}
@@ -71,7 +71,7 @@ def training(algorithm):
 
 
 def by_rank(outcomes):
-    """What the ranks that ended have returned."""
+    """The results of the ranks that ended."""
     wrong = [outcome["error"] for outcome in outcomes if "error" in outcome]
     if wrong:
         raise wrong[0]
@@ -112,7 +112,7 @@ def test_with_spares_the_weights_are_those_of_an_undisturbed_training_whenever_r
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_without_spares_every_algorithm_goes_on_with_fewer_ranks(name):
+def test_without_spares_every_algorithm_continues_with_fewer_ranks(name):
     chance = random.Random(name)
     victim, moment = chance.randrange(4), chance.randrange(1, 40)
     job = ThreadJob(4)
@@ -128,7 +128,7 @@ def test_without_spares_every_algorithm_goes_on_with_fewer_ranks(name):
 
 
 class Kept:
-    """What a program with an engine finds when it is entered, and what it kept before."""
+    """The state that a program with an engine finds at its entry, and the state before."""
 
     def __init__(self, algorithm, field):
         self.algorithm, self.field, self.seen = algorithm, field, {}
@@ -173,7 +173,7 @@ class Kept:
 
 
 def kept_by(algorithm, field):
-    """What four ranks keep after step 2, and what three of them find then, by process and tensor."""
+    """The state of four ranks after step 2, and the state that three of them restore, by process and tensor."""
     program = Kept(algorithm, field)
     program.job = ThreadJob(4)
     outcomes = run_fleet(program.job, program)
@@ -183,7 +183,7 @@ def kept_by(algorithm, field):
     return before, after
 
 
-def test_the_mean_of_the_residuals_is_what_it_was():
+def test_the_mean_of_the_residuals_does_not_change():
     algorithm = bagua_comm.GradientAllReduce(bagua_comm.ErrorFeedback(bagua_comm.Quantized()))
     before, after = kept_by(algorithm, "average.residual")
     for name in before[0]:
@@ -201,7 +201,7 @@ def test_the_mean_of_the_residuals_is_what_it_was():
         ("QAdam(warmup_steps=1)", "momentum"),
     ],
 )
-def test_what_is_alike_on_all_ranks_stays_as_it_was(algorithm, field):
+def test_replicated_state_does_not_change(algorithm, field):
     before, after = kept_by(eval(algorithm, vars(bagua_comm)), field)
     assert before[0]
     for name, value in before[0].items():
@@ -209,7 +209,7 @@ def test_what_is_alike_on_all_ranks_stays_as_it_was(algorithm, field):
             np.testing.assert_array_equal(value, each[name])
 
 
-def test_what_by_node_keeps_of_parts_of_a_bucket_is_made_anew_on_another_number_of_ranks(caplog):
+def test_by_node_recreates_the_state_of_parts_of_a_bucket_on_another_number_of_ranks(caplog):
     program = Kept(bagua_comm.by_node(bagua_comm.DiLoCo(local_steps=2)), "inner.momentum")
     program.job = ThreadJob(4, hosts=["a", "a", "b", "b"])
     outcomes = run_fleet(program.job, program)
@@ -240,7 +240,7 @@ def test_a_commit_inside_of_a_training_step_is_an_error_on_all_ranks():
             raise outcome["error"]
 
 
-def test_another_algorithm_than_before_begins_anew(caplog):
+def test_another_algorithm_than_before_starts_again(caplog):
     def body(fleet):
         state = State(step=0)
 
@@ -264,7 +264,7 @@ def test_another_algorithm_than_before_begins_anew(caplog):
     assert "engine 0 starts with a new state: Decentralized(peers='shift_one'" in caplog.text
 
 
-def test_engines_that_were_given_up_leave_no_thread():
+def test_aborted_engines_leave_no_thread():
     threads = set(threading.enumerate())
     check_same_bytes(bagua_comm.ByteGrad(), [(1, 60)])
     until(lambda: threads.issuperset(threading.enumerate()))

@@ -29,7 +29,7 @@ def body(fleet):
 
 
 def moments(size, wanted, victim):
-    """What the victim does in a training that nobody disturbs, in order."""
+    """The operations of the victim in an undisturbed training, in order."""
     done = []
     job = ThreadJob(size, wanted=wanted)
     job.watch = lambda number, what: done.append(what) if number == victim else None
@@ -49,7 +49,7 @@ def train_with_deaths(size, wanted, deaths):
 
 
 def check_undisturbed(got, size, where):
-    """Everything is as if nobody had died."""
+    """Every result is that of an undisturbed training."""
     assert len(got) >= size - 2, where
     for rank, (shared, own, log) in got.items():
         expected = sum(sum(step + r + 1 for r in range(size)) for step in range(STEPS))
@@ -74,7 +74,7 @@ def test_with_a_spare_nothing_differs_when_a_rank_dies_around_a_commit():
 
 
 @pytest.mark.slow
-def test_without_a_spare_the_sum_of_what_is_own_is_conserved_whenever_a_rank_dies():
+def test_without_a_spare_the_sum_of_per_rank_state_is_conserved_whenever_a_rank_dies():
     names = moments(3, 3, 1)
     for moment in range(1, len(names) + 1):
         where = f"process 1 died in call {moment}, {names[moment - 1]}"

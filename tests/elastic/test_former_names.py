@@ -93,7 +93,7 @@ def test_calls_by_former_names_warn():
     assert not FixedFleet.can_spawn
     with pytest.warns(DeprecationWarning, match=r"ThreadJob\.meetings is now rounds"):
         assert job.meetings is job.rounds
-    with pytest.warns(DeprecationWarning, match="recruit is now spawn"):
+    with pytest.warns(DeprecationWarning, match=r"\(recruit=\) is now spawn="):
         assert ThreadJob(1, recruit=print).spawn is print
 
 

@@ -1,4 +1,4 @@
-"""Training on threads that die: who goes on, from which commit, and with what."""
+"""Training on threads that die: the ranks that continue, their commit, and their state."""
 
 import threading
 
@@ -53,7 +53,7 @@ def test_a_rank_dies_and_the_others_end_with_the_values_of_an_undisturbed_run():
 
 
 @pytest.mark.parametrize("goes_on", [True, False])
-def test_the_record_of_the_last_calls_is_written_when_training_goes_on_or_ends(tmp_path, goes_on):
+def test_the_record_of_the_last_calls_is_written_when_training_continues_or_ends(tmp_path, goes_on):
     seen, all_have_looked = [], threading.Barrier(3)
 
     def body(fleet):
@@ -64,7 +64,7 @@ def test_the_record_of_the_last_calls_is_written_when_training_goes_on_or_ends(t
             comm.flight.folder = tmp_path / str(comm.size)
             seen.extend(tmp_path.glob("3/rank_[02].json"))
             if comm.size == 3:
-                all_have_looked.wait(10)  # who notices the death first may write before another one begins
+                all_have_looked.wait(10)  # the first process to notice the death may write before others
                 if comm.rank == 1:
                     job.kill(fleet.me)
             comm.barrier()
@@ -76,7 +76,7 @@ def test_the_record_of_the_last_calls_is_written_when_training_goes_on_or_ends(t
     assert {0, 2} <= {record.rank for record in read_folder(tmp_path / "3")}
 
 
-def test_a_spare_takes_the_place_of_the_dead():
+def test_a_spare_replaces_a_dead_rank():
     job = ThreadJob(4, wanted=3)
     outcomes = run_fleet(job, counting(job, kills=[(1, 2)]))
     ranks = {n: outcome["result"][0][0] for n, outcome in enumerate(outcomes) if "result" in outcome}
@@ -142,7 +142,7 @@ def test_an_order_that_is_none_is_refused():
         run(State(step=0), op_order="tree")
 
 
-def test_what_is_no_state_is_refused():
+def test_an_object_that_is_no_state_is_refused():
     with pytest.raises(ArrayError, match=r"state is {'step': 0}, expected an elastic.State"):
         run({"step": 0})
 
@@ -152,7 +152,7 @@ def test_an_open_communicator_is_refused():
         run(State(step=0))(lambda comm: None)
 
 
-def test_a_spare_raises_when_all_who_trained_are_dead(monkeypatch):
+def test_a_spare_raises_when_all_trainers_are_dead(monkeypatch):
     stands_by, stand_by = threading.Event(), ThreadFleet.stand_by
 
     def note(fleet, training):
@@ -175,7 +175,7 @@ def test_a_spare_raises_when_all_who_trained_are_dead(monkeypatch):
         raise run_fleet(job, body)[2]["error"]
 
 
-def test_a_spare_that_is_still_in_the_first_rendezvous_raises_when_all_who_trained_are_dead():
+def test_a_spare_in_the_first_rendezvous_raises_when_all_trainers_are_dead():
     reached, killed = threading.Event(), threading.Event()
 
     def watch(number, what):
@@ -216,7 +216,7 @@ def test_a_rendezvous_needs_no_communicator_for_devices_and_large_arrays(monkeyp
     monkeypatch.setattr(ThreadFleet, "connect", note)
     job = ThreadJob(3, wanted=2)
     run_fleet(job, counting(job, kills=[(1, 4)]))
-    # The first rendezvous is the exception: so those who stand by have once made such a communicator.
+    # The first rendezvous is the exception: so spares have made such a communicator once.
     first = [(me, [0, 1, 2], False) for me in (0, 1, 2)] + [(me, [0, 1], False) for me in (0, 1)]
     second = [(me, [0, 2], control) for me in (0, 2) for control in (True, False)]
     assert sorted(made) == sorted(first + second)

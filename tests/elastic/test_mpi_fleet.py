@@ -71,7 +71,7 @@ DYING = """
 
 
 def go_on(tmp_path, ranks, victims, *, spares=0, signal="SIGKILL", timeout_s=20):
-    """What the survivors of a fleet say, by their numbers, after some of its processes got a signal."""
+    """The results of the survivors of a fleet, by their numbers, after some of its processes got a signal."""
     text = DYING.replace("VICTIMS", str(victims)).replace("signal.SIGNAL", f"signal.{signal}")
     script = tmp_path / "dying.py", text.replace("TIMEOUT", str(timeout_s))
     result = run_python(
@@ -84,7 +84,7 @@ def go_on(tmp_path, ranks, victims, *, spares=0, signal="SIGKILL", timeout_s=20)
 
 
 @pytest.mark.timeout(100)
-def test_the_other_process_goes_on_when_the_first_one_dies(tmp_path):
+def test_the_other_process_continues_when_the_first_one_dies(tmp_path):
     said = go_on(tmp_path, 2, [0])[1]
     assert (said["first"], said["rank"]) == ([0, 1], 0)
     assert [[number, reason] for number, _, reason in said["dead"]] == [[0, "died"]]
@@ -94,7 +94,7 @@ def test_the_other_process_goes_on_when_the_first_one_dies(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(100)
-def test_the_others_go_on_with_a_spare_when_the_first_process_dies(tmp_path):
+def test_the_others_continue_with_a_spare_when_the_first_process_dies(tmp_path):
     said = go_on(tmp_path, 3, [0], spares=1)
     for me, each in said.items():
         assert (each["wanted"], each["first"]) == (2, [0, 1, 2])
@@ -102,7 +102,7 @@ def test_the_others_go_on_with_a_spare_when_the_first_process_dies(tmp_path):
         assert each["rank"] == {1: 1, 2: 0}[me]
         assert each["errors"][0].startswith("CommMismatch: connect: members are [")
     failed, refused = said[1]["errors"][1:]
-    assert failed.startswith(("RankFailed: ", "CommAborted: "))  # the one that stands by may notice it first
+    assert failed.startswith(("RankFailed: ", "CommAborted: "))  # the spare may notice it first
     assert re.search(r"(rank|process) 0 \(on .*, process \d+, which has ended\) died", failed)
     assert refused.startswith(("CommError: ", "CommAborted: "))
     assert said[2]["called"] is True
@@ -154,7 +154,7 @@ def test_a_training_ends_with_the_weights_of_an_undisturbed_one(processes, spare
     assert problem is None, text
 
 
-def test_one_process_without_a_launcher_is_a_fleet_that_meets_once():
+def test_one_process_without_a_launcher_is_a_fleet_with_one_rendezvous():
     fleet = start(timeout_s=7)
     with pytest.raises(BootstrapError, match="connected already"):
         start()
@@ -211,7 +211,7 @@ def test_at_the_end_a_process_that_hangs_is_not_waited_for(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(100)
-def test_training_goes_on_undisturbed_when_one_that_stands_by_dies(tmp_path):
+def test_training_continues_undisturbed_when_a_spare_dies(tmp_path):
     text = """
         import json
         import os
@@ -249,7 +249,7 @@ def test_training_goes_on_undisturbed_when_one_that_stands_by_dies(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(100)
-def test_what_waits_on_a_device_ends_with_a_death_and_a_rendezvous(tmp_path):
+def test_a_wait_on_a_device_ends_with_a_death_and_a_rendezvous(tmp_path):
     text = """
         import os
         import signal

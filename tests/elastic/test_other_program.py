@@ -6,7 +6,7 @@ from bagua_comm.elastic import State, run
 from bagua_comm.testing.fleets import ThreadJob, run_fleet
 
 
-def test_a_state_of_other_parts_does_not_go_on_from_what_is_left(tmp_path, monkeypatch):
+def test_a_state_of_other_parts_does_not_continue_from_old_snapshots(tmp_path, monkeypatch):
     monkeypatch.setenv("BAGUA_JOB", "test")
     monkeypatch.setenv("BAGUA_JOB_FOLDER", str(tmp_path))
 

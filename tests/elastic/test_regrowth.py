@@ -89,7 +89,7 @@ TRAINING = """
 
 
 def regrow(tmp_path, ranks, kills, *flags):
-    """What the processes say that trained to the end."""
+    """The results of the processes that trained to the end."""
     text = TRAINING.replace("KILLS_AND_MORE", repr((ranks, kills, LAST, HOLD_S)))
     script = tmp_path / "regrow.py", text
     result = run_python(ranks, script=script, flags=flags or ["--ulfm"], env=dict(os.environ), timeout_s=110)
@@ -111,7 +111,7 @@ def test_a_process_is_started_in_the_place_of_a_dead_one(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-def test_a_spawned_process_has_the_variables_of_the_job_and_nobody_else_can_read_them(tmp_path):
+def test_a_spawned_process_has_the_variables_of_the_job_and_no_other_user_can_read_them(tmp_path):
     said = regrow(tmp_path, 2, ["rank 1"])
     assert [each["secret"] for each in said] == [True, True]
     assert [each["shown"] for each in said] == [[], []]

@@ -37,7 +37,7 @@ def test_a_program_has_its_variables_and_they_are_on_no_command_line():
 
 
 @pytest.mark.parametrize("variables", [{}, {"A": "b\nc=d", "E": "\udcff\u00e9", "F": ""}])
-def test_what_was_sealed_is_opened_with_its_key_alone(variables):
+def test_a_sealed_message_is_opened_with_its_key_alone(variables):
     sealed = seal(variables, {}, ["/bin/true"])
     at = next(n for n, word in enumerate(sealed.command) if word.isdecimal())
     texts = sealed.command[at + 1 : at + 1 + int(sealed.command[at])]

@@ -1,4 +1,4 @@
-"""Slots: memory that tells whether what it holds is whole."""
+"""Slots: memory with a checksum of its contents."""
 
 import numpy as np
 import pytest
@@ -32,7 +32,7 @@ def fill(slot, version, arrays=ARRAYS, header=None):
     return specs
 
 
-def test_what_was_written_is_read():
+def test_a_written_slot_is_read():
     slot = Slot()
     specs = fill(slot, 3)
     found = slot.read()
@@ -90,14 +90,14 @@ def test_a_damaged_file_holds_nothing(tmp_path, damage):
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16, np.int64])
 @pytest.mark.parametrize("size", [2, 8, 1000])
-def test_a_checksum_tells_changed_signs(dtype, size):
+def test_a_checksum_finds_changed_signs(dtype, size):
     x = np.arange(1, size + 1).astype(dtype)
     assert len({checksum(y) for y in (x, -x, np.where(np.arange(size) % 2, x, -x))}) == 3
     assert checksum(np.zeros(size)) != checksum(-np.zeros(size))
 
 
 @pytest.mark.parametrize("size", [1, 7, 8, 1 << 18, (1 << 18) + 3])
-def test_a_checksum_tells_changed_and_exchanged_bytes(size):
+def test_a_checksum_finds_changed_and_exchanged_bytes(size):
     x = np.random.default_rng(size).integers(0, 255, size, np.uint8)
     total = checksum(x)
     assert copy_into(np.empty_like(x), x) == total
@@ -120,7 +120,7 @@ def test_arrays_that_are_not_contiguous_are_copied():
 
 
 def test_a_process_that_takes_the_number_of_an_older_one_has_all_of_its_copies(tmp_path):
-    """After a restart: its own, and those that it kept for other ranks."""
+    """After a restart: this rank's snapshots, and those that it stored for other ranks."""
 
     def kept(buffer):
         return {(each.header["rank"], each.whole): each.arrays[0].tolist() for each in buffer.snapshots()}
@@ -147,7 +147,7 @@ def test_a_process_that_takes_the_number_of_an_older_one_has_all_of_its_copies(t
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_was_prepared_for_a_commit_that_another_rank_has_made_is_committed():
+def test_a_snapshot_prepared_for_a_commit_that_another_rank_has_made_is_committed():
     buffer = Buffer("a", None, 0)
     for slot, rank in [(buffer.local, 0), *((slot, 1) for slot in buffer.peer_slots(1))]:
         slot.begin(0)

@@ -1,4 +1,4 @@
-"""What users put into a state, and what they find there."""
+"""The values that users put into a state, and those that they find there."""
 
 import itertools
 import threading
@@ -59,7 +59,7 @@ def test_names_of_the_class_are_refused(name):
         (np.array(["a"]), "x cannot be kept: tree is an array of <U1"),
     ],
 )
-def test_what_cannot_be_kept_is_refused_by_name(value, text):
+def test_values_that_cannot_be_stored_are_refused_by_name(value, text):
     with pytest.raises(UnsupportedError, match=f"State: {text}"):
         State(x=value)
 
@@ -76,7 +76,7 @@ def test_a_commit_outside_of_a_training_is_an_error():
         State(step=0).commit()
 
 
-def test_everybody_begins_with_the_values_of_rank_0_but_keeps_what_is_its_own():
+def test_all_ranks_begin_with_the_values_of_rank_0_except_per_rank_state():
     def body(fleet):
         counter = Counter()
         counter.count = fleet.me
@@ -92,7 +92,7 @@ def test_everybody_begins_with_the_values_of_rank_0_but_keeps_what_is_its_own():
     assert results == [(0, [0, 0, 0], 0, n) for n in range(3)]
 
 
-def test_what_appears_later_and_cannot_be_kept_is_an_error_on_all_ranks():
+def test_a_later_value_that_cannot_be_stored_is_an_error_on_all_ranks():
     def body(fleet):
         state = State(step=0, notes=[])
 
@@ -133,7 +133,7 @@ def rules(body_of):
     return [each["result"] for each in (first, second, fourth)]
 
 
-def test_what_is_own_comes_to_another_number_of_ranks_by_its_rule():
+def test_per_rank_state_moves_to_another_number_of_ranks_by_its_rule():
     def state(fleet):
         x = np.array([1.0, 2.0**fleet.me])
         return State(
@@ -152,7 +152,7 @@ def test_what_is_own_comes_to_another_number_of_ranks_by_its_rule():
         assert found["gone"] is None
 
 
-def test_who_lives_keeps_its_own_when_a_rank_and_its_buddy_die():
+def test_survivors_keep_their_state_when_a_rank_and_its_buddy_die():
     job = ThreadJob(5, wanted=3)
 
     def body(fleet):
@@ -173,7 +173,7 @@ def test_who_lives_keeps_its_own_when_a_rank_and_its_buddy_die():
         return train
 
     found = dict(each["result"] for each in run_fleet(job, body) if each.get("result"))
-    # Rank 1's copies were its own and rank 2's; rank 2's is left on rank 0, its buddy.
+    # Rank 1 had its own snapshot and rank 2's; another one of rank 2 is on rank 0, its buddy.
     assert set(found[0].values()) == {1.0}
     assert set(found[2].values()) == {3.0}
     assert found[1] == {"weights": 2.0, "mean": 2.0, "sum": 0.0, "first": 1.0, "drop": 0.0}
@@ -187,7 +187,7 @@ def test_arrays_of_other_shapes_on_each_rank_are_those_of_one_rank_on_fewer():
         np.testing.assert_array_equal(found["rows"][0], [0, 0])
 
 
-def test_what_differs_without_being_marked_is_found():
+def test_a_value_that_differs_without_a_mark_is_found():
     def state(fleet):
         return State(weights=np.zeros(3), count=np.zeros(2, np.int64), text="")
 
@@ -236,7 +236,7 @@ def test_a_callback_is_called_before_training_is_entered_again():
     assert seen == [(1, 2, 1, 1)]
 
 
-def test_processes_that_wait_are_let_in_at_a_commit():
+def test_processes_that_wait_are_admitted_at_a_commit():
     def body(fleet):
         state = State(step=0)
 
@@ -257,7 +257,7 @@ def test_processes_that_wait_are_let_in_at_a_commit():
     assert third["result"] == ((1, 3), [2, 3])
 
 
-def test_a_training_goes_on_from_the_files_of_one_that_is_gone(tmp_path, monkeypatch):
+def test_a_training_continues_from_the_files_of_one_that_is_gone(tmp_path, monkeypatch):
     monkeypatch.setenv("BAGUA_JOB", "test")
     monkeypatch.setenv("BAGUA_JOB_FOLDER", str(tmp_path))
 
@@ -285,8 +285,8 @@ def test_a_training_goes_on_from_the_files_of_one_that_is_gone(tmp_path, monkeyp
     assert not list(tmp_path.glob("slot*"))
 
 
-def test_a_commit_of_one_taken_for_dead_is_not_taken_for_that_of_the_others(tmp_path, monkeypatch):
-    """It is written late, and it has the number of a commit of those who went on without it."""
+def test_a_commit_of_a_process_declared_dead_is_not_that_of_the_others(tmp_path, monkeypatch):
+    """It is written late, with the number of a commit of the ranks that continued without it."""
     monkeypatch.setenv("BAGUA_JOB", "test")
     monkeypatch.setenv("BAGUA_JOB_FOLDER", str(tmp_path))
     went_on = threading.Event()
@@ -307,7 +307,7 @@ def test_a_commit_of_one_taken_for_dead_is_not_taken_for_that_of_the_others(tmp_
 
         @run(state, fleet=fleet)
         def train(comm):
-            if comm.size == 1:  # what it goes on from is committed
+            if comm.size == 1:  # the state that it continues from is committed
                 went_on.set()
                 job.threads[1].join(20)
                 job.kill(0)

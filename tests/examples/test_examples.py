@@ -133,7 +133,7 @@ def test_without_a_gpu_the_cupy_example_says_so(ranks):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "transport"), [pytest.param(1, "nccl", marks=pytest.mark.slow), (2, "staged")])
-def test_cupy_arrays_on_what_stands_in_for_a_gpu(tmp_path, ranks, transport):
+def test_cupy_arrays_on_the_stand_in_for_a_gpu(tmp_path, ranks, transport):
     process = run_python(ranks, CUPY, env=environment(tmp_path))
     assert process.returncode == 0, process.stderr
     assert ("share the GPU" in process.stderr) == (ranks == 2)

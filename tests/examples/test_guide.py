@@ -23,7 +23,7 @@ def test_the_guide_shows_the_whole_program():
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_training_goes_on_with_another_number_of_ranks(tmp_path):
+def test_a_training_continues_with_another_number_of_ranks(tmp_path):
     first = run_python(2, EXAMPLE, "--folder", tmp_path, "--epochs", "2", timeout_s=290)
     assert first.returncode == 0, first.stdout + first.stderr
     second = run_python(3, EXAMPLE, "--folder", tmp_path, "--epochs", "4", timeout_s=290)

@@ -15,7 +15,7 @@ SECOND = 10**9
 
 
 def calls(*names, group="world", start=0, open_last=False, number=1, size=4, **fields):
-    """Entries of calls that lasted a tenth of a second each, one after the other, a second apart."""
+    """Entries of calls of 0.1 s each, which begin a second apart."""
     made = []
     for i, name in enumerate(names):
         begin = start + i * SECOND
@@ -51,7 +51,7 @@ def test_no_records_have_no_story():
     assert diagnose([]).findings == ()
 
 
-def test_a_rank_that_skipped_a_call_is_told_by_what_follows_in_earlier_steps():
+def test_a_rank_that_skipped_a_call_is_found_by_the_calls_of_earlier_steps():
     step = ["allreduce", "allgather"]
     others = calls(*step, *step, "allreduce", open_last=True)
     skipped = calls(*step, *step, "allgather", open_last=True)
@@ -89,7 +89,7 @@ def test_two_calls_in_the_other_order():
     assert "in the other order" in finding.text
 
 
-def test_of_two_ranks_nobody_knows_who_is_right():
+def test_of_two_ranks_neither_is_blamed():
     finding = only([record(0, calls("reduce"), size=2), record(1, calls("scan"), size=2)])
     assert (finding.kind, finding.ranks) == ("different", (0, 1))
 
@@ -130,14 +130,14 @@ def test_a_rank_without_a_record_died_or_hangs():
     assert diagnosis.ranks[1] == "rank 1: left no record"
 
 
-def test_a_rank_that_left_is_told_once():
+def test_a_rank_that_left_is_reported_once():
     entries = calls("allreduce", "barrier", open_last=True)
     finding = only([record(0, entries), record(1, entries[:1], left="ValueError: no data"), record(2, entries)])
     assert (finding.kind, finding.ranks) == ("left", (1,))
     assert "rank 1 left: ValueError: no data; its last call was allreduce(float32[4]) #1" in finding.text
 
 
-def test_a_slow_rank_is_told_although_the_others_gave_up_and_it_went_on():
+def test_a_slow_rank_is_reported_although_the_others_aborted_and_it_continued():
     waited = calls("barrier", "allreduce", open_last=True)
     late = [*calls("barrier"), *calls("allreduce", "barrier", start=6 * SECOND, number=2, open_last=True)]
     finding = only([record(0, waited, at_s=4), record(1, late), record(2, waited, at_s=4)])
@@ -145,7 +145,7 @@ def test_a_slow_rank_is_told_although_the_others_gave_up_and_it_went_on():
     assert "5.0 s after all others" in finding.text
 
 
-def test_clocks_that_differ_make_nobody_slow():
+def test_clocks_that_differ_make_no_rank_slow():
     usual = calls("barrier", "barrier", "allreduce", open_last=True)
     ahead = calls("barrier", "barrier", "allreduce", open_last=True, start=100 * SECOND)
     assert diagnose([record(0, usual), record(1, ahead, at_s=120), record(2, usual)]).findings == ()
@@ -159,7 +159,7 @@ def test_calls_of_two_communicators_in_another_order():
     assert "rank 0 is in barrier(float32[4]) #1, and rank 1 in barrier(float32[4]) #1 of world.1" in finding.text
 
 
-def test_what_a_rank_was_in_has_bucket_step_and_what_waits_on_its_lane():
+def test_the_last_call_of_a_rank_has_its_bucket_its_step_and_the_tasks_of_its_lane():
     entry = calls("allreduce", open_last=True, bucket=3, step=7)
     waiting = Entry("world", 0, True, "exchange", bucket=4, step=7)
     line = diagnose([record(0, entry, queued=[waiting], size=1)]).ranks[0]

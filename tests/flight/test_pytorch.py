@@ -17,7 +17,7 @@ from torch.distributed.flight_recorder.components.types import COLLECTIVES  # no
 
 
 def analysed(records, folder):
-    """What `torchfrtrace` finds in the records: its table of collectives."""
+    """The table of collectives that `torchfrtrace` makes of the records."""
     write_dumps(records, folder / "dumps")
     found = []
     original = fr_trace.build_db
@@ -85,7 +85,7 @@ def test_the_analyser_finds_sizes_that_differ(tmp_path):
     assert "SIZE_OR_SYNTAX_MISMATCH" in str(wrong.mismatch_collectives[1].type_of_mismatch)
 
 
-def test_what_one_rank_has_forgotten_is_left_out_on_all(tmp_path):
+def test_calls_that_one_rank_has_forgotten_are_left_out_on_all(tmp_path):
     def body(comm):
         if comm.rank == 1:
             comm.flight.ring = type(comm.flight.ring)(maxlen=3)

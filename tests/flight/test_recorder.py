@@ -19,7 +19,7 @@ def alone(folder=None, **settings):
     return comm
 
 
-def test_a_call_is_kept_from_its_beginning_with_what_ranks_compare():
+def test_a_call_is_recorded_from_its_beginning_with_the_arguments_that_ranks_compare():
     comm, seen = alone(), []
     comm.on(before=lambda call: seen.extend(comm.flight.entries()))
     comm.allreduce(np.ones((2, 3), np.float32), op="max")
@@ -69,7 +69,7 @@ def test_members_of_groups_are_ranks_of_the_world():
     }
 
 
-def test_what_waits_on_a_lane_is_in_the_record():
+def test_tasks_that_wait_on_a_lane_are_in_the_record():
     comm, go = alone(), threading.Event()
     with comm.lane() as lane:
         lane.submit(go.wait, 20)
@@ -152,7 +152,7 @@ def test_of_several_jobs_the_latest_is_read(tmp_path):
 
 
 @pytest.mark.parametrize("content", ["", "{}", '{"version": 99}', "[1]", '{"version": 1, "entries": 3}'])
-def test_what_is_no_record_is_named(tmp_path, content):
+def test_a_file_that_is_no_record_is_named(tmp_path, content):
     (tmp_path / "rank_0.json").write_text(content)
     with pytest.raises(FlightError, match=r"rank_0\.json: "):
         read_folder(tmp_path)

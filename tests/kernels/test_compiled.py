@@ -54,7 +54,7 @@ def hostile(dtype, m=5001):
 
 
 def coded(module, codec, x, combined=4):
-    """What encoding, decoding and combining `combined` rows at a time give."""
+    """The results of encoding, decoding and combining `combined` rows at a time."""
     with kernels.use("host" if module is host else "compiled"):
         n, m = x.shape
         wire = np.full((n, codec.wire_nbytes(m, x.dtype)), 0xEE, np.uint8)
@@ -108,7 +108,7 @@ def test_weighed_blocks_and_their_copies(count, offset):
 
 def test_kernels_of_host_arrays_are_compiled_where_numba_is():
     assert kernels.of(np.empty(1)) is compiled
-    assert compiled.add is host.add  # what is not compiled
+    assert compiled.add is host.add  # functions that are not compiled
 
 
 def test_a_choice_of_kernels_holds_in_its_body_and_its_thread():
@@ -232,7 +232,7 @@ def test_kernels_run_without_the_gil():
         done.set()
 
     old = sys.getswitchinterval()
-    sys.setswitchinterval(60)  # nobody has to give the GIL away
+    sys.setswitchinterval(60)  # no thread has to release the GIL
     try:
         thread = threading.Thread(target=encode)
         thread.start()

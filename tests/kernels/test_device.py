@@ -42,7 +42,7 @@ def normal(shape, dtype, seed=0, scale=1.0):
 
 
 def twice(codec, x, shift=0):
-    """What encoding, decoding and combining give on the host, and on the device."""
+    """The results of encoding, decoding and combining on the host, and on the device."""
     wire = codec.encode(x)
     on_host = [wire, codec.decode(wire, np.empty_like(x))]
     on_host += [codec.combine(wire, op=op, count=x.shape[1], dtype=x.dtype) for op in ("sum", "avg")]
@@ -574,7 +574,7 @@ def test_a_broken_kernel_is_noticed(device, run, mutant, monkeypatch):
         try:
             expected, actual = check(run)
             noticed.append(expected != actual)
-        except (RuntimeError, AssertionError):  # what would hang, fault, or write where it must not
+        except (RuntimeError, AssertionError):  # launches that would hang, fault, or write out of bounds
             noticed.append(True)
     assert any(noticed)
 

@@ -331,7 +331,7 @@ def parts_of(wire, dtype, m, block):
 
 
 def block_by_block(x, block, eps, op):
-    """Encode, decode and combine with every block as a chunk of its own; whole arrays are returned."""
+    """Encode, decode and combine with each block as a chunk; return whole arrays."""
     parts = [np.ascontiguousarray(x[:, start : start + block]) for start in range(0, x.shape[1], block)]
     ends = [encoded(part, part.shape[1], eps) for part in parts]
     sums = [combined(header, codes, codes.shape[1], eps, op) for header, codes in ends]

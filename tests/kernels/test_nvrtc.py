@@ -62,7 +62,7 @@ def test_every_file_compiles_for_every_further_dtype(file, options):
 
 
 def check(cubin, log, what):
-    """What would not start on a GPU, or be slow there."""
+    """Mistakes that would keep a kernel from starting on a GPU, or make it slow."""
     frames = [line for line in log.splitlines() if "bytes stack frame" in line]
     most = max(int(count) for count in re.findall(r"Used (\d+) registers", log))
     assert cubin.startswith(b"\x7fELF"), what

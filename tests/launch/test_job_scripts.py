@@ -1,4 +1,4 @@
-"""`run --write`: the same job for Slurm and Kubernetes. Slurm and sshd run such jobs in tests/clusters."""
+"""`run --write`: the same job for Slurm, which runs such jobs in tests/clusters."""
 
 import os
 import re
@@ -7,7 +7,6 @@ import subprocess
 import sys
 
 import pytest
-import yaml
 
 from bagua_comm import __main__ as cli
 
@@ -20,7 +19,7 @@ def written(capsys, kind, *arguments):
 
 
 def directives(text):
-    """What `#SBATCH` lines say: name -> value."""
+    """The options of the `#SBATCH` lines: name -> value."""
     lines = re.findall(r"^#SBATCH --([\w-]+)=(\S+)", text, re.MULTILINE)
     assert len(dict(lines)) == len(lines)
     return dict(lines)
@@ -30,7 +29,7 @@ def last_command(text):
     return shlex.split(text.splitlines()[-1])
 
 
-def test_slurm_gets_as_many_ranks_on_as_many_nodes(capsys):
+def test_slurm_gets_the_numbers_of_ranks_and_nodes(capsys):
     job = directives(written(capsys, "slurm", *HOSTS, __file__))
     assert (job["nodes"], job["ntasks"], job["ntasks-per-node"]) == ("2", "4", "2")
     assert job["job-name"] == "test-job-scripts"
@@ -51,7 +50,7 @@ def test_slurm_gets_the_same_arguments_quoted_for_the_shell(capsys):
     assert subprocess.run(["bash", "-n"], input=text, text=True, timeout=30).returncode == 0
 
 
-def test_spares_are_ranks_that_slurm_and_kubernetes_must_have_room_for(capsys):
+def test_spares_are_tasks_of_slurm_too(capsys):
     given = ["--spares", "2", "--restarts", "3", "--min-ranks", "1", "--record", "record"]
     text = written(capsys, "slurm", *HOSTS, *given, __file__)
     assert directives(text)["ntasks"] == "4"
@@ -59,104 +58,18 @@ def test_spares_are_ranks_that_slurm_and_kubernetes_must_have_room_for(capsys):
     assert command[command.index("-n") + 1] == "$((SLURM_NTASKS - 2))"
     assert command[-len(given) - 1 :] == [*given, __file__]
 
-    job = yaml.safe_load(written(capsys, "k8s", "-n", "3", "--spares", "1", __file__))
-    check(job, MPIJOB)
-    assert job["spec"]["slotsPerWorker"] == 4
-    launcher = job["spec"]["mpiReplicaSpecs"]["Launcher"]["template"]["spec"]["containers"][0]
-    assert launcher["command"][4:] == ["-n", "3", "--hostfile", "/etc/mpi/hostfile", "--spares", "1", __file__]
 
-
-def test_what_the_user_sets_is_not_taken_from_the_script(capsys):
+def test_variables_of_the_user_replace_those_of_the_script(capsys):
     command = last_command(written(capsys, "slurm", "--env", "OMP_NUM_THREADS=4", __file__))
     assert [word for word in command if word.startswith("OMP_NUM_THREADS")] == ["OMP_NUM_THREADS=4"]
 
 
-def test_an_array_of_jobs_tells_each_its_number(capsys):
+def test_an_array_of_jobs_gives_each_its_number(capsys):
     text = written(capsys, "sbatch-array", *HOSTS, __file__)
     assert directives(text)["array"] == "0-3"
     assert "%A_%a" in directives(text)["output"]
     command = last_command(text)
     assert command[command.index("SLURM_ARRAY_TASK_ID") - 1] == "--env"
-
-
-CONTAINER = {
-    "name": str,
-    "image": str,
-    "command": [str],
-    "resources?": {"requests": {"cpu": int}},
-    "volumeMounts?": [{"name": str, "mountPath": str}],
-}
-REPLICAS = {
-    "replicas": int,
-    "template": {
-        "spec": {"containers": [CONTAINER], "volumes?": [{"name": str, "emptyDir": {"medium": str}}]},
-    },
-}
-MPIJOB = {
-    "apiVersion": {"kubeflow.org/v2beta1"},
-    "kind": {"MPIJob"},
-    "metadata": {"name": str},
-    "spec": {
-        "slotsPerWorker": int,
-        "mpiImplementation": {"OpenMPI", "Intel", "MPICH"},
-        "launcherCreationPolicy": {"AtStartup", "WaitForWorkersReady"},
-        "runPolicy": {"cleanPodPolicy": {"None", "Running", "All"}},
-        "mpiReplicaSpecs": {"Launcher": REPLICAS, "Worker": REPLICAS},
-    },
-}
-"""Fields of an MPIJob with their types, or the values that are allowed; those with "?" may be missing.
-
-From the schema of the MPI Operator's custom resource (kubeflow.org/v2beta1), as far as it is used here.
-"""
-
-
-def check(value, schema, path="MPIJob"):
-    """Raise unless `value` has these fields and no other, with these types."""
-    if isinstance(schema, dict):
-        known = {name.rstrip("?"): inner for name, inner in schema.items()}
-        needed = {name for name in schema if not name.endswith("?")}
-        assert needed <= value.keys() <= known.keys(), path
-        for name, inner in value.items():
-            check(inner, known[name], f"{path}.{name}")
-    elif isinstance(schema, list):
-        assert isinstance(value, list), path
-        for each in value:
-            check(each, schema[0], f"{path}[]")
-    elif isinstance(schema, set):
-        assert value in schema, path
-    else:
-        assert type(value) is schema, path
-
-
-def expanded(word):
-    """What Kubernetes makes of a word of a command, where the variable NAME has a value."""
-    return re.sub(r"\$(\$|\(NAME\))", lambda found: "$" if found[1] == "$" else "its value", word)
-
-
-def test_the_programs_arguments_pass_through_kubernetes_as_they_are(capsys):
-    assert expanded("$$(NAME) $(NAME) $$$$ $x $(OTHER)") == "$(NAME) its value $$ $x $(OTHER)"
-    given = ["$(NAME)", "$$(NAME)", "$$", "price: $5", "$", "a$$b$"]
-    job = yaml.safe_load(written(capsys, "k8s", "-n", "2", "--env", "A=$$B", __file__, *given))
-    command = job["spec"]["mpiReplicaSpecs"]["Launcher"]["template"]["spec"]["containers"][0]["command"]
-    assert [expanded(word) for word in command][-len(given) :] == given
-    assert "A=$$B" in [expanded(word) for word in command]
-
-
-def test_kubernetes_gets_an_mpijob_that_fits_its_schema(capsys):
-    given = ["--env", 'A=b: "c" # d', "--interface", "eth0"]
-    job = yaml.safe_load(written(capsys, "k8s", *HOSTS, *given, "--image", "repo/me:1", __file__, "$(NAME)", "ü"))
-    check(job, MPIJOB)
-    assert job["spec"]["slotsPerWorker"] == 2
-    replicas = job["spec"]["mpiReplicaSpecs"]
-    assert (replicas["Launcher"]["replicas"], replicas["Worker"]["replicas"]) == (1, 2)
-    launcher, worker = (replicas[kind]["template"]["spec"] for kind in ("Launcher", "Worker"))
-    start = ["python", "-m", "bagua_comm", "run", "-n", "4", "--hostfile", "/etc/mpi/hostfile"]
-    # Kubernetes takes "$$(" for "$(", which otherwise stands for a variable.
-    assert launcher["containers"][0]["command"] == [*start, *given, __file__, "$$(NAME)", "ü"]
-    assert worker["containers"][0]["command"] == ["/usr/sbin/sshd", "-De"]
-    assert worker["containers"][0]["volumeMounts"] == [{"name": "shm", "mountPath": "/dev/shm"}]
-    assert worker["volumes"] == [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
-    assert {each["containers"][0]["image"] for each in (launcher, worker)} == {"repo/me:1"}
 
 
 @pytest.mark.parametrize(
@@ -169,11 +82,8 @@ def test_kubernetes_gets_an_mpijob_that_fits_its_schema(capsys):
         (["-m", "7" * 99], "job-" + "7" * 46),
     ],
 )
-def test_the_name_of_the_job_is_one_that_kubernetes_takes(script, name, capsys):
-    found = yaml.safe_load(written(capsys, "k8s", *script))["metadata"]["name"]
-    assert found == name
-    assert re.fullmatch("[a-z]([-a-z0-9]*[a-z0-9])?", found)  # a DNS label as of RFC 1035
-    assert len(f"{found}-worker-12345") <= 63
+def test_the_name_of_a_job_has_letters_digits_and_hyphens(script, name, capsys):
+    assert directives(written(capsys, "slurm", *script))["job-name"] == name
 
 
 def test_a_file_that_is_there_is_not_replaced_unless_it_is_wanted(tmp_path, capsys):
@@ -191,45 +101,24 @@ def test_a_file_that_is_there_is_not_replaced_unless_it_is_wanted(tmp_path, caps
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--write", "pbs", "job.sh", __file__], "--write pbs: expected one of slurm, sbatch-array, k8s"),
+        (["--write", "pbs", "job.sh", __file__], "--write pbs: expected one of slurm, sbatch-array, and a file"),
         (["--write", "slurm", "no/such/folder/job.sh", __file__], "--write no/such/folder/job.sh: "),
         (["--write", "slurm", "-", "no_such_file.py"], "there is no file no_such_file.py"),
         (["--write", "slurm", "-", "--host", "a,b", __file__], "how many ranks?"),
-        (
-            ["--write", "k8s", "-", "--env", "SECRET", __file__],
-            "--env SECRET: a pod does not inherit variables",
-        ),
-        (["--write", "k8s", "-", "--env", "A B=1", __file__], "'A B' is not the name of a variable"),
-        (["--image", "me:1", __file__], "--image is for --write k8s"),
+        (["--write", "slurm", "-", "--env", "A B=1", __file__], "'A B' is not the name of a variable"),
         (["--force", __file__], "--force is for --write"),
     ],
 )
-def test_what_cannot_be_written_is_refused_with_what_to_do(arguments, message, capsys):
+def test_scripts_that_cannot_be_written_are_refused_with_what_to_do(arguments, message, capsys):
     assert cli.main(["run", *arguments]) == 2
     assert message in capsys.readouterr().err
 
 
-# What files must hold as it is --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "word", ["\N{GRINNING FACE}", "a\x7f\x85\u2028b\ufeff", '\\ud83d "', "$(NAME) \\", "line\nline\ttab", "\x01"]
-)
-def test_kubernetes_gets_every_letter(capsys, word):
-    text = written(capsys, "k8s", "--image", word, __file__, word)
-    launcher, worker = yaml.safe_load(text)["spec"]["mpiReplicaSpecs"].values()
-    (container,) = launcher["template"]["spec"]["containers"]
-    assert container["command"][-1] == word.replace("$", "$$")
-    assert container["image"] == worker["template"]["spec"]["containers"][0]["image"] == word
-
-
-def test_what_is_no_text_is_refused_for_kubernetes(capsys):
-    assert cli.main(["run", "--write", "k8s", "-", __file__, "\udcff"]) == 2
-    assert "'\\udcff' is not UTF-8" in capsys.readouterr().err
+# Names with special characters --------------------------------------------------------------------------
 
 
 def test_no_name_leaves_its_comment(tmp_path, monkeypatch):
-    """A line that begins within a quoted name would be run, or taken for a line of YAML."""
+    """A line that begins within a quoted name would be run."""
     folder = tmp_path / "a\ntouch broken\n"
     folder.mkdir()
     monkeypatch.chdir(folder)
@@ -243,8 +132,6 @@ def test_no_name_leaves_its_comment(tmp_path, monkeypatch):
         ran = text[: text.index("export OMP_NUM_THREADS")] + "pwd"
         result = subprocess.run(["bash"], input=ran, text=True, capture_output=True, timeout=30, cwd=tmp_path)
         assert result.stdout == f"{folder}\n", result.stderr
-    assert cli.main(["run", "--write", "k8s", "job\nkind: Secret\n.yaml", "train.py"]) == 0
-    assert yaml.safe_load((folder / "job\nkind: Secret\n.yaml").read_text())["kind"] == "MPIJob"
     assert not list(tmp_path.rglob("broken"))
 
 

@@ -60,7 +60,7 @@ def test_the_fewest_links_that_are_almost_as_fast_as_the_fastest_are_taken(times
     assert list(measured) == tried
 
 
-def test_trials_run_on_the_hosts_of_the_job_and_what_they_found_is_told(capsys):
+def test_trials_run_on_the_hosts_of_the_job_and_their_results_are_printed(capsys):
     plan, asked = printing({1: 0.4, 17: 0.1, 3: 0.1})
     hosts = ",".join(f"node{number}:2" for number in range(12))
     assert links.measure(options("--host", hosts), False, plan) == 3
@@ -75,7 +75,7 @@ def test_a_number_of_links_that_fails_is_not_taken():
     assert links.measure(options("--host", "a:1,b:1"), False, plan) == 1
 
 
-def test_where_no_trial_succeeds_the_first_error_is_told():
+def test_where_no_trial_succeeds_the_first_error_is_raised():
     plan, _ = printing({1: None, 17: None})
     with pytest.raises(CommandError, match="no trial succeeded; 1 link: the trial ended with exit code 3"):
         links.measure(options("--host", "a:1,b:1"), False, plan)
@@ -93,7 +93,7 @@ def test_on_one_host_nothing_is_measured(arguments, capsys):
     assert "on one host, ranks use shared memory, and links have no effect" in capsys.readouterr().err
 
 
-def test_a_trial_takes_over_how_the_job_runs_and_not_what():
+def test_a_trial_has_the_settings_of_the_job_and_not_its_program():
     asked = options("--host", "a:2,b:2", "--interface", "eth0", "--restarts", "1", "--env", "A=b", "-v")
     made = run.make_plan(links._trial_options(asked, 5), OPEN_MPI)
     text = " ".join(made.command)

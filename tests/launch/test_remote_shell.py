@@ -1,4 +1,4 @@
-"""How `run --restarts` reaches other hosts. A shell stands in for ssh: it knows who is dead, and who is slow."""
+"""How `run --restarts` reaches other hosts. A shell replaces ssh: it knows which hosts are dead or slow."""
 
 import time
 
@@ -19,13 +19,13 @@ def nobody_says_how(monkeypatch):
             monkeypatch.delenv(f"{beginning}{name}", raising=False)
 
 
-def test_hosts_answer_or_are_given_up_after_a_limit():
+def test_hosts_answer_or_count_as_lost_after_a_limit():
     start_s = time.monotonic()
     answers = SHELL.ask(["a", "dead", "slow"], "echo \"it's\" 'me'; exit_code=3", limit_s=0.5)
     assert answers == {"a": "it's me\n", "dead": None, "slow": None}
     assert time.monotonic() - start_s < 30  # and not 60
     assert RemoteShell(("no such agent",)).ask(["a"], "true") == {"a": None}
-    assert SHELL.ask(["a"], "exit 3") == {"a": None}  # it did not come to its end
+    assert SHELL.ask(["a"], "exit 3") == {"a": None}  # it did not finish
 
 
 def test_without_a_limit_a_host_has_the_usual_time_to_answer(monkeypatch):
@@ -44,9 +44,9 @@ def test_a_host_without_a_heartbeat_is_lost_unless_it_answers(monkeypatch, tmp_p
     try:
         assert beats.lost() == []
         time.sleep(0.3)  # sleeps: longer than the silence that is asked about
-        assert beats.lost() == []  # no line has come for 0.2 s, as one comes every second; but both answer
+        assert beats.lost() == []  # no line for 0.2 s, since there is one every second; but both answer
         file.touch()
-        assert until(beats.lost) == ["b"]  # a line of b's may still have come a moment ago
+        assert until(beats.lost) == ["b"]  # a line of b may have arrived a moment ago
     finally:
         beats.close()
 
@@ -58,6 +58,6 @@ def test_the_agent_is_the_one_that_mpirun_uses(monkeypatch):
     monkeypatch.setenv("OMPI_MCA_plm_rsh_args", "-o ConnectionAttempts=10")
     words = find_remote_shell([]).words
     assert words[:3] == ("ssh", "-o", "ConnectionAttempts=10")
-    assert "BatchMode=yes" in words  # nobody is asked for a password
+    assert "BatchMode=yes" in words  # no password is asked for
     monkeypatch.setenv("PRTE_MCA_plm_ssh_agent", "rsh")
     assert find_remote_shell([]).words == ("rsh", "-o", "ConnectionAttempts=10")

@@ -57,7 +57,7 @@ def die():
 record("start")
 """
 )
-"""What programs begin with."""
+"""The first lines of each program."""
 
 
 @pytest.fixture(autouse=True)
@@ -84,7 +84,7 @@ def mpirun(tmp_path, monkeypatch):
 
 
 def supervised(tmp_path, program, *arguments):
-    """Run a program as two ranks; returns the exit code and what the record tells."""
+    """Run a program as two ranks; return the exit code and the events of the record."""
     script, record = tmp_path / "program.py", tmp_path / "record"
     script.write_text(PRELUDE + textwrap.dedent(program))
     code = cli.main(["run", "-n", "2", "--record", str(record), *arguments, str(script)])
@@ -179,7 +179,7 @@ def test_a_signal_ends_mpirun_and_the_supervision(number, code, mpirun, tmp_path
     assert signal.getsignal(number) is handler
 
 
-def test_the_second_signal_kills_what_does_not_listen(mpirun, tmp_path, monkeypatch):
+def test_the_second_signal_kills_processes_that_ignore_the_first(mpirun, tmp_path, monkeypatch):
     mpirun.write_text(MPIRUN.replace("trap '", "trap 'kill -INT $SUPERVISOR #"))
     program = """
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -206,7 +206,7 @@ def test_a_folder_whose_supervisor_is_gone_is_removed_by_the_next_one(mpirun, tm
 
 
 @pytest.mark.slow
-def test_a_supervisor_that_is_killed_takes_its_ranks_along_and_the_next_one_cleans_up(tmp_path):
+def test_a_supervisor_that_is_killed_ends_its_ranks_and_the_next_one_cleans_up(tmp_path):
     script, pids = tmp_path / "script.py", tmp_path / "pids"
     script.write_text(f"import os, time\nopen({str(pids)!r}, 'a').write(f'{{os.getpid()}} ')\ntime.sleep(100)")
     command = [sys.executable, "-m", "bagua_comm", "run", "-n", "2", "--restarts", "1", str(script)]
@@ -247,7 +247,7 @@ def train(comm):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_training_goes_on_from_memory_when_all_ranks_are_killed(tmp_path):
+def test_training_continues_from_memory_when_all_ranks_are_killed(tmp_path):
     record = tmp_path / "record"
     flags = ["--spares", "1", "--restarts", "1", "--record", str(record)]
     result = run_python(2, flags=flags, script=(tmp_path / "script.py", ELASTIC), timeout_s=250)
@@ -311,7 +311,7 @@ OTHERS = entry("error", 0, error="RankFailed", text="rank 1 died", due_to_others
         ([], 0, [], ("succeeded", 0)),
     ],
 )
-def test_what_the_record_and_mpiruns_exit_code_mean(told, code, gone, verdict):
+def test_the_verdict_on_a_record_and_an_exit_code(told, code, gone, verdict):
     found = judge(told, code, gone=gone)
     assert (found.outcome, found.code) == verdict
     assert found.why
@@ -333,7 +333,7 @@ def test_each_death_counts_once_and_time_between_attempts_is_lost():
 # The job, as processes see it ------------------------------------------------------------------------------
 
 
-def test_a_record_takes_what_json_cannot_tell_as_text_and_ignores_lines_that_were_cut_off(tmp_path):
+def test_a_record_holds_values_that_json_lacks_as_text_and_ignores_truncated_lines(tmp_path):
     job = Job("name", tmp_path / "folder", attempt=2)
     job.prepare()
     job.record("death", dead={"number": Path("x")})

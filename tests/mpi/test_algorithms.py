@@ -1,4 +1,4 @@
-"""The algorithms over MPI processes, against the references that they meet over threads."""
+"""The algorithms over MPI processes, compared with the references of tests/algorithms."""
 
 from functools import partial
 

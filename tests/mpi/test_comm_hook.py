@@ -80,7 +80,7 @@ class Product(nn.Module):
 
 
 def test_error_feedback_keeps_its_residuals_when_pytorch_forms_other_buckets(comm, gloo):
-    """What quantizing lost in the first step comes in the next ones, which have no gradients of their own."""
+    """The quantization errors of the first step are added in the next ones, which have zero gradients."""
     model = Product()
     ddp, gradients, places = wrapped(model, ErrorFeedback(), comm), [], []
     x = torch.full((100,), 0.1 * (comm.rank + 1))

@@ -1,4 +1,4 @@
-"""What ranks raise when others come late, leave, give up or call something else. Run by tests/test_mpirun.py."""
+"""Errors of ranks when others are late, leave, abort or make another call. Run by tests/test_mpirun.py."""
 
 import itertools
 import random
@@ -37,7 +37,7 @@ def world_of(comm, timeout_s=0.6):
 
 
 def raises_late(world, last, error, match, call):
-    """On all ranks but the last, which comes to nothing, `call` raises."""
+    """`call` raises on all ranks but the last, which never calls."""
     if world.rank == last:
         time.sleep(world.timeout_s + 0.8)  # sleeps: past the time limit of the others
         return
@@ -60,13 +60,13 @@ MISSING = r"missing: rank {} \(on \S+, process \d+\), whose last call was allgat
         lambda comm: comm.lane(),
     ],
 )
-def test_a_timeout_names_who_is_missing_and_what_it_did_last(comm, call):
+def test_a_timeout_names_the_missing_rank_and_its_last_call(comm, call):
     with world_of(comm) as (world, last):
         world.allgather(np.ones(1))
         raises_late(world, last, CommTimeout, MISSING.format(last), lambda: call(world))
 
 
-def test_a_timeout_without_shared_memory_names_who_does_not_answer(comm, monkeypatch):
+def test_a_timeout_without_shared_memory_names_the_rank_that_does_not_answer(comm, monkeypatch):
     monkeypatch.setattr(mpi_transport, "open_window", lambda *_: None)
     with world_of(comm) as (world, last):
         others = [rank for rank in range(last) if rank != world.rank]
@@ -76,9 +76,9 @@ def test_a_timeout_without_shared_memory_names_who_does_not_answer(comm, monkeyp
 
 
 @pytest.mark.parametrize("count", [2, 4])
-def test_a_small_array_is_not_taken_for_what_ranks_agree_on(comm, monkeypatch, count):
+def test_a_small_array_is_not_taken_for_an_agreement(comm, monkeypatch, count):
     monkeypatch.setattr(mpi_transport, "open_window", lambda *_: None)
-    with world_of(comm) as (world, last), pytest.raises((CommMismatch, CommAborted)):  # nobody waits in vain
+    with world_of(comm) as (world, last), pytest.raises((CommMismatch, CommAborted)):  # no rank waits in vain
         world.allreduce(np.ones(count if world.rank == last else 5000))
 
 
@@ -91,7 +91,7 @@ def test_a_timeout_of_a_message_names_its_sender(comm):
 @pytest.mark.parametrize("call", [bagua_comm.Communicator.dup, lambda comm: comm.split(0)])
 def test_a_rank_that_stops_inside_of_dup_or_split_does_not_hang_the_others(comm, monkeypatch, call):
     with world_of(comm) as (world, last):
-        if world.rank == last:  # it comes in the end: MPI itself cannot end while a call waits
+        if world.rank == last:  # it calls in the end: MPI itself cannot end while a call waits
             mine = world.transports[0]._endpoint
             make = mine.make
 
@@ -123,7 +123,7 @@ def test_a_call_of_many_waits_has_one_deadline(comm, monkeypatch):
                 return start(*args)
 
             monkeypatch.setattr(messages.Messages, "start", slow)
-            with suppress(CommTimeout):  # it waits for nobody
+            with suppress(CommTimeout):  # it waits for no rank
                 world.allgather(np.ones(4000))
             return
         with pytest.raises(CommTimeout):
@@ -131,7 +131,7 @@ def test_a_call_of_many_waits_has_one_deadline(comm, monkeypatch):
 
 
 @pytest.mark.parametrize("nbytes", [8, 1 << 12, 1 << 21])
-def test_who_waits_for_a_rank_that_has_left_learns_of_it_soon(comm, nbytes):
+def test_a_wait_for_a_rank_that_has_left_ends_soon(comm, nbytes):
     with world_of(comm, timeout_s=60) as (world, last):
         if world.rank == last:
             assert not world.transports[0].leave()
@@ -141,7 +141,7 @@ def test_who_waits_for_a_rank_that_has_left_learns_of_it_soon(comm, nbytes):
                 world.allreduce(np.ones(nbytes // 8))
 
 
-def test_who_waits_for_a_rank_that_raised_is_told_what(comm):
+def test_a_wait_for_a_rank_that_raised_gets_its_error(comm):
     with world_of(comm, timeout_s=60) as (world, last):
         if world.rank == last:
             with pytest.raises(ZeroDivisionError), world:
@@ -152,7 +152,7 @@ def test_who_waits_for_a_rank_that_raised_is_told_what(comm):
                 world.allreduce(np.ones(3))
 
 
-def test_a_rank_that_left_is_not_missed_by_those_that_do_not_need_it_any_more(comm):
+def test_a_rank_that_left_does_not_fail_ranks_that_do_not_need_it_any_more(comm):
     with world_of(comm, timeout_s=60) as (world, last):
         x = world.allreduce(np.ones(300_000))
         if world.rank == last:
@@ -296,7 +296,7 @@ def test_integers_wrap_around_as_numpy_has_it(comm, dtype, op):
             np.testing.assert_array_equal(at_root, expected)
 
 
-def test_what_a_rank_tells_of_a_group_is_heard_by_the_others_while_they_are_in_calls(comm):
+def test_a_notice_about_a_group_reaches_ranks_that_are_in_calls(comm):
     host, heard = comm.transports[0], []
 
     def listen():
@@ -322,7 +322,7 @@ def test_what_a_rank_tells_of_a_group_is_heard_by_the_others_while_they_are_in_c
     comm.barrier()
 
 
-def test_a_barrier_is_told_from_other_calls(comm):
+def test_a_barrier_is_distinguished_from_other_calls(comm):
     for _ in range(2):
         with pytest.raises(CommMismatch, match=r"barrier of 0 .*allreduce sum|allreduce sum .*barrier of 0"):
             comm.allreduce(np.ones(3)) if comm.rank else comm.barrier()
@@ -428,7 +428,7 @@ def test_keys_of_64_bits_order_ranks_and_a_wrong_one_is_an_error_on_all(comm):
 
 
 class Interrupt(BaseException):
-    """What a signal handler raises."""
+    """The exception of a signal handler."""
 
 
 # A handler that raises within a finalizer raises for nobody.
@@ -471,7 +471,7 @@ def test_random_interrupts_leave_a_communicator_usable_or_aborted_on_all_ranks(c
         signal.signal(signal.SIGALRM, before)
 
 
-def test_a_notice_is_heard_wherever_a_signal_handler_raises():
+def test_a_notice_is_received_wherever_a_signal_handler_raises():
     world = World(MPI.COMM_SELF.Dup(), [], frozenset())
     files = {module.__file__ for module in (mpi_world, notices)}
 
@@ -518,7 +518,7 @@ def test_a_notice_is_heard_wherever_a_signal_handler_raises():
 
 
 def interrupted_after(monkeypatch, owner, name, call):
-    """Make `call`, and interrupt it when it has come to the end of method `name` of `owner`."""
+    """Make `call`, and interrupt it at the end of method `name` of `owner`."""
     method = getattr(owner, name)
 
     def interrupted(*arguments, **settings):

@@ -171,7 +171,7 @@ def test_a_network_stays_fast_for_some_calls_in_which_a_rank_is_slow(comm, monke
 
 
 @pytest.mark.parametrize("count", [20_000, 20_001])
-def test_error_feedback_in_pieces_loses_and_keeps_what_it_does_at_once(comm, count, monkeypatch):
+def test_error_feedback_in_pieces_gives_the_bytes_of_one_piece(comm, count, monkeypatch):
     def body(world):
         x = sample(world.rank, (world.size * count + count % 2,), "float32")
         residual = sample(world.rank, x.shape, "float32", seed=1)

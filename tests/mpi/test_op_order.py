@@ -80,7 +80,7 @@ def test_sums_are_those_of_rank_order_but_for_rounding(comm, world, dtype, op, c
     agrees(world.reduce_scatter(own, own[comm.rank * count : (comm.rank + 1) * count], op=op), mine)
 
 
-def test_mpi_is_asked_for_what_it_can_and_for_nothing_else(world, asked):
+def test_mpi_is_used_only_for_reductions_that_it_supports(world, asked):
     if world.size == 1:
         return  # there is nothing to reduce
     shown = world.transports[0]._endpoint.window is not None
@@ -165,7 +165,7 @@ def test_a_rank_that_never_enters_mpis_reduction_ends_all(world, monkeypatch):
             other.allreduce(np.ones(40_000), timeout_s=0.3)
 
 
-def test_ranks_in_two_orders_are_told(comm):
+def test_op_orders_that_differ_between_ranks_raise(comm):
     order = "any" if comm.rank == 0 else "rank"
     if comm.size == 1:
         return  # nobody to differ from

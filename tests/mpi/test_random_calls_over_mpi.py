@@ -10,7 +10,7 @@ from bagua_comm.transports.mpi import shared_window as shared_memory
 pytestmark = pytest.mark.mpi
 
 
-def test_random_calls_give_what_numpy_gives(comm):
+def test_random_calls_give_the_results_of_numpy(comm):
     with RandomCalls(comm, seed=comm.size) as calls:
         calls.run(range(50))
 

@@ -17,7 +17,7 @@ def unaligned(values):
 
 @pytest.mark.parametrize("dtype", ["int8", "int16", "uint32", "int64", "float64", "complex64"])
 @pytest.mark.parametrize("count", [1, 300, 100_000])
-def test_unaligned_inputs_give_what_aligned_ones_give(comm, dtype, count):
+def test_unaligned_inputs_give_the_results_of_aligned_ones(comm, dtype, count):
     plain = np.arange(comm.size * count).astype(dtype) + np.dtype(dtype).type(comm.rank)
     odd = unaligned(plain)
     calls = [comm.allgather, comm.alltoall, lambda x: comm.gather(x, root=0)]

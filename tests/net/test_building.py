@@ -59,7 +59,7 @@ def test_without_a_compiler_the_error_says_what_to_install(tmp_path, monkeypatch
     assert net.path(tmp_path) is None
 
 
-def test_a_compiler_that_fails_is_passed_over_and_the_last_error_tells_of_all(tmp_path, monkeypatch):
+def test_a_compiler_that_fails_is_skipped_and_the_last_error_names_all(tmp_path, monkeypatch):
     broken = tmp_path / "cc"
     broken.write_text("#!/bin/sh\necho no headers here >&2\nexit 1\n")
     broken.chmod(0o755)
@@ -93,6 +93,6 @@ def test_the_command_builds_finds_and_checks(tmp_path, capsys):
     assert "all bytes arrived intact" in capsys.readouterr().out
 
 
-def test_what_is_no_plugin_is_refused(tmp_path):
+def test_a_file_that_is_no_plugin_is_refused(tmp_path):
     with pytest.raises(BootstrapError, match="cannot be loaded"):
         net.check(tmp_path / "none.so")

@@ -1,4 +1,4 @@
-"""Which network NCCL uses: all ranks come to the same decision, or get the same error, which names a rank."""
+"""The network that NCCL uses: all ranks make the same choice, or raise the same error, which names a rank."""
 
 import json
 import os
@@ -92,7 +92,7 @@ def test_a_rank_that_cannot_is_named_in_the_error_of_all(rank, message):
             decide("bagua", [ONE, rank], number)
 
 
-def test_what_an_earlier_connect_has_set_is_no_obstacle():
+def test_settings_of_an_earlier_connect_are_no_obstacle():
     again = ONE._replace(variables=OURS, started=OURS)
     assert decide("bagua", [again], 0).variables == OURS
     before = ONE._replace(variables={"NCCL_NET_PLUGIN": "none"})
@@ -162,7 +162,7 @@ def test_a_host_without_a_compiler_is_an_error_that_says_what_to_install(tmp_pat
     assert variables() == {choosing.PLUGIN: None, choosing.NETWORK: None}
 
 
-def test_what_goes_wrong_on_one_rank_is_the_error_of_all_and_none_waits(tmp_path, monkeypatch):
+def test_an_error_on_one_rank_is_raised_on_all_and_none_waits(tmp_path, monkeypatch):
     def gone():
         raise PermissionError("plugin.c cannot be read")
 
@@ -191,7 +191,7 @@ SCRIPT = """
 """
 
 
-def test_run_net_tells_the_ranks(tmp_path):
+def test_run_net_sets_the_network_of_the_ranks(tmp_path):
     result = run_python(2, script=(tmp_path / "script.py", SCRIPT), flags=["--net", "auto"])
     assert result.returncode == 0, result.stderr
     expected = {choosing.PLUGIN: str(net.build()), choosing.NETWORK: "bagua"}

@@ -50,7 +50,7 @@ def names(library):
         ("", None, ["eth0", "eth10"]),
         (None, "AF_INET", ["eth0"]),
         (None, "AF_INET6", ["eth0", "eth10"]),
-        (None, "IPv6", ["eth0", "eth10"]),  # what is unknown counts for nothing
+        (None, "IPv6", ["eth0", "eth10"]),  # unknown speeds do not count
         ("eth", None, ["eth0", "eth10"]),
         ("eth1", None, ["eth10"]),  # the beginning of a name; eth1 itself has no cable
         ("=eth0,docker0", None, ["eth0", "docker0"]),

@@ -129,7 +129,7 @@ def test_messages_of_all_sizes_arrive_whole_in_every_version(started):
     pair.close()
 
 
-def test_a_table_says_what_it_has(started):
+def test_a_table_lists_its_functions(started):
     plugin, _ = started
     assert plugin.table.name == b"bagua"
     functions = [name for name, _ in plugin.table._fields_[1:]]
@@ -180,7 +180,7 @@ def test_many_flows_carry_messages_in_their_order(eager):
     pair = connect_pair(plugin, context)
     sizes = [8 << 20] * 24 + random_sizes(np.random.default_rng(0), 300, 1 << 20, 50_000)
     exchange(pair, sizes, POOL)
-    assert len(net.counters(eager)) >= 4  # as many as it could open meanwhile
+    assert len(net.counters(eager)) >= 4  # the number that it could open meanwhile
     pair.close()
     plugin.stop(context)
 
@@ -206,7 +206,7 @@ def of_two_flows(steered, monkeypatch):
     plugin.stop(context)
 
 
-def test_flows_that_no_longer_pay_are_given_up(of_two_flows):
+def test_flows_that_no_longer_pay_are_dropped(of_two_flows):
     plugin, flows_of_an_exchange = of_two_flows
     ctypes.c_double.in_dll(plugin.library, "gain").value = 1e9
     until(lambda: flows_of_an_exchange() == 1)
@@ -262,7 +262,7 @@ print("there")
 """
 
 
-def test_where_no_more_files_may_be_open_what_is_there_goes_on(eager):
+def test_open_connections_continue_where_no_more_files_may_be_opened(eager):
     command = [sys.executable, "-c", WITHOUT_FILES, str(eager)]
     said = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S)
     assert said.returncode == 0, said.stderr
@@ -300,7 +300,7 @@ def test_a_message_larger_than_its_receive_is_an_error_and_no_byte_is_written_be
         finish(plugin, receive)
     assert raised.value.code == binding.INVALID_USAGE
     assert not out.any()
-    with pytest.raises(PluginError):  # also those that come later
+    with pytest.raises(PluginError):  # later ones, too
         plugin.receive(pair.receiver, out.ctypes.data, 100)
 
 
@@ -357,7 +357,7 @@ def test_a_killed_peer_is_a_remote_error_at_once_on_all_requests_and_on_new_ones
     close(comm)
 
 
-def test_nobody_at_the_handles_address_is_an_error_and_leaves_nothing(plugin):
+def test_a_handle_without_a_listener_is_an_error_and_leaves_nothing(plugin):
     before = files()
     handle, listener = plugin.listener(None, 0)
     plugin.closeListen(listener)
@@ -367,7 +367,7 @@ def test_nobody_at_the_handles_address_is_an_error_and_leaves_nothing(plugin):
     assert files() == before
 
 
-def test_strangers_are_dropped_and_the_peer_is_still_let_in(plugin):
+def test_strangers_are_dropped_and_the_peer_is_still_admitted(plugin):
     handle, listener = plugin.listener(None, 0)
     address = address_of(handle)
     strangers = [socket.create_connection(address, timeout=WAIT_S) for _ in range(3)]
@@ -407,7 +407,7 @@ def test_a_listener_is_used_again(plugin):
 
 
 def test_closing_with_requests_in_flight_ends_the_other_side_with_an_error_and_no_thread_or_file_stays(plugin):
-    net.check(Path(plugin.library._name))  # what is opened once and for all is open
+    net.check(Path(plugin.library._name))  # files that stay open are open
     before = threads(), files()
     for first in ("sender", "receiver"):
         pair = connect_pair(plugin, None)
@@ -467,7 +467,7 @@ def test_eight_threads_with_two_connections_each(plugin):
 
 
 def test_a_neglected_connection_moves_on_by_the_helper_thread(pair):
-    """Nobody tests the sender, and of the receiver only the last message."""
+    """The sender is never tested, and of the receiver only the last message."""
     plugin, size = pair.plugin, 4 << 20
     outs = [np.zeros(size, np.uint8) for _ in range(4)]
     receives = [plugin.receive(pair.receiver, out.ctypes.data, size) for out in outs]
@@ -492,7 +492,7 @@ def test_a_neglected_connection_moves_on_while_others_wait_for_their_peers(pair)
         one.close()
 
 
-def test_counters_count_what_was_sent(pair, library):
+def test_counters_count_sent_bytes(pair, library):
     before = sum(net.counters(library))
     sent = exchange(pair, [0, 10, 100_000], POOL)
     assert sum(net.counters(library)) - before >= sent + 3 * 16

@@ -78,7 +78,7 @@ def meet(plugin, handle, listener):
 
 
 @pytest.mark.parametrize("says", [b"", b"baguagua"], ids=["nothing", "half a hello"])
-def test_a_peer_behind_64_silent_sockets_is_let_in_at_once(door, says):
+def test_a_peer_behind_64_silent_sockets_is_admitted_at_once(door, says):
     plugin, handle, listener = door
     with contextlib.ExitStack() as strangers:
         for _ in range(64):
@@ -90,7 +90,7 @@ def test_a_peer_behind_64_silent_sockets_is_let_in_at_once(door, says):
     assert seconds < SOON_S
 
 
-def test_a_peer_is_let_in_while_silent_sockets_are_renewed(door):
+def test_a_peer_is_admitted_while_silent_sockets_are_renewed(door):
     plugin, handle, listener = door
     address, done = address_of(handle), threading.Event()
 
@@ -148,7 +148,7 @@ class Peer:
         self.flows[flow].sendall(struct.pack("=IIQ", 0, end - begin, begin | LAST * last) + data)
 
     def receive(self, nbytes):
-        """What the receiver gets as message 0; None while it is not whole."""
+        """Message 0 at the receiver; None while it is incomplete."""
         out = np.zeros(nbytes, np.uint8)
         request = self.plugin.receive(self.receiver, out.ctypes.data, out.size)
         end = time.monotonic() + 0.2
@@ -200,8 +200,8 @@ def test_frames_that_overlap_are_refused(peer, frames):
 
 
 @pytest.mark.slow
-def test_helpers_go_on_when_the_time_of_day_is_set_back(elsewhere):
-    """A neglected connection moves on by the helper thread, whose sleep ends by a clock that nobody sets."""
+def test_helpers_continue_when_the_time_of_day_is_set_back(elsewhere):
+    """The helper thread serves an idle connection; its sleep ends by a monotonic clock."""
     plugin = Plugin(elsewhere)
     context = plugin.start()
     handle, listener = plugin.listener(context, 0)
@@ -210,7 +210,7 @@ def test_helpers_go_on_when_the_time_of_day_is_set_back(elsewhere):
     sending = plugin.send(sender, data.ctypes.data, data.size)
     receiving = plugin.receive(receiver, out.ctypes.data, out.size)
     end = time.monotonic() + SOON_S
-    while plugin.finished(receiving) is None:  # nobody but the helper moves the sender
+    while plugin.finished(receiving) is None:  # only the helper serves the sender
         assert time.monotonic() < end, "the helper sleeps"
     while plugin.finished(sending) is None:
         assert time.monotonic() < end

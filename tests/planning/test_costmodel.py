@@ -155,12 +155,12 @@ def test_one_peer_is_one_pair_and_each_rank_of_a_node_has_its_own():
     assert seconds_of("shift-one", several) == pytest.approx(2 * BYTES / (0.2 / 8 * 1e9))
 
 
-def test_flows_that_carry_as_much_as_the_link_change_nothing():
+def test_flows_as_fast_as_the_link_change_nothing():
     plain, wide = (dataclasses.replace(CAPPED, flow_bandwidth_gbit=value) for value in (math.inf, 1.0))
     assert advise(VGG16, plain) == advise(VGG16, wide)
 
 
-def test_windows_say_what_hides_behind_what():
+def test_windows_determine_what_overlaps():
     weights = predict(Decentralized(), JOB, PAIR, FREE)
     assert weights.step_s == pytest.approx(3.5)  # 0.66 s behind 3 s
     assert weights.hidden == 1
@@ -185,7 +185,7 @@ def test_asynchronous_rounds_cost_no_time_but_their_work():
     assert loaded.step_s == pytest.approx(3.5 * 6.42 / (6.42 - 0.256))
 
 
-def test_what_communicates_now_and_then_costs_its_mean():
+def test_periodic_communication_costs_its_mean():
     once = predict(Decentralized("shift_one"), JOB, dataclasses.replace(PAIR, bandwidth_gbit=0.08), FREE)
     fourth = predict(
         every(4, Decentralized("shift_one")), JOB, dataclasses.replace(PAIR, bandwidth_gbit=0.08), FREE
@@ -486,7 +486,7 @@ def test_calibration_survives_an_outlier():
     assert np.median(errors) < 0.1
 
 
-def test_calibration_stays_within_what_is_possible():
+def test_calibration_stays_within_possible_values():
     impossible = [Measurement(GradientAllReduce(), JOB, PAIR, 3.5)]  # faster than the wire
     rates = calibrate(impossible)
     assert rates.direct <= 1
@@ -496,7 +496,7 @@ def test_calibration_stays_within_what_is_possible():
 # Advice and errors --------------------------------------------------------------------------------------
 
 
-def test_advice_is_sorted_and_holds_what_applies():
+def test_advice_is_sorted_and_has_the_algorithms_that_apply():
     advice = advise(VGG16, CLUSTER)
     assert [a.prediction.step_s for a in advice] == sorted(a.prediction.step_s for a in advice)
     assert {a.name for a in advice} == set(METHODS)
@@ -510,7 +510,7 @@ def test_advice_is_sorted_and_holds_what_applies():
     }
 
 
-def test_what_does_not_take_the_dtype_is_left_out():
+def test_algorithms_that_do_not_take_the_dtype_are_left_out():
     wide = Job(8 * MB, dtype="float64")
     assert "bytegrad" not in {a.name for a in advise(wide, CLUSTER)}
     with pytest.raises(UnsupportedError, match="float64"):
@@ -553,7 +553,7 @@ def test_slow_networks_want_few_bytes_and_fast_ones_little_work():
         (lambda: calibrate([Measurement(ByteGrad(), JOB, PAIR, 0.0)]), "step_s of .* is 0.0"),
     ],
 )
-def test_what_is_out_of_range_is_refused(make, message):
+def test_arguments_out_of_range_are_refused(make, message):
     with pytest.raises(ArrayError, match=message):
         make()
 
@@ -563,7 +563,7 @@ def test_rates_survive_json():
     assert Rates.from_dict({"ring": 0.5}) == Rates(ring=0.5)
 
 
-def test_what_is_unknown_is_refused():
+def test_unknown_names_are_refused():
     @dataclasses.dataclass(frozen=True)
     class Unknown:
         window = Decentralized.window
@@ -614,7 +614,7 @@ def test_latency_counts_for_each_layer_of_normalization():
 @pytest.mark.parametrize("size", [2, 4])
 def test_bytes_of_normalization_are_those_that_the_communicator_counts(size):
     def body(comm):
-        ours = comm.dup()  # a layer works on a duplicate of its own, whose counters are not the user's
+        ours = comm.dup()  # a layer works on a duplicate, which has its own counters
         with mock.patch.object(comm, "dup", return_value=ours):
             layer = SyncBatchNorm(6, comm=comm)
         layer(torch.rand(5, 6, requires_grad=True)).sum().backward()

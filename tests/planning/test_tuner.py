@@ -44,7 +44,7 @@ def grid_of(algorithm, *, bucket_bytes=SIZES, averages=None, blocks=None):
     return make_grid(algorithm, SPECS, 2048, bucket_bytes, averages, blocks)
 
 
-# What can be chosen -----------------------------------------------------------------------------------------
+# Choices ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_sizes_that_make_the_same_buckets_count_as_one():
         (GradientAllReduce(Hierarchical(ErrorFeedback())), {}, "cannot move to another"),
     ],
 )
-def test_what_an_algorithm_does_not_have_cannot_be_chosen(algorithm, choices, match):
+def test_a_setting_that_an_algorithm_lacks_cannot_be_chosen(algorithm, choices, match):
     with pytest.raises(ArrayError, match=match):
         grid_of(algorithm, **choices)
 
@@ -276,7 +276,7 @@ def test_all_ranks_try_the_same_settings_in_the_same_steps_and_end_with_the_best
 
 
 def test_the_slowest_rank_decides():
-    """Rank 0 finds large buckets fast; rank 1 finds them slower than anybody finds small ones."""
+    """Large buckets are fast on rank 0, and slower on rank 1 than small ones anywhere."""
 
     def body(comm):
         tuner = Tuner(bucket_bytes=SIZES, steps_per_trial=1)
@@ -317,7 +317,7 @@ def test_warm_up_is_not_measured_and_a_sample_is_a_whole_interval(algorithm, fir
     assert run_ranks(1, body) == [steps.mean()]
 
 
-def test_the_trace_tells_of_trials_and_decisions():
+def test_the_trace_has_trials_and_decisions():
     def body(comm):
         tuner = Tuner(bucket_bytes=[1024], steps_per_trial=1)
         tune(comm, tuner, GradientAllReduce(), by_size)
@@ -330,7 +330,7 @@ def test_the_trace_tells_of_trials_and_decisions():
     assert [name for name, _ in spans].count("tuner: trial") == trials == 2 + 6
 
 
-def test_ranks_with_different_choices_are_told():
+def test_different_choices_of_ranks_raise():
     def body(comm):
         Tuner(bucket_bytes=[1024 * (1 + comm.rank)]).start(comm, GradientAllReduce(), SPECS)
 
@@ -408,7 +408,7 @@ def test_training_of_an_exact_algorithm_is_the_same_to_the_bit(algorithm):
     run_ranks(2, body)
 
 
-def test_what_an_algorithm_keeps_moves_to_other_blocks_and_averages():
+def test_the_state_of_an_algorithm_moves_to_other_blocks_and_averages():
     def body(comm):
         algorithm = GradientAllReduce(ErrorFeedback())
         plan = Plan.pack(SPECS, bucket_bytes=4096, alignment=8)
@@ -435,7 +435,7 @@ def test_what_an_algorithm_keeps_moves_to_other_blocks_and_averages():
 # Profiles ---------------------------------------------------------------------------------------------------
 
 
-def test_a_profile_takes_the_place_of_the_next_search(tmp_path):
+def test_a_profile_replaces_the_next_search(tmp_path):
     path = tmp_path / "profile.json"
 
     def body(comm, algorithm=None):
@@ -509,7 +509,7 @@ def test_a_file_that_is_no_profile_is_an_error_that_names_it_on_all_ranks(tmp_pa
     ["brackets without end", "a path with a zero", "a folder", "a pipe", "a path that cannot be encoded"],
 )
 def test_a_profile_that_rank_0_cannot_read_is_an_error_that_names_it_on_all_ranks(tmp_path, profile):
-    """Whatever rank 0 meets there: the others would wait for it."""
+    """Any error of rank 0: the others would wait for it."""
     path = tmp_path / "profile.json"
     match profile:
         case "brackets without end":
@@ -531,7 +531,7 @@ def test_a_profile_that_rank_0_cannot_read_is_an_error_that_names_it_on_all_rank
     assert len(set(run_ranks(2, body, timeout_s=5))) == 1
 
 
-def test_what_the_search_raises_on_rank_0_is_raised_on_all_ranks(monkeypatch):
+def test_an_error_of_the_search_on_rank_0_is_raised_on_all_ranks(monkeypatch):
     def broken(self, seconds):
         raise ZeroDivisionError("in the search")
 
@@ -545,7 +545,7 @@ def test_what_the_search_raises_on_rank_0_is_raised_on_all_ranks(monkeypatch):
     run_ranks(2, body, timeout_s=5)
 
 
-def test_a_profile_that_is_a_link_is_replaced_and_what_it_leads_to_stays(tmp_path):
+def test_a_profile_that_is_a_link_is_replaced_and_its_target_stays(tmp_path):
     path, precious = tmp_path / "profile.json", tmp_path / "precious"
     (tmp_path / f"profile.json.{os.getpid()}").symlink_to(precious)  # a name that could be guessed
 
@@ -634,7 +634,7 @@ def test_an_entry_that_is_none_of_the_choices_is_an_error(tmp_path):
         run_ranks(1, body)
 
 
-def test_a_profile_that_cannot_be_written_is_told_before_the_search_or_does_not_end_training(tmp_path):
+def test_a_profile_that_cannot_be_written_raises_before_the_search_or_warns_after_it(tmp_path):
     with pytest.raises(ArrayError, match="its folder does not exist"):
         run_ranks(
             2,

@@ -1,4 +1,4 @@
-"""A program that reads a slow data set through a cache, alone or by workers, and tells what happened as JSON."""
+"""A program that reads a slow data set through a cache, alone or by workers, and prints the outcome as JSON."""
 
 import argparse
 import json
@@ -35,13 +35,13 @@ def right(sample, index):
 
 
 def read(cached, indices):
-    """What a worker does: exits without closing anything."""
+    """Read samples as a worker process does, which exits without closing anything."""
     if not all(right(cached[i], i) for i in indices):
         sys.exit(1)
 
 
 def by_processes(cached, options):
-    """Each worker reads all samples if they share them, else its own."""
+    """Read by worker processes: each reads all samples if they are shared, else its part."""
     context = multiprocessing.get_context(options.method)
     n, k = len(cached), options.workers
     parts = [range(n) if options.shared else range(w, n, k) for w in range(k)]

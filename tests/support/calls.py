@@ -35,7 +35,7 @@ def reductions(put):
     return REDUCTIONS if put is np.copy else REDUCTIONS[::3]
 
 
-def back(x):
+def to_host(x):
     return x if isinstance(x, np.ndarray) else x.get()
 
 
@@ -51,7 +51,7 @@ def reference(xs, op):
 
 
 def same(actual, expected):
-    actual = back(actual)
+    actual = to_host(actual)
     assert actual.shape == expected.shape
     assert actual.dtype == expected.dtype
     if expected.dtype.kind == "c":
@@ -61,8 +61,8 @@ def same(actual, expected):
 
 
 def close(actual, expected):
-    """Compare sums that NCCL adds in an order of its own."""
-    actual = back(actual)
+    """Compare sums that NCCL adds in any order."""
+    actual = to_host(actual)
     assert actual.dtype == expected.dtype
     wide = np.complex128 if expected.dtype.kind == "c" else np.float64
     np.testing.assert_allclose(actual.astype(wide), expected.astype(wide), rtol=2e-2, atol=1e-2)
@@ -79,7 +79,7 @@ def gatherv_and_scatterv(comm, put):
             same(gathered, everything)
             out = put(np.zeros((1, everything.size, 1), dtype_named(dtype)))
             assert comm.gatherv(put(xs[rank]), out, counts, root=root) is out
-            same(back(out).reshape(-1), everything)
+            same(to_host(out).reshape(-1), everything)
         else:
             assert gathered is None
             comm.gatherv(put(xs[rank]), root=root)
@@ -87,7 +87,7 @@ def gatherv_and_scatterv(comm, put):
         mine = put(np.zeros((counts[rank], 1), dtype_named(dtype)))
         whole, parts = (put(everything), np.array(counts)) if rank == root else (None, None)
         assert comm.scatterv(whole, parts, mine, root=root) is mine
-        same(back(mine).reshape(-1), xs[rank])
+        same(to_host(mine).reshape(-1), xs[rank])
         if rank == root:
             same(comm.scatterv(whole, parts, root=root), xs[rank])
         else:
@@ -163,7 +163,7 @@ def complex_numbers(comm, put):
                 assert comm.allreduce(x, out=x, op=op) is x
                 close(x, expected)
         total = comm.allreduce(put(np.array(1 + 2j * rank, dtype_named(dtype))))
-        assert back(total) == p + 1j * p * (p - 1)
+        assert to_host(total) == p + 1j * p * (p - 1)
         for op in ("min", "max"):
             raises(UnsupportedError, f"no op='{op}' for {dtype}; reduce magnitudes", comm.scan, total, op=op)
         raises(UnsupportedError, f"no op='band' for {dtype}$", comm.allreduce, total, op="band")
@@ -196,7 +196,7 @@ def many_at_once(comm, put, same=same):
 
     xs = arrays()
     for op in ("sum", "avg"):
-        one_by_one = [back(comm.allreduce(x, op=op)) for x in xs]
+        one_by_one = [to_host(comm.allreduce(x, op=op)) for x in xs]
         together = comm.allreduce_many(xs, op=op)
         for actual, expected in zip(together, one_by_one, strict=True):
             same(actual, expected)
@@ -211,11 +211,11 @@ def many_at_once(comm, put, same=same):
     for x, given in zip(xs, comm.broadcast_many(xs, root=p - 1), strict=True):
         assert x is given
     for i, (x, (dtype, shape)) in enumerate(zip(xs, kinds, strict=True)):
-        np.testing.assert_array_equal(back(x), sample(p - 1, shape, dtype, seed=i))
+        np.testing.assert_array_equal(to_host(x), sample(p - 1, shape, dtype, seed=i))
 
     column = put(np.full((4, 2), rank))[:, 0]  # not contiguous
     comm.allreduce_many([column, xs[0]], [column, None])
-    assert back(column.copy()).tolist() == [sum(range(p))] * 4
+    assert to_host(column.copy()).tolist() == [sum(range(p))] * 4
     assert comm.allreduce_many([]) == []
 
 
@@ -225,21 +225,21 @@ def a_row_of_ranks(comm, put):
     left, right = rank - 1 if rank else None, rank + 1 if rank < end else None
     out = put(np.array([-1]))
     assert comm.sendrecv(put(np.array([rank])), out, dest=right, source=left) is out
-    assert back(out).tolist() == [rank - 1]
+    assert to_host(out).tolist() == [rank - 1]
 
     halo = put(np.array([-1, -1]))
     mine = put(np.array([rank]))
     comm.exchange([(left, mine), (right, mine)], [(left, halo[:1]), (right, halo[1:])])
-    assert back(halo).tolist() == [rank - 1, rank + 1 if rank < end else -1]
+    assert to_host(halo).tolist() == [rank - 1, rank + 1 if rank < end else -1]
     comm.exchange([(None, mine)], [(None, halo)])
-    assert back(halo).tolist() == [rank - 1, rank + 1 if rank < end else -1]
+    assert to_host(halo).tolist() == [rank - 1, rank + 1 if rank < end else -1]
     for call in (lambda: comm.send(mine, dest=None), lambda: comm.recv(mine, source=None)):
         raises(ArrayError, "peer is None, expected a rank", call)
     raises(UnsupportedError, "got builtins.list|list; wrap", comm.sendrecv, [1], out, dest=None, source=None)
 
 
 def messages_again(comm, put):
-    """Calls between two ranks, first and once they are known: alike in what they move, refuse and tell."""
+    """The first and the prepared calls between two ranks move, refuse and count the same."""
     p, rank = comm.size, comm.rank
     right, left = (rank + 1) % p, (rank - 1) % p
     counts, results = [], []
@@ -300,7 +300,7 @@ def objects_of_every_kind(comm, put):
     assert comm.recv_object(source=left) == "x" * left
     assert comm.recv_object(source=left) == ("second", left)
     comm.sendrecv(put(np.ones(1)), out, dest=right, source=left)
-    assert back(out)[0] == 1
+    assert to_host(out)[0] == 1
 
 
 class Unpicklable:
@@ -387,7 +387,7 @@ def messages_that_differ(comm, put):
     both(floats, put(np.zeros((2, 2))), r"message 2 .* sendrecv of float64\[2, 2\]")
     out = put(np.zeros((200, 200)))
     comm.sendrecv(floats, out, dest=right, source=left)  # another shape with the same number of elements
-    assert back(out).all()
+    assert to_host(out).all()
 
     comm.send(floats[:3], dest=right) if comm.rank == 0 else None
     if comm.rank == 1:
@@ -396,14 +396,14 @@ def messages_that_differ(comm, put):
     halves = put(np.zeros(6)), put(np.zeros(2, np.uint8))
     sends = [(right, floats[:6]), (right, floats[6:8])]
     raises(CommMismatch, r"its exchange of float64\[2\]", comm.exchange, sends, [(left, half) for half in halves])
-    assert back(halves[0]).all()  # the message that fits has come
-    assert not back(halves[1]).any()
+    assert to_host(halves[0]).all()  # the right message has arrived
+    assert not to_host(halves[1]).any()
 
     for small in (comm, comm.dup()):
         small.sendrecv(floats, out, dest=right, source=left)
         small.send_object("text", dest=right)
         raises(CommMismatch, "is its send_object, but .* called recv of", small.recv, out, source=left)
-        assert back(out).all()
+        assert to_host(out).all()
         small.send_object("more", dest=right)
         assert small.recv_object(source=left) == "more"
 

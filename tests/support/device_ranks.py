@@ -36,7 +36,7 @@ def over(kind, host, **options):
 
 
 def run_on_devices(machine, ranks, kind, body, *, nodes=None, **options):
-    """`run_ranks` where `comm` carries device arrays over `kind`; over "local" all ranks share a device."""
+    """`run_ranks` with a `comm` that moves device arrays over `kind`; with "local" all ranks share a device."""
     import cupy
 
     def run(comm):
@@ -52,7 +52,7 @@ def run_on_devices(machine, ranks, kind, body, *, nodes=None, **options):
 
 
 class DeviceFleet(ThreadFleet):
-    """A process whose communicators carry device arrays over `kind`, as those of `MPIFleet` do."""
+    """A process whose communicators move device arrays over `kind`, like those of `MPIFleet`."""
 
     def __init__(self, job, number, kind):
         super().__init__(job, number)
@@ -77,7 +77,7 @@ class DeviceFleet(ThreadFleet):
 
 
 def device_job(machine, kind, size, **options):
-    """A job of processes that each have a device of their own."""
+    """A job with a device for each process."""
     machine.count = size
     job = ThreadJob(size, **options)
     job.fleet = functools.partial(DeviceFleet, kind=kind)
@@ -88,7 +88,7 @@ run_over_nccl = functools.partial(run_on_devices, kind="nccl")
 
 
 def policies_in_turn(names, cases):
-    """Parametrize `names` by `cases`, each under one of the policies of streams in turn."""
+    """Parametrize `names` by `cases`; the policies of streams rotate over the cases."""
     policies = list(machine.POLICIES)
     return pytest.mark.parametrize(
         ("device", *names),
@@ -99,7 +99,7 @@ def policies_in_turn(names, cases):
 
 
 def connect_all(ranks, body=lambda comm: None, *, timeout_s=30.0, **options):
-    """`body(comm)` of each rank of a world of threads, whose host transport is one like MPI; or its error."""
+    """Return `body(comm)` of each rank of a world of threads, or its error; the host transport is like MPI's."""
     hub = Hub(ranks)
 
     def run(rank):

@@ -18,11 +18,11 @@ TIMEOUT_S = 20.0
 
 _NEW_MOUNTS, _NEW_PIDS = 0x20000, 0x20000000
 _PRIVATE = 0x44000
-"""MS_REC and MS_PRIVATE: what is mounted here is seen here alone."""
+"""MS_REC and MS_PRIVATE: mounts are seen by this process alone."""
 
 
 class Processes:
-    """Processes that are forked, since importing torch in each would take seconds; their store is in this one."""
+    """Forked processes, since importing torch in each would take seconds; this process serves their store."""
 
     def __init__(self, folder):
         self._folder, self._pids, self._numbers = folder, {}, itertools.count()
@@ -30,9 +30,9 @@ class Processes:
         bagua_comm.kernels.on_host()
 
     def start(self, rank, size, body, *, timeout_s=TIMEOUT_S, agents=None, containers=(), **settings):
-        """Have `body(fleet)` run in a process of that rank; returns its number, for `result`.
+        """Run `body(fleet)` in a new process with this rank; return the number of the process, for `result`.
 
-        Those of the ranks `containers` are each in a PID namespace of their own, where each has number 1.
+        A rank in `containers` gets a PID namespace to itself, in which it is process 1.
         """
         number = next(self._numbers)
         port = self._folder / "port"
@@ -60,7 +60,7 @@ class Processes:
         new.rename(self._folder / "port")
 
     def result(self, number):
-        """What the body returned; None if the process was killed."""
+        """Return the result of the body, or None if the process was killed."""
         os.waitpid(self._pids.pop(number), 0)
         path = self._folder / f"result-{number}"
         return pickle.loads(path.read_bytes()) if path.exists() else None
@@ -75,7 +75,7 @@ class Processes:
 
 
 def enter_container():
-    """Go on in a child that is alone in a PID namespace, and sees that one in /proc; needs root, as CI has it."""
+    """Continue in a child with a PID namespace and a /proc to itself. Needs root, which CI has."""
     libc = ctypes.CDLL(None, use_errno=True)
     _check(libc.unshare(_NEW_MOUNTS | _NEW_PIDS))
     child = os.fork()
@@ -93,7 +93,7 @@ def _check(code):
 
 
 def run(processes, size, body, **settings):
-    """What `body(fleet)` returns in each of `size` processes; None for those that were killed."""
+    """Run `body(fleet)` in `size` processes; return the results, None for each that was killed."""
     for rank in range(size):
         processes.start(rank, size, body, **settings)
     processes.serve()

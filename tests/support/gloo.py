@@ -1,4 +1,4 @@
-"""Ranks that are threads, each with a transport over gloo of its own."""
+"""Ranks as threads, each with a transport over gloo."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -9,7 +9,7 @@ from bagua_torch.process_group.transport import RendezvousInfo
 
 
 def run_threads(size, body, *, timeout_s=30.0):
-    """What `body(transport)` returns on each rank. Ranks are threads, and have a store of their own."""
+    """Return `body(transport)` of each rank. Ranks are threads, with a new store."""
     store = dist.HashStore()
 
     def run(rank):

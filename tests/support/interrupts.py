@@ -4,14 +4,17 @@ import sys
 
 
 class Interrupt(BaseException):
-    """What signal handlers raise here."""
+    """The exception that signal handlers raise in these tests."""
 
 
 def interrupted_everywhere(call, check):
-    """Raise at each place in `call()` where Python may run signal handlers, one after the other.
+    """Raise at each place in `call()` where Python may run signal handlers, one place at a time.
 
-    It runs them where a function begins, and where one of C has returned. `check()` is called after each. Returns
-    how many places there are. Those within an import do not count, whose lock would stay with this thread.
+    These are the beginnings of functions of Python and the returns of functions of C, except in imports, where
+    the thread would keep the lock of the import. `check()` is called after each interrupt.
+
+    Returns:
+        The number of places.
     """
     places = 0
     while True:

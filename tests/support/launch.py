@@ -9,32 +9,32 @@ from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
 
-PATIENCE = float(os.environ.get("BAGUA_TEST_PATIENCE", "1"))
-"""What limits of programs that tests start are multiplied by: more than 1 where the machine has other work."""
+TIME_FACTOR = float(os.environ.get("BAGUA_TEST_PATIENCE", "1"))
+"""Factor of the time limits of programs that tests start: more than 1 on a busy machine."""
 
 
 DAEMON_FAILED = 213
-"""mpirun's exit code if it could not start itself, as happens now and then where others start and end."""
+"""mpirun's exit code if its daemon did not start, which happens now and then on a busy machine."""
 
 
 def with_tests(env=None):
-    """Environment variables with which Python finds the modules of tests/, too."""
-    return _finding(TESTS, os.environ if env is None else env)
+    """Environment variables that add tests/ to the path of Python."""
+    return _with_path(TESTS, os.environ if env is None else env)
 
 
 def with_packages():
-    """Environment variables with which Python finds the packages that lie beside the tests."""
-    return _finding(TESTS.parent, os.environ)
+    """Environment variables that add the packages of this checkout to the path of Python."""
+    return _with_path(TESTS.parent, os.environ)
 
 
-def _finding(folder, env):
+def _with_path(folder, env):
     return {**env, "PYTHONPATH": os.pathsep.join(filter(None, [env.get("PYTHONPATH"), str(folder)]))}
 
 
 def run_python(ranks, *arguments, script=None, flags=(), mpirun=(), timeout_s=100, env=None):
     """Run `python -m bagua_comm run` with these arguments, or on the text of a script; returns its result.
 
-    The ranks import the packages that lie beside the tests, as the tests do, and not those that are installed.
+    The ranks import the packages of this checkout, like the tests, not the installed ones.
     """
     command = [sys.executable, "-m", "bagua_comm", "run", "-n", str(ranks), *flags]
     command += [f"--mpirun={argument}" for argument in mpirun]
@@ -48,15 +48,15 @@ def run_python(ranks, *arguments, script=None, flags=(), mpirun=(), timeout_s=10
             capture_output=True,
             text=True,
             errors="replace",
-            timeout=PATIENCE * timeout_s,
-            env=_finding(TESTS.parent, os.environ if env is None else env),
+            timeout=TIME_FACTOR * timeout_s,
+            env=_with_path(TESTS.parent, os.environ if env is None else env),
         )
         if result.returncode != DAEMON_FAILED:
             break
     return result
 
 
-def timed(tmp_path, ranks, script, **options):
+def run_timed(tmp_path, ranks, script, **options):
     """Run a script on several ranks; returns its result and the seconds that it took."""
     start_s = time.monotonic()
     result = run_python(ranks, script=(tmp_path / "script.py", script), **options)
@@ -71,6 +71,6 @@ def torchrun(ranks, *arguments, timeout_s=90):
         capture_output=True,
         text=True,
         errors="replace",
-        timeout=PATIENCE * timeout_s,
+        timeout=TIME_FACTOR * timeout_s,
         env={**with_packages(), "OMP_NUM_THREADS": "1"},
     )

@@ -127,7 +127,7 @@ def folder():
 
 
 def equal():
-    """Weights and metrics are those of Lightning's own: bit for bit with two ranks, to rounding with more."""
+    """Weights and metrics equal those of Lightning's own strategy: bit for bit on two ranks, else rounded."""
     programs = {
         "plain": (lambda: Digits(dropout=0.1), {}, {}),
         "norm": (lambda: Digits(norm=True), {}, {}),
@@ -170,7 +170,7 @@ def equal():
 
 
 def resume():
-    """From the Trainer's own checkpoint, training goes on bit for bit; evaluation finds the same on all ranks."""
+    """Training continues bit for bit from the Trainer's checkpoint; evaluation is the same on all ranks."""
     for algorithm in ALGORITHMS:
         place = folder()
         saving = callbacks.ModelCheckpoint(dirpath=place, filename="{epoch}", save_top_k=-1)
@@ -299,7 +299,7 @@ class Finetuning(callbacks.BackboneFinetuning):
         super().__init__(1, lambda epoch: 1.0, backbone_initial_lr=0.005, should_align=False)
 
     def on_train_start(self, trainer, module):
-        """Lightning's own leaves the backbone frozen where a fit goes on from after it was unfrozen."""
+        """Lightning's own callback leaves the backbone frozen if a fit resumes after it was unfrozen."""
         if len(trainer.optimizers[0].param_groups) > 1:
             module.backbone.requires_grad_(True)
 
@@ -385,7 +385,7 @@ def train_in_fabric(strategy, algorithm_saves=None, loads=None, **settings):
 
 
 def fabric():
-    """As Fabric's own strategy, with accumulation and bfloat16; saved and loaded, it goes on bit for bit."""
+    """Like Fabric's own strategy, with accumulation and bfloat16; it continues bit for bit from a checkpoint."""
     mine = train_in_fabric(BaguaFabricStrategy(), precision="bf16-mixed")
     theirs = train_in_fabric(
         TheirsInFabric(process_group_backend="gloo"), devices=comm.size, precision="bf16-mixed"

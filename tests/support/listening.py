@@ -1,4 +1,4 @@
-"""Where a process listens, as Linux tells."""
+"""The addresses at which a process listens, from Linux' /proc."""
 
 import ipaddress
 import os
@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 
-def listening(pid="self"):
+def listening_addresses(pid="self"):
     """The addresses at which a process listens, over IPv4 and IPv6."""
     folder, owned = f"/proc/{pid}/fd", set()
     for name in os.listdir(folder):

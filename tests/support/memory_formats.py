@@ -1,4 +1,4 @@
-"""Modules whose parameters have all kinds of memory formats, and optimizers that step them."""
+"""Modules with parameters of many memory formats, and optimizers that step them."""
 
 import copy
 
@@ -11,41 +11,41 @@ from bagua_torch import fuse
 EXACT, QUANTIZED, WEIGHTS = GradientAllReduce(), ByteGrad(), Decentralized()
 
 
-def numbers(*shape, dtype=torch.float32, seed=0):
+def random_tensor(*shape, dtype=torch.float32, seed=0):
     return torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(seed))
 
 
-def last(x):
+def channels_last(x):
     return x.to(memory_format=torch.channels_last if x.dim() == 4 else torch.channels_last_3d)
 
 
 LAYOUTS = {
-    "contiguous": lambda: numbers(4, 3, 2, 2),
-    "channels_last": lambda: last(numbers(4, 3, 2, 2)),
-    "one channel": lambda: last(numbers(8, 1, 4, 2)),
-    "channels_last_3d": lambda: last(numbers(2, 3, 2, 2, 2)),
-    "transposed": lambda: numbers(5, 7).t(),
-    "empty": lambda: numbers(3, 0, 2),
-    "complex64": lambda: numbers(3, 5, dtype=torch.complex64).t(),
-    "complex128": lambda: last(numbers(2, 3, 2, 2, dtype=torch.complex128)),
+    "contiguous": lambda: random_tensor(4, 3, 2, 2),
+    "channels_last": lambda: channels_last(random_tensor(4, 3, 2, 2)),
+    "one channel": lambda: channels_last(random_tensor(8, 1, 4, 2)),
+    "channels_last_3d": lambda: channels_last(random_tensor(2, 3, 2, 2, 2)),
+    "transposed": lambda: random_tensor(5, 7).t(),
+    "empty": lambda: random_tensor(3, 0, 2),
+    "complex64": lambda: random_tensor(3, 5, dtype=torch.complex64).t(),
+    "complex128": lambda: channels_last(random_tensor(2, 3, 2, 2, dtype=torch.complex128)),
 }
 REAL = [name for name in LAYOUTS if not name.startswith("complex")]
 
 
 class Parts(nn.Module):
-    """Parameters that are to come near to targets, which differ in each element."""
+    """Parameters that are trained to approach targets, which differ in each element."""
 
     def __init__(self, *layouts, make=LAYOUTS):
         super().__init__()
         self.parts = nn.ParameterList([make[name]() for name in layouts])
 
     def forward(self, seed):
-        targets = [numbers(*p.shape, dtype=p.dtype, seed=seed + i) for i, p in enumerate(self.parts)]
+        targets = [random_tensor(*p.shape, dtype=p.dtype, seed=seed + i) for i, p in enumerate(self.parts)]
         return sum((p - t).abs().square().sum() for p, t in zip(self.parts, targets, strict=True))
 
 
 class Mean(nn.Module):
-    """In one process: the mean over what all ranks compute."""
+    """The mean of the outputs of all ranks, computed in one process."""
 
     def __init__(self, module, ranks):
         super().__init__()
@@ -56,7 +56,7 @@ class Mean(nn.Module):
 
 
 def contiguous(module):
-    """A copy whose parameters all lie in the order of their indices."""
+    """Return a copy of the module with contiguous parameters."""
     module = copy.deepcopy(module)
     for p in module.parameters():
         p.data = p.data.contiguous()

@@ -80,7 +80,7 @@ MUTANTS = [
         "bagua_comm/kernels/host/sums.py",
         "np.subtract(x, np.fmod(x, x.dtype.type(divisor)), out=x)",
         "pass",
-        "tests/kernels/test_host.py tests/comm/test_comm.py",
+        "tests/kernels/test_host.py tests/comm/test_collectives.py",
     ),
     Mutant(
         "bagua_comm/kernels/minmax.cu",
@@ -104,7 +104,7 @@ MUTANTS = [
         "bagua_comm/transports/local.py",
         "members.index(self.rank)",
         "sorted(members).index(self.rank)",
-        "tests/transports/test_local.py tests/comm/test_comm.py",
+        "tests/transports/test_local.py tests/comm/test_communicator.py",
     ),
     Mutant(
         "bagua_comm/transports/mpi/shared_window.py",
@@ -192,8 +192,8 @@ MUTANTS = [
     ),
     Mutant(
         "bagua_torch/broadcast.py",
-        "tensors.append(torch.empty(leaf.shape, dtype=leaf.dtype, device=device))",
-        "tensors.append(torch.empty(leaf.shape, device=device))",
+        "tensors.append(torch.empty_strided(leaf.shape, leaf.strides, dtype=leaf.dtype, device=device))",
+        "tensors.append(torch.empty_strided(leaf.shape, leaf.strides, device=device))",
         "tests/bagua_torch bagua_torch/broadcast.py -k broadcast",
     ),
     Mutant(
@@ -216,7 +216,7 @@ def copy_of(root, folder):
 
 
 def missing(mutant, root):
-    """What is wrong with the place of a mutant; "" if it can be made."""
+    """Return the reason why a mutant cannot be made; "" if it can."""
     path = root / mutant.file
     if not path.exists():
         return "there is no such file"
@@ -224,8 +224,8 @@ def missing(mutant, root):
     return "" if count == 1 else f"expected once, found {count} times: {mutant.before}"
 
 
-def fate_of(mutant, folder):
-    """What becomes of a mutant: a word for it, and what it was noticed by."""
+def outcome_of(mutant, folder):
+    """Run the tests of a mutant; return the outcome in a word, and the test or the reason."""
     if problem := missing(mutant, folder):
         return "NOT FOUND", problem
     path = folder / mutant.file
@@ -280,9 +280,9 @@ def main(argv=None):
         copy_of(ROOT, folder)
         for mutant in chosen:
             start = time.monotonic()
-            fate, by = fate_of(mutant, folder)
-            noticed += fate == "noticed"
-            print(f"{fate:9}  {mutant.file:45}  {time.monotonic() - start:5.0f} s  {by}", flush=True)
+            outcome, by = outcome_of(mutant, folder)
+            noticed += outcome == "noticed"
+            print(f"{outcome:9}  {mutant.file:45}  {time.monotonic() - start:5.0f} s  {by}", flush=True)
     print(f"{noticed} of {len(chosen)} were noticed")
     return 0 if noticed == len(chosen) else 1
 

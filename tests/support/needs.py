@@ -1,4 +1,4 @@
-"""Tests of what is optional: left out, with the reason, where a package is not installed.
+"""Skips tests of optional packages that are not installed, with the reason.
 
 The suite runs with the packages of the extra `test-core`. A file that imports another package of `PACKAGES`,
 itself or through a module of ours, is left out where that is missing. So is a test with the mark
@@ -76,7 +76,7 @@ def missing_in(error):
 
 
 def package(name):
-    """Import `name`, one of `PACKAGES`, and return it, or leave the test out that asks for it."""
+    """Import `name`, one of `PACKAGES`, and return it, or skip the test that calls this."""
     _require(name)
     return importlib.import_module(name)
 
@@ -88,7 +88,7 @@ def _require(name):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collect_file():
-    """Let each module that cannot be imported without a package be skipped."""
+    """Skip each module that cannot be imported without a package."""
     collectors = yield
     for collector in collectors:
         collector.collect = _skipping(collector.collect, collector.path)
@@ -115,11 +115,11 @@ def _file_of(module):
 
 
 DOCTESTS = {"bagua_comm.data.cache": ("msgpack", "xxhash")}
-"""What the examples in a module's docstrings need, which no mark can say."""
+"""The packages that the examples in the docstrings of modules need; doctests have no marks."""
 
 
 def pytest_runtest_setup(item):
-    """Leave out a test that is marked with a package that is missing, or a doctest that needs one."""
+    """Skip a test that is marked with a missing package, or a doctest that needs one."""
     names = [name for mark in item.iter_markers("needs") for name in mark.args]
     if isinstance(item, pytest.DoctestItem):
         names += [name for module, needed in DOCTESTS.items() if item.name.startswith(module) for name in needed]
@@ -128,7 +128,7 @@ def pytest_runtest_setup(item):
 
 
 def pytest_terminal_summary(terminalreporter):
-    """Say what was left out, and how to get it."""
+    """Print what was skipped, and how to install what it needs."""
     left_out = defaultdict(set)
     pattern = REASON.format("(.+)")
     for report in terminalreporter.stats.get("skipped", []):

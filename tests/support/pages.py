@@ -2,8 +2,8 @@
 
 A fenced block says how it is checked by its language, its first line, and the comment on the line before it:
 
-    ```python                       a part of the page's program, which all its blocks make together, on one rank
-    # ranks: 3                      as first line of a python block: a program of its own, on three ranks
+    ```python                       a part of the program of the page, which runs on one rank
+    # ranks: 3                      as first line of a python block: a separate program, on three ranks
     <!-- not run: reason -->        before a python block: it cannot run where the tests do
     <!-- run -->                    before a sh block: its commands run, after those before it, in one folder
 """
@@ -29,7 +29,7 @@ class Block(NamedTuple):
 
     page: Path
     line: int
-    """Where its first line of code stands on the page, from 1 on."""
+    """The line of the page on which its code begins, from 1 on."""
     language: str
     comment: str
     """The text of the comment before it."""
@@ -37,7 +37,7 @@ class Block(NamedTuple):
 
     @property
     def place(self) -> str:
-        """As editors and tests name it."""
+        """The file and the line, as editors read them."""
         return f"{self.page.relative_to(ROOT)}:{self.line}"
 
     @property
@@ -48,7 +48,7 @@ class Block(NamedTuple):
 
     @property
     def ranks(self) -> int | None:
-        """On how many ranks it runs as a program of its own; None if it is a part of the page's."""
+        """The number of ranks of a separate program; None if it belongs to the page's program."""
         found = RANKS.match(self.code.partition("\n")[0])
         return found and int(found[1])
 
@@ -69,7 +69,7 @@ class Page(NamedTuple):
 
     @property
     def program(self) -> str:
-        """What its python blocks do one after the other; each line stands where it stands on the page."""
+        """Its python blocks as one program; each line has the same number as on the page."""
         lines = [""] * (self.prose.count("\n") + 1)
         for block in self.blocks:
             if block.language == "python" and block.reason is None and block.ranks is None:
@@ -85,7 +85,7 @@ class Page(NamedTuple):
 
     @property
     def anchors(self) -> set[str]:
-        """What `page.md#...` can name: its headings, as GitHub and MyST turn them into anchors."""
+        """The anchors of its headings, by the rules of GitHub and MyST."""
         times: Counter[str] = Counter()
         found = set()
         for heading in filter(None, map(HEADING.match, self.prose.splitlines())):
@@ -107,7 +107,7 @@ def read(path: Path) -> Page:
     prose: list[str] = []
     code: list[str] = []
     blocks: list[Block] = []
-    ticks = language = comment = ""  # `ticks` are those of the block that we are in
+    ticks = language = comment = ""  # `ticks` are the backticks that opened the present block
     for line in path.read_text().splitlines():
         fence = FENCE.match(line)
         prose.append("" if ticks or fence else line)

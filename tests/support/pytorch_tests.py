@@ -111,7 +111,7 @@ class Ours(bagua_torch.DistributedDataParallel):
 
     @contextlib.contextmanager
     def join(self, *, enable=True, **settings):
-        """As our `join`, but with PyTorch's words if a rank ends early."""
+        """Our `join`, with PyTorch's error message if a rank ends early."""
         self._join_config, ended = argparse.Namespace(enable=enable), False
         try:
             with super().join(enable=enable, **settings):
@@ -647,7 +647,7 @@ HOOK_SHORT = {
 
 
 def names_of(mode: str, tests: Iterable[str], *, short: bool) -> list[str]:
-    """The tests to run in a mode: those that can run here, or all in the mode of PyTorch's own class."""
+    """Return the tests to run in a mode: all in the mode of PyTorch's own class, else those that can run here."""
     if mode == "pickled":
         return [name for name, (_, reason) in DIFFERS.items() if reason == PICKLED]
     if mode == "pytorch":

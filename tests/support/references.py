@@ -138,7 +138,7 @@ def async_model_average(xs, gradient):
 
 
 def switched(xs, gradient, steps, first, then, averaged=False):
-    """`first` for `steps` steps; `then` starts from its weights, or from their mean, and counts its own steps."""
+    """`first` for `steps` steps, then `then` from its weights or their mean, with steps counted from 0."""
     trajectory = first(xs, gradient)
     yield from islice(trajectory, steps)
     xs = next(trajectory)
@@ -184,7 +184,7 @@ def common_start(spec, rank):
 
 @cache
 def target(spec, rank, step):
-    """The minimum that the gradient leads to: it differs between ranks, and a little between steps."""
+    """The minimum of the loss: it differs between ranks, and a little between steps."""
     flat = np.zeros(spec.size)
     for name, x in split(spec, flat).items():
         x[...] = 1 / (1 + rank) + 0.3 * sample(rank, x.shape, "float64", seed=1000 * step + ord(name))
@@ -288,7 +288,7 @@ class AdamTrainer(Trainer):
 
 
 class FittingTrainer(Trainer):
-    """With the optimizer of the algorithm in each step: SGD, or that of QAdam."""
+    """A trainer with the optimizer that the algorithm of each step needs: SGD, or QAdam's."""
 
     optimizer = optim.QAdam(lr=0.05, warmup_steps=2)
 
@@ -310,7 +310,7 @@ class FittingTrainer(Trainer):
 
 
 class AsyncTrainer(Trainer):
-    """Waits for the current round before each STEP, so that its trajectory is always the same."""
+    """A trainer that waits for the current round before each STEP, so that its trajectory is deterministic."""
 
     stops = ()
     """Steps after which it stops and resumes."""
@@ -346,7 +346,7 @@ def trajectories(ranks, algorithm, *, dtype="float32", replans=None, nodes=None,
 
 
 def assert_follows(actual, reference, *, ranks, dtype="float32", wide="float64", start=start, atol=1e-5):
-    """Compare trajectories, [rank][step][name] or a dict of those of some ranks, with the reference's.
+    """Compare trajectories, [rank][step][name] or a dict by rank, with the reference's.
 
     The training ran in `dtype`; the reference computes in `wide`.
     """

@@ -23,14 +23,14 @@ import pytest
 from cuda_on_cpu.machine import POLICIES
 
 SAMPLE = ("GradientAllReduce(average=Quantized(", "LowPrecisionDecentralized(")
-"""How the `repr` of a sampled algorithm begins; the first of those that begin alike is taken.
+"""The prefixes of the `repr` of the sampled algorithms; of several with a prefix, the first is sampled.
 
 The first averages gradients; the second exchanges weights and keeps state. A test of a list with neither keeps
 the first algorithm of the list.
 """
 
 MANY = 6
-"""A test of so many algorithms must say with `algorithms(...)` which of them the default run tests."""
+"""A test of this many algorithms must have the mark `algorithms(...)`."""
 
 ALGORITHM, POLICY = "algorithm", "device"
 """The parameters that hold the algorithm, and the policy of a device's streams."""

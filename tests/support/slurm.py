@@ -42,16 +42,16 @@ SLOTS = 2
 """How many tasks a node takes, whatever cores this machine has."""
 
 APT_S = 200
-"""How long apt-get may take for the list of packages, and then to install them."""
+"""The time limit of apt-get, for the list of packages and for their installation."""
 
 LONGEST_FOLDER = 107 - len("/spool-n1/stepd.slurm.pmix.1000.0")
-"""How long the path of Slurm's folder may be: its tasks meet at sockets there, whose path may have 107 bytes.
+"""The longest path of Slurm's folder: it has sockets of tasks, and their paths may have 107 bytes.
 
-Slurm does not report one that is longer: srun then ends with 0, and no task has run.
+Slurm reports no error if one is longer: srun ends with 0 without running a task.
 """
 
 START_S = 60.0
-"""How long nodes may take to come up."""
+"""The time limit for the start of the nodes."""
 
 CONFIGURATION = """
 ClusterName=tests
@@ -96,7 +96,7 @@ class Cluster:
 
     folder: Path
     environment: dict[str, str]
-    """Variables that Slurm's tools need, and those with which ranks find this library and each other."""
+    """Variables for Slurm's tools, and for ranks, which find this library and each other by them."""
 
     def run(self, *command, timeout_s=100.0, env=None):
         """Run a command with the variables of this cluster; returns its result."""
@@ -163,7 +163,7 @@ def start(*, named=True):
     """Run a Slurm of two nodes in the body of `with`.
 
     Args:
-        named: Whether each node has Slurm's name for it as its host name; else both have this machine's.
+        named: Whether the host name of a node is its name in Slurm; else it is that of this machine.
 
     Raises:
         NoSlurm: This machine does not allow it.
@@ -219,7 +219,7 @@ def free_ports(count):
 
 
 def _environment(configuration):
-    """Nothing of a Slurm or of an MPI that this process itself runs under."""
+    """This process's variables without those of a Slurm or MPI that started it, and those of the tests."""
     foreign = ("SLURM_", "PMI", "OMPI_", "PRTE_", "MPI_")
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
     return {
@@ -237,7 +237,7 @@ def _environment(configuration):
 
 @contextlib.contextmanager
 def _daemon(folder, *command):
-    """Run a daemon in namespaces of its own in the body of `with`; then kill it and all that it has started.
+    """Run a daemon in new namespaces in the body of `with`; then kill it and all its descendants.
 
     They are killed as well if this process dies.
     """

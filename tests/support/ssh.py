@@ -54,7 +54,7 @@ class Pods:
     names: list[str]
     """The host names of the workers."""
     hostfile: Path
-    """Where the operator would put /etc/mpi/hostfile."""
+    """The file that the operator mounts as /etc/mpi/hostfile."""
     environment: dict[str, str]
 
     def launch(self, command, *, timeout_s=120.0):
@@ -120,7 +120,7 @@ def _write_keys(folder):
 
 @contextlib.contextmanager
 def _names_on(lab, host, text):
-    """Give a host an /etc/hosts of its own: `ip netns exec` shows it this file instead."""
+    """Give a host a separate /etc/hosts; `ip netns exec` mounts this file there."""
     folder = Path(f"/etc/netns/{lab.prefix}-h{host}")
     folder.mkdir(parents=True)
     try:
@@ -155,7 +155,7 @@ def _named(lab, host, name, *command):
 
 
 def _environment(folder, hostfile):
-    """What the operator gives a launcher, and what finds this library and our ssh."""
+    """The variables that the operator gives a launcher, and the paths of this library and our ssh."""
     foreign = ("SLURM_", "PMI", "OMPI_", "PRTE_", "MASTER_")
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
     return {

@@ -1,4 +1,4 @@
-"""What `interrupted_everywhere` leaves behind."""
+"""`interrupted_everywhere` leaves nothing behind."""
 
 import _imp
 import importlib

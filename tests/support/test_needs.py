@@ -1,4 +1,4 @@
-"""What is left out where a package is not installed, and where that is an error."""
+"""Tests that need a missing package are skipped, or fail where CI is set."""
 
 import pytest
 
@@ -31,7 +31,7 @@ def run(pytester, monkeypatch):
 
 
 @pytest.mark.parametrize("environment", [{}, {"CI": "true", "BAGUA_TEST_COMPLETE": "0"}])
-def test_what_needs_a_missing_package_is_left_out_with_the_reason(run, environment):
+def test_a_test_that_needs_a_missing_package_is_skipped_with_the_reason(run, environment):
     result = run(**environment)
     result.assert_outcomes(passed=1, skipped=3)
     result.stdout.fnmatch_lines(
@@ -53,7 +53,7 @@ def test_where_everything_must_run_a_missing_package_is_an_error(run, environmen
 
 def test_a_package_that_is_installed_and_broken_is_no_reason_to_leave_tests_out(run, pytester):
     pytester.makepyfile(absent_package="import another_package\n")
-    run().assert_outcomes(passed=1, failed=2, errors=1)  # what is marked runs: it does not import it
+    run().assert_outcomes(passed=1, failed=2, errors=1)  # a marked test runs: it does not import the package
 
 
 def test_a_module_that_was_imported_by_half_is_not_found_by_the_next_import(pytester, monkeypatch):

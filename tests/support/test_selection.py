@@ -31,7 +31,7 @@ def stay(found):
 
 
 @pytest.mark.parametrize("strength", [1, 2, 3])
-def test_all_combinations_of_so_many_values_occur_in_few_rows(strength):
+def test_all_combinations_of_this_many_values_occur_in_few_rows(strength):
     rows = [*itertools.product("abcd", "123", "xy")]
     chosen = [rows[index] for index in covering(rows, strength)]
     for columns in itertools.combinations(range(3), strength):
@@ -54,7 +54,7 @@ def test_without_marks_only_policies_are_thinned_and_they_take_turns():
     assert len(stay(cases(device=("lazy", "real")))) == 2
 
 
-def test_marks_say_what_stays():
+def test_marks_determine_the_cases_that_stay():
     assert len(stay(cases(pytest.mark.every_policy, device=POLICIES, ranks=(1, 2)))) == 6
     kept = stay(cases(pytest.mark.covering(1), device=POLICIES, ranks=(1, 2, 3), codec="ab"))
     assert len(kept) == 3
@@ -101,7 +101,7 @@ def test_cases_with_the_same_values_are_several():
 
 
 def test_pytest_itself_leaves_one_policy_of_each_case(pytester, capsys):
-    """Its own numbers of parameters begin anew with each policy, which no stand-in shows."""
+    """Numbers of parameters in pytest's ids begin anew with each policy; no fake shows that."""
     pytester.makeconftest(
         """
         import pytest

@@ -1,4 +1,4 @@
-"""What a test leaves behind is found, said and put right."""
+"""Everything that a test leaves behind is found, reported and cleaned up."""
 
 import os
 import threading

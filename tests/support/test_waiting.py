@@ -8,7 +8,7 @@ from support.waiting import until
 TESTS = Path(__file__).parents[1]
 
 
-def test_it_returns_what_the_condition_found():
+def test_it_returns_the_value_of_the_condition():
     found = iter([0, None, "", 3])
     assert until(lambda: next(found)) == 3
 

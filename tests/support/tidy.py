@@ -1,4 +1,4 @@
-"""A test that leaves something behind, which a later one in this process would find, fails and says what it is.
+"""Makes a test fail that leaves behind anything that a later one in this process would find.
 
 Looked at after every test and its fixtures: the default communicator (one that `default()` has made unasked as
 well), PyTorch's default process group, environment variables, the working directory, and threads that the end of
@@ -17,24 +17,24 @@ OURS = {"PYTEST_CURRENT_TEST", "PYTEST_VERSION"}
 """Environment variables that pytest changes itself."""
 
 IMPORTS = ("KMP_", "OMPI_MCA_", "TORCH", "PYTORCH", "CRC32C_", "TF_", "GRPC_", "HF_", "TOKENIZERS_")
-"""How the names begin of the variables that libraries set when they are first imported."""
+"""Prefixes of the variables that libraries set when they are first imported."""
 
 ENDING_S = 5.0
-"""How long a thread that was told to end may take."""
+"""How long a thread may take to end."""
 
 _before = pytest.StashKey[dict]()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_setup(item):
-    """Remember how it was before the fixtures."""
+    """Record the state before the fixtures."""
     item.stash[_before] = state()
     return (yield)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_teardown(item):
-    """Compare with how it is after them."""
+    """Compare it with the state after them."""
     result = yield
     if isinstance(item, pytest.DoctestItem):
         close_default()
@@ -45,7 +45,7 @@ def pytest_runtest_teardown(item):
 
 
 def state():
-    """What a test must leave as it was."""
+    """The state of the process that a test must not change."""
     return {
         "communicator": default(),
         "process group": has_process_group(),
@@ -74,7 +74,7 @@ def has_process_group():
 
 
 def differences(before):
-    """What was not so `before`, in words; all but threads is put right."""
+    """Return the differences from `before`, in words, and undo all but threads."""
     left = []
     after = state()
     if after["communicator"] not in (None, before["communicator"]):
@@ -104,10 +104,10 @@ def differences(before):
 
 
 def still_running(threads):
-    """Those of `threads` that the end of the process would wait for, after a while in which they may end."""
+    """Return the non-daemon threads among `threads` that are still running after `ENDING_S`."""
     threads = [thread for thread in threads if not thread.daemon]
     if threads:
-        gc.collect()  # a pool that nobody holds ends its threads
+        gc.collect()  # a pool without references ends its threads
     end = time.monotonic() + ENDING_S
     while threads and time.monotonic() < end:
         time.sleep(0.001)  # sleeps: threads may still end, and need not

@@ -5,7 +5,7 @@ import builtins
 
 
 def typed_program(page):
-    """All python blocks of a page, one after the other at the lines where they stand; empty if there are none.
+    """All python blocks of a page as one program, with the lines of the page; empty if there are none.
 
     Names that no block defines, or only a later one, are the reader's own: each of them is `Any`.
     """

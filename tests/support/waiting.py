@@ -1,4 +1,4 @@
-"""Wait for a condition, instead of sleeping for a time in which it should have come true."""
+"""Wait for a condition, in place of a sleep of fixed length."""
 
 import time
 

@@ -44,7 +44,7 @@ def test_an_error_is_raised_with_its_rank():
     assert "in rank 1 of 2" in getattr(caught.value, "__notes__", ["in rank 1 of 2"])
 
 
-def test_a_rank_that_does_not_stop_is_given_up_on():
+def test_a_rank_that_does_not_stop_is_abandoned():
     def body(comm):
         if comm.rank == 0:
             raise LookupError("no")
@@ -137,12 +137,12 @@ def widened(self, x, out, op):
         ("allreduce", widened),
     ],
 )
-def test_check_transport_notices_what_small_values_hide(name, broken):
+def test_check_transport_finds_mistakes_that_small_values_hide(name, broken):
     with pytest.raises(AssertionError, match="elements are wrong"):
         run_ranks(3, check_transport, wrap=break_transport(**{name: broken}))
 
 
-def test_check_transport_notices_what_goes_wrong_from_a_size_on():
+def test_check_transport_finds_mistakes_above_a_size():
     def allgather(self, x, out):
         self.inner.allgather(x, out)
         if x.nbytes > 65536 and self.rank:
@@ -152,7 +152,7 @@ def test_check_transport_notices_what_goes_wrong_from_a_size_on():
         run_ranks(2, check_transport, wrap=break_transport(allgather=allgather))
 
 
-def test_values_from_the_whole_range_are_what_they_say():
+def test_values_from_the_whole_range_include_nan_infinities_and_tiny_numbers():
     for dtype in ("float16", "bfloat16", "float32", "float64"):
         x = whole_range(0, (3, 1000), dtype).astype(np.float64)
         tiny = np.abs(x[x != 0])
@@ -193,7 +193,7 @@ class LooksAtNeighbours(MinMaxUInt8):
 
 
 @pytest.mark.parametrize("codec", [LeavesPaddingDirty, HidesNaN, AddsBackwards, LooksAtNeighbours])
-def test_check_codec_notices_what_breaks_the_contract(codec):
+def test_check_codec_finds_breaches_of_the_contract(codec):
     with pytest.raises(AssertionError):
         check_codec(codec())
 
@@ -228,14 +228,14 @@ def test_check_algorithm_notices_a_bucket_left_behind():
         check_algorithm(Forgetful(), sizes=(2,))
 
 
-def test_kits_pass_what_keeps_the_contract():
+def test_kits_pass_classes_that_keep_the_contract():
     check_codec(MinMaxUInt8(block=33))
     check_algorithm(ByteGrad(), sizes=(1, 3))
 
 
 @dataclass(frozen=True)
 class Nothing:
-    """An algorithm of somebody's own, made of parts."""
+    """An algorithm of a user, made of parts."""
 
     payload = "grad"
     window = GradientAllReduce().window
@@ -265,7 +265,7 @@ class Nothing:
     ],
     ids=repr,
 )
-def test_check_algorithm_finds_the_classes_of_what_an_algorithm_is_made_of(algorithm):
+def test_check_algorithm_finds_the_classes_of_the_parts_of_an_algorithm(algorithm):
     check_algorithm(algorithm, sizes=(1,))
 
 

@@ -35,7 +35,7 @@ ACCEPTED = {
     ("elastic/mpi/spawn.py", "everyone.Free"): "of a group, which is this process' own",
     ("elastic/mpi/spawn.py", "group.Free"): "of a group, which is this process' own",
 }
-"""What may block elsewhere, and why."""
+"""Calls that may block elsewhere, with the reason."""
 
 WAITING = {
     "Comm",
@@ -56,11 +56,11 @@ LOCAL = {
     *("Create_errhandler", "Create_keyval", "Free_keyval", "Delete_attr", "Attach_buffer", "Shared_query"),
     *("Compute_dims", "Query_thread", "Pcontrol", "Wtime", "Wtick", "Alloc_mem", "Free_mem", "Attach", "Detach"),
 }
-"""Those that wait for nobody. (`Abort` ends the process.)"""
+"""Methods that wait for no process. (`Abort` ends this one.)"""
 
 
 def waiting_names():
-    """Names of mpi4py that may wait: any but those that are known not to."""
+    """The names of mpi4py that may wait: all that are not known not to."""
     stub = Path(importlib.util.find_spec("mpi4py").origin).with_name("MPI.pyi")
     names = set()
     for node in ast.parse(stub.read_text()).body:
@@ -97,7 +97,7 @@ NAMES = waiting_names()
 
 
 class Module:
-    """Where a module may wait for MPI."""
+    """The places at which a module may wait for MPI."""
 
     def __init__(self, source):
         self.tree = ast.parse(source)

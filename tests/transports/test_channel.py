@@ -1,4 +1,4 @@
-"""Channels: communicators that are told apart by tags. tests/elastic has what ranks do with them."""
+"""Channels: communicators that differ in their tags. tests/elastic uses them."""
 
 import pytest
 from mpi4py import MPI

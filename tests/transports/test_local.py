@@ -63,7 +63,7 @@ def test_a_message_of_another_size_is_a_mismatch():
     run_ranks(2, body)
 
 
-def test_what_is_sent_may_change_at_once():
+def test_a_sent_array_may_change_at_once():
     def body(comm):
         x = np.array([1.0])
         comm.send(x, dest=comm.rank)
@@ -114,7 +114,7 @@ def test_the_host_waits_for_peers_but_not_for_the_device(device):
     assert run_on_devices(device, 2, "local", body) == [1.5, 1.5]
 
 
-def test_copies_under_way_are_not_overwritten_by_what_the_sender_does_next(device):
+def test_copies_under_way_are_not_overwritten_by_the_sender(device):
     import cupy
 
     def body(comm):
@@ -131,7 +131,7 @@ def test_copies_under_way_are_not_overwritten_by_what_the_sender_does_next(devic
     assert run_on_devices(device, 2, "local", body) == [[2.0] * 100, [1.0] * 100]
 
 
-def test_copies_that_were_read_are_let_go(device):
+def test_copies_that_were_read_are_released(device):
     import cupy
 
     def body(comm):
@@ -143,7 +143,7 @@ def test_copies_that_were_read_are_let_go(device):
     assert max(run_on_devices(device, 3, "local", body)) <= 2
 
 
-def test_a_group_that_nobody_holds_is_forgotten():
+def test_a_group_without_references_is_forgotten():
     def body(comm):
         hub = comm.transports[0]._hub
         for _ in range(100):
@@ -215,7 +215,7 @@ def test_calls_that_differ_raise(call, text):
     ],
     ids=["a call that differs", "a timeout"],
 )
-def test_a_rank_that_gives_up_ends_the_waits_of_the_others(odd, error, match):
+def test_a_rank_that_aborts_ends_the_waits_of_the_others(odd, error, match):
     def body(comm):
         start = time.monotonic()
         with pytest.raises(error, match=match if comm.rank else None):

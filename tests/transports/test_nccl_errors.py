@@ -17,11 +17,13 @@ one_policy = pytest.mark.parametrize("device", ["lazy"], indirect=True)
 @one_policy
 @pytest.mark.parametrize("error", [OverflowError("int too large"), KeyboardInterrupt()], ids=repr)
 @pytest.mark.parametrize("where", ["in NCCL", "before it"])
-def test_an_exception_in_the_middle_of_a_call_is_what_all_ranks_learn_at_once(device, monkeypatch, error, where):
+def test_an_exception_in_the_middle_of_a_call_reaches_all_ranks_at_once(device, monkeypatch, error, where):
     """And not that a call, which was never made, is not done when its time is over."""
     import cupy
+    from cupy.cuda import nccl
 
     device.nccl_connects = False
+    all_reduce = nccl.NcclCommunicator.allReduce
 
     def fail(*arguments):
         raise error
@@ -29,12 +31,17 @@ def test_an_exception_in_the_middle_of_a_call_is_what_all_ranks_learn_at_once(de
     def body(comm):
         x = cupy.zeros(3)
         comm.transports[0].barrier()
-        watch, nccl = comm.transports[1]._watch, comm.transports[1]._comm
+        watch = comm.transports[1].watch
         if comm.rank == 0:
             begin = watch.begin
             with monkeypatch.context() as patch:
                 if where == "in NCCL":
-                    patch.setattr(nccl, "allReduce", fail)
+                    on_rank_0 = threading.get_ident()
+                    patch.setattr(
+                        nccl.NcclCommunicator,
+                        "allReduce",
+                        lambda *given: fail() if threading.get_ident() == on_rank_0 else all_reduce(*given),
+                    )
                 else:
                     patch.setattr(watch, "begin", lambda *arguments: fail(begin(*arguments)))
                 with pytest.raises(type(error)):
@@ -101,23 +108,21 @@ def test_a_call_on_the_default_stream_beside_a_capture_that_forbids_it_says_so(d
 
 @one_policy
 def test_a_communicator_that_two_threads_end_at_once_is_forgotten_once(device):
-    def body(comm):
-        transport = comm.transports[1]
-        transport._watchdog.discard(
-            transport._watch
-        )  # as `abandon` of another thread, between two steps of `close`
-        comm.close()
+    from bagua_comm.transports.nccl.watchdog import Watch, Watchdog
 
-    run_over_nccl(device, 1, body=body)
+    dog, done = Watchdog(0, 1.0), lambda *_: None
+    watch = Watch("rank 0", dog, check=done, destroy=done, abort=done, notify=done, listen=done)
+    dog.discard(watch)  # as `abandon` of another thread, between two steps of `close`
+    watch.close(1.0)
 
 
 @one_policy
 def test_a_watchdog_whose_thread_cannot_work_fails_its_communicators(device, monkeypatch):
     import cupy
+    from cupy.cuda import nccl
 
     def body(comm):
-        transport = comm.transports[1]
-        monkeypatch.setattr(transport._watch, "_check", lambda: 1 / 0)
+        monkeypatch.setattr(nccl.NcclCommunicator, "check_async_error", lambda _: 1 / 0)
         with pytest.raises(CommError, match="rank 0 of 1: nobody watches this communicator: ZeroDivisionError"):
             call_until_it_fails(comm, cupy.zeros(3))
         monkeypatch.undo()
@@ -127,7 +132,7 @@ def test_a_watchdog_whose_thread_cannot_work_fails_its_communicators(device, mon
 
 @pytest.mark.parametrize("guilty", [0, 1])
 def test_a_device_that_one_rank_cannot_use_is_an_error_of_all_that_names_both(device, monkeypatch, guilty):
-    """There NCCL's address cannot be had, here no further thread can use the device: nobody waits in NCCL."""
+    """Rank 0 gets no address of NCCL, or no other thread of rank 1 can use its device: no rank waits in NCCL."""
     import cupy
     from cupy.cuda import nccl
 
@@ -161,12 +166,12 @@ def test_a_device_that_one_rank_cannot_use_is_an_error_of_all_that_names_both(de
 def test_a_call_that_is_interrupted_anywhere_is_over_for_the_thread_that_ends_a_communicator(device, monkeypatch):
     from bagua_comm.transports.nccl import transport, watchdog
 
-    watch, inside = watchdog.Watch.__new__(watchdog.Watch), []
-    watch._failure, watch._closed, watch.inside = None, False, False
+    dog, done, inside = watchdog.Watchdog(0, 1.0), lambda *_: None, []
+    watch = watchdog.Watch("rank 0", dog, check=done, destroy=done, abort=done, notify=done, listen=done)
     capturing = types.SimpleNamespace(is_capturing=lambda: True, ptr=1)
     current = types.SimpleNamespace(get_current_stream=lambda: capturing)
     monkeypatch.setattr(transport, "cupy", types.SimpleNamespace(cuda=current))
-    rank = types.SimpleNamespace(_watch=watch, _abort_after=lambda *_: None, sent_bytes=0)
+    rank = types.SimpleNamespace(watch=watch, _abort_after=lambda *_: None, sent_bytes=0)
 
     def call():
         transport.NcclTransport._enqueue(rank, "allreduce", 4, 0, lambda _: inside.append(watch.inside))
@@ -176,3 +181,4 @@ def test_a_call_that_is_interrupted_anywhere_is_over_for_the_thread_that_ends_a_
 
     assert interrupted_everywhere(call, check) > 3
     assert inside[-1]
+    watch.close(1.0)

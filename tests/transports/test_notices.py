@@ -1,4 +1,4 @@
-"""What ranks tell each other beside their calls."""
+"""Notices between ranks beside their calls."""
 
 import json
 from collections import deque
@@ -7,7 +7,7 @@ from dataclasses import asdict
 from bagua_comm.transports.notices import ABORTED, LEFT, Notice, Notices
 
 
-def test_a_notice_that_is_repeated_counts_as_heard_again():
+def test_a_notice_that_is_repeated_counts_as_received_again():
     mail = deque()
 
     def take(hear):

@@ -25,7 +25,7 @@ class Request:
 
 
 class Network:
-    """Moves messages of some ranks in any order that MPI allows: between two ranks, one after the other."""
+    """Moves messages of some ranks in any order that MPI allows: it keeps the order between two ranks."""
 
     def __init__(self, size):
         pairs = [(a, b) for a in range(size) for b in range(size) if a != b]
@@ -114,7 +114,7 @@ def test_a_rank_may_send_more_than_it_receives(size, ahead, random):
             yield [(peer, sent[:1]) for peer in rest], []
         else:
             yield [], [(0, got[rank, rank : rank + 1])]
-            mine = sent[rank : rank + 1]  # what the exchange before has brought
+            mine = sent[rank : rank + 1]  # received by the exchange before
             parts = [(peer, got[rank, peer : peer + 1]) for peer in others(rank, size)]
             yield [(peer, mine) for peer in rest], parts
 

@@ -1,4 +1,4 @@
-"""Ranks that read each other's memory: threads stand for processes, since a process may read its own."""
+"""Ranks that read each other's memory: threads in place of processes, since a process may read its own."""
 
 import ctypes
 import mmap
@@ -32,7 +32,7 @@ def wait(done):
 
 
 def directly(ranks, body):
-    """What `body(rank, call)` gives on each of `ranks` threads; call(name, x, out, op, root) makes a call."""
+    """Return `body(rank, call)` of each of `ranks` threads; call(name, x, out, op, root) makes a call."""
 
     def on_rank(comm):
         window, memory = open_window(comm.transports[0], wait), open_memory(comm.transports[0])
@@ -140,8 +140,8 @@ def test_memory_is_remembered_as_readable_only_as_long_as_its_array_lives(monkey
 
 @pytest.mark.parametrize("ranks", SIZES)
 @pytest.mark.parametrize("name", ["broadcast", "allgather", "alltoall", "allreduce", "reduce_scatter", "reduce"])
-def test_what_was_read_of_a_rank_that_has_aborted_is_an_error(name, ranks):
-    """Rank 0 waits for the others for too long, and its program goes on with its array; then they read it."""
+def test_reading_memory_of_an_aborted_rank_is_an_error(name, ranks):
+    """Rank 0 times out, and its program changes its array; then the others read it."""
     changed = threading.Event()
 
     def on_rank(comm):

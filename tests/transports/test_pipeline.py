@@ -1,4 +1,4 @@
-"""What collectives are made of: arrays cut into chunks and pieces, and the order of a pipeline's stages."""
+"""The parts of collectives: chunks and pieces of arrays, and the order of a pipeline's stages."""
 
 import pytest
 from hypothesis import given, settings
@@ -88,7 +88,7 @@ def test_lengths_of_pieces(arguments, expected):
 
 
 def run_stages(count, stages):
-    """What a pipeline calls, in order, as (stage, piece)."""
+    """The calls of a pipeline, in order, as (stage, piece)."""
     calls = []
     pipeline(count, *(lambda i, stage=stage: calls.append((stage, i)) for stage in range(stages)))
     return calls
@@ -106,8 +106,8 @@ def test_every_stage_takes_every_piece_once_in_order_and_after_the_stage_before_
 
 
 @pytest.mark.parametrize("stages", [2, 3])
-def test_a_stage_is_as_many_pieces_behind_as_the_lag_until_no_more_come(stages):
-    """Exactly so many: with fewer there is less overlap, and with more a piece's memory is taken too early."""
+def test_a_stage_follows_the_one_before_it_by_the_lag(stages):
+    """Exactly that many: fewer overlap less, and more use the memory of a piece too early."""
     count, calls = 3 * LAG, run_stages(3 * LAG, stages)
     for position, (stage, i) in enumerate(calls):
         if stage:

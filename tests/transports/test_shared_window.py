@@ -32,7 +32,7 @@ def wait(done):
 
 
 def over_window(ranks, body, wait=wait):
-    """What `body(window)` gives on each of `ranks` threads."""
+    """Return `body(window)` of each of `ranks` threads."""
     return run_ranks(ranks, lambda comm: body(window.open_window(comm.transports[0], wait)))
 
 
@@ -74,7 +74,7 @@ def test_any_count_will_do(ranks, count):
         np.testing.assert_array_equal(result, np.arange(count) + ranks - 1)
 
 
-def test_nobody_overwrites_what_a_slow_rank_has_not_read():
+def test_data_that_a_slow_rank_has_not_read_is_not_overwritten():
     """Every rank in turn does nothing until the others can do no more without it."""
 
     def body(window):
@@ -97,7 +97,7 @@ def test_nobody_overwrites_what_a_slow_rank_has_not_read():
     assert all(over_window(3, body))
 
 
-def test_a_peer_that_does_not_come_ends_in_what_waiting_raises():
+def test_a_wait_for_a_missing_peer_raises_the_error_of_the_wait():
     def fail(done):
         raise CommTimeout("waited")
 
@@ -132,7 +132,7 @@ def refuse(*arguments):
         (os, "memfd_create", refuse),  # forbidden, or no file left
         (os, "ftruncate", refuse),
         (os, "readlink", refuse),  # another host or user
-        (os, "readlink", lambda path: "/memfd:bagua-1 (deleted)"),  # somebody else's
+        (os, "readlink", lambda path: "/memfd:bagua-1 (deleted)"),  # another user's
         (window.mmap, "mmap", refuse),
     ],
 )
@@ -179,7 +179,7 @@ class Halved:
 @pytest.mark.parametrize("ranks", SIZES)
 @pytest.mark.parametrize("count", [0, 1, 7, 1003])
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_what_is_encoded_is_added_and_decoded_piece_by_piece(ranks, count, dtype):
+def test_encoded_sums_are_added_and_decoded_piece_by_piece(ranks, count, dtype):
     xs = np.arange(ranks * count).reshape(ranks, count) % 50
 
     def body(window):

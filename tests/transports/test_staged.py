@@ -116,7 +116,7 @@ def test_received_bytes_stay_until_they_are_copied_up(device):
     assert run_staged(device, 2, body=body) == [[10.0, 11.0, 12.0, 13.0]] * 2
 
 
-def test_results_are_there_for_what_the_caller_enqueues_on_its_own_stream(device, piece_bytes):
+def test_results_are_there_for_later_work_on_the_callers_stream(device, piece_bytes):
     import cupy
 
     def body(comm):
@@ -148,7 +148,7 @@ def test_messages_match_however_they_are_sent_and_received(device, piece_bytes):
     assert run_staged(device, 2, body=body) == [None, [4950.0, 7.0, 4950.0]]
 
 
-def test_what_goes_to_several_ranks_is_copied_down_once(device):
+def test_an_array_for_several_ranks_is_copied_down_once(device):
     import cupy
 
     def body(comm):
@@ -205,7 +205,7 @@ def test_errors_are_those_of_the_host_transport(device):
 @pytest.mark.parametrize("device", ["lazy"], indirect=True)
 @pytest.mark.parametrize("error", [CommTimeout, KeyboardInterrupt])
 def test_after_an_error_no_piece_is_still_on_its_way_to_pinned_memory(device, piece_bytes, error):
-    """The memory may belong to somebody else soon."""
+    """The memory may soon belong to another array."""
     import cupy
 
     def body(comm):
@@ -224,7 +224,7 @@ def test_after_an_error_no_piece_is_still_on_its_way_to_pinned_memory(device, pi
     assert run_staged(device, 1, body=body) == [([False, False], True)]
 
 
-def test_a_rank_that_never_comes_is_a_timeout(device, monkeypatch):
+def test_a_missing_rank_is_a_timeout(device, monkeypatch):
     import cupy
 
     def body(comm):
@@ -236,7 +236,7 @@ def test_a_rank_that_never_comes_is_a_timeout(device, monkeypatch):
     run_staged(device, 2, body=body)
 
 
-def test_groups_agree_and_meet_over_the_host_transport(device):
+def test_groups_agree_and_synchronise_over_the_host_transport(device):
     def body(comm):
         staged = comm.transports[1]
         staged.barrier()

@@ -26,7 +26,7 @@ from ...errors import BaguaError, CommTimeout
 from ...launch.cli import CommandError, program_name
 from . import facts, report
 from .findings import Finding, World, examine
-from .measure import measure_clocks, measure_pairs
+from .measure import MAX_MEASURED, measure_clocks, measure_pairs, ranks_to_measure
 
 SUMMARY = "examine all ranks together, and advise; start it as you start your program"
 
@@ -38,9 +38,6 @@ DESCRIPTION = (
 
 TIMEOUT_S = 20.0
 """The time limit of a wait for other ranks."""
-
-MAX_MEASURED = 16
-"""The most ranks that are measured in pairs."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -115,42 +112,16 @@ def examine_world(comm: Communicator) -> World:
     firsts = [ranks[0] for ranks in world.hosts.values()]
     return World(
         all_facts,
-        _together(comm),
-        measure_pairs(comm, _to_measure(comm.size, firsts)),
+        facts.mpi_nodes(comm),
+        measure_pairs(comm, ranks_to_measure(comm.size, firsts)),
         measure_clocks(comm, firsts[:MAX_MEASURED]),
     )
-
-
-def _together(comm: Communicator) -> list[int]:
-    """For each rank, the first one that shares memory with it according to MPI; empty without MPI.
-
-    The nodes of the communicator may differ: it joins ranks of one host that MPI separates. Collective.
-    """
-    if comm.transports[0].name != "mpi":
-        return []
-    from mpi4py import MPI
-
-    from ...transports.mpi.time_limit import in_time
-    from ...transports.mpi.world import first_beside
-
-    call = "doctor's split of the world by host"
-    return comm.allgather_object(in_time(lambda: first_beside(MPI.COMM_WORLD), comm.timeout_s, call))
 
 
 def _gpu(comm: Communicator, mine: dict[str, dict[str, object]]) -> tuple[object, ...] | None:
     """The facts about this rank's GPU for NCCL; None without a GPU."""
     count = mine["gpu"]["count"]
     return tuple(describe_gpu(comm.local_rank % count)) if isinstance(count, int) and count else None
-
-
-def _to_measure(size: int, firsts: list[int]) -> list[int]:
-    """The ranks to measure: all; if they are too many, one on each host, then more."""
-    if size <= MAX_MEASURED:
-        return list(range(size))
-    step = -(-len(firsts) // MAX_MEASURED)
-    chosen = firsts[::step]
-    others = [rank for rank in range(size) if rank not in chosen]
-    return sorted([*chosen, *others[: MAX_MEASURED - len(chosen)]])
 
 
 def _show(world: World, found: list[Finding], exit_code: int, options: argparse.Namespace) -> None:

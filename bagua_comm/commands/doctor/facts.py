@@ -17,6 +17,7 @@ from ... import cuda, net
 from ..._version import __version__
 from ...bootstrap import environment
 from ...bootstrap.gpu import provide_cupy_cache
+from ...comm import Communicator
 from ...launch.cli import cores
 from ...launch.mpirun import OPEN_MPI
 from ...net import choosing
@@ -39,7 +40,7 @@ def collect() -> dict[str, Any]:
         "machine": this_host(),
         "pid": os.getpid(),
         "versions": versions(),
-        "MPI": _mpi(),
+        "MPI": mpi(),
         "cores": cores(),
         "cores of the host": os.cpu_count() or 1,
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS"),
@@ -95,23 +96,40 @@ def plugin() -> dict[str, Any]:
     return {**plugin_facts(), "built": net.path() is not None, "net": choosing.asked_for(None)}
 
 
-def _mpi() -> dict[str, Any]:
-    mpi: Any = sys.modules.get("mpi4py.MPI")
-    if mpi is None or not mpi.Is_initialized():
+def mpi() -> dict[str, Any]:
+    """Return the MPI that runs, and the network that it was told to use; else the MPI that could."""
+    module: Any = sys.modules.get("mpi4py.MPI")
+    if module is None or not module.Is_initialized():
         if environment.under_torchrun():
             return {"running": False, "network chosen": os.environ.get("GLOO_SOCKET_IFNAME")}
         return {"running": False, **mpi_facts()}
-    library = mpi.Get_library_version().split(",")[0].strip()
+    library = module.Get_library_version().split(",")[0].strip()
     # The second is of libfabric, which MPICH and Intel MPI use.
     network = "OMPI_MCA_btl_tcp_if_include" if library.startswith(OPEN_MPI) else "FI_TCP_IFACE"
     return {
         "running": True,
         "library": library,
-        "thread level": mpi.Query_thread(),
-        "threads": mpi.Query_thread() == mpi.THREAD_MULTIPLE,
+        "thread level": module.Query_thread(),
+        "threads": module.Query_thread() == module.THREAD_MULTIPLE,
         "ulfm": environment.has_ulfm(),
         "network chosen": os.environ.get(network),
     }
+
+
+def mpi_nodes(comm: Communicator) -> list[int]:
+    """For each rank, return the first one that shares memory with it according to MPI; empty without MPI.
+
+    Collective. The nodes of the communicator may differ: it joins ranks of one host that MPI separates.
+    """
+    if comm.transports[0].name != "mpi":
+        return []
+    from mpi4py import MPI
+
+    from ...transports.mpi.time_limit import in_time
+    from ...transports.mpi.world import first_beside
+
+    call = "doctor's split of the world by host"
+    return comm.allgather_object(in_time(lambda: first_beside(MPI.COMM_WORLD), comm.timeout_s, call))
 
 
 def _limit(number: int) -> int | None:

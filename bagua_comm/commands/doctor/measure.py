@@ -14,6 +14,9 @@ from ...comm import Communicator
 ALL_PAIRS_S, PAIR_S = 5.0, 0.3
 """The time for all pairs together, and for one pair; it is exceeded on networks slower than 50 Mbit/s."""
 
+MAX_MEASURED = 16
+"""The most ranks that are measured in pairs."""
+
 SMALL_BYTES, LARGE_BYTES = 1 << 16, 1 << 22
 """The least and the greatest size of a message that measures bandwidth."""
 
@@ -31,6 +34,21 @@ class Pair:
     """Half of the shortest round trip of one byte."""
     bytes_per_s: float
     """The bandwidth of large messages in one direction, from the lower quartile of their times."""
+
+
+def ranks_to_measure(size: int, firsts: list[int]) -> list[int]:
+    """The ranks to measure in pairs: all; if they are too many, one on each host, then more.
+
+    Args:
+        size: The number of ranks.
+        firsts: The first rank of each host.
+    """
+    if size <= MAX_MEASURED:
+        return list(range(size))
+    step = -(-len(firsts) // MAX_MEASURED)
+    chosen = firsts[::step]
+    others = [rank for rank in range(size) if rank not in chosen]
+    return sorted([*chosen, *others[: MAX_MEASURED - len(chosen)]])
 
 
 def measure_pairs(comm: Communicator, ranks: Sequence[int]) -> list[Pair]:

@@ -124,9 +124,8 @@ def _encode_blocks(x: Array, ends: Array, code: Array, eps: np.float32, value: A
     if not all_regular:
         broken = ~(np.isfinite(low) & np.isfinite(high))
         low[broken] = high[broken] = np.nan
-        flat = (
-            broken | ~np.isfinite(factor) | ~np.isfinite(lower)
-        )  # includes a zero range and an overflown `upper`
+        # Blocks of one value, and those where `upper` overflows.
+        flat = broken | ~np.isfinite(factor) | ~np.isfinite(lower)
     np.copyto(ends[..., 0:1], low, casting="unsafe")
     np.copyto(ends[..., 1:2], high, casting="unsafe")
     # No code is below that of the lowest element, and none exceeds 255 while float32 is exact.

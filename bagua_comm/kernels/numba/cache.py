@@ -25,8 +25,8 @@ from .signatures import KERNELS, Function
 GOOD = "good"
 """The verdict on kernels that may be used; any other verdict says why they may not."""
 
-_STALE_S = 15.0
-"""A lease that is not renewed for so long is removed."""
+STALE_S = 15.0
+"""A lease that is not renewed for so many seconds is removed."""
 
 _TYPES: dict[str, type[ctypes.c_int64 | ctypes.c_double]] = {"i": ctypes.c_int64, "f": ctypes.c_double}
 
@@ -136,10 +136,16 @@ def write_verdict(folder: Path, verdict: str) -> None:
 
 
 class Lease:
-    """The right to compile the kernels of a folder: a file that holds the token of its owner."""
+    """The right to compile the kernels of a folder: a file that holds the token of its owner.
 
-    def __init__(self, folder: Path, token: str | None = None) -> None:
-        self.path, self.token = folder / "lease", token or secrets.token_hex(8)
+    Args:
+        folder: The folder.
+        token: The token of the owner; a new one if None.
+        stale_s: Seconds without renewal after which `claim` removes another owner's lease.
+    """
+
+    def __init__(self, folder: Path, token: str | None = None, *, stale_s: float = STALE_S) -> None:
+        self.path, self.token, self._stale_s = folder / "lease", token or secrets.token_hex(8), stale_s
         self._seen, self._since = (0, 0), 0.0
 
     def claim(self) -> bool:
@@ -162,7 +168,7 @@ class Lease:
             # Only a change of its time counts: the clock of another host may be wrong.
             if (seen := (found.st_ino, found.st_mtime_ns)) != self._seen:
                 self._seen, self._since = seen, time.monotonic()
-            elif time.monotonic() - self._since > _STALE_S:
+            elif time.monotonic() - self._since > self._stale_s:
                 self.path.unlink()
 
     def is_held(self) -> bool:

@@ -104,7 +104,7 @@ class NcclTransport(Transport):
         self._comm, self._watchdog, self._host, self._names = comm, watchdog, host, names
         self._splits = 0
         self._others_know = False  # that this communicator has failed
-        self._watch = Watch(
+        self.watch = Watch(
             _who(self),
             watchdog,
             check=self._check,
@@ -113,6 +113,7 @@ class NcclTransport(Transport):
             notify=self._notify,
             listen=self._listen,
         )
+        """The calls in flight, and the error that has ended the communicator."""
 
     @classmethod
     def connect(cls, host: Transport, *, timeout_s: float | None = None) -> NcclTransport:
@@ -268,8 +269,8 @@ class NcclTransport(Transport):
         flags = cupy.empty(1, np.uint8)
         flags.set(np.array([flag], np.uint8))
         self.allreduce(flags, flags, "min")
-        self._watch.drain(math.inf)
-        self._watch.check_usable()
+        self.watch.drain(math.inf)
+        self.watch.check_usable()
         return bool(flags.get()[0])
 
     def _native(self, x: Array, op: str) -> tuple[int, int] | None:
@@ -293,7 +294,7 @@ class NcclTransport(Transport):
             start: Enqueues on the stream that it is given.
         """
         if nbytes == 0:
-            self._watch.check_usable()
+            self.watch.check_usable()
             return
         recording = current()
         if recording is not None:
@@ -302,15 +303,15 @@ class NcclTransport(Transport):
         try:
             call = None
             if not stream.is_capturing():  # in a CUDA graph, the call is not made now
-                call = self._watch.begin(name, nbytes, self._limit_s or self._timeout_s)
+                call = self.watch.begin(name, nbytes, self._limit_s or self._timeout_s)
             try:
-                self._watch.inside = True
-                self._watch.check_usable()
+                self.watch.inside = True
+                self.watch.check_usable()
                 start(stream.ptr)
             finally:
-                self._watch.inside = False
+                self.watch.inside = False
             if call is not None:
-                events = self._watch.spare_events
+                events = self.watch.spare_events
                 event = events.pop() if events else cupy.cuda.Event(disable_timing=True)
                 event.record(stream)
                 call.event = event
@@ -325,16 +326,16 @@ class NcclTransport(Transport):
         if isinstance(exc, CommError):  # it was aborted before
             return
         if isinstance(exc, _ERRORS):
-            self._watch.fail(*_translated(exc, who))
-            self._watch.check_usable(exc)
-        self._watch.fail(CommError, f"{who}: {type(exc).__name__}: {exc}", is_reported=True)
+            self.watch.fail(*_translated(exc, who))
+            self.watch.check_usable(exc)
+        self.watch.fail(CommError, f"{who}: {type(exc).__name__}: {exc}", is_reported=True)
 
     def interrupted(self, error: BaseException, arrays: object) -> None:
         """See `Transport.interrupted`. Aborts, and notifies the other ranks."""
         if self.size > 1:
             super().interrupted(error, arrays)
             reason = f"a call was interrupted by {type(error).__name__}: {error}"
-            self._watch.fail(CommError, f"{_who(self)}: {reason}", is_reported=True)
+            self.watch.fail(CommError, f"{_who(self)}: {reason}", is_reported=True)
 
     def _notify(self, error: CommError) -> None:
         """Notify the other ranks, unless they know, that this one has aborted."""
@@ -362,15 +363,15 @@ class NcclTransport(Transport):
 
     def split(self, color: int, key: int) -> Transport:
         """See `Transport.split`. Waits for the device: NCCL splits no communicator with calls in flight."""
-        self._watch.drain(math.inf)
-        self._watch.check_usable()
+        self.watch.drain(math.inf)
+        self.watch.check_usable()
         try:
             comm = self._watchdog.limited(
                 lambda: self._comm.commSplit(color, key), self.timeout_s, f"{_who(self)}: split: NCCL"
             )
         except CommTimeout as exc:
-            self._watch.stuck = True
-            self._watch.fail(CommTimeout, str(exc))
+            self.watch.stuck = True
+            self.watch.fail(CommTimeout, str(exc))
             raise
         except BaseException as exc:
             self._abort_after("split", exc)
@@ -399,7 +400,7 @@ class NcclTransport(Transport):
 
     def abort(self, exit_code: int = 1) -> None:
         """End the calls in flight on this rank, and notify its peers if possible. No process ends."""
-        self._watch.abort()
+        self.watch.abort()
 
     def leave(self, reason: str | None = None) -> bool:
         """See `Transport.leave`; with a `reason`, the calls in flight on this rank end at once.
@@ -422,7 +423,7 @@ class NcclTransport(Transport):
             CommError: An error that no call has raised yet.
         """
         super().close()
-        self._watch.close(self.timeout_s)
+        self.watch.close(self.timeout_s)
 
 
 def version() -> int:

@@ -82,6 +82,16 @@ class Watch:
         watchdog.add(self)
         atexit.register(self.leave, LEAVE_S)
 
+    @property
+    def calls(self) -> tuple[Call, ...]:
+        """The calls in flight, oldest first, as of the last `look`."""
+        return tuple(self._calls)
+
+    @property
+    def failure(self) -> CommError | None:
+        """The error that has ended the communicator, if one has."""
+        return None if self._failure is None else self._failure[0](self._failure[1])
+
     def begin(self, name: str, nbytes: int, limit_s: float | None = None) -> Call:
         """Record a call that is about to be made, and may take `limit_s`; the watchdog's limit if None."""
         call = Call(name, nbytes, self._watchdog.timeout_s if limit_s is None else limit_s)
@@ -211,6 +221,11 @@ class Watchdog:
         self._watches: list[Watch] = []
         self._busy = threading.Event()
 
+    @property
+    def watches(self) -> tuple[Watch, ...]:
+        """The communicators that it watches."""
+        return tuple(self._watches)
+
     def add(self, watch: Watch) -> None:
         """Watch one more communicator."""
         self._watches.append(watch)
@@ -227,13 +242,13 @@ class Watchdog:
         """Fail the communicators that are still watched, if the thread has ended by an error."""
         exc = thread.exception()
         if exc is not None:
-            for watch in tuple(self._watches):
+            for watch in self.watches:
                 reason = f"nobody watches this communicator: {type(exc).__name__}: {exc}"
                 watch.fail(CommError, f"{watch.who}: {reason}")
 
     def abandon(self, reason: str) -> None:
         """Abandon all communicators; see `Watch.abandon`."""
-        for watch in tuple(self._watches):
+        for watch in self.watches:
             watch.abandon(reason)
 
     def wake(self) -> None:
@@ -271,7 +286,7 @@ class Watchdog:
             self._busy.wait()
             self._busy.clear()
             while True:
-                in_flight = [watch.look() for watch in tuple(self._watches)]
+                in_flight = [watch.look() for watch in self.watches]
                 if not any(in_flight):
                     break
                 time.sleep(min(LOOK_S, self.timeout_s / 10))

@@ -1,4 +1,4 @@
-"""The meetings of several NCCL ranks' calls, and what they do to memory once all have come."""
+"""Matches the calls of several NCCL ranks, and executes them on memory once all ranks have called."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Call:
     kind: str
     stream: int
     slot: tuple[int, int] | None  # (source, dest) of a message; calls of one slot match in order
-    shared: tuple[Any, ...]  # what all ranks must agree on
+    shared: tuple[Any, ...]  # must be equal on all ranks
     send: np.ndarray | None
     recv: np.ndarray | None
     reduce: Callable[[list[np.ndarray]], np.ndarray] | None
@@ -44,15 +44,15 @@ class Call:
     def part(self) -> int | str:
         return self.comm._rank if self.slot is None else self.kind
 
-    def arrive(self, operation: Operation) -> Meeting:
-        """Take the next place among this rank's calls."""
+    def match(self, operation: Operation) -> Match:
+        """Match this call with those of the other ranks; it is the next of this rank."""
         self.comm._pending = [each for each in self.comm._pending if not each.done] + [operation]
         return self.comm._world.join(self, operation)
 
 
 @dataclass(eq=False)
-class Meeting:
-    """Where the matching calls of several ranks come together."""
+class Match:
+    """The matching calls of several ranks; complete once each rank has called."""
 
     parts: Sequence[int | str]
     first: bool
@@ -62,12 +62,12 @@ class Meeting:
     error: str | None = None
 
     def missing(self) -> str | None:
-        """What the calls still need to begin, apart from earlier work on their streams; None if nothing."""
+        """The reason why the calls cannot begin, apart from earlier work on their streams, or None."""
         if self.done:
             return None
         assert self.error is None, self.error
         if missing := [part for part in self.parts if part not in self.calls]:
-            return f"where {missing} of {[*self.parts]} have not come"
+            return f"where {missing} of {[*self.parts]} have not called"
         gone = [call.comm._rank for call in self.calls.values() if call.comm._world is None]
         return f"which ranks {gone} aborted" if gone else None
 
@@ -75,11 +75,11 @@ class Meeting:
         waits = (wait for operation in self.operations.values() for wait in operation.waits)
         return None if self.done else self.missing() or next((wait for wait in waits if not wait.done), None)
 
-    def hold(self) -> None:
+    def execute(self) -> None:
         if not self.done:
             self.done = True
             calls = [self.calls[part] for part in self.parts]
-            _MEETINGS[calls[0].kind](calls, [call.send for call in calls if call.send is not None])
+            _EXECUTE[calls[0].kind](calls, [call.send for call in calls if call.send is not None])
 
 
 def _reduced(calls: list[Call], sends: list[np.ndarray]) -> None:
@@ -102,7 +102,7 @@ def _broadcast(calls: list[Call], sends: list[np.ndarray]) -> None:
             call.recv[...] = data
 
 
-_MEETINGS = {
+_EXECUTE = {
     "allReduce": _reduced,
     "reduce": _reduced,
     "reduceScatter": _reduced_and_scattered,
@@ -113,7 +113,7 @@ _MEETINGS = {
 
 
 def reduction(op: int, dtype: np.dtype) -> Callable[[list[np.ndarray]], np.ndarray]:
-    """NCCL adds in the dtype itself; for averages it first multiplies each float by a rounded 1 / p."""
+    """NCCL's reduction: it adds in the dtype, and for averages first multiplies each float by a rounded 1 / p."""
     average, whole = op == len(OPS) - 1, dtype.kind in "iu"
 
     def reduce(rows: list[np.ndarray]) -> np.ndarray:
@@ -133,20 +133,20 @@ class World:
         self.comms: dict[int, NcclCommunicator] = {}
         self.splits: dict[int, dict[int, tuple[int, int]]] = {}
         self.children: dict[tuple[int, int], World] = {}
-        self._incomplete: dict[Any, list[Meeting]] = {}  # by slot
+        self._incomplete: dict[Any, list[Match]] = {}  # by slot
 
-    def join(self, call: Call, operation: Operation) -> Meeting:
+    def join(self, call: Call, operation: Operation) -> Match:
         first = call.slot not in self._incomplete
-        meetings = self._incomplete.setdefault(call.slot, [])
-        meeting = next((each for each in meetings if call.part not in each.calls), None)
-        if meeting is None:
-            meeting = Meeting(range(self.size) if call.slot is None else ("send", "recv"), first)
-            meetings.append(meeting)
-        for other in meeting.calls.values():
+        matches = self._incomplete.setdefault(call.slot, [])
+        match = next((each for each in matches if call.part not in each.calls), None)
+        if match is None:
+            match = Match(range(self.size) if call.slot is None else ("send", "recv"), first)
+            matches.append(match)
+        for other in match.calls.values():
             if other.shared != call.shared:
                 calls = [f"rank {each.comm._rank} has {each.kind}{each.shared}" for each in (other, call)]
-                meeting.error = f"calls of {self.name} do not match: {', '.join(calls)}"
-        meeting.calls[call.part], meeting.operations[call.part] = call, operation
-        if len(meeting.calls) == len(meeting.parts):
-            meetings.remove(meeting)
-        return meeting
+                match.error = f"calls of {self.name} do not match: {', '.join(calls)}"
+        match.calls[call.part], match.operations[call.part] = call, operation
+        if len(match.calls) == len(match.parts):
+            matches.remove(match)
+        return match

@@ -1,0 +1,153 @@
+"""The communicator over threads: its conformance, its transports, its trace file, and its end."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+
+from bagua_comm import (
+    ArrayError,
+    CommError,
+    CommMismatch,
+    Communicator,
+    UnsupportedError,
+)
+from bagua_comm.testing import Recording, check_transport, run_ranks
+from bagua_comm.transports import LocalTransport, Transport
+
+
+@pytest.mark.parametrize("ranks", [1, 3, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (2, 4, 8))])
+def test_conformance(ranks):
+    run_ranks(ranks, check_transport)
+
+
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (1, 3))])
+def test_conformance_with_every_call_checked(ranks):
+    run_ranks(ranks, check_transport, check=True)
+
+
+@pytest.mark.slow
+def test_conformance_on_emulated_nodes():
+    run_ranks(4, check_transport, nodes=["a", "b", "a", "a"])
+
+
+def test_a_transport_of_exchange_alone_has_all_collectives():
+    """A transport with exchange, moves and split has all collectives."""
+
+    class Minimal(Transport):
+        name = "minimal"
+
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+            self.rank, self.size, self.timeout_s = inner.rank, inner.size, inner.timeout_s
+
+        def moves(self, x):
+            return self.inner.moves(x)
+
+        def exchange(self, sends, recvs, *, tag=0):
+            self.inner.exchange(sends, recvs, tag=tag)
+
+        def split(self, color, key):
+            return Minimal(self.inner.split(color, key))
+
+        def abort(self, exit_code=1):
+            self.inner.abort(exit_code)
+
+    run_ranks(3, check_transport, wrap=Minimal)
+
+
+def test_recording_sees_the_calls_of_derived_groups():
+    def body(comm):
+        twin = comm.dup()
+        twin.barrier()
+        return [call.name for call in twin.transports[0].calls]
+
+    assert run_ranks(2, body, wrap=Recording)[0] == ["allgather", "barrier"]
+
+
+def test_shrink_needs_a_transport_that_can():
+    with pytest.raises(UnsupportedError, match="local: cannot go on"):
+        run_ranks(1, lambda comm: comm.shrink())
+
+
+def test_check_consistency_names_the_ranks_that_agree():
+    def body(comm):
+        x = np.zeros(3)
+        comm.check_consistency(x)
+        x[0] = comm.rank == 1
+        with pytest.raises(CommMismatch, match=r"ranks \[0, 2\]; ranks \[1\]"):
+            comm.check_consistency(x)
+
+    run_ranks(3, body)
+
+
+def test_trace_file_has_a_process_per_rank_and_a_row_per_thread(tmp_path):
+    path = tmp_path / "trace.json"
+
+    def body(comm):
+        with comm.lane() as lane:
+            lane.submit(lane.comm.allreduce, np.zeros(4))
+            comm.allgather(np.zeros(2))
+        comm.trace(path)
+
+    run_ranks(2, body)
+
+    events = json.loads(path.read_text())["traceEvents"]
+    spans = {event["name"]: event for event in events if event["ph"] == "X" and event["pid"] == 1}
+    assert spans["allreduce"]["tid"] != spans["allgather"]["tid"]
+    assert spans["allreduce"]["args"] == {"op": "sum", "dtype": "float64", "bytes": 32, "wire_bytes": 32}
+    assert {"rank 0", "rank 1"} <= {e["args"]["name"] for e in events if e["name"] == "process_name"}
+
+
+def test_a_trace_holds_any_argument_and_a_wrong_path_is_an_error_on_all_ranks(tmp_path):
+    def body(comm):
+        comm.broadcast(np.zeros(1), root=np.int64(0))
+        comm.trace(tmp_path / "trace.json")
+        with pytest.raises(OSError, match="no_such_folder"):
+            comm.trace(tmp_path / "no_such_folder" / "trace.json")
+        with pytest.raises(ValueError, match="null byte"):
+            comm.trace("a\0b")
+        comm.tracer.add("odd", 0, 1, {"shapes": {(1, 2): 3}})
+        with pytest.raises(ArrayError, match="keys must be str"):
+            comm.trace(tmp_path / "odd.json")
+        comm.barrier()
+
+    run_ranks(2, body)
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+
+
+def test_calls_of_a_closed_communicator_raise():
+    def body(comm):
+        comm.close()
+        comm.close()
+        with pytest.raises(CommError, match="allreduce: this communicator is closed"):
+            comm.allreduce(np.zeros(1))
+
+    run_ranks(2, body)
+
+
+def test_close_closes_all_transports_from_the_last_to_the_first_even_if_one_fails():
+    closed = []
+
+    class Closing(LocalTransport):
+        def close(self):
+            closed.append(self)
+            if len(closed) == 1:
+                raise CommError("told late")
+
+    transports = [Closing(), Closing()]
+    comm = Communicator(transports)
+    with pytest.raises(CommError, match="told late"):
+        comm.close()
+    comm.close()
+    assert closed == transports[::-1]
+
+
+def test_sys_exit_without_an_error_closes():
+    comm = Communicator([LocalTransport()])
+    with pytest.raises(SystemExit), comm:
+        sys.exit(0)
+    with pytest.raises(CommError, match="closed"):
+        comm.barrier()
