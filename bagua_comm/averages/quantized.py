@@ -18,7 +18,7 @@ from ..comm.base import CommBase
 from ..comm.call import Call
 from ..comm.prepared import PreparedCall
 from ..errors import ArrayError
-from ..recording import recorded
+from ..recording import Recording, recorded
 from ..transports.base import Transport
 from ..transports.flow import Rows
 from ..transports.pipeline import LAG, Stages, cut, reduce_through
@@ -239,22 +239,27 @@ class _Reduction:
 
         def move(x: Array, target: Array) -> None:
             flow = self.transport.agree_on_call(self._call_text, x)
-            reduce_through(flow, _Coded(self, comm.scratch, x, target, residual))
+            stages = _Coded(self, comm.scratch, x, target, residual)
+            if not self._is_recorded or residual is not None:
+                reduce_through(flow, stages)
+                return
+            with recorded() as recording:
+                reduce_through(flow, stages)
+            if recording.is_complete:
+                self._keep(recording, call, x, target)
 
-        if not self._is_recorded or residual is not None:
-            call.run(move)
-            return call.result
-        with recorded() as recording:
-            call.run(move)
-        if recording.is_complete:
-
-            def again(x: Array, target: Array) -> None:
-                comm.scratch.follow()
-                recording.replay()
-
-            prepared = PreparedCall(call, again, "out", x.shape)
-            comm.scratch.views(self._addresses(x, target), lambda: prepared)
+        call.run(move)
         return call.result
+
+    def _keep(self, recording: Recording, call: Call, x: Array, target: Array) -> None:
+        """Keep the recording of a call for later ones on arrays at the addresses of `x` and `target`."""
+        scratch = call.comm.scratch
+
+        def again(x: Array, target: Array) -> None:
+            scratch.follow()
+            recording.replay()
+
+        scratch.views(self._addresses(x, target), lambda: PreparedCall(call, again, "out", x.shape))
 
     def replay(self, comm: CommBase, x: Array, out: Array | None) -> bool:
         """Replay an earlier call on arrays at the addresses of `x` and `out`, if there is a recording.

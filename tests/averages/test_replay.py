@@ -138,3 +138,21 @@ def test_calls_that_do_more_than_launch_kernels_are_not_replayed(device, replays
 
     run_over_nccl(device, RANKS, body=body)
     assert not replays
+
+
+def test_work_of_hooks_is_not_recorded(device, replays):
+    expected = [on_host(step) for step in range(2)]
+
+    def body(comm):
+        x, y = put(values(comm.rank)), put(np.ones(SIZE, np.float32))
+
+        found = []
+        comm.on(before=lambda call: kernels.of(y).scale(y, 2.0))
+        for step in range(2):
+            x.set(values(comm.rank, step))
+            found.append(quantized_allreduce(comm, x, x, op="avg").get().tobytes())
+        assert y.get().tolist() == [4.0] * SIZE
+        return found
+
+    assert run_over_nccl(device, RANKS, body=body) == [expected] * RANKS
+    assert len(replays) == RANKS
