@@ -32,6 +32,7 @@ from bagua_comm import (
 )
 from bagua_comm.algorithms.base import HOLD_HINT, exchanges_weights
 from bagua_comm.bucket import DEFAULT_BUCKET_BYTES
+from bagua_comm.comm.public_methods import public_method
 from bagua_comm.engine import check_fit
 from bagua_comm.logs import log_on_root
 from bagua_comm.topology import share
@@ -143,6 +144,7 @@ class DistributedDataParallel(WrapperState):
     >>> model.close()
     """
 
+    @public_method("DistributedDataParallel")
     def __init__(
         self,
         module: nn.Module,
@@ -235,6 +237,7 @@ class DistributedDataParallel(WrapperState):
         return output
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @public_method("DistributedDataParallel.forward")
     def _before_forward(self) -> None:
         self._steps.open(
             find_unused=self.find_unused_parameters,
@@ -259,6 +262,7 @@ class DistributedDataParallel(WrapperState):
     def __getstate__(self) -> Any:
         raise UnsupportedError("DistributedDataParallel: cannot be copied or pickled; copy its .module")
 
+    @public_method("DistributedDataParallel.close")
     def close(self) -> None:
         """Finish the present step, remove the hooks and close the engine. Gradients keep their memory.
 
@@ -369,6 +373,7 @@ class DistributedDataParallel(WrapperState):
         """
         self._steps.end_backward()
 
+    @public_method("DistributedDataParallel.register_comm_hook")
     def register_comm_hook(self, state: object, hook: Any) -> None:
         """Average gradients by `hook`, instead of `GradientAllReduce()`.
 
@@ -406,6 +411,7 @@ class DistributedDataParallel(WrapperState):
             self.switch(HookAlgorithm(check_hook(hook), state, self._trained))
         self._has_hook = True
 
+    @public_method("DistributedDataParallel.switch")
     def switch(self, algorithm: Algorithm) -> None:
         """Continue with another algorithm; the model stays the same.
 
@@ -431,6 +437,7 @@ class DistributedDataParallel(WrapperState):
         self._steps.switch(algorithm)
         self.algorithm = algorithm
 
+    @public_method("DistributedDataParallel.replan")
     def replan(self, *, bucket_bytes: int | None = None, algorithm: Algorithm | None = None) -> None:
         """Continue with buckets of another size, or the same algorithm with other settings.
 
@@ -453,6 +460,7 @@ class DistributedDataParallel(WrapperState):
         self._steps.replan(bucket_bytes, algorithm)
         self.bucket_bytes, self.algorithm = bucket_bytes, algorithm
 
+    @public_method("DistributedDataParallel.average_weights")
     def average_weights(self) -> None:
         """Set weights to the mean of all ranks, and buffers to rank 0's, where an algorithm lets them differ.
 
@@ -463,6 +471,7 @@ class DistributedDataParallel(WrapperState):
         self._steps.exchange.average_weights()
         self.copy_buffers()
 
+    @public_method("DistributedDataParallel.copy_buffers")
     def copy_buffers(self) -> None:
         """Copy the buffers of rank 0 to all ranks now, as at the end of a step.
 
@@ -470,6 +479,7 @@ class DistributedDataParallel(WrapperState):
         """
         self._steps.copy_buffers(enabled=self.broadcast_buffers)
 
+    @public_method("DistributedDataParallel.stop")
     def stop(self) -> None:
         """Finish the present step on all ranks, and exchange nothing until `resume`; see `Engine.stop`.
 
@@ -478,6 +488,7 @@ class DistributedDataParallel(WrapperState):
         """
         self._steps.stop()
 
+    @public_method("DistributedDataParallel.resume")
     def resume(self) -> None:
         """Continue after `stop`, with the present weights; see `Engine.resume`.
 

@@ -35,7 +35,7 @@ LAYERS = {
         "testing",
     ],
     "bagua_comm/comm": [
-        "agreement arguments cache guard packets",
+        "agreement arguments cache guard packets public_methods",
         "base",
         "course",
         "prepared",

@@ -66,6 +66,9 @@ class Transport(CallState, Live, ABC):
     """Whether sums and products of floats have the bytes of `kernels.host.reduce_rows`, as in the derived
     collectives; False if the library below adds in another order, even if only above some size."""
 
+    late: Callable[[], object] | None = None
+    """Called in `leave` when this rank has waited for a while for others that have not left, if it is set."""
+
     def __init__(self) -> None:
         super().__init__()
         self._scratch = SharedScratch()
