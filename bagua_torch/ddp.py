@@ -94,9 +94,9 @@ class DistributedDataParallel(WrapperState):
 
     Args:
         module: The module to train. Its parameters stay the same objects.
-        optimizers: All optimizers that step its parameters. Needed for algorithms that exchange weights or count
-            steps. With algorithms that exchange gradients, a backward pass that reached no parameter is completed
-            before they step.
+        optimizers: All optimizers that step its parameters; None for none. Needed for algorithms that exchange
+            weights or count steps. With algorithms that exchange gradients, a backward pass that reached no
+            parameter is completed before they step.
         algorithm: What to exchange and when; `GradientAllReduce()` if None.
         comm: The ranks; if None, the default communicator, for which `bagua_torch.connect` is called if needed.
         bucket_bytes: The size at which a bucket is closed; 10 MiB if None.
@@ -148,7 +148,7 @@ class DistributedDataParallel(WrapperState):
     def __init__(
         self,
         module: nn.Module,
-        optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] = (),
+        optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = (),
         algorithm: Algorithm | None = None,
         *,
         comm: Communicator | None = None,
@@ -172,7 +172,7 @@ class DistributedDataParallel(WrapperState):
         self.find_unused_parameters = find_unused_parameters
         self.static_graph = static_graph
         self.tuner = tuner
-        self.optimizers = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
+        self.optimizers = checks.listed(optimizers)
         algorithm = algorithm if algorithm is not None else GradientAllReduce()
         bucket_bytes = bytes_of_cap(bucket_bytes, bucket_cap_mb, DEFAULT_BUCKET_BYTES)
 
