@@ -165,6 +165,7 @@ def test_optimizers_of_other_parameters_are_refused(optimizers, message):
         checks.check_optimizers(optimizers(parameters), parameters, GradientAllReduce())
 
 
+@pytest.mark.algorithms("all")
 @pytest.mark.parametrize(
     ("algorithm", "how"),
     [
@@ -237,10 +238,10 @@ def test_an_algorithm_that_shares_state_needs_optimizers_that_share_it(optimizer
             "modules: 'bias' is on rank 0, and not on rank 1",
         ),
         (
-            lambda rank: nn.Sequential(nn.Identity(), nn.Linear(1, 1))[rank:],
+            lambda rank: nn.ModuleDict({"ab"[rank]: nn.Linear(1, 1)}),
             lambda rank: 1,
             lambda rank: False,
-            "modules: rank 0 has '1.weight' where rank 1 has '0.weight'",
+            "modules: rank 0 has 'a.weight' where rank 1 has 'b.weight'",
         ),
         (
             lambda rank: nn.Linear(1, 1).to(torch.float64 if rank else None),
@@ -249,10 +250,10 @@ def test_an_algorithm_that_shares_state_needs_optimizers_that_share_it(optimizer
             "modules: 'weight' is float32[1, 1] on rank 0, and float64[1, 1] on rank 1",
         ),
         (
-            lambda rank: nn.ParameterDict({"a": nn.Parameter(torch.ones(1), requires_grad=rank == 0)}),
-            lambda rank: 0,
+            lambda rank: nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1).requires_grad_(rank == 0)),
+            lambda rank: 1,
             lambda rank: False,
-            "modules: 'a' is trained on rank 0, and not trained on rank 1",
+            "modules: '1.weight' is trained on rank 0, and not trained on rank 1",
         ),
         (
             lambda rank: nn.BatchNorm1d(1, track_running_stats=rank == 0),
