@@ -309,7 +309,9 @@ class _Analysis:
         made = each.record.steps
         ahead: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
         for other in waiting:
-            for group, step in self.ranks[other].record.steps.items():
+            for group, begun in self.ranks[other].record.steps.items():
+                steps = [e.step for e in self.ranks[other].open if e.group == group and e.step is not None]
+                step = max(steps) + 1 if steps else begun  # weights are exchanged when the next step begins
                 if step > made.get(group, step):
                     ahead[group, step].append(other)
         if not ahead:

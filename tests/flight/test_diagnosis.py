@@ -141,7 +141,7 @@ UNEVEN = "rank 1 made 5 steps and left; ranks 0, 2 wait in their 6th step: fewer
 
 def test_a_rank_that_left_after_fewer_steps_had_fewer_batches():
     entries = calls("allreduce", "allreduce", open_last=True, bucket=0, step=5)
-    waiting = [record(rank, entries, steps={"world": 6}) for rank in (0, 2)]
+    waiting = [record(rank, entries, steps={"world": 6 + (rank > 0)}) for rank in (0, 2)]
     diagnosis = diagnose([*waiting, record(1, entries[:1], left=LEFT_WELL, steps={"world": 5})])
     (finding,) = diagnosis.findings
     assert (finding.kind, finding.ranks) == ("uneven", (1,))

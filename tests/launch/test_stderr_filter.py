@@ -74,8 +74,7 @@ def test_what_is_no_paragraph_passes_at_once(text):
     assert not texts.holds
 
 
-def test_a_paragraph_that_is_not_completed_passes_after_a_while(monkeypatch):
-    monkeypatch.setattr(stderr_filter, "HOLD_S", 0.01)
+def test_a_paragraph_that_is_not_completed_passes_after_a_while():
     begun = ABORT.encode()[:-20]
     program = (
         "import sys; from bagua_comm.launch import stderr_filter; stderr_filter.HOLD_S = 0.01;"
