@@ -10,6 +10,7 @@ If every rank has a GPU, a second transport moves device arrays; see `gpu`. Unde
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from .._version import __version__
 from ..arrays import OpOrder
 from ..comm import Communicator
 from ..errors import BootstrapError
+from ..flight.entries import LEFT_WELL
 from ..flight.recorder import FlightRecorder, default_folder, forget_old_jobs
 from ..logs import log_world
 from ..net.choosing import Net
@@ -143,6 +145,8 @@ def connect(
     else:
         transport = LocalTransport(timeout_s=timeout_s)
     flight = _flight_recorder(transport, name, record)
+    if exit_handler is None:
+        transport.late = functools.partial(flight.write, left=LEFT_WELL)
     return open_world(
         transport,
         machines,

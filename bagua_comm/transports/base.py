@@ -67,7 +67,8 @@ class Transport(CallState, Live, ABC):
     collectives; False if the library below adds in another order, even if only above some size."""
 
     late: Callable[[], object] | None = None
-    """Called in `leave` when this rank has waited for a while for others that have not left, if it is set."""
+    """Called, if it is set, when this rank leaves in good order and others do not: in `leave` after a while, or
+    in `close`. It writes the flight record, since this rank may be ended before they fail."""
 
     def __init__(self) -> None:
         super().__init__()
