@@ -9,24 +9,33 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
 
 _SIGNAL = getattr(signal, "SIGURG", None)
 
+ANSWERS = 8
+"""The largest number of requests that a process answers: a library may use the signal for itself."""
+
+PAUSE_S = 1.0
+"""The shortest time between two answers, since all ranks that wait send requests."""
+
 
 def answer_requests(write: Callable[[], object]) -> None:
-    """Call `write` at each request to this process, unless its program handles the signal itself.
+    """Call `write` at requests to this process, unless the program or a library handles the signal.
 
     Call it on the main thread. A child of this process does not answer.
     """
-    if _SIGNAL is None or signal.getsignal(_SIGNAL) not in (signal.SIG_DFL, None):
+    if _SIGNAL is None or signal.getsignal(_SIGNAL) is not signal.SIG_DFL:
         return
-    process = os.getpid()
+    process, answered_s = os.getpid(), [-PAUSE_S]
 
     def answer(number: int, frame: FrameType | None) -> None:
-        if os.getpid() == process:
+        now_s = time.monotonic()
+        if os.getpid() == process and len(answered_s) <= ANSWERS and now_s >= answered_s[-1] + PAUSE_S:
+            answered_s.append(now_s)
             write()
 
     signal.signal(_SIGNAL, answer)

@@ -8,8 +8,8 @@ import sys
 import pytest
 from support.waiting import until
 
-from bagua_comm.flight import read_folder
-from bagua_comm.flight.requests import answer_requests, request_record
+from bagua_comm.flight import read_folder, requests
+from bagua_comm.flight.requests import ANSWERS, PAUSE_S, answer_requests, request_record
 from bagua_comm.flight.stacks import users_line
 
 PROGRAM = """
@@ -29,6 +29,7 @@ load(3)
 """
 
 
+@pytest.mark.slow
 def test_a_rank_that_sleeps_writes_the_line_where_it_sleeps(tmp_path):
     program = tmp_path / "train.py"
     program.write_text(PROGRAM)
@@ -37,7 +38,7 @@ def test_a_rank_that_sleeps_writes_the_line_where_it_sleeps(tmp_path):
             process.stdout.readline()
 
             def answered():
-                request_record(process.pid)
+                request_record(process.pid)  # which it answers once a second
                 if not (tmp_path / "rank_0.json").exists():
                     return False
                 (record,) = read_folder(tmp_path)
@@ -76,6 +77,16 @@ def writes():
     answer_requests(lambda: written.append(os.getpid()))
     yield written
     signal.signal(signal.SIGURG, before)
+
+
+def test_not_every_signal_is_answered(writes, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(requests.time, "monotonic", lambda: clock[0])
+    for _ in range(3 * ANSWERS):
+        request_record(os.getpid())
+        request_record(os.getpid())
+        clock[0] += PAUSE_S
+    assert len(writes) == ANSWERS
 
 
 def test_a_forked_child_does_not_answer(writes):
