@@ -257,8 +257,7 @@ class ExitHandler:
         if in_main_thread and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, self._on_sigterm)
             os.register_at_fork(after_in_child=self._restore_sigterm)
-        if in_main_thread:
-            answer_requests(self._write_records)
+        answer_requests(self._write_records)
 
     def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if os.getpid() != self.process:

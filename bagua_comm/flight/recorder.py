@@ -20,9 +20,11 @@ from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 from weakref import WeakSet
 
-from ..errors import CommAborted, RankFailed
+from ..errors import CommAborted, CommTimeout, RankFailed
 from ..files import make_own_folder, write_at_once
+from ..processes import ProcessId
 from .entries import WORLD, Entry, RankRecord, RecordedFailure, file_name, numbered
+from .requests import request_record
 from .stacks import ThreadStack, stacks_now, users_line
 
 CAPACITY = 1000
@@ -85,6 +87,9 @@ class FlightRecorder:
         self.steps: dict[str, int] = {}
         """The number of training steps that have begun, by the communicator of their engine."""
         self.lanes: WeakSet[Queue] = WeakSet()
+        self.peers: Sequence[ProcessId] = ()
+        """The processes of the other ranks, which write their records when a call of this rank times out. Empty
+        if the transport asks the ranks that are missing."""
         self.later = False
         """Whether `settle` writes the record of a failed call, so that no rank waits for it during recovery."""
         self._owed = False
@@ -135,6 +140,10 @@ class FlightRecorder:
             self._failures.append(RecordedFailure(type(error).__name__, str(error), ranks))
         if repeated:
             return None
+        if isinstance(error, CommTimeout):
+            for peer in self.peers:
+                if peer.is_visible():
+                    request_record(peer.pid)
         if self.later:
             self._owed = True
             return self.folder

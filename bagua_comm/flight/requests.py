@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -26,9 +27,10 @@ PAUSE_S = 1.0
 def answer_requests(write: Callable[[], object]) -> None:
     """Call `write` at requests to this process, unless the program or a library handles the signal.
 
-    Call it on the main thread. A child of this process does not answer.
+    Only the main thread can install that. A child of this process does not answer.
     """
-    if _SIGNAL is None or signal.getsignal(_SIGNAL) is not signal.SIG_DFL:
+    is_main = threading.current_thread() is threading.main_thread()
+    if _SIGNAL is None or not is_main or signal.getsignal(_SIGNAL) is not signal.SIG_DFL:
         return
     process, answered_s = os.getpid(), [-PAUSE_S]
 

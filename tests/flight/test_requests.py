@@ -8,9 +8,11 @@ import sys
 import pytest
 from support.waiting import until
 
-from bagua_comm.flight import read_folder, requests
+from bagua_comm import CommMismatch, CommTimeout
+from bagua_comm.flight import FlightRecorder, read_folder, requests
 from bagua_comm.flight.requests import ANSWERS, PAUSE_S, answer_requests, request_record
 from bagua_comm.flight.stacks import users_line
+from bagua_comm.processes import ProcessId
 
 PROGRAM = """
 import sys, time
@@ -77,6 +79,15 @@ def writes():
     answer_requests(lambda: written.append(os.getpid()))
     yield written
     signal.signal(signal.SIGURG, before)
+
+
+def test_a_timeout_asks_the_other_processes_of_the_same_host(writes):
+    flight = FlightRecorder()
+    flight.peers = [ProcessId.mine(), ProcessId("another host", os.getpid(), 0)]
+    flight.failed(CommMismatch("other calls"))
+    assert writes == []
+    flight.failed(CommTimeout("late"))
+    assert writes == [os.getpid()]
 
 
 def test_not_every_signal_is_answered(writes, monkeypatch):
