@@ -48,7 +48,15 @@ class CommTimeout(CommError):  # noqa: N818
 
 
 class CommMismatch(CommError):  # noqa: N818
-    """Ranks made calls that do not fit together."""
+    """Ranks made calls that do not fit together.
+
+    Attributes:
+        left: The rank that has left without an error while this one waits for it; None for other reasons.
+    """
+
+    def __init__(self, message: str, left: int | None = None) -> None:
+        super().__init__(message)
+        self.left = left
 
 
 WHICH_CALLS = "connect(check=True) names the calls that differ"

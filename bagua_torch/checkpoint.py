@@ -24,6 +24,7 @@ from bagua_comm.checkpoint import Loaded
 from bagua_comm.checkpoint.optimizers import is_optimizer, load_in_place, with_dtype
 from bagua_comm.checkpoint.trees import as_tagged, from_tagged
 from bagua_comm.closing import Closing
+from bagua_comm.comm.public_methods import public_method
 from bagua_comm.pickling import Live
 
 from . import sharded
@@ -53,12 +54,14 @@ class Checkpoints(Live, Closing):
         ArrayError: An argument is out of range, or differs between ranks.
     """
 
+    @public_method("Checkpoints")
     def __init__(
         self, folder: str | Path, comm: Communicator, *, keep: int | None = 3, stall_s: float = 600.0
     ) -> None:
         self._checkpoints = _OfTensors(folder, comm, keep=keep, stall_s=stall_s)
         self._device = torch.device("cpu" if comm.device is None else f"cuda:{comm.device}")
 
+    @public_method("Checkpoints.save")
     def save(self, step: int, *, wait: bool = False, **objects: Any) -> None:
         """Save objects as the checkpoint of a step; call it between two steps.
 
@@ -84,6 +87,7 @@ class Checkpoints(Live, Closing):
             tree = {name: _tree_of(each, models) for name, each in objects.items()}
             self._checkpoints.save(step, tree, wait=wait)
 
+    @public_method("Checkpoints.load")
     def load(self, step: int | None = None, *, fallback: bool = False, **objects: Any) -> Loaded:
         """Load the checkpoint of a step, or the latest one, into objects.
 
@@ -116,10 +120,12 @@ class Checkpoints(Live, Closing):
         rest = {name: saved["state"] if _is_state(saved) else saved["value"] for name, saved in tree.items()}
         return loaded._replace(tree=rest)
 
+    @public_method("Checkpoints.wait")
     def wait(self) -> None:
         """Wait until the present save is complete; see `bagua_comm.Checkpoints.wait`. Collective."""
         self._checkpoints.wait()
 
+    @public_method("Checkpoints.latest")
     def latest(self, *, fallback: bool = False) -> int | None:
         """The step of the latest checkpoint, or None; see `bagua_comm.Checkpoints.latest`.
 
@@ -127,6 +133,7 @@ class Checkpoints(Live, Closing):
         """
         return self._checkpoints.latest(fallback=fallback)
 
+    @public_method("Checkpoints.close")
     def close(self) -> None:
         """Wait for the present save, and end the threads; closing twice does nothing.
 

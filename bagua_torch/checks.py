@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Collection, Mapping, Sequence
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -22,6 +22,7 @@ from bagua_comm.algorithms.base import (
     with_defaults,
 )
 from bagua_comm.algorithms.combinators import Every
+from bagua_comm.errors import shown
 
 from .arrays import as_array
 from .errors import MismatchError, MisuseError
@@ -146,6 +147,28 @@ def check_device(mine: int | None, name: str, tensor: torch.Tensor) -> None:
     )
 
 
+def listed(optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None) -> list[Any]:
+    """The optimizers in a list; none for None.
+
+    Raises:
+        ArrayError: They are neither an optimizer nor a sequence.
+    """
+    if optimizers is None:
+        return []
+    if isinstance(optimizers, torch.optim.Optimizer):
+        return [optimizers]
+    try:
+        return list(optimizers)
+    except TypeError:
+        hint = ""
+        if hasattr(optimizers, "exchange"):
+            hint = "; give an algorithm as algorithm=..., after the optimizers"
+        raise ArrayError(
+            f"DistributedDataParallel: optimizers is {shown(optimizers)}, expected an optimizer of torch.optim, "
+            f"or a list of them{hint}"
+        ) from None
+
+
 def check_optimizers(
     optimizers: Sequence[torch.optim.Optimizer], trained: Mapping[str, nn.Parameter], algorithm: Algorithm
 ) -> None:
@@ -160,7 +183,7 @@ def check_optimizers(
     for number, optimizer in enumerate(optimizers):
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ArrayError(
-                f"DistributedDataParallel: optimizers is {optimizers!r}, expected optimizers of "
+                f"DistributedDataParallel: optimizers is {shown(optimizers)}, expected optimizers of "
                 "torch.optim; give all other arguments of PyTorch's wrapper by name"
             )
         mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -224,21 +247,53 @@ def check_ranks(
             some ranks have a tuner. A RuntimeError as well.
         UnsupportedError: Elements of a parameter share memory.
     """
-    mine = [
-        (name, tuple(t.shape), str(t.dtype), t.requires_grad, in_memory(t) if name in model.trained else "")
+    tensors = [
+        _Tensor(
+            name,
+            f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}",
+            "trained" if t.requires_grad else "not trained",
+            in_memory(t) if name in model.trained else "",
+        )
         for name, t in model.tensors().items()
     ]
-    mine.append((f"{len(optimizers)} optimizers", (), "", False, ""))
-    mine.append(("a tuner" if tuned else "no tuner", (), "", False, ""))
+    mine = tensors, len(optimizers), tuned
     for rank, theirs in enumerate(comm.allgather_object(mine)):
         if theirs != mine:
-            pairs = zip_longest(mine, theirs, fillvalue="nothing more")
-            here, there = next(pair for pair in pairs if pair[0] != pair[1])
-            raise MismatchError(
-                f"DistributedDataParallel: rank {comm.rank} and rank {rank} have different modules; "
-                f"rank {comm.rank} has {here} where rank {rank} has {there}"
-            )
+            raise MismatchError(f"DistributedDataParallel: {_difference(comm.rank, mine, rank, theirs)}")
     check_memory(model.trained)
+
+
+class _Tensor(NamedTuple):
+    """The properties of a parameter or a buffer that are the same on all ranks."""
+
+    name: str
+    kind: str
+    """Its dtype and shape."""
+    trained: str
+    memory: str
+    """The format of a parameter in its bucket; empty for others."""
+
+
+_Training: TypeAlias = tuple[list[_Tensor], int, bool]
+"""The tensors of a module, the number of optimizers, and whether there is a tuner."""
+
+
+def _difference(rank: int, mine: _Training, other: int, theirs: _Training) -> str:
+    """Say what two ranks have that differs."""
+    who = f"rank {rank} and rank {other} have different"
+    for here, there in zip_longest(mine[0], theirs[0]):
+        if here is None or there is None:
+            more, fewer = (other, rank) if here is None else (rank, other)
+            return f"{who} modules: {(here or there).name!r} is on rank {more}, and not on rank {fewer}"
+        if here.name != there.name:
+            return f"{who} modules: rank {rank} has {here.name!r} where rank {other} has {there.name!r}"
+        for one, another in zip(here, there, strict=True):
+            if one != another:
+                return f"{who} modules: {here.name!r} is {one} on rank {rank}, and {another} on rank {other}"
+    if mine[1] != theirs[1]:
+        return f"{who} numbers of optimizers: {mine[1]} and {theirs[1]}; give the same optimizers on all ranks"
+    with_tuner, without = (rank, other) if mine[2] else (other, rank)
+    return f"{who} arguments: rank {with_tuner} has a tuner, and rank {without} has none; give one on all ranks"
 
 
 def check_memory(parameters: Mapping[str, nn.Parameter]) -> None:
@@ -255,9 +310,9 @@ def check_memory(parameters: Mapping[str, nn.Parameter]) -> None:
 def in_memory(parameter: torch.Tensor) -> str:
     """The memory format of a parameter in its bucket, as text; it must be the same on all ranks."""
     if repeats(parameter):
-        return "repeats"
+        return "of elements that share memory"
     layout = layout_of(parameter)
-    return "contiguous" if layout.is_contiguous else f"dimensions in the order {layout.order} in memory"
+    return "contiguous" if layout.is_contiguous else f"in memory with dimensions in the order {layout.order}"
 
 
 def check_unchanged(model: ModelState) -> dict[str, nn.Parameter]:

@@ -32,6 +32,7 @@ from bagua_comm import (
 )
 from bagua_comm.algorithms.base import HOLD_HINT, exchanges_weights
 from bagua_comm.bucket import DEFAULT_BUCKET_BYTES
+from bagua_comm.comm.public_methods import public_method
 from bagua_comm.engine import check_fit
 from bagua_comm.logs import log_on_root
 from bagua_comm.topology import share
@@ -93,9 +94,9 @@ class DistributedDataParallel(WrapperState):
 
     Args:
         module: The module to train. Its parameters stay the same objects.
-        optimizers: All optimizers that step its parameters. Needed for algorithms that exchange weights or count
-            steps. With algorithms that exchange gradients, a backward pass that reached no parameter is completed
-            before they step.
+        optimizers: All optimizers that step its parameters; None for none. Needed for algorithms that exchange
+            weights or count steps. With algorithms that exchange gradients, a backward pass that reached no
+            parameter is completed before they step.
         algorithm: What to exchange and when; `GradientAllReduce()` if None.
         comm: The ranks; if None, the default communicator, for which `bagua_torch.connect` is called if needed.
         bucket_bytes: The size at which a bucket is closed; 10 MiB if None.
@@ -143,10 +144,11 @@ class DistributedDataParallel(WrapperState):
     >>> model.close()
     """
 
+    @public_method("DistributedDataParallel")
     def __init__(
         self,
         module: nn.Module,
-        optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] = (),
+        optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = (),
         algorithm: Algorithm | None = None,
         *,
         comm: Communicator | None = None,
@@ -170,7 +172,7 @@ class DistributedDataParallel(WrapperState):
         self.find_unused_parameters = find_unused_parameters
         self.static_graph = static_graph
         self.tuner = tuner
-        self.optimizers = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
+        self.optimizers = checks.listed(optimizers)
         algorithm = algorithm if algorithm is not None else GradientAllReduce()
         bucket_bytes = bytes_of_cap(bucket_bytes, bucket_cap_mb, DEFAULT_BUCKET_BYTES)
 
@@ -235,6 +237,7 @@ class DistributedDataParallel(WrapperState):
         return output
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @public_method("DistributedDataParallel.forward")
     def _before_forward(self) -> None:
         self._steps.open(
             find_unused=self.find_unused_parameters,
@@ -259,6 +262,7 @@ class DistributedDataParallel(WrapperState):
     def __getstate__(self) -> Any:
         raise UnsupportedError("DistributedDataParallel: cannot be copied or pickled; copy its .module")
 
+    @public_method("DistributedDataParallel.close")
     def close(self) -> None:
         """Finish the present step, remove the hooks and close the engine. Gradients keep their memory.
 
@@ -369,6 +373,7 @@ class DistributedDataParallel(WrapperState):
         """
         self._steps.end_backward()
 
+    @public_method("DistributedDataParallel.register_comm_hook")
     def register_comm_hook(self, state: object, hook: Any) -> None:
         """Average gradients by `hook`, instead of `GradientAllReduce()`.
 
@@ -406,6 +411,7 @@ class DistributedDataParallel(WrapperState):
             self.switch(HookAlgorithm(check_hook(hook), state, self._trained))
         self._has_hook = True
 
+    @public_method("DistributedDataParallel.switch")
     def switch(self, algorithm: Algorithm) -> None:
         """Continue with another algorithm; the model stays the same.
 
@@ -431,6 +437,7 @@ class DistributedDataParallel(WrapperState):
         self._steps.switch(algorithm)
         self.algorithm = algorithm
 
+    @public_method("DistributedDataParallel.replan")
     def replan(self, *, bucket_bytes: int | None = None, algorithm: Algorithm | None = None) -> None:
         """Continue with buckets of another size, or the same algorithm with other settings.
 
@@ -453,6 +460,7 @@ class DistributedDataParallel(WrapperState):
         self._steps.replan(bucket_bytes, algorithm)
         self.bucket_bytes, self.algorithm = bucket_bytes, algorithm
 
+    @public_method("DistributedDataParallel.average_weights")
     def average_weights(self) -> None:
         """Set weights to the mean of all ranks, and buffers to rank 0's, where an algorithm lets them differ.
 
@@ -463,6 +471,7 @@ class DistributedDataParallel(WrapperState):
         self._steps.exchange.average_weights()
         self.copy_buffers()
 
+    @public_method("DistributedDataParallel.copy_buffers")
     def copy_buffers(self) -> None:
         """Copy the buffers of rank 0 to all ranks now, as at the end of a step.
 
@@ -470,6 +479,7 @@ class DistributedDataParallel(WrapperState):
         """
         self._steps.copy_buffers(enabled=self.broadcast_buffers)
 
+    @public_method("DistributedDataParallel.stop")
     def stop(self) -> None:
         """Finish the present step on all ranks, and exchange nothing until `resume`; see `Engine.stop`.
 
@@ -478,6 +488,7 @@ class DistributedDataParallel(WrapperState):
         """
         self._steps.stop()
 
+    @public_method("DistributedDataParallel.resume")
     def resume(self) -> None:
         """Continue after `stop`, with the present weights; see `Engine.resume`.
 

@@ -35,7 +35,7 @@ LAYERS = {
         "testing",
     ],
     "bagua_comm/comm": [
-        "agreement arguments cache guard packets",
+        "agreement arguments cache guard packets public_methods",
         "base",
         "course",
         "prepared",
@@ -81,7 +81,7 @@ LAYERS = {
         "__init__",
     ],
     "bagua_comm/launch": [
-        "__init__ cli job_folder remote_shell signals verdict",
+        "__init__ cli job_folder remote_shell signals stderr_filter verdict",
         "heartbeat hosts",
         "job_scripts mpirun",
         "plan",

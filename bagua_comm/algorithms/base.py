@@ -350,7 +350,30 @@ def check_size(algorithm: Algorithm, size: int) -> None:
 def check_algorithm_argument(owner: str, name: str, value: object) -> None:
     """Raise `ArrayError` unless `value` is an algorithm."""
     if isinstance(value, type) or not callable(getattr(value, "exchange", None)):
-        raise ArrayError(f"{owner}: {name} is {value!r}, expected an algorithm such as ByteGrad()")
+        hint = _how_to_make_an_algorithm(value)
+        raise ArrayError(f"{owner}: {name} is {value!r}, expected an algorithm such as ByteGrad(){hint}")
+
+
+def _how_to_make_an_algorithm(value: object) -> str:
+    """How to make an algorithm of a value that is none, as the end of a message; "" if that is not known."""
+    if isinstance(value, str):
+        return f"; bagua_comm.algorithms.from_name({value!r}) makes one of a name"
+    if isinstance(value, type) or (callable(value) and not hasattr(value, "bind")):
+        return f"; make one by {getattr(value, '__name__', 'it')}()"
+    if hasattr(value, "bind"):
+        return f"; an average becomes one by GradientAllReduce({_briefly(value)})"
+    if hasattr(value, "wire_nbytes"):
+        return f"; a codec becomes one by GradientAllReduce(Quantized({_briefly(value)}))"
+    return ""
+
+
+def _briefly(settings: object) -> str:
+    """The expression that makes an object, without its settings."""
+    kind = type(settings)
+    try:
+        return f"{kind.__name__}()" if kind() == settings else f"{kind.__name__}(...)"
+    except Exception:  # it needs arguments
+        return f"{kind.__name__}(...)"
 
 
 def check_integer(owner: str, name: str, value: object, *, least: int) -> None:

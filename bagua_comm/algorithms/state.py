@@ -76,7 +76,10 @@ def read_header(saved: object, algorithm: Algorithm, names: Iterable[str]) -> St
         if type(saved[name]) is not int or not least <= saved[name] < 2**63:
             raise ArrayError(f"{name!r} is {shown(saved[name])}, expected an integer of at least {least}")
     if header.algorithm != repr(algorithm):
-        raise ArrayError(f"saved with {header.algorithm}, but the algorithm is {algorithm!r}")
+        raise ArrayError(
+            f"saved with {header.algorithm}, but the algorithm is {algorithm!r}; load it with the first one and "
+            "switch then, or load the weights alone, into the module itself (`.module` of the wrapper)"
+        )
     if header.phase_began > header.step or header.rank >= header.size:
         raise ArrayError(
             f"the state is of step {header.step} in a phase that began in step {header.phase_began}, on rank "

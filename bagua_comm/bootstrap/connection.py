@@ -10,6 +10,7 @@ If every rank has a GPU, a second transport moves device arrays; see `gpu`. Unde
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections.abc import Sequence
@@ -21,17 +22,19 @@ from .._version import __version__
 from ..arrays import OpOrder
 from ..comm import Communicator
 from ..errors import BootstrapError
+from ..flight.entries import LEFT_WELL
 from ..flight.recorder import FlightRecorder, default_folder, forget_old_jobs
+from ..flight.requests import answer_requests
 from ..logs import log_world
 from ..net.choosing import Net
-from ..processes import this_host
+from ..processes import ProcessId, this_host
 from ..trace import NULL, Recorder, listen
 from ..transports import LocalTransport, Transport, base
 from .environment import job, under_mpi
 from .gpu import GPU, choose_net, connect_device
 from .mpi_start import mpi_world, new_name
 from .rank_exit import ExitHandler
-from .world import World, default_or, refuse_a_second_world, set_default
+from .world import World, current, default_or, refuse_a_second_world, set_default
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -133,16 +136,22 @@ def connect(
             raise BootstrapError(f"connect: {name_of} is {value!r}, expected one of {', '.join(choices)}")
     _check_choice(alone=alone, comm=comm, transport=transport)
     machines: Sequence[object] = [0]
-    name = ""
+    name, peers = "", list[ProcessId]()
     exit_handler: ExitHandler | None = None
     if transport is not None:
-        facts = Communicator([transport], tracer=NULL).allgather_object((this_host(), new_name()))
-        machines, name = [machine for machine, _ in facts], facts[0][1]
+        mine = this_host(), new_name(), ProcessId.mine()
+        facts = Communicator([transport], tracer=NULL).allgather_object(mine)
+        machines, name = [machine for machine, _, _ in facts], facts[0][1]
+        peers = [process for rank, (_, _, process) in enumerate(facts) if rank != transport.rank]
     elif not alone and (comm is not None or under_mpi()):
         transport, machines, name, exit_handler = mpi_world(timeout_s, comm)
     else:
         transport = LocalTransport(timeout_s=timeout_s)
     flight = _flight_recorder(transport, name, record)
+    if exit_handler is None and flight.folder is not None:
+        transport.late = functools.partial(flight.write, left=LEFT_WELL)
+        flight.peers = peers
+        answer_requests(_write_record)
     return open_world(
         transport,
         machines,
@@ -249,6 +258,13 @@ def _flight_recorder(transport: Transport, job: str, record: str | Path | None =
     if folder is not None:
         forget_old_jobs(folder)
     return FlightRecorder(rank, size, folder=folder and folder / job, job=job)
+
+
+def _write_record() -> None:
+    """Write the flight record of the default world, if there is one."""
+    world = current()
+    if world is not None:
+        world.flight.write()
 
 
 def _check_choice(*, alone: bool, comm: MPI.Comm | None, transport: Transport | None) -> None:

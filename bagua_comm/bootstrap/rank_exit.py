@@ -16,10 +16,8 @@ import functools
 import io
 import os
 import signal
-import site
 import socket
 import sys
-import sysconfig
 import threading
 import time
 import traceback
@@ -32,6 +30,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ..comm import Communicator
 from ..errors import BaguaError, CommError
 from ..flight import explain
+from ..flight.entries import LEFT_WELL
+from ..flight.requests import answer_requests
+from ..flight.stacks import LIBRARY, is_installed
 from ..processes import mapped_files
 from .environment import has_ulfm, job, own_variables
 from .rendezvous import Deadline, JoinLog, Wait
@@ -226,11 +227,13 @@ class ExitHandler:
         if self.abort.mpi.Is_finalized():
             return
         orderly, self._orderly = self._orderly, False
+        write = functools.partial(world.flight.write, left=LEFT_WELL)
         for transport in world.transports:
+            transport.late = write  # this process may be ended while it waits
             orderly &= transport.leave()
         self._orderly = orderly
         if not orderly:
-            world.flight.write(left="its program ended, or it closed its communicator")
+            write()
 
     # Exceptions and signals -------------------------------------------------------------------------
 
@@ -254,6 +257,7 @@ class ExitHandler:
         if in_main_thread and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, self._on_sigterm)
             os.register_at_fork(after_in_child=self._restore_sigterm)
+        answer_requests(self._write_records)
 
     def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if os.getpid() != self.process:
@@ -302,7 +306,8 @@ class ExitHandler:
             self._write_flight_record(error)
             return ""
         texts = [explain(world.flight, RECORDS_S) for world in self._worlds[-1:]]
-        return "".join(f"  {line}\n" for text in texts for line in text.splitlines())
+        lines = [line for text in texts for line in text.splitlines()]
+        return "".join(f"  {line}\n" for line in lines if line.removeprefix("* ") not in str(error))
 
     def _write_flight_record(self, error: BaseException) -> None:
         """Write the flight record of this rank, which leaves because of an error outside of calls."""
@@ -320,10 +325,14 @@ class ExitHandler:
         facts = {"error": type(error).__name__, "text": str(error)[:500], "due_to_others": due_to_others}
         self._job.record("error", rank=self._rank, **facts)
 
+    def _write_records(self) -> None:
+        """Write the flight record of this rank, for another one that waits for it."""
+        for world in self._worlds[-1:]:
+            world.flight.write()
+
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
         """End this process as the default action would, and its children with it."""
-        for world in self._worlds[-1:]:
-            world.flight.write()  # often mpirun has sent it, because another rank failed
+        self._write_records()  # often mpirun has sent it, because another rank failed
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         # mpirun gives each rank a process group of its own.
         if os.getpgrp() == self.process == os.getpid():
@@ -399,13 +408,10 @@ def _refers_to_a_communicator(trace: TracebackType | None) -> bool:
 
 def _where(trace: TracebackType | None) -> str:
     """The line of the user's program where an error happened."""
-    installed = tuple(
-        {site.getusersitepackages(), *sysconfig.get_paths().values()} - {sysconfig.get_path("data")}
-    )
     frames = [
-        (frame.f_code.co_filename.startswith(("<frozen", *installed)), summary)
+        (is_installed(frame.f_code.co_filename), summary)
         for (frame, _), summary in zip(traceback.walk_tb(trace), traceback.extract_tb(trace), strict=True)
-        if frame.f_globals.get("__name__", "").partition(".")[0] not in ("bagua_comm", "bagua_torch")
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in LIBRARY
     ]
     if not frames:
         return ""

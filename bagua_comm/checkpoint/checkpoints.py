@@ -15,6 +15,7 @@ import numpy as np
 
 from ..closing import Closing
 from ..comm import Communicator
+from ..comm.public_methods import public_method
 from ..errors import ArrayError, BaguaError, CheckpointError, CommMismatch, UnsupportedError, shown
 from ..logs import log_on_root, megabytes
 from ..pickling import Live
@@ -91,6 +92,7 @@ class Checkpoints(Live, Closing):
     _to_array: trees.ToArray = staticmethod(trees.as_tagged)
     _from_array: trees.FromArray = staticmethod(trees.from_tagged)
 
+    @public_method("Checkpoints")
     def __init__(
         self, folder: str | Path, comm: Communicator, *, keep: int | None = 3, stall_s: float = 600.0
     ) -> None:
@@ -116,6 +118,7 @@ class Checkpoints(Live, Closing):
 
     # Saving -----------------------------------------------------------------------------------------
 
+    @public_method("Checkpoints.save")
     def save(self, step: int, tree: Any, *, wait: bool = False) -> None:
         """Save a tree as the checkpoint of a step.
 
@@ -157,6 +160,7 @@ class Checkpoints(Live, Closing):
         if wait:
             self.wait()
 
+    @public_method("Checkpoints.wait")
     def wait(self) -> None:
         """Wait for the save in progress, if there is one.
 
@@ -193,6 +197,7 @@ class Checkpoints(Live, Closing):
                     )
         return CommMismatch(f"save: ranks have different trees; {_MARK_IT}")
 
+    @public_method("Checkpoints.save")
     def _write(self, job: SaveJob) -> str | None:
         """Write a checkpoint; return the reason of a failure. Runs on the lane. Collective."""
         files, comm, began_s = self._files, self._comm, time.monotonic()
@@ -269,6 +274,7 @@ class Checkpoints(Live, Closing):
 
     # Loading ----------------------------------------------------------------------------------------
 
+    @public_method("Checkpoints.latest")
     def latest(self, *, fallback: bool = False) -> int | None:
         """The step of the newest checkpoint; None if there is none.
 
@@ -288,6 +294,7 @@ class Checkpoints(Live, Closing):
                 raise CheckpointError(_cannot(found, found.problem))
         return None
 
+    @public_method("Checkpoints.load")
     def load(self, step: int | None = None, *, fallback: bool = False) -> Loaded:
         """Load the checkpoint of a step, or the newest one.
 
@@ -386,6 +393,7 @@ class Checkpoints(Live, Closing):
 
     # The end ----------------------------------------------------------------------------------------
 
+    @public_method("Checkpoints.close")
     def close(self) -> None:
         """Wait for the save in progress, then free the lane and the threads; closing twice does nothing.
 

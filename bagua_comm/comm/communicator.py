@@ -34,6 +34,7 @@ from .coalesced import CoalescedCollectives
 from .collectives import Collectives
 from .messages import PointToPoint
 from .objects import ObjectCalls
+from .public_methods import public_method
 from .uneven import UnevenCollectives
 
 _log = logging.getLogger(__name__)
@@ -121,6 +122,7 @@ class Communicator(Collectives, UnevenCollectives, CoalescedCollectives, ObjectC
         derived: Communicator = Call(self, "dup").run(dup)
         return derived
 
+    @public_method("by_node")
     def by_node(self) -> Nodes:
         """Return communicators inside this node, and across nodes among ranks of equal `local_rank`.
 
@@ -135,6 +137,7 @@ class Communicator(Collectives, UnevenCollectives, CoalescedCollectives, ObjectC
             self._inner = self._nodes = Nodes(intra, inter)
         return self._nodes
 
+    @public_method("lane")
     def lane(self, kind: Literal["thread", "stream"] | None = None) -> Lane[Communicator]:
         """Return a lane, which runs tasks concurrently with the caller, on a duplicate of this communicator.
 
@@ -182,6 +185,7 @@ class Communicator(Collectives, UnevenCollectives, CoalescedCollectives, ObjectC
         self.flight.lanes.add(lane)
         return lane
 
+    @public_method("check_consistency")
     def check_consistency(self, x: AnyArray, *, timeout_s: float | None = None) -> None:
         """Raise `CommMismatch` on every rank unless `x` has the same bytes, shape and dtype on all ranks.
 
@@ -201,6 +205,7 @@ class Communicator(Collectives, UnevenCollectives, CoalescedCollectives, ObjectC
             found = "; ".join(f"ranks {ranks}" for ranks in groups.values())
             raise CommMismatch(f"check_consistency: x differs; these agree with each other: {found}")
 
+    @public_method("trace")
     def trace(self, path: str | Path) -> None:
         """Write the latest spans of all ranks to `path`, as a Chrome trace, which Perfetto opens.
 

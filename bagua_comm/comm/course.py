@@ -13,14 +13,17 @@ from typing import Any, NamedTuple, cast
 
 from .. import arrays, trace
 from ..arrays import Array, DType
-from ..errors import ArrayError, BaguaError, CommError
+from ..errors import ArrayError, BaguaError, CommError, CommMismatch
 from ..flight import recorder as flight
+from ..flight.batches import fewer_batches
+from ..flight.entries import numbered
 from ..hooks import CallView, Ranks
 from ..transports.base import Move, Transport, check_timeout
 from . import guard as guards
 from .agreement import compare_calls
 from .arguments import EMPTY
 from .base import CommBase
+from .public_methods import current_method
 
 
 def describe(head: flight.Head) -> str:
@@ -123,7 +126,6 @@ class Course:
             if outermost:
                 guard.is_free = True
                 del guard.owner[0]
-        guard.last_call = name
         wire = transport.sent_bytes - sent
         if wire != self._wire_bytes:
             self._span_arguments = {
@@ -175,19 +177,37 @@ class Course:
             reason = {"dtype": arrays.dtype_name(self.dtype), "error": type(error).__name__}
             comm.tracer.add(self.name, start, end, {**self.head[5], **counts, **reason})
         record[flight.ERROR] = f"{type(error).__name__}: {error}"
+        record.append(current_method())
         if isinstance(error, CommError) and error.args:
-            self._explain(comm, error)
+            self._explain(comm, record, error)
         if comm.hooks.all:
             seconds = (end - start) / 1e9
             comm.hooks.call("failed", self._view(comm, record, x, error=error, seconds=seconds))
         if ranges is not None:
             ranges.close()
 
-    def _explain(self, comm: CommBase, error: CommError) -> None:
-        """Add the call, the call before it and the folder of the flight records to the message of an error."""
-        guard = comm.guard
-        before = f"{guard.last_call} #{guard.calls - 1}" if guard.calls > 1 else "nothing"
-        error.args = (f"{describe(self.head)} #{guard.calls}: {error.args[0]}; before it: {before}",)
+    def _explain(self, comm: CommBase, record: flight.Record, error: CommError) -> None:
+        """Add the call, the call before it and the folder of the flight records to the message of an error.
+
+        The public method that the user called comes before the call inside of it. All numbers are those of the
+        flight recorder.
+        """
+        call, method = numbered(describe(self.head), record[flight.NUMBER], comm.group), current_method()
+        text = _of_fewer_batches(comm, error) or error.args[0]
+        before = comm.flight.call_before(record)
+        text += f"; before it: {before}" if before else ""
+        error.args = (f"{f'{method} ({call})' if method else call}: {text}",)
         folder = comm.flight.failed(error)
         if folder is not None:
             error.args = (f"{error.args[0]}; for what all ranks did: python -m bagua_comm diagnose {folder}",)
+
+
+def _of_fewer_batches(comm: CommBase, error: CommError) -> str:
+    """The message if a rank has left after all exchanges of earlier steps: it had fewer batches. Else ""."""
+    if not isinstance(error, CommMismatch) or error.left is None or comm.context.bucket_step is None:
+        return ""
+    bucket, step = comm.context.bucket_step
+    if bucket > 0:
+        return ""
+    members = comm.flight.groups[comm.group]
+    return fewer_batches(members[error.left], step, "left", [members[comm.rank]], step + 1)

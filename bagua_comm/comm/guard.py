@@ -67,7 +67,6 @@ class CallGuard:
         self.closed = False
         self.calls = self.collectives = 0
         """Number of calls that have begun, and of the collective ones among them."""
-        self.last_call = "none"
         self.limit_s: float | None = None
         """The time limit of the call in progress, in seconds, if it was given one."""
 

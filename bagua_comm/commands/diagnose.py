@@ -23,6 +23,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", type=Path, help="the folder of the ranks' files, or its parent")
     parser.add_argument("--json", action="store_true", help="as JSON")
     parser.add_argument(
+        "--stacks", action="store_true", help="also print the Python stacks of all threads of each rank"
+    )
+    parser.add_argument(
         "--torch",
         type=Path,
         metavar="FOLDER",
@@ -42,5 +45,6 @@ def run(options: argparse.Namespace) -> int:
         except OSError as exc:
             raise CommandError(f"--torch {options.torch}: {exc.strerror or exc}") from exc
     diagnosis = diagnose(records)
-    print(json.dumps(diagnosis.as_dict(), indent=2) if options.json else diagnosis)
+    text = diagnosis.with_stacks() if options.stacks else str(diagnosis)
+    print(json.dumps(diagnosis.as_dict(), indent=2) if options.json else text)
     return 1 if diagnosis.findings else 0

@@ -18,6 +18,7 @@ from ..launch.cli import CommandError, natural, positive
 from ..launch.hosts import named_hosts, ranks_of
 from ..launch.mpirun import Mpirun, ask_mpirun, find_mpirun
 from ..launch.plan import is_supervised, make_plan, stays_here
+from ..launch.stderr_filter import filter_stderr
 from ..launch.supervisor import supervise
 from ..net.choosing import Net
 
@@ -95,7 +96,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="with --spares or --restarts: write a line of JSON for each event there",
     )
     parser.add_argument(
-        "-v", "--verbose", action="store_true", help="print the command, and the reason for each part"
+        "-v",
+        "--verbose",
+        action="store_true",
+        help="print the command, and the reason for each part; and Open MPI's own paragraphs on MPI_Abort",
     )
     parser.add_argument(
         "--dry-run",
@@ -155,6 +159,8 @@ def run(options: argparse.Namespace) -> int:
         return 0
     sys.stdout.flush()
     sys.stderr.flush()
+    if known.is_open_mpi and not options.verbose:
+        filter_stderr()
     if is_supervised(options):
         return supervise(options, lambda placement, job: make_plan(options, known, placement, job))
     return os.execve(mpirun, plan.command, {**os.environ, **plan.variables})

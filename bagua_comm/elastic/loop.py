@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -252,6 +253,8 @@ class _Loop:
         self._session.defer_records(comm)
         if known.entered:
             self._report_change(comm, rendezvous, failure, before, commit)
+        elif commit != INITIAL:
+            _report_restart(comm, commit)
         self._dead = []
         run = rows[rendezvous.alive.index(trainers[0])].run
         self._session.enter(comm, [process.host for process in trainers], run, newest_version + 1)
@@ -372,6 +375,18 @@ class _Loop:
             comm.close()
         self._fleet.end()
         return _Outcome(finished=True, result=self._result)
+
+
+def _report_restart(comm: Communicator, commit: int) -> None:
+    """Say that training continues from memory, after all processes of the job were started again.
+
+    It is logged like all decisions; where nobody reads the log, the first rank prints it beside what the launcher
+    prints on the restart.
+    """
+    text = f"training continues from commit {commit}, which is left in memory, on {comm.size} ranks"
+    log_on_root(_log, comm.rank, "%s", text)
+    if comm.rank == 0 and not _log.isEnabledFor(logging.INFO):
+        print(f"elastic.run: {text}", file=sys.stderr, flush=True)
 
 
 def _without_frames(exc: CommError) -> CommError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from ..comm.public_methods import public_method
 from ..errors import ArrayError, CommError
 from .changes import Callback, Change, History
 from .snapshot.parts import Part
@@ -87,6 +88,7 @@ class State:
             raise ArrayError(f"State: {taken[0]!r} cannot be the name of a part; it is a name of State itself")
         self.__dict__["_internals"] = Internals({name: Part(name, given) for name, given in parts.items()})
 
+    @public_method("State.commit")
     def commit(self) -> None:
         """Save everything in memory; training resumes from the last commit if a rank dies.
 

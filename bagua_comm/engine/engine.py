@@ -32,6 +32,7 @@ from ..arrays import Array
 from ..bucket import Plan
 from ..closing import Closing
 from ..comm import Communicator
+from ..comm.public_methods import public_method
 from ..deprecation import warn_renamed
 from ..errors import ArrayError
 from ..logs import log_on_root
@@ -88,6 +89,7 @@ class Engine(Live, Closing):
         UnsupportedError: The algorithm cannot exchange the dtype of a tensor; the message names the tensor.
     """
 
+    @public_method("Engine")
     def __init__(
         self,
         comm: Communicator,
@@ -187,6 +189,8 @@ class Engine(Live, Closing):
             raise ArrayError(f"at: point is {point!r}, expected a Point")
         if point is Point.FORWARD and not self.stopped and phase_of(self.algorithm, self.step) != self._phase:
             self._change_phase()
+        if point is Point.FORWARD:
+            self._comm.flight.steps[self._comm.group] = self.step + 1
         self._in_step, self._held = point is Point.FORWARD, self._held and point is not Point.BACKWARD
         self._schedule.at(point)
         if point is Point.STEP:
@@ -235,6 +239,7 @@ class Engine(Live, Closing):
         """Wait for all exchanges that were submitted, and raise the first error among them."""
         self._exchanges.wait()
 
+    @public_method("Engine.stop")
     def stop(self) -> None:
         """Finish the exchanges under way, and start none until `resume`. Stopping twice does nothing.
 
@@ -248,6 +253,7 @@ class Engine(Live, Closing):
             self._schedule.stop()
             self._exchanges.stop()
 
+    @public_method("Engine.resume")
     def resume(self) -> None:
         """Exchange again after `stop`, with the weights as they are now. Does nothing if not stopped.
 
@@ -292,6 +298,7 @@ class Engine(Live, Closing):
 
     # Another plan -----------------------------------------------------------------------------------
 
+    @public_method("Engine.replan")
     def replan(
         self, plan: Plan, storage: Storage | None = None, *, algorithm: Algorithm | None = None
     ) -> list[Array] | dict[Payload, list[Array]]:
@@ -377,6 +384,7 @@ class Engine(Live, Closing):
         pairs = zip(self.buckets, self.states, strict=True)
         return {name: rules_of(state) for bucket, state in pairs for name in bucket.views}
 
+    @public_method("Engine.load_state_dict")
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Continue from the result of `state_dict`, also under another plan.
 
@@ -411,6 +419,7 @@ class Engine(Live, Closing):
 
     # The end ----------------------------------------------------------------------------------------
 
+    @public_method("Engine.close")
     def close(self) -> None:
         """Finish the exchanges under way, and free the lane and its communicator. Closing twice does nothing.
 

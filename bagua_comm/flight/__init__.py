@@ -2,7 +2,10 @@
 
     recorder     the ring of each rank's last calls, and its file
     entries      the contents of such a file
+    stacks       the Python stacks of a rank
+    requests     requests to other ranks to write their files
     diagnosis    an explanation of the failure, from the files of all ranks
+    batches      the message for ranks with fewer batches
     pytorch      the same files in the format of PyTorch's flight recorder
 
 `trace` records finished spans. The flight recorder records calls from their begin, with the arguments that must

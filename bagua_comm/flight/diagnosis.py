@@ -3,28 +3,33 @@
 The ranks of a communicator make the same collective calls in the same order, so call number n of one rank belongs
 to call number n of every other. The first number at which calls differ, or at which a rank is missing, is the
 cause; later problems follow from it. Findings are in the order of their certainty: calls that differ, ranks that
-died or left, ranks that wait for each other in different communicators, missing ranks, and late ranks.
+died, ranks that left or had fewer batches, ranks that wait for each other in different communicators, missing
+ranks, and late ranks.
 """
 
 from __future__ import annotations
 
+import operator
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
-from .entries import Entry, RankRecord, Signature, read_folder
+from .batches import fewer_batches, more, named
+from .entries import LEFT_WELL, Entry, RankRecord, Signature, read_folder
 from .recorder import FlightRecorder
+from .stacks import users_line
 
 Kind: TypeAlias = Literal[
-    "skipped", "swapped", "different", "unlike", "died", "left", "crossed", "behind", "slow"
+    "skipped", "swapped", "different", "unlike", "died", "uneven", "left", "crossed", "behind", "slow"
 ]
 """skipped: a rank omitted a call. swapped: it made two calls in the other order. different: it made another call.
-unlike: sizes, dtypes or arguments differ. died, left: a rank has ended. crossed: ranks wait for each other in
-different communicators. behind: a rank did not make a call. slow: it made a call late."""
+unlike: sizes, dtypes or arguments differ. died, left: a rank has ended. uneven: it made fewer training steps.
+crossed: ranks wait for each other in different communicators. behind: a rank did not make a call. slow: it made a
+call late."""
 
 LATE_SHARE = 0.5
 LATE_S = 0.5
@@ -62,24 +67,47 @@ class Diagnosis:
     Attributes:
         findings: The problems, the likeliest cause first.
         ranks: A line for each rank of the world.
+        lines: The line of the user's program in which each rank was, by rank; without those that are not known.
+        short: `ranks`, without the arguments of calls.
+        stacks: The Python stacks of each rank, as lines of text, by rank.
     """
 
     findings: tuple[Finding, ...]
     ranks: tuple[str, ...]
+    lines: Mapping[int, str] = field(default_factory=dict)
+    short: tuple[str, ...] = ()
+    stacks: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
 
     def __str__(self) -> str:
         found = [f"* {finding.text}" for finding in self.findings] or ["Nothing wrong was found."]
-        return "\n".join([*found, "", *self.ranks])
+        return "\n".join([*found, "", *self._with_lines(self.ranks)])
 
     def brief(self) -> str:
-        """The likeliest cause, and the state of the first ranks."""
+        """The likeliest cause, and the state of the first ranks, without the arguments of calls."""
         found = [f"* {finding.text}" for finding in self.findings[:1]]
-        more = [f"and {len(self.ranks) - SHOWN_RANKS} more ranks"] if len(self.ranks) > SHOWN_RANKS else []
-        return "\n".join([*found, *self.ranks[:SHOWN_RANKS], *more])
+        hidden = [f"and {len(self.ranks) - SHOWN_RANKS} more ranks"] if len(self.ranks) > SHOWN_RANKS else []
+        return "\n".join([*found, *self._with_lines(self.short[:SHOWN_RANKS]), *hidden])
+
+    def with_stacks(self) -> str:
+        """The diagnosis, and the Python stacks of all ranks that have them in their records."""
+        parts = [str(self)]
+        parts += ["\n".join([f"rank {rank}:", *lines]) for rank, lines in self.stacks.items()]
+        return "\n\n".join(parts)
 
     def as_dict(self) -> dict[str, Any]:
         """The diagnosis for JSON."""
-        return {"findings": [asdict(finding) for finding in self.findings], "ranks": list(self.ranks)}
+        return {
+            "findings": [asdict(finding) for finding in self.findings],
+            "ranks": list(self.ranks),
+            "lines": {str(rank): line for rank, line in self.lines.items()},
+            "stacks": {str(rank): list(lines) for rank, lines in self.stacks.items()},
+        }
+
+    def _with_lines(self, ranks: Sequence[str]) -> Iterator[str]:
+        for rank, text in enumerate(ranks):
+            yield text
+            if rank in self.lines:
+                yield f"  at {self.lines[rank]}"
 
 
 def diagnose(records: Sequence[RankRecord]) -> Diagnosis:
@@ -89,7 +117,7 @@ def diagnose(records: Sequence[RankRecord]) -> Diagnosis:
     >>> def record(rank, entries):
     ...     return RankRecord("job", rank, 2, "host", 1, 10**9, {"world": (0, 1)}, tuple(entries))
     >>> print(diagnose([record(0, calls), record(1, [])]))
-    * rank 1 has not come to barrier() #1, where rank 0 waits; it has made no call
+    * rank 1 has not come to barrier #1, where rank 0 waits; it has made no call
     <BLANKLINE>
     rank 0: in barrier() #1, for 1.0 s
     rank 1: has made no call
@@ -100,7 +128,14 @@ def diagnose(records: Sequence[RankRecord]) -> Diagnosis:
     for record in records:
         groups.update(record.groups)
     analysis = _Analysis(ranks, size, groups)
-    return Diagnosis(tuple(analysis.findings()), tuple(analysis.state_of(rank) for rank in range(size)))
+    found = tuple(analysis.findings())
+    return Diagnosis(
+        found,
+        tuple(analysis.state_of(rank) for rank in range(size)),
+        {record.rank: line for record in records if (line := users_line(record.stacks))},
+        tuple(analysis.state_of(rank, short=True) for rank in range(size)),
+        {r.rank: tuple(line for stack in r.stacks for line in stack.lines()) for r in records if r.stacks},
+    )
 
 
 def explain(flight: FlightRecorder, wait_s: float) -> str:
@@ -213,8 +248,8 @@ class _Analysis:
         if len(many) == len(odd) and usual != expected_here:
             odd = tuple(sorted((*many, *odd)))  # it is unknown which is right
         right, wrong = calls[many[0]], calls[some[0]]
-        one = _named(some)
-        text = f"in collective call {_position(right)}, {_named(many)} called {right.call}, "
+        one = named(some)
+        text = f"in collective call {_position(right)}, {named(many)} called {right.call}, "
         text += f"but {one} called {wrong.call}"
         then, late = self._next(many, group, number), self._next(some, group, number)
         if then == others[0] and late == usual:
@@ -222,11 +257,14 @@ class _Analysis:
         elif then == others[0] or self._usual_after(usual, group, number) == others[0]:
             kind, text = "skipped", f"{text}: {one} left out {right.name}"
         elif late == usual:
-            kind, text = "skipped", f"{text}: {one} made one call too many, or {_named(many)} left it out"
+            kind, text = "skipped", f"{text}: {one} made one call too many, or {named(many)} left it out"
         elif right.name == wrong.name:
             kind, text = "unlike", f"{text}: {_unlike(right, wrong)}"
         else:
             kind, text = "different", f"{text}; look for a call that only some ranks make"
+        text += _all_must(calls.values())
+        if (batches := self._uneven(some[0], [many[0]]) or self._uneven(many[0], [some[0]])) is not None:
+            text += f"; {batches}"
         return Finding(kind, odd, text, group, number)
 
     def _expected(self, group: str, number: int) -> Signature | None:
@@ -257,14 +295,36 @@ class _Analysis:
             yield Finding("died", (rank,), f"rank {rank} died{self._last_seen(rank)}")
         for rank, each in sorted(self.ranks.items()):
             if each.record.left is not None and rank not in self.dead:
-                text = f"rank {rank} left: {each.record.left}{self._last_seen(rank)}"
-                yield Finding("left", (rank,), text)
+                waiting = [other for other, one in sorted(self.ranks.items()) if other != rank and one.open]
+                text = self._uneven(rank, waiting) if each.record.left == LEFT_WELL else None
+                if text is not None:
+                    yield Finding("uneven", (rank,), text)
+                else:
+                    text = f"rank {rank} left: {each.record.left}{self._last_seen(rank)}"
+                    yield Finding("left", (rank,), text)
+
+    def _uneven(self, rank: int, waiting: Sequence[int]) -> str | None:
+        """A text that `rank` had fewer batches than ranks that wait; None if it began as many steps as they."""
+        each = self.ranks[rank]
+        made = each.record.steps
+        ahead: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
+        for other in waiting:
+            for group, begun in self.ranks[other].record.steps.items():
+                steps = [e.step for e in self.ranks[other].open if e.group == group and e.step is not None]
+                step = max(steps) + 1 if steps else begun  # weights are exchanged when the next step begins
+                if step > made.get(group, step):
+                    ahead[group, step].append(other)
+        if not ahead:
+            return None
+        (group, step), behind = next(iter(ahead.items()))
+        doing = f"is in {each.open[-1].short}" if each.open else "left"
+        return fewer_batches(rank, made[group], doing if each.record.left is None else "left", behind, step)
 
     def _last_seen(self, rank: int) -> str:
         """A phrase on the last call of a rank, from its record or those of its peers."""
         if rank in self.ranks:
             last = self.ranks[rank].last
-            return f"; its last call was {last}" if last is not None else "; it has made no call"
+            return f"; its last call was {last.short}" if last is not None else "; it has made no call"
         shared = [
             entry
             for each in self.ranks.values()
@@ -273,7 +333,7 @@ class _Analysis:
         ]
         if not shared:
             return "; nobody has ended a call together with it"
-        return f"; the last call that it was needed for, and that has ended, is {max(shared, key=_end)}"
+        return f"; the last call that it was needed for, and that has ended, is {max(shared, key=_end).short}"
 
     # Ranks that wait for each other -----------------------------------------------------------------
 
@@ -288,12 +348,19 @@ class _Analysis:
                     if not (b in self.groups[x.group] and a in self.groups[y.group]):
                         continue
                     if self.ranks[b].reached(x.group) < x.number and self.ranks[a].reached(y.group) < y.number:
-                        text = (
-                            f"rank {a} is in {x}, and rank {b} in {y}: each waits for the other; the calls of "
-                            "these two communicators are in another order on the two ranks"
-                        )
-                        found.append(Finding("crossed", (a, b), text, x.group, x.number))
+                        found.append(self._cross(a, x, b, y))
         return found[:1]
+
+    def _cross(self, a: int, x: Entry, b: int, y: Entry) -> Finding:
+        """The finding for rank a in call x and rank b in call y, of two communicators."""
+        for rank, other in ((a, b), (b, a)):
+            if (text := self._uneven(rank, [other])) is not None:
+                return Finding("uneven", (rank,), text, x.group, x.number)
+        text = (
+            f"rank {a} is in {x.short}, and rank {b} in {y.short}: each waits for the other; the calls of "
+            f"these two communicators are in another order on the two ranks{_all_must((x, y))}"
+        )
+        return Finding("crossed", (a, b), text, x.group, x.number)
 
     # Ranks that are missing, or late ----------------------------------------------------------------
 
@@ -320,7 +387,8 @@ class _Analysis:
             else:
                 fate = _doing(self.ranks[rank])
             wait = "waits" if len(waiting) == 1 else "wait"
-            text = f"rank {rank} has not come to {calls[waiting[0]]}, where {_named(waiting)} {wait}; {fate}"
+            text = f"rank {rank} has not come to {calls[waiting[0]].short}, where {named(waiting)} {wait}; {fate}"
+            text += _all_must(calls.values())
             yield Finding("behind", (rank,), text, group, number)
 
     def _slow(self, group: str, number: int, calls: Mapping[int, Entry]) -> Iterator[Finding]:
@@ -334,7 +402,7 @@ class _Analysis:
         if last - before < LATE_S * 1e9 or last - before < LATE_SHARE * longest:
             return
         text = (
-            f"rank {rank} came to {calls[rank]} {(last - first) / 1e9:.1f} s after the first rank, and "
+            f"rank {rank} came to {calls[rank].short} {(last - first) / 1e9:.1f} s after the first rank, and "
             f"{(last - before) / 1e9:.1f} s after all others: it is slow, or was busy with something else"
         )
         yield Finding("slow", (rank,), text, group, number)
@@ -355,19 +423,20 @@ class _Analysis:
 
     # What each rank was in --------------------------------------------------------------------------
 
-    def state_of(self, rank: int) -> str:
-        """A line on the state of a rank when it wrote its record."""
+    def state_of(self, rank: int, *, short: bool = False) -> str:
+        """A line on the state of a rank when it wrote its record; `short` omits the arguments of calls."""
         if rank in self.dead:
             return f"rank {rank}: dead"
         if rank not in self.ranks:
             return f"rank {rank}: left no record"
         each = self.ranks[rank]
         record = each.record
-        texts = [_state(entry, record) for entry in each.open[-3:]]
+        shown = operator.attrgetter("short") if short else str
+        texts = [_state(entry, record, shown(entry)) for entry in each.open[-3:]]
         if not texts:
-            texts = ["has made no call" if each.last is None else f"in no call; the last was {each.last}"]
+            texts = ["has made no call" if each.last is None else f"in no call; the last was {shown(each.last)}"]
         if record.queued:
-            texts.append(f"queued on a lane: {', '.join(map(str, record.queued[:3]))}{_more(record.queued[3:])}")
+            texts.append(f"queued on a lane: {', '.join(map(shown, record.queued[:3]))}{more(record.queued[3:])}")
         if record.left is not None:
             texts.append(f"left: {record.left}")
         return f"rank {rank}: {'; '.join(texts)}"
@@ -379,15 +448,25 @@ def _doing(each: _Rank) -> str:
     if last is None:
         return "it has made no call"
     if not last.is_over:
-        return f"it is in {last}"
-    return f"its last call was {last}, which ended {(each.record.written_ns - _end(last)) / 1e9:.1f} s before"
+        return f"it is in {last.short}"
+    ended_s = (each.record.written_ns - _end(last)) / 1e9
+    return f"its last call was {last.short}, which ended {ended_s:.1f} s before"
 
 
-def _state(entry: Entry, record: RankRecord) -> str:
+def _state(entry: Entry, record: RankRecord, shown: str) -> str:
     lasted_s = ((entry.end_ns or record.written_ns) - _start(entry)) / 1e9
     if entry.state == "failed":
-        return f"failed in {entry}, after {lasted_s:.1f} s"
-    return f"in {entry}, for {lasted_s:.1f} s"
+        return f"failed in {shown}, after {lasted_s:.1f} s"
+    return f"in {shown}, for {lasted_s:.1f} s"
+
+
+def _all_must(entries: Iterable[Entry]) -> str:
+    """The end of a text on ranks that wait for others, if they are in public methods that all ranks must call."""
+    methods = dict.fromkeys(entry.method for entry in entries if entry.method)
+    if not methods:
+        return ""
+    verb = "is" if len(methods) == 1 else "are"
+    return f"; {' and '.join(methods)} {verb} collective: all ranks must make the same calls"
 
 
 def _unlike(expected: Entry, found: Entry) -> str:
@@ -408,15 +487,6 @@ def _unlike(expected: Entry, found: Entry) -> str:
 def _position(entry: Entry) -> str:
     within = "" if entry.bucket is None else f" (bucket {entry.bucket}, step {entry.step})"
     return f"#{entry.number} of {entry.group}{within}"
-
-
-def _named(ranks: Sequence[int]) -> str:
-    text = ", ".join(map(str, ranks[:8]))
-    return f"{'ranks' if len(ranks) > 1 else 'rank'} {text}{_more(ranks[8:])}"
-
-
-def _more(rest: Sequence[object]) -> str:
-    return f" and {len(rest)} more" if rest else ""
 
 
 def _start(entry: Entry) -> int:

@@ -11,12 +11,16 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from ..errors import BaguaError
+from .stacks import Frame, ThreadStack
 
 VERSION = 1
 """The version of the files."""
 
 WORLD = "world"
 """The name of the communicator of all ranks."""
+
+LEFT_WELL = "its program ended, or it closed its communicator"
+"""The reason of a rank that has left the world without an error."""
 
 State: TypeAlias = Literal["queued", "started", "enqueued", "ended", "failed"]
 """queued: it waits on a lane. started: in progress. enqueued: the host has left it, and a device works on it.
@@ -52,6 +56,7 @@ class Entry:
         start_ns, end_ns: Its begin and end, in nanoseconds since the epoch; None before.
         enqueued: Whether the work is only enqueued on a device when the call ends.
         error: The error; None if it has not failed.
+        method: The public method that made a failed call, if it is another one: `Checkpoints.save`.
     """
 
     group: str
@@ -67,6 +72,7 @@ class Entry:
     end_ns: int | None = None
     enqueued: bool = False
     error: str | None = None
+    method: str = ""
 
     @property
     def state(self) -> State:
@@ -102,11 +108,24 @@ class Entry:
         parts += [f"{key}={value}" for key, value in self.detail.items()]
         return f"{self.name}({', '.join(parts)})"
 
+    @property
+    def short(self) -> str:
+        """The call without its arguments, with its number, communicator, bucket and step."""
+        return self._described(self.name)
+
     def __str__(self) -> str:
-        number = f" #{self.number}" if self.number else ""
-        group = f" of {self.group}" if self.group != WORLD else ""
+        return self._described(self.call)
+
+    def _described(self, call: str) -> str:
         within = "" if self.bucket is None else f" (bucket {self.bucket}, step {self.step})"
-        return f"{self.call}{number}{group}{within}"
+        text = f"{numbered(call, self.number, self.group)}{within}"
+        return f"{self.method} ({text})" if self.method else text
+
+
+def numbered(call: str, number: int, group: str) -> str:
+    """A call with its number in its communicator, as all messages show it; without a number if that is 0."""
+    of = f" of {group}" if group != WORLD else ""
+    return f"{call} #{number}{of}" if number else f"{call}{of}"
 
 
 @dataclass(frozen=True)
@@ -134,6 +153,8 @@ class RankRecord:
         queued: The calls that wait on its lanes.
         failures: Its first errors, in order.
         left: The reason for leaving the world; None if it has not left.
+        steps: The number of training steps that the rank has begun, by the communicator of their engine.
+        stacks: The Python stacks of its threads, those with lines of the user's program first.
     """
 
     job: str
@@ -147,6 +168,8 @@ class RankRecord:
     queued: tuple[Entry, ...] = ()
     failures: tuple[RecordedFailure, ...] = ()
     left: str | None = None
+    steps: Mapping[str, int] = field(default_factory=dict)
+    stacks: tuple[ThreadStack, ...] = ()
 
     @property
     def who(self) -> str:
@@ -173,6 +196,9 @@ class RankRecord:
             for key, kind in _ROWS.items():
                 found[key] = tuple(kind(*map(_frozen, row)) for row in found[key])
             found["groups"] = {name: tuple(ranks) for name, ranks in found["groups"].items()}
+            found["stacks"] = tuple(
+                ThreadStack(name, tuple(Frame(*frame) for frame in frames)) for name, frames in found["stacks"]
+            )
             return cls(**found)
         except FlightError:
             raise

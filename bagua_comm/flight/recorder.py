@@ -20,9 +20,12 @@ from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 from weakref import WeakSet
 
-from ..errors import CommAborted, RankFailed
+from ..errors import CommAborted, CommTimeout, RankFailed
 from ..files import make_own_folder, write_at_once
-from .entries import WORLD, Entry, RankRecord, RecordedFailure, file_name
+from ..processes import ProcessId
+from .entries import WORLD, Entry, RankRecord, RecordedFailure, file_name, numbered
+from .requests import request_record
+from .stacks import ThreadStack, stacks_now, users_line
 
 CAPACITY = 1000
 """The number of calls that a rank keeps."""
@@ -45,7 +48,8 @@ Record: TypeAlias = list[Any]
 
 HEAD, NUMBER, WITHIN, START, END, ERROR = range(6)
 """The fields of a `Record`. WITHIN is a bucket and a step, or None; START and END are times by
-`time.perf_counter_ns`, END None before the end."""
+`time.perf_counter_ns`, END None before the end. The record of a failed call also ends with the public method that
+made it."""
 
 
 class Queue(Protocol):
@@ -80,12 +84,18 @@ class FlightRecorder:
         """The last calls, which append themselves."""
         self.groups: dict[str, tuple[int, ...]] = {WORLD: tuple(range(size))}
         """The members of each communicator, as ranks of the world."""
+        self.steps: dict[str, int] = {}
+        """The number of training steps that have begun, by the communicator of their engine."""
         self.lanes: WeakSet[Queue] = WeakSet()
+        self.peers: Sequence[ProcessId] = ()
+        """The processes of the other ranks, which write their records when a call of this rank times out. Empty
+        if the transport asks the ranks that are missing."""
         self.later = False
         """Whether `settle` writes the record of a failed call, so that no rank waits for it during recovery."""
         self._owed = False
         self._epoch_ns = time.time_ns() - time.perf_counter_ns()
         self._failures: list[RecordedFailure] = []
+        self._last_stacks: tuple[ThreadStack, ...] = ()
         self._writing = threading.Lock()
         self._writes = 0
 
@@ -107,7 +117,16 @@ class FlightRecorder:
             tuple(entry for lane in tuple(self.lanes) for entry in lane.queued()),
             tuple(self._failures),
             left,
+            dict(self.steps),
+            self._stacks(left),
         )
+
+    def _stacks(self, left: str | None) -> tuple[ThreadStack, ...]:
+        """The present stacks; those of the record before if an error has ended the program meanwhile."""
+        stacks = stacks_now()
+        if users_line(stacks) or left is not None:
+            self._last_stacks = stacks
+        return self._last_stacks or stacks
 
     def failed(self, error: BaseException) -> Path | None:
         """Note the failure of a call, and write the record unless `later` is set. Never raises.
@@ -121,10 +140,25 @@ class FlightRecorder:
             self._failures.append(RecordedFailure(type(error).__name__, str(error), ranks))
         if repeated:
             return None
+        if isinstance(error, CommTimeout):
+            for peer in self.peers:
+                if peer.is_visible():
+                    request_record(peer.pid)
         if self.later:
             self._owed = True
             return self.folder
         return self.write()
+
+    def call_before(self, record: Record) -> str:
+        """The name and number of the call before this one in its communicator; "" if it was the first.
+
+        Reads the ring backwards, since the calls of a lane are in it, too.
+        """
+        group = record[HEAD][0]
+        for other in reversed(tuple(self.ring)):
+            if other is not record and other[HEAD][0] == group and other[START] <= record[START]:
+                return numbered(other[HEAD][2], other[NUMBER], group)
+        return ""
 
     def settle(self) -> None:
         """Write the record if a call has failed while `later` was set. Never raises."""
@@ -158,7 +192,7 @@ class FlightRecorder:
 
     def _entry(self, record: Record) -> Entry:
         head: Head
-        head, number, within, start, end, error = record
+        head, number, within, start, end, error, *method = record
         group, collective, name, dtype, shape, detail, enqueued = head
         bucket, step = within or (None, None)
         return Entry(
@@ -175,6 +209,7 @@ class FlightRecorder:
             None if end is None else end + self._epoch_ns,
             enqueued,
             error,
+            *method,
         )
 
 

@@ -69,6 +69,10 @@ class Transport(CallState, Live, ABC):
     """Whether sums and products of floats have the bytes of `kernels.host.reduce_rows`, as in the derived
     collectives; False if the library below adds in another order, even if only above some size."""
 
+    late: Callable[[], object] | None = None
+    """Called, if it is set, when this rank leaves in good order and others do not: in `leave` after a while, or
+    in `close`. It writes the flight record, since this rank may be ended before they fail."""
+
     def __init__(self) -> None:
         super().__init__()
         self._scratch = SharedScratch()

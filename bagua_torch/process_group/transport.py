@@ -7,7 +7,6 @@ messages nor its failures affect other users of the group, and subgroups have th
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import zlib
 from collections.abc import Callable, Sequence
@@ -282,6 +281,7 @@ class ProcessGroupTransport(FramedTransport):
         )
         self._splits += 1
         child = ProcessGroupTransport(timeout_s=self.timeout_s, rendezvous=info, guard=self._guard)
+        child.late = self.late
         self._children = [each for each in self._children if each._gloo is not None] + [child]
         return child
 
@@ -322,5 +322,8 @@ class ProcessGroupTransport(FramedTransport):
         """
         self._leaving, self._timeout = True, min(self._timeout, timedelta(seconds=LEAVE_S))
         self._number, self._unchecked = LEAVING, _COMPARED
-        with contextlib.suppress(CommError):
+        try:
             self._round(lambda _: _NOTHING, lambda _: _NOTHING, first=False)
+        except CommError:
+            if self.late is not None:
+                self.late()

@@ -160,8 +160,9 @@ class FramedTransport(Transport):
         mine = f"rank {self.rank} called {self._text}"
         for peer, number in unlike.items():
             if number == LEAVING or number < _FIRST:
-                other = "has closed this communicator" if number == LEAVING else "is within another call"
-                return self._close_with(CommMismatch(f"{mine}, but rank {peer} {other}"))
+                left = peer if number == LEAVING else None
+                other = "is within another call" if left is None else "has closed this communicator"
+                return self._close_with(CommMismatch(f"{mine}, but rank {peer} {other}", left))
         rows = np.zeros((self.size, TEXT_BYTES), np.uint8)
         rows[self.rank] = as_row(self._text)
         self._number = _TEXTS
@@ -239,7 +240,7 @@ class FramedTransport(Transport):
             text = f"{text} in another call"
         elif nbytes == expected[0]:
             text = f"rank {self.rank} sent {expected[1]} bytes to rank {peer}, which expected {in_return}"
-        error = CommMismatch(f"{text}; {WHICH_CALLS}")
+        error = CommMismatch(f"{text}; {WHICH_CALLS}", peer if number == LEAVING else None)
         if not last:
             return self._close_with(error)
         if nbytes > BODY_BYTES:

@@ -12,6 +12,7 @@ import torch
 
 from bagua_comm import Algorithm, ArrayError
 from bagua_comm.algorithms.base import exchanges_weights
+from bagua_comm.comm.public_methods import public_method
 from bagua_comm.engine import EngineCallbacks
 
 from .hooks import Hooks, WeakCall, release_when_gone
@@ -127,6 +128,7 @@ class TrainingSteps(TrainingStep):
         """Whether a `join` context is active."""
         return self._join is not None
 
+    @public_method("DistributedDataParallel.join")
     def _follow(self, join: Join) -> list[int]:
         """Take part in the steps of ranks with data; see `Join.follow`. Collective."""
 

@@ -10,8 +10,11 @@ from bagua_comm import (
     CommError,
     CommMismatch,
     Decentralized,
+    Float16,
     GradientAllReduce,
+    MinMaxUInt8,
     QAdam,
+    Quantized,
     UnsupportedError,
     after,
     every,
@@ -162,10 +165,32 @@ def test_optimizers_of_other_parameters_are_refused(optimizers, message):
         checks.check_optimizers(optimizers(parameters), parameters, GradientAllReduce())
 
 
-@pytest.mark.parametrize("algorithm", [GradientAllReduce, "ByteGrad", None])
-def test_an_object_that_is_no_algorithm_is_refused(algorithm):
-    with pytest.raises(ArrayError, match="expected an algorithm such as"):
+@pytest.mark.algorithms("all")
+@pytest.mark.parametrize(
+    ("algorithm", "how"),
+    [
+        (None, "$"),
+        (GradientAllReduce, r"; make one by GradientAllReduce\(\)"),
+        (ByteGrad, r"; make one by ByteGrad\(\)"),
+        ("bytegrad", r"; bagua_comm.algorithms.from_name\('bytegrad'\) makes one"),
+        (Quantized(), r"; an average becomes one by GradientAllReduce\(Quantized\(\)\)"),
+        (Quantized(Float16()), r"; an average becomes one by GradientAllReduce\(Quantized\(...\)\)"),
+        (MinMaxUInt8(), r"; a codec becomes one by GradientAllReduce\(Quantized\(MinMaxUInt8\(\)\)\)"),
+    ],
+)
+def test_what_is_no_algorithm_is_refused_with_the_way_to_make_one(algorithm, how):
+    with pytest.raises(ArrayError, match=f"expected an algorithm such as ByteGrad\\(\\){how}"):
         checks.check_optimizers([], trained(), algorithm)
+
+
+def test_no_optimizers_may_be_none_and_what_is_no_list_of_them_is_refused():
+    assert checks.listed(None) == checks.listed(()) == []
+    (optimizer,) = sgd(trained())
+    assert checks.listed(optimizer) == [optimizer]
+    with pytest.raises(ArrayError, match=r"optimizers is 7, expected an optimizer .*, or a list of them$"):
+        checks.listed(7)
+    with pytest.raises(ArrayError, match=r"give an algorithm as algorithm=..., after the optimizers"):
+        checks.listed(ByteGrad())
 
 
 @pytest.mark.parametrize(
@@ -198,26 +223,71 @@ def test_an_algorithm_that_shares_state_needs_optimizers_that_share_it(optimizer
 
 
 @pytest.mark.parametrize(
-    ("make", "optimizers", "tuned"),
+    ("make", "optimizers", "tuned", "words"),
     [
-        (lambda rank: nn.Linear(1 + rank, 1), lambda rank: 1, lambda rank: False),
-        (lambda rank: nn.Linear(1, 1, bias=rank == 0), lambda rank: 1, lambda rank: False),
-        (lambda rank: nn.Linear(1, 1).to(torch.float64 if rank else None), lambda rank: 1, lambda rank: False),
-        (lambda rank: nn.BatchNorm1d(1, track_running_stats=rank == 0), lambda rank: 1, lambda rank: False),
-        (lambda rank: nn.Linear(1, 1), lambda rank: rank, lambda rank: False),
-        (lambda rank: nn.Linear(1, 1), lambda rank: 1, lambda rank: rank == 0),
+        (
+            lambda rank: nn.Linear(1 + rank, 1),
+            lambda rank: 1,
+            lambda rank: False,
+            "modules: 'weight' is float32[1, 1] on rank 0, and float32[1, 2] on rank 1",
+        ),
+        (
+            lambda rank: nn.Linear(1, 1, bias=rank == 0),
+            lambda rank: 1,
+            lambda rank: False,
+            "modules: 'bias' is on rank 0, and not on rank 1",
+        ),
+        (
+            lambda rank: nn.ModuleDict({"ab"[rank]: nn.Linear(1, 1)}),
+            lambda rank: 1,
+            lambda rank: False,
+            "modules: rank 0 has 'a.weight' where rank 1 has 'b.weight'",
+        ),
+        (
+            lambda rank: nn.Linear(1, 1).to(torch.float64 if rank else None),
+            lambda rank: 1,
+            lambda rank: False,
+            "modules: 'weight' is float32[1, 1] on rank 0, and float64[1, 1] on rank 1",
+        ),
+        (
+            lambda rank: nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1).requires_grad_(rank == 0)),
+            lambda rank: 1,
+            lambda rank: False,
+            "modules: '1.weight' is trained on rank 0, and not trained on rank 1",
+        ),
+        (
+            lambda rank: nn.BatchNorm1d(1, track_running_stats=rank == 0),
+            lambda rank: 1,
+            lambda rank: False,
+            "modules: 'running_mean' is on rank 0, and not on rank 1",
+        ),
+        (
+            lambda rank: nn.Linear(1, 1),
+            lambda rank: rank,
+            lambda rank: False,
+            "numbers of optimizers: 0 and 1; give the same optimizers on all ranks",
+        ),
+        (
+            lambda rank: nn.Linear(1, 1),
+            lambda rank: 1,
+            lambda rank: rank == 0,
+            "arguments: rank 0 has a tuner, and rank 1 has none; give one on all ranks",
+        ),
     ],
-    ids=["shape", "parameter", "dtype", "buffer", "optimizers", "tuner"],
+    ids=["shape", "parameter", "name", "dtype", "frozen", "buffer", "optimizers", "tuner"],
 )
-def test_differences_between_ranks_raise_on_all_ranks(make, optimizers, tuned):
+def test_differences_between_ranks_raise_in_words_on_all_ranks(make, optimizers, tuned, words):
     def body(comm):
         contents = contents_of(make(comm.rank))
         mine = sgd(contents.trained) * optimizers(comm.rank)
-        with pytest.raises(CommMismatch, match=f"rank {1 - comm.rank} have different modules") as caught:
+        with pytest.raises(CommMismatch) as caught:
             checks.check_ranks(comm, contents, mine, tuned=tuned(comm.rank))
         assert isinstance(caught.value, RuntimeError)
+        return str(caught.value)
 
-    run_ranks(2, body)
+    first, second = run_ranks(2, body)
+    assert first == f"DistributedDataParallel: rank 0 and rank 1 have different {words}"
+    assert second.startswith(f"DistributedDataParallel: rank 1 and rank 0 have different {words.split()[0]}")
 
 
 def test_ranks_that_are_alike_pass():

@@ -35,6 +35,7 @@ from bagua_comm import (
     RankFailed,
 )
 from bagua_comm.errors import WHICH_CALLS
+from bagua_comm.flight import diagnose, read_folder
 from bagua_comm.testing import check_transport, reduced, sample
 from bagua_comm.transports.base import COLLECTIVE
 from bagua_torch import ProcessGroupTransport
@@ -580,6 +581,48 @@ def test_under_torchrun_the_world_is_that_of_torchrun(tmp_path, ranks):
     assert result.returncode == 0, result.stdout + result.stderr
     for rank in range(ranks):
         assert f"rank {rank} of {ranks} is done" in result.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ends", "texts"),
+    [
+        (
+            "time.sleep(60)",
+            ["rank 1 has not come to allreduce #2 of world.1", ", in <module>: time.sleep(60)"],
+        ),
+        (
+            "engine.close(); comm.close(); sys.exit()",
+            ["rank 1 made 1 step and left; rank 0 waits in its 2nd step: f"],
+        ),
+    ],
+)
+def test_under_torchrun_a_rank_that_does_not_come_is_explained(tmp_path, ends, texts):
+    path = script(
+        tmp_path,
+        f"""
+        import sys, time
+        from bagua_comm import Engine, GradientAllReduce, Plan, Point, TensorSpec
+        import bagua_torch
+
+        comm = bagua_torch.connect(timeout_s=3, record={str(tmp_path / "records")!r})
+        plan = Plan.pack([TensorSpec("a", (4,), "float32")])
+        engine = Engine(comm, GradientAllReduce(), plan, plan.allocate())
+        for step in range(2):
+            if step == comm.rank == 1:  # it hangs, or has no more batches
+                {ends}
+            engine.at(Point.FORWARD)
+            engine.ready("a")
+            engine.at(Point.BACKWARD)
+            engine.at(Point.STEP)
+        """,
+    )
+    assert torchrun(2, path).returncode == 1
+    (job,) = (tmp_path / "records").iterdir()
+    found = str(diagnose(read_folder(job)))
+    for text in texts:
+        assert text in found
+    assert "no record" not in found
 
 
 @pytest.mark.slow

@@ -9,6 +9,8 @@ import pytest
 from support.launch import run_timed
 from support.waiting import until
 
+from bagua_comm.flight import diagnose, read_folder
+
 SOON_S = 55
 """Less than the 60 s for which ranks would wait, or sleep."""
 
@@ -66,6 +68,63 @@ def test_a_missing_rank_is_a_timeout_that_names_the_call(tmp_path):
     assert "CommTimeout: allreduce(float64[5], op=sum) #2: rank 0 of 2 waited 1 s" in result.stderr
     assert "before it: barrier #1" in result.stderr
     assert seconds < SOON_S
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_outside_of_calls_is_shown_with_its_line_and_the_error_comes_last(tmp_path):
+    result, seconds = run_timed(
+        tmp_path,
+        2,
+        """
+        import bagua_comm, numpy as np, time
+        comm = bagua_comm.connect(timeout_s=1)
+        def load():
+            time.sleep(60)
+        comm.barrier()
+        if comm.rank == 1:
+            load()
+        comm.allreduce(np.ones(5))
+        """,
+    )
+    lines = result.stderr.rstrip("\n\0").splitlines()
+    assert "rank 1 has not come to allreduce #2, where rank 0 waits; its last call was barrier #1" in lines[2]
+    assert lines[-3] == "  rank 1: in no call; the last was barrier #1"
+    assert re.fullmatch(r"    at \S+/script.py:5, in load: time.sleep\(60\)", lines[-2])
+    assert "BAGUA_TRACEBACK" in lines[-1]
+    assert result.stderr.count("allreduce(float64[5]") == 1
+    assert seconds < SOON_S
+
+
+@pytest.mark.slow
+def test_a_rank_that_leaves_after_fewer_batches_is_named_so_in_the_error_and_by_diagnose(tmp_path):
+    result, _ = run_timed(
+        tmp_path,
+        2,
+        f"""
+        import bagua_comm
+        from bagua_comm import Engine, GradientAllReduce, Plan, Point, TensorSpec
+        comm = bagua_comm.connect(timeout_s=30, record={str(tmp_path / "records")!r})
+        plan = Plan.pack([TensorSpec("a", (4,), "float32")])
+        with Engine(comm, GradientAllReduce(), plan, plan.allocate()) as engine:
+            for _ in range(5 if comm.rank == 0 else 8):
+                engine.at(Point.FORWARD)
+                engine.ready("a")
+                engine.at(Point.BACKWARD)
+                engine.at(Point.STEP)
+        comm.close()
+        """,
+        flags=["-v"],
+    )
+    text = "rank 0 made 5 steps and left; rank 1 waits in its 6th step: fewer batches? use `with ddp.join():`"
+    assert f"CommMismatch: allreduce(float32[4], op=avg) #6 of world.1: {text}" in result.stderr
+    assert result.stderr.count(text) == 1
+    assert "MPI_ABORT was invoked" in result.stderr  # with -v alone
+    (job,) = (tmp_path / "records").iterdir()
+    diagnosis = str(diagnose(read_folder(job)))
+    assert diagnosis.startswith(f"* {text}")
+    for words in (result.stderr, diagnosis):
+        assert "left: its program ended, or it closed its communicator" in words
+        assert "no record" not in words
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ def test_a_folder_is_explained_in_words_or_as_json(tmp_path, capsys):
     write(tmp_path, 0, 1)
     assert cli.main(["diagnose", str(tmp_path)]) == 1
     text = capsys.readouterr().out
-    assert text.startswith("* rank 1 has not come to barrier() #1, where rank 0 waits; it left no record")
+    assert text.startswith("* rank 1 has not come to barrier #1, where rank 0 waits; it left no record")
     assert cli.main(["diagnose", str(tmp_path), "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert found["findings"][0] | {"text": ""} == {

@@ -8,7 +8,8 @@ import pytest
 
 from bagua_comm import CommError, Engine, GradientAllReduce, Plan, Point, TensorSpec
 from bagua_comm.flight import Entry, FlightRecorder, RankRecord, diagnose
-from bagua_comm.flight.entries import RecordedFailure
+from bagua_comm.flight.entries import LEFT_WELL, RecordedFailure
+from bagua_comm.flight.stacks import Frame, ThreadStack
 from bagua_comm.testing import run_ranks
 
 SECOND = 10**9
@@ -26,11 +27,9 @@ def calls(*names, group="world", start=0, open_last=False, number=1, size=4, **f
     return made
 
 
-def record(rank, entries, *, size=3, failures=(), left=None, groups=None, at_s=20, queued=()):
+def record(rank, entries, *, size=3, groups=None, at_s=20, **fields):
     groups = groups or {"world": tuple(range(size))}
-    return RankRecord(
-        "job", rank, size, "host", 1, at_s * SECOND, groups, tuple(entries), tuple(queued), tuple(failures), left
-    )
+    return RankRecord("job", rank, size, "host", 1, at_s * SECOND, groups, tuple(entries), **fields)
 
 
 def only(records):
@@ -116,9 +115,9 @@ def test_calls_whose_arrays_may_differ_are_no_mismatch():
 def test_a_rank_that_died_is_named_by_its_peers_and_so_is_its_last_call():
     failure = RecordedFailure("RankFailed", "rank 2 died", (2,))
     entries = calls("allreduce", "barrier", open_last=True)
-    finding = only([record(rank, entries, failures=[failure]) for rank in range(2)])
+    finding = only([record(rank, entries, failures=(failure,)) for rank in range(2)])
     assert (finding.kind, finding.ranks) == ("died", (2,))
-    assert "allreduce(float32[4]) #1" in finding.text
+    assert "allreduce #1" in finding.text
 
 
 def test_a_rank_without_a_record_died_or_hangs():
@@ -134,7 +133,80 @@ def test_a_rank_that_left_is_reported_once():
     entries = calls("allreduce", "barrier", open_last=True)
     finding = only([record(0, entries), record(1, entries[:1], left="ValueError: no data"), record(2, entries)])
     assert (finding.kind, finding.ranks) == ("left", (1,))
-    assert "rank 1 left: ValueError: no data; its last call was allreduce(float32[4]) #1" in finding.text
+    assert "rank 1 left: ValueError: no data; its last call was allreduce #1" in finding.text
+
+
+UNEVEN = "rank 1 made 5 steps and left; ranks 0, 2 wait in their 6th step: fewer batches? use `with ddp.join():`"
+
+
+def test_a_rank_that_left_after_fewer_steps_had_fewer_batches():
+    entries = calls("allreduce", "allreduce", open_last=True, bucket=0, step=5)
+    waiting = [record(rank, entries, steps={"world": 6 + (rank > 0)}) for rank in (0, 2)]
+    diagnosis = diagnose([*waiting, record(1, entries[:1], left=LEFT_WELL, steps={"world": 5})])
+    (finding,) = diagnosis.findings
+    assert (finding.kind, finding.ranks) == ("uneven", (1,))
+    assert finding.text.startswith(UNEVEN)
+    assert "no record" not in str(diagnosis)
+
+
+@pytest.mark.parametrize(("left", "steps"), [("ValueError: no data", 5), (LEFT_WELL, 6)])
+def test_a_rank_that_left_with_an_error_or_after_as_many_steps_had_enough_batches(left, steps):
+    entries = calls("allreduce", "allreduce", open_last=True, bucket=0, step=5)
+    waiting = [record(rank, entries, steps={"world": 6}) for rank in (0, 2)]
+    finding = only([*waiting, record(1, entries[:1], left=left, steps={"world": steps})])
+    assert finding.kind == "left"
+    assert "batches" not in finding.text
+
+
+def test_a_rank_that_went_on_to_evaluate_had_fewer_batches():
+    groups = {"world": (0, 1), "world.1": (0, 1)}
+    evaluating = calls("barrier", open_last=True)
+    training = calls("allreduce", group="world.1", number=6, open_last=True, bucket=0, step=5)
+    finding = only(
+        [
+            record(0, evaluating, groups=groups, size=2, steps={"world.1": 5}),
+            record(1, training, groups=groups, size=2, steps={"world.1": 6}),
+        ]
+    )
+    assert (finding.kind, finding.ranks) == ("uneven", (0,))
+    assert finding.text.startswith("rank 0 made 5 steps and is in barrier #1; rank 1 waits in its 6th step: ")
+
+
+def test_a_method_that_only_some_ranks_call_is_named():
+    groups = {"world": (0, 1), "world.1": (0, 1)}
+    save = {"error": "CommTimeout", "method": "Checkpoints.save"}
+    saving = calls("allgather_object", group="world.1", open_last=True, **save)
+    finding = only(
+        [
+            record(0, saving, groups=groups, size=2),
+            record(1, calls("barrier", open_last=True), groups=groups, size=2),
+        ]
+    )
+    assert finding.text.startswith("rank 0 is in Checkpoints.save (allgather_object #1 of world.1), and rank 1 ")
+    assert finding.text.endswith("Checkpoints.save is collective: all ranks must make the same calls")
+
+
+def test_arguments_are_shown_once_and_not_in_the_brief_text():
+    entries = calls("allreduce", "allreduce", open_last=True)
+    diagnosis = diagnose([record(rank, entries[: rank or None]) for rank in range(3)])
+    assert str(diagnosis).count("float32[4]") == 3  # a line for each rank
+    assert "float32[4]" not in diagnosis.brief()
+
+
+def test_the_line_of_the_program_in_which_a_rank_was_is_shown_and_with_stacks_all_of_them():
+    frames = (
+        Frame("/lib/threading.py", 7, "wait", "", is_users=False),
+        Frame("train.py", 8, "load", "sleep(9)", is_users=True),
+    )
+    stacks = (ThreadStack("MainThread", frames),)
+    records = [record(0, calls("barrier", open_last=True), size=2), record(1, [], size=2, stacks=stacks)]
+    diagnosis = diagnose(records)
+    for text in (str(diagnosis), diagnosis.brief()):
+        assert text.endswith("rank 1: has made no call\n  at train.py:8, in load: sleep(9)")
+    assert diagnosis.with_stacks().endswith(
+        'rank 1:\nThread "MainThread"\n    wait (/lib/threading.py:7)\n  > load (train.py:8)'
+    )
+    assert diagnosis.as_dict()["lines"] == {"1": "train.py:8, in load: sleep(9)"}
 
 
 def test_a_slow_rank_is_reported_although_the_others_aborted_and_it_continued():
@@ -156,13 +228,13 @@ def test_calls_of_two_communicators_in_another_order():
     first, second = calls("barrier", open_last=True), calls("barrier", group="world.1", open_last=True)
     finding = only([record(0, first, groups=groups, size=2), record(1, second, groups=groups, size=2)])
     assert (finding.kind, finding.ranks) == ("crossed", (0, 1))
-    assert "rank 0 is in barrier(float32[4]) #1, and rank 1 in barrier(float32[4]) #1 of world.1" in finding.text
+    assert "rank 0 is in barrier #1, and rank 1 in barrier #1 of world.1" in finding.text
 
 
 def test_the_last_call_of_a_rank_has_its_bucket_its_step_and_the_tasks_of_its_lane():
     entry = calls("allreduce", open_last=True, bucket=3, step=7)
     waiting = Entry("world", 0, True, "exchange", bucket=4, step=7)
-    line = diagnose([record(0, entry, queued=[waiting], size=1)]).ranks[0]
+    line = diagnose([record(0, entry, queued=(waiting,), size=1)]).ranks[0]
     assert "in allreduce(float32[4]) #1 (bucket 3, step 7), for 20.0 s" in line
     assert "queued on a lane: exchange() (bucket 4, step 7)" in line
 

@@ -201,7 +201,7 @@ class _ChannelEndpoint(Endpoint):
     def revoke(self) -> None:
         """Do nothing: all ranks check for deaths while they wait."""
 
-    def leave(self, reason: str | None = None) -> bool:
+    def leave(self, reason: str | None = None, late: Callable[[], object] | None = None) -> bool:
         """See `Transport.leave`; waits for no other rank."""
         if reason is not None:
             self.notify(CommAborted(reason))

@@ -76,6 +76,9 @@ class CountedCalls(CallState):
         behind = number - begun
         if begun == 0:
             return ", which has made no collective call yet"
-        if not 0 <= behind < len(self._history):
-            return f", whose last call was its collective number {begun}"
-        return f", whose last call was {self._history[-1 - behind]}, its collective number {begun}"
+        if behind < 0:
+            return ""
+        before = "the one before this" if behind == 1 else f"{behind} calls before this one"
+        if behind >= len(self._history):
+            return f", whose last call was {before}"
+        return f", whose last call was {self._history[-1 - behind]}, {before}"

@@ -127,7 +127,8 @@ class FailureDetector:
             return CommAborted(f"{self.who}: {self.name(rank)} {doing}: {notice.reason}")
         return CommMismatch(
             f"{self.who} waits for {self.name(rank)}, which has left: its program ended, or it closed "
-            "its communicator"
+            "its communicator",
+            left=rank,
         )
 
     def death(self, dead: Sequence[int]) -> RankFailed:
@@ -149,6 +150,8 @@ class FailureDetector:
         """`error` with the names of the missing ranks among `peers`, or among all others if None."""
         awaited = [rank for rank in self._calls.others() if peers is None or rank in peers]
         missing = self.missing_ranks(awaited)
+        for rank in missing:
+            self._world.request_record(self._members[rank])
         present = [rank for rank in awaited if rank not in missing]
         texts = [f"{self.name(rank)}{self._calls.last_call_of(rank)}" for rank in missing[: tuning.RANKS_NAMED]]
         if len(missing) > tuning.RANKS_NAMED:

@@ -11,6 +11,7 @@ import numpy as np
 from mpi4py import MPI
 
 from ...arrays import Array
+from ...flight.requests import request_record
 from ...processes import state_of
 from ..notices import Notice, Notices
 
@@ -130,6 +131,11 @@ class World:
     def name(self, member: int) -> str:
         """The host and process of a rank of the world, in parentheses; empty if not known."""
         return f" ({self.places[member]})" if self.places else ""
+
+    def request_record(self, member: int) -> None:
+        """Ask a rank of the world to write its flight record, if this process sees it."""
+        if self.places and self.places[member].is_visible:
+            request_record(self.places[member].process)
 
     def latest_groups(self) -> list[str]:
         """The latest groups, up to the number that fits into a short message."""

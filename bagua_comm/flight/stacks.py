@@ -1,0 +1,120 @@
+"""The Python stacks of this process's threads, in which the lines of the user's program are marked.
+
+They are in the records of the flight recorder, which so show the line where a rank was, in a call or in none.
+"""
+
+from __future__ import annotations
+
+import functools
+import linecache
+import site
+import sys
+import sysconfig
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from types import FrameType
+from typing import NamedTuple
+
+LIBRARY = ("bagua_comm", "bagua_torch")
+"""The packages of this library."""
+
+THREADS, FRAMES = 32, 100
+"""The number of threads, and of frames of each, that a record keeps."""
+
+_RECORDING = ("bagua_comm.flight", "bagua_comm.bootstrap.rank_exit")
+"""Modules that write records; their innermost frames are left out."""
+
+
+class Frame(NamedTuple):
+    """A call of a Python function in progress."""
+
+    file: str
+    line: int
+    function: str
+    text: str
+    """The source of the line; empty if it cannot be read."""
+    is_users: bool
+    """Whether it belongs to the user's program: neither to this library nor to an installed package."""
+
+    def __str__(self) -> str:
+        code = f": {self.text}" if self.text else ""
+        return f"{self.file}:{self.line}, in {self.function}{code}"
+
+
+class ThreadStack(NamedTuple):
+    """The stack of a thread, the innermost frame first."""
+
+    name: str
+    frames: tuple[Frame, ...]
+
+    @property
+    def users_frame(self) -> Frame | None:
+        """The innermost frame of the user's program; None if it has none."""
+        return next((frame for frame in self.frames if frame.is_users), None)
+
+    def lines(self) -> list[str]:
+        """The stack as py-spy prints it: the innermost frame first; `>` marks frames of the user's program."""
+        frames = [
+            f"  {'>' if frame.is_users else ' '} {frame.function} ({frame.file}:{frame.line})"
+            for frame in self.frames
+        ]
+        return [f'Thread "{self.name}"', *frames]
+
+
+def stacks_now() -> tuple[ThreadStack, ...]:
+    """The stacks of all threads of this process, first those with frames of the user's program.
+
+    The main thread is the first of its group. Calls no function of another thread, and waits for none.
+    """
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    main = threading.main_thread().ident
+    frames = sorted(sys._current_frames().items(), key=lambda item: item[0] != main)
+    stacks = [
+        ThreadStack(names.get(ident, f"thread {ident}"), tuple(_frames(frame)))
+        for ident, frame in frames[:THREADS]
+    ]
+    return tuple(sorted(stacks, key=lambda stack: stack.users_frame is None))
+
+
+def users_line(stacks: Sequence[ThreadStack]) -> str:
+    """The innermost line of the user's program in the first of these stacks; "" if there is none."""
+    frame = stacks[0].users_frame if stacks else None
+    return "" if frame is None else str(frame)
+
+
+def is_users_code(file: str, module: str) -> bool:
+    """Whether a file belongs to the user's program: neither to this library nor to an installed package."""
+    return module.partition(".")[0] not in LIBRARY and not is_installed(file)
+
+
+def is_installed(file: str) -> bool:
+    """Whether a file belongs to Python or to an installed package."""
+    return file.startswith(_installed())
+
+
+@functools.cache
+def _installed() -> tuple[str, ...]:
+    """How the names of files of Python and of installed packages begin."""
+    paths = {site.getusersitepackages(), *sysconfig.get_paths().values()} - {sysconfig.get_path("data")}
+    return ("<", *sorted(paths))
+
+
+def _frames(innermost: FrameType | None) -> Iterator[Frame]:
+    """The frames of a stack, without the innermost ones that write the record."""
+    frames = list(_outward(innermost))
+    while frames and _module(frames[0]).startswith(_RECORDING):
+        del frames[0]
+    for frame in frames[:FRAMES]:
+        file, line, code = frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code
+        text = linecache.getline(file, line, frame.f_globals).strip()
+        yield Frame(file, line, code.co_name, text, is_users_code(file, _module(frame)))
+
+
+def _outward(frame: FrameType | None) -> Iterable[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))

@@ -1,0 +1,131 @@
+"""The stderr of Open MPI's mpirun without the two paragraphs that it prints after every error of a program.
+
+A rank that ends with an error has printed the reason, and ends all ranks by MPI_Abort. Open MPI prints 15 lines
+on that, which hide the reason. So mpirun writes to a pipe, from which a process of its own copies everything else
+to stderr as soon as it comes.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import signal
+from contextlib import suppress
+
+RULE = b"-" * 74 + b"\n"
+"""The line before and after each paragraph of Open MPI."""
+
+BEGINNINGS = (b"MPI_ABORT was invoked on rank ", b"prterun has exited due to process rank ")
+
+KNOWN = (
+    rb"MPI_ABORT was invoked on rank \d+ in communicator [^\n]*\n"
+    rb"(  Proc: [^\n]*\n)?(  Errorcode: \d+\n|with errorcode \d+\.\n)\n"
+    rb"NOTE: invoking MPI_ABORT causes Open MPI to kill all MPI processes\.\n"
+    rb"You may or may not see output from other processes, depending on\n"
+    rb"exactly when Open MPI kills them\.\n",
+    rb"prterun has exited due to process rank \d+ with PID \d+ on node \S+ calling\n"
+    rb'"abort"\. This may have caused other processes in the application to be\n'
+    rb"terminated by signals sent by prterun \(as reported here\)\.\n",
+)
+"""The paragraphs that are left out."""
+
+_PARAGRAPHS = re.compile(b"|".join(rb"(?:%s%s%s)" % (RULE, text, RULE) for text in KNOWN))
+
+_LINE_STARTS = re.compile(rb"[\n\0](?=-)")
+
+LONGEST = 1000
+"""Bytes of a paragraph that are held back at most until it is complete."""
+
+HOLD_S = 0.5
+"""How long they are held back at most."""
+
+
+class Filter:
+    """Removes the paragraphs from bytes that come in pieces."""
+
+    def __init__(self) -> None:
+        self._held = b""
+        self._begins_line = True
+        """Whether the next bytes begin a line."""
+        self._has_removed = False
+
+    @property
+    def holds(self) -> bool:
+        """Whether bytes are held back, since a paragraph may have begun."""
+        return bool(self._held)
+
+    def feed(self, data: bytes) -> bytes:
+        """Add the next bytes; returns those that are to be printed now."""
+        text, found = _PARAGRAPHS.subn(b"", self._held + data)
+        self._has_removed |= found > 0
+        if self._has_removed:  # mpirun ends what it prints with a NUL
+            text = text.replace(b"\0", b"")
+        at = self._paragraph_in(text)
+        return self._passed(text[:at], text[at:])
+
+    def flush(self) -> bytes:
+        """Return the bytes that are held back."""
+        return self._passed(self._held, b"")
+
+    def _passed(self, ready: bytes, held: bytes) -> bytes:
+        self._held = held
+        if ready:
+            self._begins_line = ready.endswith((b"\n", b"\0"))
+        return ready
+
+    def _paragraph_in(self, text: bytes) -> int:
+        """The position of a paragraph that has begun and is not complete; the length of `text` without one."""
+        starts = [0] if self._begins_line and text.startswith(b"-") else []
+        for at in starts + [found.end() for found in _LINE_STARTS.finditer(text)]:
+            rest = text[at:]
+            if len(rest) < LONGEST and any(_may_become(rest, RULE + beginning) for beginning in BEGINNINGS):
+                return at
+        return len(text)
+
+
+def _may_become(begun: bytes, wanted: bytes) -> bool:
+    """Whether text that has begun so may start with `wanted`."""
+    return begun.startswith(wanted) or wanted.startswith(begun)
+
+
+def filter_stderr() -> None:
+    """Have another process filter what this one, and the program that it becomes, write to stderr.
+
+    The process ends when all writers have ended. It is no child of this one, which may become mpirun.
+    """
+    source, sink = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            if os.fork() == 0:
+                os.close(sink)
+                for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                    signal.signal(number, signal.SIG_IGN)  # mpirun and its ranks may write after these
+                copy(source, 2)
+        finally:
+            os._exit(0)
+    os.close(source)
+    os.waitpid(child, 0)
+    os.dup2(sink, 2)
+    os.close(sink)
+
+
+def copy(source: int, sink: int) -> None:
+    """Copy what comes from one file descriptor to another one through a `Filter`, until the first ends."""
+    texts = Filter()
+    while True:
+        if not select.select([source], [], [], HOLD_S if texts.holds else None)[0]:
+            _write(sink, texts.flush())
+            continue
+        data = os.read(source, 1 << 16)
+        _write(sink, texts.feed(data) if data else texts.flush())
+        if not data:
+            return
+
+
+def _write(sink: int, data: bytes) -> None:
+    while data:
+        select.select([], [sink], [])  # a terminal that another program has set to non-blocking mode
+        with suppress(BlockingIOError):
+            data = data[os.write(sink, data) :]

@@ -1,0 +1,112 @@
+"""What `run` leaves out of Open MPI's output, and that it leaves out nothing else."""
+
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from bagua_comm.launch import stderr_filter
+from bagua_comm.launch.stderr_filter import Filter
+
+RULE = "-" * 74
+
+ABORT = f"""{RULE}
+MPI_ABORT was invoked on rank 1 in communicator MPI_COMM_WORLD
+  Proc: [[53880,1],1]
+  Errorcode: 1
+
+NOTE: invoking MPI_ABORT causes Open MPI to kill all MPI processes.
+You may or may not see output from other processes, depending on
+exactly when Open MPI kills them.
+{RULE}
+"""
+
+EXITED = f"""{RULE}
+prterun has exited due to process rank 1 with PID 0 on node vm calling
+"abort". This may have caused other processes in the application to be
+terminated by signals sent by prterun (as reported here).
+{RULE}
+"""
+
+OTHER = f"""{RULE}
+There are not enough slots available in the system to satisfy the 9
+slots that were requested by the application.
+{RULE}
+"""
+
+
+def filtered(text, piece=None):
+    """What passes the filter of a text that comes in pieces of so many bytes."""
+    data, texts = text.encode(), Filter()
+    piece = piece or len(data)
+    return b"".join(
+        [*(texts.feed(data[i : i + piece]) for i in range(0, len(data), piece)), texts.flush()]
+    ).decode()
+
+
+@pytest.mark.parametrize("piece", [1, 2, 7, 74, 75, 76, 200, None])
+def test_the_paragraphs_on_mpi_abort_are_left_out_and_all_else_stays(piece):
+    text = f"rank 1: ValueError\n{ABORT}more\n{OTHER}{EXITED}\0end of rank 0"
+    assert filtered(text, piece) == f"rank 1: ValueError\nmore\n{OTHER}end of rank 0"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"{RULE}\nMPI_ABORT was invoked on rank 1 in communicator X, said the user\n{RULE}\n",
+        f"{RULE}-\nMPI_ABORT was invoked on rank ",
+        f"> {ABORT[:-75]}",
+        "--- a/train.py\n-x\n",
+        RULE,
+        f"a\0b\n{OTHER}",
+    ],
+)
+@pytest.mark.parametrize("piece", [1, None])
+def test_what_only_begins_like_them_stays(text, piece):
+    assert filtered(text, piece) == text
+
+
+@pytest.mark.parametrize("text", ["50 %|####    |\r", "Epoch 1: ", "a - b", "- [x] done", f"{RULE}\nepoch 1\n"])
+def test_what_is_no_paragraph_passes_at_once(text):
+    texts = Filter()
+    assert texts.feed(text.encode()) == text.encode()
+    assert not texts.holds
+
+
+def test_a_paragraph_that_is_not_completed_passes_after_a_while(monkeypatch):
+    monkeypatch.setattr(stderr_filter, "HOLD_S", 0.01)
+    begun = ABORT.encode()[:-20]
+    (source, writer), (reader, sink) = os.pipe(), os.pipe()
+    copying = threading.Thread(target=stderr_filter.copy, args=(source, sink))
+    copying.start()
+    os.write(writer, begun)
+    with os.fdopen(reader, "rb") as passed:
+        assert passed.read(len(begun)) == begun  # though more may come
+        os.close(writer)
+        copying.join()
+    os.close(source)
+    os.close(sink)
+
+
+def test_a_program_that_replaces_the_process_writes_through_the_filter():
+    script = f"printf '%s' '{ABORT}reason' >&2; exit 3"
+    program = (
+        "import os, sys; from bagua_comm.launch.stderr_filter import filter_stderr; filter_stderr();"
+        "os.execv('/bin/sh', ['sh', '-c', sys.argv[1]])"
+    )
+    result = subprocess.run([sys.executable, "-c", program, script], capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stdout, result.stderr) == (3, "", "reason")
+
+
+def test_a_reader_that_has_gone_ends_the_copy():
+    source, sink = os.pipe()
+    reader, closed = os.pipe()
+    os.close(reader)
+    os.write(sink, b"text")
+    os.close(sink)
+    with pytest.raises(BrokenPipeError):
+        stderr_filter.copy(source, closed)
+    os.close(source)
+    os.close(closed)
