@@ -88,6 +88,8 @@ class TorchEngine(Engine):
         callbacks: Functions of the wrapper; see `Engine`.
     """
 
+    adds_stages = False
+
     def __init__(
         self,
         comm: Communicator,
@@ -270,18 +272,19 @@ class TorchEngine(Engine):
             return value
 
 
-class BackwardSpan:
-    """The duration of a backward pass, as a span on the host and, for a CUDA device, on the device.
+class StageSpan:
+    """The duration of a stage of training, as a span on the host and, for a CUDA device, on the device.
 
     Args:
+        name: The stage.
         tracer: Receives the spans.
-        device: The device of the pass.
+        device: The device of the stage.
     """
 
-    def __init__(self, tracer: Tracer, device: torch.device) -> None:
+    def __init__(self, name: str, tracer: Tracer, device: torch.device) -> None:
         self.clock = DeviceClock(device.index) if device.type == "cuda" else None
         """The clock of the device, if there is one."""
-        self._tracer, self._device = tracer, device
+        self._name, self._tracer, self._device = name, tracer, device
         self._start_ns = 0
         self._on_device: DeviceSpan | None = None
 
@@ -290,16 +293,16 @@ class BackwardSpan:
         self._start_ns = time.perf_counter_ns()
         if self.clock is not None:
             with torch_stream(self._device):
-                self._on_device = DeviceSpan(self._tracer, self.clock, "backward", "device: backward")
+                self._on_device = DeviceSpan(self._tracer, self.clock, self._name, f"device: {self._name}")
 
     def end(self, **detail: Any) -> None:
         """End the span, if one has begun; `detail` is shown with it."""
         if self._start_ns:
-            self._tracer.add("backward", self._start_ns, time.perf_counter_ns(), detail)
+            self._tracer.add(self._name, self._start_ns, time.perf_counter_ns(), detail)
             if self._on_device is not None:
                 with torch_stream(self._device):
                     self._on_device.end(**detail)
-        self.forget()
+            self.forget()
 
     def forget(self) -> None:
         """Drop a span that has begun."""

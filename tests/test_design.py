@@ -22,7 +22,7 @@ PROGRAMS = sorted([*FILES, *(ROOT / "benchmarks").rglob("*.py")])
 LAYERS = {
     "bagua_comm": [
         "_version caching closing errors files logs moved processes refusals trace",
-        "arrays flight net pickling topology",
+        "arrays flight net pickling timeline topology",
         "bucket cuda kernels",
         "codecs hooks lane optim transports",
         "comm",
@@ -88,7 +88,7 @@ LAYERS = {
         "measure_links supervisor",
     ],
     "bagua_comm/engine": [
-        "callbacks checks schedule storage",
+        "callbacks checks progress schedule storage",
         "restore",
         "engine",
         "__init__",

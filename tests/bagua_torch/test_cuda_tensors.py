@@ -319,7 +319,7 @@ def test_whatever_comes_in_from_pytorch_is_put_in_the_order_of_its_stream(played
         comms.append(comm)
         for algorithm in (GradientAllReduce(), ByteGrad(), LowPrecisionDecentralized()):
             model = Model(comm, algorithm, played.wait)
-            model.wrapped._steps.span.clock = clock = DeviceClock(comm.device)
+            model.wrapped._steps.spans["backward"].clock = clock = DeviceClock(comm.device)
             clock.mark = noted(clock.mark, "mark")
             if algorithm == GradientAllReduce():
                 model.wrapped.register_comm_hook(None, hook)
@@ -427,7 +427,7 @@ def test_no_hook_makes_the_host_wait_for_the_device(played, device):
 def test_the_backward_pass_is_seen_on_the_device(played):
     def body(comm):
         wrapped = DistributedDataParallel(make_model(), comm=comm, bucket_bytes=64)
-        wrapped._steps.span.clock = DeviceClock(comm.device)
+        wrapped._steps.spans["backward"].clock = DeviceClock(comm.device)
         for step in range(2):
             loss_of(wrapped, batch(comm.rank, step)).backward()
             played.wait()
