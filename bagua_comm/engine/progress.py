@@ -131,6 +131,7 @@ def describe(steps: int, seconds: float, counters: ExchangeCounters, *, on_devic
         counters: Their exchanges.
         on_device: Whether a device exchanges: then the host's waits say nothing.
 
+    >>> from bagua_comm.trace import Counter
     >>> exchange, wait = Counter(500, 10**9, 1_500_000_000, 10_000_000_000), Counter(500, time_ns=4_000_000_000)
     >>> describe(500, 19.0, ExchangeCounters(exchange, wait))
     '38 ms each; waiting 8 ms (21 %), 60 % of communication hidden; 3.0 MB a step sent'
