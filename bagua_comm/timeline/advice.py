@@ -28,7 +28,7 @@ def advise(summary: Summary) -> list[str]:
         said.append(
             f"Rank {slow.rank} is slow: its own work takes {_ms(slow.own_s)} a step, that of the others "
             f"{_ms(others_s)}, and they wait for it. Look at its machine, its data and its threads"
-            f"{_largest_difference(slow, ranks)}."
+            f"{_largest_difference(slow, ranks, slow.own_s - others_s)}."
         )
     if waiting > 0.1 and len(buckets) == 1 and buckets[0].hidden < 0.5:
         quarter = max(1, round(buckets[0].bytes / 4))
@@ -65,7 +65,7 @@ def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.3g} ms"
 
 
-def _largest_difference(slow: RankSummary, ranks: list[RankSummary]) -> str:
+def _largest_difference(slow: RankSummary, ranks: list[RankSummary], difference_s: float) -> str:
     """Where the slow rank spends the most time more than others."""
     names = {
         "forward_s": "the forward pass",
@@ -79,6 +79,8 @@ def _largest_difference(slow: RankSummary, ranks: list[RankSummary]) -> str:
         for name in names
     }
     largest = max(more, key=more.__getitem__)
+    if more[largest] < difference_s / 2:
+        return ""
     return f"; most of the difference is in {names[largest]} ({_ms(more[largest])})"
 
 
