@@ -65,6 +65,9 @@ class Tracer(Protocol):
 class Clock(Protocol):
     """The clock of a device."""
 
+    def mark(self) -> Any:
+        """Record an event with a time on the current stream."""
+
     def times(self, events: Sequence[Any]) -> list[int | None]:
         """The time of each event, by `time.perf_counter_ns`; None if it has not happened yet."""
 

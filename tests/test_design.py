@@ -101,7 +101,7 @@ LAYERS = {
         "__init__",
     ],
     "bagua_torch": [
-        "arrays errors flats optim profiler rng sharded torch_arguments",
+        "arrays errors flats optim profiler rng sharded stages torch_arguments",
         "broadcast functional fused gradients process_group",
         "comm_hook memory model_state",
         "checks engine",

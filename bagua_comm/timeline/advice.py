@@ -52,7 +52,12 @@ def advise(summary: Summary) -> list[str]:
             "algorithm would not make steps shorter."
         )
     other = statistics.fmean(each.other_s / each.step_s for each in ranks)
-    if other > 0.25:
+    if other > 0.25 and first.on_device:
+        said.append(
+            f"{other:.0%} of a step the device runs none of forward pass, backward pass, optimizer and exchange: "
+            "it is idle, as where the host is too slow for it or data is late, or it computes something else."
+        )
+    elif other > 0.25:
         said.append(
             f"{other:.0%} of a step is neither forward pass, backward pass, optimizer nor communication: it is "
             "the loss, the loading of data, or an evaluation. Spans of your own show which, as by "

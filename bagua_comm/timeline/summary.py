@@ -61,6 +61,8 @@ class RankSummary:
     payload_bytes: float
     wire_bytes: float
     """Bytes sent to other ranks in exchanges."""
+    on_device: bool
+    """Whether exchanges and stages are those of a device; then it is idle in a part of `other_s`."""
     buckets: list[BucketSummary]
     step_ends_s: list[float] = field(repr=False)
     """When steps ended, from the beginning of the timeline."""
@@ -149,6 +151,7 @@ def summarize_rank(rank: int, timeline: RankTimeline) -> RankSummary | None:
         hidden=_hidden(exchanged, waits),
         payload_bytes=sum(_number(span, "bytes") for span in exchanges) / steps,
         wire_bytes=sum(_number(span, "wire_bytes") for span in _calls_in_exchanges(inside)) / steps,
+        on_device=any(map(_on_device, exchanges)),
         buckets=_buckets(exchanges, waits),
         step_ends_s=[end / 1e9 for end in ends],
         step_waits_s=[length(intersection(waits, [step])) / 1e9 for step in pairwise(ends)],

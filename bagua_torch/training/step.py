@@ -13,9 +13,10 @@ from bagua_comm.engine import EngineCallbacks
 from bagua_comm.pickling import Live
 
 from .. import checks
-from ..engine import StageSpan, TorchEngine
+from ..engine import TorchEngine
 from ..memory import BucketMemory
 from ..model_state import ModelState
+from ..stages import StageSpan
 from . import unfreezing
 from .backward import BackwardWatch, queue_callback
 from .buffers import SharedBuffers

@@ -142,6 +142,9 @@ def test_advice_for_small_buckets_and_where_nothing_waits_and_where_something_el
     assert "waits for exchanges 2 % of a step" in text
     (text,) = advise(summary_of(training(every=60)))
     assert text.startswith("43 % of a step is neither")
+    spans = [dataclasses.replace(each, thread=f"device: {each.name}") for each in training(every=60).spans]
+    (text,) = advise(summary_of(timeline_of(spans)))
+    assert text.startswith("47 % of a step the device runs none of")
     (text,) = advise(summary_of(RankTimeline()))
     assert "after some training steps" in text
 
