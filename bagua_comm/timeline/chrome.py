@@ -39,19 +39,19 @@ def chrome_trace(
         for tid, name in enumerate(rows, start=pid + 1):
             events.append(_metadata("thread_name", pid, tid, name=name))
             events.append(_metadata("thread_sort_index", pid, tid, sort_index=tid - pid))
-        for tid, spans in enumerate(rows.values(), start=pid + 1):
-            events.extend(
-                {
-                    "ph": "X",
-                    "name": span.name,
-                    "pid": pid,
-                    "tid": tid,
-                    "ts": (span.start_ns - earliest) / 1e3,
-                    "dur": (span.end_ns - span.start_ns) / 1e3,
-                    "args": span.args,
-                }
-                for span in spans
-            )
+        placed = [(span, tid) for tid, spans in enumerate(rows.values(), start=pid + 1) for span in spans]
+        events.extend(
+            {
+                "ph": "X",
+                "name": span.name,
+                "pid": pid,
+                "tid": tid,
+                "ts": (span.start_ns - earliest) / 1e3,
+                "dur": (span.end_ns - span.start_ns) / 1e3,
+                "args": span.args,
+            }
+            for span, tid in sorted(placed, key=lambda each: (each[0].start_ns, -each[0].end_ns))
+        )
         if rank < len(values_by_rank):
             events.extend(_events_of(values_by_rank[rank], pid, earliest))
     about = {**FORMAT, "ranks": len(spans_by_rank), "start_ns": earliest}

@@ -78,7 +78,8 @@ def describe(summary: Summary, notes: Sequence[str], advice: Sequence[str]) -> s
     if summary.ranks:
         steps = sorted({each.steps for each in summary.ranks})
         counts = f"{steps[0]}" if len(steps) == 1 else f"{steps[0]} to {steps[-1]}"
-        parts.append(f"Mean of {counts} steps:\n\n{_aligned(rank_table(summary))}")
+        noun = "step" if steps == [1] else "steps"
+        parts.append(f"Mean of {counts} {noun}:\n\n{_aligned(rank_table(summary))}")
     if buckets := bucket_table(summary):
         parts.append(f"Buckets, on rank {summary.ranks[0].rank}:\n\n{_aligned(buckets)}")
     if advice:
