@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from bisect import bisect_right
+from collections.abc import Callable, Iterable
+from itertools import accumulate
 from typing import TypeAlias
 
 Interval: TypeAlias = tuple[int, int]
@@ -48,3 +50,20 @@ def length(intervals: Iterable[Interval]) -> int:
     6
     """
     return sum(end - start for start, end in intervals)
+
+
+def covered(intervals: list[Interval]) -> Callable[[int, int], int]:
+    """Return a function of two times: how much of the time between them is in disjoint, sorted intervals.
+
+    >>> between = covered([(0, 3), (5, 8)])
+    >>> between(2, 6), between(3, 5), between(-1, 9)
+    (2, 0, 6)
+    """
+    starts = [start for start, _ in intervals]
+    sums = list(accumulate((end - start for start, end in intervals), initial=0))
+
+    def before(time: int) -> int:
+        i = bisect_right(starts, time)
+        return sums[i] - max(0, intervals[i - 1][1] - time) if i else 0
+
+    return lambda start, end: before(end) - before(start)

@@ -22,15 +22,22 @@ MOST_SPANS = 200_000
 """A page with more would be slow to zoom in: it has the latest spans."""
 
 
+MOST_RANKS = 64
+"""A time line with more would be too high for a browser to draw."""
+
+
 def make_page(timeline: Timeline, summary: Summary, advice: Sequence[str], *, title: str) -> str:
     """Return a page of HTML, complete in itself."""
     notes = list(timeline.notes)
-    spans = {rank: each.spans for rank, each in timeline.ranks.items()}
+    ranks = _drawn_ranks(list(timeline.ranks), summary.slowest)
+    if len(ranks) < len(timeline.ranks):
+        notes.append(f"The page draws {len(ranks)} of {len(timeline.ranks)} ranks; the tables are of all.")
+    spans = {rank: timeline.ranks[rank].spans for rank in ranks}
     count = sum(map(len, spans.values()))
     if count > MOST_SPANS:
         start_ns = sorted(span.start_ns for each in spans.values() for span in each)[-MOST_SPANS]
         spans = {rank: [span for span in each if span.start_ns >= start_ns] for rank, each in spans.items()}
-        notes.append(f"The page shows the last {MOST_SPANS} of {count} spans; the tables are of all.")
+        notes.append(f"The page draws the last {MOST_SPANS} of {count} spans; the tables are of all.")
     if summary.without_steps:
         notes.append(f"No step ends in the timeline of ranks {', '.join(map(str, summary.without_steps))}.")
     filled = {
@@ -45,6 +52,12 @@ def make_page(timeline: Timeline, summary: Summary, advice: Sequence[str], *, ti
         "data": _embedded(_data(timeline, spans, summary)),
     }
     return re.sub(r"{{(\w+)}}", lambda found: filled[found[1]], TEMPLATE.read_text())
+
+
+def _drawn_ranks(ranks: list[int], slowest: int | None) -> list[int]:
+    """The first ranks, and the slowest one."""
+    first = ranks[:MOST_RANKS]
+    return first if slowest is None or slowest in first else [*first[:-1], slowest]
 
 
 def _facts(summary: Summary) -> str:
@@ -94,12 +107,16 @@ def _data(timeline: Timeline, spans: dict[int, list[Span]], summary: Summary) ->
             by_row.setdefault(span.thread, []).append(drawn)
         rows += [{"rank": rank, "name": name, "spans": drawn} for name, drawn in by_row.items()]
     values: dict[str, dict[int, list[list[float]]]] = {}
-    for rank, one in timeline.ranks.items():
-        for value in one.values:
+    for rank in spans:
+        for value in timeline.ranks[rank].values:
             if math.isfinite(value.number):
                 points = values.setdefault(value.name, {}).setdefault(rank, [])
                 points.append([value.time_ns / 1e9, value.number])
-    steps = [{"rank": each.rank, "ends": each.step_ends_s, "waits": each.step_waits_s} for each in summary.ranks]
+    steps = [
+        {"rank": each.rank, "ends": each.step_ends_s, "waits": each.step_waits_s}
+        for each in summary.ranks
+        if each.rank in spans
+    ]
     return {"names": list(names), "rows": rows, "values": values, "steps": steps}
 
 

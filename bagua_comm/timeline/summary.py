@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from ..trace import Span
-from .intervals import Interval, intersection, length, union
+from .intervals import Interval, covered, intersection, length, union
 from .reading import RankTimeline, Timeline
 
 DEVICE = "device: "
@@ -134,7 +134,7 @@ def summarize_rank(rank: int, timeline: RankTimeline) -> RankSummary | None:
     times = {name: mean_s(name) for name in ("forward", "backward", "forward and backward", "optimizer")}
     step_s, waiting_s = (ends[-1] - ends[0]) / steps / 1e9, length(intersection(waits, window)) / steps / 1e9
     durations = [(b - a) / 1e9 for a, b in pairwise(ends)]
-    exchanged = intersection(_intervals(exchanges), window)
+    exchanged, waited = intersection(_intervals(exchanges), window), covered(waits)
     return RankSummary(
         rank=rank,
         steps=steps,
@@ -154,7 +154,7 @@ def summarize_rank(rank: int, timeline: RankTimeline) -> RankSummary | None:
         on_device=any(map(_on_device, exchanges)),
         buckets=_buckets(exchanges, waits),
         step_ends_s=[end / 1e9 for end in ends],
-        step_waits_s=[length(intersection(waits, [step])) / 1e9 for step in pairwise(ends)],
+        step_waits_s=[waited(*step) / 1e9 for step in pairwise(ends)],
     )
 
 
@@ -233,8 +233,8 @@ def _calls_in_exchanges(spans: Sequence[Span]) -> list[Span]:
     for span in sorted(candidates, key=lambda span: (span.thread, span.start_ns, -span.end_ns)):
         if not (calls and calls[-1].thread == span.thread and span.end_ns <= calls[-1].end_ns):
             calls.append(span)
-    within = _intervals(on_threads)
-    return [call for call in calls if intersection([(call.start_ns, call.end_ns)], within)]
+    within = covered(_intervals(on_threads))
+    return [call for call in calls if within(call.start_ns, call.end_ns)]
 
 
 def _number(span: Span, name: str) -> float:

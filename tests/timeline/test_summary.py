@@ -161,3 +161,7 @@ def test_the_text_has_a_row_for_each_rank_and_leaves_out_what_is_not_known():
     assert row in [" ".join(line.split()) for line in lines]
     assert [line.split()[0] for line in lines if line.startswith(("rank", "mean"))] == ["rank", "rank", "mean"]
     assert lines[-1] == "* Buy a network."
+    assert (
+        "Slowest: rank 0, which does not wait for 33.0 ms of a step; the median of the others is 33.0 ms."
+        in lines
+    )
