@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 
 from ..logs import megabytes
@@ -83,11 +82,9 @@ def describe(summary: Summary, notes: Sequence[str], advice: Sequence[str]) -> s
         parts.append(f"Mean of {counts} {noun}:\n\n{_aligned(rank_table(summary))}")
     if summary.slowest is not None:
         own_s = {each.rank: each.own_s for each in summary.ranks}
-        mine_s = own_s.pop(summary.slowest)
-        parts.append(
-            f"Slowest: rank {summary.slowest}, which does not wait for {cell('step_s', mine_s)} of a step; the "
-            f"median of the others is {cell('step_s', statistics.median(own_s.values()))}."
-        )
+        least, most = (cell("step_s", value) for value in (min(own_s.values()), max(own_s.values())))
+        which = f"Rank {summary.slowest} is slow" if summary.slow else "No rank is slow"
+        parts.append(f"{which}: without waits, the median step takes {least} to {most} on the ranks.")
     if buckets := bucket_table(summary):
         parts.append(f"Buckets, on rank {summary.ranks[0].rank}:\n\n{_aligned(buckets)}")
     if advice:
