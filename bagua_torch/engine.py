@@ -85,7 +85,7 @@ class TorchEngine(Engine):
         callbacks: Functions of the wrapper; see `Engine`.
     """
 
-    adds_stages = False
+    _adds_stages = False
 
     def __init__(
         self,

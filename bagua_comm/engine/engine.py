@@ -91,7 +91,7 @@ class Engine(Live, Closing):
         UnsupportedError: The algorithm cannot exchange the dtype of a tensor; the message names the tensor.
     """
 
-    adds_stages = True
+    _adds_stages = True
     """Whether it adds spans for the stages of a step; False where the program that trains adds its own."""
 
     def __init__(
@@ -122,7 +122,7 @@ class Engine(Live, Closing):
             _log,
             comm.rank,
             self._exchanges.counters,
-            stages=self.adds_stages,
+            stages=self._adds_stages,
             on_device=isinstance(self._lane, StreamLane),
         )
         self._closed = False
