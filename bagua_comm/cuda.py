@@ -16,7 +16,7 @@ from typing import Any
 
 from .arrays import Array, Scratch, library
 from .errors import CommTimeout, UnsupportedError
-from .trace import Recorder, Tracer, label
+from .trace import Clock, Recorder, Tracer, label
 
 # Events -------------------------------------------------------------------------------------------------
 
@@ -286,7 +286,7 @@ class DeviceClock:
 class DeviceSpan:
     """A span of the current stream's work, from here to `end`, on a row of a `Recorder`'s timeline."""
 
-    def __init__(self, tracer: Tracer, clock: DeviceClock, name: str, row: str) -> None:
+    def __init__(self, tracer: Tracer, clock: Clock, name: str, row: str) -> None:
         self._recorder = tracer if isinstance(tracer, Recorder) else None
         self._clock, self._name, self._row = clock, name, row
         self._start = clock.mark() if self._recorder is not None else None

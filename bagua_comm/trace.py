@@ -40,6 +40,15 @@ class Span:
     args: dict[str, Any]
 
 
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A number at a time, in nanoseconds since the epoch."""
+
+    name: str
+    time_ns: int
+    number: float
+
+
 class Tracer(Protocol):
     """A receiver of spans."""
 
@@ -49,9 +58,15 @@ class Tracer(Protocol):
     def add(self, name: str, start_ns: int, end_ns: int, args: dict[str, Any]) -> None:
         """Add a span of the calling thread; times by `time.perf_counter_ns`."""
 
+    def value(self, name: str, number: float) -> None:
+        """Add a number, such as the loss, with the present time."""
+
 
 class Clock(Protocol):
     """The clock of a device."""
+
+    def mark(self) -> Any:
+        """Record an event with a time on the current stream."""
 
     def times(self, events: Sequence[Any]) -> list[int | None]:
         """The time of each event, by `time.perf_counter_ns`; None if it has not happened yet."""
@@ -117,6 +132,7 @@ class Recorder:
     def __init__(self, capacity: int = 16384) -> None:
         self._ring: deque[tuple[str, str, int, int, dict[str, Any]]] = deque(maxlen=capacity)
         self._on_device: deque[_DeviceRecord] = deque(maxlen=min(capacity, DEVICE_SPANS))
+        self._values: deque[tuple[str, int, float]] = deque(maxlen=capacity)
         self._epoch_ns = time.time_ns() - time.perf_counter_ns()
         self._thread = _ThreadName()
 
@@ -127,6 +143,20 @@ class Recorder:
     def add(self, name: str, start_ns: int, end_ns: int, args: dict[str, Any]) -> None:
         """Add a span of the calling thread."""
         self._ring.append((name, self._thread.name, start_ns, end_ns, args))
+
+    def value(self, name: str, number: float) -> None:
+        """Add a number, such as the loss, with the present time; the last `capacity` numbers are kept.
+
+        >>> recorder = Recorder()
+        >>> recorder.value("loss", 0.5)
+        >>> [(value.name, value.number) for value in recorder.values()]
+        [('loss', 0.5)]
+        """
+        self._values.append((name, time.perf_counter_ns(), number))
+
+    def values(self) -> list[Value]:
+        """The numbers, in the order of their times."""
+        return [Value(name, time_ns + self._epoch_ns, number) for name, time_ns, number in self._values]
 
     def add_on_device(
         self, name: str, row: str, start: Any, end: Any, args: dict[str, Any], clock: Clock
@@ -163,6 +193,9 @@ class _NullTracer:
         return SpanContext(self, name, args)
 
     def add(self, name: str, start_ns: int, end_ns: int, args: dict[str, Any]) -> None:
+        pass
+
+    def value(self, name: str, number: float) -> None:
         pass
 
 
@@ -316,6 +349,14 @@ class Counter:
             self.time_ns + other.time_ns,
         )
 
+    def __sub__(self, other: Counter) -> Counter:
+        return Counter(
+            self.calls - other.calls,
+            self.payload_bytes - other.payload_bytes,
+            self.wire_bytes - other.wire_bytes,
+            self.time_ns - other.time_ns,
+        )
+
     def as_dict(self, name: str) -> dict[str, float]:
         """The numbers of the operation `name`.
 
@@ -408,6 +449,11 @@ class ExchangeCounters:
             self.exchange + other.exchange, self.wait + other.wait, self.commits + other.commits
         )
 
+    def __sub__(self, other: ExchangeCounters) -> ExchangeCounters:
+        return ExchangeCounters(
+            self.exchange - other.exchange, self.wait - other.wait, self.commits - other.commits
+        )
+
     def as_dict(self) -> dict[str, float]:
         """All counts by name, flat; they only grow."""
         wait = {"wait/calls": self.wait.calls, "wait/seconds": self.wait.seconds}
@@ -421,36 +467,19 @@ def plain(spans: Sequence[Span]) -> list[Span]:
         Exception: JSON cannot hold `args`, such as a list that contains itself, or a tuple as a key.
     """
     return [
-        dataclasses.replace(span, name=str(span.name), args=json.loads(json.dumps(span.args, default=str)))
+        dataclasses.replace(
+            span,
+            name=str(span.name),
+            args=json.loads(json.dumps(span.args, default=str), parse_constant=str),  # NaN becomes "NaN"
+        )
         for span in spans
     ]
 
 
-def chrome_trace(spans_by_rank: list[list[Span]]) -> dict[str, Any]:
-    """Lay out the spans of all ranks as Chrome trace events: a process per rank, a row per thread.
+def plain_values(values: Sequence[Value]) -> list[Value]:
+    """Copies of values, as Python's own numbers.
 
-    Source: the Trace Event Format; times in microseconds from the earliest span.
+    Raises:
+        Exception: A value is not a number.
     """
-    earliest = min((span.start_ns for spans in spans_by_rank for span in spans), default=0)
-    events: list[dict[str, Any]] = []
-    for rank, spans in enumerate(spans_by_rank):
-        threads = {name: i for i, name in enumerate(dict.fromkeys(span.thread for span in spans))}
-        events.append(_metadata("process_name", rank, 0, f"rank {rank}"))
-        events.extend(_metadata("thread_name", rank, i, name) for name, i in threads.items())
-        events.extend(
-            {
-                "ph": "X",
-                "name": span.name,
-                "pid": rank,
-                "tid": threads[span.thread],
-                "ts": (span.start_ns - earliest) / 1e3,
-                "dur": (span.end_ns - span.start_ns) / 1e3,
-                "args": span.args,
-            }
-            for span in spans
-        )
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
-
-
-def _metadata(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": {"name": name}}
+    return [Value(str(value.name), value.time_ns, float(value.number)) for value in values]

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import time
 from collections.abc import Callable, Iterable, Mapping
 from operator import is_
 from typing import Any, NamedTuple, TypeVar
@@ -31,11 +30,9 @@ from bagua_comm.algorithms.state import (
     relabelled,
 )
 from bagua_comm.arrays import Array
-from bagua_comm.cuda import DeviceClock, DeviceSpan
 from bagua_comm.engine import EngineCallbacks
 from bagua_comm.engine.checks import check_same_training
 from bagua_comm.engine.storage import buckets_over, prepare_codecs
-from bagua_comm.trace import Tracer
 
 from .arrays import as_array, as_tensor, torch_stream
 from .broadcast import map_leaves
@@ -87,6 +84,8 @@ class TorchEngine(Engine):
         device: The device of that memory.
         callbacks: Functions of the wrapper; see `Engine`.
     """
+
+    _adds_stages = False
 
     def __init__(
         self,
@@ -268,42 +267,6 @@ class TorchEngine(Engine):
             return as_array(value.to(self.device)) if isinstance(value, torch.Tensor) else value
         except Exception:  # the engine refuses it, on all ranks
             return value
-
-
-class BackwardSpan:
-    """The duration of a backward pass, as a span on the host and, for a CUDA device, on the device.
-
-    Args:
-        tracer: Receives the spans.
-        device: The device of the pass.
-    """
-
-    def __init__(self, tracer: Tracer, device: torch.device) -> None:
-        self.clock = DeviceClock(device.index) if device.type == "cuda" else None
-        """The clock of the device, if there is one."""
-        self._tracer, self._device = tracer, device
-        self._start_ns = 0
-        self._on_device: DeviceSpan | None = None
-
-    def begin(self) -> None:
-        """Begin the span."""
-        self._start_ns = time.perf_counter_ns()
-        if self.clock is not None:
-            with torch_stream(self._device):
-                self._on_device = DeviceSpan(self._tracer, self.clock, "backward", "device: backward")
-
-    def end(self, **detail: Any) -> None:
-        """End the span, if one has begun; `detail` is shown with it."""
-        if self._start_ns:
-            self._tracer.add("backward", self._start_ns, time.perf_counter_ns(), detail)
-            if self._on_device is not None:
-                with torch_stream(self._device):
-                    self._on_device.end(**detail)
-        self.forget()
-
-    def forget(self) -> None:
-        """Drop a span that has begun."""
-        self._start_ns, self._on_device = 0, None
 
 
 def average_tensors(comm: Communicator, tensors: Iterable[torch.Tensor], device: torch.device) -> None:

@@ -22,7 +22,7 @@ PROGRAMS = sorted([*FILES, *(ROOT / "benchmarks").rglob("*.py")])
 LAYERS = {
     "bagua_comm": [
         "_version caching closing deprecation errors files logs moved processes recording refusals trace",
-        "arrays flight net pickling topology",
+        "arrays flight net pickling timeline topology",
         "bucket cuda kernels",
         "codecs hooks lane optim transports",
         "comm",
@@ -88,7 +88,7 @@ LAYERS = {
         "measure_links supervisor",
     ],
     "bagua_comm/engine": [
-        "callbacks checks schedule storage",
+        "callbacks checks progress schedule storage",
         "restore",
         "engine",
         "__init__",
@@ -101,7 +101,7 @@ LAYERS = {
         "__init__",
     ],
     "bagua_torch": [
-        "arrays errors flats optim profiler rng sharded torch_arguments",
+        "arrays errors flats optim profiler rng sharded stages torch_arguments",
         "broadcast functional fused gradients process_group",
         "comm_hook memory model_state",
         "checks engine",

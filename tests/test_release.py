@@ -102,7 +102,7 @@ def test_the_wheel_is_pure_and_holds_both_packages_and_nothing_else(built):
     wheel, _ = built
     assert wheel.name == f"bagua_comm-{bagua_comm.__version__}-py3-none-any.whl"
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    suffixes = {".py", ".c", ".cu", ".cuh", ".typed"}
+    suffixes = {".py", ".c", ".cu", ".cuh", ".typed", ".html"}
     files = [path for package in ("bagua_comm", "bagua_torch") for path in (ROOT / package).rglob("*")]
     assert names == {str(path.relative_to(ROOT)) for path in files if path.suffix in suffixes}
     assert {"bagua_comm/py.typed", "bagua_torch/py.typed", "bagua_comm/kernels/minmax.cu"} <= names

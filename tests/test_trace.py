@@ -1,4 +1,4 @@
-"""Spans, counters, and the Chrome trace made of them."""
+"""Spans, numbers and counters, and the tools that show them."""
 
 import contextlib
 import json
@@ -24,7 +24,8 @@ from bagua_comm import (
 )
 from bagua_comm.cuda import NvtxRanges
 from bagua_comm.testing import run_ranks
-from bagua_comm.trace import Counter, Counters, Recorder, Span, chrome_trace
+from bagua_comm.timeline.chrome import chrome_trace
+from bagua_comm.trace import Counter, Counters, Recorder
 from bagua_comm.transports import LocalTransport
 
 
@@ -98,6 +99,30 @@ def test_spans_know_their_thread():
     assert {f"worker {i}": 100 for i in range(4)} == {name: found.count(name) for name in found}
 
 
+# Numbers
+
+
+def test_numbers_have_their_times_and_the_last_are_kept():
+    recorder = Recorder(capacity=2)
+    before = time.time_ns()
+    for number in (3, 2.5, 2):
+        recorder.value("loss", number)
+    values = recorder.values()
+    assert [(value.name, value.number) for value in values] == [("loss", 2.5), ("loss", 2)]
+    assert before - 10**8 < values[0].time_ns <= values[1].time_ns < time.time_ns() + 10**8
+
+
+@pytest.mark.parametrize("number", ["low", None, [1, 2]])
+def test_a_number_that_is_none_is_an_error_on_all_ranks_that_names_the_rank(tmp_path, number):
+    def body(comm):
+        if comm.rank == 1:
+            comm.tracer.value("loss", number)
+        with pytest.raises(ArrayError, match="rank 1 has a span that JSON cannot hold"):
+            comm.trace(tmp_path / "trace.json")
+
+    run_ranks(2, body, timeout_s=5)
+
+
 # The null tracer
 
 
@@ -105,6 +130,7 @@ def test_the_null_tracer_runs_the_body_and_hides_no_error():
     ran = []
     with trace.NULL.span("quiet", bytes=1):
         ran.append("body")
+    trace.NULL.value("loss", 1.0)
     with pytest.raises(KeyError), trace.NULL.span("loud"):
         raise KeyError
     assert ran == ["body"]
@@ -115,7 +141,7 @@ def test_a_communicator_with_the_null_tracer_keeps_no_spans(tmp_path):
     assert comm.allreduce(np.ones(3)).tolist() == [1, 1, 1]
     comm.trace(tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    assert [event["ph"] for event in events] == ["M"]  # the name of rank 0
+    assert [event["ph"] for event in events] == ["M", "M"]  # the name and the place of rank 0
 
 
 # Counters
@@ -146,71 +172,7 @@ def test_two_counters_share_nothing():
     assert b.by_operation == {}
 
 
-# Chrome trace
-
-
-def test_chrome_trace_by_hand():
-    spans = [
-        [Span("encode", "main", 5_000, 7_500, {"bucket": 0}), Span("send", "lane", 6_000, 6_250, {})],
-        [Span("encode", "main", 4_000, 4_001, {})],
-    ]
-    assert chrome_trace(spans) == {
-        "displayTimeUnit": "ms",
-        "traceEvents": [
-            {"ph": "M", "name": "process_name", "pid": 0, "tid": 0, "args": {"name": "rank 0"}},
-            {"ph": "M", "name": "thread_name", "pid": 0, "tid": 0, "args": {"name": "main"}},
-            {"ph": "M", "name": "thread_name", "pid": 0, "tid": 1, "args": {"name": "lane"}},
-            # Microseconds, from the start of rank 1's span on.
-            {
-                "ph": "X",
-                "name": "encode",
-                "pid": 0,
-                "tid": 0,
-                "ts": 1.0,
-                "dur": 2.5,
-                "args": {"bucket": 0},
-            },
-            {"ph": "X", "name": "send", "pid": 0, "tid": 1, "ts": 2.0, "dur": 0.25, "args": {}},
-            {"ph": "M", "name": "process_name", "pid": 1, "tid": 0, "args": {"name": "rank 1"}},
-            {"ph": "M", "name": "thread_name", "pid": 1, "tid": 0, "args": {"name": "main"}},
-            {"ph": "X", "name": "encode", "pid": 1, "tid": 0, "ts": 0.0, "dur": 0.001, "args": {}},
-        ],
-    }
-
-
-def test_chrome_trace_of_nothing():
-    assert [event["name"] for event in chrome_trace([[], []])["traceEvents"]] == ["process_name"] * 2
-    assert chrome_trace([]) == {"traceEvents": [], "displayTimeUnit": "ms"}
-
-
-def test_a_communicators_trace_is_json_with_a_process_per_rank(tmp_path):
-    path = tmp_path / "trace.json"
-
-    def body(comm):
-        comm.allreduce(np.ones(4), op="avg")
-        with comm.lane() as lane:
-            lane.submit(lane.comm.broadcast, np.ones(2), root=0)
-            lane.wait()
-        comm.trace(path)
-        assert path.exists()  # on every rank, when the call returns
-
-    run_ranks(3, body)
-
-    events = json.loads(path.read_text())["traceEvents"]
-    threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    calls = {rank: [] for rank in range(3)}
-    for event in events:
-        if event["ph"] == "X":
-            assert event["ts"] >= 0
-            assert event["dur"] >= 0
-            calls[event["pid"]].append((event["name"], threads[event["pid"], event["tid"]].split("-")[0]))
-    for rank in range(3):
-        assert calls[rank] == [("allreduce", f"rank {rank}"), ("dup", f"rank {rank}"), ("broadcast", "lane")]
-    first = next(event for event in events if event["name"] == "allreduce")
-    assert first["args"] == {"op": "avg", "dtype": "float64", "bytes": 32, "wire_bytes": 48}
-
-
-# Devices
+# What a device does
 
 
 class FakeClock:
@@ -261,80 +223,6 @@ def test_a_device_is_a_row_of_the_chrome_trace():
     rows = {event["args"]["name"]: event["tid"] for event in events if event["name"] == "thread_name"}
     (on_device,) = [e for e in events if e["ph"] == "X" and e["tid"] == rows["device: lane-0"]]
     assert (on_device["ts"], on_device["dur"]) == (0.1, 0.2)
-
-
-# Values that cannot be written
-
-
-class Unprintable:
-    def __str__(self):
-        raise ZeroDivisionError
-
-    __repr__ = __str__
-
-
-def deep(levels):
-    nested = []
-    for _ in range(levels):
-        nested = [nested]
-    return nested
-
-
-LOOP = {}
-LOOP["itself"] = LOOP
-
-BAD_SPANS = {
-    "itself": {"loop": LOOP},
-    "a key": {"keys": {(1, 2): 3}},
-    "depth": {"deep": deep(100_000)},
-    "no text": {"object": Unprintable()},
-}
-
-
-@pytest.mark.parametrize("name", BAD_SPANS)
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_span_that_json_cannot_hold_is_an_error_that_names_the_file_on_all_ranks(tmp_path, name, rank):
-    def body(comm):
-        if comm.rank == rank:
-            comm.tracer.add("span", 0, 1, BAD_SPANS[name])
-        with pytest.raises(
-            ArrayError, match=rf"trace\.json.*rank {rank} has a span that JSON cannot hold"
-        ) as caught:
-            comm.trace(tmp_path / "trace.json")
-        comm.barrier()
-        return str(caught.value)
-
-    assert len(set(run_ranks(2, body, timeout_s=5))) == 1
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_objects_that_cannot_be_pickled_are_written_as_text(tmp_path):
-    def body(comm):
-        comm.tracer.add("span", 0, 1, {"lock": threading.Lock(), "array": np.ones(2), "function": lambda: 0})
-        comm.trace(tmp_path / "trace.json")
-
-    run_ranks(2, body, timeout_s=5)
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    assert [event["args"]["array"] for event in events if event["name"] == "span"] == ["[1. 1.]"] * 2
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["a\0b", "none/such", ".", "", "x" * 5000, "\ud800", None, 3, b"trace.json", ["trace.json"], object(), 1.5],
-    ids=lambda name: repr(name)[:20],
-)
-def test_a_path_that_cannot_be_written_is_an_error_on_all_ranks(tmp_path, monkeypatch, name):
-    monkeypatch.chdir(tmp_path)
-
-    def body(comm):
-        with pytest.raises((OSError, ArrayError)) as caught:
-            comm.trace(name)
-        assert (str(name) or "''")[:10].encode("unicode_escape").decode() in str(caught.value)
-        comm.barrier()
-        return type(caught.value), str(caught.value)
-
-    assert len(set(run_ranks(2, body, timeout_s=5))) == 1
-    assert list(tmp_path.iterdir()) == []
 
 
 # Other tools

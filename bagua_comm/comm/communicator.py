@@ -26,6 +26,7 @@ from ..errors import ArrayError, CommError, CommMismatch, UnsupportedError
 from ..hooks import Hook, Listener
 from ..lane import InlineLane, Lane, StreamLane, ThreadLane
 from ..logs import log_on_root
+from ..timeline.chrome import chrome_trace
 from ..trace import Recorder
 from ..transports.base import Transport
 from .agreement import agree_on_split
@@ -215,19 +216,21 @@ class Communicator(Collectives, UnevenCollectives, CoalescedCollectives, ObjectC
             ArrayError: `path` is not a path, or a span of a rank cannot be written as JSON. Raised on all ranks.
             OSError: The file cannot be written. Raised on all ranks.
         """
-        mine: tuple[list[trace.Span], str | None] = ([], None)
+        mine: tuple[list[trace.Span], list[trace.Value], str | None] = ([], [], None)
         try:
-            mine = (trace.plain(self.tracer.spans() if isinstance(self.tracer, Recorder) else []), None)
+            if isinstance(self.tracer, Recorder):
+                mine = (trace.plain(self.tracer.spans()), trace.plain_values(self.tracer.values()), None)
         except Exception as exc:  # raised below, on all ranks
-            mine = ([], f"rank {self.rank} has a span that JSON cannot hold: {exc!r}")
+            mine = ([], [], f"rank {self.rank} has a span that JSON cannot hold: {exc!r}")
         rows = self.allgather_object(mine)
         failure: ArrayError | OSError | None = None
         if self.rank == 0:
             try:
-                problem = next((text for _, text in rows if text is not None), None)
+                problem = next((text for *_, text in rows if text is not None), None)
                 if problem is not None:
                     raise ArrayError(f"trace: {str(path)!r} is not written: {problem}")
-                Path(path).write_text(json.dumps(trace.chrome_trace([spans for spans, _ in rows])))
+                spans, values = [row[0] for row in rows], [row[1] for row in rows]
+                Path(path).write_text(json.dumps(chrome_trace(spans, values)))
             except ArrayError as exc:
                 failure = exc
             except OSError as exc:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import difflib
 import logging
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -35,11 +36,13 @@ from ..comm import Communicator
 from ..comm.public_methods import public_method
 from ..deprecation import warn_renamed
 from ..errors import ArrayError
+from ..lane import StreamLane
 from ..logs import log_on_root
 from ..pickling import Live
 from ..trace import Counter, ExchangeCounters, Tracer
 from .callbacks import EngineCallbacks
 from .checks import check_fit, check_same_training
+from .progress import Progress
 from .restore import (
     check_same_types,
     check_state_dict,
@@ -89,6 +92,9 @@ class Engine(Live, Closing):
         UnsupportedError: The algorithm cannot exchange the dtype of a tensor; the message names the tensor.
     """
 
+    _adds_stages = True
+    """Whether it adds spans for the stages of a step; False where the program that trains adds its own."""
+
     @public_method("Engine")
     def __init__(
         self,
@@ -113,6 +119,10 @@ class Engine(Live, Closing):
         self._lane.tracer = self._tracer
         self._comm: Communicator = self._lane.comm
         self._exchanges = Exchanges(self._lane, self._tracer)
+        counters, on_device = self._exchanges.counters, isinstance(self._lane, StreamLane)
+        self._progress = Progress(
+            self._tracer, _log, comm.rank, counters, stages=self._adds_stages, on_device=on_device
+        )
         self._closed = False
         self._weights_differ = False
         """Whether the weights may differ between ranks; see `_make_equal`."""
@@ -187,6 +197,7 @@ class Engine(Live, Closing):
         """
         if not isinstance(point, Point):
             raise ArrayError(f"at: point is {point!r}, expected a Point")
+        began_ns, step = time.perf_counter_ns(), self.step
         if point is Point.FORWARD and not self.stopped and phase_of(self.algorithm, self.step) != self._phase:
             self._change_phase()
         if point is Point.FORWARD:
@@ -199,6 +210,7 @@ class Engine(Live, Closing):
                 self._weights_differ = True
             if self._weights_differ and not self.stopped:
                 self._make_equal()
+        self._progress.reach(point, began_ns, step)
 
     def complete_step(self) -> None:
         """End a step whose end only the caller's program knows; call it before the state is read.
@@ -432,6 +444,7 @@ class Engine(Live, Closing):
             self.stop()
         finally:
             self._lane.close()
+        self._progress.close()
 
     @property
     def closed(self) -> bool:

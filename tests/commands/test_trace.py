@@ -1,0 +1,65 @@
+"""`bagua trace`: text, JSON and a page of a timeline, and what it says about files that are none."""
+
+import json
+
+import pytest
+from support.timelines import training
+
+from bagua_comm import __main__ as cli
+from bagua_comm.testing import run_ranks
+from bagua_comm.timeline.chrome import chrome_trace
+from bagua_comm.timeline.reading import Timeline
+from bagua_comm.timeline.summary import summarize
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps(chrome_trace([training().spans, training().spans])))
+    return path
+
+
+def test_the_summary_is_printed(file, capsys):
+    assert cli.main(["trace", str(file)]) == 0
+    output = capsys.readouterr()
+    assert output.out.startswith("Mean of 4 steps:\n")
+    assert "Buckets, on rank 0:" in output.out
+    assert output.err == ""
+
+
+def test_all_numbers_as_json(file, capsys):
+    assert cli.main(["trace", str(file), "--json"]) == 0
+    numbers = json.loads(capsys.readouterr().out)
+    expected = summarize(Timeline({0: training(), 1: training()})).as_dict()
+    assert numbers == {**expected, "notes": [], "advice": numbers["advice"]}
+
+
+def test_a_page_is_written(file, tmp_path, capsys):
+    assert cli.main(["trace", str(file), "--html", str(tmp_path / "page.html")]) == 0
+    assert "Mean of 4 steps" in capsys.readouterr().out
+    assert (tmp_path / "page.html").read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
+    assert cli.main(["trace", str(file), "--html", str(tmp_path)]) == 2
+    assert "Is a directory" in capsys.readouterr().err
+
+
+def test_a_file_that_is_cut_off_is_shown_as_far_as_it_goes(file, capsys):
+    file.write_text(file.read_text()[:-1000])
+    assert cli.main(["trace", str(file)]) == 1
+    output = capsys.readouterr().out
+    assert output.startswith("! The file is cut off or damaged")
+    assert "rank 0" in output
+
+
+@pytest.mark.parametrize(("text", "says"), [("", "is empty"), ("loss 3", "is not JSON"), ("{}", "traceEvents")])
+def test_a_file_that_is_none_is_an_error(file, capsys, text, says):
+    file.write_text(text)
+    assert cli.main(["trace", str(file)]) == 2
+    error = capsys.readouterr().err
+    assert says in error
+    assert str(file) in error
+
+
+def test_a_timeline_without_steps_says_what_to_do(tmp_path, capsys):
+    run_ranks(2, lambda comm: [comm.barrier(), comm.trace(tmp_path / "trace.json")])
+    assert cli.main(["trace", str(tmp_path / "trace.json")]) == 1
+    assert "after some training steps" in capsys.readouterr().out

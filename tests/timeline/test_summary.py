@@ -1,0 +1,166 @@
+"""Where the time of steps went, by hand; and what to do about it."""
+
+import dataclasses
+
+import pytest
+from support.timelines import span, timeline_of, training
+
+from bagua_comm.timeline.advice import advise
+from bagua_comm.timeline.reading import RankTimeline, Timeline
+from bagua_comm.timeline.summary import summarize, summarize_rank
+from bagua_comm.timeline.text import describe
+
+
+def test_a_step_by_hand():
+    found = summarize_rank(3, training())
+    assert (found.rank, found.steps) == (3, 4)
+    expected = {
+        "step_s": 0.040,
+        "median_step_s": 0.040,
+        "slowest_step_s": 0.040,
+        "forward_s": 0.008,
+        "backward_s": 0.016,
+        "compute_s": 0,
+        "optimizer_s": 0.003,
+        "waiting_s": 0.007,
+        "other_s": 0.006,
+        "exchange_s": 0.020,
+        "own_s": 0.033,
+    }
+    assert {name: getattr(found, name) for name in expected} == pytest.approx(expected)
+    assert found.hidden == pytest.approx(15 / 20)
+    assert (found.payload_bytes, found.wire_bytes) == (2 * 2**20, 2**20)
+    assert [(each.index, each.bytes, each.exchange_s, each.hidden) for each in found.buckets] == [
+        (0, 2**20, pytest.approx(0.010), 1),
+        (1, 2**20, pytest.approx(0.010), pytest.approx(0.5)),
+    ]
+    assert found.step_ends_s == pytest.approx([0.038, 0.078, 0.118, 0.158, 0.198])
+    assert found.step_waits_s == pytest.approx([0.007] * 4)
+
+
+def test_the_parts_add_up_to_the_step():
+    found = summarize_rank(0, training(own=1.5))
+    parts = [
+        found.forward_s,
+        found.backward_s,
+        found.compute_s,
+        found.optimizer_s,
+        found.waiting_s,
+        found.other_s,
+    ]
+    assert sum(parts) == pytest.approx(found.step_s)
+
+
+def test_a_single_step_is_summarized_too():
+    found = summarize_rank(0, training(n=1))
+    assert (found.steps, found.step_s, found.waiting_s) == (1, pytest.approx(0.038), pytest.approx(0.007))
+
+
+def test_calls_on_the_thread_that_trains_are_waits_as_well():
+    spans = training().spans
+    spans += [span("broadcast", 40 * i + 36, 40 * i + 37, wire_bytes=8) for i in range(5)]
+    spans += [span("allreduce", 40 * i + 3, 40 * i + 5, wire_bytes=8) for i in range(5)]  # as of a SyncBatchNorm
+    found = summarize_rank(0, timeline_of(spans))
+    assert (found.waiting_s, found.forward_s) == (pytest.approx(0.010), pytest.approx(0.006))
+    assert found.wire_bytes == 2**20  # of exchanges alone
+
+
+def test_exchanges_on_the_thread_that_trains_are_not_hidden():
+    spans = [dataclasses.replace(each, thread="main") for each in training(wait=(30, 30)).spans]
+    found = summarize_rank(0, timeline_of(spans))
+    assert found.hidden == 0
+    assert found.waiting_s == pytest.approx(0.020)
+    assert found.backward_s == pytest.approx(0.001)
+
+
+def test_on_a_device_its_own_rows_count():
+    spans = training().spans
+    for i in range(5):
+        spans += [
+            span("forward", 40 * i + 1, 40 * i + 11, "device: forward"),
+            span("backward", 40 * i + 11, 40 * i + 25, "device: backward"),
+            span("exchange", 40 * i + 20, 40 * i + 30, "device: lane", bucket=0, bytes=100),
+        ]
+    found = summarize_rank(0, timeline_of(spans))
+    assert (found.forward_s, found.backward_s) == (pytest.approx(0.010), pytest.approx(0.014))
+    assert (found.exchange_s, found.hidden, found.waiting_s) == (
+        pytest.approx(0.010),
+        pytest.approx(0.5),
+        pytest.approx(0.005),
+    )
+
+
+def test_without_spans_of_steps_backward_passes_count():
+    spans = [each for each in training().spans if each.name != "step"]
+    assert summarize_rank(0, timeline_of(spans)).step_s == pytest.approx(0.040)
+    assert summarize_rank(0, timeline_of(spans[:3])) is None
+    assert summarize_rank(0, RankTimeline()) is None
+
+
+def summary_of(*ranks):
+    return summarize(Timeline(dict(enumerate(ranks))))
+
+
+def test_the_slowest_rank_is_named_if_others_wait_for_it():
+    slow = training(wait=(31.5, 32))  # its backward pass takes 6.5 ms longer
+    summary = summary_of(training(), slow, training())
+    assert (summary.slowest, summary.slow) == (1, False)  # 39.5 ms against 33 ms
+    slower = training(every=40, wait=(40 - 0.1, 40))
+    summary = summary_of(training(), training(), slower)
+    assert (summary.slowest, summary.slow) == (2, True)
+    (text, *_) = advise(summary)
+    assert text.startswith("Rank 2 is slow: its own work takes 39.9 ms a step, that of the others 33 ms")
+    assert "most of the difference is in the backward pass (14.9 ms)" in text
+
+
+def test_a_single_rank_is_not_the_slowest():
+    summary = summary_of(training())
+    assert (summary.slowest, summary.slow) == (None, False)
+
+
+def test_advice_for_one_bucket():
+    ranks = [training(bucket_ms=[(25, 32)], wire=1) for _ in range(2)]
+    texts = advise(summary_of(*ranks))
+    assert texts == [
+        "There is one bucket, so its exchange begins when the backward pass has ended, and nothing overlaps: set "
+        "bucket_bytes, for example to 262144."
+    ]
+
+
+@pytest.mark.parametrize(("wire", "says"), [(1.0, "ByteGrad() sends about a quarter"), (0.25, "fewer steps")])
+def test_advice_where_a_step_waits_for_the_network(wire, says):
+    ranks = [training(wait=(16, 32), wire=wire) for _ in range(2)]
+    (text,) = advise(summary_of(*ranks))
+    assert text.startswith("40 % of a step waits for exchanges, even on the rank that waits least.")
+    assert says in text
+
+
+def test_advice_for_small_buckets_and_where_nothing_waits_and_where_something_else_takes_long():
+    (text,) = advise(summary_of(training(kib=8), training(kib=8)))
+    assert text.startswith("There are 2 buckets of at most 8 KiB")
+    (text,) = advise(summary_of(training(wait=(31, 32)), training(wait=(31, 32))))
+    assert "waits for exchanges 2 % of a step" in text
+    (text,) = advise(summary_of(training(every=60)))
+    assert text.startswith("43 % of a step is neither")
+    spans = [dataclasses.replace(each, thread=f"device: {each.name}") for each in training(every=60).spans]
+    (text,) = advise(summary_of(timeline_of(spans)))
+    assert text.startswith("47 % of a step the device runs none of")
+    (text,) = advise(summary_of(RankTimeline()))
+    assert "after some training steps" in text
+
+
+def test_the_text_has_a_row_for_each_rank_and_leaves_out_what_is_not_known():
+    summary = summary_of(training(), RankTimeline(), training())
+    text = describe(summary, ["It is cut off."], ["Buy a network."])
+    lines = text.splitlines()
+    assert lines[0] == "! It is cut off."
+    assert "! No step ends in the timeline of ranks 1." in lines
+    heads = next(line for line in lines if "waiting" in line).split()
+    assert heads == ["step", "forward", "backward", "optimizer", "waiting", "other", "exchange", "hidden", "sent"]
+    row = "rank 0 40.0 ms 8.00 ms 16.0 ms 3.00 ms 7.00 ms 6.00 ms 20.0 ms 75 % 1.0 MB"
+    assert row in [" ".join(line.split()) for line in lines]
+    assert [line.split()[0] for line in lines if line.startswith(("rank", "mean"))] == ["rank", "rank", "mean"]
+    assert lines[-1] == "* Buy a network."
+    assert "No rank is slow: without waits, the median step takes 33.0 ms to 33.0 ms on the ranks." in lines
+    text = describe(summary_of(training(), training(), training(wait=(40 - 0.1, 40))), [], [])
+    assert "Rank 2 is slow: without waits, the median step takes 33.0 ms to 39.9 ms on the ranks." in text
