@@ -44,8 +44,10 @@ class Attachment(Closing):
         self._comms = GroupComms(comm, [group for unit in units for group in unit.process_groups])
         self._reducers: dict[str, Reduce] = {}
         for unit in units:
-            reducer = Reduce(self._comms, unit, reduce, self._comms.of(unit.process_groups[0]))
-            unit.use(Gather(self._comms, gather), reducer, include_unused=isinstance(reduce, ErrorFeedback))
+            over = self._comms.of(unit.process_groups[0])
+            reducer = Reduce(self._comms, unit, reduce, over)
+            feeds_back = isinstance(reduce, ErrorFeedback) and over.size > 1
+            unit.use(Gather(self._comms, gather), reducer, include_unused=feeds_back)
             self._reducers[unit.name] = reducer
 
     @property
