@@ -115,7 +115,7 @@ def quantized_allgather(
 ) -> A:
     """Gather `x` of all ranks through a lossy codec, to the same bytes on every rank.
 
-    Collective. `x` has the same shape and dtype on every rank, and the result has shape (p, *x.shape); or, with
+    Collective. `x` has the same shape and dtype on every rank, and the result has shape `(p, *x.shape)`; or, with
     `counts`, rank r gives counts[r] elements, in any shape, and the result has shape (sum(counts),).
 
     Over p ranks: encode one chunk -> allgather -> decode p. Every rank decodes all chunks, its own too, so that

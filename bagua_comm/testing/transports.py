@@ -35,8 +35,8 @@ def check_transport(
     Collective. Covers all dtypes and reductions over the whole range of each dtype, in and out of place, 0-d,
     empty, multi-dimensional, uneven, strided, unaligned, read-only and mapped arrays, sizes, point-to-point
     messages, groups, lanes, quantized collectives and wrong arguments. Results must have the bits of NumPy's in
-    rank order; sums and products of floats may be rounded differently if the transport has `adds_in_rank_order =
-    False`.
+    rank order. Sums and products of floats may be rounded differently if the transport has
+    `adds_in_rank_order = False`.
 
     Args:
         transport: The transport. If it takes only device arrays, pass a communicator with it after a transport
