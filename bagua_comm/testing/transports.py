@@ -10,11 +10,10 @@ import numpy as np
 
 from .. import arrays
 from ..arrays import BITWISE_OPS, FLOATS, INTEGERS, Array, dtype_named
-from ..averages import quantized_allgather, quantized_allreduce, quantized_reduce_scatter
-from ..codecs import MinMaxUInt8
 from ..comm import Communicator
 from ..errors import ArrayError, CommMismatch
 from ..transports import Transport
+from .quantized import check_quantized
 from .values import assert_raises, reduced, sample, whole_range
 
 SIZES = (2048, 65536)
@@ -58,7 +57,7 @@ def check_transport(
         _check_movement,
         _check_shapes,
         _check_uneven,
-        _check_quantized,
+        check_quantized,
         _check_point_to_point,
         _check_objects,
         _check_groups,
@@ -343,31 +342,6 @@ def _check_layouts(comm: Communicator) -> None:
             if x.flags.writeable:
                 assert comm.allreduce(x, out=x) is x
                 _assert_reduced(x, total, "sum", exact, f"allreduce in place {what}")
-
-
-def _check_quantized(comm: Communicator, asarray: Callable[[Array], Array]) -> None:
-    """Check reduce-scatter, allgather and allreduce of encoded arrays, in chunks of equal and unequal sizes."""
-    p, codec, dtype = comm.size, MinMaxUInt8(block=32), np.dtype(np.float32)
-    for count in (96, 20_000):
-        xs = [sample(r, (p * count,), "float32", seed=6) for r in range(p)]
-        coded = [codec.decode(codec.encode(x.reshape(p, count)), np.empty((p, count), dtype)) for x in xs]
-        coded = coded if p > 1 else [xs[0].reshape(1, count)]  # nothing is encoded
-        mine = asarray(xs[comm.rank])
-        for op in ("sum", "avg"):
-            chunk = quantized_reduce_scatter(comm, mine, op=op, codec=codec)
-            expected = reduced([rows[comm.rank] for rows in coded], op)
-            _assert_same(chunk, expected, f"quantized_reduce_scatter {op} of {p * count}")
-            total = quantized_allgather(comm, chunk, codec=codec).reshape(-1)
-            _assert_same(
-                total, _on_host(quantized_allreduce(comm, mine, op=op, codec=codec)), f"quantized_allreduce {op}"
-            )
-        counts = [32 * (r + 1) if r != 1 else 0 for r in range(p)]
-        part = quantized_reduce_scatter(comm, mine[: sum(counts)], op="sum", codec=codec, counts=counts)
-        whole = quantized_allgather(comm, part, codec=codec, counts=counts)
-        comm.check_consistency(whole)
-        starts = [sum(counts[:r]) for r in range(p + 1)]
-        rows = [rows.reshape(-1)[starts[comm.rank] : starts[comm.rank + 1]] for rows in coded]
-        _assert_same(part, reduced(rows, "sum"), f"quantized_reduce_scatter by {counts}")
 
 
 def _check_landings(comm: Communicator, xs: Sequence[Array], out: Array, what: str) -> None:

@@ -135,8 +135,10 @@ def attach(
     Args:
         model: A model in which `fully_shard` has sharded modules.
         reduce: How gradients are averaged; `Quantized()` if None. `Exact()`, `Quantized(codec)` and
-            `ErrorFeedback(Quantized(codec))` send each gradient once, to the rank that keeps it. Another average
-            reduces the whole gradient on all ranks, of which each keeps its shard: two times the bytes.
+            `ErrorFeedback(Quantized(codec))` send each gradient once, to the rank that keeps it;
+            `Hierarchical(Exact())` and `Hierarchical(Quantized(codec))` do so exactly inside nodes, and by their
+            inner average between them. Another average reduces the whole gradient on all ranks, of which each
+            keeps its shard: two times the bytes.
         gather: How parameters are gathered for the forward and backward passes: `Exact()`, the default, or
             `Quantized(codec)`. All ranks compute with the same, quantized, parameters; those of the optimizer are
             not quantized.

@@ -9,10 +9,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bagua_comm import Average, Communicator, ErrorFeedback, Exact, Quantized, UnsupportedError, arrays
+from bagua_comm import (
+    Average,
+    Communicator,
+    ErrorFeedback,
+    Exact,
+    Hierarchical,
+    Quantized,
+    UnsupportedError,
+    arrays,
+)
 from bagua_comm.algorithms.base import check_average
 from bagua_comm.arrays import Array, LinearOp
 from bagua_comm.averages import InPlace, quantized_allgather, quantized_reduce_scatter
+from bagua_comm.averages.hierarchical_shards import ShardsByNode
 
 from ..arrays import as_array, dtype_name, torch_stream
 from .groups import GroupComms
@@ -69,7 +79,10 @@ class Reduce(_Allocating, ReduceScatter):
     def __init__(self, comms: GroupComms, unit: Unit, method: Average, comm: Communicator) -> None:
         self._comms, self._unit, self._method = comms, unit, method
         self._mean: InPlace | None = None
-        if not isinstance(method, (Exact, Quantized, ErrorFeedback)):
+        self._by_node: ShardsByNode | None = None
+        if isinstance(method, Hierarchical) and isinstance(method.inner, (Exact, Quantized)):
+            self._by_node = method.bind_shards(comm)
+        elif not isinstance(method, (Exact, Quantized, ErrorFeedback)):
             self._mean = method.bind(comm)
 
     def __call__(
@@ -94,7 +107,9 @@ class Reduce(_Allocating, ReduceScatter):
 
     def _reduce(self, comm: Communicator, x: Array, out: Array, op: LinearOp) -> None:
         method = self._method
-        if self._mean is not None:
+        if self._by_node is not None:
+            self._by_node(x, out, op)
+        elif self._mean is not None:
             self._mean(x)
             out[...] = arrays.rows(x, comm.size)[comm.rank]
             if op == "sum":

@@ -17,6 +17,7 @@ from bagua_comm import (
     BFloat16,
     ErrorFeedback,
     Exact,
+    Hierarchical,
     Quantized,
     Reproducible,
     UnsupportedError,
@@ -165,6 +166,20 @@ def test_gather_from_a_view_of_its_output(method):
         return torch.equal(out, wanted.reshape(-1))
 
     assert on_threads(4, body) == [True] * 4
+
+
+@pytest.mark.parametrize("inner", [Exact(), Quantized(min_bytes=0)], ids=repr)
+def test_hierarchical_reduces_inside_nodes_first(inner):
+    def body(comm):
+        comms = SimpleNamespace(of=lambda group: comm)
+        reduce, out = Reduce(comms, unit(2400), Hierarchical(inner), comm), torch.empty(600)
+        reduce(output_tensor=out, input_tensor=X[comm.rank].clone(), group=None, op=dist.ReduceOp.AVG)
+        mean = torch.stack(X).mean(0)[600 * comm.rank :][:600]
+        limit = 1e-6 if inner == Exact() else 0.05
+        return torch.allclose(out, mean, atol=limit), "quantized_reduce_scatter" in comm.counters.by_operation
+
+    coded = [inner != Exact() and rank in (0, 3) for rank in range(4)]  # only these two cross between nodes
+    assert run_ranks(4, body, nodes=["a", "a", "a", "b"]) == [(True, each) for each in coded]
 
 
 def test_error_feedback_needs_the_gradients_of_all_parameters():
