@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
 from .. import arrays, kernels
-from ..arrays import Array
+from ..arrays import Array, LinearOp
 from ..comm import Communicator
 from ..comm.call import Call
 from ..errors import ArrayError
@@ -51,7 +52,7 @@ class Hierarchical:
         nodes = len(set(comm.allgather(np.array(comm.node)).tolist()))
         return _Levels(self, comm, intra, across, _Sizes(int(sizes.min()), int(sizes.max()), nodes))
 
-    def bind_shards(self, comm: Communicator) -> ShardsByNode:
+    def bind_shards(self, comm: Communicator) -> Callable[[Array, Array, LinearOp], Array]:
         """Return a function that averages an array of which each rank keeps a chunk: a reduce-scatter.
 
         Collective. It takes `x`, (p * m,), and `out`, (m,), both contiguous, and "avg" or "sum". The steps are: a

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,6 @@ from bagua_comm import (
 from bagua_comm.algorithms.base import check_average
 from bagua_comm.arrays import Array, LinearOp
 from bagua_comm.averages import InPlace, quantized_allgather, quantized_reduce_scatter
-from bagua_comm.averages.hierarchical_shards import ShardsByNode
 
 from ..arrays import as_array, dtype_name, torch_stream
 from .groups import GroupComms
@@ -79,7 +78,7 @@ class Reduce(_Allocating, ReduceScatter):
     def __init__(self, comms: GroupComms, unit: Unit, method: Average, comm: Communicator) -> None:
         self._comms, self._unit, self._method = comms, unit, method
         self._mean: InPlace | None = None
-        self._by_node: ShardsByNode | None = None
+        self._by_node: Callable[[Array, Array, LinearOp], Array] | None = None
         if isinstance(method, Hierarchical) and isinstance(method.inner, (Exact, Quantized)):
             self._by_node = method.bind_shards(comm)
         elif not isinstance(method, (Exact, Quantized, ErrorFeedback)):
