@@ -26,7 +26,16 @@ from .algorithms import (
     by_node,
     every,
 )
-from .averages import Average, ErrorFeedback, Exact, Hierarchical, Quantized, quantized_allreduce
+from .averages import (
+    Average,
+    ErrorFeedback,
+    Exact,
+    Hierarchical,
+    Quantized,
+    quantized_allgather,
+    quantized_allreduce,
+    quantized_reduce_scatter,
+)
 from .averages.reproducible import Reproducible, reproducible_allreduce
 from .bootstrap import connect, default
 from .bucket import Bucket, BucketSpec, Plan, TensorSpec
@@ -108,7 +117,9 @@ __all__ = [
     "elastic",
     "every",
     "optim",
+    "quantized_allgather",
     "quantized_allreduce",
+    "quantized_reduce_scatter",
     "reproducible_allreduce",
     "topology",
 ]

@@ -12,7 +12,7 @@ import importlib
 import itertools
 import math
 import sys
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from types import ModuleType
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 
@@ -40,8 +40,6 @@ A = TypeVar("A", bound=AnyArray)
 """The type of an argument and of the result."""
 
 S = TypeVar("S", bound=np.generic)
-
-T = TypeVar("T")
 """The type of the elements of a NumPy array."""
 
 Elements: TypeAlias = np.ndarray[Any, np.dtype[S]] | S
@@ -409,15 +407,12 @@ class Scratch:
         if order is not None and sys.modules["cupy"].cuda.get_current_stream() is not order.settled:
             order.follow()
 
-    def views(self, key: Hashable, make: Callable[[], T]) -> T:
-        """The views that `make` returns of arrays of `take`; kept until memory is allocated anew."""
-        if key not in self._views:
-            self._views[key] = make()
-        found: T = self._views[key]
-        return found
+    def keep(self, key: Hashable, value: object) -> None:
+        """Keep a value that depends on the addresses of this memory, until memory is allocated anew."""
+        self._views[key] = value
 
-    def found(self, key: Hashable) -> Any:
-        """What `views` keeps for a key; None if there is nothing."""
+    def kept(self, key: Hashable) -> Any:
+        """The value kept for a key; None if there is none."""
         return self._views.get(key)
 
     def _before_growth(self) -> None:

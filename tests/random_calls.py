@@ -25,7 +25,16 @@ from typing import Any
 
 import numpy as np
 
-from bagua_comm import ArrayError, CommMismatch, UnsupportedError, arrays
+from bagua_comm import (
+    ArrayError,
+    CommMismatch,
+    Float16,
+    MinMaxUInt8,
+    UnsupportedError,
+    arrays,
+    quantized_allgather,
+    quantized_reduce_scatter,
+)
 from bagua_comm.arrays import BITWISE_OPS, FLOATS, INTEGERS, dtype_named
 from bagua_comm.testing import reduced, sample, whole_range
 from bagua_comm.testing.transports import _assert_reduced, _assert_same
@@ -225,6 +234,33 @@ def reduce_scatter_by_counts(draw):
         _assert_reduced(result, reduced(xs, op)[chunk], op, draw.exact, text)
 
     return Call(text, lambda comm: comm.reduce_scatter(x, out, op=op, counts=counts), check)
+
+
+def quantized_shards(draw):
+    """A quantized reduce-scatter by counts, and an allgather of its results."""
+    p, rank, counts = draw.comm.size, draw.comm.rank, draw.counts()
+    op, codec = draw.one_of(("sum", "avg")), draw.one_of((MinMaxUInt8(block=16), MinMaxUInt8(), Float16()))
+    xs = [x.astype(np.float32) for x in draw.operands((sum(counts),), "float16", op)]
+    x, out = draw.laid_out(xs[rank], writable=False), draw.out((counts[rank],), "float32")
+    bounds = [slice(sum(counts[:r]), sum(counts[: r + 1])) for r in range(p)]
+
+    def decoded(x):
+        rows = x.reshape(1, -1)
+        return codec.decode(codec.encode(rows), np.empty_like(rows))[0] if p > 1 and x.size else x
+
+    chunks = [reduced([decoded(x[chunk]) for x in xs], op) if p > 1 else xs[0] for chunk in bounds]
+    everything = np.concatenate([decoded(chunk) for chunk in chunks])
+
+    def run(comm):
+        mine = quantized_reduce_scatter(comm, x, out, op=op, codec=codec, counts=counts)
+        return mine, quantized_allgather(comm, mine, codec=codec, counts=counts)
+
+    def check(result):
+        _assert_same(result[0], chunks[rank], text)
+        _assert_same(result[1], everything, text)
+
+    text = f"quantized reduce_scatter and allgather, counts={counts}, op={op}, codec={codec}"
+    return Call(text, run, check)
 
 
 def scan(draw, exclusive=False):
@@ -607,6 +643,7 @@ CASES = {
     barrier: 1,
     objects: 1,
     reduce_scatter_by_counts: 1,
+    quantized_shards: 1,
     scan: 1,
     exscan: 1,
     complex_sum: 1,

@@ -20,7 +20,9 @@ from bagua_comm import (
     MinMaxUInt8,
     Quantized,
     Reproducible,
+    quantized_allgather,
     quantized_allreduce,
+    quantized_reduce_scatter,
 )
 from bagua_comm.arrays import dtype_named
 from bagua_comm.testing import run_ranks
@@ -79,6 +81,61 @@ def test_quantized_gives_the_bytes_of_the_host(device, kind, ranks, codec, dtype
         return [average.bind(comm)(x).get().tobytes()]
 
     assert expected == run_on_devices(device, ranks, kind, body)
+
+
+def shards(comm, place, dtype, codec):
+    """The bytes of reduce-scatters and allgathers, with carried errors, in equal and unequal chunks."""
+    x, found = place(values(comm.rank, 300 * comm.size, dtype)), []
+    for counts in (None, [600, *[300] * (comm.size - 2), 0] if comm.size > 1 else [300]):
+        residual, reference = place(np.zeros(x.shape, x.dtype)), None
+        for _ in range(2):
+            chunk = quantized_reduce_scatter(comm, x, codec=codec, residual=residual, counts=counts)
+            out = quantized_allgather(comm, chunk, codec=codec, reference=reference, counts=counts)
+            reference = out
+            found += [chunk, residual, out]
+    return [(array if isinstance(array, np.ndarray) else array.get()).tobytes() for array in found]
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "codec", "dtype"),
+    [
+        ("local", 2, MinMaxUInt8(), "float32"),
+        ("nccl", 1, MinMaxUInt8(), "float32"),
+        ("nccl", 2, MinMaxUInt8(), "float32"),
+        ("nccl", 3, MinMaxUInt8(), "bfloat16"),
+        ("nccl", 2, Float16(), "float32"),
+        ("staged", 2, MinMaxUInt8.bagua(), "float16"),
+    ],
+)
+def test_quantized_shards_have_the_bytes_of_the_host(device, kind, ranks, codec, dtype):
+    expected = run_ranks(ranks, lambda comm: shards(comm, np.copy, dtype, codec))
+    assert expected == run_on_devices(device, ranks, kind, lambda comm: shards(comm, up, dtype, codec))
+
+
+def test_each_half_of_a_quantized_allreduce_is_few_kernels_and_one_exchange(device):
+    def body(comm):
+        x, out = up(values(comm.rank, 4096)), up(values(comm.rank, 2048))
+        whole = up(values(comm.rank, 4096))
+        mine, names = f"rank {comm.rank}", []
+        for waits in (True, False):
+            before = len(device.names(thread=mine))
+            with contextlib.nullcontext() if waits else device.forbid_host_sync(this_thread=True):
+                quantized_reduce_scatter(comm, x, out)
+                middle = len(device.names(thread=mine))
+                quantized_allgather(comm, out, whole)
+            names = device.names(thread=mine)
+        return names[before:middle], names[middle:]
+
+    for scatter, gather in run_on_devices(device, 2, "nccl", body):
+        assert [name for name in scatter if name.startswith("kernel")] == [
+            "kernel encode",
+            "kernel decode",
+            "kernel reduce_avg",
+        ]
+        assert [name for name in gather if name.startswith("kernel")] == ["kernel encode", "kernel decode"]
+        for names in (scatter, gather):
+            assert sum(name.startswith("nccl") for name in names) == 1
+            assert all(name.startswith(("kernel", "nccl")) for name in names)
 
 
 @pytest.mark.parametrize("kind", ["nccl", "staged"])

@@ -4,6 +4,7 @@ from .base import Average, Exact, InPlace
 from .error_feedback import ErrorFeedback
 from .hierarchical import Hierarchical
 from .quantized import Quantized, quantized_allreduce
+from .quantized_shards import quantized_allgather, quantized_reduce_scatter
 from .reproducible import Reproducible, reproducible_allreduce
 
 __all__ = [
@@ -14,6 +15,8 @@ __all__ = [
     "InPlace",
     "Quantized",
     "Reproducible",
+    "quantized_allgather",
     "quantized_allreduce",
+    "quantized_reduce_scatter",
     "reproducible_allreduce",
 ]

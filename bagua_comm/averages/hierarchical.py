@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
 from .. import arrays, kernels
-from ..arrays import Array
+from ..arrays import Array, LinearOp
 from ..comm import Communicator
 from ..comm.call import Call
 from ..errors import ArrayError
 from .base import Average, Exact, InPlace
+from .hierarchical_shards import ShardsByNode, chunks_by_node
+from .quantized import Quantized
 from .reproducible import Reproducible
 
 
@@ -48,6 +51,23 @@ class Hierarchical:
         sizes = comm.allgather(np.array(comm.local_size))
         nodes = len(set(comm.allgather(np.array(comm.node)).tolist()))
         return _Levels(self, comm, intra, across, _Sizes(int(sizes.min()), int(sizes.max()), nodes))
+
+    def bind_shards(self, comm: Communicator) -> Callable[[Array, Array, LinearOp], Array]:
+        """Return a function that averages an array of which each rank keeps a chunk: a reduce-scatter.
+
+        Collective. It takes `x`, (p * m,), and `out`, (m,), both contiguous, and "avg" or "sum". The steps are: a
+        reduce-scatter within the node, one by `inner` among ranks of equal local rank, and, if nodes differ in
+        size, messages within the larger nodes. Each node sends 1 / L of the bytes of its ranks, where L is the
+        size of the smallest node.
+
+        Raises:
+            ArrayError: `inner` is neither `Exact` nor `Quantized`.
+
+        Source: qgZ of ZeRO++ (Wang et al., arXiv 2306.10209).
+        """
+        if not isinstance(self.inner, (Exact, Quantized)):
+            raise ArrayError(f"bind_shards: inner is {self.inner}, expected Exact() or Quantized(codec)")
+        return ShardsByNode(comm, self.inner, chunks_by_node(comm))
 
     def check(self, dtype: str) -> None:
         """Accept the dtypes of `inner`."""

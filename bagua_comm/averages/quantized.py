@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 
 from .. import arrays, kernels
-from ..arrays import A, AnyArray, Array, LinearOp, Scratch
+from ..arrays import A, AnyArray, Array, LinearOp
 from ..codecs import Codec, MinMaxUInt8
-from ..codecs.base import check_aligned, check_codec_argument
+from ..codecs.base import check_codec_argument
 from ..comm import Communicator
-from ..comm.arguments import as_argument, check_writable
-from ..comm.base import CommBase
 from ..comm.call import Call
-from ..comm.prepared import PreparedCall
 from ..errors import ArrayError
-from ..recording import Recording, recorded
 from ..transports.base import Transport
 from ..transports.flow import Rows
-from ..transports.pipeline import LAG, Stages, cut, reduce_through
+from ..transports.pipeline import reduce_through
 from .base import InPlace
+from .coded import Coded, Coding, Part, as_like, cached_coding, coding_for, new_coding, with_residual
 
 _NAME = "quantized_allreduce"
+
+DEFAULT_CODEC = MinMaxUInt8()
 
 
 @dataclass(frozen=True)
@@ -61,9 +59,6 @@ class Quantized:
     def check(self, dtype: str) -> None:
         """Accept the dtypes of the codec."""
         check_codec_argument("Quantized", self.codec, dtype)
-
-
-_DEFAULT_CODEC = MinMaxUInt8()
 
 
 def quantized_allreduce(
@@ -105,48 +100,36 @@ def quantized_allreduce(
     >>> run_ranks(2, lambda comm: quantized_allreduce(comm, np.arange(3, dtype=np.float32)))[0]
     array([0., 2., 4.], dtype=float32)
     """
-    codec = _DEFAULT_CODEC if codec is None else codec
+    codec = DEFAULT_CODEC if codec is None else codec
     if op not in ("sum", "avg"):
         raise ArrayError(f'quantized_allreduce: op is {op!r}, expected "sum" or "avg"')
-    found = _cached(comm, x, codec, op)
-    if found is not None and residual is None and found.replay(comm, x, out):
+    coding = cached_coding(comm, _NAME, codec, op, None, x)
+    if coding is not None and residual is None and coding.replay(comm, x, out):
         return cast(A, out)
-    call = _call(comm, x, codec, op, found)
-    result: A = (found or _reduction(call, codec, op)).reduce(call, out, residual)
+    call = _call(comm, x, codec, op, coding)
+    result: A = _reduce(call, coding or _new_coding(call, codec), op, out, residual)
     return result
 
 
-def _call(comm: Communicator, x: Any, codec: Codec, op: str, found: _Reduction | None) -> Call:
-    """Return a call on `x`, by the reduction that was `found` in the cache, if any.
+def _call(comm: Communicator, x: Any, codec: Codec, op: str, coding: Coding | None) -> Call:
+    """Return a call on `x`, of which the cached coding is given, if there is one.
 
     Raises:
         UnsupportedError: The codec does not take the dtype of `x`, or no transport takes such an array.
     """
-    if found is not None:
-        return Call(comm, _NAME, x, transport=found.transport, codec=codec, op=op)
+    if coding is not None:
+        return Call(comm, _NAME, x, transport=coding.transport, codec=codec, op=op)
     call = Call(comm, _NAME, x, codec=codec, op=op)
     check_codec_argument(_NAME, codec, arrays.dtype_name(call.x.dtype))
     return call
 
 
-def _cached(comm: CommBase, x: Any, codec: Codec, op: str) -> _Reduction | None:
-    """Return the cached reduction of arrays like `x`, if there is one that is up to date."""
-    try:
-        found: _Reduction | None = comm.call_cache.get((_NAME, codec, op, type(x), x.dtype, x.size))
-    except (AttributeError, TypeError):  # not an array, or a codec that cannot be hashed
-        return None
-    return found if found is not None and found.is_current(x) else None
-
-
-def _reduction(call: Call, codec: Codec, op: str) -> _Reduction:
-    """Make and cache the reduction of arrays like that of the call, for which `_cached` has found none."""
-    comm, x = call.comm, call.x
-    if x is not call.original and (found := _cached(comm, x, codec, op)) is not None:
-        return found  # the caller's array is one of another library
-    found = _Reduction(comm, call.transport, codec, op, x)
-    with contextlib.suppress(TypeError):  # a codec that cannot be hashed may change
-        comm.call_cache.add((_NAME, codec, op, type(x), x.dtype, x.size), found)
-    return found
+def _new_coding(call: Call, codec: Codec) -> Coding:
+    """Return the coding of a call of whose array, as the caller gave it, none is cached."""
+    is_of_another_library = call.x is not call.original
+    return (
+        coding_for(call, codec, None, call.x) if is_of_another_library else new_coding(call, codec, None, call.x)
+    )
 
 
 class QuantizedMean:
@@ -157,282 +140,92 @@ class QuantizedMean:
 
     def prepare(self, like: Array) -> None:
         """Prepare the reduction of arrays like this one."""
-        found = _cached(self._comm, like, self._codec, "avg")
-        call = _call(self._comm, like, self._codec, "avg", found)
-        least = self._least(call.transport)
-        if found is None and call.x.nbytes >= least:
-            _reduction(call, self._codec, "avg")
+        coding = cached_coding(self._comm, _NAME, self._codec, "avg", None, like)
+        call = _call(self._comm, like, self._codec, "avg", coding)
+        if coding is None and call.x.nbytes >= self._least(call.transport):
+            _new_coding(call, self._codec)
 
     def __call__(self, x: Array, residual: Array | None = None) -> Array:
         """Average `x` in place, and return it. Collective."""
         comm, codec = self._comm, self._codec
-        found = _cached(comm, x, codec, "avg")
-        if found is not None and residual is None and x.nbytes >= self._least(found.transport):  # noqa: SIM102
-            if found.replay(comm, x, x):
+        coding = cached_coding(comm, _NAME, codec, "avg", None, x)
+        if coding is not None and residual is None and x.nbytes >= self._least(coding.transport):  # noqa: SIM102
+            if coding.replay(comm, x, x):
                 return x
-        call = _call(comm, x, codec, "avg", found)
+        call = _call(comm, x, codec, "avg", coding)
         least = self._least(call.transport)
         if call.x.nbytes < least:
             with comm.tracer.span("exact: small", bytes=call.x.nbytes, min_bytes=least):
                 return comm.allreduce(x, out=x, op="avg")
-        return (found or _reduction(call, codec, "avg")).reduce(call, x, residual)
+        return _reduce(call, coding or _new_coding(call, codec), "avg", x, residual)
 
     def _least(self, transport: Transport) -> int:
         """Return the size in bytes from which arrays are quantized."""
         return transport.quantize_bytes if self._min_bytes is None else self._min_bytes
 
 
-class _Reduction:
-    """A quantized allreduce, prepared for arrays of one library, dtype and size."""
+def _reduce(call: Call, coding: Coding, op: str, out: Array | None, residual: AnyArray | None) -> Array:
+    """Reduce the array of the call into `out`, which may be that array, and return it. Collective."""
+    call.writes_to(out, call.x.shape)
+    call.in_place()
+    if call.x is not call.target:
+        call.contiguous()
+    errors = None if residual is None else as_like(call, "residual", residual, call.x)
+    if not isinstance(call.x, np.ndarray):
+        coding.check_aligned(call, x=call.x, out=call.target, residual=errors)
+    if coding.is_trivial:
+        return coding.copy(call, call.x)
+    if len(coding.pieces) > 1:
+        call.detail["pieces"] = len(coding.pieces)
+    scratch = call.comm.scratch
 
-    def __init__(self, comm: CommBase, transport: Transport, codec: Codec, op: str, like: Array) -> None:
-        self.transport, self.codec, self.op, self.dtype = transport, codec, op, like.dtype
-        self.rank, self.p, self.size = comm.rank, comm.size, like.size
-        self._type, self._piece_bytes = type(like), transport.coded_piece_bytes(like.nbytes)
-        self.chunk = -(-like.size // comm.size)
-        """Number of elements of a chunk; rank r combines chunk r of all ranks."""
-        self._kernels = kernels.of(like)
-        self._is_recorded = False
-        if comm.size == 1 or like.size == 0:
-            return  # nothing is encoded
-        piece_bytes = None if codec.granule is None else self._piece_bytes
-        wire_nbytes = codec.wire_nbytes(self.chunk, like.dtype)
-        self.pieces = cut(self.chunk, wire_nbytes, piece_bytes, codec.granule or 1)
-        lengths = [piece.stop - piece.start for piece in self.pieces]
-        self.wire_nbytes = [codec.wire_nbytes(length, like.dtype) for length in lengths]
-        steps = {length: codec.steps(length, like) for length in set(lengths)}
-        self.steps = [steps[length] for length in lengths]
-        self.groups = [slice(0, self.p)] if len(lengths) == 1 else [slice(r, r + 1) for r in range(self.p)]
-        """The rows that are decoded at once: all of a single piece."""
-        self._call_text = f"quantized_allreduce(codec={codec}, op={op})"
-        self._is_recorded = (
-            not isinstance(like, np.ndarray)
-            and transport.is_recorded
-            and len(lengths) == 1
-            and like.size == comm.size * self.chunk  # chunks are not padded by a copy
-            and self.steps[0].only_kernels
+    def move(x: Array, target: Array) -> None:
+        flow = coding.transport.agree_on_call(coding.text, x)
+        chunks, results = with_residual(scratch, x, errors, coding.size), target.reshape(-1)
+        is_padded = results.size != coding.size
+        stages = _AllReduce(
+            coding,
+            scratch,
+            x,
+            chunks,
+            chunks if is_padded else results,
+            op=op,
+            residual=None if errors is None else errors.reshape(-1),
         )
-        """Whether calls are recorded, so that later ones on arrays at the same addresses replay them."""
+        with coding.recorded(call, x, target, errors):
+            reduce_through(flow, stages)
+        if is_padded:
+            results[...] = chunks[: results.size]
 
-    def is_current(self, x: Array) -> bool:
-        """Whether it was made for the present kernels and size of pieces of arrays like `x`."""
-        return kernels.of(x) is self._kernels and self._piece_bytes == self.transport.coded_piece_bytes(x.nbytes)
-
-    def reduce(self, call: Call, out: Array | None, residual: Array | None) -> Array:
-        """Reduce the array of the call into `out`, which may be that array, and return it. Collective."""
-        call.writes_to(out, call.x.shape)
-        call.in_place()
-        if call.x is not call.target:
-            call.contiguous()
-        if residual is not None and type(residual) is not self._type:
-            residual = as_argument(call.name, "residual", residual)
-        self.check(call, residual)
-        comm, x, target = call.comm, call.x, call.target
-        if self.p == 1 or self.size == 0:
-            if comm.check:
-                call.compare()
-            if not arrays.same_memory(x, target):
-                target[...] = x
-            return call.result
-        if len(self.pieces) > 1:
-            call.detail["pieces"] = len(self.pieces)
-
-        def move(x: Array, target: Array) -> None:
-            flow = self.transport.agree_on_call(self._call_text, x)
-            stages = _Coded(self, comm.scratch, x, target, residual)
-            if not self._is_recorded or residual is not None:
-                reduce_through(flow, stages)
-                return
-            with recorded() as recording:
-                reduce_through(flow, stages)
-            if recording.is_complete:
-                self._keep(recording, call, x, target)
-
-        call.run(move)
-        return call.result
-
-    def _keep(self, recording: Recording, call: Call, x: Array, target: Array) -> None:
-        """Keep the recording of a call for later ones on arrays at the addresses of `x` and `target`."""
-        scratch = call.comm.scratch
-
-        def again(x: Array, target: Array) -> None:
-            scratch.follow()
-            recording.replay()
-
-        scratch.views(self._addresses(x, target), lambda: PreparedCall(call, again, "out", x.shape))
-
-    def replay(self, comm: CommBase, x: Array, out: Array | None) -> bool:
-        """Replay an earlier call on arrays at the addresses of `x` and `out`, if there is a recording.
-
-        Collective. Returns whether it did; otherwise nothing was done.
-        """
-        if not self._is_recorded or out is None or type(out) is not self._type or not x.flags.c_contiguous:
-            return False
-        if out is not x and (out.dtype != self.dtype or out.shape != x.shape or not out.flags.c_contiguous):
-            return False
-        prepared: PreparedCall | None = comm.scratch.found(self._addresses(x, out))
-        if prepared is None:
-            return False
-        prepared.execute(comm, prepared.move, x, out)
-        return True
-
-    def _addresses(self, x: Array, out: Array) -> tuple[object, ...]:
-        return self, x.shape, x.data.ptr, out.data.ptr
-
-    def check(self, call: Call, residual: Array | None) -> None:
-        """Raise unless kernels can read the arrays of the call in place, and `residual` is like `x`."""
-        x = call.x
-        if residual is not None and (
-            residual.shape != x.shape or residual.dtype != x.dtype or not arrays.is_contiguous(residual)
-        ):
-            raise ArrayError(
-                f"{call.name}: residual is {residual.dtype}{residual.shape}, "
-                f"expected a contiguous {x.dtype}{x.shape}"
-            )
-        if residual is not None:
-            check_writable(call.name, "residual", residual, residual)
-        if isinstance(x, np.ndarray) or self.p == 1 or self.size == 0:
-            return
-        check_aligned(call.name, "x", x)
-        if x is not call.target:
-            check_aligned(call.name, "out", call.target)
-        if residual is not None:
-            check_aligned(call.name, "residual", residual)
+    call.run(move)
+    return call.result
 
 
-class _Memory(NamedTuple):
-    """The memory of a piece in flight."""
-
-    results: Array
-    """The encoded chunks to send, then the results of all ranks, (p, bytes)."""
-    received: Array
-    """The encoded chunks received, (p, bytes)."""
-    mine: Array
-    """The row of this rank in `results`, (bytes,)."""
-    table: Array
-    """The same as a table of one row, (1, bytes)."""
-
-
-class _Coded(Stages):
-    """The stages of a quantized reduction, with error feedback if there is a `residual`.
-
-    Each rank encodes the p chunks of its array, combines the received parts of its own chunk (decodes p, adds
-    them in rank order in float32, encodes one), and decodes the results of all ranks.
-    """
-
-    def __init__(
-        self, reduction: _Reduction, scratch: Scratch, x: Array, target: Array, residual: Array | None
-    ) -> None:
-        self._r, self._scratch = reduction, scratch
-        self._residual = None if residual is None else residual.reshape(-1)
-        self.count = len(reduction.pieces)
-        p, chunk, size = reduction.p, reduction.chunk, reduction.size
-        self._padded_to: Array | None = None
-        if residual is None and size == p * chunk:
-            self._chunks = x.reshape(p, chunk)
-        else:
-            padded = scratch.take("padded", (p * chunk,), x.dtype, like=x)
-            if residual is None:
-                padded[:size] = x.reshape(-1)
-            else:
-                kernels.of(x).add(x.reshape(-1), residual.reshape(-1), out=padded[:size])
-            padded[size:] = 0
-            self._chunks = padded.reshape(p, chunk)
-        self._results = self._chunks
-        if size == p * chunk:
-            self._results = target.reshape(p, chunk)
-        else:
-            self._padded_to = target.reshape(-1)
-        # Results overwrite the encoded chunks of their piece, so that memory is in use for two lags.
-        width = p * max(reduction.wire_nbytes)
-        self._sent = scratch.take("sent", (min(2 * LAG + 1, self.count), width), np.uint8, like=x)
-        self._received = scratch.take("received", (min(LAG + 1, self.count), width), np.uint8, like=x)
-        self._in_flight: dict[int, _Memory] = {}
-
-    def encode(self, i: int) -> tuple[Rows, Rows]:
-        """See `Stages.encode`."""
-        r, piece, encode = self._r, self._r.pieces[i], self._r.steps[i].encode
-        sent, received, *_ = self._begin(i)
-        if self.count == 1:
-            encode(self._chunks, sent)
-            if self._residual is not None:
-                self._store_error(i, sent)
-            return sent, received
-        rows, into = list(sent), list(received)
-        rows[r.rank] = into[r.rank]  # encodes this rank's own chunk directly into the received ones
-        for peer in range(r.p):
-            encode(self._chunks[peer, None, piece], rows[peer][None])
-        if self._residual is not None:
-            sent[r.rank] = received[r.rank]
-            self._store_error(i, sent)
-        return rows, into
-
-    def _begin(self, i: int) -> _Memory:
-        """Return the memory for piece i."""
-        r, sent, received = self._r, self._sent, self._received
-        p, nbytes, i_sent, i_received = r.p, r.wire_nbytes[i], i % len(sent), i % len(received)
-
-        def cut() -> _Memory:
-            end = p * nbytes
-            results, parts = sent[i_sent, :end].reshape(p, nbytes), received[i_received, :end].reshape(p, nbytes)
-            return _Memory(results, parts, results[r.rank], results[r.rank, None])
-
-        key = "quantized", sent.shape, received.shape, i_sent, i_received, nbytes
-        self._in_flight[i] = memory = self._scratch.views(key, cut)
-        return memory
+class _AllReduce(Coded):
+    """The stages of a quantized allreduce, with error feedback if there is a `residual`."""
 
     def combine(self, i: int) -> tuple[Array, Rows]:
-        """See `Stages.combine`."""
-        r = self._r
-        results, received, mine, table = self._in_flight[i]
-        r.steps[i].combine(received, table, op=r.op)
+        """See `Stages.combine`: decode the parts of all ranks, add them, and encode the result."""
+        c = self._coding
+        mine, (rows, received) = c.pieces[i][c.rank], self._in_flight[i]
+        result = rows[c.rank]
+        mine.steps.combine(received, result[None], op=self._op)
         if self._residual is not None:
-            self._add_error_of_mean(i, received, table)
-        return mine, results if self.count == 1 else list(results)
+            self._add_error_of_mean(mine, received, result[None])
+        return result, rows
 
-    def decode(self, i: int) -> None:
-        """See `Stages.decode`."""
-        r, piece, decode = self._r, self._r.pieces[i], self._r.steps[i].decode
-        results = self._in_flight.pop(i).results
-        if self.count == 1:
-            decode(results, self._results)
-        else:
-            for row in range(r.p):
-                decode(results[row, None], self._results[row, None, piece])
-        if self._padded_to is not None and i == self.count - 1:
-            self._padded_to[...] = self._chunks.reshape(-1)[: r.size]
-
-    # Error feedback ---------------------------------------------------------------------------------
-
-    def _store_error(self, i: int, sent: Array) -> None:
-        """Store the error of encoding this rank's chunks: residual <- chunk - decoded."""
-        r, piece = self._r, self._r.pieces[i]
-        for rows in r.groups:
-            chunks = self._chunks[rows, piece]
-            decoded = self._scratch.take("decoded", chunks.shape, r.dtype, like=chunks)
-            r.steps[i].decode(sent[rows], decoded)
-            error = self._residual_of(rows, piece)
-            kernels.of(chunks).loss(
-                chunks.reshape(-1)[: error.size], decoded.reshape(-1)[: error.size], 1, out=error
-            )
-
-    def _add_error_of_mean(self, i: int, received: Array, encoded: Array) -> None:
+    def _add_error_of_mean(self, mine: Part, received: Array, encoded: Array) -> None:
         """Add the error of encoding the result: residual <- residual + p (mean - decoded)."""
-        r, piece, run = self._r, self._r.pieces[i], kernels.of(received)
-        length = piece.stop - piece.start
-        decoded = self._scratch.take("decoded", (r.p, length), r.dtype, like=received)
-        total = self._scratch.take("total", (length,), r.dtype, like=received)
-        kept = self._scratch.take("kept", (1, length), r.dtype, like=received)
-        r.steps[i].decode(received, decoded)
-        run.reduce_rows(decoded, total, r.op)
-        r.steps[i].decode(encoded, kept)
-        # The next mean divides the residual of this rank by p, so it stores p times the error.
-        run.loss(total, kept[0], r.p if r.op == "avg" else 1, out=total)
-        error = self._residual_of(slice(r.rank, r.rank + 1), piece)
-        run.add(error, total[: error.size], out=error)
-
-    def _residual_of(self, rows: slice, piece: slice) -> Array:
-        """Return the residual of a piece of these chunks; it may be shorter than the piece in the last chunk."""
         assert self._residual is not None
-        start, end = rows.start * self._r.chunk + piece.start, (rows.stop - 1) * self._r.chunk + piece.stop
-        return self._residual[start:end]
+        p, dtype, run = self._coding.p, self._coding.dtype, kernels.of(received)
+        length = mine.local.stop - mine.local.start
+        decoded = self._scratch.take("decoded", (p, length), dtype, like=received)
+        total = self._scratch.take("total", (length,), dtype, like=received)
+        kept = self._scratch.take("kept", (1, length), dtype, like=received)
+        mine.steps.decode(received, decoded)
+        run.reduce_rows(decoded, total, self._op)
+        mine.steps.decode(encoded, kept)
+        # The next mean divides the residual of this rank by p, so it stores p times the error.
+        run.loss(total, kept[0], p if self._op == "avg" else 1, out=total)
+        error = self._residual[mine.elements]
+        run.add(error, total[: error.size], out=error)

@@ -27,6 +27,8 @@ NAMES = {
     "allreduce": "all_reduce",
     "allreduce_many": "all_reduce",
     "quantized_allreduce": "all_reduce",
+    "quantized_allgather": "all_reduce",
+    "quantized_reduce_scatter": "_reduce_scatter_base",
     "scan": "all_reduce",
     "exscan": "all_reduce",
     "reduce": "reduce",
@@ -49,8 +51,8 @@ NAMES = {
     "split": "barrier",
     "dup": "barrier",
 }
-"""PyTorch's operations. `allgatherv` records the whole result, equal on all ranks. Calls on pickled objects are
-barriers, since their sizes are unknown at the begin; so is any other call."""
+"""PyTorch's operations. `allgatherv` and `quantized_allgather` record the whole result, equal on all ranks.
+Calls on pickled objects are barriers, since their sizes are unknown at the begin; so is any other call."""
 
 _STATES = {"started": "started", "enqueued": "started", "ended": "completed", "failed": "started"}
 

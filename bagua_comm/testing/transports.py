@@ -13,6 +13,7 @@ from ..arrays import BITWISE_OPS, FLOATS, INTEGERS, Array, dtype_named
 from ..comm import Communicator
 from ..errors import ArrayError, CommMismatch
 from ..transports import Transport
+from .quantized import check_quantized
 from .values import assert_raises, reduced, sample, whole_range
 
 SIZES = (2048, 65536)
@@ -32,8 +33,9 @@ def check_transport(
 
     Collective. Covers all dtypes and reductions over the whole range of each dtype, in and out of place, 0-d,
     empty, multi-dimensional, uneven, strided, unaligned, read-only and mapped arrays, sizes, point-to-point
-    messages, groups, lanes and wrong arguments. Results must have the bits of NumPy's in rank order; sums
-    and products of floats may be rounded differently if the transport has `adds_in_rank_order = False`.
+    messages, groups, lanes, quantized collectives and wrong arguments. Results must have the bits of NumPy's in
+    rank order. Sums and products of floats may be rounded differently if the transport has
+    `adds_in_rank_order = False`.
 
     Args:
         transport: The transport. If it takes only device arrays, pass a communicator with it after a transport
@@ -55,6 +57,7 @@ def check_transport(
         _check_movement,
         _check_shapes,
         _check_uneven,
+        check_quantized,
         _check_point_to_point,
         _check_objects,
         _check_groups,

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from .. import kernels
 from ..arrays import Array, DType, Scratch
-from .flow import Flow, Rows, Wait
+from .flow import Flow, Rows, Wait, ended
 
 LAG = 4
 """How many pieces a stage is behind the one before it, and so how many pieces are on their way at a time."""
@@ -52,15 +52,18 @@ class Encoding(Protocol):
         """Write the results for these elements, of which `total` is the sum over all ranks."""
 
 
-def reduce_through(flow: Flow, stages: Stages, *, gather: bool = True) -> None:
-    """Encode, scatter, combine, gather, decode. Without `gather`, each rank keeps the result that it combined.
+def reduce_through(flow: Flow, stages: Stages, *, scatter: bool = True, gather: bool = True) -> None:
+    """Encode, scatter, combine, gather, decode.
+
+    Without `gather`, each rank keeps the result that it combined. Without `scatter`, `combine` makes this rank's
+    result alone.
 
     Collective.
     """
-    waits: list[Wait] = []
+    waits: list[Wait] = [ended] * stages.count
 
-    def scatter(i: int) -> None:
-        waits.append(flow.alltoall(*stages.encode(i)))
+    def send(i: int) -> None:
+        waits[i] = flow.alltoall(*stages.encode(i))
 
     def combine(i: int) -> None:
         waits[i]()
@@ -72,7 +75,7 @@ def reduce_through(flow: Flow, stages: Stages, *, gather: bool = True) -> None:
         waits[i]()
         stages.decode(i)
 
-    pipeline(stages.count, scatter, combine, *([decode] if gather else []))
+    pipeline(stages.count, *([send] if scatter else []), combine, *([decode] if gather else []))
 
 
 class Exact(Stages):

@@ -38,6 +38,7 @@ def connect(
     net: Net | None = None,
     record: str | Path | None = None,
     op_order: OpOrder = "rank",
+    process_group: bool = False,
 ) -> Communicator:
     """Join the world that torchrun or mpirun has started; a world of one rank without a launcher.
 
@@ -60,6 +61,8 @@ def connect(
         net: The network plugin of NCCL between hosts, also in torch.distributed; see `bagua_comm.connect`.
         record: A folder for the last calls of each rank, written when a call fails; see `bagua_comm.connect`.
         op_order: The order in which host tensors are added over MPI, "rank" or "any"; see `bagua_comm.connect`.
+        process_group: Under mpirun or without a launcher, also initialize torch.distributed's default process
+            group with these ranks, which `DeviceMesh` and `fully_shard` need. `close` does not destroy it.
 
     Raises:
         BootstrapError: A launcher started this process, but the world cannot be set up, or has too few ranks; or
@@ -91,6 +94,10 @@ def connect(
         op_order=op_order,
     )
     use_device(comm)
+    if process_group and comm.size == 1 and not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    elif process_group:
+        provide_group(comm)
     return comm
 
 

@@ -10,7 +10,13 @@ import numpy as np
 import pytest
 from support import needs
 
-from bagua_comm import MinMaxUInt8, kernels, quantized_allreduce
+from bagua_comm import (
+    MinMaxUInt8,
+    kernels,
+    quantized_allgather,
+    quantized_allreduce,
+    quantized_reduce_scatter,
+)
 from bagua_comm.arrays import dtype_named
 from bagua_comm.testing import run_ranks
 
@@ -79,4 +85,29 @@ def test_allreduce(case):
         return quantized_allreduce(comm, x[comm.rank], codec=codec_of(case), op=case["op"])
 
     for actual in run_ranks(p, body):
+        assert expected.tobytes() == actual.tobytes()
+
+
+@pytest.mark.parametrize("case", cases("reduce_scatter"))
+def test_reduce_scatter(case):
+    p, count, dtype = case["n"], case["m"], dtype_named(case["dtype"])
+    x, expected = load(case, "input", (p, count), dtype), load(case, "output", (count,), dtype)
+
+    def body(comm):
+        settings = {"codec": codec_of(case), "op": case["op"], "counts": case["counts"]}
+        return quantized_reduce_scatter(comm, x[comm.rank], **settings)
+
+    assert expected.tobytes() == b"".join(chunk.tobytes() for chunk in run_ranks(p, body))
+
+
+@pytest.mark.parametrize("case", cases("allgather"))
+def test_allgather(case):
+    counts, dtype = case["counts"], dtype_named(case["dtype"])
+    x, expected = load(case, "input", (sum(counts),), dtype), load(case, "output", (sum(counts),), dtype)
+    mine = np.split(x, np.cumsum(counts)[:-1])
+
+    def body(comm):
+        return quantized_allgather(comm, mine[comm.rank], codec=codec_of(case), counts=counts)
+
+    for actual in run_ranks(len(counts), body):
         assert expected.tobytes() == actual.tobytes()

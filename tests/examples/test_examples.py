@@ -209,3 +209,16 @@ def test_two_ranks_train_in_another_framework(framework, start):
     says, _, accuracy = process.stdout.strip().splitlines()[-1].rpartition(" ")
     assert says == "2 ranks: accuracy"
     assert float(accuracy) >= 0.9
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_sharded_transformer_learns_as_well_in_eight_bits():
+    command = 2, EXAMPLES / "fsdp_text.py", "--steps", 60
+    exact, coded = (
+        result_of(torchrun(*command, "--reduce", reduce, "--gather", gather, timeout_s=140))
+        for reduce, gather in (("exact", "exact"), ("feedback", "eight-bits"))
+    )
+    assert exact["wire_bytes"] == pytest.approx(exact["exact_bytes"], rel=0.01)
+    assert 3.5 < coded["exact_bytes"] / coded["wire_bytes"] < 4
+    assert coded["loss"] < 1.05 * exact["loss"] < 3

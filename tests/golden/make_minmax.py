@@ -279,6 +279,31 @@ def allreduce(inputs: list[Row], op: str, codec: Codec) -> bytes:
     return codec.dtype.pack(output[:count])
 
 
+def reduce_scatter(inputs: list[Row], counts: list[int], op: str, codec: Codec) -> bytes:
+    """Return the elements that the ranks keep, one rank's after the other's; rank r keeps counts[r]."""
+    output, start = [], 0
+    for count in counts:
+        wires = [encode(row[start : start + count], codec) for row in inputs]
+        first, *others = [codec.dtype.rounded(decode(wire, count, codec)) for wire in wires]
+        total = first
+        for chunk in others:
+            total = [f32(a + b) for a, b in zip(total, chunk, strict=True)]
+        if op == "avg":
+            total = [f32(a / len(inputs)) for a in total]
+        output += total
+        start += count
+    return codec.dtype.pack(output)
+
+
+def allgather(inputs: Row, counts: list[int], codec: Codec) -> bytes:
+    """Return the elements that every rank ends with; rank r gives counts[r] of `inputs`."""
+    output, start = [], 0
+    for count in counts:
+        output += decode(encode(inputs[start : start + count], codec), count, codec)
+        start += count
+    return codec.dtype.pack(output)
+
+
 # --- Kinds of cases ------------------------------------------------------------------------------
 
 
@@ -329,6 +354,17 @@ def allreduce_case(name: str, codec: Codec, op: str, rows: list[Row]) -> Case:
     inputs = b"".join(map(codec.dtype.pack, rows))
     entry = describe("allreduce", f"allreduce-{op}-{len(rows)}-{name}", codec, rows)
     return Case(entry | {"op": op}, {"input": inputs, "output": allreduce(rows, op, codec)})
+
+
+def shard_cases(name: str, codec: Codec, op: str, rows: list[Row], counts: list[int]) -> Iterator[Case]:
+    """Reduce and scatter row r of rank r; gather the elements of the first row, counts[r] from rank r."""
+    rows = [codec.dtype.rounded(row) for row in rows]
+    inputs = b"".join(map(codec.dtype.pack, rows))
+    entry = describe("reduce_scatter", f"reduce-scatter-{op}-{len(rows)}-{name}", codec, rows)
+    parts = {"input": inputs, "output": reduce_scatter(rows, counts, op, codec)}
+    yield Case(entry | {"op": op, "counts": counts}, parts)
+    entry = describe("allgather", f"allgather-{len(rows)}-{name}", codec, rows[:1]) | {"counts": counts}
+    yield Case(entry, {"input": codec.dtype.pack(rows[0]), "output": allgather(rows[0], counts, codec)})
 
 
 # --- Values --------------------------------------------------------------------------------------
@@ -476,6 +512,17 @@ def allreduce_cases(dtype: DType) -> Iterator[Case]:
     yield allreduce_case("nan", Codec(dtype, 8, 0.0), "avg", rows)
 
 
+def sharded_cases(dtype: DType) -> Iterator[Case]:
+    """Take equal and unequal chunks, one of them empty."""
+    default, small, bagua = Codec(dtype, 512, 0.0), Codec(dtype, 8, 0.0), Codec(dtype, None, 1e-7)
+    yield from shard_cases("equal", default, "avg", normal("shard-equal", 2, 1200), [600, 600])
+    yield from shard_cases("uneven", small, "sum", normal("shard-uneven", 4, 60), [0, 37, 1, 22])
+    yield from shard_cases("bagua", bagua, "avg", normal("shard-bagua", 3, 99), [33, 33, 33])
+    rows = normal("shard-nan", 2, 40)
+    rows[0][9], rows[1][30] = math.nan, math.inf
+    yield from shard_cases("nan", small, "avg", rows, [20, 20])
+
+
 def all_cases() -> Iterator[Case]:
     """Yield every case, in the order of the manifest."""
     for dtype in (FLOAT32, FLOAT16, BFLOAT16):
@@ -488,6 +535,7 @@ def all_cases() -> Iterator[Case]:
             yield from float32_cases()
         yield from combine_cases(dtype)
         yield from allreduce_cases(dtype)
+        yield from sharded_cases(dtype)
 
 
 # --- Files ---------------------------------------------------------------------------------------

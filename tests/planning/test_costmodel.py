@@ -33,6 +33,7 @@ from bagua_comm import (
     topology,
 )
 from bagua_comm.algorithms.base import with_defaults
+from bagua_comm.averages import quantized_allgather, quantized_reduce_scatter
 from bagua_comm.bucket import make_buckets
 from bagua_comm.planning.costmodel import (
     METHODS,
@@ -45,7 +46,7 @@ from bagua_comm.planning.costmodel import (
     held_up_s,
     predict,
 )
-from bagua_comm.planning.models import MODELS, Blocking, Layer, mixture_of_experts, sync_batchnorm
+from bagua_comm.planning.models import MODELS, Blocking, Layer, mixture_of_experts, sharded, sync_batchnorm
 from bagua_comm.testing import run_ranks
 from bagua_torch import SyncBatchNorm
 from bagua_torch.moe import MoE
@@ -646,3 +647,46 @@ def test_bytes_of_experts_are_those_that_the_communicator_counts(size):
 def test_calls_that_mean_nothing_are_refused(call):
     with pytest.raises(ArrayError, match="Job: blocking has Blocking"):
         Job(100, blocking=(call,))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("codec", [None, MinMaxUInt8()])
+def test_bytes_of_sharded_modules_are_those_that_the_communicator_counts(size, codec):
+    def body(comm):
+        for _ in range(3):
+            x = np.ones(size * 600, np.float32)
+            if codec is None:
+                chunk = comm.reduce_scatter(x)
+                both = [comm.allgather(chunk) for _ in range(2)]
+            else:
+                chunk = quantized_reduce_scatter(comm, x, codec=codec)
+                both = [quantized_allgather(comm, chunk, codec=codec) for _ in range(2)]
+            assert len(both) == 2
+        return comm.counters.total().wire_bytes
+
+    job = Job(4, blocking=sharded(3 * size * 2400, size, modules=3, reduce=codec, gather=codec))
+    without = dataclasses.replace(job, blocking=())
+    predicted, rest = (predict(GradientAllReduce(), each, Cluster(size)).wire_bytes for each in (job, without))
+    assert run_ranks(size, body) == [predicted - rest] * size
+
+
+def test_eight_bits_take_a_quarter_of_the_time_on_a_slow_network():
+    """12 and 3 MB times 3 / 4, over 100 Mbit/s; a third less if parameters stay gathered."""
+    slow = Cluster(4, bandwidth_gbit=0.1)
+    exact, coded, kept = (
+        held_up_s(Job(1, blocking=sharded(4 * MB, 4, **settings)), slow, FREE)
+        for settings in (
+            {},
+            {"reduce": MinMaxUInt8(), "gather": MinMaxUInt8()},
+            {"reshard_after_forward": False},
+        )
+    )
+    assert exact / coded == pytest.approx(3.94, abs=0.05)
+    assert kept / exact == pytest.approx(2 / 3, abs=0.01)
+
+
+def test_a_codec_for_a_call_without_one_is_refused():
+    with pytest.raises(ArrayError, match=r'a codec for .alltoall., expected one only for "allgather"'):
+        Job(100, blocking=(Blocking("alltoall", 8, 1, MinMaxUInt8()),))
+    with pytest.raises(UnsupportedError, match="cannot code float64"):
+        Job(100, dtype="float64", blocking=(Blocking("allgather", 8, 1, MinMaxUInt8()),))

@@ -156,6 +156,26 @@ class Costs:
                 return [*scatter, *self.average(inner, chunk, across), self.allgather(chunk, node)]
         raise UnsupportedError(f"costmodel: the model does not know what {average!r} exchanges")
 
+    def reduce_scatter(self, codec: Codec | None, n: int, group: RankGroup) -> list[LaneTask]:
+        """Reduce `n` bytes over a group, each rank a chunk."""
+        chunk = self.chunk(n, group.size)
+        if codec is not None:
+            exchange = self.exchange_with_all(self.wire_nbytes(codec, chunk), group)
+            return [self.coding(codec, encode=n), exchange, self.coding(codec, decode=n), self.work(add=n)]
+        if self.cluster.transport == "nccl":
+            return self.ring_allreduce(n, group)[:1]
+        return [self.exchange_with_all(chunk, group), self.work(add=n)]
+
+    def gather(self, codec: Codec | None, message: int, group: RankGroup) -> list[LaneTask]:
+        """Gather `message` bytes of each rank of a group."""
+        if codec is None:
+            return [self.allgather(message, group)]
+        return [
+            self.coding(codec, encode=message),
+            self.allgather(self.wire_nbytes(codec, message), group),
+            self.coding(codec, decode=message * group.size),
+        ]
+
     def among_nodes(self, algorithm: Algorithm, n: int) -> list[LaneTask]:
         """The tasks of `algorithm` for `n` bytes, if each rank exchanges with one rank of every other node."""
         k = self.cluster.ranks_per_node

@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeAlias
 from ...algorithms import Algorithm, Point, Window
 from ...arrays import FLOATS
 from ...bucket import DEFAULT_BUCKET_BYTES
+from ...codecs.base import check_codec_argument
 from ...errors import ArrayError, shown
 from ..models import Blocking, Layer
 
@@ -119,13 +120,20 @@ class Job:
         object.__setattr__(self, "blocking", tuple(Blocking(*call) for call in self.blocking))
         for call in self.blocking:
             numbers = (call.nbytes, call.times)
-            if call.call not in ("allreduce", "allgather", "alltoall") or not all(
+            if call.call not in ("allreduce", "allgather", "alltoall", "reduce_scatter") or not all(
                 isinstance(n, int) and 0 <= n <= LARGEST for n in numbers
             ):
                 raise ArrayError(
-                    f'Job: blocking has {shown(call)}, expected "allreduce", "allgather" or "alltoall", and '
-                    f"bytes and times of at least 0, at most {LARGEST:g}"
+                    f'Job: blocking has {shown(call)}, expected "allreduce", "allgather", "alltoall" or '
+                    f'"reduce_scatter", and bytes and times of at least 0, at most {LARGEST:g}'
                 )
+            if call.codec is not None:
+                check_codec_argument("Job", call.codec, self.dtype)
+                if call.call not in ("allgather", "reduce_scatter"):
+                    raise ArrayError(
+                        f'Job: blocking has a codec for {call.call!r}, expected one only for "allgather" and '
+                        '"reduce_scatter"'
+                    )
         for name in ("model_bytes", "bucket_bytes"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= LARGEST:

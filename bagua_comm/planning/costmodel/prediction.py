@@ -59,12 +59,14 @@ def _blocking_tasks(job: Job, costs: Costs) -> list[tuple[int, LaneTask]]:
     if everyone.size == 1:
         return []
     tasks: list[tuple[int, LaneTask]] = []
-    for call, nbytes, times in job.blocking:
+    for call, nbytes, times, codec in job.blocking:
         match call:
             case "allreduce":
                 tasks += [(times, task) for task in costs.average(Exact(), nbytes, everyone)]
             case "allgather":
-                tasks.append((times, costs.allgather(nbytes, everyone)))
+                tasks += [(times, task) for task in costs.gather(codec, nbytes, everyone)]
+            case "reduce_scatter":
+                tasks += [(times, task) for task in costs.reduce_scatter(codec, nbytes, everyone)]
             case "alltoall":
                 tasks.append((times, costs.exchange_with_all(nbytes / everyone.size, everyone)))
     return tasks

@@ -1,0 +1,150 @@
+"""The all-gather and the reduce-scatter that replace PyTorch's in a sharded model."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from bagua_comm import (
+    Average,
+    Communicator,
+    ErrorFeedback,
+    Exact,
+    Hierarchical,
+    Quantized,
+    UnsupportedError,
+    arrays,
+)
+from bagua_comm.algorithms.base import check_average
+from bagua_comm.arrays import Array, LinearOp
+from bagua_comm.averages import InPlace, quantized_allgather, quantized_reduce_scatter
+
+from ..arrays import as_array, dtype_name, torch_stream
+from .groups import GroupComms
+from .torch_names import AllGather, ReduceScatter, Unit, op_of
+
+
+class _Allocating:
+    """Buffers in ordinary memory."""
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """See PyTorch's `Comm.allocate`."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class Gather(_Allocating, AllGather):
+    """Gathers the parameters of a unit, exactly or through a codec."""
+
+    def __init__(self, comms: GroupComms, method: Exact | Quantized) -> None:
+        self._comms, self._method = comms, method
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> None:
+        """See PyTorch's `AllGather`. Complete, or in stream order, on return. Collective."""
+        comm, method = self._comms.of(group), self._method
+        with torch_stream(output_tensor.device):
+            x, out = as_array(input_tensor), as_array(output_tensor)
+            if isinstance(method, Quantized) and is_large(method, comm, out):
+                method.check(dtype_name(output_tensor))
+                quantized_allgather(comm, x, out, codec=method.codec)
+            else:
+                comm.allgather(x, out=out)
+
+
+class Reduce(_Allocating, ReduceScatter):
+    """Reduces the gradients of a unit, each rank its shard.
+
+    Args:
+        comms: The communicators of the model.
+        unit: The parameters.
+        method: How to average.
+        comm: The ranks over which the unit is sharded; an average of another class is bound to it.
+    """
+
+    residual: Array | None = None
+    """The error of earlier calls on this rank, flat; of `ErrorFeedback`."""
+
+    def __init__(self, comms: GroupComms, unit: Unit, method: Average, comm: Communicator) -> None:
+        self._comms, self._unit, self._method = comms, unit, method
+        self._mean: InPlace | None = None
+        self._by_node: Callable[[Array, Array, LinearOp], Array] | None = None
+        if isinstance(method, Hierarchical) and isinstance(method.inner, (Exact, Quantized)):
+            self._by_node = method.bind_shards(comm)
+        elif not isinstance(method, (Exact, Quantized, ErrorFeedback)):
+            self._mean = method.bind(comm)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        """See PyTorch's `ReduceScatter`. Complete, or in stream order, on return. Collective."""
+        asked = op_of(op)
+        if asked not in ("sum", "avg", "premul_sum"):
+            raise UnsupportedError(f"bagua_torch.fsdp: PyTorch asks for {asked}, expected SUM, AVG or PREMUL_SUM")
+        comm = self._comms.of(group)
+        check_average(self._method, dtype_name(input_tensor))
+        with torch_stream(input_tensor.device):
+            x, out = as_array(input_tensor), as_array(output_tensor)
+            self._reduce(comm, x, out, "avg" if asked == "avg" else "sum")
+        if asked == "premul_sum":  # by 1 / factor, which PyTorch does not let us read from `op`
+            output_tensor.div_(self._unit.divide_factor or comm.size)
+
+    def _reduce(self, comm: Communicator, x: Array, out: Array, op: LinearOp) -> None:
+        method = self._method
+        if self._by_node is not None:
+            self._by_node(x, out, op)
+        elif self._mean is not None:
+            self._mean(x)
+            out[...] = arrays.rows(x, comm.size)[comm.rank]
+            if op == "sum":
+                out *= comm.size
+        elif isinstance(method, ErrorFeedback):
+            residual = self._residual_for(x)
+            quantized_reduce_scatter(comm, x, out, op=op, codec=method.inner.codec, residual=residual)
+        elif isinstance(method, Quantized) and is_large(method, comm, x):
+            quantized_reduce_scatter(comm, x, out, op=op, codec=method.codec)
+        else:
+            comm.reduce_scatter(x, out=out, op=op)
+
+    def _residual_for(self, x: Array) -> Array:
+        """Return the residual of gradients like `x`; zeros in the first call."""
+        name, expected = self._unit.name, self._unit.gradient_numel
+        if x.size != expected:
+            raise UnsupportedError(
+                f"bagua_torch.fsdp: {x.size} gradient elements of {name or 'the root'} are reduced, expected "
+                f"{expected}, since ErrorFeedback needs the gradients of all parameters in each step; use "
+                "Quantized(), or a PyTorch with FSDPModule.set_reduce_scatter_unused_params"
+            )
+        if self.residual is None or self.residual.size != x.size:
+            if self.residual is not None:
+                warnings.warn(
+                    f"bagua_torch.fsdp: parameters of {name or 'the root'} were frozen or unfrozen; its residual "
+                    "restarts at zero",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+            self.residual = arrays.zeros_like(x)
+        return self.residual
+
+
+def is_large(method: Quantized, comm: Communicator, x: Array) -> bool:
+    """Whether an array is quantized: whether it has `min_bytes`."""
+    least = method.min_bytes
+    if least is None:
+        least = comm.transport_for(x).quantize_bytes
+    return bool(x.nbytes >= least)

@@ -1,0 +1,97 @@
+"""Communicators over the ranks of PyTorch's process groups."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from bagua_comm import ArrayError, BaguaError, Communicator, UnsupportedError
+
+
+class GroupComms:
+    """A communicator for each process group over which a model is sharded. Collective.
+
+    Args:
+        comm: A communicator over all ranks of all groups.
+        groups: The process groups of this rank, in an order in which all ranks list theirs.
+
+    Raises:
+        UnsupportedError: A group has ranks that are not those of `comm`. Raised on all ranks.
+    """
+
+    def __init__(self, comm: Communicator, groups: Sequence[dist.ProcessGroup]) -> None:
+        mine = dist.get_rank(), [tuple(dist.get_process_group_ranks(group)) for group in groups]
+        rows: list[tuple[int, list[tuple[int, ...]]]] = comm.allgather_object(mine)
+        place = {rank: index for index, (rank, _) in enumerate(rows)}
+        check_ranks(rows, place)
+        self._by_ranks: dict[tuple[int, ...], Communicator] = {}
+        self._by_name: dict[str, Communicator] = {}
+        columns = dict.fromkeys(zip(*(ranks for _, ranks in rows), strict=True))
+        for column in columns:
+            ranks = column[comm.rank]
+            derived = comm.split(min(place[rank] for rank in ranks), ranks.index(mine[0]))
+            derived.counters = next(iter(self._by_ranks.values()), derived).counters
+            self._by_ranks[ranks] = derived
+
+    def of(self, group: dist.ProcessGroup) -> Communicator:
+        """Return the communicator of the ranks of a process group.
+
+        Raises:
+            ArrayError: The model was not sharded over it when this was made.
+        """
+        found = self._by_name.get(group.group_name)
+        if found is None:
+            ranks = tuple(dist.get_process_group_ranks(group))
+            found = self._by_ranks.get(ranks)
+            if found is None:
+                raise ArrayError(
+                    f"bagua_torch.fsdp: PyTorch communicates over ranks {list(ranks)}, over which the model was "
+                    "not sharded when attach() was called; call it after set_reshard_after_forward and the like"
+                )
+            self._by_name[group.group_name] = found
+        return found
+
+    def all(self) -> list[Communicator]:
+        """Return all communicators."""
+        return [*dict.fromkeys(self._by_ranks.values())]
+
+    def close(self) -> None:
+        """Close them. Collective."""
+        for comm in self.all():
+            comm.close()
+
+
+def check_ranks(rows: Sequence[tuple[int, list[tuple[int, ...]]]], place: dict[int, int]) -> None:
+    """Raise unless all process groups consist of the ranks of a communicator.
+
+    Args:
+        rows: By rank of the communicator: its rank in torch.distributed, and the ranks of each of its groups.
+        place: The rank in the communicator, by that in torch.distributed.
+
+    Raises:
+        UnsupportedError: They do not.
+    """
+    if len(place) < len(rows) or len({len(groups) for _, groups in rows}) > 1:
+        ranks = [rank for rank, _ in rows]
+        raise UnsupportedError(
+            f"bagua_torch.fsdp.attach: the ranks of comm have ranks {ranks} in torch.distributed, expected "
+            "different ones, sharded alike"
+        )
+    for _, groups in rows:
+        for index, group in enumerate(groups):
+            if any(rank not in place or rows[place[rank]][1][index] != group for rank in group):
+                raise UnsupportedError(
+                    f"bagua_torch.fsdp.attach: the model is sharded over ranks {list(group)} of "
+                    f"torch.distributed, but comm has ranks {sorted(place)}; give a comm with all ranks of the "
+                    "mesh, as bagua_torch.connect() makes it"
+                )
+
+
+def raise_on_all(comm: Communicator, error: BaguaError | None) -> None:
+    """Raise the first error of any rank, on all ranks. Collective."""
+    rows: list[Any] = comm.allgather_object(error)
+    for rank, found in enumerate(rows):
+        if found is not None:
+            raise error or type(found)(f"rank {rank}: {found.args[0]}")

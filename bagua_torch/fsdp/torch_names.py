@@ -1,0 +1,144 @@
+"""What this package uses of PyTorch's FSDP2, in this file alone, since a later PyTorch may change it.
+
+Tried with PyTorch 2.11 and 2.13.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+TRIED = "2.11 and 2.13"
+"""Versions of PyTorch with which this package was tried."""
+
+try:
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+except ImportError as exc:
+    raise ImportError(
+        f"bagua_torch.fsdp: PyTorch {torch.__version__} lacks what it needs of FSDP2 ({exc}); it was tried with "
+        f"PyTorch {TRIED}",
+        name=exc.name,
+    ) from exc
+
+__all__ = ["AllGather", "FSDPModule", "ReduceScatter", "Unit", "op_of", "units_of"]
+
+
+class Unit:
+    """The parameters that one call of `fully_shard` has grouped: one all-gather, one reduce-scatter.
+
+    Args:
+        name: The name of its module in the model.
+        module: The module.
+        group: PyTorch's object of these parameters.
+    """
+
+    def __init__(self, name: str, module: Any, group: Any) -> None:
+        self.name, self._module, self._group = name, module, group
+        self._before = group._all_gather_comm, group._reduce_scatter_comm
+        self._unused = getattr(group, "reduce_scatter_unused_params", None)
+
+    @property
+    def process_groups(self) -> list[dist.ProcessGroup]:
+        """The ranks over which it is sharded; then those over which it is after forward, if that differs.
+
+        Empty for a module of `replicate`, which is not sharded.
+        """
+        infos = [self._group.mesh_info, self._group.post_forward_mesh_info]
+        return [info.shard_process_group for info in infos if isinstance(info, FSDPMeshInfo)]
+
+    @property
+    def gather_dtypes(self) -> list[torch.dtype]:
+        """The different dtypes in which parameters are gathered."""
+        cast = self._group.mp_policy.param_dtype
+        found = (p.sharded_param.dtype for p in self._group.fsdp_params)
+        return [*dict.fromkeys(cast if cast and dtype.is_floating_point else dtype for dtype in found)]
+
+    @property
+    def reduce_dtypes(self) -> list[torch.dtype]:
+        """The different dtypes in which gradients are reduced; PyTorch itself refuses more than one."""
+        policy = self._group.mp_policy
+        cast = policy.reduce_dtype or policy.param_dtype
+        return [*dict.fromkeys(cast or p.sharded_param.dtype for p in self._trained)]
+
+    @property
+    def gradient_numel(self) -> int:
+        """Number of elements of the gradients of all trainable parameters, with the padding of shards."""
+        ranks: int = self.process_groups[0].size()
+        return int(ranks * sum(math.prod(p.padded_sharded_param_size) for p in self._trained))
+
+    @property
+    def parameters(self) -> list[tuple[str, tuple[int, ...], bool]]:
+        """The name of each parameter in the module that holds it, its whole shape, and whether it is trained."""
+        return [
+            (p._module_info.param_name, tuple(p._orig_size), p.sharded_param.requires_grad)
+            for p in self._group.fsdp_params
+        ]
+
+    @property
+    def divide_factor(self) -> float | None:
+        """The divisor that the user has set for gradients; None for the number of ranks."""
+        factor: float | None = self._group.gradient_divide_factor
+        return factor
+
+    @property
+    def _trained(self) -> list[Any]:
+        return [p for p in self._group.fsdp_params if p.sharded_param.requires_grad]
+
+    def use(self, gather: AllGather, reduce: ReduceScatter, *, include_unused: bool) -> None:
+        """Have PyTorch communicate by these, and reduce zeros for parameters without a gradient if asked to."""
+        self._module.set_custom_all_gather(gather)
+        self._module.set_custom_reduce_scatter(reduce)
+        if include_unused and self._unused is not None:
+            self._module.set_reduce_scatter_unused_params(True)
+
+    def restore(self) -> None:
+        """Have PyTorch communicate as before."""
+        self._group._all_gather_comm, self._group._reduce_scatter_comm = self._before
+        if self._unused is not None:
+            self._group.reduce_scatter_unused_params = self._unused
+
+    @property
+    def is_custom(self) -> bool:
+        """Whether it communicates by custom functions already."""
+        ours = (
+            type(each).__module__ for each in (self._group._all_gather_comm, self._group._reduce_scatter_comm)
+        )
+        return any(not module.startswith("torch.") for module in ours)
+
+
+def units_of(model: nn.Module) -> Iterator[Unit]:
+    """All groups of parameters that `fully_shard` has made in a model, in the order of its modules.
+
+    Raises:
+        ValueError: A module has several, sharded over different meshes, as `shard_placement_fn` can make them.
+    """
+    seen: set[int] = set()
+    for name, module in model.named_modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        state = module._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None)
+        if groups is None:  # PyTorch 2.11
+            groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+        if len(groups) > 1:
+            raise ValueError(name)
+        for group in groups:
+            if id(group) not in seen:  # `fully_shard` of a list of modules
+                seen.add(id(group))
+                yield Unit(name, module, group)
+
+
+def op_of(op: Any) -> str:
+    """The reduction that PyTorch asks for: "sum", "avg", "premul_sum" or the name of another one."""
+    reduce_op: Any = dist.ReduceOp
+    for name in ("AVG", "SUM", "PREMUL_SUM"):
+        if op == getattr(reduce_op, name):
+            return name.lower()
+    return str(op)

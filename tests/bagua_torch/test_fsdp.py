@@ -1,0 +1,237 @@
+"""Sharded training (FSDP2) by this library; the cases that ranks run are in support/fsdp_training.py."""
+
+import runpy
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from support import fsdp_training
+from support.launch import TESTS, run_python, torchrun
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from bagua_comm import (
+    ArrayError,
+    BFloat16,
+    ErrorFeedback,
+    Exact,
+    Hierarchical,
+    Quantized,
+    Reproducible,
+    UnsupportedError,
+    quantized_allgather,
+    quantized_reduce_scatter,
+)
+from bagua_comm.testing import run_ranks
+from bagua_torch import fsdp
+from bagua_torch.fsdp import torch_names
+from bagua_torch.fsdp.collectives import Gather, Reduce
+from bagua_torch.fsdp.groups import check_ranks, raise_on_all
+
+CASES = list(fsdp_training.CASES)
+PROGRAM = TESTS / "support" / "fsdp_training.py"
+
+
+def assert_all_ran(result, names):
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert [line.split()[1] for line in result.stdout.splitlines() if line.startswith("ok ")] == names
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_every_case_under_torchrun(ranks):
+    assert_all_ran(torchrun(ranks, PROGRAM, timeout_s=380), CASES)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_every_case_under_mpirun(ranks):
+    assert_all_ran(run_python(ranks, PROGRAM, timeout_s=380), CASES)
+
+
+@pytest.fixture
+def alone():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_one_rank_trains_as_without_attaching(alone):
+    plain, model = (fully_shard(fsdp_training.make()) for _ in range(2))
+    (handle,) = run_ranks(1, lambda comm: fsdp.attach(model, comm=comm))
+    for each in (plain, model):
+        fsdp_training.train(each, 3, 0)
+    assert all(map(torch.equal, fsdp_training.whole(plain), fsdp_training.whole(model)))
+    assert handle.counters.total().calls == 0
+    assert handle.state_dict() == {"rank": 0, "ranks": 1, "residuals": {}}
+
+
+def test_close_gives_the_model_back_to_pytorch(alone):
+    model = fully_shard(nn.Linear(4, 4))
+    (group,) = model._get_fsdp_state()._fsdp_param_groups
+    before = group._all_gather_comm, group._reduce_scatter_comm
+
+    def body(comm):
+        with fsdp.attach(model, ErrorFeedback(), comm=comm):
+            assert isinstance(group._all_gather_comm, Gather)
+            assert isinstance(group._reduce_scatter_comm, Reduce)
+
+    run_ranks(1, body)
+    assert (group._all_gather_comm, group._reduce_scatter_comm) == before
+
+
+# The collectives, on ranks that are threads
+
+
+def on_threads(ranks, body):
+    """Run body(comm, comms): `comms` stands for the communicators of a model."""
+    return run_ranks(ranks, lambda comm: body(comm, SimpleNamespace(of=lambda group: comm)))
+
+
+def unit(numel, factor=None):
+    return SimpleNamespace(name="layer", gradient_numel=numel, divide_factor=factor)
+
+
+X = [torch.randn(4 * 600, generator=torch.Generator().manual_seed(rank)) for rank in range(4)]
+
+
+@pytest.mark.parametrize("op", [dist.ReduceOp.AVG, dist.ReduceOp.SUM])
+@pytest.mark.parametrize(
+    "method", [Exact(), Quantized(min_bytes=0), Quantized(BFloat16(), 0), ErrorFeedback()], ids=repr
+)
+def test_reduce_is_the_collective_of_its_method(method, op):
+    name = "avg" if op == dist.ReduceOp.AVG else "sum"
+
+    def expected(comm, x, residual):
+        if method == Exact():
+            return comm.reduce_scatter(x, op=name)
+        codec = method.inner.codec if isinstance(method, ErrorFeedback) else method.codec
+        return quantized_reduce_scatter(comm, x, op=name, codec=codec, residual=residual)
+
+    def body(comm, comms):
+        reduce = Reduce(comms, unit(2400), method, comm)
+        residual = torch.zeros(2400) if isinstance(method, ErrorFeedback) else None
+        for _ in range(2):
+            out = torch.empty(600)
+            reduce(output_tensor=out, input_tensor=X[comm.rank].clone(), group=None, op=op)
+            assert torch.equal(out, expected(comm, X[comm.rank], residual))
+
+    on_threads(4, body)
+
+
+def test_a_divide_factor_of_the_user_is_applied_once():
+    def body(comm, comms):
+        reduce = Reduce(comms, unit(2400, factor=10.0), Exact(), comm)
+        out = torch.empty(1200)
+        op = dist._make_nccl_premul_sum(0.1)
+        reduce(output_tensor=out, input_tensor=X[comm.rank].clone(), group=None, op=op)
+        return torch.equal(out, comm.reduce_scatter(X[comm.rank]) / 10)
+
+    assert on_threads(2, body) == [True, True]
+
+
+def test_another_reduction_is_refused_by_name():
+    def body(comm, comms):
+        reduce = Reduce(comms, unit(2400), Exact(), comm)
+        with pytest.raises(UnsupportedError, match=r"PyTorch asks for .*MAX.*expected SUM, AVG or PREMUL_SUM"):
+            reduce(output_tensor=torch.empty(1200), input_tensor=X[0], group=None, op=dist.ReduceOp.MAX)
+
+    on_threads(2, body)
+
+
+@pytest.mark.parametrize("op", [dist.ReduceOp.AVG, dist.ReduceOp.SUM])
+def test_any_other_average_reduces_all_and_keeps_a_chunk(op):
+    def body(comm, comms):
+        reduce, out = Reduce(comms, unit(2400), Reproducible(), comm), torch.empty(600)
+        reduce(output_tensor=out, input_tensor=X[comm.rank].clone(), group=None, op=op)
+        mean = torch.stack(X).double().mean(0)[600 * comm.rank :][:600]
+        return torch.allclose(out.double(), mean * (4 if op == dist.ReduceOp.SUM else 1), atol=1e-5)
+
+    assert on_threads(4, body) == [True] * 4
+
+
+@pytest.mark.parametrize("method", [Exact(), Quantized(min_bytes=0), Quantized(min_bytes=1 << 20)], ids=repr)
+def test_gather_from_a_view_of_its_output(method):
+    def body(comm, comms):
+        out = torch.zeros(2400)
+        mine = out[600 * comm.rank :][:600]
+        mine.copy_(X[comm.rank][:600])
+        large = method == Quantized(min_bytes=0)
+        wanted = (quantized_allgather if large else type(comm).allgather)(comm, X[comm.rank][:600])
+        Gather(comms, method)(output_tensor=out, input_tensor=mine, group=None)
+        return torch.equal(out, wanted.reshape(-1))
+
+    assert on_threads(4, body) == [True] * 4
+
+
+@pytest.mark.parametrize("inner", [Exact(), Quantized(min_bytes=0)], ids=repr)
+def test_hierarchical_reduces_inside_nodes_first(inner):
+    def body(comm):
+        comms = SimpleNamespace(of=lambda group: comm)
+        reduce, out = Reduce(comms, unit(2400), Hierarchical(inner), comm), torch.empty(600)
+        reduce(output_tensor=out, input_tensor=X[comm.rank].clone(), group=None, op=dist.ReduceOp.AVG)
+        mean = torch.stack(X).mean(0)[600 * comm.rank :][:600]
+        limit = 1e-6 if inner == Exact() else 0.05
+        return torch.allclose(out, mean, atol=limit), "quantized_reduce_scatter" in comm.counters.by_operation
+
+    coded = [inner != Exact() and rank in (0, 3) for rank in range(4)]  # only these two cross between nodes
+    assert run_ranks(4, body, nodes=["a", "a", "a", "b"]) == [(True, each) for each in coded]
+
+
+def test_error_feedback_needs_the_gradients_of_all_parameters():
+    def body(comm, comms):
+        reduce = Reduce(comms, unit(2402), ErrorFeedback(), comm)
+        with pytest.raises(UnsupportedError, match="2400 gradient elements of layer are reduced, expected 2402"):
+            reduce(output_tensor=torch.empty(1200), input_tensor=X[0], group=None, op=dist.ReduceOp.AVG)
+
+    on_threads(2, body)
+
+
+# Bad input
+
+
+def test_meshes_of_other_ranks_are_refused():
+    check_ranks([(4, [(4, 6)]), (6, [(4, 6)])], {4: 0, 6: 1})
+    for rows, text in [
+        (
+            [(0, [(0, 1, 2, 3)]), (1, [(0, 1, 2, 3)])],
+            "sharded over ranks [0, 1, 2, 3] of torch.distributed, but comm",
+        ),
+        ([(0, [(0, 1)]), (1, [(1, 0)])], "give a comm with all ranks of the mesh"),
+        ([(0, [(0, 1)]), (0, [(0, 1)])], "have ranks [0, 0] in torch.distributed, expected different ones"),
+        ([(0, [(0, 1)]), (1, [])], "expected different ones, sharded alike"),
+    ]:
+        with pytest.raises(UnsupportedError) as info:
+            check_ranks(rows, {rank: index for index, (rank, _) in enumerate(rows)})
+        assert text in str(info.value)
+
+
+def test_an_error_of_one_rank_is_raised_on_all():
+    def body(comm):
+        with pytest.raises(ArrayError) as info:
+            raise_on_all(comm, ArrayError("no") if comm.rank == 1 else None)
+        return str(info.value)
+
+    assert run_ranks(3, body) == ["rank 1: no", "no", "rank 1: no"]
+
+
+def test_a_model_that_is_not_sharded_is_refused():
+    for message in run_ranks(2, lambda comm: refusal(comm, nn.Linear(2, 2))):
+        assert message.startswith("bagua_torch.fsdp.attach: the model has no sharded parameters; call torch.")
+
+
+def refusal(comm, model):
+    with pytest.raises(ArrayError) as info:
+        fsdp.attach(model, comm=comm)
+    return str(info.value)
+
+
+def test_for_a_pytorch_without_these_names_the_error_names_those_that_were_tried(monkeypatch):
+    name = "torch.distributed.fsdp._fully_shard._fsdp_api"
+    monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    with pytest.raises(ImportError, match=r"PyTorch .* lacks .*AllGather.*tried with PyTorch 2.11 and 2.13"):
+        runpy.run_path(torch_names.__file__)

@@ -1,0 +1,35 @@
+"""The benchmark of sharded training, run as its users would."""
+
+import json
+
+import pytest
+from support.launch import torchrun
+from support.pages import ROOT
+
+from benchmarks.bench import RESULTS
+
+
+@pytest.mark.slow
+def test_it_prints_and_writes_the_steps_of_all_methods(tmp_path):
+    path = tmp_path / "fsdp.json"
+    result = torchrun(2, "-m", "benchmarks.fsdp", "--width", 256, "--layers", 2, "-n", 3, "--json", path)
+    assert result.returncode == 0, result.stderr
+    found = {each["method"]: each for each in json.loads(path.read_text())["results"]}
+    assert list(found) == ["PyTorch", "exact", "eight bits"]
+    assert found["PyTorch"]["ratio"] == 1
+    for each in found.values():
+        assert f"{1e3 * each['median_s']:.3g}"[:3] in result.stdout
+    weights = 2 * (256 * 256 + 256) * 4
+    assert found["exact"]["wire_bytes"] == 3 * weights // 2
+    assert 3.8 < found["exact"]["wire_bytes"] / found["eight bits"]["wire_bytes"] < 4
+
+
+@pytest.mark.parametrize("rate", ["200mbit", "1gbit"])
+def test_the_ratios_of_the_guide_are_those_that_were_measured(rate):
+    results = json.loads((RESULTS / f"fsdp-{rate}.json").read_text())["results"]
+    ratios = {each["method"]: f"{each['ratio']:.2f}" for each in results}
+    text = (ROOT / "docs" / "guides" / "sharded.md").read_text().replace("\n", " ")
+    if rate == "200mbit":
+        assert f"took {ratios['exact']} of its time and eight bits {ratios['eight bits']};" in text
+    else:
+        assert f"over 1 Gbit/s, {ratios['exact']} and {ratios['eight bits']}." in text

@@ -1,0 +1,595 @@
+"""Cases of sharded training, which ranks run one after the other: `python fsdp_training.py NAME...`.
+
+Exact training is compared with training on one rank that computes the gradients of all ranks, without sharding.
+"""
+
+import copy
+import sys
+import warnings
+
+import numpy as np
+import torch
+from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import distribute_tensor
+from torch.nn.functional import mse_loss
+from torch.utils.checkpoint import checkpoint
+
+import bagua_torch
+import bagua_torch.fsdp
+from bagua_comm import (
+    ArrayError,
+    BaguaError,
+    ErrorFeedback,
+    Exact,
+    Float16,
+    Hierarchical,
+    MinMaxUInt8,
+    Quantized,
+    Reproducible,
+    UnsupportedError,
+)
+from bagua_torch.errors import MismatchError
+
+EIGHT_BITS = Quantized(min_bytes=0)
+WIDTH, INPUTS, OUTPUTS = 13, 7, 5
+
+
+class Block(nn.Module):
+    """Its first dimensions do not divide by any number of ranks."""
+
+    recompute = False
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.wide, self.narrow = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 41), nn.Linear(41, WIDTH)
+
+    def body(self, x):
+        return x + self.narrow(torch.tanh(self.wide(self.norm(x))))
+
+    def forward(self, x):
+        return checkpoint(self.body, x, use_reentrant=False) if self.recompute else self.body(x)
+
+
+class Net(nn.Module):
+    """Two blocks between two layers; with `tied`, one matrix serves at both ends; `unused` is never called."""
+
+    def __init__(self, tied=False, unused=False):
+        super().__init__()
+        self.first, self.blocks = nn.Linear(INPUTS, WIDTH), nn.ModuleList([Block(), Block()])
+        self.last = nn.Linear(WIDTH, INPUTS if tied else OUTPUTS)
+        if tied:
+            self.last.weight = nn.Parameter(self.first.weight.detach().t().contiguous())
+            self.back = nn.Linear(INPUTS, WIDTH)
+            self.back.weight = self.first.weight
+        if unused:
+            self.unused = nn.Linear(3, 3)
+        self.tied = tied
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        x = self.last(x)
+        return self.last(self.back(x))[..., :OUTPUTS] if self.tied else x
+
+
+def make(**settings):
+    torch.manual_seed(0)
+    return Net(**settings)
+
+
+def batch(step, rank, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return tuple(torch.randn(8, n, generator=generator).to(dtype) for n in (INPUTS, OUTPUTS))
+
+
+def gradients(model, step, rank, dtype=torch.float32):
+    """The gradient of each parameter on a rank, without sharding, computed in `dtype`; None without one."""
+    model = copy.deepcopy(model).to(dtype)
+    x, y = batch(step, rank, dtype)
+    mse_loss(model(x), y).backward()
+    return [p.grad for p in model.parameters()]
+
+
+def mean(tensors, divisor=None):
+    """The sum in float32 in the order of the list, divided."""
+    if tensors[0] is None:
+        return None
+    total = tensors[0].float().numpy().copy()
+    for tensor in tensors[1:]:
+        total = total + tensor.float().numpy()
+    return torch.from_numpy(total / np.float32(divisor or len(tensors))).to(tensors[0].dtype)
+
+
+def reference(model, steps, ranks, grads=gradients, average=mean):
+    """Train without sharding; `grads(model, step, rank)` are those of a rank."""
+    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], 1e-2)
+    for step in range(steps):
+        found = [grads(model, step, rank) for rank in range(ranks)]
+        for parameter, *each in zip(model.parameters(), *found, strict=True):
+            found_mean = average(each)
+            parameter.grad = None if found_mean is None else found_mean.to(parameter.dtype)
+        optimizer.step()
+    return model
+
+
+def shard(model, **settings):
+    for block in model.blocks:
+        fully_shard(block, **settings)
+    return fully_shard(model, **settings)
+
+
+def train(model, steps, rank, dtype=torch.float32, first=0):
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    for step in range(first, first + steps):
+        x, y = batch(step, rank, dtype)
+        optimizer.zero_grad()
+        loss = mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+    return loss.item()
+
+
+def whole(model):
+    return [p.full_tensor().detach().clone() for p in model.parameters()]  # on one rank it is the shard
+
+
+def assert_equal(model, expected):
+    for (name, parameter), wanted in zip(model.named_parameters(), expected.parameters(), strict=True):
+        found = parameter.full_tensor()
+        assert torch.equal(found, wanted), (name, (found - wanted).abs().max())
+
+
+def distance(model, expected):
+    """The relative L2 distance of the parameters."""
+    pairs = zip(whole(model), (p.detach() for p in expected.parameters()), strict=True)
+    lost, norm = map(sum, zip(*((((a - b) ** 2).sum(), (b**2).sum()) for a, b in pairs), strict=True))
+    return float((lost / norm).sqrt())
+
+
+CASES = {}
+
+
+def case(function):
+    CASES[function.__name__] = function
+    return function
+
+
+# Exact training
+
+
+@case
+def exact(comm):
+    for settings in ({}, {"reshard_after_forward": False}):
+        model = shard(make(), **settings)
+        with bagua_torch.fsdp.attach(model, Exact()) as handle:
+            train(model, 4, comm.rank)
+            called = handle.counters.by_operation
+            assert set(called) == ({"allgather", "reduce_scatter"} if comm.size > 1 else set())
+        assert_equal(model, reference(make(), 4, comm.size))
+        train(model, 1, comm.rank, first=4)  # by PyTorch again
+        assert all(each.calls == 12 for name, each in called.items() if name == "reduce_scatter")
+
+
+@case
+def flat_and_grouped(comm):
+    model = make()
+    fully_shard([*model.blocks])
+    fully_shard(model)
+    bagua_torch.fsdp.attach(model, Exact())
+    train(model, 3, comm.rank)
+    assert_equal(model, reference(make(), 3, comm.size))
+    model = fully_shard(make())
+    bagua_torch.fsdp.attach(model, Exact())
+    train(model, 3, comm.rank)
+    assert_equal(model, reference(make(), 3, comm.size))
+
+
+@case
+def reshard_to_fewer_ranks(comm):
+    if comm.size != 4:
+        return
+    for method in (Exact(), EIGHT_BITS):
+        model = shard(make(), reshard_after_forward=2)
+        bagua_torch.fsdp.attach(model, Exact(), method)
+        train(model, 3, comm.rank)
+        if method == Exact():
+            assert_equal(model, reference(make(), 3, comm.size))
+        else:
+            assert distance(model, reference(make(), 3, comm.size)) < 0.05
+
+
+@case
+def mixed_precision(comm):
+    half = torch.bfloat16
+    for reduced in (torch.float32, half):
+        model = shard(make(), mp_policy=MixedPrecisionPolicy(param_dtype=half, reduce_dtype=reduced))
+        bagua_torch.fsdp.attach(model, Exact())
+
+        def grads(*of, reduced=reduced):
+            return [grad.to(reduced) for grad in gradients(*of, half)]
+
+        train(model, 3, comm.rank, half)
+        assert_equal(model, reference(make(), 3, comm.size, grads))
+
+
+@case
+def one_module_in_bfloat16(comm):
+    half = torch.bfloat16
+    model = fully_shard(make(), mp_policy=MixedPrecisionPolicy(param_dtype=half, reduce_dtype=half))
+    bagua_torch.fsdp.attach(model, Exact())
+    train(model, 3, comm.rank, half)
+    assert_equal(model, reference(make(), 3, comm.size, lambda *of: gradients(*of, half)))
+
+
+@case
+def float16_with_pre_and_post_division(comm):
+    half = torch.float16
+    for method in (Exact(), EIGHT_BITS):
+        model = fully_shard(make(), mp_policy=MixedPrecisionPolicy(param_dtype=half, reduce_dtype=half))
+        bagua_torch.fsdp.attach(model, method)
+        train(model, 3, comm.rank, half)
+        assert distance(model, reference(make(), 3, comm.size, lambda *of: gradients(*of, half))) < 0.1
+
+
+@case
+def divide_factor(comm):
+    for forced in (False, True) if comm.size > 1 else (False,):  # PyTorch then divides twice on one rank
+        model = shard(make())
+        for each in (model, *model.blocks):
+            each.set_gradient_divide_factor(3.0)
+            each.set_force_sum_reduction_for_comms(forced)
+        bagua_torch.fsdp.attach(model, Exact())
+        train(model, 3, comm.rank)
+        assert_equal(model, reference(make(), 3, comm.size, average=lambda each: mean(each, 3.0)))
+
+
+@case
+def accumulation_before_the_exchange(comm):
+    model = shard(make())
+    bagua_torch.fsdp.attach(model, Exact())
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    for step in range(3):
+        optimizer.zero_grad()
+        for micro in range(2):
+            model.set_requires_gradient_sync(micro == 1)
+            x, y = batch(10 * step + micro, comm.rank)
+            mse_loss(model(x), y).backward()
+        optimizer.step()
+
+    def grads(model, step, rank):
+        both = (gradients(model, 10 * step + micro, rank) for micro in range(2))
+        return [a + b for a, b in zip(*both, strict=True)]
+
+    assert_equal(model, reference(make(), 3, comm.size, grads))
+
+
+@case
+def accumulation_of_reduced_gradients(comm):
+    model = shard(make())
+    bagua_torch.fsdp.attach(model, Exact())
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    for step in range(3):
+        optimizer.zero_grad()
+        for micro in range(2):
+            x, y = batch(10 * step + micro, comm.rank)
+            mse_loss(model(x), y).backward()
+        optimizer.step()
+
+    def grads(model, step, rank):
+        return [*zip(*(gradients(model, 10 * step + micro, rank) for micro in range(2)), strict=True)]
+
+    def average(each):
+        return mean([first for first, _ in each]) + mean([second for _, second in each])
+
+    assert_equal(model, reference(make(), 3, comm.size, grads, average))
+
+
+@case
+def frozen_and_unused(comm):
+    def frozen():
+        model = make(unused=True)
+        model.blocks[0].requires_grad_(False)
+        model.blocks[1].wide.weight.requires_grad_(False)
+        return model
+
+    for method in (Exact(), EIGHT_BITS, ErrorFeedback()):
+        model = shard(frozen())
+        bagua_torch.fsdp.attach(model, method)
+        train(model, 3, comm.rank)
+        expected = reference(frozen(), 3, comm.size)
+        if method == Exact():
+            assert_equal(model, expected)
+            assert model.unused.weight.grad is None
+        else:
+            assert 0 <= distance(model, expected) < 0.05
+            fed = comm.size > 1 and isinstance(method, ErrorFeedback)
+            assert (model.unused.weight.grad is not None) == fed
+
+
+@case
+def unfrozen(comm):
+    model = make()
+    model.blocks[0].wide.requires_grad_(False)
+    shard(model)
+    handle = bagua_torch.fsdp.attach(model, ErrorFeedback())
+    train(model, 2, comm.rank)
+    model.blocks[0].wide.requires_grad_(True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(model, 2, comm.rank, first=2)
+    texts = [str(each.message) for each in caught if "restarts at zero" in str(each.message)]
+    assert [("blocks.0" in text) for text in texts] == ([True] if comm.size > 1 else [])
+    handle.close()
+
+
+@case
+def tied(comm):
+    model = shard(make(tied=True))
+    bagua_torch.fsdp.attach(model, Exact())
+    train(model, 3, comm.rank)
+    assert_equal(model, reference(make(tied=True), 3, comm.size))
+
+
+@case
+def meta_device(comm):
+    with torch.device("meta"):
+        model = Net()
+    shard(model)
+    bagua_torch.fsdp.attach(model, Exact(), Exact())
+    model.to_empty(device="cpu")
+    for (_, parameter), wanted in zip(model.named_parameters(), make().parameters(), strict=True):
+        placed = distribute_tensor(wanted.detach(), parameter.device_mesh, parameter.placements)
+        with torch.no_grad():
+            parameter.copy_(placed)
+    train(model, 3, comm.rank)
+    assert_equal(model, reference(make(), 3, comm.size))
+
+
+@case
+def activation_checkpointing(comm):
+    model = make()
+    for block in model.blocks:
+        block.recompute = True
+    shard(model)
+    bagua_torch.fsdp.attach(model, Exact())
+    train(model, 3, comm.rank)
+    assert_equal(model, reference(make(), 3, comm.size))
+
+
+@case
+def clipping(comm):
+    model, plain = shard(make()), make()
+    bagua_torch.fsdp.attach(model, Exact())
+    x, y = batch(0, comm.rank)
+    mse_loss(model(x), y).backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1).full_tensor()
+    for parameter, *each in zip(
+        plain.parameters(), *(gradients(plain, 0, rank) for rank in range(comm.size)), strict=True
+    ):
+        parameter.grad = mean(each)
+    assert torch.allclose(norm, nn.utils.clip_grad_norm_(plain.parameters(), 0.1))
+    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(a.grad.full_tensor(), b.grad)
+
+
+@case
+def replicated_shards(comm):
+    """A mesh of two dimensions: gradients are reduced over two ranks by us, then over the others by PyTorch."""
+    if comm.size != 4:
+        return
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    model = shard(make(), mesh=mesh)
+    with bagua_torch.fsdp.attach(model, Exact(), EIGHT_BITS) as handle:
+        train(model, 3, comm.rank)
+        assert handle.counters["quantized_allgather"].wire_bytes < handle.counters["reduce_scatter"].wire_bytes
+    assert distance(model, reference(make(), 3, comm.size)) < 0.05
+
+
+@case
+def a_group_of_its_own_for_reductions(comm):
+    model = shard(make())
+    if not hasattr(model, "set_separate_reduce_scatter_group"):
+        return
+    bagua_torch.fsdp.attach(model, Exact())
+    model.set_separate_reduce_scatter_group(True)
+    train(model, 2, comm.rank)
+    assert_equal(model, reference(make(), 2, comm.size))
+
+
+# Fewer bits
+
+
+@case
+def eight_bits(comm):
+    exact, plain = shard(make()), reference(make(), 10, comm.size)
+    with bagua_torch.fsdp.attach(exact, Exact()) as handle:
+        train(exact, 10, comm.rank)
+        sent = handle.counters.total()
+    model = shard(make())
+    with bagua_torch.fsdp.attach(model, EIGHT_BITS, EIGHT_BITS) as handle:
+        train(model, 10, comm.rank)
+        if comm.size > 1:
+            assert set(handle.counters.by_operation) == {"quantized_allgather", "quantized_reduce_scatter"}
+            assert handle.counters.total().payload_bytes == sent.payload_bytes
+            assert sent.wire_bytes > 3 * handle.counters.total().wire_bytes > 0
+        model.unshard()
+        for parameter in model.parameters(recurse=False):
+            comm.check_consistency(parameter.detach().clone())
+        model.blocks[0].unshard()
+        for parameter in model.blocks[0].parameters():
+            comm.check_consistency(parameter.detach().clone())
+        model.blocks[0].reshard()
+        model.reshard()
+    assert distance(model, plain) < 0.1
+
+
+@case
+def eight_bits_are_those_of_numpy(comm):
+    """One step of SGD, against the codec on rows as PyTorch lays out the gradients of one module."""
+    if comm.size == 1:
+        return
+    p, codec, model = comm.size, MinMaxUInt8(), fully_shard(make())
+    bagua_torch.fsdp.attach(model, EIGHT_BITS)
+    x, y = batch(0, comm.rank)
+    mse_loss(model(x), y).backward()
+    rows = [[] for _ in range(p)]
+    for rank in range(p):
+        chunks = [[] for _ in range(p)]
+        for grad in gradients(make(), 0, rank):
+            length = -(-grad.shape[0] // p)
+            for i in range(p):
+                part = grad[i * length : (i + 1) * length]
+                padded = torch.zeros(length, *grad.shape[1:])
+                padded[: part.shape[0]] = part
+                chunks[i].append(padded.reshape(-1).numpy())
+        for i in range(p):
+            flat = np.concatenate(chunks[i])[None]
+            rows[i].append(codec.decode(codec.encode(flat), np.empty_like(flat))[0])
+    total = rows[comm.rank][0]
+    for row in rows[comm.rank][1:]:
+        total = total + row
+    total, at = torch.from_numpy(total / np.float32(p)), 0
+    for parameter in model.parameters():
+        local = parameter.grad.to_local()
+        assert torch.equal(local.reshape(-1), total[at : at + local.numel()])
+        at += -(-parameter.shape[0] // p) * (parameter.numel() // parameter.shape[0])
+    assert at == total.numel()
+
+
+@case
+def small_modules_are_exact(comm):
+    model = shard(make())
+    with bagua_torch.fsdp.attach(model, Quantized(min_bytes=1 << 20), Quantized(min_bytes=1 << 20)):
+        train(model, 3, comm.rank)
+    assert_equal(model, reference(make(), 3, comm.size))
+
+
+@case
+def other_averages(comm):
+    expected = reference(make(), 3, comm.size)
+    for method, limit in ((Hierarchical(), 0.01), (Hierarchical(EIGHT_BITS), 0.1), (Reproducible(), 1e-5)):
+        model = shard(make())
+        with bagua_torch.fsdp.attach(model, method):
+            train(model, 3, comm.rank)
+        assert distance(model, expected) < limit
+
+
+@case
+def error_feedback_continues_from_its_state(comm):
+    def start():
+        model = shard(make())
+        return model, torch.optim.SGD(model.parameters(), 0.1)
+
+    def steps(model, optimizer, numbers):
+        for step in numbers:
+            x, y = batch(step, comm.rank)
+            optimizer.zero_grad()
+            mse_loss(model(x), y).backward()
+            optimizer.step()
+
+    model, optimizer = start()
+    handle = bagua_torch.fsdp.attach(model, ErrorFeedback())
+    steps(model, optimizer, range(3))
+    state, weights = copy.deepcopy(handle.state_dict()), whole(model)
+    assert set(state["residuals"]) == ({"", "blocks.0", "blocks.1"} if comm.size > 1 else set())
+    steps(model, optimizer, range(3, 5))
+    expected = whole(model)
+    handle.close()
+
+    model, optimizer = start()
+    handle = bagua_torch.fsdp.attach(model, ErrorFeedback())
+    for parameter, weight in zip(model.parameters(), weights, strict=True):
+        placed = distribute_tensor(weight, parameter.device_mesh, parameter.placements)
+        with torch.no_grad():
+            parameter.copy_(placed)
+    handle.load_state_dict(state)
+    steps(model, optimizer, range(3, 5))
+    for a, b in zip(expected, whole(model), strict=True):
+        assert torch.equal(a, b)
+
+    refused(comm, ArrayError, "residuals belong to a rank", handle.load_state_dict, state | {"ranks": 17})
+    if comm.rank == 0:
+        state["residuals"]["blocks.7"] = torch.zeros(3)
+    refused(comm, ArrayError, "no such module", handle.load_state_dict, state)
+    refused(comm, ArrayError, "expected a result of state_dict()", handle.load_state_dict, None)
+    handle.close()
+
+
+# Bad input
+
+
+def refused(ranks, kind, text, function, *args, **settings):
+    """Check that a call raises this error on all ranks, and that the ranks can continue."""
+    try:
+        function(*args, **settings)
+    except kind as exc:
+        found = str(exc)
+    else:
+        found = "nothing"
+    for each in ranks.allgather_object(found):
+        assert text in each, each
+
+
+@case
+def bad_input(comm):
+    attach = bagua_torch.fsdp.attach
+    refused(comm, ArrayError, "call torch.distributed.fsdp.fully_shard on it first", attach, make())
+    refused(comm, ArrayError, "model is a list, expected a module", attach, [make()])
+    model = shard(make())
+    refused(comm, ArrayError, "expected an Average", attach, model, Quantized)
+    refused(comm, ArrayError, "gather is ErrorFeedback", attach, model, gather=ErrorFeedback())
+    refused(comm, ArrayError, "residuals cannot be saved", attach, model, Hierarchical(ErrorFeedback()))
+    wide = shard(make().double())
+    refused(comm, UnsupportedError, "cannot code float64", attach, wide, Quantized())
+    refused(comm, UnsupportedError, "cannot code float64", attach, wide, Exact(), Quantized())
+    mixed = make()
+    mixed.first.to(torch.bfloat16)
+    mixed.requires_grad_(False)
+    refused(
+        comm, UnsupportedError, "several dtypes (torch.bfloat16, torch.float32)",
+        attach, fully_shard(mixed), Exact(), Quantized(),
+    )  # fmt: skip
+    replicated = replicate(make(), mesh=init_device_mesh("cpu", (comm.size,)))
+    refused(comm, UnsupportedError, "is replicated, not sharded", attach, replicated)
+    with attach(model):
+        refused(comm, ArrayError, "close the handle", attach, model)
+    if comm.size == 1:
+        return
+    one_differs = [EIGHT_BITS, Exact()][comm.rank == 1]
+    refused(comm, MismatchError, "but rank 1 has reduce=Exact()", attach, model, one_differs)
+    other = shard(make(unused=comm.rank == 1))
+    refused(comm, MismatchError, "but rank 1 has", attach, other)
+    half = comm.split(comm.rank % 2)
+    refused(comm, UnsupportedError, "give a comm with all ranks of the mesh", attach, model, comm=half)
+    half.close()
+    only_one = None if comm.rank == 1 else EIGHT_BITS
+    refused(comm, BaguaError, "", attach, model, only_one if comm.rank else "eight bits")
+    model(batch(0, comm.rank)[0])  # nothing was changed
+
+
+@case
+def another_codec(comm):
+    model = shard(make())
+    method = Quantized(Float16(), min_bytes=0)
+    with bagua_torch.fsdp.attach(model, method, method) as handle:
+        train(model, 3, comm.rank)
+        assert comm.size == 1 or "quantized_allgather" in handle.counters.by_operation
+    assert distance(model, reference(make(), 3, comm.size)) < 0.01
+
+
+def main(names):
+    torch.set_num_threads(1)
+    comm = bagua_torch.connect(process_group=True, timeout_s=60)
+    for name in names:
+        CASES[name](comm)
+        if comm.rank == 0:
+            print("ok", name, flush=True)
+    comm.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:] or list(CASES))
