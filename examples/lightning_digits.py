@@ -1,7 +1,6 @@
 """Train on scikit-learn's digits with Lightning's Trainer, and send a quarter of the bytes.
 
-    python -m bagua_comm run -n 4 examples/lightning_digits.py
-    torchrun --nproc-per-node 4 examples/lightning_digits.py
+    bagua run -n 2 examples/lightning_digits.py
 
 The import and the strategy are the only lines that differ from a program for one process.
 """

@@ -1,7 +1,7 @@
 """Train on scikit-learn's digits with Transformers' Trainer, and send a quarter of the bytes.
 
-    python -m bagua_comm run -n 4 examples/trainer_digits.py
-    torchrun --nproc-per-node 4 examples/trainer_digits.py
+    bagua run -n 2 examples/trainer_digits.py
+    torchrun --nproc-per-node 2 examples/trainer_digits.py
 
 Trainer wraps the model in PyTorch's DistributedDataParallel; the callback sends gradients in eight bits.
 """

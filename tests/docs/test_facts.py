@@ -11,7 +11,7 @@ README = (ROOT / "README.md").read_text()
 def test_the_first_page_is_short_and_begins_with_commands():
     assert README.count("\n") <= 120
     first, second = [block.code for block in read(ROOT / "README.md").blocks][:2]
-    assert first.endswith("&& python -m bagua_comm run -n 4 examples/train.py\n")
+    assert first.endswith("&& bagua run -n 4 examples/train.py\n")
     assert second.endswith("&& python -m pytest\n")
     tests = re.search(r"pip install .*", (ROOT / ".ci" / "run").read_text())[0]
     assert second.partition("pip install ")[2].partition("&&")[0].split()[-1] in tests
