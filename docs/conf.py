@@ -20,7 +20,14 @@ author = "the authors of bagua_comm"
 project_copyright = "the authors of bagua_comm, MIT licence"
 version = release = bagua_comm.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "docstrings", "commands"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx_copybutton",
+    "docstrings",
+    "commands",
+]
 exclude_patterns = ["_build"]
 nitpicky = True
 INTERNAL = (  # types that signatures name, and that nobody needs to know

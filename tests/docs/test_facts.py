@@ -22,6 +22,9 @@ def test_speed_ups_are_those_that_were_measured():
     said = re.search(rates, " ".join(README.split()))
     of_bytes = [row_of("vgg16, 4 hosts", rate, "bytegrad")[0] for rate in (1000, 10000)]
     assert said.groups() == tuple(f"{speed_up:.1f}" for speed_up in of_bytes)
+    assert f" gains a factor of {of_bytes[1]:.1f};" in " ".join(
+        (ROOT / "docs" / "guides" / "slow-networks.md").read_text().split()
+    )
     performance = (ROOT / "docs" / "how-it-works" / "performance.md").read_text()
     names = {"VGG16": "vgg16", "ResNet-50": "resnet50", "BERT-Large": "bert-large"}
     line = r"^\| (\S+), (\S+) ([GM])bit/s(, .*)? \| (\S+) \| (\S+) \| (?:(\d+) % )?\|$"
@@ -34,6 +37,10 @@ def test_speed_ups_are_those_that_were_measured():
         (first, _), (second, of_limit) = (row_of(*where, name) for name in ours)
         assert (exact, of_bytes) == (f"{first:.2f}", f"{second:.2f}")
         assert (limit or "-") == of_limit.rstrip("%")
+    front = (ROOT / "docs" / "index.md").read_text()
+    for name, model in names.items():
+        speed_ups = [row_of(f"{model}, 4 hosts", rate, "bytegrad")[0] for rate in (500, 1000, 10000)]
+        assert f"| {name} | " + " | ".join(f"{speed_up:.2f}" for speed_up in speed_ups) + " |" in front
 
 
 def row_of(where, rate_mbit, algorithm):

@@ -40,11 +40,13 @@ PACKAGES = {
     "ruff": "test",
     "sklearn": "examples",
     "sphinx": "docs",
+    "sphinx_copybutton": "docs",
     "tensorboardX": "test",
     "torch": "torch",
     "tqdm": "examples",
     "transformers": "test",
     "trove_classifiers": "test",
+    "twine": "test",
     "xxhash": "data",
     "yaml": "test",
 }
