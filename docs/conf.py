@@ -61,5 +61,6 @@ html_theme = "furo"
 html_title = f"bagua_comm {version}"
 html_static_path = ["_static"]
 html_css_files = ["custom.css"]
+html_js_files = ["tables.js"]
 html_copy_source = False
 html_show_sourcelink = False
