@@ -3,7 +3,7 @@
 import ast
 import re
 
-from support.pages import ROOT, read
+from support.pages import ROOT, pages, read
 
 README = (ROOT / "README.md").read_text()
 
@@ -49,6 +49,17 @@ def row_of(where, rate_mbit, algorithm):
     rows = table.partition(f"## {where} at {rate_mbit} Mbit/s\n")[2].partition("\n## ")[0]
     found = re.search(rf"^\| {algorithm} \|[^|]*\|[^|]*\|[^|]*\| ([\d.]+) \| (\S+) \|", rows, re.MULTILINE)
     return float(found[1]), found[2]
+
+
+def test_no_page_installs_from_an_index_what_is_not_published_there():
+    """Anyone may take a name that is free there; see "Release" in CONTRIBUTING.md."""
+    texts = {page.name: page.path.read_text() for page in pages() if page.name != "CHANGELOG.md"}
+    texts |= {path.name: path.read_text() for path in (ROOT / "examples").glob("*.py")}
+    command = r"pip3? (install|download)\b[^`\n]*?['\" ]bagua[-_](comm|torch)\b(?!/)"
+    found = {name: wrong[0] for name, text in texts.items() if (wrong := re.search(command, text))}
+    assert found == {"CONTRIBUTING.md": "pip install bagua-comm"}  # where it says that a test refuses it
+    for name in ("README.md", "docs/index.md", "docs/faq.md"):
+        assert re.search(r"no release on\s+(a package index|PyPI)", texts[name]), name
 
 
 def test_everything_in_the_layout_exists():
