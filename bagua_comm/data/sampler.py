@@ -244,7 +244,10 @@ class Sampler(ABC):
         handed_out = self._taken if self._counted is None else self._counted
         taken = handed_out if steps is None else self._whole("steps", steps, 0)
         if taken > self._taken:
-            raise ArrayError(f"{self._name}: steps is {taken}, but only {self._taken} batches were yielded")
+            raise ArrayError(
+                f"{self._name}: steps is {taken}, but only {self._taken} batches were yielded since this "
+                "iteration began; count from there, also after a resume within an epoch, or use counted(loader)"
+            )
         order = self.order
         begun = self._start + (taken * self.size if taken else 0)  # a new one needs no communicator for its size
         batches = min(begun, order.batches)

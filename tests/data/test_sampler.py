@@ -186,6 +186,18 @@ def test_size_and_rank_are_those_of_the_communicator_that_is_given():
     assert run_ranks(4, body) == [2] * 4
 
 
+def test_pytorchs_own_sampler_takes_the_ranks_too():
+    """As docs/quickstart/coming-from.md has it; without them it wants a process group of torch.distributed."""
+
+    def body(comm):
+        given = torch.utils.data.DistributedSampler(range(12), comm.size, comm.rank)
+        with pytest.raises((RuntimeError, ValueError), match="process group"):
+            torch.utils.data.DistributedSampler(range(12))
+        return list(given)
+
+    assert sorted(index for mine in run_ranks(3, body) for index in mine) == list(range(12))
+
+
 def test_a_communicator_beside_size_and_rank_is_refused():
     def body(comm):
         for arguments in ({"size": 1, "rank": 0}, {"rank": 0}):
@@ -340,7 +352,7 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing():
     with pytest.raises(ArrayError, match="batch_size"):
         other.load_state_dict(state)
     assert list(sampler) == expected
-    with pytest.raises(ArrayError, match=r"only 5 batches were yielded"):
+    with pytest.raises(ArrayError, match=r"only 5 batches .* since this iteration began; count from"):
         sampler.state_dict(6)
 
 
