@@ -324,7 +324,8 @@ def average_tensors(comm: Communicator, tensors: Iterable[torch.Tensor], device:
             else:
                 comm.allreduce(values, out=values, op="avg")
             increment_version(tensor)
-        comm.allreduce_many(small, small, op="avg")
+        if small:
+            comm.allreduce_many(small, small, op="avg")
 
 
 def _in_other_order(piece: Array, layout: Layout, *, to_memory: bool) -> Array:
