@@ -252,6 +252,8 @@ class _Loop:
         self._session.defer_records(comm)
         if known.entered:
             self._report_change(comm, rendezvous, failure, before, commit)
+        elif commit > INITIAL:
+            log_on_root(_log, comm.rank, "training continues from commit %d, which an earlier start left", commit)
         self._dead = []
         run = rows[rendezvous.alive.index(trainers[0])].run
         self._session.enter(comm, [process.host for process in trainers], run, newest_version + 1)

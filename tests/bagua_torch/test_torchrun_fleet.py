@@ -2,6 +2,7 @@
 
 import ast
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -375,13 +376,14 @@ def test_a_folder_that_others_can_write_to_is_refused(memory):
 # ---------------------------------------------------------------------------------------------------
 
 PROGRAM = """
-    import os, signal, sys
+    import logging, os, signal, sys
     from pathlib import Path
 
     import torch
     import bagua_comm
     import bagua_torch
 
+    logging.basicConfig(level=logging.INFO)
     folder, victim = Path(sys.argv[1]), sys.argv[2]
     torch.manual_seed(0)
     model = torch.nn.Linear(8, 4)
@@ -434,6 +436,9 @@ def test_what_torchrun_starts_again_goes_on_from_the_last_commit(tmp_path):
     before = set(shared_memory().glob(f"{agent_folder.PREFIX}*"))
     result = torchrun(2, "--max-restarts=1", program, tmp_path, 1, timeout_s=200)
     assert result.returncode == 0, result.stderr
+    assert (
+        len(re.findall("training continues from commit [0-9]+, which an earlier start left", result.stderr)) == 1
+    )
     for rank in range(2):
         begun, size, weights = ast.literal_eval((tmp_path / f"result-{rank}").read_text())
         assert begun in (9, 10)  # the victim dies right after a commit, which the other one may not have finished

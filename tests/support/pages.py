@@ -74,6 +74,11 @@ class Block(NamedTuple):
         """The example that it is a part of."""
         return self._said("example")
 
+    @property
+    def file(self) -> str | None:
+        """The program that it is a part of: a saved one, or an example; None for that of the page."""
+        return self.saved or self.example
+
     def _said(self, what: str) -> str | None:
         found = re.fullmatch(rf"{what}: *(\S+)", self.comment)
         return found and found[1]
