@@ -69,7 +69,7 @@ def check(result, place):
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("page", PROGRAMS)
 def test_the_blocks_of_a_page_run_one_after_the_other(page, folder):
-    script = folder / page.path.with_suffix(".py").name
+    script = folder / "first.py"
     script.write_text(page.program)
     command = [sys.executable, script.name]
     result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=380, env=with_packages())
