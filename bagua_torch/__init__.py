@@ -21,6 +21,7 @@ from .checkpoint import Checkpoints
 from .comm_hook import comm_hook
 from .ddp import DistributedDataParallel
 from .fused import fuse
+from .lightning.names import register_names
 from .moe import MoE
 from .optim import QAdamOptimizer
 from .process_group import ProcessGroupTransport, connect
@@ -28,6 +29,7 @@ from .process_group.fleet import start_fleet
 from .sync_batchnorm import SyncBatchNorm
 
 listen(profiler.RANGES)
+register_names()
 register_torchrun_fleet(start_fleet)
 
 __all__ = [

@@ -62,6 +62,10 @@ def _in_stream_order(cls: Class) -> Class:
     return cls
 
 
+SMALL_BYTES = 2**20
+"""Up to this size, copying a tensor to a common message costs less than a message of its own."""
+
+
 class _SharedState(NamedTuple):
     """State that an algorithm shares with optimizers: its arrays, and tensors over their parts, by parameter."""
 
@@ -272,13 +276,19 @@ class TorchEngine(Engine):
 def average_tensors(comm: Communicator, tensors: Iterable[torch.Tensor], device: torch.device) -> None:
     """Set tensors on `device` to their mean over all ranks, in place.
 
-    Collective.
+    Collective. Small tensors share one message; a large one is not copied.
     """
     with torch_stream(device):
+        small = []
         for tensor in tensors:
             values = as_array(tensor)
-            comm.allreduce(values, out=values, op="avg")
+            if tensor.nbytes <= SMALL_BYTES:
+                small.append(values)
+            else:
+                comm.allreduce(values, out=values, op="avg")
             increment_version(tensor)
+        if small:
+            comm.allreduce_many(small, small, op="avg")
 
 
 def _in_other_order(piece: Array, layout: Layout, *, to_memory: bool) -> Array:

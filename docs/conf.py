@@ -20,7 +20,14 @@ author = "the authors of bagua_comm"
 project_copyright = "the authors of bagua_comm, MIT licence"
 version = release = bagua_comm.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "docstrings", "commands"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx_copybutton",
+    "docstrings",
+    "commands",
+]
 exclude_patterns = ["_build"]
 nitpicky = True
 INTERNAL = (  # types that signatures name, and that nobody needs to know
@@ -54,5 +61,6 @@ html_theme = "furo"
 html_title = f"bagua_comm {version}"
 html_static_path = ["_static"]
 html_css_files = ["custom.css"]
+html_js_files = ["tables.js"]
 html_copy_source = False
 html_show_sourcelink = False

@@ -1,6 +1,6 @@
 """CuPy arrays, averaged over all ranks: exactly, in eight bits, and on a lane while the program computes.
 
-    python -m bagua_comm run -n 2 examples/allreduce_cupy.py
+    bagua run -n 2 examples/allreduce_cupy.py
 
 Start one rank for each GPU; they use NCCL. Ranks that share a GPU use host memory, with a warning.
 """

@@ -2,7 +2,7 @@
 
 Usage:
 
-    python -m bagua_comm run -n 4 examples/allreduce_numpy.py
+    bagua run -n 2 examples/allreduce_numpy.py
 """
 
 import numpy as np

@@ -1,9 +1,10 @@
 """Kill a rank during training: training continues, and ends with the same bytes.
 
-    python -m bagua_comm run -n 4 --spares 1 examples/elastic.py
-    python -m bagua_comm run -n 4 --spares 1 examples/elastic.py --kill 2
+    bagua run -n 2 examples/elastic.py --steps 40
+    bagua run -n 3 --spares 1 examples/elastic.py --steps 40 --kill 1
+    bagua run -n 3 --spares 0 examples/elastic.py --steps 40 --kill 0
 
-Both print the same hash, and so does any other number of ranks up to 12, with or without spares. With --kill
+All print the same hash, and so does any other number of ranks up to 12, with or without spares. With --kill
 the given rank kills itself half-way. Or do it yourself: ranks print their process ids for `kill -9`.
 """
 

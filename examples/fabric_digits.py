@@ -1,7 +1,8 @@
 """Train on scikit-learn's digits with Lightning Fabric, averaging weights instead of gradients.
 
-python -m bagua_comm run -n 4 examples/fabric_digits.py
-torchrun --nproc-per-node 4 examples/fabric_digits.py
+    bagua run -n 2 examples/fabric_digits.py
+
+Weights differ between ranks during training.
 """
 
 import torch

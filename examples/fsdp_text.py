@@ -1,7 +1,7 @@
 """Train a character-level transformer with PyTorch's fully_shard, its shards exchanged in fewer bits.
 
     torchrun --nproc-per-node 4 examples/fsdp_text.py
-    python -m bagua_comm run -n 4 examples/fsdp_text.py --reduce feedback --gather exact
+    bagua run -n 4 examples/fsdp_text.py --reduce feedback --gather exact
     torchrun --nproc-per-node 4 examples/fsdp_text.py --reduce exact --gather exact
 
 The text is that of some modules of Python's standard library. Each rank keeps a shard of all parameters,

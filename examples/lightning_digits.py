@@ -1,9 +1,8 @@
 """Train on scikit-learn's digits with Lightning's Trainer, and send a quarter of the bytes.
 
-    python -m bagua_comm run -n 4 examples/lightning_digits.py
-    torchrun --nproc-per-node 4 examples/lightning_digits.py
+    bagua run -n 2 examples/lightning_digits.py
 
-The strategy is the only line that differs from a program for one process.
+The import and the strategy are the only lines that differ from a program for one process.
 """
 
 import lightning
@@ -13,8 +12,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset, random_split
 
-from bagua_comm import ByteGrad
-from bagua_torch.lightning import BaguaStrategy
+import bagua_torch  # noqa: F401 - registers the strategy's name
 
 
 class Digits(lightning.LightningModule):
@@ -45,7 +43,7 @@ def main():
     images = torch.tensor(digits.data / 16, dtype=torch.float32)
     training, validation = random_split(TensorDataset(images, torch.tensor(digits.target)), [0.8, 0.2])
     trainer = lightning.Trainer(
-        strategy=BaguaStrategy(ByteGrad()),
+        strategy="bagua_bytegrad",
         max_epochs=10,
         logger=False,
         enable_checkpointing=False,

@@ -1,7 +1,7 @@
 """Train on scikit-learn's digits, and show the cost of communication in TensorBoard.
 
     pip install tensorboard                     # or tensorboardX, which is smaller and only writes
-    python -m bagua_comm run -n 4 examples/tensorboard_digits.py --logdir runs
+    bagua run -n 2 examples/tensorboard_digits.py --logdir runs
     tensorboard --logdir runs
 
 Each rank writes its own run. Ranks wait for each other: the one that waits least is the slow one.

@@ -1,8 +1,8 @@
 """Train a small CNN on scikit-learn's digits (1,797 images, 8 x 8), data-parallel.
 
-    python -m bagua_comm run -n 4 examples/train.py
-    mpirun -n 4 python examples/train.py --algorithm exact --epochs 20
-    torchrun --nproc-per-node 4 examples/train.py
+    bagua run -n 4 examples/train.py
+    torchrun --nproc-per-node 2 examples/train.py --algorithm exact --epochs 1
+    python examples/train.py --epochs 1
 
 Under mpirun the ranks communicate over MPI, under torchrun over torch.distributed. Without a launcher there is
 one rank. Every rank trains on its own part of the images, and the ranks average their gradients.

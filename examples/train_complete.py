@@ -1,7 +1,8 @@
 """Train from start to end: sampler, mixed precision, accumulation, evaluation, checkpoints, early stop, a log.
 
-    python -m bagua_comm run -n 2 examples/train_complete.py
-    python -m bagua_comm run -n 3 examples/train_complete.py --epochs 20
+    bagua run -n 2 examples/train_complete.py
+    bagua run -n 2 examples/train_complete.py --folder runs/killed --epochs 2
+    bagua run -n 3 examples/train_complete.py --folder runs/killed
 
 Started again, it resumes, also on another number of ranks. docs/guides/train.md explains each part;
 its code is this program.

@@ -1,7 +1,7 @@
 """Train a small network on scikit-learn's digits without a framework: gradients by hand, any algorithm.
 
-    python -m bagua_comm run -n 4 examples/train_numpy.py
-    python -m bagua_comm run -n 4 examples/train_numpy.py --algorithm low_precision --epochs 20
+    bagua run -n 3 examples/train_numpy.py --algorithm hierarchical
+    python examples/train_numpy.py --algorithm low_precision_one_peer
 
 Every rank trains on its own part of the images. `Engine` exchanges gradients or weights, depending on the
 algorithm, while this program computes; the arrays are views of its buckets. CuPy arrays work in the same way.

@@ -1,9 +1,9 @@
 """Train on scikit-learn's digits with Transformers' Trainer, and send a quarter of the bytes.
 
-    python -m bagua_comm run -n 4 examples/trainer_digits.py
-    torchrun --nproc-per-node 4 examples/trainer_digits.py
+    bagua run -n 2 examples/trainer_digits.py
+    torchrun --nproc-per-node 2 examples/trainer_digits.py
 
-Trainer wraps the model in PyTorch's DistributedDataParallel; the callback defines how gradients are averaged.
+Trainer wraps the model in PyTorch's DistributedDataParallel; the callback sends gradients in eight bits.
 """
 
 import tempfile
@@ -13,10 +13,9 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import Subset, random_split
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainingArguments
 
-from bagua_comm import MinMaxUInt8, Quantized
-from bagua_torch import comm_hook
+from bagua_torch.transformers import BaguaCallback
 
 
 class Digits(nn.Module):
@@ -30,18 +29,6 @@ class Digits(nn.Module):
         """Arguments are columns of the data."""
         logits = self.net(image)
         return {"loss": cross_entropy(logits, labels), "logits": logits}
-
-
-class Compress(TrainerCallback):
-    """Gradients are averaged in eight bits."""
-
-    def __init__(self, trainer):
-        self.trainer = trainer
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        """The model has been wrapped, unless there is one rank."""
-        if args.world_size > 1:
-            self.trainer.model_wrapped.register_comm_hook(None, comm_hook(Quantized(MinMaxUInt8())))
 
 
 def load_images() -> tuple[Subset, Subset]:
@@ -74,7 +61,7 @@ def main():
             eval_dataset=validation,
             compute_metrics=lambda found: {"accuracy": (found.predictions.argmax(1) == found.label_ids).mean()},
         )
-        trainer.add_callback(Compress(trainer))
+        trainer.add_callback(BaguaCallback(trainer))
         trainer.train()
         accuracy = trainer.evaluate()["eval_accuracy"]
         if trainer.is_world_process_zero():

@@ -101,14 +101,14 @@ LAYERS = {
         "__init__",
     ],
     "bagua_torch": [
-        "arrays errors flats optim profiler rng sharded stages torch_arguments",
+        "arrays bases errors flats optim profiler rng sharded stages torch_arguments",
         "broadcast functional fused gradients process_group",
         "comm_hook fsdp memory model_state",
         "checks engine",
         "moe sync_batchnorm training",
         "wrapper_state",
         "ddp",
-        "checkpoint lightning",
+        "checkpoint lightning transformers",
         "__init__",
     ],
     "bagua_torch/training": [
@@ -132,6 +132,7 @@ ALLOWED = {
     "msgpack": {"data/values"},
     "xxhash": {"data/values"},
     "lightning": {"bagua_torch/lightning"},
+    "transformers": {"bagua_torch/transformers"},
 }
 
 

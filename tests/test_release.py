@@ -89,6 +89,16 @@ def built(tmp_path_factory):
     return wheel, sdist
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.needs("twine")
+def test_an_index_would_accept_the_packages(built):
+    command = [sys.executable, "-m", "twine", "check", "--strict", *built]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("PASSED") == 2
+
+
 @pytest.fixture(scope="module")
 def metadata(built):
     with zipfile.ZipFile(built[0]) as wheel:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -30,11 +31,12 @@ def programs(tmp_path_factory):
     found = [folder / PROGRAM.name]
     found[0].write_text(PROGRAM.read_text())
     for page in pages():
-        code = typed_program(page)
-        if code:
-            name = page.name.removesuffix(".md")
-            found.append(folder / (name.replace("/", "_").replace("-", "_") + "_md.py"))
-            found[-1].write_text(code)
+        for file in sorted({block.file or "" for block in page.blocks}):
+            code = typed_program(page, file or None)
+            if code:
+                name = page.name.removesuffix("md") + file.removesuffix(".py")
+                found.append(folder / (re.sub(r"\W", "_", name.rstrip(".")) + ".py"))
+                found[-1].write_text(code)
     return found
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..arrays import Array
+from ..comm import Communicator
 from ..errors import ArrayError, shown
 from .sampler import SampleOrder, Sampler, as_lengths, serpentine
 
@@ -35,8 +36,9 @@ class BalancedSampler(Sampler):
         lengths: The cost of each sample, (samples,): a length or a time; see `measure`.
         batch_size: Samples of a batch of one rank.
         max_tokens: Instead of `batch_size`: the largest number of samples times the longest of them.
-        size: Number of ranks; that of `bagua_comm.default()` if None.
-        rank: This rank.
+        comm: The ranks; if None, those of `bagua_comm.default()`, also after they have changed.
+        size: Number of ranks, instead of `comm`.
+        rank: This rank, with `size`.
         seed: Seed of the orders.
         noise: Lengths are sorted after U(0, noise x (longest - shortest)) is added, so that epochs batch
             different samples together; 0 to 1.
@@ -58,6 +60,7 @@ class BalancedSampler(Sampler):
         *,
         batch_size: int | None = None,
         max_tokens: float | None = None,
+        comm: Communicator | None = None,
         size: int | None = None,
         rank: int | None = None,
         seed: int = 0,
@@ -67,7 +70,9 @@ class BalancedSampler(Sampler):
         drop_last: bool = False,
     ) -> None:
         name = "BalancedSampler"
-        super().__init__(size=size, rank=rank, seed=seed, shuffle=shuffle, drop_last=drop_last, name=name)
+        super().__init__(
+            comm=comm, size=size, rank=rank, seed=seed, shuffle=shuffle, drop_last=drop_last, name=name
+        )
         self.lengths = as_lengths(name, lengths)
         if (batch_size is None) == (max_tokens is None):
             raise ArrayError(f"{name}: give either batch_size or max_tokens; got {batch_size} and {max_tokens}")

@@ -22,6 +22,7 @@ import numpy as np
 
 from ..arrays import Array
 from ..bootstrap import current, default
+from ..comm import Communicator
 from ..errors import ArrayError, shown
 
 T = TypeVar("T")
@@ -60,9 +61,25 @@ class Sampler(ABC):
     """
 
     def __init__(
-        self, *, size: int | None, rank: int | None, seed: int, shuffle: bool, drop_last: bool, name: str
+        self,
+        *,
+        size: int | None,
+        rank: int | None,
+        seed: int,
+        shuffle: bool,
+        drop_last: bool,
+        name: str,
+        comm: Communicator | None = None,
     ) -> None:
         self._name = name
+        if comm is not None:
+            if size is not None or rank is not None:
+                raise ArrayError(
+                    f"{name}: comm is given, and size is {size} and rank is {rank}; give comm, or size and rank"
+                )
+            if not isinstance(comm, Communicator):
+                raise ArrayError(f"{name}: comm is {shown(comm)}, expected a Communicator")
+            size, rank = comm.size, comm.rank
         if (size is None) != (rank is None):
             raise ArrayError(f"{name}: size is {size} and rank is {rank}; give both, or neither")
         if size is not None and rank is not None:
@@ -91,7 +108,7 @@ class Sampler(ABC):
 
     @property
     def size(self) -> int:
-        """Number of ranks, as given or that of `bagua_comm.default()`, also after a change of ranks."""
+        """Number of ranks, as given; else that of `bagua_comm.default()`, also after a change of ranks."""
         return self._ranks_and_rank()[0]
 
     @property
@@ -227,7 +244,10 @@ class Sampler(ABC):
         handed_out = self._taken if self._counted is None else self._counted
         taken = handed_out if steps is None else self._whole("steps", steps, 0)
         if taken > self._taken:
-            raise ArrayError(f"{self._name}: steps is {taken}, but only {self._taken} batches were yielded")
+            raise ArrayError(
+                f"{self._name}: steps is {taken}, but only {self._taken} batches were yielded since this "
+                "iteration began; count from there, also after a resume within an epoch, or use counted(loader)"
+            )
         order = self.order
         begun = self._start + (taken * self.size if taken else 0)  # a new one needs no communicator for its size
         batches = min(begun, order.batches)
@@ -295,8 +315,9 @@ class PlainSampler(Sampler):
     Args:
         samples: The number of samples of the data set.
         batch_size: Samples of a batch of one rank.
-        size: Number of ranks; that of `bagua_comm.default()` if None.
-        rank: This rank.
+        comm: The ranks; if None, those of `bagua_comm.default()`, also after they have changed.
+        size: Number of ranks, instead of `comm`.
+        rank: This rank, with `size`.
         seed: Seed of the permutations.
         shuffle: Whether to permute.
         drop_last: Leave out samples that do not fill a batch on every rank.
@@ -313,6 +334,7 @@ class PlainSampler(Sampler):
         samples: int,
         *,
         batch_size: int,
+        comm: Communicator | None = None,
         size: int | None = None,
         rank: int | None = None,
         seed: int = 0,
@@ -320,7 +342,13 @@ class PlainSampler(Sampler):
         drop_last: bool = False,
     ) -> None:
         super().__init__(
-            size=size, rank=rank, seed=seed, shuffle=shuffle, drop_last=drop_last, name="PlainSampler"
+            comm=comm,
+            size=size,
+            rank=rank,
+            seed=seed,
+            shuffle=shuffle,
+            drop_last=drop_last,
+            name="PlainSampler",
         )
         self.samples = self._whole("samples", samples, 0)
         self.batch_size = self._whole("batch_size", batch_size, 1)

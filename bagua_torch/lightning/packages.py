@@ -6,7 +6,6 @@ of the ParallelStrategy of the distribution that the program has imported.
 
 from __future__ import annotations
 
-import functools
 import importlib
 import importlib.util
 import sys
@@ -14,6 +13,8 @@ from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias
 
 from bagua_comm import UnsupportedError
+
+from ..bases import with_base
 
 Package: TypeAlias = Literal["lightning", "pytorch_lightning"]
 """A distribution of Lightning."""
@@ -56,13 +57,3 @@ def package_of(cls: type, homes: Mapping[str, str]) -> str:
     """The distribution of the base class of a strategy."""
     modules = {base.__module__ for base in cls.__mro__}
     return next(package for package, home in homes.items() if any(m.startswith(home + ".") for m in modules))
-
-
-@functools.cache
-def with_base(cls: type, base: type) -> type:
-    """The class `cls`, derived from `base` as well."""
-    if issubclass(cls, base):
-        return cls
-    made = type(cls.__name__, (cls, base), {"__doc__": cls.__doc__, "__module__": cls.__module__})
-    made.__qualname__ = cls.__qualname__
-    return made

@@ -14,10 +14,11 @@ from bagua_comm import Algorithm, ArrayError, Communicator, UnsupportedError
 from bagua_comm.algorithms.base import exchanges_weights
 
 from ..arrays import as_array, torch_stream
+from ..bases import with_base
 from ..broadcast import map_leaves
 from ..ddp import DistributedDataParallel
 from ..process_group import default
-from .packages import FABRICS, package_of, with_base
+from .packages import FABRICS, package_of
 
 KEY = "bagua"
 """The key of the algorithm's state in checkpoints."""

@@ -303,8 +303,9 @@ def test_tensors_of_pytorch_are_used_in_the_order_of_their_stream(played, monkey
         for name in names:
             monkeypatch.setattr(owner, name, noted(getattr(owner, name), name))
     comms = []
-    of_a_wrapper = lambda comm, x, *_: comm in comms and isinstance(x, played.cupy.ndarray)  # noqa: E731
-    monkeypatch.setattr(Communicator, "allreduce", noted(Communicator.allreduce, "allreduce", of_a_wrapper))
+    of_a_wrapper = lambda comm, xs, *_: comm in comms and isinstance(xs[0], played.cupy.ndarray)  # noqa: E731
+    averaging = noted(Communicator.allreduce_many, "allreduce_many", of_a_wrapper)
+    monkeypatch.setattr(Communicator, "allreduce_many", averaging)
     public = {name for name, value in vars(DistributedDataParallel).items() if isinstance(value, FunctionType)}
     public = {name for name in public if not name.startswith("_")}
     for name in public:
@@ -359,7 +360,11 @@ def test_tensors_of_pytorch_are_used_in_the_order_of_their_stream(played, monkey
 
     run_on_devices(played.device, 2, "nccl", body)
     assert called == public
-    assert {name for name, _ in streams} == {"allreduce", *(name for _, names in deep for name in names)}
+    assert {name for name, _ in streams} == {
+        "allreduce_many",
+        "mark",
+        *(name for _, names in deep for name in names),
+    }
     assert [name for name, in_order in streams if not in_order] == []
 
 

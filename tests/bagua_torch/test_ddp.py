@@ -416,6 +416,23 @@ def mine(comm):
     return torch.full((1, 1), 1.0 + comm.rank)
 
 
+def test_weights_are_averaged_in_one_message_but_for_large_ones():
+    def body(comm):
+        net = nn.Sequential(*(nn.Linear(4, 4) for _ in range(10)), nn.Linear(4, 2**17, bias=False))
+        ddp = DistributedDataParallel(net, comm=comm)
+        with torch.no_grad():
+            for number, weight in enumerate(net.parameters()):
+                weight.fill_(number + comm.rank)
+        before = comm.counters.as_dict()
+        ddp.average_weights()
+        made = {name: value - before.get(name, 0) for name, value in comm.counters.as_dict().items()}
+        ddp.close()
+        assert (made["allreduce_many/calls"], made["allreduce/calls"]) == (1, 1)
+        return [weight.detach().unique().tolist() for weight in net.parameters()]
+
+    assert run_ranks(2, body) == [[[number + 0.5] for number in range(21)]] * 2
+
+
 def test_a_backward_pass_of_the_plain_module_stays_on_its_rank():
     """On one rank alone, before and after steps of all."""
 

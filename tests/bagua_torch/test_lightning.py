@@ -1,5 +1,6 @@
 """Strategies for Lightning. Without Lightning, which takes long to import; `slow` tests train with it."""
 
+import importlib
 import sys
 import types
 from pathlib import Path
@@ -12,7 +13,7 @@ from torch import nn
 import bagua_torch
 from bagua_comm import ArrayError, ByteGrad, UnsupportedError
 from bagua_comm.testing import run_ranks
-from bagua_torch.lightning import FABRICS, TRAINERS, BaguaFabricStrategy, BaguaStrategy
+from bagua_torch.lightning import FABRICS, TRAINERS, BaguaFabricStrategy, BaguaStrategy, names
 
 PROGRAMS = Path(__file__).parents[1] / "support" / "lightning_programs.py"
 BOTH = {BaguaStrategy: TRAINERS, BaguaFabricStrategy: FABRICS}
@@ -97,6 +98,67 @@ def test_without_lightning_the_error_says_what_to_install(monkeypatch):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(UnsupportedError, match=r"pip install 'bagua-comm\[lightning\]'"):
         BaguaStrategy(package="lightning")
+
+
+REGISTRY = """
+class Registry(dict):
+    def register(self, name, strategy, description, **init_params):
+        assert name not in self
+        self[name] = {"strategy": strategy, "description": description}
+
+    def get(self, name):
+        return self[name]["strategy"]()
+
+class ParallelStrategy:
+    def __init__(self, **given):
+        self.given = given
+
+REGISTRY = Registry()
+""".replace("REGISTRY = R", "StrategyRegistry = STRATEGY_REGISTRY = R")
+
+
+@pytest.fixture
+def on_disk(tmp_path, monkeypatch):
+    """Packages on disk in the place of Lightning's, which nothing has imported yet."""
+    for home in [*TRAINERS.values(), *FABRICS.values()]:
+        folder = tmp_path.joinpath(*home.split("."))
+        for part, text in (("strategies", REGISTRY), ("plugins/environments", "class ClusterEnvironment: pass")):
+            (folder / part).mkdir(parents=True)
+            for above in (folder / part).relative_to(tmp_path).parents:
+                tmp_path.joinpath(above, "__init__.py").touch()
+            (folder / part / "__init__.py").write_text(text)
+        for name in [*sys.modules]:
+            if name.partition(".")[0] == home.partition(".")[0]:
+                monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path
+    for name in [*sys.modules]:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(tmp_path)):
+            del sys.modules[name]
+
+
+@pytest.mark.parametrize("package", ["lightning", "pytorch_lightning"])
+@pytest.mark.parametrize(
+    ("strategy", "attribute"), [(BaguaStrategy, "StrategyRegistry"), (BaguaFabricStrategy, "STRATEGY_REGISTRY")]
+)
+@pytest.mark.parametrize("order", ["bagua_torch first", "lightning first"])
+def test_strategies_are_found_by_name(on_disk, monkeypatch, strategy, attribute, package, order):
+    if order == "lightning first":
+        monkeypatch.setattr(sys, "meta_path", [f for f in sys.meta_path if type(f).__name__ != "_AfterImport"])
+    home = importlib.import_module(f"{BOTH[strategy][package]}.strategies")
+    registry = getattr(home, attribute)
+    assert bool(registry) == (order == "bagua_torch first")
+    names.register_names()
+    names.register_names()  # as when bagua_torch is loaded again
+    assert home.__file__.startswith(str(on_disk))
+    assert {"bagua", "bagua_bytegrad", "bagua_low_precision_one_peer"} <= registry.keys()
+    assert "bagua_every" not in registry  # it needs an algorithm
+    with bagua_torch.connect():
+        for name, algorithm in (("bagua", None), ("bagua_bytegrad", ByteGrad())):
+            made = registry.get(name)
+            assert isinstance(made, (strategy, home.ParallelStrategy))
+            assert isinstance(made, home.ParallelStrategy)
+            assert made.algorithm == algorithm
 
 
 def test_the_answers_of_ranks_to_lightning(stand_ins, monkeypatch):

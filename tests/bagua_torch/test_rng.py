@@ -6,6 +6,9 @@ import sys
 import pytest
 import torch
 
+from bagua_comm import Own
+from bagua_comm.testing import run_ranks
+from bagua_torch import Checkpoints
 from bagua_torch.rng import fork
 
 PROGRAM = """
@@ -55,3 +58,25 @@ def test_the_body_may_fork_again_and_nothing_of_it_is_left():
         second = torch.rand(1)
     assert torch.equal(torch.get_rng_state(), before)
     assert torch.equal(torch.cat([first, second]), torch.rand(2, generator=torch.Generator().manual_seed(1)))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_generators_are_restored_on_as_many_ranks_and_dropped_on_others(tmp_path, ranks):
+    """As docs/guides/train.md says: a checkpoint with them loads on any number of ranks."""
+    states = [torch.Generator().manual_seed(rank).get_state() for rank in range(3)]
+
+    def save(comm):
+        with Checkpoints(tmp_path, comm) as checkpoints:
+            checkpoints.save(1, rng=Own(states[comm.rank], "drop"), epoch=4)
+
+    def load(comm):
+        with Checkpoints(tmp_path, comm) as checkpoints:
+            return checkpoints.load().tree
+
+    run_ranks(2, save)
+    for rank, tree in enumerate(run_ranks(ranks, load)):
+        assert tree["epoch"] == 4
+        if ranks == 2:
+            assert torch.equal(torch.as_tensor(tree["rng"]), states[rank])
+        else:
+            assert tree["rng"] is None

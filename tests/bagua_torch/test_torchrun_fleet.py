@@ -376,13 +376,14 @@ def test_a_folder_that_others_can_write_to_is_refused(memory):
 # ---------------------------------------------------------------------------------------------------
 
 PROGRAM = """
-    import os, signal, sys
+    import logging, os, signal, sys
     from pathlib import Path
 
     import torch
     import bagua_comm
     import bagua_torch
 
+    logging.basicConfig(level=logging.INFO)
     folder, victim = Path(sys.argv[1]), sys.argv[2]
     torch.manual_seed(0)
     model = torch.nn.Linear(8, 4)

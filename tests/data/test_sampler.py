@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 import bagua_comm
 from bagua_comm import ArrayError
 from bagua_comm.data import BalancedSampler, PlainSampler
+from bagua_comm.testing import run_ranks
 
 lengths_of = st.lists(st.integers(0, 50), max_size=120)
 sizes = st.integers(1, 9)
@@ -168,6 +169,46 @@ def test_size_and_rank_are_those_of_the_default_communicator(monkeypatch):
     assert bagua_comm.default is not Comm
 
 
+def test_size_and_rank_are_those_of_the_communicator_that_is_given():
+    lengths = [5, 1, 4, 2, 3, 6, 8, 7, 2]
+
+    def body(comm):
+        half = comm.split(comm.rank % 2)
+        for each in (comm, half):
+            for make, arguments in ((PlainSampler, len(lengths)), (BalancedSampler, lengths)):
+                given = make(arguments, batch_size=2, comm=each)
+                same = make(arguments, batch_size=2, size=each.size, rank=each.rank)
+                assert (given.size, given.rank) == (each.size, each.rank)
+                assert list(given) == list(same)
+        half.close()
+        return given.size
+
+    assert run_ranks(4, body) == [2] * 4
+
+
+def test_pytorchs_own_sampler_takes_the_ranks_too():
+    """As docs/quickstart/coming-from.md has it; without them it wants a process group of torch.distributed."""
+
+    def body(comm):
+        given = torch.utils.data.DistributedSampler(range(12), comm.size, comm.rank)
+        with pytest.raises((RuntimeError, ValueError), match="process group"):
+            torch.utils.data.DistributedSampler(range(12))
+        return list(given)
+
+    assert sorted(index for mine in run_ranks(3, body) for index in mine) == list(range(12))
+
+
+def test_a_communicator_beside_size_and_rank_is_refused():
+    def body(comm):
+        for arguments in ({"size": 1, "rank": 0}, {"rank": 0}):
+            with pytest.raises(ArrayError, match=r"comm is given, .*rank is 0; give comm, or size and rank"):
+                PlainSampler(8, batch_size=2, comm=comm, **arguments)
+
+    run_ranks(1, body)
+    with pytest.raises(ArrayError, match="BalancedSampler: comm is 2, expected a Communicator"):
+        BalancedSampler([1, 2], batch_size=1, comm=2)
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_pytorchs_dataloader_accepts_it_and_its_state_counts_trained_samples(workers):
     data = torch.arange(40)
@@ -311,7 +352,7 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing():
     with pytest.raises(ArrayError, match="batch_size"):
         other.load_state_dict(state)
     assert list(sampler) == expected
-    with pytest.raises(ArrayError, match=r"only 5 batches were yielded"):
+    with pytest.raises(ArrayError, match=r"only 5 batches .* since this iteration began; count from"):
         sampler.state_dict(6)
 
 

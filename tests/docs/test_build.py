@@ -10,7 +10,7 @@ from support.pages import ROOT
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.needs("furo", "lightning", "myst_parser", "sphinx", "torch")
+@pytest.mark.needs("furo", "lightning", "myst_parser", "sphinx", "sphinx_copybutton", "torch")
 def test_the_documentation_is_built_without_a_warning(tmp_path):
     command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-d", tmp_path / "read"]
     result = subprocess.run(

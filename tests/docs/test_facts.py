@@ -3,7 +3,7 @@
 import ast
 import re
 
-from support.pages import ROOT, read
+from support.pages import ROOT, pages, read
 
 README = (ROOT / "README.md").read_text()
 
@@ -11,7 +11,7 @@ README = (ROOT / "README.md").read_text()
 def test_the_first_page_is_short_and_begins_with_commands():
     assert README.count("\n") <= 120
     first, second = [block.code for block in read(ROOT / "README.md").blocks][:2]
-    assert first.endswith("&& python -m bagua_comm run -n 4 examples/train.py\n")
+    assert first.endswith("&& bagua run -n 4 examples/train.py\n")
     assert second.endswith("&& python -m pytest\n")
     tests = re.search(r"pip install .*", (ROOT / ".ci" / "run").read_text())[0]
     assert second.partition("pip install ")[2].partition("&&")[0].split()[-1] in tests
@@ -22,6 +22,9 @@ def test_speed_ups_are_those_that_were_measured():
     said = re.search(rates, " ".join(README.split()))
     of_bytes = [row_of("vgg16, 4 hosts", rate, "bytegrad")[0] for rate in (1000, 10000)]
     assert said.groups() == tuple(f"{speed_up:.1f}" for speed_up in of_bytes)
+    assert f" gains a factor of {of_bytes[1]:.1f};" in " ".join(
+        (ROOT / "docs" / "guides" / "slow-networks.md").read_text().split()
+    )
     performance = (ROOT / "docs" / "how-it-works" / "performance.md").read_text()
     names = {"VGG16": "vgg16", "ResNet-50": "resnet50", "BERT-Large": "bert-large"}
     line = r"^\| (\S+), (\S+) ([GM])bit/s(, .*)? \| (\S+) \| (\S+) \| (?:(\d+) % )?\|$"
@@ -34,6 +37,10 @@ def test_speed_ups_are_those_that_were_measured():
         (first, _), (second, of_limit) = (row_of(*where, name) for name in ours)
         assert (exact, of_bytes) == (f"{first:.2f}", f"{second:.2f}")
         assert (limit or "-") == of_limit.rstrip("%")
+    front = (ROOT / "docs" / "index.md").read_text()
+    for name, model in names.items():
+        speed_ups = [row_of(f"{model}, 4 hosts", rate, "bytegrad")[0] for rate in (500, 1000, 10000)]
+        assert f"| {name} | " + " | ".join(f"{speed_up:.2f}" for speed_up in speed_ups) + " |" in front
 
 
 def row_of(where, rate_mbit, algorithm):
@@ -42,6 +49,17 @@ def row_of(where, rate_mbit, algorithm):
     rows = table.partition(f"## {where} at {rate_mbit} Mbit/s\n")[2].partition("\n## ")[0]
     found = re.search(rf"^\| {algorithm} \|[^|]*\|[^|]*\|[^|]*\| ([\d.]+) \| (\S+) \|", rows, re.MULTILINE)
     return float(found[1]), found[2]
+
+
+def test_no_page_installs_from_an_index_what_is_not_published_there():
+    """Anyone may take a name that is free there; see "Release" in CONTRIBUTING.md."""
+    texts = {page.name: page.path.read_text() for page in pages() if page.name != "CHANGELOG.md"}
+    texts |= {path.name: path.read_text() for path in (ROOT / "examples").glob("*.py")}
+    command = r"pip3? (install|download)\b[^`\n]*?['\" ]bagua[-_](comm|torch)\b(?!/)"
+    found = {name: wrong[0] for name, text in texts.items() if (wrong := re.search(command, text))}
+    assert found == {"CONTRIBUTING.md": "pip install bagua-comm"}  # where it says that a test refuses it
+    for name in ("README.md", "docs/index.md", "docs/faq.md"):
+        assert re.search(r"no release on\s+(a package index|PyPI)", texts[name]), name
 
 
 def test_everything_in_the_layout_exists():

@@ -1,15 +1,13 @@
 """The documentation does what it says: its code runs, and its links lead somewhere."""
 
-import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from support import needs
-from support.launch import run_python, with_packages
-from support.pages import ROOT, pages, read
+from support.launch import as_typed, clone, with_packages
+from support.pages import ROOT, commands_of_examples, pages, read
 
 PAGES = pages()
 BLOCKS = [block for page in PAGES for block in page.blocks]
@@ -43,23 +41,24 @@ PROGRAMS = [
     for page in PAGES
     if page.program.strip()
 ]
-FOR_RANKS = [runnable(block, block.code, block.place) for block in BLOCKS if block.ranks and block.reason is None]
-COMMANDS = [
-    runnable(page, "".join(commands), page.name)
-    for page in PAGES
-    if (commands := [block.code for block in page.blocks if block.comment == "run"])
+FOR_RANKS = [
+    runnable(block, block.code, block.place)
+    for block in BLOCKS
+    if block.ranks and block.reason is None and not block.saved
 ]
+COMMANDS = [
+    runnable(page, "\n".join(step.code for step in page.steps), page.name) for page in PAGES if page.steps
+]
+OF_EXAMPLES = commands_of_examples()
 
-ROOT_MAY_RUN_MPI = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
+ELSEWHERE = re.compile(r"python3 -m venv |\. \.venv/bin/activate$|(\w+=\S+ )?pip install |python -m pytest\b")
+"""Commands that fetch packages, or run this suite. CI runs README's, and `tests/extras.py` tests each extra."""
 
 
 @pytest.fixture
 def folder(tmp_path):
     """A folder of the test's own to work in, with all that the repository holds."""
-    for entry in ROOT.iterdir():
-        if not entry.name.startswith("."):
-            (tmp_path / entry.name).symlink_to(entry)
-    return tmp_path
+    return clone(tmp_path)
 
 
 def check(result, place):
@@ -70,7 +69,7 @@ def check(result, place):
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("page", PROGRAMS)
 def test_the_blocks_of_a_page_run_one_after_the_other(page, folder):
-    script = folder / page.path.with_suffix(".py").name
+    script = folder / "first.py"
     script.write_text(page.program)
     command = [sys.executable, script.name]
     result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=380, env=with_packages())
@@ -80,23 +79,22 @@ def test_the_blocks_of_a_page_run_one_after_the_other(page, folder):
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("block", FOR_RANKS)
-def test_a_block_for_several_ranks_runs(block, folder, monkeypatch):
-    script = folder / block.page.with_suffix(".py").name
-    script.write_text("\n" * (block.line - 1) + block.code)  # so that errors name the page's lines
-    monkeypatch.chdir(folder)
-    check(run_python(block.ranks, script.name, timeout_s=380), block.place)
+def test_a_block_for_several_ranks_runs(block, folder):
+    """By the command of docs/quickstart/index.md."""
+    (folder / "first.py").write_text("\n" * (block.line - 1) + block.code)  # so that errors name the page's lines
+    check(as_typed(f"bagua run -n {block.ranks} first.py", folder, timeout_s=380), block.place)
 
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("page", COMMANDS)
-def test_the_commands_of_a_page_run_one_after_the_other(page, folder):
-    env = with_packages() | dict.fromkeys(ROOT_MAY_RUN_MPI, "1")
-    env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env["PATH"]])  # `python` is this one
-    for block in page.blocks:
-        if block.comment == "run":
-            command = ["bash", "-euo", "pipefail", "-c", block.code]
-            result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=380, env=env)
-            check(result, block.place)
+def test_a_page_does_what_its_reader_does(page, folder):
+    """Save the programs and type the commands, in the order of the page."""
+    for step in page.steps:
+        if step.name is None:
+            check(as_typed(step.code, folder, timeout_s=380), f"{page.name}:{step.line}")
+        else:
+            with (folder / step.name).open("a") as file:
+                file.write(step.code)
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=[block.place for block in BLOCKS])
@@ -106,8 +104,37 @@ def test_every_block_has_a_language(block):
     if block.language == "python":
         assert block.comment != "run", "python blocks run without this comment"
         assert block.ranks or not re.match(r"# *ranks?\b", block.code), "expected `# ranks: N`"
-    if block.comment.startswith(("run", "not run")):
-        assert block.comment == "run" or block.reason, "expected `<!-- run -->` or `<!-- not run: reason -->`"
+    said = block.comment.startswith(("run", "not run", "save", "example"))
+    known = block.comment == "run" or block.reason or block.saved or block.example
+    assert known or not said, "expected `<!-- run -->`, or `not run: reason`, `save: name` or `example: path`"
+    assert not re.search(r"\b(slow|long|hours?|minutes?)\b", block.reason or ""), "expected another reason"
+    if block.language == "sh" and not known:
+        examples = {command for commands in OF_EXAMPLES.values() for command in commands}
+        rest = [command for command in block.commands if not ELSEWHERE.match(command) and command not in examples]
+        assert not rest, "expected `<!-- run -->`, or a command from the docstring of an example"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
+def test_a_program_that_is_saved_is_started_as_the_page_says(page):
+    commands = [step.code for step in page.steps if step.name is None]
+    for block in page.blocks:
+        if block.saved:
+            starts = [line for line in "\n".join(commands).splitlines() if block.saved in line.split()]
+            assert starts, f"{block.place}: no command starts {block.saved}"
+            if block.ranks:
+                assert any(f"-n {block.ranks} " in line for line in starts), (
+                    f"{block.place}: expected -n {block.ranks}"
+                )
+
+
+@pytest.mark.parametrize("example", OF_EXAMPLES)
+def test_blocks_of_an_example_are_its_code(example):
+    path = f"examples/{example}.py"
+    shown = "".join(block.code for block in BLOCKS if block.example == path)
+    if shown:
+        _, _, code = (ROOT / path).read_text().split('"""', 2)
+        assert shown.split() == code.split()
+    assert {block.example for block in BLOCKS} <= {None, *(f"examples/{name}.py" for name in OF_EXAMPLES)}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])

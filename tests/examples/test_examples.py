@@ -1,19 +1,42 @@
-"""The examples, run as their users would."""
+"""The examples, run by the commands that their docstrings give."""
 
 import json
-import os
+import re
 import struct
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from cuda_on_cpu.install import environment
-from support.launch import run_python, torchrun
+from support.launch import as_typed, clone, run_python
+from support.pages import ROOT, commands_of_examples
 
 from bagua_comm.timeline.reading import read_timeline
 
-EXAMPLES = Path(__file__).parent.parent.parent / "examples"
+EXAMPLES = ROOT / "examples"
+COMMANDS = commands_of_examples()
+TESTED = set()
+
+
+def all_commands(example):
+    """A test of the commands of an example."""
+    TESTED.update(COMMANDS[example])
+    return pytest.mark.parametrize("commands", [pytest.param(COMMANDS[example], id=example)])
+
+
+def each_command(*examples):
+    """A test for each command of the examples."""
+    found = [command for example in examples for command in COMMANDS[example]]
+    TESTED.update(found)
+    return pytest.mark.parametrize("command", found)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return clone(tmp_path)
+
+
+def test_each_command_of_an_example_is_run():
+    assert {command for of_example in COMMANDS.values() for command in of_example} == TESTED
+    assert all(COMMANDS.values())
 
 
 def results_of(process):
@@ -31,9 +54,11 @@ def result_of(process):
 @pytest.mark.needs("sklearn", "tqdm")
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_four_ranks_train_with_bytegrad_to_95_percent(tmp_path):
-    trace = tmp_path / "trace.json"
-    process = run_python(4, EXAMPLES / "train.py", "--trace", trace, timeout_s=380)
+@all_commands("train")
+def test_four_ranks_train_with_bytegrad_to_95_percent(commands, folder):
+    first, _, _ = commands
+    trace = folder / "trace.json"
+    process = as_typed(f"{first} --trace trace.json", folder, timeout_s=380)
 
     result = result_of(process)
     assert set(result) == {"algorithm", "ranks", "accuracy", "images_per_s", "wire_bytes", "exact_bytes"}
@@ -51,21 +76,24 @@ def test_four_ranks_train_with_bytegrad_to_95_percent(tmp_path):
 
 @pytest.mark.needs("sklearn", "tqdm")
 @pytest.mark.slow
-def test_one_rank_needs_no_mpirun():
-    command = [sys.executable, str(EXAMPLES / "train.py"), "--epochs", "1"]
-    result = result_of(subprocess.run(command, capture_output=True, text=True, timeout=100))
+@all_commands("train")
+def test_torchrun_starts_it_and_one_rank_needs_no_launcher(commands, folder):
+    _, under_torchrun, alone = commands
+    result = result_of(as_typed(under_torchrun, folder))
+    assert (result["ranks"], result["algorithm"]) == (2, "exact")
+    assert result["wire_bytes"] == result["exact_bytes"] > 0
+    result = result_of(as_typed(alone, folder))
     assert (result["ranks"], result["wire_bytes"]) == (1, 0)
 
 
 @pytest.mark.needs("sklearn")
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("ranks", "algorithm"),
-    [(1, "low_precision_one_peer"), (3, "hierarchical")],
-)
-def test_training_without_a_framework(ranks, algorithm):
-    result = result_of(run_python(ranks, EXAMPLES / "train_numpy.py", "--algorithm", algorithm))
-    assert (result["algorithm"], result["ranks"]) == (algorithm, ranks)
+@each_command("train_numpy")
+def test_training_without_a_framework(command, folder):
+    result = result_of(as_typed(command, folder))
+    assert result["algorithm"] == command.split()[-1]
+    ranks = result["ranks"]
+    assert ranks == (3 if "-n 3" in command else 1)
     assert result["accuracy"] >= 0.93
     assert (result["wire_bytes_per_step"] > 0) == (ranks > 1)
 
@@ -101,21 +129,21 @@ def test_training_without_a_framework_by_one_algorithm_after_the_other(tmp_path)
 @pytest.mark.needs("sklearn", "tqdm")
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("balance", ["bias", "loss"])
-def test_experts_on_two_ranks_learn_beside_a_dense_model(tmp_path, balance):
-    figure = tmp_path / "loads.png"
-    options = ["--epochs", "4", "--balance", balance, "--plot", figure]
-    result = result_of(run_python(2, EXAMPLES / "moe.py", *options, timeout_s=380))
+@each_command("moe")
+def test_experts_on_two_ranks_learn_beside_a_dense_model(command, folder):
+    result = result_of(as_typed(command, folder, timeout_s=380))
     assert (result["ranks"], result["steps"]) == (2, 4 * 22)
     assert result["imbalance"] < 4
     for name in ("dense", "experts"):
         assert result[name]["accuracy"] >= 0.85
     assert result["experts"]["weights_per_token"] < 1.1 * result["dense"]["weights_per_token"]
-    assert figure.read_bytes().startswith(b"\x89PNG")
+    if "--plot" in command:
+        assert (folder / "loads.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_fifteen_line_way_in():
-    process = run_python(2, EXAMPLES / "allreduce_numpy.py")
+@each_command("allreduce_numpy")
+def test_the_fifteen_line_way_in(command, folder):
+    process = as_typed(command, folder)
     assert process.returncode == 0, process.stderr
     for rank in range(2):
         assert f"rank {rank} of 2: exact 0.5, quantized 1.0000" in process.stdout
@@ -124,10 +152,9 @@ def test_the_fifteen_line_way_in():
 CUPY = EXAMPLES / "allreduce_cupy.py"
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_without_a_gpu_the_cupy_example_says_so(ranks):
-    hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    process = run_python(ranks, CUPY, env=hidden)
+@each_command("allreduce_cupy")
+def test_without_a_gpu_the_cupy_example_says_so(command, folder):
+    process = as_typed(f"export CUDA_VISIBLE_DEVICES=; {command}", folder)
     assert process.returncode == 0, process.stderr
     says = "CuPy finds no GPU here, so nothing was done; examples/allreduce_numpy.py runs without one.\n"
     assert process.stdout == says
@@ -163,18 +190,20 @@ def scalars_in(folder):
 @pytest.mark.needs("sklearn", "tensorboardX")
 @pytest.mark.slow
 @pytest.mark.timeout(200)
-def test_counters_are_shown_in_tensorboard(tmp_path):
-    options = ["--logdir", tmp_path, "--steps", "200", "--every", "100"]
-    process = run_python(2, EXAMPLES / "tensorboard_digits.py", *options, timeout_s=180)
+@each_command("tensorboard_digits")
+def test_counters_are_shown_in_tensorboard(command, folder):
+    process = as_typed(command, folder, timeout_s=180)
     assert process.returncode == 0, process.stdout + process.stderr
     says, _, accuracy = process.stdout.strip().splitlines()[-1].rpartition(" ")
     assert says == "2 ranks: accuracy"
     assert float(accuracy) >= 0.8
-    assert sorted(folder.name for folder in tmp_path.iterdir()) == ["rank-0", "rank-1"]
-    for folder in tmp_path.iterdir():
-        found = scalars_in(folder)
-        assert found["exchange/calls_per_step"] == [(100, 1.0), (200, 1.0)]
-        assert [step for step, _ in found["loss"]] == [100, 200]
+    runs = sorted((folder / "runs").iterdir())
+    assert [run.name for run in runs] == ["rank-0", "rank-1"]
+    steps = list(range(10, 301, 10))
+    for run in runs:
+        found = scalars_in(run)
+        assert found["exchange/calls_per_step"] == [(step, 1.0) for step in steps]
+        assert [step for step, _ in found["loss"]] == steps
         for name in ("exchange/wire_bytes", "exchange/seconds", "wait/seconds"):
             assert all(value > 0 for _, value in found[f"{name}_per_step"]), name
 
@@ -182,29 +211,57 @@ def test_counters_are_shown_in_tensorboard(tmp_path):
 @pytest.mark.needs("sklearn")
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_weights_are_the_same_bytes_when_a_rank_was_killed():
-    def said(*arguments, ranks=3, flags=("--spares", "1")):
-        command = [EXAMPLES / "elastic.py", "--steps", "40", *arguments]
-        process = run_python(ranks, *command, flags=flags, timeout_s=130)
-        assert process.returncode == 0, process.stdout + process.stderr
-        return process.stdout.strip().splitlines()
-
-    undisturbed = said(ranks=2, flags=())
-    with_a_spare = said("--kill", "1")
-    with_fewer = said("--kill", "0", flags=("--spares", "0"))
+@all_commands("elastic")
+def test_weights_are_the_same_bytes_when_a_rank_was_killed(commands, folder):
+    undisturbed, with_a_spare, with_fewer = [
+        lines_of(as_typed(command, folder, timeout_s=130)) for command in commands
+    ]
     assert undisturbed[-1].startswith("accuracy 0.")
     assert with_a_spare[-1] == with_fewer[-1] == undisturbed[-1]
     assert "3 ranks before, 3 from now on" in with_a_spare[-2]
     assert "3 ranks before, 2 from now on" in with_fewer[-2]
 
 
+@pytest.mark.needs("sklearn")
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@each_command("elastic_data")
+def test_each_image_is_used_once_an_epoch_though_a_rank_was_killed(command, folder):
+    lines = lines_of(as_typed(command, folder, timeout_s=380))
+    found = re.fullmatch(r"4 epochs of 1797 images: (\d+) used, accuracy ([\d.]+)", lines[-1])
+    assert found, lines
+    assert 4 * 1797 <= int(found[1]) < 4 * (1797 + 2)  # at most one is repeated on two ranks
+    assert float(found[2]) > 0.9
+    changes = [line for line in lines if "died; 2 ranks before, 2 from now on" in line]
+    assert len(changes) == (2 if "--kill" in command else 0)
+
+
+def lines_of(process):
+    assert process.returncode == 0, process.stdout + process.stderr
+    return process.stdout.strip().splitlines()
+
+
+@pytest.mark.needs("sklearn")
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@all_commands("train_complete")
+def test_a_training_goes_on_with_another_number_of_ranks(commands, folder):
+    whole, first, then = [as_typed(command, folder, timeout_s=190) for command in commands]
+    for process in (whole, first, then):
+        assert process.returncode == 0, process.stdout + process.stderr
+    assert "resuming after epoch 2, which 2 ranks saved" in then.stderr
+    assert re.findall(r"epoch +(\d)", first.stderr) == ["1", "2"]
+    assert re.findall(r"epoch +(\d)", then.stderr)[:3] == ["2", "3", "4"]  # the first is that of the resuming
+    assert float(re.search(r"best accuracy ([\d.]+)", then.stderr)[1]) > 0.8
+    assert (folder / "runs" / "killed" / "model.pt").exists()
+
+
 @pytest.mark.needs("accelerate", "lightning", "sklearn", "transformers")
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("start", [run_python, torchrun], ids=["mpirun", "torchrun"])
-@pytest.mark.parametrize("framework", ["lightning", "fabric", "trainer", "accelerate"])
-def test_two_ranks_train_in_another_framework(framework, start):
-    process = start(2, EXAMPLES / f"{framework}_digits.py", timeout_s=380)
+@each_command("lightning_digits", "fabric_digits", "trainer_digits", "accelerate_digits")
+def test_two_ranks_train_in_another_framework(command, folder):
+    process = as_typed(command, folder, timeout_s=380)
     assert process.returncode == 0, process.stdout + process.stderr
     says, _, accuracy = process.stdout.strip().splitlines()[-1].rpartition(" ")
     assert says == "2 ranks: accuracy"
@@ -213,12 +270,10 @@ def test_two_ranks_train_in_another_framework(framework, start):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_sharded_transformer_learns_as_well_in_eight_bits():
-    command = 2, EXAMPLES / "fsdp_text.py", "--steps", 60
-    exact, coded = (
-        result_of(torchrun(*command, "--reduce", reduce, "--gather", gather, timeout_s=140))
-        for reduce, gather in (("exact", "exact"), ("feedback", "eight-bits"))
-    )
+@all_commands("fsdp_text")
+def test_a_sharded_transformer_learns_as_well_in_eight_bits(commands, folder):
+    coded, feedback, exact = (result_of(as_typed(f"{each} --steps 60", folder)) for each in commands)
     assert exact["wire_bytes"] == pytest.approx(exact["exact_bytes"], rel=0.01)
     assert 3.5 < coded["exact_bytes"] / coded["wire_bytes"] < 4
     assert coded["loss"] < 1.05 * exact["loss"] < 3
+    assert feedback["loss"] < 1.05 * exact["loss"]

@@ -74,3 +74,28 @@ def torchrun(ranks, *arguments, timeout_s=90):
         timeout=TIME_FACTOR * timeout_s,
         env={**with_packages(), "OMP_NUM_THREADS": "1"},
     )
+
+
+def clone(folder):
+    """Let a folder have all that the repository has, so that commands of pages work there; returns it."""
+    for entry in TESTS.parent.iterdir():
+        if not entry.name.startswith("."):
+            (folder / entry.name).symlink_to(entry)
+    return folder
+
+
+def as_typed(commands, folder, timeout_s=100):
+    """Run commands in bash, in `folder`, as a page gives them; returns the result."""
+    env = with_packages() | dict.fromkeys(("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1")
+    env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env["PATH"]])  # `python` is this one
+    env["PRTE_MCA_rmaps_default_mapping_policy"] = ":oversubscribe"  # of ranks, where tests have few cores
+    env["PET_STANDALONE"] = "1"  # of torchrun: a free port, as other tests run beside this one
+    return subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", commands],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=TIME_FACTOR * timeout_s,
+        env=env,
+    )

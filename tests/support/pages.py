@@ -1,13 +1,19 @@
-"""The pages of the documentation, *.md and docs/**/*.md: their code blocks, links and headings.
+"""The pages of the documentation, *.md and docs/**/*.md: their code blocks, commands, links and headings.
 
 A fenced block says how it is checked by its language, its first line, and the comment on the line before it:
 
-    ```python                       a part of the program of the page, which runs on one rank
-    # ranks: 3                      as first line of a python block: a separate program, on three ranks
-    <!-- not run: reason -->        before a python block: it cannot run where the tests do
+    ```python                       a part of the page's program, which all its blocks make together, on one rank
+    # ranks: 3                      as first line of a python block: a program of its own, on three ranks
+    <!-- save: train.py -->         before a python block: its reader saves it under this name, behind the blocks
+                                    before it that have this name, too, and starts it by commands of the page
+    <!-- example: examples/x.py --> before a python block: it is a part of the example; together they are it
+    <!-- not run: reason -->        before any block: it cannot run where the tests do
     <!-- run -->                    before a sh block: its commands run, after those before it, in one folder
+
+A command in the text, such as `torchrun first.py`, runs where it stands if the page has the program saved.
 """
 
+import ast
 import re
 import textwrap
 from collections import Counter
@@ -18,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 FENCE = re.compile(r"^ *(`{3,})([^`]*)$")
 COMMENT = re.compile(r"^ *<!-- *(.*?) *-->$")
+LAUNCH = re.compile(r"(python -m bagua_comm run|bagua run|mpirun|torchrun|python) ")
 RANKS = re.compile(r"# ranks: (\d+)$")
 INLINE_CODE = re.compile(r"(`+)(?!`).*?(?<!`)\1(?!`)", re.DOTALL)
 LINK = re.compile(r"!?\[(?:[^\[\]]|\[[^\]]*\])*\]\(<?([^)\s>]+)>?(?: \"[^\"]*\")?\)")
@@ -47,10 +54,43 @@ class Block(NamedTuple):
         return found and found[1]
 
     @property
+    def commands(self) -> list[str]:
+        """The commands of a sh block."""
+        return commands_of(self.code)
+
+    @property
     def ranks(self) -> int | None:
         """The number of ranks of a separate program; None if it belongs to the page's program."""
         found = RANKS.match(self.code.partition("\n")[0])
         return found and int(found[1])
+
+    @property
+    def saved(self) -> str | None:
+        """The name under which a reader saves it."""
+        return self._said("save")
+
+    @property
+    def example(self) -> str | None:
+        """The example that it is a part of."""
+        return self._said("example")
+
+    @property
+    def file(self) -> str | None:
+        """The program that it is a part of: a saved one, or an example; None for that of the page."""
+        return self.saved or self.example
+
+    def _said(self, what: str) -> str | None:
+        found = re.fullmatch(rf"{what}: *(\S+)", self.comment)
+        return found and found[1]
+
+
+class Step(NamedTuple):
+    """What a reader does: save a program, or type a command."""
+
+    line: int
+    code: str
+    name: str | None
+    """Of the file; None for a command."""
 
 
 class Page(NamedTuple):
@@ -72,10 +112,23 @@ class Page(NamedTuple):
         """Its python blocks as one program; each line has the same number as on the page."""
         lines = [""] * (self.prose.count("\n") + 1)
         for block in self.blocks:
-            if block.language == "python" and block.reason is None and block.ranks is None:
+            alone = block.ranks or block.saved or block.example
+            if block.language == "python" and block.reason is None and not alone:
                 code = block.code.splitlines()
                 lines[block.line - 1 : block.line - 1 + len(code)] = code
         return "\n".join(lines)
+
+    @property
+    def steps(self) -> list[Step]:
+        """What its reader does, in the order of the page."""
+        steps = [Step(block.line, block.code, block.saved) for block in self.blocks if block.saved]
+        names = {step.name for step in steps}
+        steps += [Step(block.line, block.code, None) for block in self.blocks if block.comment == "run"]
+        for span in INLINE_CODE.finditer(self.prose):
+            code = " ".join(span[0].strip("`").split())
+            if LAUNCH.match(code) and names & {*code.split()}:
+                steps.append(Step(self.prose.count("\n", 0, span.start()) + 1, code, None))
+        return sorted(steps, key=lambda step: step.line)
 
     @property
     def links(self) -> list[tuple[int, str]]:
@@ -94,6 +147,22 @@ class Page(NamedTuple):
             found.add(f"{slug}-{times[slug]}" if times[slug] else slug)
             times[slug] += 1
         return found
+
+
+def commands_of(text: str) -> list[str]:
+    """The commands of a text for a shell, one by one, without comments."""
+    lines = re.sub(r"\\\n", " ", text).splitlines()
+    parts = [part for line in lines for part in re.sub(r"(^|\s)#\s.*", "", line).split("&&")]
+    return [" ".join(part.split()) for part in parts if part.strip()]
+
+
+def commands_of_examples() -> dict[str, list[str]]:
+    """The commands that the docstrings of examples give, by the name of the example."""
+    found = {}
+    for path in sorted((ROOT / "examples").glob("*.py")):
+        lines = (ast.get_docstring(ast.parse(path.read_text())) or "").splitlines()
+        found[path.stem] = commands_of("\n".join(line for line in lines if LAUNCH.match(line.strip())))
+    return found
 
 
 def pages() -> list[Page]:

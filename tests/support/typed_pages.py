@@ -4,12 +4,13 @@ import ast
 import builtins
 
 
-def typed_program(page):
-    """All python blocks of a page as one program, with the lines of the page; empty if there are none.
+def typed_program(page, file=None):
+    """All python blocks of a page, one after the other at the lines where they stand; empty if there are none.
 
+    With `file`, the blocks that a reader saves as this file, or that are parts of this example; else all others.
     Names that no block defines, or only a later one, are the reader's own: each of them is `Any`.
     """
-    blocks = [block for block in page.blocks if block.language == "python"]
+    blocks = [block for block in page.blocks if block.language == "python" and block.file == file]
     if not blocks:
         return ""
     lines = [""] * (page.prose.count("\n") + 1)
