@@ -66,9 +66,18 @@ SHARED_BYTES = 1 << 20
 """From this size on, ranks of one host sum encoded elements through the window."""
 
 QUANTIZE_BYTES = 1 << 17
-"""Below this size, averaging in eight bits takes longer than exact averaging, between four emulated hosts at 1
-Gbit/s, because the cost of a call dominates. Between ranks that share memory it always takes longer; there the
+"""Between hosts, arrays of this size and more are averaged in eight bits however fast the links are, smaller ones
+only if these are slow (`LinkSpeed`). Between ranks that share memory eight bits always take longer; there the
 user decides what to send."""
+
+ENCODED_CALL_S = 0.001
+"""How much longer an average may take in eight bits than exactly, apart from the bytes: about twice as long as
+between emulated hosts of a core each, since a rank that computes meanwhile takes longer."""
+
+PROBE_BYTES, PROBES_OF_SPEED, PROBES_OF_LATENCY, PROBING_S = 1 << 17, 12, 4, 0.2
+"""Bytes of a message by which the speed of links is measured when a world starts, and how often it is repeated at
+most: the fastest counts, since ranks wait for a core at times. No more messages are sent if they take longer than
+this many seconds together, or are fast."""
 
 EAGER_BYTES = 2048
 """Without shared memory, collectives on larger arrays begin only after all ranks have agreed on the size: Open
