@@ -13,6 +13,8 @@ A transport is made of objects, each of which uses those before it:
     Messages            exchanges
     Agreement           comparison of calls, and sizes of messages
     SmallMessages, Native, Routes       collectives, and the choice between them
+
+The first transport of a world measures the links between its hosts (`link_speed`).
 """
 
 from __future__ import annotations
