@@ -37,7 +37,7 @@ class LinkSpeed(NamedTuple):
         (2048, 131072)
         """
         pays = self.bytes_s * (tuning.ENCODED_CALL_S + self.latency_s)
-        if pays >= tuning.QUANTIZE_BYTES:
+        if self.bytes_s > tuning.SLOW_BYTES_S or pays >= tuning.QUANTIZE_BYTES:
             return tuning.QUANTIZE_BYTES
         return max(tuning.EAGER_BYTES, 1 << max(0, math.ceil(math.log2(pays))))
 
@@ -63,13 +63,11 @@ def measure_links(endpoint: Endpoint, messages: Messages, hosts: Sequence[str]) 
     exchange_s(1)  # opens the connections
     latency_s = min(exchange_s(1) for _ in range(tuning.PROBES_OF_LATENCY))
     shortest_s = math.inf
-    for i in range(1 + tuning.PROBES_OF_SPEED):
-        spent_s = exchange_s(tuning.PROBE_BYTES) - latency_s
-        # The first may take less, since networks let some bytes pass faster than their rate.
-        shortest_s = min(shortest_s, spent_s) if i > 1 else spent_s
-        slowest = _slowest(endpoint, LinkSpeed(tuning.PROBE_BYTES / max(shortest_s, 1e-9), latency_s))
+    for i in range(tuning.PROBES_OF_SPEED):
+        shortest_s = min(shortest_s, max(exchange_s(tuning.PROBE_BYTES) - latency_s, 1e-9))
+        slowest = _slowest(endpoint, LinkSpeed(tuning.PROBE_BYTES / shortest_s, latency_s))
         is_fast = slowest.quantize_bytes == tuning.QUANTIZE_BYTES
-        if (i and is_fast) or (i + 1) * tuning.PROBE_BYTES / slowest.bytes_s > tuning.PROBING_S:
+        if is_fast or (i + 1) * tuning.PROBE_BYTES / slowest.bytes_s > tuning.PROBING_S:
             break
     return slowest
 
@@ -80,7 +78,7 @@ def partners(hosts: Sequence[str], rank: int) -> tuple[int | None, int | None]:
     No two ranks send to the same one, and all links between a host and the others are used at once.
 
     >>> partners(["a", "a", "b", "b"], 1), partners(["a", "a", "a", "b"], 2)
-    ((3, 3), (None, None))
+    ((3, 3), (None, 3))
     """
     ranks_on: dict[str, list[int]] = defaultdict(list)
     for other, host in enumerate(hosts):
