@@ -9,6 +9,7 @@ import argparse
 import dataclasses
 import json
 import math
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,10 @@ BANDWIDTHS_GBIT = tuple(10 ** (exponent / 8) for exponent in range(-8, 25))
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `advise`."""
-    columns = [f"  {name:<11}{meaning}" for name, meaning in COLUMNS.items()]
+    columns = [
+        textwrap.fill(meaning, 79, initial_indent=f"  {name:<11}", subsequent_indent=" " * 13)
+        for name, meaning in COLUMNS.items()
+    ]
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = "\n".join(["columns of the first table:", *columns])
     parser.add_argument("--nodes", type=whole_number, required=True, metavar="N")

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from bagua_comm import Algorithm
+from bagua_comm import Algorithm, DiLoCo, GradientAllReduce, after
 from bagua_comm.algorithms import from_name
 
 TORCH, TORCH_ADAM = "torch", "torch-adam"
@@ -102,6 +102,11 @@ METHODS = {
     "diloco-10-bytes": _diloco("DiLoCo, 10 steps, eight bits", 10, average="quantized"),
     "diloco-100-bytes": _diloco("DiLoCo, 100 steps, eight bits", 100, average="quantized"),
     "diloco-100-mean": _diloco("DiLoCo, 100 steps, plain mean", 100, outer_lr=1.0, outer_momentum=0.0),
+    "exact-diloco-100": Method(
+        "exact for a quarter, then DiLoCo, 100 steps",
+        lambda steps: after(max(1, steps // 4), GradientAllReduce(), DiLoCo(100)),
+        "weights, now and then",
+    ),
     "diloco-10-momentum": _diloco("DiLoCo, 10 steps, momentum 0.9", 10, note=_MOMENTUM, outer_momentum=0.9),
     "diloco-100-momentum": _diloco("DiLoCo, 100 steps, momentum 0.9", 100, note=_MOMENTUM, outer_momentum=0.9),
 }
