@@ -297,7 +297,11 @@ def _advice(rows: Sequence[Advice], exact_s: float, *, guessed: bool) -> list[st
                 f"pays if it needs fewer than {gain:.2f} times as many steps."
             )
     if rarely is not None:
-        lines.append("The fewer steps communicate, the worse training may end: try it on your own model first.")
+        begun = f"after(500, GradientAllReduce(), {expression(rarely.method)})"
+        lines += [
+            "The fewer steps communicate, the worse training may end; less so if it begins exactly:",
+            f"  {begun}",
+        ]
     lines.append(
         "Not known here: how many steps an algorithm needs to the same loss, slow ranks, other traffic"
         + (".\nRates of GPUs are guesses; --rates takes measured ones." if guessed else ".")

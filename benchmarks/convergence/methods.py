@@ -103,7 +103,7 @@ METHODS = {
     "diloco-100-bytes": _diloco("DiLoCo, 100 steps, eight bits", 100, average="quantized"),
     "diloco-100-mean": _diloco("DiLoCo, 100 steps, plain mean", 100, outer_lr=1.0, outer_momentum=0.0),
     "exact-diloco-100": Method(
-        "exact for a quarter, then DiLoCo, 100 steps",
+        "exact, then DiLoCo, 100 steps",
         lambda steps: after(max(1, steps // 4), GradientAllReduce(), DiLoCo(100)),
         "weights, now and then",
     ),

@@ -192,7 +192,7 @@ def _difference(row: dict[str, Any]) -> str:
 
 def notes(record: dict[str, Any], name: str) -> list[str]:
     """The remarks below the table of a task."""
-    said = [METHODS[row["algorithm"]].note for row in rows_of(record, name)]
+    said = list(dict.fromkeys(METHODS[row["algorithm"]].note for row in rows_of(record, name)))
     return [*verdicts(record, name), *_across_nodes(record, name), *_added(record, name), *filter(None, said)]
 
 
