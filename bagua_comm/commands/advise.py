@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ..algorithms import DiLoCo
 from ..bucket import DEFAULT_BUCKET_BYTES
 from ..launch.cli import CommandError
 from ..planning.advise import (
@@ -297,11 +298,12 @@ def _advice(rows: Sequence[Advice], exact_s: float, *, guessed: bool) -> list[st
                 f"pays if it needs fewer than {gain:.2f} times as many steps."
             )
     if rarely is not None:
+        lines.append(
+            "The fewer steps communicate, the worse training may end. Compare it on your own model first."
+        )
+    if rarely is not None and isinstance(rarely.method, DiLoCo):
         begun = f"after(500, GradientAllReduce(), {expression(rarely.method)})"
-        lines += [
-            "The fewer steps communicate, the worse training may end; less so if it begins exactly:",
-            f"  {begun}",
-        ]
+        lines.append(f"DiLoCo ends better if training begins exactly: {begun}.")
     lines.append(
         "Not known here: how many steps an algorithm needs to the same loss, slow ranks, other traffic"
         + (".\nRates of GPUs are guesses; --rates takes measured ones." if guessed else ".")

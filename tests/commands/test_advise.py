@@ -184,6 +184,7 @@ def test_averages_of_weights_are_advised_with_how_many_steps_they_may_need(capsy
         assert f": {expression(METHODS[name])}, " in lines[f"Weights {when}"]
         gain = f"{steps['bytegrad'] / steps[name]:.2f}"
         assert f"pays if it needs fewer than {gain} times as many steps" in lines[f"Weights {when}"]
+    assert "begins exactly: after(500, GradientAllReduce(), DiLoCo(average=Quantized()))." in out
     assert "Not known here: how many steps an algorithm needs to the same loss" in out
 
 
