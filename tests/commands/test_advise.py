@@ -184,8 +184,18 @@ def test_averages_of_weights_are_advised_with_how_many_steps_they_may_need(capsy
         assert f": {expression(METHODS[name])}, " in lines[f"Weights {when}"]
         gain = f"{steps['bytegrad'] / steps[name]:.2f}"
         assert f"pays if it needs fewer than {gain} times as many steps" in lines[f"Weights {when}"]
-    assert "begins exactly: after(500, GradientAllReduce(), DiLoCo(average=Quantized()))." in out
     assert "Not known here: how many steps an algorithm needs to the same loss" in out
+
+
+def test_diloco_is_advised_with_an_exact_beginning(capsys):
+    options = ["--model-bytes", "16.8M", "--device", "cpu", "--cores-per-rank", "1", "--step-time", "330ms"]
+    assert cli.main([*BASE, *options]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("Weights now and then: DiLoCo(average=Quantized()), ") for line in lines)
+    (begun,) = [line.partition("exactly: ")[2].removesuffix(".") for line in lines if "exactly: " in line]
+    names = {}
+    exec("from bagua_comm import *", names)
+    assert eval(begun, names) == after(500, GradientAllReduce(), DiLoCo(100, average=Quantized()))
 
 
 def test_the_help_explains_every_column_of_the_table(capsys):
