@@ -303,7 +303,7 @@ def _advice(rows: Sequence[Advice], exact_s: float, *, guessed: bool) -> list[st
         )
     if rarely is not None and isinstance(rarely.method, DiLoCo):
         begun = f"after(500, GradientAllReduce(), {expression(rarely.method)})"
-        lines.append(f"DiLoCo ends better if training begins exactly: {begun}.")
+        lines.append(f"DiLoCo is for models that have been trained for a while; begin exactly: {begun}.")
     lines.append(
         "Not known here: how many steps an algorithm needs to the same loss, slow ranks, other traffic"
         + (".\nRates of GPUs are guesses; --rates takes measured ones." if guessed else ".")
