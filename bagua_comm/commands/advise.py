@@ -53,8 +53,8 @@ from .quantities import (
 SUMMARY = DESCRIPTION = "predict which algorithm trains fastest on a cluster"
 
 COLUMNS = {
-    "algorithm": "its name here; the Python expressions follow the table",
-    "averages": "what the ranks average",
+    "algorithm": "a short name; the Python expressions follow the table",
+    "averages": "what the ranks average: gradients or weights",
     "step": "predicted time of a step; a mean, if not every step communicates",
     "speed-up": "of such a step over one with exact averages",
     "hidden": "the share of the communication that adds no time to the step, since it runs beside computation",
