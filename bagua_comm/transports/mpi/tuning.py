@@ -73,13 +73,13 @@ user decides what to send."""
 ENCODED_CALL_S = 0.001
 """How much longer an average may take in eight bits than exactly, apart from the bytes: about twice as long as
 below, since ranks that compute meanwhile take longer. The table has times in eight bits as shares of exact ones,
-in calls between two emulated hosts on a busy machine, the shortest of five rounds:
+in calls between two emulated hosts, the shortest of five rounds of a run for each row:
 
                 2 KiB   4 KiB   8 KiB   16 KiB   32 KiB   64 KiB
     10 Mbit/s   0.43    0.31    0.27    0.27     0.26     0.25
-    100 Mbit/s  1.10    1.38    0.73    0.52     0.78     0.26
-    300 Mbit/s  10.6    1.37    1.98    1.22     0.66     0.38
-    1 Gbit/s    3.60    1.56    2.55    2.38     1.12     0.82
+    100 Mbit/s  4.23    1.62    1.18    0.36     0.26     0.22
+    300 Mbit/s  9.04    2.02    1.87    0.92     0.63     0.35
+    1 Gbit/s    6.89    2.36    2.31    2.24     2.09     1.13
 """
 
 SLOW_BYTES_S = 25e6
