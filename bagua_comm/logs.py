@@ -2,8 +2,9 @@
 
     logging.basicConfig(level=logging.INFO)
 
-Decisions for all ranks are logged once: the world that `connect` made, the plan of buckets, a switch of the
-algorithm, the choice of the tuner, complete checkpoints. Rank 0 logs them at INFO, the other ranks at DEBUG.
+Decisions for all ranks are logged once: the world that `connect` made and the speed of its links, the plan of
+buckets, a switch of the algorithm, the choice of the tuner, complete checkpoints. Rank 0 logs them at INFO, the
+other ranks at DEBUG.
 Events of every step are in counters and in the trace; warnings are Python's `warnings`, and errors are raised.
 """
 

@@ -57,7 +57,7 @@ LAYERS = {
         "failure_detector peer_memory",
         "endpoint",
         "messages native",
-        "agreement",
+        "agreement link_speed",
         "small_messages",
         "routes",
         "transport",

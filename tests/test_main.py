@@ -51,7 +51,7 @@ def test_the_command_line_needs_no_docstrings():
 
 def test_a_reader_of_the_first_line_alone_sees_no_traceback():
     advise = [sys.executable, "-u", "-m", "bagua_comm", "advise", "--model", "vgg16", "--nodes", "4"]
-    advise += ["--bandwidth", "10gbit", "--step-time", "1"]
+    advise += ["--bandwidth", "10gbit", "--step-time", "1s"]
     process = subprocess.Popen(advise, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     process.stdout.close()  # as `head` does, before anything is written
     assert process.stderr.read() == ""

@@ -32,8 +32,8 @@ class Quantized:
     Args:
         codec: Encodes the arrays that are sent.
         min_bytes: Smaller arrays are averaged exactly, on all ranks, in a span "exact: small" of the trace. None
-            for the size from which quantizing pays on the transport (`Transport.quantize_bytes`); 0 to quantize
-            all arrays.
+            for the size from which quantizing pays on the transport (`Transport.quantize_bytes`): between hosts
+            over MPI it follows the speed of the links, which `connect` measures. 0 to quantize all arrays.
 
     >>> from bagua_comm.testing import run_ranks
     >>> mean = Quantized(MinMaxUInt8())

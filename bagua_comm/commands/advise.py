@@ -9,14 +9,16 @@ import argparse
 import dataclasses
 import json
 import math
-import re
-from collections.abc import Callable, Mapping, Sequence
+import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ..algorithms import DiLoCo
 from ..bucket import DEFAULT_BUCKET_BYTES
 from ..launch.cli import CommandError
 from ..planning.advise import (
+    best_now_and_then,
     best_of_gradients,
     best_of_weights,
     enough_flows,
@@ -25,7 +27,6 @@ from ..planning.advise import (
     scaling,
 )
 from ..planning.costmodel import (
-    LARGEST,
     METHODS,
     Advice,
     Cluster,
@@ -36,9 +37,31 @@ from ..planning.costmodel import (
     held_up_s,
     predict,
 )
-from ..planning.models import MODELS, mixture_of_experts, sync_batchnorm
+from ..planning.models import MODELS, layers_of, mixture_of_experts, sync_batchnorm
+from .quantities import (
+    bandwidth,
+    latency,
+    layers,
+    number,
+    numbers,
+    parameters,
+    seconds,
+    size_in_bytes,
+    whole_number,
+)
 
 SUMMARY = DESCRIPTION = "predict which algorithm trains fastest on a cluster"
+
+COLUMNS = {
+    "algorithm": "a short name; the Python expressions follow the table",
+    "averages": "what the ranks average: gradients or weights",
+    "step": "predicted time of a step; a mean, if not every step communicates",
+    "speed-up": "of such a step over one with exact averages",
+    "hidden": "the share of the communication that adds no time to the step, since it runs beside computation",
+    "MB a rank": "megabytes that a rank sends in a step, to ranks of its own node too",
+    "MB a node": "megabytes that a node sends to other nodes in a step",
+}
+"""The columns of the first table, with their meanings."""
 
 BANDWIDTHS_GBIT = tuple(10 ** (exponent / 8) for exponent in range(-8, 25))
 """The bandwidths of the figure: from 100 Mbit/s to 1 Tbit/s."""
@@ -49,10 +72,16 @@ BANDWIDTHS_GBIT = tuple(10 ** (exponent / 8) for exponent in range(-8, 25))
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `advise`."""
+    columns = [
+        textwrap.fill(meaning, 79, initial_indent=f"  {name:<11}", subsequent_indent=" " * 13)
+        for name, meaning in COLUMNS.items()
+    ]
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = "\n".join(["columns of the first table:", *columns])
     parser.add_argument("--nodes", type=whole_number, required=True, metavar="N")
     parser.add_argument("--ranks-per-node", type=whole_number, default=1, metavar="L")
     parser.add_argument("--bandwidth", type=bandwidth, required=True, help="of a node's link: 10gbit, 500mbit")
-    parser.add_argument("--latency", type=seconds, default=50e-6, help="between nodes: 50us (the default), 1ms")
+    parser.add_argument("--latency", type=latency, default=50e-6, help="between nodes: 50us (the default), 1ms")
     parser.add_argument(
         "--flow-bandwidth",
         type=bandwidth,
@@ -78,9 +107,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="cores that computation and communication of a rank share, on a CPU; unlimited by default",
     )
     size = parser.add_mutually_exclusive_group(required=True)
-    size.add_argument("--model-bytes", type=size_in_bytes, help="of all gradients: 553M, 1.2G, 512KiB")
     size.add_argument("--model", choices=MODELS, help="a model whose layers are known")
-    parser.add_argument("--step-time", type=seconds, help="of a step without communication: 1.2, 300ms")
+    size.add_argument(
+        "--parameters",
+        type=parameters,
+        metavar="N",
+        help="of a model in float32 whose layers are alike: 124M, 1.5B",
+    )
+    size.add_argument("--model-bytes", type=size_in_bytes, help="of all its gradients: 553M, 1.2G, 512KiB")
+    size.add_argument(
+        "--layers",
+        type=layers,
+        metavar="LAYERS",
+        help="its layers in float32, in the order of the forward pass, as COUNTxPARAMETERS:WORK, separated by "
+        "commas: gpt2 is 39.4M:0,12x7.1M,1536:38.6M. The work of a layer, in any unit, decides when its gradient "
+        "is complete; by default it is its number of parameters",
+    )
+    parser.add_argument("--step-time", type=seconds, help="of a step without communication: 1.2s, 300ms")
     for part in ("forward", "backward", "optimizer"):
         parser.add_argument(f"--{part}", type=seconds, help=f"of the {part} part of it, instead")
     parser.add_argument(
@@ -107,69 +150,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="as JSON")
 
 
-def bandwidth(text: str) -> float:
-    """Gbit/s, from a text such as "10gbit" or "500mbit"."""
-    return _number(
-        "a bandwidth", text, {"kbit": 1e-6, "mbit": 1e-3, "gbit": 1.0, "tbit": 1e3}, "10gbit or 500mbit"
-    )
-
-
-def seconds(text: str) -> float:
-    """Seconds, from a text such as "50us", "1.5ms", "2s" or "2"."""
-    return _number(
-        "a time", text, {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "": 1.0}, "1.2, 300ms or 50us", least=0
-    )
-
-
-def number(text: str) -> float:
-    """A number without a unit, from a text such as "2" or "0.5"."""
-    return _number("a number", text, {"": 1.0}, "2 or 0.5", least=0)
-
-
-def whole_number(text: str) -> int:
-    """An integer, from a text such as "4"."""
-    if not re.fullmatch(r"\s*[0-9]{1,18}\s*", text):
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number of ranks or nodes; expected e.g. 4")
-    return int(text)
-
-
-def numbers(form: str, example: str) -> Callable[[str], tuple[int, ...]]:
-    """A parser of integers of at least 1 in this form, such as "53x256" for "LAYERSxCHANNELS"."""
-
-    def parse(text: str) -> tuple[int, ...]:
-        parts = text.lower().split("x")
-        if len(parts) != len(form.split("x")) or not all(
-            re.fullmatch("[1-9][0-9]{0,11}", part) for part in parts
-        ):
-            raise argparse.ArgumentTypeError(f"{text[:40]!r} is not {form}; expected e.g. {example}")
-        return tuple(map(int, parts))
-
-    return parse
-
-
-def size_in_bytes(text: str) -> int:
-    """Bytes, from a text such as "553M", "1.2G", "512KiB" or "1000"."""
-    units = {"": 1.0}
-    for power, letter in enumerate("kmg", 1):
-        units |= {letter: 1e3**power, f"{letter}b": 1e3**power, f"{letter}ib": 1024.0**power}
-    return round(_number("a size", text, units, "553M, 1.2G or 512KiB", least=1))
-
-
-def _number(what: str, text: str, units: Mapping[str, float], examples: str, least: float | None = None) -> float:
-    match = re.fullmatch(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([a-z]*)\s*", text.lower())
-    try:
-        if match is None:
-            raise ValueError
-        value = float(match[1]) * units[match[2]]
-    except (ValueError, KeyError):
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not {what}; expected e.g. {examples}") from None
-    if value < (least or 0) or (value == 0 and least is None):
-        raise argparse.ArgumentTypeError(f"{text!r} is too small for {what}; expected e.g. {examples}")
-    if value > LARGEST:
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is too large for {what}; expected e.g. {examples}")
-    return value
-
-
 def read_rates(path: Path) -> Rates:
     """Rates from a JSON file: a dictionary of rates, or a record that has one under "rates".
 
@@ -190,12 +170,12 @@ def _inputs(options: argparse.Namespace) -> tuple[Job, Cluster, Rates]:
         raise CommandError("give --step-time, or --forward, --backward and --optimizer")
     if not given:  # a backward pass takes about twice as long as a forward pass
         given = {"forward_s": options.step_time / 3, "backward_s": options.step_time * 2 / 3}
-    layers = MODELS.get(options.model, ())
-    nbytes = sum(layer.nbytes for layer in layers) or options.model_bytes
+    known = layers_of(*options.layers) if options.layers else MODELS.get(options.model, ())
+    nbytes = sum(layer.nbytes for layer in known) or options.model_bytes or 4 * options.parameters
     blocking = [call for n, channels in options.sync_batchnorm for call in sync_batchnorm(channels, layers=n)]
     for n, tokens, hidden, experts, k in options.moe:
         blocking += mixture_of_experts(tokens, hidden, experts, k=k, layers=n)
-    job = Job(nbytes, **given, bucket_bytes=options.bucket_bytes, layers=layers, blocking=tuple(blocking))
+    job = Job(nbytes, **given, bucket_bytes=options.bucket_bytes, layers=known, blocking=tuple(blocking))
     gpu = options.device == "gpu"
     cluster = Cluster(
         options.nodes,
@@ -235,15 +215,14 @@ def report(job: Job, cluster: Cluster, rates: Rates) -> list[str]:
     """Tables and advice, as lines."""
     c = cluster
     rows = advise(job, c, rates)
-    nodes = f"{c.nodes} nodes of {c.ranks_per_node} rank{'s' * (c.ranks_per_node > 1)}"
+    nodes = f"{c.nodes} node{'s' * (c.nodes > 1)} of {c.ranks_per_node} rank{'s' * (c.ranks_per_node > 1)}"
     lines = [
         f"{job.model_bytes / 1e6:,.0f} MB, {_time(job.compute_s)} a step alone; {nodes}, "
         f"{c.bandwidth_gbit:g} Gbit/s, {_time(c.latency_s)}",
         *_flows(job, c, rates),
         *_held_up(job, c, rates, rows[0].prediction.step_s),
         "",
-        f"{'algorithm':<24}{'averages':<11}{'step':>10}{'speed-up':>10}{'hidden':>8}"
-        f"{'MB a rank':>11}{'MB a node':>11}",
+        "{:<24}{:<11}{:>10}{:>10}{:>8}{:>11}{:>11}".format(*COLUMNS),
     ]
     exact = predict(METHODS["exact"], job, c, rates).step_s
     for name, method, prediction in rows:
@@ -258,10 +237,13 @@ def report(job: Job, cluster: Cluster, rates: Rates) -> list[str]:
         "In Python, after `from bagua_comm import *`:",
         *(f"  {name:<24}{expression(method)}" for name, method, _ in rows if not isinstance(method, TorchDDP)),
         "",
-        f"{'ranks':>6}{'exact':>10}  {'best with gradients':<34}{'best of all'}",
+        f"{'ranks':>6}{'exact':>10}  {'best with gradients':<34}{'best with weights in every step'}",
     ]
     for row in scaling(job, c, rates):
-        best = [f"{row[kind].name} {_time(row[kind].prediction.step_s)}" for kind in ("gradients", "all")]
+        best = [
+            f"{row[what].name} {_time(row[what].prediction.step_s)}" if row[what] else "-"
+            for what in ("gradients", "weights")
+        ]
         lines.append(f"{row['ranks']:>6}{_time(row['exact_s']):>10}  {best[0]:<34}{best[1]}")
     return lines
 
@@ -301,19 +283,27 @@ def _held_up(job: Job, cluster: Cluster, rates: Rates, fastest_s: float) -> list
 
 def _advice(rows: Sequence[Advice], exact_s: float, *, guessed: bool) -> list[str]:
     """The advice, and the limits of the model."""
-    gradients, weights = best_of_gradients(rows), best_of_weights(rows)
+    gradients, weights, rarely = best_of_gradients(rows), best_of_weights(rows), best_now_and_then(rows)
     times = _ratio(exact_s, gradients.prediction.step_s)
     lines = ["Speed-ups are over exact, per step.", ""]
     if gradients.name == "exact":
         lines.append(f"Gradients in every step: {expression(gradients.method)}; fewer bytes would gain nothing.")
     else:
         lines.append(f"Gradients in every step: {expression(gradients.method)}, {times}, about as many steps.")
-    if weights is not None:
-        gain = gradients.prediction.step_s / weights.prediction.step_s
+    for when, best in (("in every step", weights), ("now and then", rarely)):
+        if best is not None:
+            gain = gradients.prediction.step_s / best.prediction.step_s
+            lines.append(
+                f"Weights {when}: {expression(best.method)}, {_ratio(exact_s, best.prediction.step_s)}, "
+                f"pays if it needs fewer than {gain:.2f} times as many steps."
+            )
+    if rarely is not None:
         lines.append(
-            f"Weights: {expression(weights.method)}, {_ratio(exact_s, weights.prediction.step_s)}, "
-            f"pays if it needs fewer than {gain:.2f} times as many steps."
+            "The fewer steps communicate, the worse training may end. Compare it on your own model first."
         )
+    if rarely is not None and isinstance(rarely.method, DiLoCo):
+        begun = f"after(500, GradientAllReduce(), {expression(rarely.method)})"
+        lines.append(f"DiLoCo is for models that have been trained for a while; begin exactly: {begun}.")
     lines.append(
         "Not known here: how many steps an algorithm needs to the same loss, slow ranks, other traffic"
         + (".\nRates of GPUs are guesses; --rates takes measured ones." if guessed else ".")
@@ -330,7 +320,7 @@ def _record(job: Job, cluster: Cluster, rates: Rates) -> dict[str, Any]:
         "rates": dataclasses.asdict(rates),
         "algorithms": [_row(advice) for advice in advise(job, cluster, rates)],
         "scaling": [
-            {**row, "gradients": _row(row["gradients"]), "all": _row(row["all"])}
+            {**row, **{what: row[what] and _row(row[what]) for what in ("gradients", "weights", "all")}}
             for row in scaling(job, cluster, rates)
         ],
     }

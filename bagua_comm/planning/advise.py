@@ -3,8 +3,9 @@
 The advice: average gradients exactly where the network keeps up. Where it does not, send eight bits: `ByteGrad()`
 with one rank on each node, `GradientAllReduce(Hierarchical(Quantized()))` with several, which share a link. Both
 need about as many steps as exact averaging. Where the network limits each flow (TCP connection), more flows may
-gain more than fewer bytes. Algorithms that average weights, or not in every step, may be faster still, but may
-need more steps to the same loss. That number is not known here, so the report says how many they may need.
+gain more than fewer bytes. Algorithms that average weights may be faster still, and those that do not average
+them in every step the fastest of all, but they may need more steps to the same loss. That number is not known
+here, so the report says how many they may need.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ..algorithms import ByteGrad
+from ..algorithms import AsyncModelAverage, ByteGrad, DiLoCo
 from ..algorithms.by_node import ByNode
 from ..algorithms.combinators import After, Every
 from .costmodel import METHODS, MOST_FLOWS, Advice, Cluster, Job, Rates, advise, predict
@@ -43,10 +44,26 @@ def best_of_gradients(rows: Iterable[Advice]) -> Advice:
 
 
 def best_of_weights(rows: Sequence[Advice]) -> Advice | None:
-    """The fastest average of weights; None if none is faster than averages of gradients."""
+    """The fastest average of weights in every step; None if none is faster than averages of gradients."""
     limit_s = best_of_gradients(rows).prediction.step_s / AS_FAST
-    faster = (row for row in rows if payload(row.method) == "weights" and row.prediction.step_s < limit_s)
+    return _fastest((row for row in rows if _averages_weights(row.method)), limit_s)
+
+
+def best_now_and_then(rows: Sequence[Advice]) -> Advice | None:
+    """The fastest average of weights in some of the steps; None if none is faster than averages in every step."""
+    limit_s = (best_of_weights(rows) or best_of_gradients(rows)).prediction.step_s / AS_FAST
+    found = (row for row in rows if payload(row.method) == "weights" and not _averages_weights(row.method))
+    return _fastest(found, limit_s)
+
+
+def _fastest(rows: Iterable[Advice], limit_s: float) -> Advice | None:
+    faster = (row for row in rows if row.prediction.step_s < limit_s)
     return min(faster, key=lambda row: row.prediction.step_s, default=None)
+
+
+def _averages_weights(method: object) -> bool:
+    """Whether it averages weights in every step."""
+    return payload(method) == "weights" and not isinstance(method, (Every, DiLoCo, AsyncModelAverage))
 
 
 def payload(method: object) -> str:
@@ -92,7 +109,8 @@ def scaling(job: Job, cluster: Cluster, rates: Rates) -> list[dict[str, Any]]:
                 "ranks": grown.size,
                 "exact_s": next(a.prediction.step_s for a in advice if a.name == "exact"),
                 "gradients": best_of_gradients(advice),
-                "all": best_of_weights(advice) or best_of_gradients(advice),
+                "weights": best_of_weights(advice),
+                "all": best_now_and_then(advice) or best_of_weights(advice) or best_of_gradients(advice),
             }
         )
     return rows

@@ -10,7 +10,7 @@ import numpy as np
 from ..bench.report import markdown_table
 from ..bench.timing import allreduce_factor
 from .methods import METHODS, TORCH, TORCH_ADAM, Method
-from .tasks import OPTIMIZERS, TASKS, Task
+from .tasks import ALL, OPTIMIZERS, TASKS, Task
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -90,7 +90,7 @@ def command_of(record: dict[str, Any]) -> str:
     seeds = sorted({result["seed"] for result in results})
     names = {result["algorithm"] for result in results}
     steps = {task["steps"] for task in tasks.values()}
-    arguments = ["--task", "all" if len(tasks) == len(TASKS) else next(iter(tasks))]
+    arguments = ["--task", "all" if tuple(tasks) == ALL else ",".join(tasks)]
     if names != {name for task in tasks for name in TASKS[task].methods()}:
         arguments += ["--algorithms", ",".join(name for name in METHODS if name in names)]
     if seeds != [0, 1, 2]:
@@ -192,7 +192,7 @@ def _difference(row: dict[str, Any]) -> str:
 
 def notes(record: dict[str, Any], name: str) -> list[str]:
     """The remarks below the table of a task."""
-    said = [METHODS[row["algorithm"]].note for row in rows_of(record, name)]
+    said = list(dict.fromkeys(METHODS[row["algorithm"]].note for row in rows_of(record, name)))
     return [*verdicts(record, name), *_across_nodes(record, name), *_added(record, name), *filter(None, said)]
 
 

@@ -3,11 +3,13 @@
     python -m bagua_comm run -n 4 -m benchmarks.convergence --task all
     python -m bagua_comm run -n 4 -m benchmarks.convergence --task digits --algorithms torch,bytegrad --seeds 0
     python -m bagua_comm run -n 4 -m benchmarks.convergence --resume
+    python -m bagua_comm run -n 4 -m benchmarks.convergence --task text,text-sgd --algorithms torch,diloco-100
     python -m benchmarks.convergence --report
 
 Tasks: a CNN on scikit-learn's digits, and a character-level transformer on the text of Python's standard
-library. For one seed, all algorithms begin with the same weights and see the same batches in the same order,
-with the same optimizer and learning rates. All run in turn in the same processes; so does PyTorch's, on gloo.
+library; digits-adam and text-sgd are the same with another optimizer. For one seed, all algorithms begin with
+the same weights and see the same batches in the same order, with the same optimizer and learning rates. All
+run in turn in the same processes; so does PyTorch's, on gloo.
 
 The record goes to `--out` with the ending .json, the report with .md, and its figure with .png. The record is
 written after every run; `--resume` makes the missing runs, and `--report` only writes the report, without MPI.
@@ -44,7 +46,7 @@ from ..bench.timing import allreduce_factor
 from ..bench.torch_world import gloo
 from .methods import METHODS, Method
 from .report import NODES, draw, markdown, summarize, verdicts
-from .tasks import MOMENTUM, TASKS, Batch, Task
+from .tasks import ALL, MOMENTUM, TASKS, Batch, Task
 
 BUCKET_BYTES = 256 * 1024
 CURVE_POINTS = 40
@@ -237,7 +239,13 @@ TABLE = Table(
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The arguments; `tasks`, `algorithms` and `seeds` are lists."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--task", choices=[*TASKS, "all"], default="all")
+    parser.add_argument(
+        "--task",
+        type=comma_list(one_of([*TASKS, "all"], "task")),
+        default=["all"],
+        metavar="A,B",
+        help=f"some of {','.join(TASKS)}; all, the default, is {','.join(ALL)}",
+    )
     parser.add_argument(
         "--algorithms",
         type=comma_list(one_of(METHODS, "algorithm")),
@@ -251,7 +259,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--resume", action="store_true", help="make only the runs that the record lacks")
     parser.add_argument("--report", action="store_true", help="only make the report of the record")
     options = parser.parse_args(argv)
-    options.tasks = [*TASKS] if options.task == "all" else [options.task]
+    options.tasks = [*ALL] if "all" in options.task else options.task
     return options
 
 

@@ -6,7 +6,7 @@ import hashlib
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -263,3 +263,15 @@ TASKS = {
         batch_size=8,
     ),
 }
+
+ALL = tuple(TASKS)
+"""The tasks that `--task all` runs."""
+
+for _name, _optimizer, _lr in (("digits", "adam", 0.003), ("text", "sgd", 0.2)):
+    _task = TASKS[_name]
+    TASKS[f"{_name}-{_optimizer}"] = replace(
+        _task,
+        title=f"{_task.title}, with {OPTIMIZERS[_optimizer]}",
+        optimizer=_optimizer,
+        lr={**_task.lr, _optimizer: _lr},
+    )

@@ -469,6 +469,6 @@ def test_training_continues_in_other_buckets():
         3, after(4, GradientAllReduce(), DiLoCo(3)), start=common_start, replans={2: 10_000, 4: 1, 8: 100}
     )
 
-    then = partial(diloco, local_steps=3, outer_lr=0.7, outer_momentum=0.9)
+    then = partial(diloco, local_steps=3, outer_lr=0.7, outer_momentum=0.5)
     reference = partial(switched, steps=4, first=gradient_allreduce, then=then)
     assert_follows(actual, reference, ranks=3, start=common_start)

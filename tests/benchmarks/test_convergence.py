@@ -150,6 +150,26 @@ def test_differences_of_losses_are_relative():
     assert row_of(record, "qadam", "text")["difference"] == pytest.approx(0.5)
 
 
+def test_tasks_with_another_optimizer_are_run_by_name(capsys):
+    assert run.parse_arguments([]).tasks == ["digits", "text"] == [*tasks.ALL]
+    assert run.parse_arguments(["--task", "text-sgd,digits"]).tasks == ["text-sgd", "digits"]
+    assert tasks.TASKS["text-sgd"].optimizer_of(methods.METHODS["diloco-100"]) == "sgd"
+    for task in tasks.TASKS.values():
+        assert {task.optimizer_of(method) for method in task.methods().values()} <= task.lr.keys()
+    with pytest.raises(SystemExit):
+        run.parse_arguments(["--task", "digits-sgd"])
+    assert "there is no task 'digits-sgd'; expected one of digits, text" in capsys.readouterr().err
+
+
+@pytest.mark.needs("sklearn")
+def test_the_report_names_the_command_of_its_record():
+    record = record_of({"diloco-100": {0: 98.0}, "torch": {0: 98.0}}, "digits-adam")
+    command = report.command_of(
+        {**record, "tasks": {**record["tasks"], "digits": run.describe(tasks.TASKS["digits"], 40)}}
+    )
+    assert command.endswith("--task digits-adam,digits --algorithms torch,diloco-100 --seeds 0 --steps 40")
+
+
 @pytest.mark.needs("sklearn")
 def test_resuming_runs_the_missing_trainings():
     options = run.parse_arguments(["--task", "digits", "--algorithms", "torch,exact", "--seeds", "0,1"])

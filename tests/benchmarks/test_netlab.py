@@ -1,5 +1,6 @@
 """Emulated hosts: built, used and removed, or refused with a reason."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -53,6 +54,42 @@ def test_ranks_connect_across_hosts_and_nothing_is_left_behind(tmp_path):
         assert "congctl cubic" in subprocess.run(route, capture_output=True, text=True).stdout
     assert "[('h0', 0), ('h0', 1), ('h1', 0), ('h1', 1)]" in printed
     assert left_over() == []
+
+
+QUANTIZED = """
+import json
+import bagua_comm
+from bagua_comm import ByteGrad, Plan, TensorSpec
+from bagua_comm.bucket import make_buckets
+
+with bagua_comm.connect() as comm:
+    plan = Plan.pack([TensorSpec("x", (30_000,), "float32")])
+    (bucket,) = make_buckets(plan, plan.allocate())
+    bucket.flat[...] = comm.rank
+    algorithm = ByteGrad()
+    state = algorithm.init(bucket, comm)
+    before = comm.transports[0].sent_bytes
+    algorithm.exchange(bucket, comm, state)
+    sent = comm.transports[0].sent_bytes - before
+    with comm.dup() as other:
+        sizes = comm.allgather_object([each.transports[0].quantize_bytes for each in (comm, other)])
+    if comm.rank == 0:
+        print(json.dumps([sent, sizes]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("rate", "share"), [("10mbit", 0.255), ("10gbit", 1.0)])
+def test_small_models_send_a_quarter_over_slow_links(tmp_path, rate, share):
+    if refusal():
+        return
+    script = tmp_path / "script.py"
+    script.write_text(QUANTIZED)
+    with netlab.build(2, rate) as lab:
+        sent, sizes = json.loads(lab.output(lab.mpirun([str(script)])))
+    assert sent == pytest.approx(share * 4 * 30_000, rel=0.02)
+    assert sizes == [sizes[0]] * 2
+    assert len(set(sizes[0])) == 1
 
 
 FLOWS = """

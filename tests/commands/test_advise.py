@@ -22,9 +22,9 @@ from bagua_comm import (
     every,
 )
 from bagua_comm import __main__ as cli
-from bagua_comm.commands import advise
+from bagua_comm.commands import advise, quantities
 from bagua_comm.launch.cli import CommandError
-from bagua_comm.planning.advise import AS_FAST, enough_flows, expression
+from bagua_comm.planning.advise import AS_FAST, enough_flows, expression, payload
 from bagua_comm.planning.costmodel import METHODS, Cluster, Job, Rates, predict
 
 BASE = ["advise", "--nodes", "4", "--bandwidth", "1gbit"]
@@ -45,7 +45,7 @@ def test_it_prints_both_tables(capsys):
 
 
 def test_json_holds_the_same(capsys):
-    options = ["--model-bytes", "100M", "--forward", "0.1", "--backward", "200ms", "--optimizer", "0"]
+    options = ["--model-bytes", "100M", "--forward", "0.1s", "--backward", "200ms", "--optimizer", "0"]
     assert cli.main([*BASE, *options, "--latency", "1ms", "--device", "cpu", "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
     job, cluster = Job(100_000_000, 0.1, 0.2, 0.0), Cluster(4, 1, 1.0, 1e-3)
@@ -56,7 +56,7 @@ def test_json_holds_the_same(capsys):
     assert [row["ranks"] for row in record["scaling"]] == [2**exponent for exponent in range(1, 13)]
     last = record["scaling"][-1]
     assert last["gradients"]["averages"] == "gradients"
-    assert last["all"]["step_s"] <= last["gradients"]["step_s"] <= last["exact_s"]
+    assert last["all"]["step_s"] <= last["weights"]["step_s"] <= last["gradients"]["step_s"] <= last["exact_s"]
 
 
 def test_parts_that_communicate_hold_every_step_up(capsys):
@@ -114,7 +114,7 @@ def test_enough_flows_are_the_fewest_that_make_a_step_as_fast_as_an_uncapped_lin
 
 def test_on_one_node_there_are_no_flows(capsys):
     options = ["--ranks-per-node", "8", "--bandwidth", "1gbit", "--flow-bandwidth", "0.1gbit", "--model", "vgg16"]
-    assert cli.main(["advise", "--nodes", "1", *options, "--step-time", "1"]) == 0
+    assert cli.main(["advise", "--nodes", "1", *options, "--step-time", "1s"]) == 0
     assert "on one node there are no flows" in capsys.readouterr().out.splitlines()[1]
 
 
@@ -175,8 +175,64 @@ def test_averages_of_weights_are_advised_with_how_many_steps_they_may_need(capsy
     steps = {row["name"]: row["step_s"] for row in json.loads(capsys.readouterr().out)["algorithms"]}
     assert cli.main(slow) == 0
     out = capsys.readouterr().out
-    assert f"pays if it needs fewer than {steps['bytegrad'] / min(steps.values()):.2f} times as many steps" in out
+    lines = {line.partition(": ")[0]: line for line in out.splitlines()}
+    rarely = {"shift-one-every-4", "async", "diloco-100", "diloco-100-bytes"}
+    weights = {name for name in steps if payload(METHODS[name]) == "weights"}
+    assert rarely < weights
+    for when, names in (("in every step", weights - rarely), ("now and then", rarely)):
+        name = min(names, key=lambda name: steps[name])
+        assert f": {expression(METHODS[name])}, " in lines[f"Weights {when}"]
+        gain = f"{steps['bytegrad'] / steps[name]:.2f}"
+        assert f"pays if it needs fewer than {gain} times as many steps" in lines[f"Weights {when}"]
     assert "Not known here: how many steps an algorithm needs to the same loss" in out
+
+
+def test_diloco_is_advised_with_an_exact_beginning(capsys):
+    options = ["--model-bytes", "16.8M", "--device", "cpu", "--cores-per-rank", "1", "--step-time", "330ms"]
+    assert cli.main([*BASE, *options]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("Weights now and then: DiLoCo(average=Quantized()), ") for line in lines)
+    (begun,) = [line.partition("exactly: ")[2].removesuffix(".") for line in lines if "exactly: " in line]
+    names = {}
+    exec("from bagua_comm import *", names)
+    assert eval(begun, names) == after(500, GradientAllReduce(), DiLoCo(100, average=Quantized()))
+
+
+def test_the_help_explains_every_column_of_the_table(capsys):
+    assert cli.main(VGG16) == 0
+    lines = capsys.readouterr().out.splitlines()
+    header = next(line for line in lines if line.startswith("algorithm"))
+    assert "".join(header.split()) == "".join("".join(advise.COLUMNS).split())
+    with pytest.raises(SystemExit):
+        cli.main(["advise", "--help"])
+    columns = capsys.readouterr().out.partition("columns of the first table:\n")[2]
+    assert [name for line in columns.splitlines() if (name := line[:13].strip())] == [*advise.COLUMNS]
+    assert max(map(len, columns.splitlines())) < 80
+
+
+@pytest.mark.parametrize(("nodes", "ranks", "text"), [(1, 2, "1 node of 2 ranks"), (2, 1, "2 nodes of 1 rank")])
+def test_one_node_and_one_rank_are_singular(nodes, ranks, text, capsys):
+    assert cli.main([*VGG16, "--nodes", str(nodes), "--ranks-per-node", str(ranks)]) == 0
+    assert f"; {text}, 1 Gbit/s" in capsys.readouterr().out.splitlines()[0]
+
+
+def steps_of(options, capsys):
+    assert cli.main([*BASE, *options, "--step-time", "3s", "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_model_is_given_by_its_layers_or_its_number_of_parameters(capsys):
+    gpt2 = steps_of(["--model", "gpt2"], capsys)
+    same = steps_of(["--layers", "39383808:0, 12x7087872:7.1, 1536:38.6"], capsys)
+    assert same == gpt2
+    assert gpt2["job"]["model_bytes"] == 4 * 124_439_808
+    alike = steps_of(["--parameters", "124439808"], capsys)
+    assert alike["algorithms"] == steps_of(["--model-bytes", "497759232"], capsys)["algorithms"]
+    assert alike["algorithms"] != gpt2["algorithms"]
+    # Without their work, layers are complete in proportion to their parameters.
+    assert steps_of(["--layers", "2x10M"], capsys) == steps_of(["--layers", "10M:1,10M:1"], capsys) | {
+        "job": steps_of(["--layers", "2x10M"], capsys)["job"]
+    }
 
 
 def test_only_rates_of_gpus_that_were_not_measured_are_called_guesses(tmp_path, capsys):
@@ -240,7 +296,7 @@ def test_without_matplotlib_the_figure_is_refused(monkeypatch, tmp_path, capsys)
     ("options", "message"),
     [
         (["--nodes", "0"], "nodes is 0, expected an integer of at least 1"),
-        (["--step-time", "1", "--forward", "1"], "give --step-time, or --forward"),
+        (["--step-time", "1s", "--forward", "1s"], "give --step-time, or --forward"),
         (["--rates", "no_such_file"], "no_such_file"),
         (["--rates", "pyproject.toml"], "pyproject.toml: Expecting value"),
         (["--cores-per-rank", "0"], "cores_per_rank is 0.0"),
@@ -259,13 +315,24 @@ def test_questions_without_an_answer_are_refused(options, message, capsys):
     ("options", "message"),
     [
         (["advise"], "--nodes"),
-        ([*BASE, "--step-time", "1"], "--model-bytes --model"),
-        ([*BASE, "--model", "vgg61", "--step-time", "1"], "invalid choice: 'vgg61'"),
+        (
+            [*BASE, "--step-time", "1s"],
+            "arguments --model --parameters --model-bytes --layers is",
+        ),
+        ([*BASE, "--model", "vgg61", "--step-time", "1s"], "invalid choice: 'vgg61'"),
         ([*VGG16, "--bandwidth", "fast"], "'fast' is not a bandwidth; expected e.g. 10gbit or 500mbit"),
         ([*VGG16, "--bandwidth", "0gbit"], "'0gbit' is too small"),
-        ([*VGG16, "--latency", "50parsecs"], "'50parsecs' is not a time; expected e.g. 1.2, 300ms or 50us"),
-        ([*BASE, "--model-bytes", "1.2.3M", "--step-time", "1"], "'1.2.3M' is not a size"),
-        ([*BASE, "--model-bytes", "0", "--step-time", "1"], "'0' is too small"),
+        ([*VGG16, "--latency", "50parsecs"], "'50parsecs' is not a time; expected e.g. 50us or 1ms"),
+        ([*VGG16, "--step-time", "200"], "'200' has no unit; 200ms or 200s?"),
+        ([*VGG16, "--latency", "50"], "'50' has no unit; 50us or 50ms?"),
+        ([*VGG16, "--bandwidth", "100"], "'100' has no unit; 100mbit or 100gbit?"),
+        ([*BASE, "--parameters", "12x7M"], "'12x7M' is not a number of parameters; expected e.g. 124M"),
+        ([*BASE, "--layers", "7M:"], "'7M:' is not [COUNTx]PARAMETERS[:WORK]; expected e.g. 12x7.1M or 38.6M:0"),
+        ([*BASE, "--layers", "7M,0x7M"], "'0x7M' is not [COUNTx]PARAMETERS[:WORK]"),
+        ([*BASE, "--layers", "7M:fast"], "'fast' is not work"),
+        ([*BASE, "--layers", "7M", "--model", "vgg16"], "not allowed with argument --layers"),
+        ([*BASE, "--model-bytes", "1.2.3M", "--step-time", "1s"], "'1.2.3M' is not a size"),
+        ([*BASE, "--model-bytes", "0", "--step-time", "1s"], "'0' is too small"),
         ([*VGG16, "--moe", "2x8"], "'2x8' is not LAYERSxTOKENSxHIDDENxEXPERTSxK; expected e.g. 12x8192"),
         ([*VGG16, "--sync-batchnorm", "0x8"], "'0x8' is not LAYERSxCHANNELS; expected e.g. 53x256"),
     ],
@@ -279,14 +346,18 @@ def test_arguments_that_mean_nothing_are_refused(options, message, capsys):
 @pytest.mark.parametrize(
     ("parse", "text", "value"),
     [
-        (advise.bandwidth, "10gbit", 10.0),
-        (advise.bandwidth, "500 Mbit", 0.5),
-        (advise.seconds, "50us", 50e-6),
-        (advise.seconds, "1.5", 1.5),
-        (advise.seconds, "0", 0.0),
-        (advise.size_in_bytes, "553M", 553_000_000),
-        (advise.size_in_bytes, "1.5GiB", 1_610_612_736),
-        (advise.size_in_bytes, "12", 12),
+        (quantities.bandwidth, "10gbit", 10.0),
+        (quantities.bandwidth, "500 Mbit", 0.5),
+        (quantities.seconds, "50us", 50e-6),
+        (quantities.seconds, "1.5s", 1.5),
+        (quantities.seconds, "0", 0.0),
+        (quantities.size_in_bytes, "553M", 553_000_000),
+        (quantities.size_in_bytes, "1.5GiB", 1_610_612_736),
+        (quantities.size_in_bytes, "12", 12),
+        (quantities.latency, "1ms", 1e-3),
+        (quantities.parameters, "124M", 124_000_000),
+        (quantities.parameters, "1.5B", 1_500_000_000),
+        (quantities.parameters, "7087872", 7_087_872),
     ],
 )
 def test_units_are_read(parse, text, value):
@@ -317,7 +388,7 @@ def test_absurd_numbers_are_refused_and_no_infinite_one_is_printed(name, unit, n
         "--nodes": "4",
         "--bandwidth": "1gbit",
         "--model-bytes": "100M",
-        "--step-time": "1",
+        "--step-time": "1s",
         name: number + unit,
     }
     if name == "--backward":
@@ -337,7 +408,7 @@ def test_absurd_numbers_are_refused_and_no_infinite_one_is_printed(name, unit, n
 @pytest.mark.parametrize("bytes_", ["1e18", "999P", "1e15"])
 def test_a_model_of_more_buckets_than_can_be_looked_at_is_refused_at_once(bytes_, capsys):
     try:
-        code = cli.main([*BASE, "--model-bytes", bytes_, "--step-time", "1", "--bucket-bytes", "1"])
+        code = cli.main([*BASE, "--model-bytes", bytes_, "--step-time", "1s", "--bucket-bytes", "1"])
     except SystemExit as exc:
         code = exc.code
     assert code == 2
@@ -345,7 +416,7 @@ def test_a_model_of_more_buckets_than_can_be_looked_at_is_refused_at_once(bytes_
 
 
 def test_the_largest_cluster_is_still_answered(capsys):
-    options = ["--nodes", str(2**17), "--ranks-per-node", "8", "--bandwidth", "1e-9gbit", "--latency", "1e6"]
+    options = ["--nodes", str(2**17), "--ranks-per-node", "8", "--bandwidth", "1e-9gbit", "--latency", "1e6s"]
     assert cli.main(["advise", *options, "--model-bytes", "100M", "--step-time", "1ns"]) == 0
     out = capsys.readouterr().out
     assert "inf" not in out

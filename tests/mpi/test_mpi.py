@@ -29,8 +29,8 @@ from bagua_comm.kernels import host
 from bagua_comm.testing import check_algorithm, check_transport, run_ranks, sample
 from bagua_comm.timeline.reading import read_timeline
 from bagua_comm.transports import derived
+from bagua_comm.transports.mpi import link_speed, tuning
 from bagua_comm.transports.mpi import shared_window as window
-from bagua_comm.transports.mpi import tuning
 from bagua_comm.transports.pipeline import LAG
 
 pytestmark = pytest.mark.mpi
@@ -330,3 +330,12 @@ def test_min_and_max_keep_nan(comm, count):
     x = np.full(count, np.nan if comm.rank == comm.size - 1 else 1.0)
     assert np.isnan(comm.allreduce(x, op="max")).all()
     assert np.isnan(comm.allreduce(x, op="min")).all()
+
+
+def test_all_ranks_agree_from_which_size_on_arrays_are_quantized_between_hosts(comm):
+    transport = comm.transports[0].dup()
+    hosts = [str(rank % 2) for rank in range(comm.size)]
+    speed = link_speed.measure_links(transport._endpoint, transport._messages, hosts)
+    assert (speed.bytes_s < np.inf) == (comm.size > 1)
+    assert len(set(comm.allgather_object(speed))) == 1
+    transport.close()

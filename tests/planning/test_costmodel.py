@@ -166,12 +166,17 @@ def test_windows_determine_what_overlaps():
     assert weights.step_s == pytest.approx(3.5)  # 0.66 s behind 3 s
     assert weights.hidden == 1
 
+    without_optimizer = dataclasses.replace(JOB, optimizer_s=0.0)
+    for peers in ("all", "shift_one", "one_peer_exponential"):
+        assert predict(Decentralized(peers), without_optimizer, PAIR, FREE).hidden == 1
+
     slow = dataclasses.replace(PAIR, bandwidth_gbit=0.08)
     assert predict(Decentralized("shift_one"), JOB, slow, FREE).step_s == pytest.approx(6.41 + 0.5)
 
     after_the_step = predict(LowPrecisionOnePeer(Float16()), JOB, PAIR, FREE)
     assert after_the_step.step_s == pytest.approx(3.5 + 0.33)
     assert after_the_step.hidden == pytest.approx(0)
+    assert predict(LowPrecisionOnePeer(Float16()), without_optimizer, PAIR, FREE).hidden == pytest.approx(0)
 
 
 def test_asynchronous_rounds_cost_no_time_but_their_work():
@@ -305,7 +310,27 @@ def test_a_step_is_never_shorter_than_its_work(method):
 
 def test_layers_of_models_add_up():
     parameters = {name: sum(layer.nbytes for layer in layers) // 4 for name, layers in MODELS.items()}
-    assert parameters == {"vgg16": 138_357_544, "resnet50": 25_557_032, "bert-large": 335_141_888}
+    assert parameters == {
+        "vgg16": 138_357_544,
+        "resnet50": 25_557_032,
+        "vit-b16": 86_567_656,
+        "bert-large": 335_141_888,
+        "gpt2": 124_439_808,
+        "gpt2-xl": 1_557_611_200,
+    }
+
+
+@pytest.mark.needs("transformers")
+@pytest.mark.parametrize(("name", "width", "depth", "heads"), [("gpt2", 768, 12, 12), ("gpt2-xl", 1600, 48, 25)])
+def test_the_layers_of_gpt2_are_those_of_transformers(name, width, depth, heads):
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    with torch.device("meta"):
+        model = GPT2LMHeadModel(GPT2Config(n_embd=width, n_layer=depth, n_head=heads)).transformer
+    sizes = [sum(p.numel() for p in part.parameters()) for part in (*model.h, model.ln_f)]
+    embeddings = model.wte.weight.numel() + model.wpe.weight.numel()
+    assert [layer.nbytes for layer in MODELS[name]] == [4 * n for n in reversed([embeddings, *sizes])]
 
 
 # Bytes --------------------------------------------------------------------------------------------------

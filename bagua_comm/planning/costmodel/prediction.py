@@ -114,7 +114,9 @@ def _predict_window(window: Window, job: Job, exchanges: list[BucketExchange], c
         Point.BACKWARD: backward_ends,
         Point.STEP: job.compute_s,
     }
-    beside_s = (at[window.closes] - at[window.opens]) % (job.compute_s or 1.0)
+    beside_s = at[window.closes] - at[window.opens]
+    if beside_s < 0:  # it closes in the next step
+        beside_s += job.compute_s
     by_gradient = window.opens is Point.GRADIENT
     ready = [share * job.backward_s if by_gradient else 0.0 for _, share in job.buckets()]
     overlapped_s, busy_s = costs.overlap(beside_s, list(zip(ready, (e.lane for e in exchanges), strict=False)))

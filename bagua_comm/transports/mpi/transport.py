@@ -13,10 +13,14 @@ A transport is made of objects, each of which uses those before it:
     Messages            exchanges
     Agreement           comparison of calls, and sizes of messages
     SmallMessages, Native, Routes       collectives, and the choice between them
+
+The first transport of a world measures the links between its hosts (`link_speed`).
 """
 
 from __future__ import annotations
 
+import logging
+import math
 import os
 import socket
 import time
@@ -30,6 +34,7 @@ from mpi4py import MPI
 from ... import kernels
 from ...arrays import Array, OpOrder, dtype_name, parts
 from ...errors import CommError, RankFailed, UnsupportedError
+from ...logs import log_on_root
 from ...processes import namespace_number
 from .. import derived
 from ..base import Transport
@@ -40,6 +45,7 @@ from .agreement import Agreement
 from .counted_calls import CountedCalls
 from .endpoint import Endpoint, duplicate
 from .failure_detector import FailureDetector, ranks_in
+from .link_speed import measure_links
 from .messages import NOTHING, Messages
 from .native import Native
 from .peer_memory import DirectCalls, open_memory
@@ -49,6 +55,8 @@ from .shared_window import open_window
 from .small_messages import SmallMessages
 from .time_limit import in_time
 from .world import Place, World
+
+_log = logging.getLogger(__name__)
 
 
 class MPITransport(CountedCalls, Transport):
@@ -99,13 +107,15 @@ class MPITransport(CountedCalls, Transport):
             self._world.learn(*_exchange_facts(self._endpoint))
         self._world.add(self, group, self.completed)
         self._share_memory(with_window)
+        if world is None and self._endpoint.window is None:
+            self._measure_links()
 
     def _share_memory(self, with_window: bool) -> None:
         """Share memory with the other ranks, if all run on one host that allows it. Collective."""
         wait = self._endpoint.wait_outside_mpi
         window = open_window(self, wait) if with_window and self.size > 1 else None
         if window is None:
-            self.quantize_bytes = tuning.QUANTIZE_BYTES
+            self.quantize_bytes = self._world.quantize_bytes or tuning.QUANTIZE_BYTES
             self._agreement.expect_slow_network()
             return
         self._routes.clear()  # these are routes without a window
@@ -115,6 +125,20 @@ class MPITransport(CountedCalls, Transport):
         direct = DirectCalls(window, memory) if memory is not None else None
         self._endpoint.share(window, direct)
         self._routes.use_memory(direct)
+
+    def _measure_links(self) -> None:
+        """Measure the links between hosts, for all transports of this world. Collective."""
+        hosts = [place.host for place in self._world.places]
+        speed = measure_links(self._endpoint, self._messages, hosts)
+        self.quantize_bytes = speed.quantize_bytes
+        self._world.learn_links(self.quantize_bytes)
+        if speed.bytes_s < math.inf:
+            log_on_root(
+                _log,
+                self.rank,
+                "links between hosts: %.3g Gbit/s a rank, latency %.0f us; arrays from %d bytes on are quantized",
+                *(speed.bytes_s * 8e-9, speed.latency_s * 1e6, self.quantize_bytes),
+            )
 
     def moves(self, x: Array) -> bool:
         """Host arrays."""

@@ -66,9 +66,31 @@ SHARED_BYTES = 1 << 20
 """From this size on, ranks of one host sum encoded elements through the window."""
 
 QUANTIZE_BYTES = 1 << 17
-"""Below this size, averaging in eight bits takes longer than exact averaging, between four emulated hosts at 1
-Gbit/s, because the cost of a call dominates. Between ranks that share memory it always takes longer; there the
+"""Between hosts, arrays of this size and more are averaged in eight bits however fast the links are, smaller ones
+only if these are slow (`LinkSpeed`). Between ranks that share memory eight bits always take longer; there the
 user decides what to send."""
+
+ENCODED_CALL_S = 0.001
+"""How much longer an average may take in eight bits than exactly, apart from the bytes: about twice as long as
+below, since ranks that compute meanwhile take longer. The table has times in eight bits as shares of exact ones,
+in calls between two emulated hosts, the shortest of five rounds of a run for each row:
+
+                2 KiB   4 KiB   8 KiB   16 KiB   32 KiB   64 KiB
+    10 Mbit/s   0.43    0.31    0.27    0.27     0.26     0.25
+    100 Mbit/s  4.23    1.62    1.18    0.36     0.26     0.22
+    300 Mbit/s  9.04    2.02    1.87    0.92     0.63     0.35
+    1 Gbit/s    6.89    2.36    2.31    2.24     2.09     1.13
+"""
+
+SLOW_BYTES_S = 25e6
+"""Links of more bytes per second a rank are fast. Ranks on overloaded cores measure less than a link reaches, and
+should not encode small arrays for that."""
+
+PROBE_BYTES, PROBES_OF_SPEED, PROBES_OF_LATENCY, PROBING_S = 1 << 19, 24, 4, 0.2
+"""Bytes of a message by which the speed of links is measured when a world starts, and how often it is repeated at
+most: the fastest counts, since ranks wait for a core at times. No more messages are sent if they take longer than
+this many seconds together, or are fast. Networks let some bytes pass faster than their rate: fewer than these. By
+128 KiB at a time, links of 100 Mbit/s that let as many pass seemed twice as fast on an overloaded machine."""
 
 EAGER_BYTES = 2048
 """Without shared memory, collectives on larger arrays begin only after all ranks have agreed on the size: Open

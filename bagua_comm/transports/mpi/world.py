@@ -101,6 +101,8 @@ class World:
 
     def __init__(self, comm: MPI.Comm, places: list[Place], sound: frozenset[tuple[str, str]]) -> None:
         self.comm, self.places, self.sound = comm, places, sound
+        self.quantize_bytes: int | None = None
+        """The size in bytes from which arrays are quantized between hosts; None if no link was measured."""
         self.notices = Notices(self._post, self._take)
         self.transports: WeakSet[Revocable] = WeakSet()
         self.completed: dict[str, list[int]] = {}
@@ -117,6 +119,10 @@ class World:
     def learn(self, places: list[Place], sound: frozenset[tuple[str, str]]) -> None:
         """Set where the ranks run, and which reductions are sound."""
         self.places, self.sound = places, sound
+
+    def learn_links(self, quantize_bytes: int) -> None:
+        """Set the size from which arrays are quantized between hosts; the same on all ranks."""
+        self.quantize_bytes = quantize_bytes
 
     def add(self, communicator: Revocable, group: str, completed: list[int]) -> None:
         """Register a communicator, the name of its group, and its count of completed collective calls."""

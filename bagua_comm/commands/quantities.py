@@ -1,0 +1,122 @@
+"""Numbers and quantities with units, read from the arguments of a command."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Mapping, Sequence
+
+from ..planning.costmodel import LARGEST
+
+_BANDWIDTHS = {"kbit": 1e-6, "mbit": 1e-3, "gbit": 1.0, "tbit": 1e3}
+_TIMES = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
+_COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9}
+_SIZES = {"": 1.0}
+for _power, _letter in enumerate("kmg", 1):
+    _SIZES |= {_letter: 1e3**_power, f"{_letter}b": 1e3**_power, f"{_letter}ib": 1024.0**_power}
+
+
+def bandwidth(text: str) -> float:
+    """Gbit/s, from a text such as "10gbit" or "500mbit"."""
+    return _quantity("a bandwidth", text, _BANDWIDTHS, "10gbit or 500mbit", likely=("mbit", "gbit"))
+
+
+def seconds(text: str) -> float:
+    """Seconds, from a text such as "300ms" or "1.2s"."""
+    return _quantity("a time", text, _TIMES, "1.2s, 300ms or 50us", least=0, likely=("ms", "s"))
+
+
+def latency(text: str) -> float:
+    """Seconds, from a text such as "50us" or "1ms"."""
+    return _quantity("a time", text, _TIMES, "50us or 1ms", least=0, likely=("us", "ms"))
+
+
+def number(text: str) -> float:
+    """A number without a unit, from a text such as "2" or "0.5"."""
+    return _quantity("a number", text, {"": 1.0}, "2 or 0.5", least=0)
+
+
+def size_in_bytes(text: str) -> int:
+    """Bytes, from a text such as "553M", "1.2G", "512KiB" or "1000"."""
+    return round(_quantity("a size", text, _SIZES, "553M, 1.2G or 512KiB", least=1))
+
+
+def parameters(text: str) -> int:
+    """A number of parameters, from a text such as "124M", "1.5B" or "7087872"."""
+    return round(_quantity("a number of parameters", text, _COUNTS, "124M, 1.5B or 7087872", least=1))
+
+
+def layers(text: str) -> list[tuple[int, int, float]]:
+    """(count, parameters, work) of groups of equal layers, from a text such as "38.6M:0,12x7.1M,1536".
+
+    The work of a layer is relative to that of the others; by default it is its number of parameters.
+    """
+    found: list[tuple[int, int, float]] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(?:([1-9][0-9]{0,5})x)?([^x:]+)(?::([^:]+))?", part)
+        if match is None:
+            raise argparse.ArgumentTypeError(
+                f"{part[:40]!r} is not [COUNTx]PARAMETERS[:WORK]; expected e.g. 12x7.1M or 38.6M:0"
+            )
+        held = parameters(match[2])
+        work = float(held) if match[3] is None else _quantity("work", match[3], _COUNTS, "0 or 1.5M", least=0)
+        found.append((int(match[1] or 1), held, work))
+    return found
+
+
+def whole_number(text: str) -> int:
+    """An integer, from a text such as "4"."""
+    if not re.fullmatch(r"\s*[0-9]{1,18}\s*", text):
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number of ranks or nodes; expected e.g. 4")
+    return int(text)
+
+
+def numbers(form: str, example: str) -> Callable[[str], tuple[int, ...]]:
+    """A parser of integers of at least 1 in this form, such as "53x256" for "LAYERSxCHANNELS"."""
+
+    def parse(text: str) -> tuple[int, ...]:
+        parts = text.lower().split("x")
+        if len(parts) != len(form.split("x")) or not all(
+            re.fullmatch("[1-9][0-9]{0,11}", part) for part in parts
+        ):
+            raise argparse.ArgumentTypeError(f"{text[:40]!r} is not {form}; expected e.g. {example}")
+        return tuple(map(int, parts))
+
+    return parse
+
+
+def _quantity(
+    what: str,
+    text: str,
+    units: Mapping[str, float],
+    examples: str,
+    *,
+    least: float | None = None,
+    likely: Sequence[str] = (),
+) -> float:
+    """The value of a number with one of `units`, in the unit that is 1.
+
+    Args:
+        what: What it is, with its article.
+        text: The text.
+        units: The units, with their values; "" if there may be none.
+        examples: Texts that would be right.
+        least: The smallest value; if None, any above zero.
+        likely: The units that a number without one may have been meant in. Zero needs none.
+    """
+    match = re.fullmatch(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([a-z]*)\s*", text.lower())
+    try:
+        if match is None:
+            raise ValueError
+        value, unit = float(match[1]), match[2]
+        if likely and not unit and value:
+            guesses = " or ".join(f"{match[1][:40]}{each}" for each in likely)
+            raise argparse.ArgumentTypeError(f"{text[:40]!r} has no unit; {guesses}?")
+        value *= units[unit] if unit or not likely else 1.0
+    except (ValueError, KeyError):
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not {what}; expected e.g. {examples}") from None
+    if value < (least or 0) or (value == 0 and least is None):
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is too small for {what}; expected e.g. {examples}")
+    if value > LARGEST:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is too large for {what}; expected e.g. {examples}")
+    return value
