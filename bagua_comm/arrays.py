@@ -342,8 +342,8 @@ def check_reduction(call: str, op: str, dtype: DType) -> None:
     raise UnsupportedError(f"{call}: there is no op={op!r} for {name}{hint}")
 
 
-_VIEWS = 256
-"""The number of views that a `Scratch` caches."""
+_VIEWS, _KEPT = 256, 4096
+"""The number of views that a `Scratch` caches, and of values that it keeps."""
 
 
 class _StreamOrder(Protocol):
@@ -374,8 +374,9 @@ class Scratch:
         self._buffers: dict[tuple[str, bool], Array] = {}
         self._outgrown: list[Array] = []
         """Former device buffers, which a CUDA graph may have captured."""
-        self._views: BoundedCache[Hashable, Any] = BoundedCache(_VIEWS)
+        self._views: BoundedCache[Any, Array] = BoundedCache(_VIEWS)
         """Views returned before: to make one of a device array takes microseconds."""
+        self._kept: BoundedCache[Hashable, Any] = BoundedCache(_KEPT)
 
     def take(self, key: str, shape: tuple[int, ...], dtype: npt.DTypeLike, *, like: Array) -> Array:
         """An uninitialised array of `shape`, in memory kept for `key` and the library of `like`."""
@@ -398,6 +399,7 @@ class Scratch:
                 self._before_growth()
             buffer = self._buffers[place] = namespace(like).empty(room, np.uint8)
             self._views.clear()
+            self._kept.clear()
         self._views[wanted] = view = buffer[:nbytes].view(dtype).reshape(shape)
         return view
 
@@ -409,11 +411,11 @@ class Scratch:
 
     def keep(self, key: Hashable, value: object) -> None:
         """Keep a value that depends on the addresses of this memory, until memory is allocated anew."""
-        self._views[key] = value
+        self._kept[key] = value
 
     def kept(self, key: Hashable) -> Any:
         """The value kept for a key; None if there is none."""
-        return self._views.get(key)
+        return self._kept.get(key)
 
     def _before_growth(self) -> None:
         """Called before device memory is allocated."""
@@ -421,5 +423,6 @@ class Scratch:
     def clear(self) -> None:
         """Free all memory."""
         self._views.clear()
+        self._kept.clear()
         self._buffers.clear()
         self._outgrown.clear()

@@ -7,8 +7,7 @@ runs on any stream, and each of its steps can be watched and captured.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextvars import ContextVar
 
 
@@ -18,7 +17,7 @@ class Recording:
     def __init__(self) -> None:
         self.steps: list[Callable[[], object]] = []
         self.is_complete = True
-        """Whether the steps are all that the call did. A step that depends on more than addresses clears it."""
+        """Whether the steps depend on addresses alone. A step that depends on more clears it."""
 
     def replay(self) -> None:
         """Enqueue the steps again, on the current stream."""
@@ -26,15 +25,25 @@ class Recording:
             step()
 
 
-@contextlib.contextmanager
-def recorded() -> Iterator[Recording]:
-    """In the body of `with`, record the steps of this thread."""
-    recording = Recording()
-    token = _current.set(recording)
+def recorded(body: Callable[[], object]) -> Recording:
+    """Call `body`, and record the steps of this thread meanwhile."""
+    recording, before = Recording(), _current.get()
     try:
-        yield recording
+        _current.set(recording)
+        body()
     finally:
-        _current.reset(token)
+        _current.set(before)
+    return recording
+
+
+def unrecorded(body: Callable[[], object]) -> None:
+    """Call `body`, and record nothing meanwhile."""
+    before = _current.get()
+    try:
+        _current.set(None)
+        body()
+    finally:
+        _current.set(before)
 
 
 _current: ContextVar[Recording | None] = ContextVar("the recording in progress", default=None)

@@ -12,8 +12,7 @@ So an allreduce is a reduce-scatter and an allgather, whose steps in the middle 
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -26,11 +25,11 @@ from ..comm.arguments import as_argument, check_writable
 from ..comm.base import CommBase
 from ..comm.call import Call
 from ..comm.prepared import PreparedCall
-from ..errors import ArrayError
+from ..errors import ArrayError, BaguaError, CommError
 from ..recording import recorded
 from ..transports.base import Transport
-from ..transports.flow import Rows
-from ..transports.pipeline import LAG, Stages, cut
+from ..transports.flow import Flow, Rows
+from ..transports.pipeline import LAG, Stages, cut, reduce_through
 
 
 class Part(NamedTuple):
@@ -110,7 +109,7 @@ class Coding:
             and transport.is_recorded
             and self.at_once
             and like.size == self.size  # no chunk is padded by a copy
-            and steps[longest].only_kernels
+            and all(map(kernels.only_launches, steps[longest]))
         )
 
     def is_current(self, x: Array) -> bool:
@@ -119,19 +118,26 @@ class Coding:
             self._nbytes
         )
 
-    @contextlib.contextmanager
-    def recorded(self, call: Call, x: Array, target: Array, residual: Array | None) -> Iterator[None]:
-        """In the body of `with`, record the steps of a call, for `replay`, if nothing else is done there."""
-        if not self._is_recorded or residual is not None:
-            yield
+    def through(self, flow: Flow, stages: Coded, *, scatter: bool = True, gather: bool = True) -> None:
+        """Run the stages. An error of a step of the codec ends the call on all ranks. Collective."""
+        try:
+            reduce_through(flow, stages, scatter=scatter, gather=gather)
+        except BaguaError as exc:
+            if not isinstance(exc, CommError):  # else the transport has ended the call
+                self.transport.interrupted(exc, stages)
+            raise
+
+    def through_recorded(self, flow: Flow, stages: Coded, call: Call, x: Array, target: Array) -> None:
+        """Run the stages, and record their steps for `replay` if they do nothing else. Collective."""
+        if not self._is_recorded or call.output.out is None:
+            self.through(flow, stages)
             return
-        with recorded() as recording:
-            yield
+        recording = recorded(lambda: self.through(flow, stages))
         if not recording.is_complete:
             return
         scratch = call.comm.scratch
 
-        def again(x: Array, target: Array) -> None:
+        def again(x: Array, target: Array) -> None:  # these two, whose addresses are in the steps
             scratch.follow()
             recording.replay()
 
@@ -151,6 +157,10 @@ class Coding:
             return False
         prepared.execute(comm, prepared.move, x, out)
         return True
+
+    def forget_calls(self) -> None:
+        """Record no calls, since no later one finds this coding."""
+        self._is_recorded = False
 
     def _addresses(self, x: Array, out: Array) -> Hashable:
         return self, x.shape, x.data.ptr, out.data.ptr
@@ -203,8 +213,10 @@ def new_coding(call: Call, codec: Codec, counts: tuple[int, ...] | None, x: Arra
     p, text = call.comm.size, ", ".join(f"{name}={value}" for name, value in call.detail.items())
     chunks = [-(-x.size // p)] * p if counts is None else counts
     made = Coding(call.comm, call.transport, codec, chunks, x, f"{call.name}({text})")
-    with contextlib.suppress(TypeError):  # a codec that cannot be hashed may change
+    try:
         call.comm.call_cache.add(_key(call.name, codec, call.detail.get("op"), counts, x), made)
+    except TypeError:  # a codec that cannot be hashed may change
+        made.forget_calls()
     return made
 
 

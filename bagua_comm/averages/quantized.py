@@ -16,7 +16,6 @@ from ..comm.call import Call
 from ..errors import ArrayError
 from ..transports.base import Transport
 from ..transports.flow import Rows
-from ..transports.pipeline import reduce_through
 from .base import InPlace
 from .coded import Coded, Coding, Part, as_like, cached_coding, coding_for, new_coding, with_residual
 
@@ -175,6 +174,8 @@ def _reduce(call: Call, coding: Coding, op: str, out: Array | None, residual: An
         coding.check_aligned(call, x=call.x, out=call.target, residual=errors)
     if coding.is_trivial:
         return coding.copy(call, call.x)
+    if errors is None and coding.replay(call.comm, call.x, call.target):  # views of arrays of another library
+        return call.result
     if len(coding.pieces) > 1:
         call.detail["pieces"] = len(coding.pieces)
     scratch = call.comm.scratch
@@ -192,8 +193,10 @@ def _reduce(call: Call, coding: Coding, op: str, out: Array | None, residual: An
             op=op,
             residual=None if errors is None else errors.reshape(-1),
         )
-        with coding.recorded(call, x, target, errors):
-            reduce_through(flow, stages)
+        if errors is None:
+            coding.through_recorded(flow, stages, call, x, target)
+        else:
+            coding.through(flow, stages)
         if is_padded:
             results[...] = chunks[: results.size]
 

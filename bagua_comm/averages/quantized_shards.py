@@ -14,7 +14,6 @@ from ..comm import Communicator
 from ..comm.call import Call
 from ..errors import ArrayError
 from ..transports.flow import Rows
-from ..transports.pipeline import reduce_through
 from .coded import Coded, as_like, coding_for, with_residual
 from .quantized import DEFAULT_CODEC
 
@@ -97,7 +96,7 @@ def quantized_reduce_scatter(
         flat = None if errors is None else errors.reshape(-1)
         stages = _ReduceScatter(coding, comm.scratch, x, chunks, op=op, residual=flat)
         stages.target = target.reshape(-1)
-        reduce_through(flow, stages, gather=False)
+        coding.through(flow, stages, gather=False)
 
     call.run(move)
     result = call.result
@@ -184,7 +183,7 @@ def quantized_allgather(
         flow = coding.transport.agree_on_call(coding.text, x)
         stages = _AllGather(coding, comm.scratch, x, results=whole)
         stages.mine, stages.reference = mine, None if base is None else base.reshape(-1)
-        reduce_through(flow, stages, scatter=False)
+        coding.through(flow, stages, scatter=False)
 
     call.run(move)
     result = call.result

@@ -43,9 +43,6 @@ class Steps(NamedTuple):
     combine: Callable[..., object]
     """combine(wire, out, op=op)"""
 
-    only_kernels: bool = False
-    """Whether, on a device, each step launches kernels of `kernels.device` and does nothing else."""
-
 
 class Codec(ABC):
     """A lossy coder of chunks.

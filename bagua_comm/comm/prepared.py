@@ -46,7 +46,7 @@ def run_if_known(
 
 
 class PreparedCall(Course):
-    """A call that can be run again, on other host arrays of its dtype and shape.
+    """A call that can be run again, on other arrays of its dtype and shape.
 
     Args:
         call: The first call.

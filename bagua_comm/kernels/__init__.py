@@ -31,6 +31,11 @@ def of(x: Array) -> ModuleType:
     return importlib.import_module(_DEVICE)
 
 
+def only_launches(step: object) -> bool:
+    """Whether a step of a codec launches kernels of a device and does nothing else."""
+    return isinstance(step, functools.partial) and getattr(step.func, "__module__", None) == _DEVICE
+
+
 _DEVICE = f"{__name__}.device"
 """The module of kernels for CuPy arrays, which imports CuPy."""
 
@@ -122,4 +127,14 @@ def _by_name(ufunc: np.ufunc, x: Array, y: Array, out: Array) -> None:
     ufunc(x, y, out=out)
 
 
-__all__ = ["compile_now", "host", "numba_is_installed", "of", "on_host", "reducer", "state", "use"]
+__all__ = [
+    "compile_now",
+    "host",
+    "numba_is_installed",
+    "of",
+    "on_host",
+    "only_launches",
+    "reducer",
+    "state",
+    "use",
+]

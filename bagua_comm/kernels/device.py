@@ -23,7 +23,7 @@ import numpy as np
 
 from ..arrays import Array, DType, Scratch, address, dtype_name
 from ..files import cache_folder, is_own_file, private_folder, write_at_once
-from ..recording import current
+from ..recording import current, unrecorded
 
 _THREADS = 256
 _ACCESS_BYTES = 16
@@ -343,7 +343,7 @@ def _launch(
 
 def _observed(name: str, kernel: Any, grid: tuple[int, ...], cta: tuple[int, ...], args: tuple[Any, ...]) -> None:
     for observer in _observers.get():
-        observer(name)
+        unrecorded(functools.partial(observer, name))  # a replay calls the observers again
     kernel(grid, cta, args)
 
 

@@ -54,7 +54,7 @@ def changed(text: str, changes: Sequence[Change]) -> str:
     """
     for old, new in changes:
         if old not in text:
-            raise ValueError(f"minmax.cu has no {old!r} any more; mend VARIANTS")
+            raise ValueError(f"minmax.cu has no {old!r} any more; correct VARIANTS in benchmarks/gpu/variants.py")
         text = text.replace(old, new)
     return text
 

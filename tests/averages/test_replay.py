@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from support.device_ranks import run_over_nccl
 
-from bagua_comm import MinMaxUInt8, Quantized, kernels, quantized_allreduce, recording
+from bagua_comm import MinMaxUInt8, Quantized, arrays, kernels, quantized_allreduce, recording
 from bagua_comm.testing import run_ranks
 
 RANKS, SIZE = 2, 2048
@@ -156,3 +156,77 @@ def test_work_of_hooks_is_not_recorded(device, replays):
 
     assert run_over_nccl(device, RANKS, body=body) == [expected] * RANKS
     assert len(replays) == RANKS
+
+
+def test_kernels_that_an_observer_launches_are_launched_once_a_call(device):
+    def body(comm):
+        x, y = put(values(comm.rank)), put(np.ones(SIZE, np.float32))
+
+        def double(kernel):
+            if kernel == "encode":
+                kernels.of(y).scale(y, 2.0)
+
+        with kernels.of(x).before_launch(double):
+            for _ in range(3):
+                quantized_allreduce(comm, x, x, op="avg")
+        assert y.get().tolist() == [8.0] * SIZE
+
+    run_over_nccl(device, RANKS, body=body)
+
+
+class ReplacedStep(MinMaxUInt8):
+    def steps(self, count, like):
+        given = super().steps(count, like)
+
+        def encode(chunks, wire):
+            chunks.fill(0.5)
+            given.encode(chunks, wire)
+
+        return given._replace(encode=encode)
+
+
+class OwnEncode(MinMaxUInt8):
+    def _encode(self, chunks, wire):
+        chunks.fill(0.5)
+        super()._encode(chunks, wire)
+
+
+@pytest.mark.parametrize("codec", [ReplacedStep(), OwnEncode()], ids=lambda codec: type(codec).__name__)
+def test_steps_of_a_users_codec_are_made_in_every_call(device, replays, codec):
+    def body(comm):
+        x, found = put(values(comm.rank)), []
+        for step in range(3):
+            x.set(values(comm.rank, step))
+            found.append(quantized_allreduce(comm, x, x, op="avg", codec=codec).get())
+        return found
+
+    np.testing.assert_array_equal(run_over_nccl(device, RANKS, body=body), np.full((RANKS, 3, SIZE), 0.5))
+    assert not replays
+
+
+class Unhashable(MinMaxUInt8):
+    __hash__ = None
+
+
+def test_calls_that_no_later_one_can_repeat_are_not_recorded(device, monkeypatch):
+    kept = []
+    monkeypatch.setattr(arrays.Scratch, "keep", lambda scratch, *entry: kept.append(entry))
+
+    def body(comm):
+        x = put(values(comm.rank))
+        quantized_allreduce(comm, x, op="avg")
+        quantized_allreduce(comm, x, x, op="avg", codec=Unhashable())
+
+    run_over_nccl(device, RANKS, body=body)
+    assert not kept
+
+
+def test_hundreds_of_arrays_are_replayed(device, replays):
+    def body(comm):
+        xs = [put(values(comm.rank, size=64)) for _ in range(300)]
+        for _ in range(2):
+            for x in xs:
+                quantized_allreduce(comm, x, x, op="avg")
+
+    run_over_nccl(device, RANKS, body=body)
+    assert len(replays) == RANKS * 300

@@ -118,6 +118,21 @@ def test_every_call_is_one_operation_of_nccl(device, call, names):
 
 
 @one_policy
+@pytest.mark.parametrize("call", ["allreduce", "reduce_scatter", "reduce"])
+def test_one_rank_alone_averages_all_elements_of_a_long_array(device, call):
+    """NCCL before 2.29.7 leaves the last ones unwritten."""
+    import cupy
+
+    def body(comm):
+        x = cupy.empty(70_001, np.float32)
+        x.fill(3)
+        options = {"root": 0} if call == "reduce" else {}
+        return getattr(comm, call)(x.reshape(1, -1), op="avg", **options).get()
+
+    np.testing.assert_array_equal(run_over_nccl(device, 1, body=body)[0].reshape(-1), np.full(70_001, 3))
+
+
+@one_policy
 def test_alltoall_enqueues_nothing_but_its_group(device):
     import cupy
 

@@ -9,7 +9,7 @@ from support.device_ranks import over, run_over_nccl
 from support.interrupts import interrupted_everywhere
 from transports.test_nccl import call_once_it_fails, call_until_it_fails, in_time, run_hosts
 
-from bagua_comm import CommAborted, CommError, kernels, quantized_allreduce
+from bagua_comm import CommAborted, CommError, UnsupportedError, kernels, quantized_allreduce
 
 one_policy = pytest.mark.parametrize("device", ["lazy"], indirect=True)
 
@@ -59,30 +59,30 @@ def test_an_exception_in_the_middle_of_a_call_reaches_all_ranks_at_once(device, 
 
 
 @one_policy
-def test_an_exception_between_two_calls_of_nccl_is_what_all_ranks_learn_at_once(device):
+@pytest.mark.parametrize("error", [MemoryError("no memory"), UnsupportedError("no such step")], ids=repr)
+def test_an_exception_between_two_calls_of_nccl_is_what_all_ranks_learn_at_once(device, error):
     import cupy
 
     device.nccl_connects = False
+    name = type(error).__name__
 
     def fail_to_combine(kernel):
         if kernel == "combine":
-            raise MemoryError("no memory is left")
+            raise error
 
     def body(comm):
         x = cupy.zeros(5000, "float32")
         observer = fail_to_combine if comm.rank == 0 else str
         with kernels.of(x).before_launch(observer):
             if comm.rank == 0:
-                with pytest.raises(MemoryError):
+                with pytest.raises(type(error)):
                     quantized_allreduce(comm, x)
-                with pytest.raises(CommError, match="a call was interrupted by MemoryError"):
+                with pytest.raises(CommError, match=f"a call was interrupted by {name}"):
                     comm.allreduce(x)
             else:
                 with contextlib.suppress(CommAborted):  # it may have learned already
                     quantized_allreduce(comm, x)
-                with pytest.raises(
-                    CommAborted, match=r"rank 0 aborted after CommError: .*MemoryError: no memory"
-                ):
+                with pytest.raises(CommAborted, match=f"rank 0 aborted after CommError: .*{name}: no"):
                     call_once_it_fails(comm)
         comm.transports[0].barrier()
 
