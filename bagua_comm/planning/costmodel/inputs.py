@@ -239,8 +239,8 @@ class Rates:
         """Rates of a data-centre GPU over NCCL.
 
         Those of the eight-bit codec and of copies were measured on an H100 SXM
-        (benchmarks/results/gpu_kernel_variants.json), `combine` for eight ranks; for two it has half this rate. The
-        others are estimates.
+        (benchmarks/results/gpu_kernel_variants.json): `combine` for eight ranks, of which it reaches half for two.
+        The others are estimates.
         """
         minmax, cast = CodecRates(2.3e12, 2.2e12, 7.4e12), CodecRates(1.0e12, 1.0e12, 1.0e12)
         return cls(minmax, cast, add=1.5e12, copy=1.5e12, message_s=1e-6, network_s_per_byte=0.0, polling=0.0)
