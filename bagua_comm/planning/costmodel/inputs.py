@@ -239,7 +239,7 @@ class Rates:
         """Rates of a data-centre GPU over NCCL.
 
         Those of the eight-bit codec and of copies were measured on an H100 SXM
-        (benchmarks/results/gpu_kernel_variants.json): `combine` for eight ranks, of which it reaches half for two.
+        (benchmarks/results/gpu_kernel_variants.json): `combine` for eight ranks. For two it reaches half of that.
         The others are estimates.
         """
         minmax, cast = CodecRates(2.3e12, 2.2e12, 7.4e12), CodecRates(1.0e12, 1.0e12, 1.0e12)
