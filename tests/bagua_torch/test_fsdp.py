@@ -67,7 +67,7 @@ def test_one_rank_trains_as_without_attaching(alone):
         fsdp_training.train(each, 3, 0)
     assert all(map(torch.equal, fsdp_training.whole(plain), fsdp_training.whole(model)))
     assert handle.counters.total().calls == 0
-    assert handle.state_dict() == {"rank": 0, "ranks": 1, "residuals": {}}
+    assert handle.state_dict() == {"residuals of rank 0 of 1": {}}
 
 
 def test_close_gives_the_model_back_to_pytorch(alone):
