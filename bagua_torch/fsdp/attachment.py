@@ -43,13 +43,15 @@ class Attachment(Closing):
         self._comm, self._units = comm, units
         self._comms = GroupComms(comm, [group for unit in units for group in unit.process_groups])
         self._feeding: dict[str, Reduce] = {}
-        for unit in units:
+        reducers = []
+        for unit in units:  # `bind` may raise, so no module is changed before all reducers are made
             over = self._comms.of(unit.process_groups[0])
             reducer = Reduce(self._comms, unit, reduce, over)
-            feeds_back = isinstance(reduce, ErrorFeedback) and over.size > 1
-            unit.use(Gather(self._comms, gather), reducer, include_unused=feeds_back)
-            if feeds_back:
+            reducers.append(reducer)
+            if isinstance(reduce, ErrorFeedback) and over.size > 1:
                 self._feeding[unit.name] = reducer
+        for unit, reducer in zip(units, reducers, strict=True):
+            unit.use(Gather(self._comms, gather), reducer, include_unused=unit.name in self._feeding)
 
     @property
     def counters(self) -> Counters:
