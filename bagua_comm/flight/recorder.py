@@ -142,7 +142,7 @@ class FlightRecorder:
             return None
         if isinstance(error, CommTimeout):
             for peer in self.peers:
-                if peer.is_visible():
+                if peer.is_visible() and not peer.has_ended():  # its id may be that of another process
                     request_record(peer.pid)
         if self.later:
             self._owed = True

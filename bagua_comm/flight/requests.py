@@ -27,7 +27,7 @@ PAUSE_S = 1.0
 def answer_requests(write: Callable[[], object]) -> None:
     """Call `write` at requests to this process, unless the program or a library handles the signal.
 
-    Only the main thread can install that. A child of this process does not answer.
+    Only the main thread can install that. A child of this process does not answer, unless it calls this itself.
     """
     is_main = threading.current_thread() is threading.main_thread()
     if _SIGNAL is None or not is_main or signal.getsignal(_SIGNAL) is not signal.SIG_DFL:
@@ -40,7 +40,12 @@ def answer_requests(write: Callable[[], object]) -> None:
             answered_s.append(now_s)
             write()
 
+    def stop_in_child() -> None:
+        if signal.getsignal(_SIGNAL) is answer:
+            signal.signal(_SIGNAL, signal.SIG_DFL)
+
     signal.signal(_SIGNAL, answer)
+    os.register_at_fork(after_in_child=stop_in_child)
 
 
 def request_record(process: int) -> None:

@@ -51,7 +51,7 @@ def make_page(timeline: Timeline, summary: Summary, advice: Sequence[str], *, ti
         "buckets": _table(bucket_table(summary)) if bucket_table(summary) else "<p>No exchanges.</p>",
         "data": _embedded(_data(timeline, spans, summary)),
     }
-    return re.sub(r"{{(\w+)}}", lambda found: filled[found[1]], TEMPLATE.read_text())
+    return re.sub(r"{{(\w+)}}", lambda found: filled[found[1]], TEMPLATE.read_text(encoding="utf-8"))
 
 
 def _drawn_ranks(ranks: list[int], slowest: int | None) -> list[int]:

@@ -121,7 +121,7 @@ def summarize_rank(rank: int, timeline: RankTimeline) -> RankSummary | None:
     """Compute the mean step of a rank; None if no step ends in its timeline."""
     spans = timeline.spans
     ends = ends_of_steps(spans)
-    if len(ends) < 2:
+    if len(ends) < 2 or ends[0] == ends[-1]:  # without a length, as in a damaged file
         return None
     window, steps = [(ends[0], ends[-1])], len(ends) - 1
     inside = [span for span in spans if ends[0] < span.end_ns <= ends[-1]]

@@ -42,13 +42,16 @@ class Attachment(Closing):
     def __init__(self, comm: Communicator, units: list[Unit], reduce: Average, gather: Exact | Quantized) -> None:
         self._comm, self._units = comm, units
         self._comms = GroupComms(comm, [group for unit in units for group in unit.process_groups])
-        self._reducers: dict[str, Reduce] = {}
-        for unit in units:
+        self._feeding: dict[str, Reduce] = {}
+        reducers = []
+        for unit in units:  # `bind` may raise, so no module is changed before all reducers are made
             over = self._comms.of(unit.process_groups[0])
             reducer = Reduce(self._comms, unit, reduce, over)
-            feeds_back = isinstance(reduce, ErrorFeedback) and over.size > 1
-            unit.use(Gather(self._comms, gather), reducer, include_unused=feeds_back)
-            self._reducers[unit.name] = reducer
+            reducers.append(reducer)
+            if isinstance(reduce, ErrorFeedback) and over.size > 1:
+                self._feeding[unit.name] = reducer
+        for unit, reducer in zip(units, reducers, strict=True):
+            unit.use(Gather(self._comms, gather), reducer, include_unused=unit.name in self._feeding)
 
     @property
     def counters(self) -> Counters:
@@ -58,15 +61,12 @@ class Attachment(Closing):
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this rank: the residuals of `ErrorFeedback`, by the names of modules.
 
-        A residual is a flat tensor of the elements of the module's gradients, shards padded. Each rank has its
-        own; save them by rank.
+        A residual is a flat tensor of the elements of the module's gradients, shards padded; zeros before the
+        first step. Each rank has its own. The key has the rank and the number of ranks, so that
+        torch.distributed.checkpoint saves and loads those of all ranks.
         """
-        residuals = {
-            name: as_tensor(reducer.residual).clone()
-            for name, reducer in self._reducers.items()
-            if reducer.residual is not None
-        }
-        return {"rank": self._comm.rank, "ranks": self._comm.size, "residuals": residuals}
+        residuals = {name: as_tensor(each.residual_or_zeros()).clone() for name, each in self._trained.items()}
+        return {self._key: residuals}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from the result of `state_dict` of this rank.
@@ -74,31 +74,48 @@ class Attachment(Closing):
         Collective.
 
         Raises:
-            ArrayError: The state is of another rank or number of ranks, or of another model. Raised on all ranks.
+            ArrayError: The state is of another rank or number of ranks, of another model, or of another `reduce`.
+                Raised on all ranks.
         """
         raise_on_all(self._comm, self._complaint(state))
-        for name, residual in state["residuals"].items():
-            self._reducers[name].residual = as_array(residual.clone())
+        for name, residual in state[self._key].items():
+            reducer = self._feeding[name]
+            reducer.residual = as_array(residual.to(reducer.device, copy=True))
+
+    @property
+    def _trained(self) -> dict[str, Reduce]:
+        """The reductions with a residual, by module: those of parameters that are not all frozen."""
+        return {name: each for name, each in self._feeding.items() if each.numel}
+
+    @property
+    def _key(self) -> str:
+        return f"residuals of rank {self._comm.rank} of {self._comm.size}"
 
     def _complaint(self, state: Mapping[str, Any]) -> ArrayError | None:
         """Return the error to raise if the state does not fit."""
-        name = "load_state_dict"
-        if not isinstance(state, Mapping) or {"rank", "ranks", "residuals"} - state.keys():
+        name, key = "load_state_dict", self._key
+        if not isinstance(state, Mapping) or not all(isinstance(each, Mapping) for each in state.values()):
             return ArrayError(f"{name}: state is {type(state).__name__}, expected a result of state_dict()")
-        if (state["rank"], state["ranks"]) != (self._comm.rank, self._comm.size):
+        if key not in state:
+            found = ", ".join(map(str, state)) or "nothing"
             return ArrayError(
-                f"{name}: the state is of rank {state['rank']} of {state['ranks']}, but this is rank "
-                f"{self._comm.rank} of {self._comm.size}; residuals belong to a rank, so load them with as many "
-                "ranks, or start without them"
+                f"{name}: the state has {found}, expected {key}; residuals belong to a rank, so load them with "
+                "as many ranks, or start without them"
             )
-        sizes = {unit.name: unit.gradient_numel for unit in self._units}
-        for module, residual in state["residuals"].items():
-            if sizes.get(module) != residual.numel():
-                return ArrayError(
-                    f"{name}: the state has {residual.numel()} elements for module {module!r}, but this model "
-                    f"has {sizes.get(module, 'no such module')}; it is of another model, or one that was sharded "
-                    "in another way"
-                )
+        expected = {name: (each.numel, each.dtype) for name, each in self._trained.items()}
+        for module in {**expected, **state[key]}:
+            residual = state[key].get(module, "no residual")
+            mine = expected.get(module)
+            wanted = "none" if mine is None else f"a flat tensor of {mine[0]} elements of {mine[1]}"
+            found = str(residual)[:40]
+            if isinstance(residual, torch.Tensor):
+                if mine is not None and (residual.dtype, residual.shape) == (mine[1], (mine[0],)):
+                    continue
+                found = f"{tuple(residual.shape)} of {residual.dtype}"
+            return ArrayError(
+                f"{name}: the state has {found} for module {module!r}, expected {wanted}; it is of another "
+                "model, of one that was sharded in another way, or of another reduce"
+            )
         return None
 
     def close(self) -> None:

@@ -84,6 +84,27 @@ class Reduce(_Allocating, ReduceScatter):
         elif not isinstance(method, (Exact, Quantized, ErrorFeedback)):
             self._mean = method.bind(comm)
 
+    @property
+    def numel(self) -> int:
+        """Number of elements of the residual: of the gradients of all trainable parameters, shards padded."""
+        return self._unit.gradient_numel
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the gradients, and of the residual."""
+        return self._unit.reduce_dtypes[0]
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the gradients, and of the residual."""
+        return self._unit.device
+
+    def residual_or_zeros(self) -> Array:
+        """Return the residual; zeros before the first call and after parameters were frozen."""
+        if self.residual is not None and self.residual.size == self.numel:
+            return self.residual
+        return as_array(torch.zeros(self.numel, dtype=self.dtype, device=self.device))
+
     def __call__(
         self,
         output_tensor: torch.Tensor,

@@ -74,6 +74,12 @@ class Unit:
         return int(ranks * sum(math.prod(p.padded_sharded_param_size) for p in self._trained))
 
     @property
+    def device(self) -> torch.device:
+        """The device that computes and communicates, even if shards are kept elsewhere."""
+        found: torch.device = self._group.device
+        return found
+
+    @property
     def parameters(self) -> list[tuple[str, tuple[int, ...], bool]]:
         """The name of each parameter in the module that holds it, its whole shape, and whether it is trained."""
         return [

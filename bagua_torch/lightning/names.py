@@ -10,11 +10,12 @@ bagua_torch` registers the names, before or after Lightning is imported; it does
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 from bagua_comm import ArrayError
 from bagua_comm.algorithms import NAMED, from_name
@@ -57,22 +58,43 @@ def _register(module: ModuleType) -> None:
 
 
 class _AfterImport:
-    """A finder of modules that registers the strategies after a module with a registry has been imported."""
+    """A finder of modules that registers the strategies after a module with a registry has been imported.
+
+    It asks the other finders, of which one may ask this one again, as a finder of another library does.
+    """
+
+    def __init__(self) -> None:
+        self._asking = threading.local()
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Return the spec that the other finders return for one of `REGISTRIES`; otherwise None."""
-        if name not in REGISTRIES:
+        if name not in REGISTRIES or getattr(self._asking, "name", None) == name:
             return None
-        specs = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
-        spec = next(filter(None, specs), None)
+        self._asking.name = name
+        try:
+            spec = self._spec_of_others(name, path, target)
+        finally:
+            self._asking.name = None
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
             def execute_and_register(module: ModuleType) -> None:
                 execute(module)
-                _register(module)
+                if module.__name__ in REGISTRIES:  # a loader of a zip file loads all modules in it
+                    _register(module)
 
             spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
         return spec
+
+    def _spec_of_others(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None
+    ) -> ModuleSpec | None:
+        """The first spec that another finder returns."""
+        for finder in tuple(sys.meta_path):
+            find_spec = getattr(finder, "find_spec", None)
+            found = find_spec(name, path, target) if finder is not self and find_spec is not None else None
+            if found is not None:
+                return cast(ModuleSpec, found)
+        return None

@@ -3,6 +3,7 @@
 import runpy
 import sys
 from types import ModuleType, SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -67,7 +68,7 @@ def test_one_rank_trains_as_without_attaching(alone):
         fsdp_training.train(each, 3, 0)
     assert all(map(torch.equal, fsdp_training.whole(plain), fsdp_training.whole(model)))
     assert handle.counters.total().calls == 0
-    assert handle.state_dict() == {"rank": 0, "ranks": 1, "residuals": {}}
+    assert handle.state_dict() == {"residuals of rank 0 of 1": {}}
 
 
 def test_close_gives_the_model_back_to_pytorch(alone):
@@ -82,6 +83,29 @@ def test_close_gives_the_model_back_to_pytorch(alone):
 
     run_ranks(1, body)
     assert (group._all_gather_comm, group._reduce_scatter_comm) == before
+
+
+class FailsForTheSecond(Reproducible):
+    """An average that can be bound once."""
+
+    bound: ClassVar[list[object]] = []
+
+    def bind(self, comm):
+        if self.bound:
+            raise ArrayError("cannot be bound again")
+        self.bound.append(comm)
+        return super().bind(comm)
+
+
+def test_an_error_leaves_the_model_to_pytorch(alone):
+    model = nn.Sequential(fully_shard(nn.Linear(4, 4)), fully_shard(nn.Linear(4, 4)))
+
+    def body(comm):
+        with pytest.raises(ArrayError, match="cannot be bound again"):
+            fsdp.attach(model, FailsForTheSecond(), comm=comm)
+        fsdp.attach(model, Exact(), comm=comm).close()  # no module has custom communication
+
+    run_ranks(1, body)
 
 
 # The collectives, on ranks that are threads

@@ -3,7 +3,9 @@
 import importlib
 import sys
 import types
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -159,6 +161,40 @@ def test_strategies_are_found_by_name(on_disk, monkeypatch, strategy, attribute,
             assert isinstance(made, (strategy, home.ParallelStrategy))
             assert isinstance(made, home.ParallelStrategy)
             assert made.algorithm == algorithm
+
+
+def test_finders_that_ask_each_other_find_the_module(on_disk, monkeypatch):
+    """As after a reload, which makes a second class of finders; or as a finder of another library does."""
+    monkeypatch.setattr(bagua_torch.lightning, "names", names)  # to restore it
+    monkeypatch.delitem(sys.modules, names.__name__)
+    again = importlib.import_module(names.__name__)
+    assert again._AfterImport is not names._AfterImport
+    monkeypatch.setattr(sys, "meta_path", [again._AfterImport(), *sys.meta_path])
+    names.register_names()
+    home = importlib.import_module("lightning.pytorch.strategies")
+    assert "bagua" in home.StrategyRegistry
+
+
+def test_a_loader_of_several_modules_still_loads_the_others(monkeypatch):
+    """As the loader of a zip file does."""
+
+    class Loader:
+        loaded: ClassVar[list[str]] = []
+
+        def exec_module(self, module):
+            self.loaded.append(module.__name__)
+
+    class Finder:
+        loader = Loader()
+
+        def find_spec(self, name, path=None, target=None):
+            return ModuleSpec(name, self.loader)
+
+    monkeypatch.setattr(sys, "meta_path", [finder := names._AfterImport(), object(), Finder()])
+    spec = finder.find_spec("lightning.pytorch.strategies")
+    for name in ("lightning.pytorch.strategies", "something.else"):
+        spec.loader.exec_module(types.ModuleType(name))
+    assert Loader.loaded == ["lightning.pytorch.strategies", "something.else"]
 
 
 def test_the_answers_of_ranks_to_lightning(stand_ins, monkeypatch):

@@ -108,3 +108,14 @@ def test_a_forked_child_does_not_answer(writes):
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     request_record(os.getpid())
     assert writes == [os.getpid()]
+
+
+def test_a_forked_child_answers_if_it_becomes_a_rank_itself(writes):
+    child = os.fork()
+    if child == 0:
+        answered = []
+        answer_requests(lambda: answered.append(os.getpid()))
+        request_record(os.getpid())
+        os._exit(len(answered))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+    assert writes == []

@@ -6,9 +6,11 @@ Exact training is compared with training on one rank that computes the gradients
 import copy
 import sys
 import warnings
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
@@ -323,6 +325,10 @@ def unfrozen(comm):
         train(model, 2, comm.rank, first=2)
     texts = [str(each.message) for each in caught if "restarts at zero" in str(each.message)]
     assert [("blocks.0" in text) for text in texts] == ([True] if comm.size > 1 else [])
+    model.blocks[0].requires_grad_(False)
+    (residuals,) = handle.state_dict().values()
+    assert residuals.keys() == ({"", "blocks.1"} if comm.size > 1 else set())
+    handle.load_state_dict(handle.state_dict())
     handle.close()
 
 
@@ -495,7 +501,8 @@ def error_feedback_continues_from_its_state(comm):
     handle = bagua_torch.fsdp.attach(model, ErrorFeedback())
     steps(model, optimizer, range(3))
     state, weights = copy.deepcopy(handle.state_dict()), whole(model)
-    assert set(state["residuals"]) == ({"", "blocks.0", "blocks.1"} if comm.size > 1 else set())
+    key = f"residuals of rank {comm.rank} of {comm.size}"
+    assert set(state[key]) == ({"", "blocks.0", "blocks.1"} if comm.size > 1 else set())
     steps(model, optimizer, range(3, 5))
     expected = whole(model)
     handle.close()
@@ -511,12 +518,51 @@ def error_feedback_continues_from_its_state(comm):
     for a, b in zip(expected, whole(model), strict=True):
         assert torch.equal(a, b)
 
-    refused(comm, ArrayError, "residuals belong to a rank", handle.load_state_dict, state | {"ranks": 17})
-    if comm.rank == 0:
-        state["residuals"]["blocks.7"] = torch.zeros(3)
-    refused(comm, ArrayError, "no such module", handle.load_state_dict, state)
+    refused(
+        comm, ArrayError, "residuals belong to a rank", handle.load_state_dict, {"residuals of rank 0 of 17": {}}
+    )
     refused(comm, ArrayError, "expected a result of state_dict()", handle.load_state_dict, None)
+    refused(comm, ArrayError, "expected a result of state_dict()", handle.load_state_dict, {key: None})
+    for wrong, text in [
+        ({"blocks.7": torch.zeros(3)}, "for module 'blocks.7', expected none"),
+        ({"blocks.1": 3}, "has 3 for module 'blocks.1'"),
+        ({"blocks.1": torch.zeros(3)}, "(3,) of torch.float32 for module 'blocks.1'"),
+        (
+            {"blocks.1": torch.zeros(state[key].get("blocks.1", torch.zeros(1)).shape).double()},
+            "of torch.float64",
+        ),
+    ]:
+        one_is_wrong = {key: state[key] | wrong} if comm.rank == 0 else state
+        refused(comm, ArrayError, text, handle.load_state_dict, one_is_wrong)
+    if comm.size > 1:
+        lacking = {key: {}} if comm.rank == 1 else state
+        refused(comm, ArrayError, "has no residual for module", handle.load_state_dict, lacking)
+        handle.close()
+        handle = bagua_torch.fsdp.attach(model, EIGHT_BITS)
+        refused(comm, ArrayError, "expected none; it is of another model", handle.load_state_dict, state)
     handle.close()
+
+
+@case
+def residuals_in_a_distributed_checkpoint(comm):
+    """`torch.distributed.checkpoint` saves and loads the handle as it does the model."""
+    model = shard(make())
+    with (
+        bagua_torch.fsdp.attach(model, ErrorFeedback()) as handle,
+        TemporaryDirectory(ignore_cleanup_errors=True) as folder,
+    ):
+        folder = comm.allgather_object(folder)[0]
+        train(model, 3, comm.rank)
+        (saved,) = copy.deepcopy(handle.state_dict()).values()
+        dcp.save({"model": model.state_dict(), "fsdp": handle}, checkpoint_id=folder)
+        handle.close()
+        model = shard(make())
+        with bagua_torch.fsdp.attach(model, ErrorFeedback()) as again:
+            dcp.load({"model": model.state_dict(), "fsdp": again}, checkpoint_id=folder)
+            (loaded,) = again.state_dict().values()
+        assert saved.keys() == loaded.keys() == ({"", "blocks.0", "blocks.1"} if comm.size > 1 else set())
+        assert all(torch.equal(saved[name], loaded[name]) and saved[name].any() for name in saved)
+        comm.barrier()
 
 
 # Bad input

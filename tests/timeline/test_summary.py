@@ -56,6 +56,13 @@ def test_a_single_step_is_summarized_too():
     assert (found.steps, found.step_s, found.waiting_s) == (1, pytest.approx(0.038), pytest.approx(0.007))
 
 
+def test_steps_without_a_length_are_no_steps():
+    timeline = Timeline({0: RankTimeline({"main": [span("step", 5, 5), span("step", 5, 5)]})})
+    summary = summarize(timeline)
+    assert summary.without_steps == [0]
+    assert "No step ends" in describe(summary, [], advise(summary))
+
+
 def test_calls_on_the_thread_that_trains_are_waits_as_well():
     spans = training().spans
     spans += [span("broadcast", 40 * i + 36, 40 * i + 37, wire_bytes=8) for i in range(5)]
