@@ -57,7 +57,9 @@ def log_world(logger: logging.Logger, comm: Any, nodes: Sequence[object], *, ver
 def megabytes(nbytes: float) -> str:
     """Return a number of bytes as text.
 
-    >>> megabytes(1_234_567), megabytes(999)
-    ('1.2 MB', '0.001 MB')
+    >>> megabytes(1_234_567), megabytes(1_000), megabytes(999)
+    ('1.2 MB', '0.001 MB', '999 bytes')
     """
+    if nbytes < 1e3:
+        return f"{nbytes:.0f} bytes"
     return f"{nbytes / 1e6:.1f} MB" if nbytes >= 1e5 else f"{nbytes / 1e6:.3f} MB"

@@ -79,9 +79,10 @@ def connect(
     its traceback. SIGTERM ends a rank and its child processes, unless the program handles it. A rank that ends
     with an open communicator leaves it: ranks that wait for it get an error.
 
-    This library ends MPI when the process ends. If the program imports `mpi4py.MPI` before it connects, mpi4py
-    ends MPI: then a child of `os.fork` that calls `sys.exit` may wait for ever, and so may the survivors of a
-    rank that died. Set `mpi4py.rc.finalize = False` before that import to avoid this.
+    This library finalizes MPI when the process ends, unless the program has done so. If the program imports
+    `mpi4py.MPI` before it connects, mpi4py finalizes MPI: then a child of `os.fork` that calls `sys.exit` may
+    wait for ever, and so may the survivors of a rank that died. Set `mpi4py.rc.finalize = False` before that
+    import, and this library does it.
 
     If all ranks have a CUDA device, each makes one its current device: local rank i uses device i, modulo their
     number. Connect before you create arrays on a device.

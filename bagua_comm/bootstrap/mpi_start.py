@@ -140,8 +140,8 @@ def _import_and_initialize(handler: ExitHandler, log: JoinLog, timeout_s: float)
     """Start MPI, unless it runs, and install the exit handler; returns `mpi4py.MPI`."""
     import mpi4py
 
-    must_finalize = "mpi4py.MPI" not in sys.modules
-    if must_finalize:
+    is_first = "mpi4py.MPI" not in sys.modules
+    if is_first:
         # mpi4py would hold the GIL while MPI starts here, so that no thread could end a start that hangs.
         settings = {"initialize": mpi4py.rc.initialize, "finalize": mpi4py.rc.finalize}
         mpi4py.rc(initialize=False, finalize=False)
@@ -149,20 +149,22 @@ def _import_and_initialize(handler: ExitHandler, log: JoinLog, timeout_s: float)
             from mpi4py import MPI
         finally:
             mpi4py.rc(**settings)
-        must_finalize = settings["finalize"] is not False
     from mpi4py import MPI
 
     handler.prepare(MPI, log, timeout_s)
-    if not MPI.Is_initialized():
-        library = handler.limit(Wait(log, timeout_s), lambda: _initialize(MPI))
-        if must_finalize:
-            handler.must_finalize(library)
+    must_start = not MPI.Is_initialized()
+    if must_start:
+        handler.limit(Wait(log, timeout_s), lambda: _initialize(MPI))
+    # mpi4py finalizes MPI as `rc` said when mpi4py.MPI was imported; None means as for `initialize`.
+    finalizes = mpi4py.rc.initialize if mpi4py.rc.finalize is None else mpi4py.rc.finalize
+    if (must_start and (is_first or not finalizes)) or mpi4py.rc.finalize is False:
+        handler.must_finalize(ctypes.CDLL(MPI.__file__))
     handler.install()
     return MPI
 
 
-def _initialize(mpi: Any) -> Any:
-    """Start MPI as mpi4py would, but let other threads run meanwhile; returns MPI's C interface."""
+def _initialize(mpi: Any) -> None:
+    """Start MPI as mpi4py would, but let other threads run meanwhile."""
     import mpi4py
 
     settings = mpi4py.rc
@@ -175,7 +177,6 @@ def _initialize(mpi: Any) -> Any:
         comm.Set_errhandler(mpi.ERRORS_RETURN)
     if number_of_links() > 1 and ranks_on_other_hosts():
         tcp_links.open_in_order(mpi.COMM_WORLD, number_of_links(), _POLL_S)
-    return library
 
 
 def _lost_at_the_start(log: JoinLog, error: Exception) -> RankFailed:

@@ -134,7 +134,7 @@ class Finalizer:
 
     abort: Abort
     library: Any
-    """MPI's C interface, if this library started MPI and must end it; else None."""
+    """MPI's C interface, if this library must end MPI; else None: mpi4py does so."""
     timeout_s: float
     """The time limit of MPI_Finalize after an error."""
 
@@ -347,7 +347,7 @@ class ExitHandler:
     # The end of the program -------------------------------------------------------------------------
 
     def _on_exit(self) -> None:
-        """Leave the open worlds, and end MPI if this library started it."""
+        """Leave the open worlds, and end MPI unless mpi4py does so."""
         if os.getpid() != self.process:
             return
         error = _last_error()

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from ..planning.costmodel import LARGEST
 
 _BANDWIDTHS = {"kbit": 1e-6, "mbit": 1e-3, "gbit": 1.0, "tbit": 1e3}
+_BANDWIDTHS |= {f"{unit}/s": value for unit, value in _BANDWIDTHS.items()}
 _TIMES = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
 _COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9}
 _SIZES = {"": 1.0}
@@ -38,12 +39,12 @@ def number(text: str) -> float:
 
 def size_in_bytes(text: str) -> int:
     """Bytes, from a text such as "553M", "1.2G", "512KiB" or "1000"."""
-    return round(_quantity("a size", text, _SIZES, "553M, 1.2G or 512KiB", least=1))
+    return _count("a size", text, _SIZES, "553M, 1.2G or 512KiB", likely=("M", "G"))
 
 
 def parameters(text: str) -> int:
     """A number of parameters, from a text such as "124M", "1.5B" or "7087872"."""
-    return round(_quantity("a number of parameters", text, _COUNTS, "124M, 1.5B or 7087872", least=1))
+    return _count("a number of parameters", text, _COUNTS, "124M, 1.5B or 7087872", likely=("M", "B"))
 
 
 def layers(text: str) -> list[tuple[int, int, float]]:
@@ -85,6 +86,15 @@ def numbers(form: str, example: str) -> Callable[[str], tuple[int, ...]]:
     return parse
 
 
+def _count(what: str, text: str, units: Mapping[str, float], examples: str, *, likely: Sequence[str]) -> int:
+    """A number of at least 1; a fraction needs a unit. See `_quantity`."""
+    value = _quantity(what, text, units, examples, least=1)
+    if not value.is_integer() and not re.search("[a-z]", text.lower().replace("e", "")):
+        guesses = " or ".join(f"{text.strip()[:40]}{each}" for each in likely)
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number; {guesses}?")
+    return round(value)
+
+
 def _quantity(
     what: str,
     text: str,
@@ -104,7 +114,7 @@ def _quantity(
         least: The smallest value; if None, any above zero.
         likely: The units that a number without one may have been meant in. Zero needs none.
     """
-    match = re.fullmatch(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([a-z]*)\s*", text.lower())
+    match = re.fullmatch(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([a-z]*(?:/s)?)\s*", text.lower())
     try:
         if match is None:
             raise ValueError

@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the summary. The exit code is 1 if the file is damaged or has no steps, else 0."""
+    """Print the summary. The exit code is 1 if the file is damaged, or has neither steps nor calls; else 0."""
     try:
         timeline = read_timeline(options.file)
     except TimelineError as exc:
@@ -49,4 +49,4 @@ def run(options: argparse.Namespace) -> int:
         print(json.dumps({**summary.as_dict(), "notes": timeline.notes, "advice": advice}, indent=2))
     else:
         print(describe(summary, timeline.notes, advice))
-    return 0 if summary.ranks and not timeline.notes else 1
+    return 0 if (summary.ranks or summary.calls) and not timeline.notes else 1

@@ -16,7 +16,10 @@ def advise(summary: Summary) -> list[str]:
     All of it follows from the timeline alone: nothing here predicts how long a step will take.
     """
     if not summary.ranks:
-        return ["No step ends in the timeline. Call `comm.trace` after some training steps."]
+        return [
+            "No step ends in the timeline. Call `comm.trace` after some training steps. A program without an "
+            'engine marks each of them by `with comm.tracer.span("step"):`.'
+        ]
     said: list[str] = []
     ranks = summary.ranks
     fastest_wait = min(ranks, key=lambda each: each.waiting_s / each.step_s)  # the network's part of all waits
@@ -30,7 +33,7 @@ def advise(summary: Summary) -> list[str]:
             f"{_ms(others_s)}, and they wait for it. Look at its machine, its data and its threads"
             f"{_largest_difference(slow, ranks, slow.own_s - others_s)}."
         )
-    if waiting > 0.1 and len(buckets) == 1 and buckets[0].hidden < 0.5:
+    if waiting > 0.1 and len(buckets) == 1 and buckets[0].hidden < 0.5 and buckets[0].bytes >= 4 * FEW_BYTES:
         quarter = max(1, round(buckets[0].bytes / 4))
         said.append(
             "There is one bucket, so its exchange begins when the backward pass has ended, and nothing overlaps: "
@@ -57,7 +60,7 @@ def advise(summary: Summary) -> list[str]:
             f"{other:.0%} of a step the device runs none of forward pass, backward pass, optimizer and exchange: "
             "it is idle, as where the host is too slow for it or data is late, or it computes something else."
         )
-    elif other > 0.25:
+    elif other > 0.25 and any(each.forward_s or each.backward_s or each.compute_s for each in ranks):
         said.append(
             f"{other:.0%} of a step is neither forward pass, backward pass, optimizer nor communication: it is "
             "the loss, the loading of data, or an evaluation. Spans of your own show which, as by "

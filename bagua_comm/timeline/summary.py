@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from ..trace import Span
+from .calls import CallSummary, is_call, number, outermost_calls, summarize_calls
 from .intervals import Interval, covered, intersection, length, union
 from .reading import RankTimeline, Timeline
 
@@ -60,7 +61,7 @@ class RankSummary:
     """The share of `exchange_s` during which training did not wait."""
     payload_bytes: float
     wire_bytes: float
-    """Bytes sent to other ranks in exchanges."""
+    """Bytes sent to other ranks in exchanges, or in all calls if there are no exchanges."""
     on_device: bool
     """Whether exchanges and stages are those of a device; then it is idle in a part of `other_s`."""
     buckets: list[BucketSummary]
@@ -89,6 +90,8 @@ class Summary:
     """The rank whose own work takes longest; None with a single rank."""
     slow: bool
     """Whether the other ranks wait for the slowest one."""
+    calls: list[CallSummary]
+    """The calls on the first rank, if no rank has exchanges: of a program without an engine."""
 
     def as_dict(self) -> dict[str, Any]:
         """All numbers, by name."""
@@ -107,14 +110,17 @@ def summarize(timeline: Timeline) -> Summary:
     found = {rank: summarize_rank(rank, each) for rank, each in timeline.ranks.items()}
     ranks = [each for each in found.values() if each is not None]
     without = [rank for rank, each in found.items() if each is None]
+    calls: list[CallSummary] = []
+    if timeline.ranks and not any(_exchanges(each.spans) for each in timeline.ranks.values()):
+        calls = summarize_calls(next(iter(timeline.ranks.values())).spans)
     mean = {name: statistics.fmean(getattr(each, name) for each in ranks) for name in MEANS if ranks}
     if len(ranks) < 2:
-        return Summary(ranks, without, mean, None, slow=False)
+        return Summary(ranks, without, mean, None, slow=False, calls=calls)
     slowest = max(ranks, key=lambda each: each.own_s)
     others_s = statistics.median(each.own_s for each in ranks if each is not slowest)
     more_s = slowest.own_s - others_s
     slow = slowest.own_s > SLOW * others_s and more_s > 0.05 * slowest.step_s
-    return Summary(ranks, without, mean, slowest.rank, slow=slow)
+    return Summary(ranks, without, mean, slowest.rank, slow=slow, calls=calls)
 
 
 def summarize_rank(rank: int, timeline: RankTimeline) -> RankSummary | None:
@@ -149,8 +155,8 @@ def summarize_rank(rank: int, timeline: RankTimeline) -> RankSummary | None:
         other_s=max(0.0, step_s - waiting_s - sum(times.values())),
         exchange_s=length(exchanged) / steps / 1e9,
         hidden=_hidden(exchanged, waits),
-        payload_bytes=sum(_number(span, "bytes") for span in exchanges) / steps,
-        wire_bytes=sum(_number(span, "wire_bytes") for span in _calls_in_exchanges(inside)) / steps,
+        payload_bytes=sum(number(span, "bytes") for span in exchanges) / steps,
+        wire_bytes=sum(number(span, "wire_bytes") for span in _sending_calls(inside)) / steps,
         on_device=any(map(_on_device, exchanges)),
         buckets=_buckets(exchanges, waits),
         step_ends_s=[end / 1e9 for end in ends],
@@ -172,11 +178,6 @@ def _on_device(span: Span) -> bool:
     return span.thread.startswith(DEVICE)
 
 
-def _is_call(span: Span) -> bool:
-    """Whether it is a call of a communicator."""
-    return "wire_bytes" in span.args
-
-
 def _exchanges(spans: Iterable[Span]) -> list[Span]:
     """The exchanges: as the device ran them, if one did, and otherwise as a thread did."""
     found = [span for span in spans if span.name == "exchange"]
@@ -196,7 +197,7 @@ def _waits(spans: Sequence[Span], exchanges: Sequence[Span]) -> list[Interval]:
     return _intervals(
         span
         for span in spans
-        if span.thread in training and (span.name in ("wait for exchanges", "exchange") or _is_call(span))
+        if span.thread in training and (span.name in ("wait for exchanges", "exchange") or is_call(span))
     )
 
 
@@ -224,22 +225,15 @@ def _hidden(exchanged: list[Interval], waits: list[Interval]) -> float:
     return 1 - length(intersection(exchanged, waits)) / total if total else 0.0
 
 
-def _calls_in_exchanges(spans: Sequence[Span]) -> list[Span]:
-    """The calls within exchanges, without those that another call makes."""
+def _sending_calls(spans: Sequence[Span]) -> list[Span]:
+    """The calls within exchanges, or all calls of a program without exchanges; not those that a call makes."""
     on_threads = [span for span in spans if span.name == "exchange" and not _on_device(span)]
+    if not on_threads:
+        return outermost_calls(spans)
     threads = {span.thread for span in on_threads}
-    candidates = [span for span in spans if span.thread in threads and _is_call(span)]
-    calls: list[Span] = []
-    for span in sorted(candidates, key=lambda span: (span.thread, span.start_ns, -span.end_ns)):
-        if not (calls and calls[-1].thread == span.thread and span.end_ns <= calls[-1].end_ns):
-            calls.append(span)
     within = covered(_intervals(on_threads))
+    calls = outermost_calls(span for span in spans if span.thread in threads)
     return [call for call in calls if within(call.start_ns, call.end_ns)]
-
-
-def _number(span: Span, name: str) -> float:
-    value = span.args.get(name, 0)
-    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else 0
 
 
 def _buckets(exchanges: Sequence[Span], waits: list[Interval]) -> list[BucketSummary]:
@@ -250,7 +244,7 @@ def _buckets(exchanges: Sequence[Span], waits: list[Interval]) -> list[BucketSum
     return [
         BucketSummary(
             index,
-            bytes=statistics.fmean(_number(span, "bytes") for span in spans),
+            bytes=statistics.fmean(number(span, "bytes") for span in spans),
             exchange_s=statistics.fmean(span.end_ns - span.start_ns for span in spans) / 1e9,
             hidden=_hidden(_intervals(spans), waits),
         )

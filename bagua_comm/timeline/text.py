@@ -23,8 +23,10 @@ COLUMNS = {
 
 
 def shown_columns(summary: Summary) -> dict[str, str]:
-    """The columns with a value; the stages that a program does not report are left out."""
-    always = ("step_s", "waiting_s", "exchange_s", "hidden", "wire_bytes")
+    """The columns with a value; the stages that a program does not report are left out, and so are exchanges."""
+    always = ["step_s", "waiting_s", "wire_bytes"]
+    if summary.mean.get("exchange_s"):
+        always.append("hidden")
     return {name: head for name, head in COLUMNS.items() if name in always or summary.mean.get(name)}
 
 
@@ -67,6 +69,21 @@ def bucket_table(summary: Summary) -> list[list[str]]:
     return [["", "size", "exchange", "hidden"], *rows] if rows else []
 
 
+def call_table(summary: Summary) -> list[list[str]]:
+    """A row for each name of a call, below the heads; empty with exchanges, and without calls."""
+    rows = [
+        [
+            each.name,
+            str(each.calls),
+            cell("call_s", each.seconds / each.calls),
+            megabytes(each.payload_bytes / each.calls),
+            megabytes(each.wire_bytes / each.calls),
+        ]
+        for each in summary.calls
+    ]
+    return [["", "calls", "time of one", "size", "sent"], *rows] if rows else []
+
+
 def describe(summary: Summary, notes: Sequence[str], advice: Sequence[str]) -> str:
     """The tables, what is wrong with the file, and the advice, as lines."""
     parts = []
@@ -87,6 +104,8 @@ def describe(summary: Summary, notes: Sequence[str], advice: Sequence[str]) -> s
         parts.append(f"{which}: without waits, the median step takes {least} to {most} on the ranks.")
     if buckets := bucket_table(summary):
         parts.append(f"Buckets, on rank {summary.ranks[0].rank}:\n\n{_aligned(buckets)}")
+    if calls := call_table(summary):
+        parts.append(f"Calls, on the first rank:\n\n{_aligned(calls)}")
     if advice:
         parts.append("\n".join(f"* {text}" for text in advice))
     return "\n\n".join(parts)

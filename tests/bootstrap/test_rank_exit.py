@@ -232,6 +232,36 @@ def test_less_than_thread_multiple_works_without_overlap_and_says_so(tmp_path):
     assert "MPI grants less than MPI_THREAD_MULTIPLE" in result.stderr
 
 
+@pytest.mark.parametrize(
+    "start",
+    [
+        "mpi4py.rc.finalize = False; from mpi4py import MPI",
+        pytest.param("mpi4py.rc.finalize = False", marks=pytest.mark.slow),
+        pytest.param("mpi4py.rc.initialize = False; from mpi4py import MPI", marks=pytest.mark.slow),
+    ],
+    ids=["it is imported first", "connect imports it", "connect starts MPI"],
+)
+@pytest.mark.parametrize("end", ["pass", pytest.param("MPI.Finalize()", marks=pytest.mark.slow)])
+def test_mpi_is_finalized_where_mpi4py_does_not_do_so(tmp_path, start, end):
+    """Without it, mpirun ends with exit code 1, and says that a rank exited improperly."""
+    result, _ = run_timed(
+        tmp_path,
+        2,
+        f"""
+        import mpi4py
+        {start}
+        import bagua_comm, numpy as np
+        with bagua_comm.connect(timeout_s=30) as comm:
+            print(comm.allreduce(np.ones(3)).tolist(), flush=True)
+        from mpi4py import MPI
+        {end}
+        """,
+    )
+    assert result.returncode == 0, result.stderr
+    assert "improperly" not in result.stderr
+    assert result.stdout.count("[2.0, 2.0, 2.0]") == 2
+
+
 def test_an_error_of_ours_is_one_short_message_with_the_line_of_the_program(tmp_path):
     result, _ = run_timed(
         tmp_path,

@@ -333,6 +333,10 @@ def test_questions_without_an_answer_are_refused(options, message, capsys):
         ([*BASE, "--layers", "7M", "--model", "vgg16"], "not allowed with argument --layers"),
         ([*BASE, "--model-bytes", "1.2.3M", "--step-time", "1s"], "'1.2.3M' is not a size"),
         ([*BASE, "--model-bytes", "0", "--step-time", "1s"], "'0' is too small"),
+        ([*BASE, "--parameters", "1.5", "--step-time", "1s"], "'1.5' is not a whole number; 1.5M or 1.5B?"),
+        ([*BASE, "--model-bytes", "1.25e1", "--step-time", "1s"], "'1.25e1' is not a whole number; 1.25e1M or"),
+        ([*BASE, "--layers", "12x7.1", "--step-time", "1s"], "'7.1' is not a whole number; 7.1M or 7.1B?"),
+        ([*BASE, "--parameters", "1M", "--step-time", "1s/s"], "'1s/s' is not a time"),
         ([*VGG16, "--moe", "2x8"], "'2x8' is not LAYERSxTOKENSxHIDDENxEXPERTSxK; expected e.g. 12x8192"),
         ([*VGG16, "--sync-batchnorm", "0x8"], "'0x8' is not LAYERSxCHANNELS; expected e.g. 53x256"),
     ],
@@ -348,6 +352,7 @@ def test_arguments_that_mean_nothing_are_refused(options, message, capsys):
     [
         (quantities.bandwidth, "10gbit", 10.0),
         (quantities.bandwidth, "500 Mbit", 0.5),
+        (quantities.bandwidth, "10 Gbit/s", 10.0),
         (quantities.seconds, "50us", 50e-6),
         (quantities.seconds, "1.5s", 1.5),
         (quantities.seconds, "0", 0.0),
@@ -358,6 +363,7 @@ def test_arguments_that_mean_nothing_are_refused(options, message, capsys):
         (quantities.parameters, "124M", 124_000_000),
         (quantities.parameters, "1.5B", 1_500_000_000),
         (quantities.parameters, "7087872", 7_087_872),
+        (quantities.parameters, "1.5e9", 1_500_000_000),
     ],
 )
 def test_units_are_read(parse, text, value):

@@ -59,7 +59,18 @@ def test_a_file_that_is_none_is_an_error(file, capsys, text, says):
     assert str(file) in error
 
 
-def test_a_timeline_without_steps_says_what_to_do(tmp_path, capsys):
-    run_ranks(2, lambda comm: [comm.barrier(), comm.trace(tmp_path / "trace.json")])
-    assert cli.main(["trace", str(tmp_path / "trace.json")]) == 1
+def test_a_timeline_without_steps_has_calls_and_says_what_to_do(tmp_path, capsys):
+    file, page = tmp_path / "trace.json", tmp_path / "page.html"
+    run_ranks(2, lambda comm: [comm.barrier(), comm.trace(file)])
+    assert cli.main(["trace", str(file), "--html", str(page)]) == 0
+    output = capsys.readouterr().out
+    assert "\nbarrier      1 " in output
+    assert "after some training steps" in output
+    assert "<th>barrier</th><td>1</td>" in page.read_text(encoding="utf-8")
+
+
+def test_a_timeline_without_steps_and_calls_has_exit_code_1(tmp_path, capsys):
+    file = tmp_path / "trace.json"
+    file.write_text(json.dumps(chrome_trace([[]])))
+    assert cli.main(["trace", str(file)]) == 1
     assert "after some training steps" in capsys.readouterr().out

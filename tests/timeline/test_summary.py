@@ -171,3 +171,47 @@ def test_the_text_has_a_row_for_each_rank_and_leaves_out_what_is_not_known():
     assert "No rank is slow: without waits, the median step takes 33.0 ms to 33.0 ms on the ranks." in lines
     text = describe(summary_of(training(), training(), training(wait=(40 - 0.1, 40))), [], [])
     assert "Rank 2 is slow: without waits, the median step takes 33.0 ms to 39.9 ms on the ranks." in text
+
+
+def without_an_engine(steps):
+    """Three steps of 10 ms; in each a call of 4 ms, in which another one runs, and a call of 1 ms."""
+    spans = []
+    for at in (0, 10, 20):
+        spans.append(span("allreduce", at, at + 4, bytes=400, wire_bytes=300))
+        spans.append(span("alltoall", at + 1, at + 2, bytes=100, wire_bytes=100))
+        spans.append(span("barrier", at + 5, at + 6, bytes=0, wire_bytes=8))
+        if steps:
+            spans.append(span("step", at, at + 9))
+    return timeline_of(spans)
+
+
+def test_the_calls_of_a_program_without_an_engine_are_added_up():
+    summary = summary_of(without_an_engine(steps=False), without_an_engine(steps=False))
+    assert summary.ranks == []
+    assert [dataclasses.astuple(each) for each in summary.calls] == [
+        ("allreduce", 3, pytest.approx(0.012), 1200, 900),
+        ("barrier", 3, pytest.approx(0.003), 0, 24),
+    ]
+    text = [" ".join(line.split()) for line in describe(summary, [], advise(summary)).splitlines()]
+    assert "allreduce 3 4.00 ms 400 bytes 300 bytes" in text
+    assert 'by `with comm.tracer.span("step"):`' in text[-1]
+    assert summary_of(training()).calls == []
+
+
+def test_steps_marked_by_the_program_have_the_waits_and_bytes_of_its_calls():
+    summary = summary_of(without_an_engine(steps=True), without_an_engine(steps=True))
+    (first, _) = summary.ranks
+    assert (first.steps, first.step_s, first.waiting_s) == (2, pytest.approx(0.010), pytest.approx(0.005))
+    assert first.wire_bytes == 308
+    text = describe(summary, [], advise(summary)).splitlines()
+    assert next(line for line in text if "waiting" in line).split() == ["step", "waiting", "other", "sent"]
+    assert len(summary.calls) == 2
+
+
+def test_no_smaller_buckets_are_advised_where_latency_takes_the_time():
+    def advises_smaller_buckets(kib):
+        timeline = training(bucket_ms=((25, 32),), kib=kib)
+        return any("bucket_bytes, for example" in text for text in advise(summary_of(timeline)))
+
+    assert advises_smaller_buckets(1024)
+    assert not advises_smaller_buckets(4)

@@ -75,7 +75,7 @@ class CountedCalls(CallState):
         number = self.completed[0] + self._in_collective  # of the last call in the history
         behind = number - begun
         if begun == 0:
-            return ", which has made no collective call yet"
+            return ", which has begun no collective call yet (a call refused for its arguments does not count)"
         if behind < 0:
             return ""
         before = "the one before this" if behind == 1 else f"{behind} calls before this one"
