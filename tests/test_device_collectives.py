@@ -89,7 +89,7 @@ def shards(comm, place, dtype, codec):
     for counts in (None, [600, *[300] * (comm.size - 2), 0] if comm.size > 1 else [300]):
         residual, reference = place(np.zeros(x.shape, x.dtype)), None
         for _ in range(2):
-            chunk = quantized_reduce_scatter(comm, x, codec=codec, residual=residual, counts=counts, op="avg")
+            chunk = quantized_reduce_scatter(comm, x, codec=codec, residual=residual, counts=counts)
             out = quantized_allgather(comm, chunk, codec=codec, reference=reference, counts=counts)
             reference = out
             found += [chunk, residual, out]
@@ -120,7 +120,7 @@ def test_each_half_of_a_quantized_allreduce_is_few_kernels_and_one_exchange(devi
         for waits in (True, False):
             before = len(device.names(thread=mine))
             with contextlib.nullcontext() if waits else device.forbid_host_sync(this_thread=True):
-                quantized_reduce_scatter(comm, x, out, op="avg")
+                quantized_reduce_scatter(comm, x, out)
                 middle = len(device.names(thread=mine))
                 quantized_allgather(comm, out, whole)
             names = device.names(thread=mine)

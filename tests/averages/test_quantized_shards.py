@@ -127,7 +127,7 @@ def test_narrow_dtypes_are_added_in_float32(pieces, dtype):
     p, m, codec = 3, 600, MinMaxUInt8()
     xs = [normal(p * m, r, dtype) for r in range(p)]
     results = run_ranks(
-        p, lambda c: (quantized_reduce_scatter(c, xs[c.rank], op="avg"), quantized_allgather(c, xs[c.rank]))
+        p, lambda c: (quantized_reduce_scatter(c, xs[c.rank]), quantized_allgather(c, xs[c.rank]))
     )
     for wanted, (chunk, everything) in zip(scattered(xs, [m] * p, codec, "avg"), results, strict=True):
         assert_same_bytes(wanted, chunk)
@@ -137,7 +137,7 @@ def test_narrow_dtypes_are_added_in_float32(pieces, dtype):
 def test_both_by_hand():
     def body(comm):
         x = np.array([0, 1, 255, 510 * comm.rank], np.float32)
-        chunk = quantized_reduce_scatter(comm, x, op="avg")
+        chunk = quantized_reduce_scatter(comm, x)
         return chunk.tolist(), quantized_allgather(comm, chunk).tolist()
 
     everything = [[0.0, 1.0], [255.0, 255.0]]
@@ -148,7 +148,7 @@ def test_an_allreduce_is_a_reduce_scatter_and_an_allgather(pieces):
     xs = [normal(4 * 900, r) for r in range(4)]
 
     def body(comm):
-        parts = quantized_allgather(comm, quantized_reduce_scatter(comm, xs[comm.rank], op="avg"))
+        parts = quantized_allgather(comm, quantized_reduce_scatter(comm, xs[comm.rank]))
         return parts.reshape(-1).tobytes() == quantized_allreduce(comm, xs[comm.rank], op="avg").tobytes()
 
     assert run_ranks(4, body) == [True] * 4
@@ -158,7 +158,7 @@ def test_nan_stays_in_its_block_on_all_ranks(pieces):
     def body(comm):
         x = np.ones(4 * 32, np.float32)
         x[40] = np.nan if comm.rank == 1 else 1
-        chunk = quantized_reduce_scatter(comm, x, codec=MinMaxUInt8(block=8), op="avg")
+        chunk = quantized_reduce_scatter(comm, x, codec=MinMaxUInt8(block=8))
         return np.flatnonzero(np.isnan(quantized_allgather(comm, chunk, codec=MinMaxUInt8(block=8)))).tolist()
 
     assert run_ranks(4, body) == [list(range(40, 48))] * 4
@@ -175,9 +175,9 @@ def test_residual_is_the_error_of_the_contribution(pieces, counts):
 
     def body(comm):
         residual = np.zeros(720, np.float32)
-        first = quantized_reduce_scatter(comm, xs[comm.rank], residual=residual, counts=counts, op="avg")
+        first = quantized_reduce_scatter(comm, xs[comm.rank], residual=residual, counts=counts)
         kept = residual.copy()
-        second = quantized_reduce_scatter(comm, xs[comm.rank], residual=residual, counts=counts, op="avg")
+        second = quantized_reduce_scatter(comm, xs[comm.rank], residual=residual, counts=counts)
         return first, kept, second
 
     starts = np.cumsum([0, *lengths])
@@ -198,7 +198,7 @@ def test_sums_of_results_with_residuals_approach_the_sum_of_means():
 
     def body(comm, feedback):
         residual = np.zeros(1024, np.float32) if feedback else None
-        steps = [quantized_reduce_scatter(comm, xs[comm.rank], residual=residual, op="avg") for _ in range(100)]
+        steps = [quantized_reduce_scatter(comm, xs[comm.rank], residual=residual) for _ in range(100)]
         wanted = exact[comm.rank * 512 : (comm.rank + 1) * 512]
         return float(np.abs(sum(steps) / 100 - wanted).max())
 
@@ -242,10 +242,8 @@ def test_outputs_may_lie_in_the_inputs(pieces):
 
     def body(comm):
         x, mine = xs[comm.rank].copy(), slice(200 * comm.rank, 200 * (comm.rank + 1))
-        chunk = quantized_reduce_scatter(comm, xs[comm.rank], op="avg")
-        same = (
-            quantized_reduce_scatter(comm, x, x[mine], op="avg").tobytes() == chunk.tobytes() == x[mine].tobytes()
-        )
+        chunk = quantized_reduce_scatter(comm, xs[comm.rank])
+        same = quantized_reduce_scatter(comm, x, x[mine]).tobytes() == chunk.tobytes() == x[mine].tobytes()
         everything = quantized_allgather(comm, chunk)
         out = np.zeros(600, np.float32)
         out[mine] = chunk
@@ -259,19 +257,13 @@ def test_outputs_may_lie_in_the_inputs(pieces):
 
 def test_bytes_are_counted_once_for_each_call():
     def body(comm):
-        quantized_reduce_scatter(comm, np.ones(4096, np.float32), op="avg")
+        quantized_reduce_scatter(comm, np.ones(4096, np.float32))
         quantized_allgather(comm, np.ones(1024, np.float32))
         scatter, gather = comm.counters["quantized_reduce_scatter"], comm.counters["quantized_allgather"]
         return [(each.calls, each.payload_bytes, each.wire_bytes) for each in (scatter, gather)]
 
     wire = 3 * MinMaxUInt8().wire_nbytes(1024, np.dtype("f4"))
     assert run_ranks(4, body) == [[(1, 16384, wire), (1, 4096, wire)]] * 4
-
-
-def test_the_sum_is_the_default_as_in_the_whole():
-    x = np.array([0, 255, 0, 510], np.float32)
-    both = run_ranks(2, lambda comm: (quantized_reduce_scatter(comm, x), quantized_allreduce(comm, x)))
-    assert np.concatenate([chunk for chunk, _ in both]).tolist() == both[0][1].tolist() == [0, 510, 0, 1020]
 
 
 def test_lanes_run_them():
@@ -292,7 +284,7 @@ def test_tensors_in_tensors_out():
     torch = pytest.importorskip("torch")
 
     def body(comm):
-        chunk = quantized_reduce_scatter(comm, torch.arange(512.0), op="avg")
+        chunk = quantized_reduce_scatter(comm, torch.arange(512.0))
         return quantized_allgather(comm, chunk).flatten()
 
     for found in run_ranks(2, body):
@@ -303,7 +295,7 @@ def test_tensors_in_tensors_out():
 def test_ranks_with_different_counts_or_codecs_are_told_so(check):
     def by_counts(comm):
         counts = [1, 3] if comm.rank else [3, 1]
-        quantized_reduce_scatter(comm, np.ones(4, np.float32), counts=counts, op="avg")
+        quantized_reduce_scatter(comm, np.ones(4, np.float32), counts=counts)
 
     def by_codec(comm):
         quantized_allgather(comm, np.ones(4, np.float32), codec=[MinMaxUInt8(), Float16()][comm.rank])
@@ -358,7 +350,7 @@ BAD = {
     "odd": (ArrayError, lambda c: quantized_reduce_scatter(c, LONG), "first dimension divisible by 2 ranks"),
     "counts": (
         ArrayError,
-        lambda c: quantized_reduce_scatter(c, X, counts=[1, 2], op="avg"),
+        lambda c: quantized_reduce_scatter(c, X, counts=[1, 2]),
         "expected 3, the sum of counts",
     ),
     "dtype": (UnsupportedError, lambda c: quantized_reduce_scatter(c, X.astype("f8")), "cannot code float64"),
