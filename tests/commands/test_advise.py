@@ -326,6 +326,9 @@ def test_questions_without_an_answer_are_refused(options, message, capsys):
         ([*VGG16, "--step-time", "200"], "'200' has no unit; 200ms or 200s?"),
         ([*VGG16, "--latency", "50"], "'50' has no unit; 50us or 50ms?"),
         ([*VGG16, "--bandwidth", "100"], "'100' has no unit; 100mbit or 100gbit?"),
+        ([*BASE, "--parameters", "1.5"], "'1.5' has no unit; 1.5M or 1.5B?"),
+        ([*BASE, "--model-bytes", "1.2"], "'1.2' has no unit; 1.2M or 1.2G?"),
+        ([*BASE, "--layers", "7.1,12x7.1M"], "'7.1' has no unit; 7.1M or 7.1B?"),
         ([*BASE, "--parameters", "12x7M"], "'12x7M' is not a number of parameters; expected e.g. 124M"),
         ([*BASE, "--layers", "7M:"], "'7M:' is not [COUNTx]PARAMETERS[:WORK]; expected e.g. 12x7.1M or 38.6M:0"),
         ([*BASE, "--layers", "7M,0x7M"], "'0x7M' is not [COUNTx]PARAMETERS[:WORK]"),
@@ -348,6 +351,7 @@ def test_arguments_that_mean_nothing_are_refused(options, message, capsys):
     [
         (quantities.bandwidth, "10gbit", 10.0),
         (quantities.bandwidth, "500 Mbit", 0.5),
+        (quantities.bandwidth, "10 Gbit/s", 10.0),
         (quantities.seconds, "50us", 50e-6),
         (quantities.seconds, "1.5s", 1.5),
         (quantities.seconds, "0", 0.0),
