@@ -119,6 +119,11 @@ def check_module(comm: Communicator, model: ModelState) -> torch.device:
             raise MisuseError(
                 f"DistributedDataParallel: {name!r} is lazy; run the module once before wrapping it"
             )
+        if hasattr(tensor, "device_mesh"):  # a DTensor
+            raise UnsupportedError(
+                f"DistributedDataParallel: {name!r} is a {type(tensor).__name__}, as of a module that is sharded "
+                "or parallelized, expected whole parameters; for fully_shard call bagua_torch.fsdp.attach instead"
+            )
         check_device(comm.device, name, tensor)
         try:
             comm.transport_for(as_array(tensor), call="DistributedDataParallel", name=repr(name))
