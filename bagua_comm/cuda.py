@@ -16,7 +16,7 @@ from typing import Any
 
 from .arrays import Array, Scratch, library
 from .errors import CommTimeout, UnsupportedError
-from .trace import Clock, Recorder, Tracer, label
+from .trace import label
 
 # Events -------------------------------------------------------------------------------------------------
 
@@ -281,23 +281,6 @@ class DeviceClock:
             now_ns - round(1e6 * self._cuda.get_elapsed_time(event, now)) if known else None
             for event, known in zip(events, happened, strict=True)
         ]
-
-
-class DeviceSpan:
-    """A span of the current stream's work, from here to `end`, on a row of a `Recorder`'s timeline."""
-
-    def __init__(self, tracer: Tracer, clock: Clock, name: str, row: str) -> None:
-        self._recorder = tracer if isinstance(tracer, Recorder) else None
-        self._clock, self._name, self._row = clock, name, row
-        self._start = clock.mark() if self._recorder is not None else None
-
-    def end(self, **args: Any) -> Any:
-        """Record the span, and return the event of its end; None without a recorder."""
-        if self._recorder is None:
-            return None
-        end = self._clock.mark()
-        self._recorder.add_on_device(self._name, self._row, self._start, end, args, self._clock)
-        return end
 
 
 class NvtxRanges:

@@ -25,12 +25,12 @@ from typing import Any, ClassVar, Generic, ParamSpec, Protocol, TypeAlias, TypeV
 
 from .bucket import Bucket
 from .closing import Closing
-from .cuda import DeviceSpan, SideFuture, SideStream, StreamOrder, record_event, use_device
+from .cuda import SideFuture, SideStream, StreamOrder, record_event, use_device
 from .deprecation import warn_renamed
 from .errors import BaguaError, CommAborted, CommError, CommTimeout, RankFailed
 from .flight import Entry
 from .pickling import Live
-from .trace import Counters, Tracer
+from .trace import Counters, DeviceSpan, Tracer
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -186,6 +186,23 @@ class Recorder:
                     self._ring.append((span.name, span.row, start_ns, end_ns, span.args))
 
 
+class DeviceSpan:
+    """A span of the current stream's work, from here to `end`, on a row of a `Recorder`'s timeline."""
+
+    def __init__(self, tracer: Tracer, clock: Clock, name: str, row: str) -> None:
+        self._recorder = tracer if isinstance(tracer, Recorder) else None
+        self._clock, self._name, self._row = clock, name, row
+        self._start = clock.mark() if self._recorder is not None else None
+
+    def end(self, **args: Any) -> Any:
+        """Record the span, and return the event of its end; None without a recorder."""
+        if self._recorder is None:
+            return None
+        end = self._clock.mark()
+        self._recorder.add_on_device(self._name, self._row, self._start, end, args, self._clock)
+        return end
+
+
 class _NullTracer:
     """A tracer that keeps no spans."""
 

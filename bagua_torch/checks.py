@@ -6,6 +6,7 @@ Arguments of PyTorch's wrapper are checked in `torch_arguments`.
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple, TypeAlias
@@ -117,6 +118,11 @@ def check_module(comm: Communicator, model: ModelState) -> torch.device:
         if nn.parameter.is_lazy(tensor):
             raise MisuseError(
                 f"DistributedDataParallel: {name!r} is lazy; run the module once before wrapping it"
+            )
+        if hasattr(tensor, "device_mesh"):  # a DTensor
+            raise UnsupportedError(
+                f"DistributedDataParallel: {name!r} is a {type(tensor).__name__}, as of a module that is sharded "
+                "or parallelized, expected whole parameters; for fully_shard call bagua_torch.fsdp.attach instead"
             )
         check_device(comm.device, name, tensor)
         try:
@@ -433,6 +439,16 @@ def _stray(name: str, verb: str) -> MisuseError:
         "a backward pass went through no tensor that a forward pass of this wrapper returned. Call the module "
         "through the wrapper, as in ddp(x), and return all tensors of which a loss is made; or call "
         "expect_backward() before that backward pass; or run it in no_sync, to keep it on this rank"
+    )
+
+
+def warn_not_called(optimizer: torch.optim.Optimizer) -> None:
+    """Warn that `optimizer` steps although no forward pass has gone through the wrapper."""
+    warnings.warn(
+        f"DistributedDataParallel: {type(optimizer).__name__} steps, but no forward pass has gone through the "
+        "wrapper, so nothing is averaged, and the ranks train apart. Call the wrapper, as in ddp(x), instead of "
+        "the module; or make passes that belong to this rank in no_sync",
+        stacklevel=5,  # the line that calls optimizer.step()
     )
 
 

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from bagua_comm.cuda import DeviceSpan
-from bagua_comm.trace import Clock, Tracer
+from bagua_comm.trace import Clock, DeviceSpan, Tracer
 
 
 class StageSpan:

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from bagua_comm import ArrayError, CommAborted, CommError, CommTimeout, Communicator, UnsupportedError, trace
-from bagua_comm.cuda import DeviceClock, DeviceSpan, _stream_at, use_address
+from bagua_comm.cuda import DeviceClock, _stream_at, use_address
 from bagua_comm.lane import StreamLane, ThreadLane
 from bagua_comm.testing import run_ranks
-from bagua_comm.trace import DEVICE_SPANS, Recorder
+from bagua_comm.trace import DEVICE_SPANS, DeviceSpan, Recorder
 
 PATIENCE_S = 30
 

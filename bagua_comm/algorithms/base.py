@@ -382,11 +382,11 @@ def check_integer(owner: str, name: str, value: object, *, least: int) -> None:
         raise ArrayError(f"{owner}: {name} is {value!r}, expected an integer of at least {least}")
 
 
-def check_average_argument(owner: str, value: object) -> None:
-    """Raise `ArrayError` unless `value` is an Average."""
+def check_average_argument(owner: str, value: object, name: str = "average") -> None:
+    """Raise `ArrayError` unless `value`, of the argument `name`, is an Average."""
     if isinstance(value, type) or not callable(getattr(value, "bind", None)):
         raise ArrayError(
-            f"{owner}: average is {value!r}, expected an Average such as Exact() or Quantized(MinMaxUInt8())"
+            f"{owner}: {name} is {value!r}, expected an Average such as Exact() or Quantized(MinMaxUInt8())"
         )
 
 

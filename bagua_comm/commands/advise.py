@@ -107,7 +107,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="cores that computation and communication of a rank share, on a CPU; unlimited by default",
     )
     size = parser.add_mutually_exclusive_group(required=True)
-    size.add_argument("--model", choices=MODELS, help="a model whose layers are known")
+    size.add_argument("--model", type=str.lower, choices=MODELS, help="a model whose layers are known")
     size.add_argument(
         "--parameters",
         type=parameters,

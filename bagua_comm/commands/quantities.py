@@ -18,8 +18,14 @@ for _power, _letter in enumerate("kmg", 1):
 
 
 def bandwidth(text: str) -> float:
-    """Gbit/s, from a text such as "10gbit" or "500mbit"."""
-    return _quantity("a bandwidth", text, _BANDWIDTHS, "10gbit or 500mbit", likely=("mbit", "gbit"))
+    """Gbit/s, from a text such as "10gbit", "500mbit" or "10 Gbit/s"."""
+    return _quantity(
+        "a bandwidth",
+        re.sub(r"(?<=bit)/s\s*$", "", text),
+        _BANDWIDTHS,
+        "10gbit or 500mbit",
+        likely=("mbit", "gbit"),
+    )
 
 
 def seconds(text: str) -> float:
@@ -39,12 +45,12 @@ def number(text: str) -> float:
 
 def size_in_bytes(text: str) -> int:
     """Bytes, from a text such as "553M", "1.2G", "512KiB" or "1000"."""
-    return _count("a size", text, _SIZES, "553M, 1.2G or 512KiB", likely=("M", "G"))
+    return _whole("a size", text, _SIZES, "553M, 1.2G or 512KiB", ("M", "G"))
 
 
 def parameters(text: str) -> int:
     """A number of parameters, from a text such as "124M", "1.5B" or "7087872"."""
-    return _count("a number of parameters", text, _COUNTS, "124M, 1.5B or 7087872", likely=("M", "B"))
+    return _whole("a number of parameters", text, _COUNTS, "124M, 1.5B or 7087872", ("M", "B"))
 
 
 def layers(text: str) -> list[tuple[int, int, float]]:
@@ -63,6 +69,12 @@ def layers(text: str) -> list[tuple[int, int, float]]:
         work = float(held) if match[3] is None else _quantity("work", match[3], _COUNTS, "0 or 1.5M", least=0)
         found.append((int(match[1] or 1), held, work))
     return found
+
+
+def _whole(what: str, text: str, units: Mapping[str, float], examples: str, likely: Sequence[str]) -> int:
+    """As `_quantity`, of at least 1. A fraction needs a unit: "1.5" is a forgotten one, not a number of bytes."""
+    fraction = re.fullmatch(r"\s*[0-9]*\.[0-9]*[1-9][0-9]*\s*", text) is not None
+    return round(_quantity(what, text, units, examples, least=1, likely=likely if fraction else ()))
 
 
 def whole_number(text: str) -> int:
@@ -84,15 +96,6 @@ def numbers(form: str, example: str) -> Callable[[str], tuple[int, ...]]:
         return tuple(map(int, parts))
 
     return parse
-
-
-def _count(what: str, text: str, units: Mapping[str, float], examples: str, *, likely: Sequence[str]) -> int:
-    """A number of at least 1; a fraction needs a unit. See `_quantity`."""
-    value = _quantity(what, text, units, examples, least=1)
-    if not value.is_integer() and not re.search("[a-z]", text.lower().replace("e", "")):
-        guesses = " or ".join(f"{text.strip()[:40]}{each}" for each in likely)
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number; {guesses}?")
-    return round(value)
 
 
 def _quantity(

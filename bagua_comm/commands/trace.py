@@ -39,6 +39,10 @@ def run(options: argparse.Namespace) -> int:
         raise CommandError(str(exc)) from exc
     summary = summarize(timeline)
     advice = advise(summary)
+    if options.html is not None and options.html.exists() and options.html.samefile(options.file):
+        raise CommandError(
+            f"--html {options.html}: that is the timeline itself; expected another file for the page"
+        )
     if options.html is not None:
         try:
             page = make_page(timeline, summary, advice, title=options.file.name)

@@ -33,7 +33,8 @@ def advise(summary: Summary) -> list[str]:
             f"{_ms(others_s)}, and they wait for it. Look at its machine, its data and its threads"
             f"{_largest_difference(slow, ranks, slow.own_s - others_s)}."
         )
-    if waiting > 0.1 and len(buckets) == 1 and buckets[0].hidden < 0.5 and buckets[0].bytes >= 4 * FEW_BYTES:
+    divisible = len(buckets) == 1 and buckets[0].bytes >= 4 * FEW_BYTES
+    if waiting > 0.1 and divisible and buckets[0].hidden < 0.5:
         quarter = max(1, round(buckets[0].bytes / 4))
         said.append(
             "There is one bucket, so its exchange begins when the backward pass has ended, and nothing overlaps: "

@@ -66,7 +66,7 @@ def read_timeline(path: str | Path) -> Timeline:
         )
     size = about.get("ranks")
     if isinstance(size, int) and (missing := sorted(set(range(size)) - ranks.keys())):
-        notes.append(f"Of {size} ranks, {len(missing)} are missing: {', '.join(map(str, missing))}.")
+        notes.append(f"The file has no events of some of its {size} ranks: {', '.join(map(str, missing))}.")
     timeline = Timeline(dict(sorted(ranks.items())), notes)
     correct_clocks(timeline)
     return timeline
@@ -81,7 +81,7 @@ def _events_in(text: str, path: str, notes: list[str]) -> tuple[list[Any], Mappi
         events = list(_events_until_damage(text))
         if not events:
             raise TimelineError(
-                f"{path}: it is not JSON ({exc.msg} at character {exc.pos}); expected a timeline that "
+                f"{path}: it is not JSON, from character {exc.pos} on; expected a timeline that "
                 "Communicator.trace has written"
             ) from exc
         notes.append(f"The file is cut off or damaged: it was read up to its event {len(events)}.")

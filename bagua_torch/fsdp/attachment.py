@@ -192,7 +192,7 @@ def attach(
 
 def _checked_units(model: Any, reduce: Any, gather: Any) -> list[Unit]:
     """Return the units of a model; raise unless they can be reduced and gathered by these methods."""
-    check_average_argument(_NAME, reduce)
+    check_average_argument(_NAME, reduce, "reduce")
     if isinstance(reduce, Hierarchical) and isinstance(reduce.inner, ErrorFeedback):
         raise ArrayError(f"{_NAME}: reduce is {reduce}, whose residuals cannot be saved; use {reduce.inner}")
     if not isinstance(gather, (Exact, Quantized)):

@@ -147,6 +147,11 @@ class BackwardWatch:
         return bool(self.complete)
 
     @property
+    def left(self) -> bool:
+        """Whether a pass was not followed by intention: it went through an output given to `leave_at`, say."""
+        return self._ignored_task != -1
+
+    @property
     def owner(self) -> object | None:
         """The object whose method `ended` is; None if it is a function, or the object is gone."""
         return self._owner()

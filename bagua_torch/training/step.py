@@ -75,6 +75,7 @@ class TrainingStep(Live):
         self._running = False  # the same while the module runs
         self._opened = False  # by the wrapper, in a training forward pass whose module does not run yet
         self._stays = False  # a backward pass since the last step was not averaged
+        self._used = False  # a forward pass went through the wrapper, or a backward pass was announced
         self._fresh: set[str] = set()  # parameters without a gradient before the present backward pass
         self._trained = model.trained
         self._unused = UnusedParameters(comm, self._trained, find=find_unused, static=static)
@@ -145,10 +146,11 @@ class TrainingStep(Live):
                     self.watch.armed = True  # a new plan disarms it
                     self._announce()
                 self._begin_forward()
-        self._called, self._opened = self.averaging, training
+        self._called, self._opened, self._used = self.averaging, training, True
 
     def expect_backward(self) -> None:
         """Average the next backward pass, whether or not it goes through an output of the wrapper. Collective."""
+        self._used = True
         if not self.averaging or self.watch.armed or self.engine.payload != "grad":
             return
         if self.stage in (Stage.IDLE, Stage.AVERAGED):
@@ -160,6 +162,7 @@ class TrainingStep(Live):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """A context in which backward passes are not averaged."""
+        self._used = True
         before = self.averaging, self.watch.leaves
         self.averaging, self.watch.leaves = False, True
         try:
@@ -329,6 +332,9 @@ class TrainingStep(Live):
         self.end_backward()
         if self.watch.strays and self.exchange.averages_gradients:
             checks.check_averaged(self.watch.strays, self._trained, optimizer)
+        if self.watch.left and not self._used:
+            self._used = True  # one warning is enough
+            checks.warn_not_called(optimizer)
         self.engine.settle()  # if this step was counted already
         self.exchange.reclaim()
         self.spans["optimizer"].begin()

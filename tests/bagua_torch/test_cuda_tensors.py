@@ -360,11 +360,7 @@ def test_tensors_of_pytorch_are_used_in_the_order_of_their_stream(played, monkey
 
     run_on_devices(played.device, 2, "nccl", body)
     assert called == public
-    assert {name for name, _ in streams} == {
-        "allreduce_many",
-        "mark",
-        *(name for _, names in deep for name in names),
-    }
+    assert {name for name, _ in streams} == {"allreduce_many", *(name for _, names in deep for name in names)}
     assert [name for name, in_order in streams if not in_order] == []
 
 

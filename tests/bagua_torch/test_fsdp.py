@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from bagua_comm import (
     ArrayError,
     BFloat16,
+    ByteGrad,
     ErrorFeedback,
     Exact,
     Hierarchical,
@@ -26,7 +27,7 @@ from bagua_comm import (
     quantized_reduce_scatter,
 )
 from bagua_comm.testing import run_ranks
-from bagua_torch import fsdp
+from bagua_torch import DistributedDataParallel, fsdp
 from bagua_torch.fsdp import torch_names
 from bagua_torch.fsdp.collectives import Gather, Reduce
 from bagua_torch.fsdp.groups import check_ranks, raise_on_all
@@ -246,6 +247,25 @@ def test_an_error_of_one_rank_is_raised_on_all():
 def test_a_model_that_is_not_sharded_is_refused():
     for message in run_ranks(2, lambda comm: refusal(comm, nn.Linear(2, 2))):
         assert message.startswith("bagua_torch.fsdp.attach: the model has no sharded parameters; call torch.")
+
+
+@pytest.mark.parametrize("reduce", ["quantized", ByteGrad(), Quantized], ids=repr)
+def test_what_is_no_average_is_refused_by_the_name_of_the_argument(reduce):
+    def body(comm):
+        with pytest.raises(ArrayError, match=r"fsdp.attach: reduce is .*, expected an Average such as Exact\(\)"):
+            fsdp.attach(nn.Linear(2, 2), reduce, comm=comm)
+
+    run_ranks(2, body)
+
+
+def test_the_wrapper_refuses_a_sharded_model_and_names_attach(alone):
+    model = fully_shard(fsdp_training.make())
+
+    def body(comm):
+        with pytest.raises(UnsupportedError, match=r"is a .*, as of a module .*call bagua_torch.fsdp.attach"):
+            DistributedDataParallel(model, comm=comm)
+
+    run_ranks(1, body)
 
 
 def refusal(comm, model):

@@ -437,3 +437,38 @@ def test_after_a_pass_of_inputs_alone_a_pass_of_the_module_stays_on_its_rank():
         return calls
 
     assert run_ranks(2, body, timeout_s=5) == [1, 1]
+
+
+@pytest.mark.parametrize("algorithm", [ByteGrad(), DiLoCo(2)], ids=repr)
+def test_a_step_warns_if_the_wrapper_was_never_called(algorithm):
+    def train(comm):
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        ddp = DistributedDataParallel(model, [optimizer], algorithm, comm=comm)
+        for _ in range(2):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        ddp.close()
+
+    with pytest.warns(UserWarning, match="SGD steps, but no forward pass has gone through the wrapper") as warned:
+        run_ranks(2, train)
+    assert {each.filename for each in warned} == {__file__}
+    assert len(warned) == 2  # once on each rank
+
+
+def test_a_step_by_the_module_alone_does_not_warn_after_the_wrapper_was_called():
+    def train(comm):
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        ddp = DistributedDataParallel(model, [optimizer], comm=comm)
+        with ddp.no_sync():
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+        for run in (ddp, model):
+            optimizer.zero_grad()
+            run(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+        ddp.close()
+
+    run_ranks(2, train)  # warnings are errors here

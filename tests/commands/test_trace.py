@@ -42,6 +42,13 @@ def test_a_page_is_written(file, tmp_path, capsys):
     assert "Is a directory" in capsys.readouterr().err
 
 
+def test_a_page_does_not_replace_the_timeline(file, capsys):
+    before = file.read_text()
+    assert cli.main(["trace", str(file), "--html", str(file.parent / "." / file.name)]) == 2
+    assert "that is the timeline itself" in capsys.readouterr().err
+    assert file.read_text() == before
+
+
 def test_a_file_that_is_cut_off_is_shown_as_far_as_it_goes(file, capsys):
     file.write_text(file.read_text()[:-1000])
     assert cli.main(["trace", str(file)]) == 1

@@ -9,7 +9,16 @@ import numpy as np
 import pytest
 from cuda_on_cpu.build import Kernels
 
-from bagua_comm import ArrayError, BFloat16, Float16, MinMaxUInt8, kernels, quantized_allreduce
+from bagua_comm import (
+    ArrayError,
+    BFloat16,
+    Float16,
+    MinMaxUInt8,
+    kernels,
+    quantized_allgather,
+    quantized_allreduce,
+    quantized_reduce_scatter,
+)
 from bagua_comm.arrays import ARITHMETIC_OPS, BITWISE_OPS, INTEGERS, dtype_named
 from bagua_comm.kernels import host
 from bagua_comm.testing import Recording, run_ranks
@@ -137,13 +146,28 @@ def test_golden_bytes(device, case):
         wire = up(data["wire"].reshape(n, -1))
         combined = codec.combine(wire, op=case["op"], count=m, dtype=dtype)
         assert data["combined"].tobytes() == combined.get().tobytes()
-    else:
+    elif case["kind"] == "allreduce":
         x = data["input"].view(dtype).reshape(n, m)
 
         def body(comm):
             return quantized_allreduce(comm, up(x[comm.rank]), codec=codec, op=case["op"]).get().tobytes()
 
         assert [data["output"].tobytes()] * n == run_ranks(n, body)
+    else:
+        counts, x = case["counts"], data["input"].view(dtype).reshape(n, m)
+
+        def reduce_scatter(comm):
+            settings = {"codec": codec, "op": case["op"], "counts": counts}
+            return quantized_reduce_scatter(comm, up(x[comm.rank]), **settings).get().tobytes()
+
+        def allgather(comm):
+            mine = np.split(x[0], np.cumsum(counts)[:-1])[comm.rank]
+            return quantized_allgather(comm, up(mine), codec=codec, counts=counts).get().tobytes()
+
+        if case["kind"] == "reduce_scatter":
+            assert data["output"].tobytes() == b"".join(run_ranks(n, reduce_scatter))
+        else:
+            assert [data["output"].tobytes()] * len(counts) == run_ranks(len(counts), allgather)
 
 
 def wire_of_any_blocks(count=300):
