@@ -24,9 +24,10 @@ from bagua_comm.closing import Closing
 from bagua_comm.trace import Counters
 
 from ..arrays import as_array, as_tensor, dtype_name
+from ..broadcast import broadcast_tensors
 from ..errors import MismatchError
 from ..process_group import default
-from .collectives import Gather, Reduce
+from .collectives import Gather, Reduce, Replicate
 from .groups import GroupComms, raise_on_all
 from .torch_names import Unit, units_of
 
@@ -39,14 +40,31 @@ class Attachment(Closing):
     Can be used as a context manager.
     """
 
-    def __init__(self, comm: Communicator, units: list[Unit], reduce: Average, gather: Exact | Quantized) -> None:
+    def __init__(
+        self,
+        comm: Communicator,
+        units: list[Unit],
+        reduce: Average,
+        gather: Exact | Quantized,
+        replicas: Average | None,
+    ) -> None:
         self._comm, self._units = comm, units
-        self._comms = GroupComms(comm, [group for unit in units for group in unit.process_groups])
+        groups = [group for unit in units for group in unit.process_groups]
+        if replicas is not None:
+            groups += [unit.replicas for unit in units if unit.replicas is not None]
+        self._comms = GroupComms(comm, groups)
         self._reducers: dict[str, Reduce] = {}
+        self._replicas: dict[str, Replicate] = {}
         for unit in units:
             over = self._comms.of(unit.process_groups[0])
             reducer = Reduce(self._comms, unit, reduce, over)
             feeds_back = isinstance(reduce, ErrorFeedback) and over.size > 1
+            if replicas is not None and unit.replicas is not None:
+                same = self._comms.of(unit.replicas)
+                broadcast_tensors(same, unit.shards)
+                self._replicas[unit.name] = Replicate(unit, replicas, same)
+                unit.use_for_replicas(self._replicas[unit.name])
+                feeds_back |= isinstance(replicas, ErrorFeedback)
             unit.use(Gather(self._comms, gather), reducer, include_unused=feeds_back)
             self._reducers[unit.name] = reducer
 
@@ -61,12 +79,19 @@ class Attachment(Closing):
         A residual is a flat tensor of the elements of the module's gradients, shards padded. Each rank has its
         own; save them by rank.
         """
-        residuals = {
-            name: as_tensor(reducer.residual).clone()
-            for name, reducer in self._reducers.items()
-            if reducer.residual is not None
-        }
-        return {"rank": self._comm.rank, "ranks": self._comm.size, "residuals": residuals}
+        state: dict[str, Any] = {"rank": self._comm.rank, "ranks": self._comm.size}
+        for key, kept in self._residuals().items():
+            state[key] = {
+                name: as_tensor(each.residual).clone() for name, each in kept.items() if each.residual is not None
+            }
+        return state
+
+    def _residuals(self) -> dict[str, dict[str, Any]]:
+        """What has a residual, by its key in the state and the name of its module."""
+        found: dict[str, dict[str, Any]] = {"residuals": {**self._reducers}}
+        if self._replicas:
+            found["replica_residuals"] = {**self._replicas}
+        return found
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from the result of `state_dict` of this rank.
@@ -77,13 +102,14 @@ class Attachment(Closing):
             ArrayError: The state is of another rank or number of ranks, or of another model. Raised on all ranks.
         """
         raise_on_all(self._comm, self._complaint(state))
-        for name, residual in state["residuals"].items():
-            self._reducers[name].residual = as_array(residual.clone())
+        for key, kept in self._residuals().items():
+            for name, residual in state[key].items():
+                kept[name].residual = as_array(residual.clone())
 
     def _complaint(self, state: Mapping[str, Any]) -> ArrayError | None:
         """Return the error to raise if the state does not fit."""
         name = "load_state_dict"
-        if not isinstance(state, Mapping) or {"rank", "ranks", "residuals"} - state.keys():
+        if not isinstance(state, Mapping) or {"rank", "ranks", *self._residuals()} - state.keys():
             return ArrayError(f"{name}: state is {type(state).__name__}, expected a result of state_dict()")
         if (state["rank"], state["ranks"]) != (self._comm.rank, self._comm.size):
             return ArrayError(
@@ -91,13 +117,16 @@ class Attachment(Closing):
                 f"{self._comm.rank} of {self._comm.size}; residuals belong to a rank, so load them with as many "
                 "ranks, or start without them"
             )
-        sizes = {unit.name: unit.gradient_numel for unit in self._units}
-        for module, residual in state["residuals"].items():
-            if sizes.get(module) != residual.numel():
+        whole = {unit.name: unit.gradient_numel for unit in self._units}
+        shards = {unit.name: unit.shard_numel for unit in self._units}
+        found = [(whole.get(name), name, each) for name, each in state["residuals"].items()]
+        found += [(shards.get(name), name, each) for name, each in state.get("replica_residuals", {}).items()]
+        for numel, module, residual in found:
+            if numel != residual.numel():
                 return ArrayError(
                     f"{name}: the state has {residual.numel()} elements for module {module!r}, but this model "
-                    f"has {sizes.get(module, 'no such module')}; it is of another model, or one that was sharded "
-                    "in another way"
+                    f"has {'no such module' if numel is None else numel}; it is of another model, or one that "
+                    "was sharded in another way"
                 )
         return None
 
@@ -122,6 +151,8 @@ def attach(
     reduce: Average | None = None,
     gather: Exact | Quantized | None = None,
     comm: Communicator | None = None,
+    *,
+    replicas: Average | None = None,
 ) -> Attachment:
     """Gather the parameters and reduce the gradients of a sharded model by this library.
 
@@ -144,12 +175,16 @@ def attach(
             not quantized.
         comm: The ranks of the mesh, and perhaps others; if None, the default communicator, which
             `bagua_torch.connect` makes. Communicators over the ranks of its process groups are made of it.
+        replicas: On a mesh of two dimensions, (replicas, shards): how the shards of gradients are averaged over
+            the replicas, by any average. The parameters of the first replica are copied to the others. If None,
+            PyTorch's all-reduce averages them.
 
     Returns:
         A handle with counters, the state of `reduce`, and `close`.
 
     Raises:
-        ArrayError: `reduce` or `gather` is something else, or the model has no sharded modules.
+        ArrayError: `reduce`, `gather` or `replicas` is something else, or the model has no sharded modules; or
+            there is `replicas`, but a module has no replicas, has a hook, or has parameters on the meta device.
         MismatchError: The ranks have different models or arguments.
         UnsupportedError: The model is sharded over ranks that `comm` does not have, or over several meshes in one
             module, or is replicated by `replicate`; or a method does not take the dtypes of a module.
@@ -165,19 +200,21 @@ def attach(
     units: list[Unit] = []
     error: BaguaError | None = None
     try:
-        units = _checked_units(model, reduce, gather)
+        units = _checked_units(model, reduce, gather, replicas)
     except BaguaError as exc:
         error = exc
     raise_on_all(world, error)
-    _compare(world, units, reduce, gather)
-    return Attachment(world, units, reduce, gather)
+    _compare(world, units, f"reduce={reduce}, gather={gather}, replicas={replicas}")
+    return Attachment(world, units, reduce, gather, replicas)
 
 
-def _checked_units(model: Any, reduce: Any, gather: Any) -> list[Unit]:
+def _checked_units(model: Any, reduce: Any, gather: Any, replicas: Any) -> list[Unit]:
     """Return the units of a model; raise unless they can be reduced and gathered by these methods."""
-    check_average_argument(_NAME, reduce)
-    if isinstance(reduce, Hierarchical) and isinstance(reduce.inner, ErrorFeedback):
-        raise ArrayError(f"{_NAME}: reduce is {reduce}, whose residuals cannot be saved; use {reduce.inner}")
+    for name, method in (("reduce", reduce), ("replicas", replicas)):
+        if method is not None:
+            check_average_argument(_NAME, method)
+        if isinstance(method, Hierarchical) and isinstance(method.inner, ErrorFeedback):
+            raise ArrayError(f"{_NAME}: {name} is {method}, whose residuals cannot be saved; use {method.inner}")
     if not isinstance(gather, (Exact, Quantized)):
         raise ArrayError(f"{_NAME}: gather is {gather!r}, expected Exact() or Quantized(codec)")
     if not isinstance(model, nn.Module):
@@ -195,7 +232,27 @@ def _checked_units(model: Any, reduce: Any, gather: Any) -> list[Unit]:
         )
     for unit in units:
         _check_unit(unit, reduce, gather)
+        if replicas is not None:
+            _check_replicas(unit, replicas)
     return units
+
+
+def _check_replicas(unit: Unit, replicas: Average) -> None:
+    what = f"module {unit.name!r}" if unit.name else "the root module"
+    if unit.replicas is None:
+        raise ArrayError(
+            f"{_NAME}: replicas is {replicas}, but {what} has none; give fully_shard a mesh of two dimensions, "
+            "(replicas, shards)"
+        )
+    if unit.has_hook:
+        raise ArrayError(f"{_NAME}: replicas is {replicas}, but set_all_reduce_hook was called for {what}")
+    if any(shard.is_meta for shard in unit.shards):
+        raise ArrayError(
+            f"{_NAME}: {what} has parameters on the meta device, which cannot be copied to the replicas; "
+            "initialize them first"
+        )
+    for dtype in unit.reduce_dtypes:
+        check_average(replicas, _name_of(dtype))
 
 
 def _check_unit(unit: Unit, reduce: Average, gather: Exact | Quantized) -> None:
@@ -225,9 +282,9 @@ def _name_of(dtype: torch.dtype) -> str:
     return dtype_name(torch.empty(0, dtype=dtype))
 
 
-def _compare(comm: Communicator, units: list[Unit], reduce: Average, gather: Exact | Quantized) -> None:
+def _compare(comm: Communicator, units: list[Unit], arguments: str) -> None:
     """Raise `MismatchError` on all ranks unless all have the same units and arguments. Collective."""
-    mine = [f"reduce={reduce}, gather={gather}"]
+    mine = [arguments]
     mine += [
         f"{unit.name or 'the root'}: {unit.parameters}, gathered in {unit.gather_dtypes}, reduced in "
         f"{unit.reduce_dtypes}"
