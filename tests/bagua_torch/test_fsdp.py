@@ -32,6 +32,7 @@ from bagua_torch.fsdp.groups import check_ranks, raise_on_all
 
 CASES = list(fsdp_training.CASES)
 PROGRAM = TESTS / "support" / "fsdp_training.py"
+FRAMEWORKS = TESTS / "support" / "fsdp_frameworks.py"
 
 
 def assert_all_ran(result, names):
@@ -51,6 +52,12 @@ def test_every_case_under_torchrun(ranks):
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_every_case_under_mpirun(ranks):
     assert_all_ran(run_python(ranks, PROGRAM, timeout_s=380), CASES)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_other_frameworks_train_through_it():
+    assert_all_ran(torchrun(2, FRAMEWORKS, timeout_s=180), ["lightning", "accelerate", "trainer"])
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ def test_it_prints_and_writes_the_steps_of_all_methods(tmp_path):
     result = torchrun(2, "-m", "benchmarks.fsdp", "--width", 256, "--layers", 2, "-n", 3, "--json", path)
     assert result.returncode == 0, result.stderr
     found = {each["method"]: each for each in json.loads(path.read_text())["results"]}
-    assert list(found) == ["PyTorch", "exact", "eight bits"]
+    assert list(found) == ["PyTorch", "exact", "gradients in eight bits", "eight bits"]
     assert found["PyTorch"]["ratio"] == 1
     for each in found.values():
         assert f"{1e3 * each['median_s']:.3g}"[:3] in result.stdout
