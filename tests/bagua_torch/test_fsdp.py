@@ -12,6 +12,7 @@ from support.launch import TESTS, run_python, torchrun
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+import bagua_torch
 from bagua_comm import (
     ArrayError,
     BFloat16,
@@ -89,6 +90,21 @@ def test_close_gives_the_model_back_to_pytorch(alone):
 
     run_ranks(1, body)
     assert (group._all_gather_comm, group._reduce_scatter_comm) == before
+
+
+def test_connect_makes_a_group_that_close_destroys():
+    with bagua_torch.connect(process_group=True):
+        assert dist.get_world_size() == 1
+    assert not dist.is_initialized()
+    comm = bagua_torch.connect(process_group=True)
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    comm.close()
+    assert dist.is_initialized(), "this group is the caller's"
+    with bagua_torch.connect(process_group=True):
+        pass
+    assert dist.is_initialized(), "there was one before"
+    dist.destroy_process_group()
 
 
 # The collectives, on ranks that are threads

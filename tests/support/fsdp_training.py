@@ -11,6 +11,7 @@ import warnings
 
 import numpy as np
 import torch
+from torch import distributed as dist
 from torch import nn
 from torch.distributed import checkpoint as checkpoint_files
 from torch.distributed._composable.replicate_with_fsdp import replicate
@@ -737,6 +738,7 @@ def main(names):
         if comm.rank == 0:
             print("ok", name, flush=True)
     comm.close()
+    assert not dist.is_initialized()
 
 
 if __name__ == "__main__":
