@@ -91,6 +91,8 @@ class Communicator(Collectives, UnevenCollectives, CoalescedCollectives, ObjectC
     """
 
     _nodes: Nodes | None = None
+    at_close: Callable[[], object] | None = None
+    """Called when this communicator has been closed; for what was made with it."""
 
     # Groups and lanes -------------------------------------------------------------------------------
 
@@ -309,6 +311,8 @@ class Communicator(Collectives, UnevenCollectives, CoalescedCollectives, ObjectC
         for comm in self._nodes or ():
             comm.close()
         with ExitStack() as ends:  # the last transport first: it may use the first one
+            if self.at_close is not None:
+                ends.callback(self.at_close)
             ends.callback(self.scratch.clear)
             ends.callback(self.call_cache.clear)
             for transport in self.transports:

@@ -24,9 +24,10 @@ from bagua_comm.closing import Closing
 from bagua_comm.trace import Counters
 
 from ..arrays import as_array, as_tensor, dtype_name
+from ..broadcast import broadcast_tensors
 from ..errors import MismatchError
 from ..process_group import default
-from .collectives import Gather, Reduce
+from .collectives import Gather, Reduce, Replicate
 from .groups import GroupComms, raise_on_all
 from .torch_names import Unit, units_of
 
@@ -39,19 +40,40 @@ class Attachment(Closing):
     Can be used as a context manager.
     """
 
-    def __init__(self, comm: Communicator, units: list[Unit], reduce: Average, gather: Exact | Quantized) -> None:
+    def __init__(
+        self,
+        comm: Communicator,
+        units: list[Unit],
+        reduce: Average,
+        gather: Exact | Quantized,
+        replicas: Average | None,
+    ) -> None:
         self._comm, self._units = comm, units
-        self._comms = GroupComms(comm, [group for unit in units for group in unit.process_groups])
-        self._feeding: dict[str, Reduce] = {}
-        reducers = []
-        for unit in units:  # `bind` may raise, so no module is changed before all reducers are made
+        groups = [group for unit in units for group in unit.process_groups]
+        if replicas is not None:
+            groups += [unit.replicas for unit in units if unit.replicas is not None]
+        self._comms = GroupComms(comm, groups)
+        self._feeding: dict[str, Reduce | Replicate] = {}
+        """What has a residual, by the name of its module."""
+        reducers, averages = [], []
+        for unit in units:  # `bind` may raise, so no module is changed before all are made
             over = self._comms.of(unit.process_groups[0])
-            reducer = Reduce(self._comms, unit, reduce, over)
-            reducers.append(reducer)
+            reducers.append(Reduce(self._comms, unit, reduce, over))
             if isinstance(reduce, ErrorFeedback) and over.size > 1:
-                self._feeding[unit.name] = reducer
-        for unit, reducer in zip(units, reducers, strict=True):
-            unit.use(Gather(self._comms, gather), reducer, include_unused=unit.name in self._feeding)
+                self._feeding[unit.name] = reducers[-1]
+            average = None
+            if replicas is not None and unit.replicas is not None:
+                average = Replicate(unit, replicas, self._comms.of(unit.replicas))
+                if isinstance(replicas, ErrorFeedback):
+                    self._feeding[f"replicas of {unit.name or 'the root'}"] = average
+            averages.append(average)
+        for unit, reducer, average in zip(units, reducers, averages, strict=True):
+            feeds_back = reducer in self._feeding.values() or average in self._feeding.values()
+            if average is not None:
+                assert unit.replicas is not None
+                broadcast_tensors(self._comms.of(unit.replicas), unit.shards)
+                unit.use_for_replicas(average)
+            unit.use(Gather(self._comms, gather), reducer, include_unused=feeds_back)
 
     @property
     def counters(self) -> Counters:
@@ -79,12 +101,12 @@ class Attachment(Closing):
         """
         raise_on_all(self._comm, self._complaint(state))
         for name, residual in state[self._key].items():
-            reducer = self._feeding[name]
-            reducer.residual = as_array(residual.to(reducer.device, copy=True))
+            each = self._feeding[name]
+            each.residual = as_array(residual.to(each.device, copy=True))
 
     @property
-    def _trained(self) -> dict[str, Reduce]:
-        """The reductions with a residual, by module: those of parameters that are not all frozen."""
+    def _trained(self) -> dict[str, Reduce | Replicate]:
+        """What has a residual, by module, of modules whose parameters are not all frozen."""
         return {name: each for name, each in self._feeding.items() if each.numel}
 
     @property
@@ -139,6 +161,8 @@ def attach(
     reduce: Average | None = None,
     gather: Exact | Quantized | None = None,
     comm: Communicator | None = None,
+    *,
+    replicas: Average | None = None,
 ) -> Attachment:
     """Gather the parameters and reduce the gradients of a sharded model by this library.
 
@@ -161,12 +185,16 @@ def attach(
             not quantized.
         comm: The ranks of the mesh, and perhaps others; if None, the default communicator, which
             `bagua_torch.connect` makes. Communicators over the ranks of its process groups are made of it.
+        replicas: On a mesh of two dimensions, (replicas, shards): how the shards of gradients are averaged over
+            the replicas, by any average. The parameters of the first replica are copied to the others. If None,
+            PyTorch's all-reduce averages them.
 
     Returns:
         A handle with counters, the state of `reduce`, and `close`.
 
     Raises:
-        ArrayError: `reduce` or `gather` is something else, or the model has no sharded modules.
+        ArrayError: `reduce`, `gather` or `replicas` is something else, or the model has no sharded modules; or
+            there is `replicas`, but a module has no replicas, has a hook, or has parameters on the meta device.
         MismatchError: The ranks have different models or arguments.
         UnsupportedError: The model is sharded over ranks that `comm` does not have, or over several meshes in one
             module, or is replicated by `replicate`; or a method does not take the dtypes of a module.
@@ -182,19 +210,21 @@ def attach(
     units: list[Unit] = []
     error: BaguaError | None = None
     try:
-        units = _checked_units(model, reduce, gather)
+        units = _checked_units(model, reduce, gather, replicas)
     except BaguaError as exc:
         error = exc
     raise_on_all(world, error)
-    _compare(world, units, reduce, gather)
-    return Attachment(world, units, reduce, gather)
+    _compare(world, units, f"reduce={reduce}, gather={gather}, replicas={replicas}")
+    return Attachment(world, units, reduce, gather, replicas)
 
 
-def _checked_units(model: Any, reduce: Any, gather: Any) -> list[Unit]:
+def _checked_units(model: Any, reduce: Any, gather: Any, replicas: Any) -> list[Unit]:
     """Return the units of a model; raise unless they can be reduced and gathered by these methods."""
-    check_average_argument(_NAME, reduce, "reduce")
-    if isinstance(reduce, Hierarchical) and isinstance(reduce.inner, ErrorFeedback):
-        raise ArrayError(f"{_NAME}: reduce is {reduce}, whose residuals cannot be saved; use {reduce.inner}")
+    for name, method in (("reduce", reduce), ("replicas", replicas)):
+        if method is not None:
+            check_average_argument(_NAME, method, name)
+        if isinstance(method, Hierarchical) and isinstance(method.inner, ErrorFeedback):
+            raise ArrayError(f"{_NAME}: {name} is {method}, whose residuals cannot be saved; use {method.inner}")
     if not isinstance(gather, (Exact, Quantized)):
         raise ArrayError(f"{_NAME}: gather is {gather!r}, expected Exact() or Quantized(codec)")
     if not isinstance(model, nn.Module):
@@ -212,7 +242,27 @@ def _checked_units(model: Any, reduce: Any, gather: Any) -> list[Unit]:
         )
     for unit in units:
         _check_unit(unit, reduce, gather)
+        if replicas is not None:
+            _check_replicas(unit, replicas)
     return units
+
+
+def _check_replicas(unit: Unit, replicas: Average) -> None:
+    what = f"module {unit.name!r}" if unit.name else "the root module"
+    if unit.replicas is None:
+        raise ArrayError(
+            f"{_NAME}: replicas is {replicas}, but {what} has none; give fully_shard a mesh of two dimensions, "
+            "(replicas, shards)"
+        )
+    if unit.has_hook:
+        raise ArrayError(f"{_NAME}: replicas is {replicas}, but set_all_reduce_hook was called for {what}")
+    if any(shard.is_meta for shard in unit.shards):
+        raise ArrayError(
+            f"{_NAME}: {what} has parameters on the meta device, which cannot be copied to the replicas; "
+            "initialize them first"
+        )
+    for dtype in unit.reduce_dtypes:
+        check_average(replicas, _name_of(dtype))
 
 
 def _check_unit(unit: Unit, reduce: Average, gather: Exact | Quantized) -> None:
@@ -242,9 +292,9 @@ def _name_of(dtype: torch.dtype) -> str:
     return dtype_name(torch.empty(0, dtype=dtype))
 
 
-def _compare(comm: Communicator, units: list[Unit], reduce: Average, gather: Exact | Quantized) -> None:
+def _compare(comm: Communicator, units: list[Unit], arguments: str) -> None:
     """Raise `MismatchError` on all ranks unless all have the same units and arguments. Collective."""
-    mine = [f"reduce={reduce}, gather={gather}"]
+    mine = [arguments]
     mine += [
         f"{unit.name or 'the root'}: {unit.parameters}, gathered in {unit.gather_dtypes}, reduced in "
         f"{unit.reduce_dtypes}"

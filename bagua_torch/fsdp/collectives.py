@@ -1,4 +1,4 @@
-"""The all-gather and the reduce-scatter that replace PyTorch's in a sharded model."""
+"""The all-gather, reduce-scatter and all-reduce that replace PyTorch's in a sharded model."""
 
 from __future__ import annotations
 
@@ -62,32 +62,17 @@ class Gather(_Allocating, AllGather):
                 comm.allgather(x, out=out)
 
 
-class Reduce(_Allocating, ReduceScatter):
-    """Reduces the gradients of a unit, each rank its shard.
+class FeedsBack:
+    """What a unit's gradients go through, with the residual of `ErrorFeedback`."""
 
-    Args:
-        comms: The communicators of the model.
-        unit: The parameters.
-        method: How to average.
-        comm: The ranks over which the unit is sharded; an average of another class is bound to it.
-    """
-
-    residual: Array | None = None
-    """The error of earlier calls on this rank, flat; of `ErrorFeedback`."""
-
-    def __init__(self, comms: GroupComms, unit: Unit, method: Average, comm: Communicator) -> None:
-        self._comms, self._unit, self._method = comms, unit, method
-        self._mean: InPlace | None = None
-        self._by_node: Callable[[Array, Array, LinearOp], Array] | None = None
-        if isinstance(method, Hierarchical) and isinstance(method.inner, (Exact, Quantized)):
-            self._by_node = method.bind_shards(comm)
-        elif not isinstance(method, (Exact, Quantized, ErrorFeedback)):
-            self._mean = method.bind(comm)
+    _unit: Unit
+    residual: Array | None
+    """The error of earlier calls on this rank, flat."""
 
     @property
     def numel(self) -> int:
-        """Number of elements of the residual: of the gradients of all trainable parameters, shards padded."""
-        return self._unit.gradient_numel
+        """Number of elements of the residual."""
+        raise NotImplementedError
 
     @property
     def dtype(self) -> torch.dtype:
@@ -104,6 +89,32 @@ class Reduce(_Allocating, ReduceScatter):
         if self.residual is not None and self.residual.size == self.numel:
             return self.residual
         return as_array(torch.zeros(self.numel, dtype=self.dtype, device=self.device))
+
+
+class Reduce(_Allocating, FeedsBack, ReduceScatter):
+    """Reduces the gradients of a unit, each rank its shard.
+
+    Args:
+        comms: The communicators of the model.
+        unit: The parameters.
+        method: How to average.
+        comm: The ranks over which the unit is sharded; an average of another class is bound to it.
+    """
+
+    def __init__(self, comms: GroupComms, unit: Unit, method: Average, comm: Communicator) -> None:
+        self._comms, self._unit, self._method = comms, unit, method
+        self.residual = None
+        self._mean: InPlace | None = None
+        self._by_node: Callable[[Array, Array, LinearOp], Array] | None = None
+        if isinstance(method, Hierarchical) and isinstance(method.inner, (Exact, Quantized)):
+            self._by_node = method.bind_shards(comm)
+        elif not isinstance(method, (Exact, Quantized, ErrorFeedback)):
+            self._mean = method.bind(comm)
+
+    @property
+    def numel(self) -> int:
+        """Number of elements of the residual: of the gradients of all trainable parameters, shards padded."""
+        return self._unit.gradient_numel
 
     def __call__(
         self,
@@ -144,23 +155,88 @@ class Reduce(_Allocating, ReduceScatter):
 
     def _residual_for(self, x: Array) -> Array:
         """Return the residual of gradients like `x`; zeros in the first call."""
-        name, expected = self._unit.name, self._unit.gradient_numel
-        if x.size != expected:
-            raise UnsupportedError(
-                f"bagua_torch.fsdp: {x.size} gradient elements of {name or 'the root'} are reduced, expected "
-                f"{expected}, since ErrorFeedback needs the gradients of all parameters in each step; use "
-                "Quantized(), or a PyTorch with FSDPModule.set_reduce_scatter_unused_params"
-            )
-        if self.residual is None or self.residual.size != x.size:
-            if self.residual is not None:
-                warnings.warn(
-                    f"bagua_torch.fsdp: parameters of {name or 'the root'} were frozen or unfrozen; its residual "
-                    "restarts at zero",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
-            self.residual = arrays.zeros_like(x)
+        check_numel(self._unit.name, x, self._unit.gradient_numel)
+        found = fitting(self._unit.name, self.residual, x)
+        self.residual = arrays.zeros_like(x) if found is None else found
         return self.residual
+
+
+class Replicate(FeedsBack):
+    """Averages a unit's shards of gradients over its replicas, in place.
+
+    Args:
+        unit: The parameters.
+        method: How to average.
+        comm: The ranks that keep the same shards.
+    """
+
+    def __init__(self, unit: Unit, method: Average, comm: Communicator) -> None:
+        self._unit, self._method, self._comm = unit, method, comm
+        self._mean: Any = method.bind(comm)
+        self._earlier: torch.Tensor | None = None
+
+    @property
+    def numel(self) -> int:
+        """Number of elements of the residual: of this rank's shard of gradients."""
+        return self._unit.shard_numel
+
+    @property
+    def residual(self) -> Array | None:
+        """The error of earlier calls on this rank, flat; of `ErrorFeedback`."""
+        return self._mean.residual if isinstance(self._method, ErrorFeedback) else None
+
+    @residual.setter
+    def residual(self, residual: Array | None) -> None:
+        self._mean.residual = residual
+
+    def __call__(self, reduced: torch.Tensor) -> None:
+        """Average, or keep for the next call if `set_requires_all_reduce(False)` says so. Collective.
+
+        PyTorch adds what this leaves in `reduced` to the gradients.
+        """
+        if not self._unit.averages_replicas:
+            self._earlier = reduced.clone() if self._earlier is None else self._earlier + reduced
+            reduced.zero_()
+            return
+        if self._earlier is not None:
+            reduced.add_(self._earlier)
+            self._earlier = None
+        check_average(self._method, dtype_name(reduced))
+        with torch_stream(reduced.device):
+            x = as_array(reduced)
+            if isinstance(self._method, ErrorFeedback):
+                check_numel(self._unit.name, x, self._unit.shard_numel)
+                self._mean.residual = fitting(self._unit.name, self._mean.residual, x)
+            self._mean(x)
+        if self._unit.divide_factor is not None:  # it divides the sum over all ranks
+            reduced.mul_(self._comm.size)
+
+
+def check_numel(name: str, x: Array, expected: int) -> None:
+    """Raise unless gradients are those of all parameters of a unit.
+
+    Raises:
+        UnsupportedError: They are not.
+    """
+    if x.size != expected:
+        raise UnsupportedError(
+            f"bagua_torch.fsdp: {x.size} gradient elements of {name or 'the root'} are reduced, expected "
+            f"{expected}, since ErrorFeedback needs the gradients of all parameters in each step; use "
+            "Quantized(), or a PyTorch with FSDPModule.set_reduce_scatter_unused_params"
+        )
+
+
+def fitting(name: str, residual: Array | None, x: Array) -> Array | None:
+    """Return the residual of gradients like `x`; None, with a warning, if it is of another number of elements."""
+    if residual is None or residual.size == x.size:
+        return residual
+    warnings.warn(
+        f"bagua_torch.fsdp: parameters of {name or 'the root'} were frozen or unfrozen; its residual "
+        "restarts at zero",
+        RuntimeWarning,
+        stacklevel=3,
+    )
+    return None
 
 
 def is_large(method: Quantized, comm: Communicator, x: Array) -> bool:

@@ -6,7 +6,8 @@ Tried with PyTorch 2.11 and 2.13.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ TRIED = "2.11 and 2.13"
 try:
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
-    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+    from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo
 except ImportError as exc:
     raise ImportError(
         f"bagua_torch.fsdp: PyTorch {torch.__version__} lacks what it needs of FSDP2 ({exc}); it was tried with "
@@ -43,6 +44,7 @@ class Unit:
         self.name, self._module, self._group = name, module, group
         self._before = group._all_gather_comm, group._reduce_scatter_comm
         self._unused = getattr(group, "reduce_scatter_unused_params", None)
+        self._meshes = group.mesh_info, group.post_forward_mesh_info
 
     @property
     def process_groups(self) -> list[dist.ProcessGroup]:
@@ -50,8 +52,13 @@ class Unit:
 
         Empty for a module of `replicate`, which is not sharded.
         """
-        infos = [self._group.mesh_info, self._group.post_forward_mesh_info]
-        return [info.shard_process_group for info in infos if isinstance(info, FSDPMeshInfo)]
+        return [info.shard_process_group for info in self._meshes if isinstance(info, FSDPMeshInfo)]
+
+    @property
+    def replicas(self) -> dist.ProcessGroup | None:
+        """The ranks that keep the same shard, of a mesh of two dimensions; None on another mesh."""
+        info = self._meshes[0]
+        return info.replicate_process_group if isinstance(info, DDPMeshInfo) else None
 
     @property
     def gather_dtypes(self) -> list[torch.dtype]:
@@ -71,7 +78,12 @@ class Unit:
     def gradient_numel(self) -> int:
         """Number of elements of the gradients of all trainable parameters, with the padding of shards."""
         ranks: int = self.process_groups[0].size()
-        return int(ranks * sum(math.prod(p.padded_sharded_param_size) for p in self._trained))
+        return ranks * self.shard_numel
+
+    @property
+    def shard_numel(self) -> int:
+        """Number of elements of a rank's shards of these gradients, with their padding."""
+        return int(sum(math.prod(p.padded_sharded_param_size) for p in self._trained))
 
     @property
     def device(self) -> torch.device:
@@ -86,6 +98,16 @@ class Unit:
             (p._module_info.param_name, tuple(p._orig_size), p.sharded_param.requires_grad)
             for p in self._group.fsdp_params
         ]
+
+    @property
+    def shards(self) -> list[torch.Tensor]:
+        """The shard of each parameter on this rank."""
+        return [p.sharded_param.to_local() for p in self._group.fsdp_params]
+
+    @property
+    def averages_replicas(self) -> bool:
+        """Whether a backward pass averages over replicas, as `set_requires_all_reduce` has set it."""
+        return bool(self._group.all_reduce_grads)
 
     @property
     def divide_factor(self) -> float | None:
@@ -104,8 +126,26 @@ class Unit:
         if include_unused and self._unused is not None:
             self._module.set_reduce_scatter_unused_params(True)
 
+    def use_for_replicas(self, average: Callable[[torch.Tensor], None]) -> None:
+        """Have `average` reduce the shards of gradients over replicas, instead of PyTorch's all-reduce.
+
+        PyTorch always makes its own for a group on a mesh with replicas, and calls the hook afterwards. So the
+        group gets the mesh without the replicas; its parameters keep theirs.
+        """
+        info, after = self._meshes
+        settings = {each.name: getattr(info, each.name) for each in fields(FSDPMeshInfo) if each.init}
+        only_shards = FSDPMeshInfo(**settings)
+        if hasattr(info, "reduce_scatter_process_group"):
+            only_shards.reduce_scatter_process_group = info.reduce_scatter_process_group
+        self._group.mesh_info = only_shards
+        self._group.post_forward_mesh_info = only_shards if after is info else after
+        self._module.set_all_reduce_hook(average)
+
     def restore(self) -> None:
         """Have PyTorch communicate as before."""
+        if self._group.mesh_info is not self._meshes[0]:
+            self._group.mesh_info, self._group.post_forward_mesh_info = self._meshes
+            self._group._all_reduce_hook = None
         self._group._all_gather_comm, self._group._reduce_scatter_comm = self._before
         if self._unused is not None:
             self._group.reduce_scatter_unused_params = self._unused
@@ -117,6 +157,11 @@ class Unit:
             type(each).__module__ for each in (self._group._all_gather_comm, self._group._reduce_scatter_comm)
         )
         return any(not module.startswith("torch.") for module in ours)
+
+    @property
+    def has_hook(self) -> bool:
+        """Whether `set_all_reduce_hook` has set a function."""
+        return self._group._all_reduce_hook is not None
 
 
 def units_of(model: nn.Module) -> Iterator[Unit]:

@@ -62,7 +62,7 @@ def connect(
         record: A folder for the last calls of each rank, written when a call fails; see `bagua_comm.connect`.
         op_order: The order in which host tensors are added over MPI, "rank" or "any"; see `bagua_comm.connect`.
         process_group: Under mpirun or without a launcher, also initialize torch.distributed's default process
-            group with these ranks, which `DeviceMesh` and `fully_shard` need. `close` does not destroy it.
+            group with these ranks, which `DeviceMesh` and `fully_shard` need. `close` destroys it.
 
     Raises:
         BootstrapError: A launcher started this process, but the world cannot be set up, or has too few ranks; or
@@ -94,11 +94,19 @@ def connect(
         op_order=op_order,
     )
     use_device(comm)
-    if process_group and comm.size == 1 and not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-    elif process_group:
-        provide_group(comm)
+    if process_group and not dist.is_initialized():
+        if comm.size == 1:
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+        else:
+            provide_group(comm)
+        comm.at_close = functools.partial(_destroy, dist.group.WORLD)
     return comm
+
+
+def _destroy(group: Any) -> None:
+    """Destroy the default process group, if it is still this one."""
+    if dist.is_initialized() and dist.group.WORLD is group:
+        dist.destroy_process_group()
 
 
 def use_device(comm: Communicator) -> None:

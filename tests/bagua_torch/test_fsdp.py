@@ -13,6 +13,7 @@ from support.launch import TESTS, run_python, torchrun
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+import bagua_torch
 from bagua_comm import (
     ArrayError,
     BFloat16,
@@ -29,11 +30,12 @@ from bagua_comm import (
 from bagua_comm.testing import run_ranks
 from bagua_torch import DistributedDataParallel, fsdp
 from bagua_torch.fsdp import torch_names
-from bagua_torch.fsdp.collectives import Gather, Reduce
+from bagua_torch.fsdp.collectives import Gather, Reduce, Replicate
 from bagua_torch.fsdp.groups import check_ranks, raise_on_all
 
 CASES = list(fsdp_training.CASES)
 PROGRAM = TESTS / "support" / "fsdp_training.py"
+FRAMEWORKS = TESTS / "support" / "fsdp_frameworks.py"
 
 
 def assert_all_ran(result, names):
@@ -53,6 +55,12 @@ def test_every_case_under_torchrun(ranks):
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_every_case_under_mpirun(ranks):
     assert_all_ran(run_python(ranks, PROGRAM, timeout_s=380), CASES)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_other_frameworks_train_through_it():
+    assert_all_ran(torchrun(2, FRAMEWORKS, timeout_s=180), ["lightning", "accelerate", "trainer"])
 
 
 @pytest.fixture
@@ -107,6 +115,21 @@ def test_an_error_leaves_the_model_to_pytorch(alone):
         fsdp.attach(model, Exact(), comm=comm).close()  # no module has custom communication
 
     run_ranks(1, body)
+
+
+def test_connect_makes_a_group_that_close_destroys():
+    with bagua_torch.connect(process_group=True):
+        assert dist.get_world_size() == 1
+    assert not dist.is_initialized()
+    comm = bagua_torch.connect(process_group=True)
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    comm.close()
+    assert dist.is_initialized(), "this group is the caller's"
+    with bagua_torch.connect(process_group=True):
+        pass
+    assert dist.is_initialized(), "there was one before"
+    dist.destroy_process_group()
 
 
 # The collectives, on ranks that are threads
@@ -205,6 +228,55 @@ def test_hierarchical_reduces_inside_nodes_first(inner):
 
     coded = [inner != Exact() and rank in (0, 3) for rank in range(4)]  # only these two cross between nodes
     assert run_ranks(4, body, nodes=["a", "a", "a", "b"]) == [(True, each) for each in coded]
+
+
+def of_replicas(**settings):
+    fixed = {"name": "layer", "shard_numel": 2400, "divide_factor": None}
+    return SimpleNamespace(**{"averages_replicas": True, **fixed, **settings})
+
+
+@pytest.mark.parametrize("method", [Exact(), Reproducible(), Quantized(min_bytes=0), ErrorFeedback()], ids=repr)
+def test_replicas_are_averaged_by_their_method(method):
+    def body(comm):
+        replicate, mean = Replicate(of_replicas(), method, comm), method.bind(comm)
+        for _ in range(2):
+            x = X[comm.rank].clone()
+            replicate(x)
+            assert torch.equal(x, mean(X[comm.rank].clone()))
+        return replicate.residual is not None
+
+    assert run_ranks(2, body) == [isinstance(method, ErrorFeedback)] * 2
+
+
+def test_a_postponed_average_of_replicas_leaves_zeros_and_is_of_the_sum():
+    def body(comm):
+        unit = of_replicas(averages_replicas=False)
+        replicate, first, second, last = Replicate(unit, Exact(), comm), *(X[comm.rank].clone() for _ in range(3))
+        replicate(first)
+        replicate(second)
+        unit.averages_replicas = True
+        replicate(last)
+        assert torch.equal(last, comm.allreduce(3 * X[comm.rank], op="avg"))
+        return int(first.count_nonzero() + second.count_nonzero())
+
+    assert run_ranks(2, body) == [0, 0]
+
+
+def test_the_divisor_of_the_user_divides_the_sum_over_replicas():
+    def body(comm):
+        x = X[comm.rank].clone()
+        Replicate(of_replicas(divide_factor=3.0), Exact(), comm)(x)
+        return torch.equal(x, X[0] + X[1])
+
+    assert run_ranks(2, body) == [True, True]
+
+
+def test_the_residual_of_replicas_needs_the_gradients_of_all_parameters():
+    def body(comm):
+        with pytest.raises(UnsupportedError, match="2400 gradient elements of layer are reduced, expected 2402"):
+            Replicate(of_replicas(shard_numel=2402), ErrorFeedback(), comm)(X[0].clone())
+
+    run_ranks(2, body)
 
 
 def test_error_feedback_needs_the_gradients_of_all_parameters():

@@ -15,7 +15,7 @@ def test_it_prints_and_writes_the_steps_of_all_methods(tmp_path):
     result = torchrun(2, "-m", "benchmarks.fsdp", "--width", 256, "--layers", 2, "-n", 3, "--json", path)
     assert result.returncode == 0, result.stderr
     found = {each["method"]: each for each in json.loads(path.read_text())["results"]}
-    assert list(found) == ["PyTorch", "exact", "eight bits"]
+    assert list(found) == ["PyTorch", "exact", "gradients in eight bits", "eight bits"]
     assert found["PyTorch"]["ratio"] == 1
     for each in found.values():
         assert f"{1e3 * each['median_s']:.3g}"[:3] in result.stdout
@@ -33,3 +33,20 @@ def test_the_ratios_of_the_guide_are_those_that_were_measured(rate):
         assert f"took {ratios['exact']} of its time and eight bits {ratios['eight bits']};" in text
     else:
         assert f"over 1 Gbit/s, {ratios['exact']} and {ratios['eight bits']}." in text
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("fsdp-gpt-*.json")), ids=lambda path: path.stem)
+def test_the_table_of_the_guide_has_what_was_measured(path):
+    record = json.loads(path.read_text())
+    gbit, hosts = record["arguments"]["gbit"], "2 x 2" if path.stem.endswith("-2x2") else "4"
+    rate = f"{gbit:g} Gbit/s" if gbit >= 1 else f"{1000 * gbit:g} Mbit/s"
+    text = (ROOT / "docs" / "guides" / "sharded.md").read_text()
+    for each in record["results"]:
+        figures = f"{each['ratio']:.2f} | {each['link_bytes'] / 1e6:.0f} MB | {each['share']:.2f}"
+        assert f"| {hosts} | {rate} | {each['method']} | {figures} |" in text
+
+
+def test_eight_bits_send_what_the_goal_says():
+    for path in RESULTS.glob("fsdp-gpt-*.json"):
+        sent = {each["method"]: each["link_bytes"] for each in json.loads(path.read_text())["results"]}
+        assert sent["exact"] > 3.8 * sent["eight bits"]

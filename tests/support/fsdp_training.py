@@ -4,15 +4,19 @@ Exact training is compared with training on one rank that computes the gradients
 """
 
 import copy
+import shutil
 import sys
+import tempfile
 import warnings
 from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
-import torch.distributed.checkpoint as dcp
+from torch import distributed as dist
 from torch import nn
+from torch.distributed import checkpoint as dcp
 from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import distribute_tensor
@@ -395,6 +399,140 @@ def replicated_shards(comm):
     assert distance(model, reference(make(), 3, comm.size)) < 0.05
 
 
+def mesh_of_replicas(comm):
+    """Two shards on an even number of ranks, else shards on all."""
+    shards = 2 if comm.size % 2 == 0 else comm.size
+    return init_device_mesh("cpu", (comm.size // shards, shards), mesh_dim_names=("replicas", "shards"))
+
+
+@case
+def replicas_by_averages(comm):
+    expected, mesh = reference(make(), 3, comm.size), mesh_of_replicas(comm)
+    for method, limit in [
+        (Exact(), 1e-5),
+        (Reproducible(), 1e-5),
+        (EIGHT_BITS, 0.1),
+        (ErrorFeedback(), 0.1),
+        (Hierarchical(), 1e-5),
+    ]:
+        model = shard(make(), mesh=mesh)
+        with bagua_torch.fsdp.attach(model, Exact(), replicas=method) as handle:
+            train(model, 3, comm.rank)
+            if mesh.size(0) > 1 and method == EIGHT_BITS:
+                assert "quantized_allreduce" in handle.counters.by_operation
+        assert distance(model, expected) < limit, method
+        for parameter in model.parameters():
+            comm.check_consistency(parameter.full_tensor().detach().clone())
+        train(model, 1, comm.rank, first=3)  # by PyTorch again
+
+
+@case
+def replicas_as_pytorch_averages_them(comm):
+    """As PyTorch's own all-reduce of two replicas, in each of its settings."""
+    if comm.size != 4:
+        return
+    mesh, half = mesh_of_replicas(comm), torch.bfloat16
+
+    def trained(replicas, policy=None, factor=None, forced=False, micro=1, dtype=torch.float32, **settings):
+        if policy is not None:
+            settings["mp_policy"] = policy
+        model = shard(make(), mesh=mesh, **settings)
+        for each in (model, *model.blocks):
+            if factor:
+                each.set_gradient_divide_factor(factor)
+            each.set_force_sum_reduction_for_comms(forced)
+        bagua_torch.fsdp.attach(model, Exact(), replicas=replicas)
+        optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+        for step in range(3):
+            optimizer.zero_grad()
+            for i in range(micro):
+                model.set_requires_all_reduce(i == micro - 1)
+                x, y = batch(10 * step + i, comm.rank, dtype)
+                mse_loss(model(x), y).backward()
+            optimizer.step()
+        return whole(model)
+
+    for settings in [
+        {},
+        {"micro": 3},
+        {"factor": 3.0},
+        {"factor": 2.0},
+        {"forced": True},
+        {"reshard_after_forward": False},
+        {"policy": MixedPrecisionPolicy(half, torch.float32), "dtype": half},
+        {"policy": MixedPrecisionPolicy(torch.float16, torch.float16), "dtype": torch.float16},
+    ]:
+        for a, b in zip(trained(None, **settings), trained(Exact(), **settings), strict=True):
+            assert torch.allclose(a, b, rtol=1e-3, atol=1e-5), (settings, (a - b).abs().max())
+
+
+@case
+def replicas_start_equal(comm):
+    mesh = mesh_of_replicas(comm)
+    model = make()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(mesh.get_local_rank(0))
+    shard(model, mesh=mesh)
+    bagua_torch.fsdp.attach(model, Exact(), replicas=Exact())
+    train(model, 3, comm.rank)
+    assert distance(model, reference(make(), 3, comm.size)) < 1e-5
+
+
+@case
+def replicas_of_whole_models(comm):
+    """A mesh with one shard: what `replicate` does, by any average."""
+    mesh = init_device_mesh("cpu", (comm.size, 1), mesh_dim_names=("replicas", "shards"))
+    model = shard(make(), mesh=mesh)
+    with bagua_torch.fsdp.attach(model, replicas=EIGHT_BITS) as handle:
+        train(model, 3, comm.rank)
+        assert set(handle.counters.by_operation) <= {"broadcast", "quantized_allreduce"}
+    assert distance(model, reference(make(), 3, comm.size)) < 0.1
+
+
+@case
+def distributed_checkpoint(comm):
+    """PyTorch's checkpoints with the residuals of the handle: training continues to the same bits."""
+    mesh = mesh_of_replicas(comm)
+    path = comm.broadcast_object(tempfile.mkdtemp() if comm.rank == 0 else None, root=0)
+
+    def start():
+        model = shard(make(), mesh=mesh)
+        handle = bagua_torch.fsdp.attach(model, ErrorFeedback(), EIGHT_BITS, replicas=ErrorFeedback())
+        return model, handle, torch.optim.Adam(model.parameters(), 1e-2)
+
+    def steps(model, optimizer, numbers):
+        for step in numbers:
+            x, y = batch(step, comm.rank)
+            optimizer.zero_grad()
+            mse_loss(model(x), y).backward()
+            optimizer.step()
+
+    def state_of(model, handle, optimizer):
+        weights, moments = get_state_dict(model, optimizer)
+        return {"model": weights, "optimizer": moments, f"residuals-{comm.rank}": handle.state_dict()}
+
+    model, handle, optimizer = start()
+    steps(model, optimizer, range(3))
+    dcp.save(state_of(model, handle, optimizer), checkpoint_id=path)
+    steps(model, optimizer, range(3, 6))
+    expected = whole(model)
+    handle.close()
+
+    model, handle, optimizer = start()
+    steps(model, optimizer, [7])  # so that there are residuals to load into
+    state = state_of(model, handle, optimizer)
+    dcp.load(state, checkpoint_id=path)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    handle.load_state_dict(state[f"residuals-{comm.rank}"])
+    steps(model, optimizer, range(3, 6))
+    for a, b in zip(expected, whole(model), strict=True):
+        assert torch.equal(a, b)
+    comm.barrier()
+    if comm.rank == 0:
+        shutil.rmtree(path)
+
+
 @case
 def a_group_of_its_own_for_reductions(comm):
     model = shard(make())
@@ -601,6 +739,16 @@ def bad_input(comm):
     )  # fmt: skip
     replicated = replicate(make(), mesh=init_device_mesh("cpu", (comm.size,)))
     refused(comm, UnsupportedError, "is replicated, not sharded", attach, replicated)
+    refused(comm, ArrayError, "but the root module has none; give", attach, model, replicas=Exact())
+    refused(comm, ArrayError, "residuals cannot", attach, model, replicas=Hierarchical(ErrorFeedback()))
+    refused(comm, ArrayError, "expected an Average", attach, model, replicas="eight bits")
+    mesh = mesh_of_replicas(comm)
+    with torch.device("meta"):
+        empty = shard(Net(), mesh=mesh)
+    refused(comm, ArrayError, "initialize them first", attach, empty, replicas=Exact())
+    hooked = fully_shard(make(), mesh=mesh)
+    hooked.set_all_reduce_hook(print)
+    refused(comm, ArrayError, "set_all_reduce_hook was called", attach, hooked, replicas=Exact())
     with attach(model):
         refused(comm, ArrayError, "close the handle", attach, model)
     if comm.size == 1:
@@ -635,6 +783,7 @@ def main(names):
         if comm.rank == 0:
             print("ok", name, flush=True)
     comm.close()
+    assert not dist.is_initialized()
 
 
 if __name__ == "__main__":
