@@ -221,6 +221,7 @@ def test_calls_that_no_later_one_can_repeat_are_not_recorded(device, monkeypatch
     assert not kept
 
 
+@pytest.mark.slow
 def test_hundreds_of_arrays_are_replayed(device, replays):
     def body(comm):
         xs = [put(values(comm.rank, size=64)) for _ in range(300)]

@@ -436,7 +436,7 @@ def test_processes_that_torchrun_restarts_continue_from_the_last_commit(tmp_path
     before = set(shared_memory().glob(f"{agent_folder.PREFIX}*"))
     result = torchrun(2, "--max-restarts=1", program, tmp_path, 1, timeout_s=200)
     assert result.returncode == 0, result.stderr
-    (line,) = [line for line in result.stderr.splitlines() if "elastic.run: training continues" in line]
+    (line,) = [line for line in result.stderr.splitlines() if "training continues" in line]
     assert re.search(r"from commit \d+, which is left in memory, on 2 ranks$", line)
     for rank in range(2):
         begun, size, weights = ast.literal_eval((tmp_path / f"result-{rank}").read_text())

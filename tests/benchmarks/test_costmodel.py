@@ -91,7 +91,7 @@ def test_it_calibrates_on_a_few_rows_and_predicts_the_others(files, tmp_path, ca
         "--model",
         "vgg16",
         "--step-time",
-        "3.5",
+        "3.5s",
         "--device",
         "cpu",
     ]

@@ -89,6 +89,7 @@ def bench(nbytes, row=4096):
     return made
 
 
+@pytest.mark.slow
 @on_one_stream
 def test_codecs_are_timed_beside_copies_and_plain_operations(device):
     rows = dict(gpu_codecs.codec_rows(bench(1 << 17, row=8192), "minmax", "float32"))
@@ -244,6 +245,7 @@ def test_overlap_is_the_part_of_exchanges_within_backward_passes():
 # Processes ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mpi", [True, False])
 def test_when_one_rank_fails_the_others_are_ended(tmp_path, mpi, monkeypatch):
     monkeypatch.setattr(gpu_world, "GRACE_S", 0.5)

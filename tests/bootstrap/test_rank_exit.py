@@ -262,6 +262,7 @@ def test_mpi_is_finalized_where_mpi4py_does_not_do_so(tmp_path, start, end):
     assert result.stdout.count("[2.0, 2.0, 2.0]") == 2
 
 
+@pytest.mark.slow
 def test_an_error_of_ours_is_one_short_message_with_the_line_of_the_program(tmp_path):
     result, _ = run_timed(
         tmp_path,

@@ -48,6 +48,7 @@ def run_with(count, tmp_path):
     return run_python(RANKS, script=(tmp_path / "script.py", SCRIPT), mpirun=arguments.split())
 
 
+@pytest.mark.slow
 def test_each_pair_has_all_links_before_anything_is_sent(tmp_path):
     one, many = (run_with(count, tmp_path) for count in (1, LINKS))
     assert one.returncode == many.returncode == 0, one.stderr + many.stderr

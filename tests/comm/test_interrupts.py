@@ -211,6 +211,7 @@ def test_notices_that_were_interrupted_while_they_listened_listen_again():
     assert [each for each, _ in notices.from_rank(2)] == [notice]
 
 
+@pytest.mark.slow
 def test_a_flight_recorder_that_was_interrupted_while_it_wrote_writes_again(tmp_path):
     recorders = [FlightRecorder(folder=tmp_path)]  # each writes a few times only
 

@@ -110,7 +110,7 @@ def test_each_engine_logs_a_line_when_it_is_closed(caplog, size):
     (line,) = [text for text in caplog.messages if "steps" in text]
     assert re.fullmatch(
         r"3 steps, [\d.]+ ms each; waiting [\d.]+ ms \(\d+ %\), \d+ % of communication hidden; "
-        r"[\d.]+ MB a step sent",
+        r"[\d.]+ (MB|bytes) a step sent",
         line,
     )
 

@@ -320,6 +320,7 @@ def test_layers_of_models_add_up():
     }
 
 
+@pytest.mark.slow
 @pytest.mark.needs("transformers")
 @pytest.mark.parametrize(("name", "width", "depth", "heads"), [("gpt2", 768, 12, 12), ("gpt2-xl", 1600, 48, 25)])
 def test_the_layers_of_gpt2_are_those_of_transformers(name, width, depth, heads):

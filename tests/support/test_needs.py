@@ -30,7 +30,9 @@ def run(pytester, monkeypatch):
     return run
 
 
-@pytest.mark.parametrize("environment", [{}, {"CI": "true", "BAGUA_TEST_COMPLETE": "0"}])
+@pytest.mark.parametrize(
+    "environment", [pytest.param({}, marks=pytest.mark.slow), {"CI": "true", "BAGUA_TEST_COMPLETE": "0"}]
+)
 def test_a_test_that_needs_a_missing_package_is_skipped_with_the_reason(run, environment):
     result = run(**environment)
     result.assert_outcomes(passed=1, skipped=3)
