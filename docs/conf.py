@@ -33,7 +33,17 @@ nitpicky = True
 INTERNAL = (  # types that signatures name, and that nobody needs to know
     *("After", "ByNode", "Dataset", "Every", "Flow", "Hub", "Order", "RendezvousInfo", "Steps"),
     *("Clock", "SpanContext", "SupportsDLPack", "TorchEngine", "EngineRegistry", "Session"),
-    *("Encoding", "Failure", "Hooks", "LaneComm", "Momentum", "ProcessId", "Ranks", "RecordedFailure", "SampleOrder"),
+    *(
+        "Encoding",
+        "Failure",
+        "Hooks",
+        "LaneComm",
+        "Momentum",
+        "ProcessId",
+        "Ranks",
+        "RecordedFailure",
+        "SampleOrder",
+    ),
 )
 # Backticks in docstrings are for code, too, and types may come from libraries that are not described here.
 nitpick_ignore_regex = [

@@ -468,8 +468,14 @@ __device__ void segments_from(const Source& source, const Range* ranges, uint8* 
 
 // With the registers that CTAs of up to 512 threads leave, a multiprocessor holds two CTAs of 256 threads at a time. With fewer
 // registers it holds three: on an H100, 8 rows were combined 1.10 times as fast, and 2 rows 1.27 times. There are two loads
-// ahead, since with four, registers would be spilled.
+// ahead, since with four, registers would be spilled, as they are on other architectures.
+#if __CUDA_ARCH__ == 900
 #define KERNEL_OF_SMALL_CTAS extern "C" __global__ void __launch_bounds__(usual_cta, 3)
+constexpr int usual_ahead = 2;
+#else
+#define KERNEL_OF_SMALL_CTAS KERNEL
+constexpr int usual_ahead = 4;
+#endif
 
 KERNEL encode(const element* x, uint8* wire, Layout layout) { encode_from(Elements{x, layout}, wire); }
 
@@ -480,7 +486,7 @@ KERNEL encode_segments(const element* x, const Range* ranges, uint8* wire, Layou
 }
 
 KERNEL_OF_SMALL_CTAS combine(const uint8* wires, int64 summands, int64 mean, uint8* wire, Layout layout) {
-    encode_from(Sum<2>{wires, summands, mean != 0, layout}, wire);
+    encode_from(Sum<usual_ahead>{wires, summands, mean != 0, layout}, wire);
 }
 
 KERNEL combine_wide(const uint8* wires, int64 summands, int64 mean, uint8* wire, Layout layout) {

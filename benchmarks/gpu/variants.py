@@ -29,7 +29,7 @@ from .device import collect_device
 Change = tuple[str, str]
 """Words of minmax.cu, and the words in their place."""
 
-_BOUNDS, _AHEAD = "__launch_bounds__(usual_cta, 3)", "encode_from(Sum<2>"
+_BOUNDS, _AHEAD = "__launch_bounds__(usual_cta, 3)", "usual_ahead = 2"
 _RECIPROCAL = (
     "        float32 quotient = level * inverse;\n"
     "        return fmaf(fmaf(-scale, quotient, level), inverse, quotient);",
@@ -37,10 +37,10 @@ _RECIPROCAL = (
 )
 VARIANTS: dict[str, tuple[Change, ...]] = {
     "as it is": (),
-    "2 CTAs, 4 loads ahead": ((_BOUNDS, "__launch_bounds__(largest_cta)"), (_AHEAD, "encode_from(Sum<4>")),
+    "2 CTAs, 4 loads ahead": ((_BOUNDS, "__launch_bounds__(largest_cta)"), (_AHEAD, "usual_ahead = 4")),
     "2 CTAs, 2 loads ahead": ((_BOUNDS, "__launch_bounds__(largest_cta)"),),
-    "3 CTAs, 4 loads ahead": ((_AHEAD, "encode_from(Sum<4>"),),
-    "4 CTAs, 4 loads ahead": ((_BOUNDS, "__launch_bounds__(usual_cta, 4)"), (_AHEAD, "encode_from(Sum<4>")),
+    "3 CTAs, 4 loads ahead": ((_AHEAD, "usual_ahead = 4"),),
+    "4 CTAs, 4 loads ahead": ((_BOUNDS, "__launch_bounds__(usual_cta, 4)"), (_AHEAD, "usual_ahead = 4")),
     "streaming accesses": (("__ldcg(", "__ldcs("), ("__stcg(", "__stcs(")),
     "reciprocal": (_RECIPROCAL,),
 }

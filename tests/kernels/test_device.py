@@ -572,7 +572,7 @@ MUTANTS = {
     "padding not cleared": ("clear(at, layout.start + layout.count", "clear(at, layout.stride", check_warps),
     "another row's header": ("decoders[lane] = own", "decoders[rows - 1 - lane] = own", check_warps),
     "headers too early": ("__syncwarp();  // the decoders", "// the decoders", check_many_rows),
-    "a row twice": ("if (r + k + ahead < rows) codes", "if (r + k + ahead < rows - 1) codes", check_warps),
+    "a row twice": ("if (r + k + loads < rows) codes", "if (r + k + loads < rows - 1) codes", check_warps),
     "quotients not corrected": (
         "return fmaf(fmaf(-scale",
         "return true ? quotient : fmaf(fmaf(-scale",
