@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from .. import arrays
 from ..arrays import Array
@@ -49,7 +49,7 @@ class ErrorFeedback:
 
     def bind(self, comm: Communicator, like: Array | None = None) -> InPlace:
         """See `Average.bind`."""
-        mean = QuantizedMean(comm, self.inner.codec, 0)
+        mean = QuantizedMean(comm, replace(self.inner, min_bytes=0))
         if like is not None:
             mean.prepare(like)
         return _Feedback(mean)

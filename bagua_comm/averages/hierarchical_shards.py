@@ -80,12 +80,8 @@ class ShardsByNode:
         own = sum(counts[: inter.rank])
         target = out if not arrays.overlap(x, out) else x[own : own + counts[inter.rank]]
         inner, even = self.inner, None if min(counts) == max(counts) else counts
-        if isinstance(inner, Quantized):
-            least = inner.min_bytes
-            if least is None:
-                least = inter.transport_for(x).quantize_bytes
-            if x.nbytes >= least:
-                return quantized_reduce_scatter(inter, x, target, op="avg", codec=inner.codec, counts=even)
+        if isinstance(inner, Quantized) and x.nbytes >= inner.least_bytes(inter.transport_for(x)):
+            return quantized_reduce_scatter(inter, x, target, op="avg", codec=inner.codec, counts=even)
         return inter.reduce_scatter(x, out=target, op="avg", counts=even)
 
 

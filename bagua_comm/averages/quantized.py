@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-import numpy as np
-
 from .. import arrays, kernels
 from ..arrays import A, AnyArray, Array, LinearOp
 from ..codecs import Codec, MinMaxUInt8
@@ -50,10 +48,14 @@ class Quantized:
 
     def bind(self, comm: Communicator, like: Array | None = None) -> InPlace:
         """See `Average.bind`."""
-        mean = QuantizedMean(comm, self.codec, self.min_bytes)
+        mean = QuantizedMean(comm, self)
         if like is not None:
             mean.prepare(like)
         return mean
+
+    def least_bytes(self, transport: Transport) -> int:
+        """Return the size in bytes from which arrays are quantized on this transport."""
+        return transport.quantize_bytes if self.min_bytes is None else self.min_bytes
 
     def check(self, dtype: str) -> None:
         """Accept the dtypes of the codec."""
@@ -134,8 +136,8 @@ def _new_coding(call: Call, codec: Codec) -> Coding:
 class QuantizedMean:
     """A bound `Quantized`."""
 
-    def __init__(self, comm: Communicator, codec: Codec, min_bytes: int | None) -> None:
-        self._comm, self._codec, self._min_bytes = comm, codec, min_bytes
+    def __init__(self, comm: Communicator, method: Quantized) -> None:
+        self._comm, self._codec, self._least = comm, method.codec, method.least_bytes
 
     def prepare(self, like: Array) -> None:
         """Prepare the reduction of arrays like this one."""
@@ -158,10 +160,6 @@ class QuantizedMean:
                 return comm.allreduce(x, out=x, op="avg")
         return _reduce(call, coding or _new_coding(call, codec), "avg", x, residual)
 
-    def _least(self, transport: Transport) -> int:
-        """Return the size in bytes from which arrays are quantized."""
-        return transport.quantize_bytes if self._min_bytes is None else self._min_bytes
-
 
 def _reduce(call: Call, coding: Coding, op: str, out: Array | None, residual: AnyArray | None) -> Array:
     """Reduce the array of the call into `out`, which may be that array, and return it. Collective."""
@@ -170,11 +168,12 @@ def _reduce(call: Call, coding: Coding, op: str, out: Array | None, residual: An
     if call.x is not call.target:
         call.contiguous()
     errors = None if residual is None else as_like(call, "residual", residual, call.x)
-    if not isinstance(call.x, np.ndarray):
-        coding.check_aligned(call, x=call.x, out=call.target, residual=errors)
+    coding.check_aligned(call, x=call.x, out=call.target, residual=errors)
     if coding.is_trivial:
         return coding.copy(call, call.x)
-    if errors is None and coding.replay(call.comm, call.x, call.target):  # views of arrays of another library
+    # For a view of another library's array, the caller has looked up no recording.
+    is_view = call.x is not call.original
+    if errors is None and is_view and coding.replay(call.comm, call.x, call.target):
         return call.result
     if len(coding.pieces) > 1:
         call.detail["pieces"] = len(coding.pieces)

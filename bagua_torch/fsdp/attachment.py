@@ -56,7 +56,7 @@ class Attachment(Closing):
         self._feeding: dict[str, Reduce | Replicate] = {}
         """What has a residual, by the name of its module."""
         reducers, averages = [], []
-        for unit in units:  # `bind` may raise, so no module is changed before all are made
+        for unit in units:  # `bind` and the broadcast may raise, so no module is changed before
             over = self._comms.of(unit.process_groups[0])
             reducers.append(Reduce(self._comms, unit, reduce, over))
             if isinstance(reduce, ErrorFeedback) and over.size > 1:
@@ -67,13 +67,14 @@ class Attachment(Closing):
                 if isinstance(replicas, ErrorFeedback):
                     self._feeding[f"replicas of {unit.name or 'the root'}"] = average
             averages.append(average)
-        for unit, reducer, average in zip(units, reducers, averages, strict=True):
-            feeds_back = reducer in self._feeding.values() or average in self._feeding.values()
-            if average is not None:
-                assert unit.replicas is not None
+        for unit in units if replicas is not None else []:
+            if unit.replicas is not None:
                 broadcast_tensors(self._comms.of(unit.replicas), unit.shards)
+        feeding = {*self._feeding.values()}
+        for unit, reducer, average in zip(units, reducers, averages, strict=True):
+            if average is not None:
                 unit.use_for_replicas(average)
-            unit.use(Gather(self._comms, gather), reducer, include_unused=feeds_back)
+            unit.use(Gather(self._comms, gather), reducer, include_unused=bool(feeding & {reducer, average}))
 
     @property
     def counters(self) -> Counters:

@@ -241,7 +241,4 @@ def fitting(name: str, residual: Array | None, x: Array) -> Array | None:
 
 def is_large(method: Quantized, comm: Communicator, x: Array) -> bool:
     """Whether an array is quantized: whether it has `min_bytes`."""
-    least = method.min_bytes
-    if least is None:
-        least = comm.transport_for(x).quantize_bytes
-    return bool(x.nbytes >= least)
+    return bool(x.nbytes >= method.least_bytes(comm.transport_for(x)))
