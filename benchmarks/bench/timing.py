@@ -13,6 +13,7 @@ import numpy as np
 from bagua_comm import Communicator
 from bagua_comm.arrays import Array
 from bagua_comm.processes import processor_ticks
+from bagua_comm.timeline.intervals import Interval, intersection, length, union
 from bagua_comm.trace import Span
 
 from .checking import WRONG, Check
@@ -185,9 +186,7 @@ class Overlap:
         passes = [span for span in spans if span.name == "backward"][-steps:]
         since = passes[0].start_ns if passes else 0
         exchanges = [span for span in spans if span.name == "exchange" and span.start_ns >= since]
-        both = sum(
-            max(0, min(e.end_ns, b.end_ns) - max(e.start_ns, b.start_ns)) for e in exchanges for b in passes
-        )
+        both = length(intersection(_times(exchanges), _times(passes)))
         return cls(len(exchanges), _total_ns(exchanges), _total_ns(passes), both)
 
     @property
@@ -195,6 +194,10 @@ class Overlap:
         """The time of both at once, as a fraction of the shorter of the two, which bounds it: 0 to 1."""
         possible = min(self.exchange_ns, self.backward_ns)
         return self.both_ns / possible if possible else 0.0
+
+
+def _times(spans: Sequence[Span]) -> list[Interval]:
+    return union((span.start_ns, span.end_ns) for span in spans)
 
 
 def _total_ns(spans: Sequence[Span]) -> int:

@@ -74,7 +74,7 @@ def recorded(section: Section, run: Run) -> Results:
     if limit_s >= LEAST_S:
         # The record says this if this process is killed.
         begun = {"outcome": "out of time", "reason": "the command was ended meanwhile", "limit_s": limit_s}
-        append(run.lines, place, {**begun, "date": now(), "commit": commit_of(run.options)})
+        append(run.lines, place, {**begun, "date": now(), "commit": run.options.commit})
         entry = {"outcome": "passed", "reason": None}
         try:
             section.run(run)
@@ -146,11 +146,6 @@ def commit() -> str:
     return described.stdout.strip()
 
 
-def commit_of(options: argparse.Namespace) -> str:
-    """The commit that `--commit` names, or `commit`."""
-    return options.commit or commit()
-
-
 def now() -> str:
     """The time, with its zone."""
     return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
@@ -164,6 +159,7 @@ def before(file: Path) -> Path:
 def begin_lines(lines: Path, options: argparse.Namespace, chosen: Sequence[Section]) -> None:
     """Begin the file of lines with what is known before any section runs."""
     lines.parent.mkdir(parents=True, exist_ok=True)
+    options.commit = options.commit or commit()
     for file in (lines, lines.with_suffix(".log")):
         if file.exists():
             file.replace(before(file))
@@ -174,7 +170,7 @@ def begin_lines(lines: Path, options: argparse.Namespace, chosen: Sequence[Secti
     record: dict[str, Any] = begin_record("gpu", arguments)
     del record["ranks"]
     record["date"] = now()
-    record["commit"] = commit_of(options)
+    record["commit"] = options.commit
     waiting = {"outcome": "left out", "reason": "the command was ended before"}
     record["sections"] = {section.name: waiting for section in chosen}
     for name, value in record.items():

@@ -8,6 +8,7 @@ import tempfile
 
 import pytest
 import torch
+from fsdp_training import run_named  # a program beside this one
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.functional import mse_loss
@@ -137,15 +138,5 @@ def with_trainer(comm):
 PROGRAMS = {"lightning": with_lightning, "accelerate": with_accelerate, "trainer": with_trainer}
 
 
-def main(names):
-    torch.set_num_threads(1)
-    comm = bagua_torch.connect(process_group=True, timeout_s=60)
-    for name in names:
-        PROGRAMS[name](comm)
-        if comm.rank == 0:
-            print("ok", name, flush=True)
-    comm.close()
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:] or list(PROGRAMS))
+    run_named(PROGRAMS, sys.argv[1:] or list(PROGRAMS))

@@ -128,15 +128,20 @@ def shard(model, **settings):
     return fully_shard(model, **settings)
 
 
-def train(model, steps, rank, dtype=torch.float32, first=0):
-    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
-    for step in range(first, first + steps):
+def run_steps(model, optimizer, rank, numbers, dtype=torch.float32):
+    """Train in the steps of these numbers; returns the last loss."""
+    for step in numbers:
         x, y = batch(step, rank, dtype)
         optimizer.zero_grad()
         loss = mse_loss(model(x), y)
         loss.backward()
         optimizer.step()
     return loss.item()
+
+
+def train(model, steps, rank, dtype=torch.float32, first=0):
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    return run_steps(model, optimizer, rank, range(first, first + steps), dtype)
 
 
 def whole(model):
@@ -253,18 +258,24 @@ def divide_factor(comm):
         assert_equal(model, reference(make(), 3, comm.size, average=lambda each: mean(each, 3.0)))
 
 
-@case
-def accumulation_before_the_exchange(comm):
-    model = shard(make())
-    bagua_torch.fsdp.attach(model, Exact())
+def train_by_two_passes(model, rank, *, exchange_last):
+    """Train with two backward passes a step, of which both are exchanged, or their sum with the last one."""
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
     for step in range(3):
         optimizer.zero_grad()
         for micro in range(2):
-            model.set_requires_gradient_sync(micro == 1)
-            x, y = batch(10 * step + micro, comm.rank)
+            if exchange_last:
+                model.set_requires_gradient_sync(micro == 1)
+            x, y = batch(10 * step + micro, rank)
             mse_loss(model(x), y).backward()
         optimizer.step()
+
+
+@case
+def accumulation_before_the_exchange(comm):
+    model = shard(make())
+    bagua_torch.fsdp.attach(model, Exact())
+    train_by_two_passes(model, comm.rank, exchange_last=True)
 
     def grads(model, step, rank):
         both = (gradients(model, 10 * step + micro, rank) for micro in range(2))
@@ -277,13 +288,7 @@ def accumulation_before_the_exchange(comm):
 def accumulation_of_reduced_gradients(comm):
     model = shard(make())
     bagua_torch.fsdp.attach(model, Exact())
-    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
-    for step in range(3):
-        optimizer.zero_grad()
-        for micro in range(2):
-            x, y = batch(10 * step + micro, comm.rank)
-            mse_loss(model(x), y).backward()
-        optimizer.step()
+    train_by_two_passes(model, comm.rank, exchange_last=False)
 
     def grads(model, step, rank):
         return [*zip(*(gradients(model, 10 * step + micro, rank) for micro in range(2)), strict=True)]
@@ -501,31 +506,24 @@ def distributed_checkpoint(comm):
         handle = bagua_torch.fsdp.attach(model, ErrorFeedback(), EIGHT_BITS, replicas=ErrorFeedback())
         return model, handle, torch.optim.Adam(model.parameters(), 1e-2)
 
-    def steps(model, optimizer, numbers):
-        for step in numbers:
-            x, y = batch(step, comm.rank)
-            optimizer.zero_grad()
-            mse_loss(model(x), y).backward()
-            optimizer.step()
-
     def state_of(model, handle, optimizer):
         weights, moments = get_state_dict(model, optimizer)
         return {"model": weights, "optimizer": moments, f"residuals-{comm.rank}": handle.state_dict()}
 
     model, handle, optimizer = start()
-    steps(model, optimizer, range(3))
+    run_steps(model, optimizer, comm.rank, range(3))
     dcp.save(state_of(model, handle, optimizer), checkpoint_id=path)
-    steps(model, optimizer, range(3, 6))
+    run_steps(model, optimizer, comm.rank, range(3, 6))
     expected = whole(model)
     handle.close()
 
     model, handle, optimizer = start()
-    steps(model, optimizer, [7])  # so that there are residuals to load into
+    run_steps(model, optimizer, comm.rank, [7])  # so that there are residuals to load into
     state = state_of(model, handle, optimizer)
     dcp.load(state, checkpoint_id=path)
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     handle.load_state_dict(state[f"residuals-{comm.rank}"])
-    steps(model, optimizer, range(3, 6))
+    run_steps(model, optimizer, comm.rank, range(3, 6))
     for a, b in zip(expected, whole(model), strict=True):
         assert torch.equal(a, b)
     comm.barrier()
@@ -628,20 +626,13 @@ def error_feedback_continues_from_its_state(comm):
         model = shard(make())
         return model, torch.optim.SGD(model.parameters(), 0.1)
 
-    def steps(model, optimizer, numbers):
-        for step in numbers:
-            x, y = batch(step, comm.rank)
-            optimizer.zero_grad()
-            mse_loss(model(x), y).backward()
-            optimizer.step()
-
     model, optimizer = start()
     handle = bagua_torch.fsdp.attach(model, ErrorFeedback())
-    steps(model, optimizer, range(3))
+    run_steps(model, optimizer, comm.rank, range(3))
     state, weights = copy.deepcopy(handle.state_dict()), whole(model)
     key = f"residuals of rank {comm.rank} of {comm.size}"
     assert set(state[key]) == ({"", "blocks.0", "blocks.1"} if comm.size > 1 else set())
-    steps(model, optimizer, range(3, 5))
+    run_steps(model, optimizer, comm.rank, range(3, 5))
     expected = whole(model)
     handle.close()
 
@@ -652,7 +643,7 @@ def error_feedback_continues_from_its_state(comm):
         with torch.no_grad():
             parameter.copy_(placed)
     handle.load_state_dict(state)
-    steps(model, optimizer, range(3, 5))
+    run_steps(model, optimizer, comm.rank, range(3, 5))
     for a, b in zip(expected, whole(model), strict=True):
         assert torch.equal(a, b)
 
@@ -775,16 +766,17 @@ def another_codec(comm):
     assert distance(model, reference(make(), 3, comm.size)) < 0.01
 
 
-def main(names):
+def run_named(programs, names):
+    """Run programs on a new communicator; rank 0 prints the name of each when it has ended. Collective."""
     torch.set_num_threads(1)
     comm = bagua_torch.connect(process_group=True, timeout_s=60)
     for name in names:
-        CASES[name](comm)
+        programs[name](comm)
         if comm.rank == 0:
             print("ok", name, flush=True)
     comm.close()
-    assert not dist.is_initialized()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:] or list(CASES))
+    run_named(CASES, sys.argv[1:] or list(CASES))
+    assert not dist.is_initialized()

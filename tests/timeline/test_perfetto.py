@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 from support import perfetto
+from support.engine_steps import exchange_in_three_steps
 from support.torch_training import make_model
 
-from bagua_comm import Engine, GradientAllReduce, Plan, Point, TensorSpec
 from bagua_comm.testing import run_ranks
 from bagua_comm.timeline.chrome import chrome_trace
 from bagua_comm.trace import Span, Value
@@ -57,13 +57,7 @@ def test_each_thread_of_a_training_is_a_row_with_all_its_spans(tmp_path, size):
 
 def test_the_stages_of_an_engine_without_pytorch_are_spans_too(tmp_path):
     def body(comm):
-        plan = Plan.pack([TensorSpec("x", (8,), "float32")])
-        with Engine(comm, GradientAllReduce(), plan, plan.allocate()) as engine:
-            for _ in range(3):
-                engine.at(Point.FORWARD)
-                engine.ready("x")
-                engine.at(Point.BACKWARD)
-                engine.at(Point.STEP)
+        exchange_in_three_steps(comm, 8)
         comm.trace(tmp_path / "trace.json")
 
     run_ranks(2, body)
