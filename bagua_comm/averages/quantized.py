@@ -32,6 +32,7 @@ class Quantized:
             for the size from which quantizing pays on the transport (`Transport.quantize_bytes`): between hosts
             over MPI it follows the speed of the links, which `connect` measures. 0 to quantize all arrays.
 
+    >>> import numpy as np
     >>> from bagua_comm.testing import run_ranks
     >>> mean = Quantized(MinMaxUInt8())
     >>> run_ranks(2, lambda comm: mean.bind(comm)(np.array([0, 1, 255 * comm.rank], np.float32)))[1]
@@ -97,6 +98,7 @@ def quantized_allreduce(
             address from which a device cannot read its elements.
         UnsupportedError: The codec does not take this dtype, or no transport takes such an array.
 
+    >>> import numpy as np
     >>> from bagua_comm.testing import run_ranks
     >>> run_ranks(2, lambda comm: quantized_allreduce(comm, np.arange(3, dtype=np.float32)))[0]
     array([0., 2., 4.], dtype=float32)
