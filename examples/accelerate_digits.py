@@ -43,6 +43,8 @@ def main():
     with torch.no_grad():
         right = torch.cat([accelerator.gather_for_metrics(model(x).argmax(1) == y) for x, y in rest])
     accelerator.print(f"{accelerator.num_processes} ranks: accuracy {right.float().mean():.3f}")
+    accelerator.wait_for_everyone()
+    accelerator.end_training()
 
 
 if __name__ == "__main__":

@@ -66,6 +66,9 @@ def main():
         accuracy = trainer.evaluate()["eval_accuracy"]
         if trainer.is_world_process_zero():
             print(f"{arguments.world_size} ranks: accuracy {accuracy:.3f}")
+        if torch.distributed.is_initialized():
+            torch.distributed.barrier()
+            torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import socket
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -26,6 +27,8 @@ from bagua_comm.transports import Transport
 from . import serving
 from .transport import ProcessGroupTransport, count
 
+_RELEASE_S = 0.001
+"""Time for threads of gloo to release the tensors of finished calls."""
 
 def connect(
     *,
@@ -106,7 +109,17 @@ def connect(
 def _destroy(group: Any) -> None:
     """Destroy the default process group, if it is still this one."""
     if dist.is_initialized() and dist.group.WORLD is group:
-        dist.destroy_process_group()
+        destroy_process_group()
+
+
+def destroy_process_group() -> None:
+    """Destroy the default process group, once the threads of gloo have released the tensors of finished calls.
+
+    They need the GIL for that. The destructor of a process group holds the GIL while it waits for its threads
+    (PyTorch 2.13), so a thread that comes late would wait forever.
+    """
+    time.sleep(_RELEASE_S)
+    dist.destroy_process_group()
 
 
 def use_device(comm: Communicator) -> None:
@@ -185,7 +198,7 @@ class _TorchrunWorld(ProcessGroupTransport):
         """Close the connections, and destroy the default process group. Collective."""
         super().close()
         if dist.is_initialized():
-            dist.destroy_process_group()
+            destroy_process_group()
 
 
 def _init_process_group(timeout_s: float) -> None:
