@@ -106,6 +106,7 @@ _OBJECTS: Mapping[str, tuple[str, Mapping[str, Callable[..., Any]]]] = MappingPr
         "average": ("average", AVERAGES),
         "inner": ("average", AVERAGES),
         "codec": ("codec", CODECS),
+        "residual_codec": ("codec", CODECS),
     }
 )
 """Settings whose values are algorithms, averages or codecs, with the tables of their names."""

@@ -246,6 +246,7 @@ class Coded(Stages):
         results: The array that is decoded into, flat; None if nothing is.
         op: "sum" or "avg".
         residual: The error of encoding is stored here, flat; None to store none.
+        decay: The weight of what is in `residual` already; see `ErrorFeedback`.
     """
 
     def __init__(
@@ -258,9 +259,10 @@ class Coded(Stages):
         *,
         op: str = "sum",
         residual: Array | None = None,
+        decay: float = 0.0,
     ) -> None:
         self._coding, self._scratch, self._op = coding, scratch, op
-        self._x, self._results, self._residual = x, results, residual
+        self._x, self._results, self._residual, self._decay = x, results, residual, decay
         self.count = count = len(coding.pieces)
         # In an allreduce, results overwrite the encoded chunks of their piece, which is in use for two lags.
         slots = LAG + 1 if x is None or results is None else 2 * LAG + 1
@@ -317,8 +319,18 @@ class Coded(Stages):
         """Store the error of encoding these chunks; `error` is shorter if the last chunk is padded."""
         decoded = self._scratch.take("decoded", chunks.shape, chunks.dtype, like=chunks)
         steps.decode(wire, decoded)
-        size = error.size
-        kernels.of(chunks).loss(chunks.reshape(-1)[:size], decoded.reshape(-1)[:size], 1, out=error)
+        size, run = error.size, kernels.of(chunks)
+        x, kept = chunks.reshape(-1)[:size], decoded.reshape(-1)[:size]
+        if self._decay:
+            run.decayed_loss(x, kept, self._decay, out=error)
+        else:
+            run.loss(x, kept, 1, out=error)
+
+
+def check_decay(call: str, decay: object) -> None:
+    """Raise `ArrayError` unless `decay` is a number of at least 0 and below 1."""
+    if not isinstance(decay, (int, float)) or isinstance(decay, bool) or not 0 <= decay < 1:
+        raise ArrayError(f"{call}: decay is {decay!r}, expected a number of at least 0 and below 1")
 
 
 def with_residual(scratch: Scratch, x: Array, residual: Array | None, size: int) -> Array:

@@ -73,6 +73,11 @@ def loss(x: Array, decoded: Array, factor: float, out: Array) -> None:
     _elementwise("loss", x, x, decoded, out, float(factor))
 
 
+def decayed_loss(x: Array, decoded: Array, decay: float, out: Array) -> None:
+    """See `host.decayed_loss`."""
+    _elementwise("decayed_loss", x, x, decoded, out, float(decay))
+
+
 def midpoint(x: Array, y: Array, out: Array) -> None:
     """See `host.midpoint`."""
     _elementwise("midpoint", x, x, y, out)

@@ -86,6 +86,18 @@ extern "C" __global__ void loss(const element* x, const element* decoded, elemen
         In{x}, In{decoded}, Out{out});
 }
 
+extern "C" __global__ void decayed_loss(const element* x, const element* decoded, element* out, float64 decay,
+                                        int64 count) {
+    wide old = wide(decay), rest = wide(1 - decay);
+    each(
+        count,
+        [=](wide x, wide decoded, wide& out) {
+            wide lost = (x - decoded) * rest;
+            out = is_finite(lost) ? out * old + lost : 0;
+        },
+        In{x}, In{decoded}, InOut{out});
+}
+
 extern "C" __global__ void midpoint(const element* x, const element* y, element* out, int64 count) {
     each(count, [](wide x, wide y, wide& out) { out = (x + y) / 2; }, In{x}, In{y}, Out{out});
 }

@@ -41,6 +41,16 @@ def loss(x: Array, decoded: Array, factor: float, out: Array) -> None:
     _elementwise(formula, (x, decoded), (out,))
 
 
+def decayed_loss(x: Array, decoded: Array, decay: float, out: Array) -> None:
+    """out <- decay out + (1 - decay) (x - decoded), or 0 where x - decoded is not finite."""
+
+    def formula(x: Array, decoded: Array, earlier: Array) -> Array:
+        lost = (x - decoded) * (1 - decay)
+        return np.where(np.isfinite(lost), earlier * decay + lost, ZERO)
+
+    _elementwise(formula, (x, decoded, out), (out,))
+
+
 def midpoint(x: Array, y: Array, out: Array) -> None:
     """(x + y) / 2."""
     _elementwise(lambda x, y: (x + y) / 2, (x, y), (out,))
