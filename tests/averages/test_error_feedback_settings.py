@@ -119,6 +119,17 @@ def test_a_nan_is_seen_and_forgotten():
         assert np.isfinite(second).all()
 
 
+def test_what_is_written_to_a_residual_that_was_read_is_kept():
+    def body(comm):
+        mean = LOCO.bind(comm)
+        mean(values(comm.rank, 0))
+        mean.residual[...] = 1
+        held = mean.state.nbytes
+        return mean.residual.tolist() == [1] * COUNT, held, mean(np.zeros(COUNT, np.float32)).tolist()
+
+    assert run_ranks(2, body) == [(True, 4 * COUNT, [1] * COUNT)] * 2
+
+
 def test_a_single_rank_and_an_empty_array_lose_nothing():
     def body(comm):
         mean, empty = LOCO.bind(comm), LOCO.bind(comm)
