@@ -246,7 +246,7 @@ class Coded(Stages):
         results: The array that is decoded into, flat; None if nothing is.
         op: "sum" or "avg".
         residual: The error of encoding is stored here, flat; None to store none.
-        decay: The weight of what is in `residual` already; see `ErrorFeedback`.
+        decay: The part of `residual` that stays in it; see `ErrorFeedback`.
     """
 
     def __init__(
@@ -333,14 +333,19 @@ def check_decay(call: str, decay: object) -> None:
         raise ArrayError(f"{call}: decay is {decay!r}, expected a number of at least 0 and below 1")
 
 
-def with_residual(scratch: Scratch, x: Array, residual: Array | None, size: int) -> Array:
-    """Return `x` + `residual`, flat and padded with zeros to `size` elements: `x` itself if that is the same."""
+def with_residual(scratch: Scratch, x: Array, residual: Array | None, size: int, decay: float = 0.0) -> Array:
+    """Return `x` + (1 - `decay`) `residual`, flat and padded with zeros to `size` elements.
+
+    It is `x` itself if that is the same.
+    """
     flat = x.reshape(-1)
     if residual is None and flat.size == size:
         return flat
     padded = scratch.take("padded", (size,), x.dtype, like=x)
     if residual is None:
         padded[: flat.size] = flat
+    elif decay:
+        kernels.of(x).add_scaled(flat, residual.reshape(-1), 1 - decay, out=padded[: flat.size])
     else:
         kernels.of(x).add(flat, residual.reshape(-1), out=padded[: flat.size])
     padded[flat.size :] = 0

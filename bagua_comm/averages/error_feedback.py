@@ -25,14 +25,14 @@ _Result = TypeVar("_Result")
 class ErrorFeedback:
     """A quantized mean with error feedback: the error of each mean is added to the next one.
 
-    With x the array of a rank, e its residual, Q the codec and b the `decay`:
+    With x the array of a rank, r its residual, Q the codec and b the `decay`:
 
-        v = x + e        mean of Q(v) over the ranks        e <- b e + (1 - b) (v - Q(v))
+        v = x + (1 - b) r        mean of Q(v) over the ranks        r <- b r + v - Q(v)
 
-    Without decay, errors do not accumulate: the sum of the means, plus the mean of the ranks' residuals, equals
-    the sum of the exact means. Both quantizations are compensated: of the array of each rank, and of the mean.
-    The cost is one more array like the averaged one, and two more decodings. The residual of an element whose
-    error is not finite is reset to zero.
+    Errors do not accumulate: the sum of the means, plus the mean of the ranks' residuals, equals the sum of the
+    exact means since the last reset. Both quantizations are compensated: of the array of each rank, and of the
+    mean. The cost is one more array like the averaged one, and two more decodings. The residual of an element
+    whose error is not finite is reset to zero.
 
     Each bound average serves one array; algorithms bind one for every bucket, and checkpoints hold the residuals,
     decoded, and the number of means since the last reset. Do not combine it with dynamic loss scaling, which
@@ -40,10 +40,11 @@ class ErrorFeedback:
 
     Args:
         inner: The quantized mean, without `min_bytes`.
-        decay: The weight of the old residual in the new one, at least 0 and below 1. 0 adds each error once and
-            whole. Above 0 the residual is a moving average of errors, which varies less and loses some of them:
-            for codecs of few bits.
-        reset_every: Set the residual to zero after this number of means, the same on all ranks; None for never.
+        decay: The part of the residual that each mean leaves in it, at least 0 and below 1. 0 adds each error
+            whole, to the next mean. Above 0 what is added, (1 - b) r, is a moving average of errors, which varies
+            less: for codecs of few bits. It is the e of LoCo: e <- b e + (1 - b) (v - Q(v)).
+        reset_every: Set the residual to zero after this number of means, counted alike on all ranks; None for
+            never.
         residual_codec: Encodes the residual between two means, as `MinMaxUInt8()`, which needs a quarter of the
             memory; None to keep it as it is. Decoded, one residual at a time is in scratch memory.
 

@@ -103,7 +103,7 @@ def quantized_allreduce(
         op: "sum" or "avg".
         residual: The error of earlier calls on this rank, a contiguous array like `x`. It is added to `x`, and
             then overwritten with the error of this call. See `ErrorFeedback`.
-        decay: The weight of the old residual in the new one; the error of this call has weight 1 - decay.
+        decay: The part of the residual that stays in it; only the rest is added to `x`.
 
     Raises:
         ArrayError: `out` or `residual` does not fit `x`; `op` is not "sum" or "avg"; `decay` is out of range; or
@@ -198,7 +198,7 @@ def _reduce(
 
     def move(x: Array, target: Array) -> None:
         flow = coding.transport.agree_on_call(coding.text, x)
-        chunks, results = with_residual(scratch, x, errors, coding.size), target.reshape(-1)
+        chunks, results = with_residual(scratch, x, errors, coding.size, decay), target.reshape(-1)
         is_padded = results.size != coding.size
         stages = _AllReduce(
             coding,
@@ -235,7 +235,7 @@ class _AllReduce(Coded):
         return result, rows
 
     def _add_error_of_mean(self, mine: Part, received: Array, encoded: Array) -> None:
-        """Add the error of encoding the result: residual <- residual + (1 - decay) p (mean - decoded)."""
+        """Add the error of encoding the result: residual <- residual + p (mean - decoded)."""
         assert self._residual is not None
         p, dtype, run = self._coding.p, self._coding.dtype, kernels.of(received)
         length = mine.local.stop - mine.local.start
@@ -246,6 +246,6 @@ class _AllReduce(Coded):
         run.reduce_rows(decoded, total, self._op)
         mine.steps.decode(encoded, kept)
         # The next mean divides the residual of this rank by p, so it stores p times the error.
-        run.loss(total, kept[0], (p if self._op == "avg" else 1) * (1 - self._decay), out=total)
+        run.loss(total, kept[0], p if self._op == "avg" else 1, out=total)
         error = self._residual[mine.elements]
         run.add(error, total[: error.size], out=error)

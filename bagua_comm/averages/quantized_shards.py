@@ -51,7 +51,7 @@ def quantized_reduce_scatter(
         codec: Encodes the chunks that are sent; `MinMaxUInt8()` if None.
         residual: The error of earlier calls on this rank, a contiguous array like `x`. It is added to `x`, and
             then overwritten with the error of this call. See `ErrorFeedback`.
-        decay: The weight of the old residual in the new one; the error of this call has weight 1 - decay.
+        decay: The part of the residual that stays in it; only the rest is added to `x`.
         counts: Numbers of elements that the ranks keep, (p,), the same on every rank; equal ones if None.
 
     Raises:
@@ -95,7 +95,7 @@ def quantized_reduce_scatter(
 
     def move(x: Array, target: Array) -> None:
         flow = coding.transport.agree_on_call(coding.text, x)
-        chunks = with_residual(comm.scratch, x, errors, coding.size)
+        chunks = with_residual(comm.scratch, x, errors, coding.size, decay)
         flat = None if errors is None else errors.reshape(-1)
         stages = _ReduceScatter(coding, comm.scratch, x, chunks, op=op, residual=flat, decay=decay)
         stages.target = target.reshape(-1)

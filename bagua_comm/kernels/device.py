@@ -103,9 +103,9 @@ def advance(x: Array, mean: Array, snapshot: Array) -> None:
     _elementwise("advance", x, x, mean, snapshot)
 
 
-def add_scaled(x: Array, y: Array, factor: float) -> None:
+def add_scaled(x: Array, y: Array, factor: float, out: Array | None = None) -> None:
     """See `host.add_scaled`."""
-    _elementwise("add_scaled", x, x, y, float(factor))
+    _elementwise("add_scaled", x, x, y, x if out is None else out, float(factor))
 
 
 def sgd_step(

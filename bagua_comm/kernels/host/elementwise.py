@@ -42,11 +42,11 @@ def loss(x: Array, decoded: Array, factor: float, out: Array) -> None:
 
 
 def decayed_loss(x: Array, decoded: Array, decay: float, out: Array) -> None:
-    """out <- decay out + (1 - decay) (x - decoded), or 0 where x - decoded is not finite."""
+    """out <- decay out + x - decoded, or 0 where that is not finite."""
 
     def formula(x: Array, decoded: Array, earlier: Array) -> Array:
-        lost = (x - decoded) * (1 - decay)
-        return np.where(np.isfinite(lost), earlier * decay + lost, ZERO)
+        lost = earlier * decay + (x - decoded)
+        return np.where(np.isfinite(lost), lost, ZERO)
 
     _elementwise(formula, (x, decoded, out), (out,))
 
@@ -80,9 +80,9 @@ def advance(x: Array, mean: Array, snapshot: Array) -> None:
     _elementwise(lambda x, mean, snapshot: x + (mean - snapshot), (x, mean, snapshot), (x,))
 
 
-def add_scaled(x: Array, y: Array, factor: float) -> None:
-    """x <- x + factor y."""
-    _elementwise(lambda x, y: x + y * factor, (x, y), (x,))
+def add_scaled(x: Array, y: Array, factor: float, out: Array | None = None) -> None:
+    """x + factor y, in place if `out` is None."""
+    _elementwise(lambda x, y: x + y * factor, (x, y), (x if out is None else out,))
 
 
 def sgd_step(
