@@ -239,12 +239,12 @@ class _EncodedResidual(Residual):
             else:
                 self._decode(residual)
         result = mean(residual)
+        codec = self.settings.residual_codec
+        assert codec is not None
         if x.size:
-            codec = self.settings.residual_codec
-            assert codec is not None
-            self._encoded = codec.encode(residual.reshape(1, -1), encoded)
-            self._like, self._shape = arrays.empty((0,), x.dtype, like=x), x.shape
-            self._decoded = None
+            if encoded is None:
+                self._like, self._shape = arrays.empty((0,), x.dtype, like=x), x.shape
+            self._encoded, self._decoded = codec.encode(residual.reshape(1, -1), encoded), None
         return result
 
     def _decode(self, out: Array) -> None:
