@@ -197,7 +197,7 @@ class _EncodedResidual(Residual):
     """An empty array of the dtype, library and device of the encoded one."""
     _shape: tuple[int, ...]
 
-    @property  # type: ignore[override]
+    @property
     def residual(self) -> Array | None:
         """The residual, decoded."""
         if self._decoded is None and self._encoded is not None:

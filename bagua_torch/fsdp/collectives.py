@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -181,7 +181,7 @@ class Replicate(FeedsBack):
     def __init__(self, unit: Unit, method: Average, comm: Communicator) -> None:
         self._unit, self._method, self._comm = unit, method, comm
         self._mean: Any = method.bind(comm)
-        self.feedback = self._mean.state if isinstance(method, ErrorFeedback) else None
+        self.feedback = cast(Any, self._mean).state if isinstance(method, ErrorFeedback) else None
         self._earlier: torch.Tensor | None = None
 
     @property

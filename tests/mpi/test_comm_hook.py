@@ -80,7 +80,12 @@ class Product(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "average", [ErrorFeedback(), ErrorFeedback(reset_every=5, residual_codec=MinMaxUInt8(4))], ids=repr
+    "average",
+    [
+        ErrorFeedback(),
+        pytest.param(ErrorFeedback(reset_every=5, residual_codec=MinMaxUInt8(4)), marks=pytest.mark.slow),
+    ],
+    ids=repr,
 )
 def test_error_feedback_keeps_its_residuals_when_pytorch_forms_other_buckets(average, comm, gloo):
     """The quantization errors of the first step are added in the next ones, which have zero gradients."""
