@@ -126,6 +126,9 @@ def _elementwise(formula: Callable[..., Any], inputs: Sequence[Array], outputs: 
     """Fill `outputs` with `formula(*inputs)`, piece by piece."""
     narrow = inputs[0].dtype.name in REDUCED_PRECISION
     with np.errstate(all="ignore"):
+        if isinstance(formula, np.ufunc) and not narrow:
+            formula(*inputs, out=outputs[0])
+            return
         for start in range(0, inputs[0].size, PIECE):
             piece = slice(start, start + PIECE)
             values = [x[piece].astype(np.float32) if narrow else x[piece] for x in inputs]
