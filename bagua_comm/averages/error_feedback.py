@@ -103,7 +103,8 @@ class ErrorFeedback:
         Raises:
             CommMismatch: The ranks have different settings. Raised on all ranks.
         """
-        Call(comm, "ErrorFeedback.bind", settings=self).compare()
+        call = Call(comm, "ErrorFeedback.bind", settings=self).unchecked()
+        call.run(lambda x, target: call.compare())
         mean = QuantizedMean(comm, replace(self.inner, min_bytes=0))
         if like is not None:
             mean.prepare(like)
