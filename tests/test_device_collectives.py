@@ -138,9 +138,16 @@ def test_each_half_of_a_quantized_allreduce_is_few_kernels_and_one_exchange(devi
             assert all(name.startswith(("kernel", "nccl")) for name in names)
 
 
-@pytest.mark.parametrize("kind", ["nccl", "staged"])
-def test_error_feedback_gives_the_bytes_of_the_host(device, kind):
-    average = ErrorFeedback(Quantized())
+@pytest.mark.parametrize(
+    ("kind", "average"),
+    [
+        ("nccl", ErrorFeedback()),
+        ("staged", ErrorFeedback()),
+        ("nccl", ErrorFeedback(Quantized(), 0.8, 2, MinMaxUInt8(64))),
+    ],
+    ids=str,
+)
+def test_error_feedback_gives_the_bytes_of_the_host(device, kind, average):
     expected = on_host(2, 1000, "float32", average, times=3)
 
     def body(comm):

@@ -35,6 +35,15 @@ def _hierarchical(inner: Average | None = None) -> GradientAllReduce:
     return GradientAllReduce(Hierarchical(Exact() if inner is None else inner))
 
 
+def _error_feedback(
+    inner: Quantized | None = None,
+    decay: float = 0.0,
+    reset_every: int | None = None,
+    residual_codec: Codec | None = None,
+) -> GradientAllReduce:
+    return GradientAllReduce(ErrorFeedback(inner or Quantized(), decay, reset_every, residual_codec))
+
+
 def _warm_up(steps: int = 50, local_steps: int = 10) -> Algorithm:
     return after(steps, GradientAllReduce(), DiLoCo(local_steps))
 
@@ -49,7 +58,7 @@ NAMED: Mapping[str, Callable[..., Algorithm]] = MappingProxyType(
         "bfloat16": partial(GradientAllReduce, Quantized(BFloat16())),
         "bytegrad": ByteGrad,
         "bagua": partial(GradientAllReduce, Quantized(MinMaxUInt8.bagua())),
-        "error-feedback": partial(GradientAllReduce, ErrorFeedback()),
+        "error-feedback": _error_feedback,
         "hierarchical": _hierarchical,
         "hierarchical-bytes": partial(_hierarchical, Quantized()),
         "qadam": QAdam,
@@ -106,6 +115,7 @@ _OBJECTS: Mapping[str, tuple[str, Mapping[str, Callable[..., Any]]]] = MappingPr
         "average": ("average", AVERAGES),
         "inner": ("average", AVERAGES),
         "codec": ("codec", CODECS),
+        "residual_codec": ("codec", CODECS),
     }
 )
 """Settings whose values are algorithms, averages or codecs, with the tables of their names."""

@@ -15,6 +15,7 @@ from typing import Any
 from .. import arrays, kernels
 from ..arrays import Array
 from ..averages import Average, InPlace
+from ..averages.error_feedback import Residual
 from ..bucket import Bucket
 from ..comm import Communicator
 from .base import HANDED_OVER, SAME_PATH, TRANSIENT
@@ -64,8 +65,11 @@ def bind_average(average: Average, comm: Communicator, bucket: Bucket) -> InPlac
 def gather_residuals(bucket: Bucket, state: Any) -> None:
     """Turn residuals of averages among nodes (`Hierarchical`), of a chunk, into residuals of the whole bucket.
 
-    In this form any average can use them. The sum over all means is the same, up to rounding.
+    In this form any average can use them. The sum over all means is the same, up to rounding. Means are counted
+    from zero on, for `ErrorFeedback(reset_every)`, since other settings have no place for the count.
     """
+    for residual in _residuals_in(state):
+        residual.means = None
     for bound in _bounds_in(state):
         levels: Any = bound.average
         lost: Array | None = getattr(getattr(levels, "across", None), "residual", None)
@@ -78,6 +82,16 @@ def gather_residuals(bucket: Bucket, state: Any) -> None:
         mine[...] = lost[: mine.size] * levels.sizes.largest
         bound.residual = addend if bound.residual is None else bound.residual + addend
         levels.across.residual = None
+
+
+def _residuals_in(state: Any) -> Iterator[Residual]:
+    """Iterate over the residuals of error feedback in a state."""
+    if isinstance(state, Residual):
+        yield state
+    elif dataclasses.is_dataclass(state):
+        for entry in dataclasses.fields(state):
+            if not entry.metadata.get("transient"):
+                yield from _residuals_in(getattr(state, entry.name))
 
 
 def _bounds_in(state: Any) -> Iterator[Bound]:

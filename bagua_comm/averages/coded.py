@@ -246,6 +246,7 @@ class Coded(Stages):
         results: The array that is decoded into, flat; None if nothing is.
         op: "sum" or "avg".
         residual: The error of encoding is stored here, flat; None to store none.
+        decay: The part of `residual` that stays in it; see `ErrorFeedback`.
     """
 
     def __init__(
@@ -258,9 +259,10 @@ class Coded(Stages):
         *,
         op: str = "sum",
         residual: Array | None = None,
+        decay: float = 0.0,
     ) -> None:
         self._coding, self._scratch, self._op = coding, scratch, op
-        self._x, self._results, self._residual = x, results, residual
+        self._x, self._results, self._residual, self._decay = x, results, residual, decay
         self.count = count = len(coding.pieces)
         # In an allreduce, results overwrite the encoded chunks of their piece, which is in use for two lags.
         slots = LAG + 1 if x is None or results is None else 2 * LAG + 1
@@ -317,18 +319,33 @@ class Coded(Stages):
         """Store the error of encoding these chunks; `error` is shorter if the last chunk is padded."""
         decoded = self._scratch.take("decoded", chunks.shape, chunks.dtype, like=chunks)
         steps.decode(wire, decoded)
-        size = error.size
-        kernels.of(chunks).loss(chunks.reshape(-1)[:size], decoded.reshape(-1)[:size], 1, out=error)
+        size, run = error.size, kernels.of(chunks)
+        x, kept = chunks.reshape(-1)[:size], decoded.reshape(-1)[:size]
+        if self._decay:
+            run.decayed_loss(x, kept, self._decay, out=error)
+        else:
+            run.loss(x, kept, 1, out=error)
 
 
-def with_residual(scratch: Scratch, x: Array, residual: Array | None, size: int) -> Array:
-    """Return `x` + `residual`, flat and padded with zeros to `size` elements: `x` itself if that is the same."""
+def check_decay(call: str, decay: object) -> None:
+    """Raise `ArrayError` unless `decay` is a number of at least 0 and below 1."""
+    if not isinstance(decay, (int, float)) or isinstance(decay, bool) or not 0 <= decay < 1:
+        raise ArrayError(f"{call}: decay is {decay!r}, expected a number of at least 0 and below 1")
+
+
+def with_residual(scratch: Scratch, x: Array, residual: Array | None, size: int, decay: float = 0.0) -> Array:
+    """Return `x` + (1 - `decay`) `residual`, flat and padded with zeros to `size` elements.
+
+    It is `x` itself if that is the same.
+    """
     flat = x.reshape(-1)
     if residual is None and flat.size == size:
         return flat
     padded = scratch.take("padded", (size,), x.dtype, like=x)
     if residual is None:
         padded[: flat.size] = flat
+    elif decay:
+        kernels.of(x).add_scaled(flat, residual.reshape(-1), 1 - decay, out=padded[: flat.size])
     else:
         kernels.of(x).add(flat, residual.reshape(-1), out=padded[: flat.size])
     padded[flat.size :] = 0

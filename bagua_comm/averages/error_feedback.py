@@ -2,30 +2,58 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
+from typing import TypeVar
+
+import numpy as np
 
 from .. import arrays
-from ..arrays import Array
+from ..arrays import Array, Scratch
+from ..codecs import Codec
 from ..comm import Communicator
-from ..errors import ArrayError
+from ..comm.call import Call
+from ..errors import ArrayError, UnsupportedError
 from .base import InPlace
+from .coded import check_decay
 from .quantized import Quantized, QuantizedMean
 
+_Result = TypeVar("_Result")
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, repr=False)
 class ErrorFeedback:
     """A quantized mean with error feedback: the error of each mean is added to the next one.
 
-    Errors do not accumulate: the sum of the means, plus the mean of the ranks' residuals, equals the sum of the
-    exact means. Both quantizations are compensated: of the array of each rank, and of the mean. The cost is one
-    more array like the averaged one, and two more decodings. The residual of an element whose error is not finite
-    is reset to zero.
+    With x the array of a rank, r its residual, Q the codec and b the `decay`:
 
-    Each bound average serves one array; algorithms bind one for every bucket, and checkpoints hold the residuals.
-    Do not combine it with dynamic loss scaling, which changes the unit of the gradients.
+        v = x + (1 - b) r        mean of Q(v) over the ranks        r <- b r + v - Q(v)
+
+    Errors do not accumulate: the sum of the means, plus the mean of the ranks' residuals, equals the sum of the
+    exact means since the last reset. Both quantizations are compensated: of the array of each rank, and of the
+    mean. The cost is one more array like the averaged one, and two more decodings. The residual of an element
+    whose error is not finite is reset to zero.
+
+    Each bound average serves one array; algorithms bind one for every bucket, and checkpoints hold the residuals,
+    decoded, and the number of means since the last reset. Do not combine it with dynamic loss scaling, which
+    changes the unit of the gradients.
+
+    Args:
+        inner: The quantized mean, without `min_bytes`.
+        decay: The part of the residual that each mean leaves in it, at least 0 and below 1. 0 adds each error
+            whole, to the next mean. Above 0 what is added, (1 - b) r, is a moving average of errors, which varies
+            less: for codecs of few bits. It is the e of LoCo: e <- b e + (1 - b) (v - Q(v)).
+        reset_every: Set the residual to zero after this number of means, counted alike on all ranks; None for
+            never.
+        residual_codec: Encodes the residual between two means, as `MinMaxUInt8()`, which needs a quarter of the
+            memory; None to keep it as it is. Decoded, one residual at a time is in scratch memory.
+
+    Raises:
+        ArrayError: An argument is out of range.
 
     Source: Seide et al., "1-Bit Stochastic Gradient Descent", Interspeech 2014; Karimireddy et al., "Error
-    Feedback Fixes SignSGD", arXiv 1901.09847; both ways: Tang et al., "DoubleSqueeze", arXiv 1905.05957.
+    Feedback Fixes SignSGD", arXiv 1901.09847; both ways: Tang et al., "DoubleSqueeze", arXiv 1905.05957; decay,
+    resets and encoded residuals: Xie et al., "LoCo: Low-Bit Communication Adaptor", arXiv 2407.04480.
 
     >>> import numpy as np
     >>> from bagua_comm import MinMaxUInt8
@@ -38,6 +66,9 @@ class ErrorFeedback:
     """
 
     inner: Quantized = field(default_factory=Quantized)
+    decay: float = 0.0
+    reset_every: int | None = None
+    residual_codec: Codec | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.inner, Quantized):
@@ -46,28 +77,209 @@ class ErrorFeedback:
             raise ArrayError(
                 f"ErrorFeedback: inner has min_bytes={self.inner.min_bytes}, expected None to quantize all"
             )
+        check_decay("ErrorFeedback", self.decay)
+        object.__setattr__(self, "decay", float(self.decay))  # ranks compare settings by their repr
+        if self.reset_every is not None and (type(self.reset_every) is not int or self.reset_every < 1):
+            raise ArrayError(
+                f"ErrorFeedback: reset_every is {self.reset_every!r}, expected None or an int of at least 1"
+            )
+        if self.residual_codec is not None and not isinstance(self.residual_codec, Codec):
+            raise ArrayError(
+                f"ErrorFeedback: residual_codec is {self.residual_codec!r}, expected None or a Codec such as "
+                "MinMaxUInt8()"
+            )
+
+    def __repr__(self) -> str:
+        """The settings that are not defaults, so that checkpoints of earlier versions load."""
+        shown = [f"inner={self.inner!r}"]
+        for entry in fields(self)[1:]:
+            value = getattr(self, entry.name)
+            shown += [f"{entry.name}={value!r}"] if value != entry.default else []
+        return f"ErrorFeedback({', '.join(shown)})"
 
     def bind(self, comm: Communicator, like: Array | None = None) -> InPlace:
-        """See `Average.bind`."""
+        """See `Average.bind`.
+
+        Raises:
+            CommMismatch: The ranks have different settings. Raised on all ranks.
+        """
+        call = Call(comm, "ErrorFeedback.bind", settings=self).unchecked()
+        call.run(lambda x, target: call.compare())
         mean = QuantizedMean(comm, replace(self.inner, min_bytes=0))
         if like is not None:
             mean.prepare(like)
-        return _Feedback(mean)
+        return _Feedback(comm, mean, residual_of(self))
 
     def check(self, dtype: str) -> None:
-        """Accept the dtypes of the codec."""
+        """Accept the dtypes of the codecs."""
         self.inner.check(dtype)
+        codec = self.residual_codec
+        if codec is not None and dtype not in codec.dtypes:
+            raise UnsupportedError(
+                f"ErrorFeedback: residual_codec is {codec}, which cannot code {dtype}, only "
+                f"{', '.join(sorted(codec.dtypes))}"
+            )
+
+
+def residual_of(settings: ErrorFeedback) -> Residual:
+    """Return the residual of one array, without errors of earlier means."""
+    return (Residual if settings.residual_codec is None else _EncodedResidual)(settings)
+
+
+@dataclass
+class Residual:
+    """The residual of one array on this rank, and the number of means since it was zero."""
+
+    settings: ErrorFeedback
+    residual: Array | None = field(default=None, metadata={"reshape": "mean"})
+    """The error of earlier means on this rank; None before the first. Only its mean over the ranks matters."""
+    means: int | None = None
+    """Number of means since the last reset, the same on all ranks; None if there are no resets."""
+
+    def __post_init__(self) -> None:
+        self.means = None if self.settings.reset_every is None else 0
+
+    @property
+    def size(self) -> int | None:
+        """Number of elements of the residual; None before the first mean."""
+        return None if self.residual is None else int(self.residual.size)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that hold the residual now."""
+        return 0 if self.residual is None else int(self.residual.nbytes)
+
+    def compensate(self, x: Array, scratch: Scratch, mean: Callable[[Array], _Result]) -> _Result:
+        """Return `mean(residual)`, which adds the residual to `x` and overwrites it with the new one.
+
+        Args:
+            x: An array like the residual.
+            scratch: Memory for a decoded residual.
+            mean: The mean of `x`.
+        """
+        if self._is_due:
+            self._clear()
+        result = self._compensate(x, scratch, mean)
+        self.skip()
+        return result
+
+    def skip(self) -> None:
+        """Count a mean, in which this rank may have no part."""
+        if self.settings.reset_every is not None:
+            self.means = 1 + (0 if self._is_due else self.means or 0)
+
+    @property
+    def _is_due(self) -> bool:
+        """Whether the next mean starts without a residual."""
+        every = self.settings.reset_every
+        return every is not None and (self.means or 0) >= every
+
+    def _clear(self) -> None:
+        if self.residual is not None:
+            self.residual[...] = 0
+
+    def _compensate(self, x: Array, scratch: Scratch, mean: Callable[[Array], _Result]) -> _Result:
+        if self.residual is None:
+            self.residual = arrays.zeros_like(x)
+        return mean(self.residual)
+
+
+class _EncodedResidual(Residual):
+    """A `Residual` that is encoded between two means, by `residual_codec`.
+
+    One that was read or set, as by a checkpoint, stays decoded until the next mean, so that a training that loads
+    it continues with the same bits.
+    """
+
+    _decoded: Array | None = None
+    _encoded: Array | None = None
+    """The wire bytes, (1, w)."""
+    _like: Array
+    """An empty array of the dtype, library and device of the encoded one."""
+    _shape: tuple[int, ...]
+
+    @property
+    def residual(self) -> Array | None:
+        """The residual, decoded."""
+        if self._decoded is None and self._encoded is not None:
+            decoded = arrays.empty(self._shape, self._like.dtype, like=self._like)
+            self._decode(decoded)
+            self._decoded, self._encoded = decoded, None
+        return self._decoded
+
+    @residual.setter
+    def residual(self, residual: Array | None) -> None:
+        self._decoded, self._encoded = residual, None
+
+    @property
+    def size(self) -> int | None:
+        """See `Residual.size`."""
+        if self._encoded is not None:
+            return int(np.prod(self._shape))
+        return None if self._decoded is None else int(self._decoded.size)
+
+    @property
+    def nbytes(self) -> int:
+        """See `Residual.nbytes`."""
+        return sum(int(held.nbytes) for held in (self._decoded, self._encoded) if held is not None)
+
+    def _clear(self) -> None:
+        self.residual = None
+
+    def _compensate(self, x: Array, scratch: Scratch, mean: Callable[[Array], _Result]) -> _Result:
+        residual, encoded = self._decoded, self._encoded
+        if residual is None:
+            residual = scratch.take("residual", x.shape, x.dtype, like=x)
+            if encoded is None:
+                residual[...] = 0
+            elif (x.shape, x.dtype) != (self._shape, self._like.dtype):
+                raise ArrayError(
+                    f"ErrorFeedback: x is {x.dtype}{x.shape}, expected {self._like.dtype}{self._shape} as "
+                    "before; bind an average for each array"
+                )
+            else:
+                self._decode(residual)
+        result = mean(residual)
+        codec = self.settings.residual_codec
+        assert codec is not None
+        if x.size:
+            if encoded is None:
+                self._like, self._shape = arrays.empty((0,), x.dtype, like=x), x.shape
+            self._encoded, self._decoded = codec.encode(residual.reshape(1, -1), encoded), None
+        return result
+
+    def _decode(self, out: Array) -> None:
+        codec = self.settings.residual_codec
+        assert codec is not None
+        assert self._encoded is not None
+        codec.decode(self._encoded, out.reshape(1, -1))
 
 
 @dataclass
 class _Feedback:
     """A bound `ErrorFeedback`, and its residual."""
 
+    comm: Communicator
     mean: QuantizedMean
-    residual: Array | None = field(default=None, metadata={"reshape": "mean"})
-    """The error of earlier means on this rank. Only its mean over the ranks is significant."""
+    state: Residual = field(metadata={"same_path": True})
+
+    @property
+    def residual(self) -> Array | None:
+        """The residual of this rank; None before the first mean."""
+        return self.state.residual
+
+    @residual.setter
+    def residual(self, residual: Array | None) -> None:
+        self.state.residual = residual
+
+    def skip(self) -> None:
+        """Count a mean of other ranks, so that the counts of all ranks stay equal."""
+        self.state.skip()
 
     def __call__(self, x: Array) -> Array:
-        if self.residual is None:
-            self.residual = arrays.zeros_like(arrays.as_array(x))
-        return self.mean(x, self.residual)
+        """Average `x` in place. Collective."""
+        state = self.state
+        decay = state.settings.decay
+        return state.compensate(
+            arrays.as_array(x), self.comm.scratch, lambda residual: self.mean(x, residual, decay)
+        )

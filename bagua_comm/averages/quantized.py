@@ -15,7 +15,17 @@ from ..errors import ArrayError
 from ..transports.base import Transport
 from ..transports.flow import Rows
 from .base import InPlace
-from .coded import Coded, Coding, Part, as_like, cached_coding, coding_for, new_coding, with_residual
+from .coded import (
+    Coded,
+    Coding,
+    Part,
+    as_like,
+    cached_coding,
+    check_decay,
+    coding_for,
+    new_coding,
+    with_residual,
+)
 
 _NAME = "quantized_allreduce"
 
@@ -71,6 +81,7 @@ def quantized_allreduce(
     codec: Codec | None = None,
     op: LinearOp = "sum",
     residual: AnyArray | None = None,
+    decay: float = 0.0,
 ) -> A:
     """Sum or average `x` over all ranks through a lossy codec, to the same bytes on every rank.
 
@@ -92,10 +103,11 @@ def quantized_allreduce(
         op: "sum" or "avg".
         residual: The error of earlier calls on this rank, a contiguous array like `x`. It is added to `x`, and
             then overwritten with the error of this call. See `ErrorFeedback`.
+        decay: The part of the residual that stays in it; only the rest is added to `x`.
 
     Raises:
-        ArrayError: `out` or `residual` does not fit `x`; `op` is not "sum" or "avg"; or an array begins at an
-            address from which a device cannot read its elements.
+        ArrayError: `out` or `residual` does not fit `x`; `op` is not "sum" or "avg"; `decay` is out of range; or
+            an array begins at an address from which a device cannot read its elements.
         UnsupportedError: The codec does not take this dtype, or no transport takes such an array.
 
     >>> import numpy as np
@@ -106,11 +118,12 @@ def quantized_allreduce(
     codec = DEFAULT_CODEC if codec is None else codec
     if op not in ("sum", "avg"):
         raise ArrayError(f'quantized_allreduce: op is {op!r}, expected "sum" or "avg"')
+    check_decay(_NAME, decay)
     coding = cached_coding(comm, _NAME, codec, op, None, x)
     if coding is not None and residual is None and coding.replay(comm, x, out):
         return cast(A, out)
     call = _call(comm, x, codec, op, coding)
-    result: A = _reduce(call, coding or _new_coding(call, codec), op, out, residual)
+    result: A = _reduce(call, coding or _new_coding(call, codec), op, out, residual, decay)
     return result
 
 
@@ -148,7 +161,7 @@ class QuantizedMean:
         if coding is None and call.x.nbytes >= self._least(call.transport):
             _new_coding(call, self._codec)
 
-    def __call__(self, x: Array, residual: Array | None = None) -> Array:
+    def __call__(self, x: Array, residual: Array | None = None, decay: float = 0.0) -> Array:
         """Average `x` in place, and return it. Collective."""
         comm, codec = self._comm, self._codec
         coding = cached_coding(comm, _NAME, codec, "avg", None, x)
@@ -160,10 +173,12 @@ class QuantizedMean:
         if call.x.nbytes < least:
             with comm.tracer.span("exact: small", bytes=call.x.nbytes, min_bytes=least):
                 return comm.allreduce(x, out=x, op="avg")
-        return _reduce(call, coding or _new_coding(call, codec), "avg", x, residual)
+        return _reduce(call, coding or _new_coding(call, codec), "avg", x, residual, decay)
 
 
-def _reduce(call: Call, coding: Coding, op: str, out: Array | None, residual: AnyArray | None) -> Array:
+def _reduce(
+    call: Call, coding: Coding, op: str, out: Array | None, residual: AnyArray | None, decay: float
+) -> Array:
     """Reduce the array of the call into `out`, which may be that array, and return it. Collective."""
     call.writes_to(out, call.x.shape)
     call.in_place()
@@ -183,7 +198,7 @@ def _reduce(call: Call, coding: Coding, op: str, out: Array | None, residual: An
 
     def move(x: Array, target: Array) -> None:
         flow = coding.transport.agree_on_call(coding.text, x)
-        chunks, results = with_residual(scratch, x, errors, coding.size), target.reshape(-1)
+        chunks, results = with_residual(scratch, x, errors, coding.size, decay), target.reshape(-1)
         is_padded = results.size != coding.size
         stages = _AllReduce(
             coding,
@@ -193,6 +208,7 @@ def _reduce(call: Call, coding: Coding, op: str, out: Array | None, residual: An
             chunks if is_padded else results,
             op=op,
             residual=None if errors is None else errors.reshape(-1),
+            decay=decay,
         )
         if errors is None:
             coding.through_recorded(flow, stages, call, x, target)

@@ -14,7 +14,7 @@ from ..comm import Communicator
 from ..comm.call import Call
 from ..errors import ArrayError
 from ..transports.flow import Rows
-from .coded import Coded, as_like, coding_for, with_residual
+from .coded import Coded, as_like, check_decay, coding_for, with_residual
 from .quantized import DEFAULT_CODEC
 
 
@@ -26,6 +26,7 @@ def quantized_reduce_scatter(
     op: LinearOp = "avg",
     codec: Codec | None = None,
     residual: AnyArray | None = None,
+    decay: float = 0.0,
     counts: Sequence[int] | None = None,
 ) -> A:
     """Sum or average `x` over all ranks through a lossy codec, and keep this rank's chunk.
@@ -50,12 +51,13 @@ def quantized_reduce_scatter(
         codec: Encodes the chunks that are sent; `MinMaxUInt8()` if None.
         residual: The error of earlier calls on this rank, a contiguous array like `x`. It is added to `x`, and
             then overwritten with the error of this call. See `ErrorFeedback`.
+        decay: The part of the residual that stays in it; only the rest is added to `x`.
         counts: Numbers of elements that the ranks keep, (p,), the same on every rank; equal ones if None.
 
     Raises:
         ArrayError: `x` does not split evenly or has not sum(counts) elements; `out` or `residual` does not fit;
-            `op` is not "sum" or "avg"; or an array begins at an address from which a device cannot read its
-            elements.
+            `op` is not "sum" or "avg"; `decay` is out of range; or an array begins at an address from which a
+            device cannot read its elements.
         UnsupportedError: The codec does not take this dtype, or no transport takes such an array.
 
     >>> import numpy as np
@@ -68,6 +70,7 @@ def quantized_reduce_scatter(
     name, codec = "quantized_reduce_scatter", DEFAULT_CODEC if codec is None else codec
     if op not in ("sum", "avg"):
         raise ArrayError(f'{name}: op is {op!r}, expected "sum" or "avg"')
+    check_decay(name, decay)
     call = Call(comm, name, x, codec=codec, op=op)
     check_codec_argument(name, codec, arrays.dtype_name(call.x.dtype))
     if counts is None:
@@ -92,9 +95,9 @@ def quantized_reduce_scatter(
 
     def move(x: Array, target: Array) -> None:
         flow = coding.transport.agree_on_call(coding.text, x)
-        chunks = with_residual(comm.scratch, x, errors, coding.size)
+        chunks = with_residual(comm.scratch, x, errors, coding.size, decay)
         flat = None if errors is None else errors.reshape(-1)
-        stages = _ReduceScatter(coding, comm.scratch, x, chunks, op=op, residual=flat)
+        stages = _ReduceScatter(coding, comm.scratch, x, chunks, op=op, residual=flat, decay=decay)
         stages.target = target.reshape(-1)
         coding.through(flow, stages, gather=False)
 

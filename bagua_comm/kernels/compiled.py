@@ -134,6 +134,28 @@ def checksum_blocks(words: Array, weights: Array, sums: Array, out: Array | None
     return _run.checksum_blocks(source, len(words), address(weights), weights.shape[1], address(sums), target)
 
 
+def loss(x: Array, decoded: Array, factor: float, out: Array) -> None:
+    """See `host.loss`."""
+    if not _are_rows(x, decoded, out):
+        return host.loss(x, decoded, factor, out)
+    element = _CODES[dtype_name(out.dtype)]
+    return _run.encoding_errors(element, address(x), address(decoded), address(out), out.size, float(factor), 0.0)
+
+
+def decayed_loss(x: Array, decoded: Array, decay: float, out: Array) -> None:
+    """See `host.decayed_loss`."""
+    if not _are_rows(x, decoded, out):
+        return host.decayed_loss(x, decoded, decay, out)
+    element = _CODES[dtype_name(out.dtype)]
+    return _run.encoding_errors(element, address(x), address(decoded), address(out), out.size, 1.0, float(decay))
+
+
+def _are_rows(*arrays: Array) -> bool:
+    """Whether compiled kernels can take these arrays of one size and dtype element by element."""
+    dtype = arrays[-1].dtype
+    return all(x.dtype == dtype and x.strides == (x.itemsize,) and _supports(dtype, address(x)) for x in arrays)
+
+
 # A block is cut to the length of a row: an int may have any size, the integers of a kernel have 64 bits.
 
 

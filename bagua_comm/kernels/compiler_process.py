@@ -81,7 +81,7 @@ def _renew(lease: Lease, parent: int) -> None:
 def _make(folder: Path, lease: Lease, *, urgent: bool) -> None:
     try:
         # These import Numba, and register their kernels in codegen.
-        from .numba import casts, checksums, fixed_point, minmax, sums  # noqa: F401
+        from .numba import casts, checksums, elementwise, fixed_point, minmax, sums  # noqa: F401
         from .numba.codegen import object_code
 
         for name in KERNELS:
@@ -127,7 +127,7 @@ def _results_of(run: Any, dtype: str) -> list[bytes]:
     x = np.random.default_rng(0).standard_normal((3, count), np.float32).astype(element)
     layout = {"start": 48 * element.itemsize, "block": 128, "eps": 1e-7}
     coded, cast = np.zeros((3, 48 * element.itemsize + count), np.uint8), np.zeros((3, 2 * count), np.uint8)
-    outs = [np.zeros_like(x) for _ in range(4)]
+    outs = [np.zeros_like(x) for _ in range(5)]
     totals = [np.zeros_like(coded[:1]), np.zeros_like(cast[:1])]
     run.minmax_encode(x, coded, **layout)
     run.minmax_decode(coded, outs[0], **layout)
@@ -136,6 +136,8 @@ def _results_of(run: Any, dtype: str) -> list[bytes]:
     run.cast_decode(cast, outs[1], wire16)
     run.cast_combine(cast, totals[1], count, element, wire16, "avg")
     run.reduce_rows(x, outs[2][0], "sum")
+    run.loss(x[0], x[1], 3, outs[4][0])
+    run.decayed_loss(x[1], x[2], 0.8, outs[4][0])
     bounds, fields, total = np.array([0, 100, count]), np.zeros(2, np.uint8), np.zeros(count, np.int32)
     run.fixed_exponents(x[0], bounds, fields)
     run.fixed_add(x[0], bounds, fields, 24, total, first=True)

@@ -73,6 +73,11 @@ def loss(x: Array, decoded: Array, factor: float, out: Array) -> None:
     _elementwise("loss", x, x, decoded, out, float(factor))
 
 
+def decayed_loss(x: Array, decoded: Array, decay: float, out: Array) -> None:
+    """See `host.decayed_loss`."""
+    _elementwise("decayed_loss", x, x, decoded, out, float(decay))
+
+
 def midpoint(x: Array, y: Array, out: Array) -> None:
     """See `host.midpoint`."""
     _elementwise("midpoint", x, x, y, out)
@@ -98,9 +103,9 @@ def advance(x: Array, mean: Array, snapshot: Array) -> None:
     _elementwise("advance", x, x, mean, snapshot)
 
 
-def add_scaled(x: Array, y: Array, factor: float) -> None:
+def add_scaled(x: Array, y: Array, factor: float, out: Array | None = None) -> None:
     """See `host.add_scaled`."""
-    _elementwise("add_scaled", x, x, y, float(factor))
+    _elementwise("add_scaled", x, x, y, x if out is None else out, float(factor))
 
 
 def sgd_step(

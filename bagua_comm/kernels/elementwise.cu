@@ -86,6 +86,18 @@ extern "C" __global__ void loss(const element* x, const element* decoded, elemen
         In{x}, In{decoded}, Out{out});
 }
 
+extern "C" __global__ void decayed_loss(const element* x, const element* decoded, element* out, float64 decay,
+                                        int64 count) {
+    wide kept = wide(decay);
+    each(
+        count,
+        [=](wide x, wide decoded, wide& out) {
+            wide lost = out * kept + (x - decoded);
+            out = is_finite(lost) ? lost : 0;
+        },
+        In{x}, In{decoded}, InOut{out});
+}
+
 extern "C" __global__ void midpoint(const element* x, const element* y, element* out, int64 count) {
     each(count, [](wide x, wide y, wide& out) { out = (x + y) / 2; }, In{x}, In{y}, Out{out});
 }
@@ -117,9 +129,9 @@ extern "C" __global__ void advance(element* x, const element* mean, const elemen
         InOut{x}, In{mean}, In{snapshot});
 }
 
-extern "C" __global__ void add_scaled(element* x, const element* y, float64 factor, int64 count) {
+extern "C" __global__ void add_scaled(const element* x, const element* y, element* out, float64 factor, int64 count) {
     wide by = wide(factor);
-    each(count, [=](wide& x, wide y) { x = x + y * by; }, InOut{x}, In{y});
+    each(count, [=](wide x, wide y, wide& out) { out = x + y * by; }, In{x}, In{y}, Out{out});
 }
 
 extern "C" __global__ void sgd_step(element* x, const element* g, element* buffer, float64 lr, float64 momentum,

@@ -20,6 +20,7 @@ from bagua_comm import (
     UnsupportedError,
 )
 from bagua_comm.algorithms.base import check_average, check_average_argument
+from bagua_comm.averages.error_feedback import Residual
 from bagua_comm.closing import Closing
 from bagua_comm.trace import Counters
 
@@ -32,6 +33,9 @@ from .groups import GroupComms, raise_on_all
 from .torch_names import Unit, units_of
 
 _NAME = "bagua_torch.fsdp.attach"
+
+_COUNTS = "means since the last reset"
+"""The key of the numbers of means in a state, by module."""
 
 
 class Attachment(Closing):
@@ -86,10 +90,12 @@ class Attachment(Closing):
 
         A residual is a flat tensor of the elements of the module's gradients, shards padded; zeros before the
         first step. Each rank has its own. The key has the rank and the number of ranks, so that
-        torch.distributed.checkpoint saves and loads those of all ranks.
+        torch.distributed.checkpoint saves and loads those of all ranks. Residuals of a `residual_codec` are
+        decoded. With `reset_every` there are also the numbers of means since the last reset, equal on all ranks.
         """
         residuals = {name: as_tensor(each.residual_or_zeros()).clone() for name, each in self._trained.items()}
-        return {self._key: residuals}
+        counts = {name: torch.tensor(each.means) for name, each in self._counting.items()}
+        return {self._key: residuals, **({_COUNTS: counts} if counts else {})}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from the result of `state_dict` of this rank.
@@ -97,18 +103,34 @@ class Attachment(Closing):
         Collective.
 
         Raises:
-            ArrayError: The state is of another rank or number of ranks, of another model, or of another `reduce`.
-                Raised on all ranks.
+            ArrayError: The state is of another rank or number of ranks, of another model, or of another `reduce`;
+                or the numbers of means since the last reset differ between ranks. Raised on all ranks.
         """
         raise_on_all(self._comm, self._complaint(state))
+        counts = {name: int(state[_COUNTS][name]) for name in self._counting}
+        rows = self._comm.allgather_object(counts) if counts else []
+        if any(row != rows[0] for row in rows):
+            raise ArrayError("load_state_dict: ranks have states with different numbers of means since the reset")
         for name, residual in state[self._key].items():
-            each = self._feeding[name]
-            each.residual = as_array(residual.to(each.device, copy=True))
+            self._feedback(name).residual = as_array(residual.to(self._feeding[name].device, copy=True))
+        for name, means in counts.items():
+            self._counting[name].means = means
+
+    def _feedback(self, name: str) -> Residual:
+        feedback = self._feeding[name].feedback
+        assert feedback is not None
+        return feedback
 
     @property
     def _trained(self) -> dict[str, Reduce | Replicate]:
         """What has a residual, by module, of modules whose parameters are not all frozen."""
         return {name: each for name, each in self._feeding.items() if each.numel}
+
+    @property
+    def _counting(self) -> dict[str, Residual]:
+        """The residuals that are reset after a number of means, by module."""
+        found = {name: self._feedback(name) for name in self._trained}
+        return {name: each for name, each in found.items() if each.settings.reset_every is not None}
 
     @property
     def _key(self) -> str:
@@ -125,6 +147,16 @@ class Attachment(Closing):
                 f"{name}: the state has {found}, expected {key}; residuals belong to a rank, so load them with "
                 "as many ranks, or start without them"
             )
+        counts = state.get(_COUNTS, {})
+        for module in {**self._counting, **counts}:
+            count = counts.get(module, "no number")
+            is_count = isinstance(count, torch.Tensor) and count.dtype == torch.int64 and count.shape == ()
+            if module not in self._counting or not is_count or count < 0:
+                wanted = "one of at least 0, an int64" if module in self._counting else "none"
+                return ArrayError(
+                    f"{name}: the state has {str(count)[:40]} of means since the reset for module {module!r}, "
+                    f"expected {wanted}; it is of another reduce, with another reset_every"
+                )
         expected = {name: (each.numel, each.dtype) for name, each in self._trained.items()}
         for module in {**expected, **state[key]}:
             residual = state[key].get(module, "no residual")
@@ -203,8 +235,9 @@ def attach(
     All of these are raised on all ranks.
 
     With `ErrorFeedback`, each module keeps the errors of its gradients, one copy of the gradients of its whole
-    parameters on each rank; and parameters that a step does not use get gradients of zeros instead of None, by
-    `set_reduce_scatter_unused_params`, so that the errors belong to the same parameters in every step.
+    parameters on each rank, or a quarter of that with `residual_codec=MinMaxUInt8()`; and parameters that a step
+    does not use get gradients of zeros instead of None, by `set_reduce_scatter_unused_params`, so that the errors
+    belong to the same parameters in every step.
     """
     world = comm if comm is not None else default()
     reduce, gather = reduce or Quantized(), gather or Exact()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from bagua_comm import (
 from bagua_comm.algorithms.base import check_average
 from bagua_comm.arrays import Array, LinearOp
 from bagua_comm.averages import InPlace, quantized_allgather, quantized_reduce_scatter
+from bagua_comm.averages.error_feedback import Residual, residual_of
 
 from ..arrays import as_array, dtype_name, torch_stream
 from .groups import GroupComms
@@ -66,8 +67,13 @@ class FeedsBack:
     """What a unit's gradients go through, with the residual of `ErrorFeedback`."""
 
     _unit: Unit
-    residual: Array | None
-    """The error of earlier calls on this rank, flat."""
+    feedback: Residual | None
+    """The residual, with its count of means; None without `ErrorFeedback`."""
+
+    @property
+    def residual(self) -> Array | None:
+        """The error of earlier calls on this rank, flat."""
+        return None if self.feedback is None else self.feedback.residual
 
     @property
     def numel(self) -> int:
@@ -86,8 +92,9 @@ class FeedsBack:
 
     def residual_or_zeros(self) -> Array:
         """Return the residual; zeros before the first call and after parameters were frozen."""
-        if self.residual is not None and self.residual.size == self.numel:
-            return self.residual
+        residual = self.residual
+        if residual is not None and residual.size == self.numel:
+            return residual
         return as_array(torch.zeros(self.numel, dtype=self.dtype, device=self.device))
 
 
@@ -103,7 +110,7 @@ class Reduce(_Allocating, FeedsBack, ReduceScatter):
 
     def __init__(self, comms: GroupComms, unit: Unit, method: Average, comm: Communicator) -> None:
         self._comms, self._unit, self._method = comms, unit, method
-        self.residual = None
+        self.feedback = residual_of(method) if isinstance(method, ErrorFeedback) else None
         self._mean: InPlace | None = None
         self._by_node: Callable[[Array, Array, LinearOp], Array] | None = None
         if isinstance(method, Hierarchical) and isinstance(method.inner, (Exact, Quantized)):
@@ -137,7 +144,7 @@ class Reduce(_Allocating, FeedsBack, ReduceScatter):
             output_tensor.div_(self._unit.divide_factor or comm.size)
 
     def _reduce(self, comm: Communicator, x: Array, out: Array, op: LinearOp) -> None:
-        method = self._method
+        method, feedback = self._method, self.feedback
         if self._by_node is not None:
             self._by_node(x, out, op)
         elif self._mean is not None:
@@ -145,20 +152,21 @@ class Reduce(_Allocating, FeedsBack, ReduceScatter):
             out[...] = arrays.rows(x, comm.size)[comm.rank]
             if op == "sum":
                 out *= comm.size
-        elif isinstance(method, ErrorFeedback):
-            residual = self._residual_for(x)
-            quantized_reduce_scatter(comm, x, out, op=op, codec=method.inner.codec, residual=residual)
+        elif feedback is not None:
+            check_numel(self._unit.name, x, self._unit.gradient_numel)
+            fit(self._unit.name, feedback, x)
+            codec, decay = feedback.settings.inner.codec, feedback.settings.decay
+            feedback.compensate(
+                x,
+                comm.scratch,
+                lambda residual: quantized_reduce_scatter(
+                    comm, x, out, op=op, codec=codec, residual=residual, decay=decay
+                ),
+            )
         elif isinstance(method, Quantized) and is_large(method, comm, x):
             quantized_reduce_scatter(comm, x, out, op=op, codec=method.codec)
         else:
             comm.reduce_scatter(x, out=out, op=op)
-
-    def _residual_for(self, x: Array) -> Array:
-        """Return the residual of gradients like `x`; zeros in the first call."""
-        check_numel(self._unit.name, x, self._unit.gradient_numel)
-        found = fitting(self._unit.name, self.residual, x)
-        self.residual = arrays.zeros_like(x) if found is None else found
-        return self.residual
 
 
 class Replicate(FeedsBack):
@@ -173,21 +181,13 @@ class Replicate(FeedsBack):
     def __init__(self, unit: Unit, method: Average, comm: Communicator) -> None:
         self._unit, self._method, self._comm = unit, method, comm
         self._mean: Any = method.bind(comm)
+        self.feedback = cast(Any, self._mean).state if isinstance(method, ErrorFeedback) else None
         self._earlier: torch.Tensor | None = None
 
     @property
     def numel(self) -> int:
         """Number of elements of the residual: of this rank's shard of gradients."""
         return self._unit.shard_numel
-
-    @property
-    def residual(self) -> Array | None:
-        """The error of earlier calls on this rank, flat; of `ErrorFeedback`."""
-        return self._mean.residual if isinstance(self._method, ErrorFeedback) else None
-
-    @residual.setter
-    def residual(self, residual: Array | None) -> None:
-        self._mean.residual = residual
 
     def __call__(self, reduced: torch.Tensor) -> None:
         """Average, or keep for the next call if `set_requires_all_reduce(False)` says so. Collective.
@@ -204,9 +204,9 @@ class Replicate(FeedsBack):
         check_average(self._method, dtype_name(reduced))
         with torch_stream(reduced.device):
             x = as_array(reduced)
-            if isinstance(self._method, ErrorFeedback):
+            if self.feedback is not None:
                 check_numel(self._unit.name, x, self._unit.shard_numel)
-                self._mean.residual = fitting(self._unit.name, self._mean.residual, x)
+                fit(self._unit.name, self.feedback, x)
             self._mean(x)
         if self._unit.divide_factor is not None:  # it divides the sum over all ranks
             reduced.mul_(self._comm.size)
@@ -226,17 +226,17 @@ def check_numel(name: str, x: Array, expected: int) -> None:
         )
 
 
-def fitting(name: str, residual: Array | None, x: Array) -> Array | None:
-    """Return the residual of gradients like `x`; None, with a warning, if it is of another number of elements."""
-    if residual is None or residual.size == x.size:
-        return residual
+def fit(name: str, feedback: Residual, x: Array) -> None:
+    """Drop a residual, with a warning, if gradients like `x` have another number of elements."""
+    if feedback.size in (None, x.size):
+        return
     warnings.warn(
         f"bagua_torch.fsdp: parameters of {name or 'the root'} were frozen or unfrozen; its residual "
         "restarts at zero",
         RuntimeWarning,
         stacklevel=3,
     )
-    return None
+    feedback.residual = None
 
 
 def is_large(method: Quantized, comm: Communicator, x: Array) -> bool:

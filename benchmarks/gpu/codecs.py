@@ -395,6 +395,7 @@ STEPS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "add": (3, 3, {}),
     "subtract": (3, 3, {}),
     "loss": (2, 3, {"factor": 3, "out": None}),
+    "decayed_loss": (2, 4, {"decay": 0.8, "out": None}),
     "midpoint": (3, 3, {}),
     "blend": (2, 3, {"weight": 0.9, "out": None}),
     "ring_difference": (5, 5, {}),

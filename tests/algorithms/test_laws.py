@@ -396,7 +396,7 @@ AVERAGES = [
     Quantized(min_bytes=0),
     Hierarchical(ErrorFeedback()),
     Reproducible(),
-    ErrorFeedback(),
+    ErrorFeedback(decay=0.5),
     GradientAllReduce().average,
 ]
 

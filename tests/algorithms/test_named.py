@@ -104,6 +104,14 @@ def test_every_algorithm_with_a_name_keeps_the_contract_and_its_repr_makes_it_ag
             ' "inner": {"name": "quantized", "codec": "float16"}}}}',
             DiLoCo(average=Hierarchical(ErrorFeedback(Quantized(Float16())))),
         ),
+        (
+            '{"name": "error-feedback", "decay": 0.8, "reset_every": 1024, "residual_codec": "minmax-uint8"}',
+            GradientAllReduce(ErrorFeedback(Quantized(), 0.8, 1024, MinMaxUInt8())),
+        ),
+        (
+            '{"name": "diloco", "average": {"name": "error-feedback", "residual_codec": {"name": "bfloat16"}}}',
+            DiLoCo(average=ErrorFeedback(residual_codec=BFloat16())),
+        ),
         ('{"name": "low-precision-ring", "codec": "bagua"}', LowPrecisionDecentralized(MinMaxUInt8.bagua())),
         (
             '{"name": "after", "steps": 9, "first": "bytegrad", "then": {"name": "async", "interval_s": 0.5}}',
@@ -149,7 +157,9 @@ def test_settings_may_be_objects_and_keywords_come_before_those_of_a_mapping():
         ("qadam", {"warmup_steps": "100"}, "warmup_steps is '100', expected an integer"),
         ("diloco", {"outer_lr": "fast"}, "'diloco' does not take .*'outer_lr': 'fast'"),
         ("diloco", {"average": 3}, "average is 3, expected an Average"),
-        ("error-feedback", {"inner": "exact"}, "has no setting 'inner'"),
+        ("error-feedback", {"inner": "exact"}, r"ErrorFeedback: inner is Exact\(\), expected Quantized"),
+        ("error-feedback", {"decay": 1}, "decay is 1, expected a number of at least 0 and below 1"),
+        ("error-feedback", {"residual_codec": "uint8"}, "no codec 'uint8'"),
     ],
 )
 def test_unknown_names_are_refused_with_the_known_ones(name, settings, message):

@@ -5,6 +5,7 @@ import sys
 from types import ModuleType, SimpleNamespace
 from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from bagua_comm import (
     ErrorFeedback,
     Exact,
     Hierarchical,
+    MinMaxUInt8,
     Quantized,
     Reproducible,
     UnsupportedError,
@@ -169,6 +171,26 @@ def test_reduce_is_the_collective_of_its_method(method, op):
             assert torch.equal(out, expected(comm, X[comm.rank], residual))
 
     on_threads(4, body)
+
+
+def test_reduce_decays_resets_and_encodes_its_residual():
+    codec = MinMaxUInt8()
+    method = ErrorFeedback(Quantized(), 0.8, 2, codec)
+
+    def body(comm, comms):
+        reduce, residual, found = Reduce(comms, unit(2400), method, comm), np.zeros(2400, np.float32), []
+        for step in range(3):
+            out, x = torch.empty(600), X[comm.rank] * (1 + step)
+            reduce(output_tensor=out, input_tensor=x.clone(), group=None, op=dist.ReduceOp.AVG)
+            residual *= step != 2
+            expected = quantized_reduce_scatter(comm, x.numpy(), residual=residual, decay=0.8)
+            assert out.numpy().tobytes() == expected.tobytes()
+            residual = codec.decode(codec.encode(residual[None]), residual[None].copy())[0]
+            found.append((reduce.feedback.means, reduce.feedback.nbytes < 1.03 * residual.size))
+        assert reduce.residual.tobytes() == residual.tobytes()
+        return found
+
+    assert on_threads(4, body) == [[(1, True), (2, True), (1, True)]] * 4
 
 
 def test_a_divide_factor_of_the_user_is_applied_once():

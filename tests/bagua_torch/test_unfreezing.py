@@ -293,3 +293,18 @@ def test_a_checkpoint_continues_bit_for_bit_where_the_layer_is_frozen_again_on_w
 
     for straight, resumed in run_ranks(2, body, timeout_s=5):
         assert torch.equal(straight, resumed)
+
+
+def test_unfrozen_parameters_are_reset_in_the_same_step_as_the_others():
+    def body(comm):
+        algorithm = GradientAllReduce(ErrorFeedback(Quantized(), reset_every=4))
+        model, optimizer, ddp = wrapped(comm, algorithm)
+        found = []
+        for number in range(6):
+            if number == 3:
+                unfreeze(model, optimizer)
+            step(ddp, optimizer, batch(comm.rank, number))
+            found.append([state.average.state.means for state in ddp.engine.states])
+        return found
+
+    assert run_ranks(2, body) == [[[1], [2], [3], [4, 4], [1, 1], [2, 2]]] * 2

@@ -33,9 +33,11 @@ from bagua_comm import (
     ErrorFeedback,
     GradientAllReduce,
     LowPrecisionDecentralized,
+    MinMaxUInt8,
     Own,
     Plan,
     Point,
+    Quantized,
     TensorSpec,
     UnsupportedError,
 )
@@ -788,9 +790,10 @@ def _residual(engine):
 
 
 FEEDBACK = GradientAllReduce(ErrorFeedback())
+DECAYED = GradientAllReduce(ErrorFeedback(Quantized(), 0.8, 7, MinMaxUInt8()))
 
 
-@pytest.mark.parametrize("algorithm", [FEEDBACK, LowPrecisionDecentralized()], ids=repr)
+@pytest.mark.parametrize("algorithm", [FEEDBACK, DECAYED, LowPrecisionDecentralized()], ids=repr)
 def test_an_engine_continues_bit_for_bit(tmp_path, algorithm):
     expected = run_ranks(3, lambda comm: trained(comm, algorithm, 8)[0])
     run_ranks(3, lambda comm: trained(comm, algorithm, 4, tmp_path))
@@ -799,17 +802,20 @@ def test_an_engine_continues_bit_for_bit(tmp_path, algorithm):
         assert mine.tobytes() == theirs.tobytes()
 
 
-def test_the_mean_of_residuals_stays_from_4_to_3_to_8_ranks(tmp_path):
+@pytest.mark.parametrize("algorithm", [FEEDBACK, DECAYED], ids=repr)
+def test_the_mean_of_residuals_stays_from_4_to_3_to_8_ranks(tmp_path, algorithm):
     """Later averages add the mean of the residuals of all ranks."""
-    saved = run_ranks(4, lambda comm: trained(comm, FEEDBACK, 4, tmp_path))
+    saved = run_ranks(4, lambda comm: trained(comm, algorithm, 4, tmp_path))
     for ranks, steps in ((3, 6), (8, 9)):
         mean = np.mean([residual for _, _, residual, _ in saved], axis=0, dtype=np.float64)
         assert np.abs(mean).max() > 1e-5
         start = {3: 4, 8: 6}[ranks]
-        body = lambda comm, start=start, steps=steps: trained(comm, FEEDBACK, steps, tmp_path, start=start)  # noqa: E731
+        body = lambda comm, start=start, steps=steps: trained(comm, algorithm, steps, tmp_path, start=start)  # noqa: E731
         saved = run_ranks(ranks, body)
         for _, residual, _, _ in saved:
             np.testing.assert_allclose(residual, mean, rtol=1e-6, atol=1e-9)
+        counts = [states[0].average.state.means for *_, states in saved]
+        assert counts == [steps % 7 if algorithm == DECAYED else None] * ranks  # the count continues, too
 
 
 def test_replicas_are_recreated_from_4_to_3_to_8_ranks(tmp_path):

@@ -106,6 +106,34 @@ def test_weighed_blocks_and_their_copies(count, offset):
         assert found[0][0][:1] == [total % (1 << 64)] * (count > 0)
 
 
+@pytest.mark.parametrize("dtype", CODED)
+@pytest.mark.parametrize("count", [0, 1, 2048, 5001])
+def test_errors_of_encoding(dtype, count):
+    rows, before = hostile(dtype), hostile(dtype)[::-1].copy()
+    with np.errstate(all="ignore"):
+        before[~np.isfinite(before)] = 1
+    for x, decoded, residual in zip(rows, np.roll(rows, 1, axis=0), before, strict=True):
+        found = []
+        for module in (host, compiled):
+            out = residual[:count].copy()
+            module.decayed_loss(x[:count], decoded[:count], 0.8, out)
+            into = x[:count].copy()
+            module.loss(into, decoded[:count], 3, out=into)
+            apart = np.full(count, np.nan, rows.dtype)
+            module.loss(x[:count], decoded[:count], 1, out=apart)
+            found.append([out.tobytes(), into.tobytes(), apart.tobytes()])
+        assert found[0] == found[1]
+
+
+def test_errors_of_elements_apart_in_memory():
+    x, decoded = (row[::2] for row in hostile("float32")[:2])
+    outs = [np.zeros(2 * x.size, np.float32)[::2] for _ in range(2)]
+    for module, out in zip((host, compiled), outs, strict=True):
+        module.loss(x, decoded, 1, out=out)
+    assert outs[0].any()
+    assert outs[0].tobytes() == outs[1].tobytes()
+
+
 def test_kernels_of_host_arrays_are_compiled_where_numba_is():
     assert kernels.of(np.empty(1)) is compiled
     assert compiled.add is host.add  # functions that are not compiled

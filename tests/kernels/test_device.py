@@ -378,6 +378,7 @@ STEPS = {
     "add": (3, {}),
     "subtract": (3, {}),
     "loss": (2, {"factor": 3, "out": None}),
+    "decayed_loss": (2, {"decay": 0.8, "out": None}),
     "midpoint": (3, {}),
     "blend": (2, {"weight": 0.9, "out": None}),
     "ring_difference": (5, {}),

@@ -79,10 +79,18 @@ class Product(nn.Module):
         return sum((layer * x).sum() for layer in self.layers)
 
 
-def test_error_feedback_keeps_its_residuals_when_pytorch_forms_other_buckets(comm, gloo):
+@pytest.mark.parametrize(
+    "average",
+    [
+        ErrorFeedback(),
+        pytest.param(ErrorFeedback(reset_every=5, residual_codec=MinMaxUInt8(4)), marks=pytest.mark.slow),
+    ],
+    ids=repr,
+)
+def test_error_feedback_keeps_its_residuals_when_pytorch_forms_other_buckets(average, comm, gloo):
     """The quantization errors of the first step are added in the next ones, which have zero gradients."""
     model = Product()
-    ddp, gradients, places = wrapped(model, ErrorFeedback(), comm), [], []
+    ddp, gradients, places = wrapped(model, average, comm), [], []
     x = torch.full((100,), 0.1 * (comm.rank + 1))
     x[0] = 100.0  # one code stands for 0.4
     for step in range(4):

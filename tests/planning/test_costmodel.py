@@ -104,6 +104,20 @@ def test_bytegrad_is_work_and_encoded_messages():
     assert bytegrad.wire_bytes == 2 * chunk
 
 
+def test_error_feedback_is_more_work_and_as_many_bytes_and_its_settings_are_work_too():
+    rates = dataclasses.replace(FREE, minmax=CodecRates(encode=640e6, decode=320e6, combine=160e6), add=800e6)
+    averages = [
+        Quantized(),
+        ErrorFeedback(),
+        ErrorFeedback(decay=0.8, reset_every=9),
+        ErrorFeedback(residual_codec=MinMaxUInt8()),
+    ]
+    plain, fed, decayed, encoded = (predict(GradientAllReduce(average), JOB, PAIR, rates) for average in averages)
+    assert plain.wire_bytes == fed.wire_bytes == decayed.wire_bytes == encoded.wire_bytes
+    more = [each.communication_s - fed.communication_s for each in (plain, decayed, encoded)]
+    assert more == pytest.approx([-(0.4 + 64 * 7 / 800), 64 / 800, 0.1 + 0.2])
+
+
 def test_a_reproducible_mean_is_a_byte_a_block_and_four_bytes_an_element():
     exact = predict(GradientAllReduce(), JOB, PAIR, FREE)
     found = predict(GradientAllReduce(Reproducible()), JOB, PAIR, FREE)

@@ -64,11 +64,15 @@ def test_only_bucket_sizes_are_searched_for_without_blocks(algorithm):
         (LowPrecisionDecentralized(), LowPrecisionDecentralized),
         (QAdam(warmup_steps=7), lambda codec: QAdam(warmup_steps=7, average=Quantized(codec))),
         (
+            GradientAllReduce(ErrorFeedback(residual_codec=MinMaxUInt8(9))),  # encodes nothing that is sent
+            lambda codec: GradientAllReduce(ErrorFeedback(Quantized(codec), residual_codec=MinMaxUInt8(9))),
+        ),
+        (
             after(3, ByteGrad(), GradientAllReduce(Hierarchical(Quantized()))),
             lambda codec: after(3, ByteGrad(), GradientAllReduce(Hierarchical(Quantized(codec)))),
         ),
     ],
-    ids=["bytegrad", "low-precision", "qadam", "after"],
+    ids=["bytegrad", "low-precision", "qadam", "error-feedback", "after"],
 )
 def test_blocks_are_searched_for_where_there_are_some(algorithm, of_block):
     (family,) = grid_of(algorithm).families

@@ -675,20 +675,33 @@ def error_feedback_continues_from_its_state(comm):
 @case
 def residuals_in_a_distributed_checkpoint(comm):
     """`torch.distributed.checkpoint` saves and loads the handle as it does the model."""
-    model = shard(make())
+    model, method = shard(make()), ErrorFeedback(Quantized(), 0.8, 7, MinMaxUInt8())
     with (
-        bagua_torch.fsdp.attach(model, ErrorFeedback()) as handle,
+        bagua_torch.fsdp.attach(model, method) as handle,
         TemporaryDirectory(ignore_cleanup_errors=True) as folder,
     ):
         folder = comm.allgather_object(folder)[0]
         train(model, 3, comm.rank)
-        (saved,) = copy.deepcopy(handle.state_dict()).values()
+        key, counts = f"residuals of rank {comm.rank} of {comm.size}", "means since the last reset"
+        before = copy.deepcopy(handle.state_dict())
         dcp.save({"model": model.state_dict(), "fsdp": handle}, checkpoint_id=folder)
         handle.close()
         model = shard(make())
-        with bagua_torch.fsdp.attach(model, ErrorFeedback()) as again:
+        with bagua_torch.fsdp.attach(model, method) as again:
             dcp.load({"model": model.state_dict(), "fsdp": again}, checkpoint_id=folder)
-            (loaded,) = again.state_dict().values()
+            after = again.state_dict()
+            if comm.size > 1:
+                count = torch.tensor(comm.rank)
+                for wrong, text in [
+                    ({}, "has no number of means since the reset for module"),
+                    ({"": count.float()}, "of means since the reset for module '', expected one of at least 0"),
+                    ({"blocks.9": count}, "for module 'blocks.9', expected none"),
+                    ({"": count}, "different numbers of means since the reset"),
+                ]:
+                    bad = {key: after[key], counts: {**after[counts], **wrong} if wrong else {}}
+                    refused(comm, ArrayError, text, again.load_state_dict, bad)
+        saved, loaded = before[key], after[key]
+        assert before.get(counts, {}) == after.get(counts, {}) == {name: torch.tensor(3) for name in saved}
         assert saved.keys() == loaded.keys() == ({"", "blocks.0", "blocks.1"} if comm.size > 1 else set())
         assert all(torch.equal(saved[name], loaded[name]) and saved[name].any() for name in saved)
         comm.barrier()

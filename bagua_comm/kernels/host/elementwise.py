@@ -41,6 +41,16 @@ def loss(x: Array, decoded: Array, factor: float, out: Array) -> None:
     _elementwise(formula, (x, decoded), (out,))
 
 
+def decayed_loss(x: Array, decoded: Array, decay: float, out: Array) -> None:
+    """out <- decay out + x - decoded, or 0 where that is not finite."""
+
+    def formula(x: Array, decoded: Array, earlier: Array) -> Array:
+        lost = earlier * decay + (x - decoded)
+        return np.where(np.isfinite(lost), lost, ZERO)
+
+    _elementwise(formula, (x, decoded, out), (out,))
+
+
 def midpoint(x: Array, y: Array, out: Array) -> None:
     """(x + y) / 2."""
     _elementwise(lambda x, y: (x + y) / 2, (x, y), (out,))
@@ -70,9 +80,9 @@ def advance(x: Array, mean: Array, snapshot: Array) -> None:
     _elementwise(lambda x, mean, snapshot: x + (mean - snapshot), (x, mean, snapshot), (x,))
 
 
-def add_scaled(x: Array, y: Array, factor: float) -> None:
-    """x <- x + factor y."""
-    _elementwise(lambda x, y: x + y * factor, (x, y), (x,))
+def add_scaled(x: Array, y: Array, factor: float, out: Array | None = None) -> None:
+    """x + factor y, in place if `out` is None."""
+    _elementwise(lambda x, y: x + y * factor, (x, y), (x if out is None else out,))
 
 
 def sgd_step(
@@ -116,6 +126,9 @@ def _elementwise(formula: Callable[..., Any], inputs: Sequence[Array], outputs: 
     """Fill `outputs` with `formula(*inputs)`, piece by piece."""
     narrow = inputs[0].dtype.name in REDUCED_PRECISION
     with np.errstate(all="ignore"):
+        if isinstance(formula, np.ufunc) and not narrow:
+            formula(*inputs, out=outputs[0])
+            return
         for start in range(0, inputs[0].size, PIECE):
             piece = slice(start, start + PIECE)
             values = [x[piece].astype(np.float32) if narrow else x[piece] for x in inputs]

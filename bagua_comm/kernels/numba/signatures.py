@@ -14,6 +14,7 @@ KERNELS = {
     "add_fixed": "iiiiiiii",
     "mean_of_fixed": "iiiiiiii",
     "checksum_blocks": "iiiiii",
+    "encoding_errors": "iiiiiff",
 }
 """The kernels, with a letter for each argument: i, a 64-bit integer, or f, a 64-bit float."""
 

@@ -144,9 +144,10 @@ class Costs:
                     self.allgather(chunk, group),
                     self.coding(codec, decode=n),
                 ]
-            case ErrorFeedback(Quantized(codec) as inner):
-                lost = [self.coding(codec, decode=2 * n), self.work(add=5 * n, copy=n)]
-                return [self.work(add=2 * n), *self.average(inner, n, group), *lost]
+            case ErrorFeedback(Quantized(codec) as inner, decay, _, kept):
+                lost = [self.coding(codec, decode=2 * n), self.work(add=(6 if decay else 5) * n, copy=n)]
+                held = [self.coding(kept, decode=n, encode=n)] if kept is not None else []
+                return [self.work(add=2 * n), *self.average(inner, n, group), *lost, *held]
             case Hierarchical(inner):
                 node, across = RankGroup(group.per_node, group.per_node), RankGroup(p // group.per_node, 1)
                 if node.size == 1:

@@ -153,6 +153,8 @@ def _fields(part: Any) -> list[str]:
     """The fields of a part that may hold further parts; no fields if it is not a dataclass."""
     if not dataclasses.is_dataclass(part):
         return []
+    if isinstance(part, ErrorFeedback):  # its other codec encodes nothing that is sent
+        return ["inner"]
     return ["then"] if isinstance(part, After) else [f.name for f in dataclasses.fields(part) if f.init]
 
 
