@@ -18,7 +18,7 @@ LEFT_OUT = """\
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 # mypy: disable-error-code="var-annotated,import-untyped,import-not-found"
 """
-"""The checks that pages may fail: annotations of their functions and of other libraries. backward() is untyped."""
+"""The checks that pages may fail: annotations of their functions and of other libraries."""
 
 
 @pytest.fixture(scope="module")

@@ -30,6 +30,7 @@ from .transport import ProcessGroupTransport, count
 _RELEASE_S = 0.001
 """Time for threads of gloo to release the tensors of finished calls."""
 
+
 def connect(
     *,
     timeout_s: float = TIMEOUT_S,
