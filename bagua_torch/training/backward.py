@@ -69,7 +69,7 @@ class BackwardWatch:
         """Parameters with a gradient of a pass that should have been followed, and their versions then."""
         self._begun = self._computed = False  # whether `began` was called, and a gradient computed
         self.outputs: dict[int, bool] = {}
-        """The outputs given to `arm_at` since `forget_outputs`, by number: whether a pass has reached each."""
+        """Whether a pass has reached each output, by number, of those for which `arm_at` expects one."""
         self._armed = 0  # number of outputs given to `arm_at`
         self._task = -1  # PyTorch's id of the pass in which the latest hook ran
         self._ignored_task = -1  # PyTorch's id of the latest pass that is not followed by intention
@@ -104,8 +104,13 @@ class BackwardWatch:
         self.reset()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def arm_at(self, output: Any) -> None:
-        """Follow every backward pass that goes through `output`, which a module returned."""
+    def arm_at(self, output: Any, *, expected: bool = True) -> None:
+        """Follow every backward pass that goes through `output`, which a module returned.
+
+        Args:
+            output: What the module returned.
+            expected: Whether a pass through it is expected, so that it is in `outputs`.
+        """
         number = self._armed = self._armed + 1
 
         def reached(_: torch.Tensor) -> None:
@@ -116,7 +121,7 @@ class BackwardWatch:
             self.reached()
             queue_callback(lambda: self._pass_through_output_ended(complete, armed=before))
 
-        if _hook(output, reached):
+        if _hook(output, reached) and expected:
             self.outputs[number] = False
 
     def forget_outputs(self, *, reached: bool) -> None:
