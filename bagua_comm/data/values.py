@@ -241,7 +241,8 @@ def _untree(head: memoryview, rest: memoryview) -> Any:
                 array.reshape(-1).view(np.uint8)[:] = np.frombuffer(rest, np.uint8, array.nbytes, offset)
             return array
         if code == _TENSOR:
-            return _tensor(*unpack(data), rest)
+            offset, name, shape = unpack(data)
+            return _tensor(offset, name, shape, rest)
         if code == _SCALAR:
             name, raw = unpack(data)
             dtype = _dtype(name)
