@@ -366,8 +366,8 @@ class ExitHandler:
         if not died or not self.abort.log.is_reporter():
             return
         text = (
-            f"{'; '.join(died.values())}: it crashed or was killed, perhaps by the kernel for want of memory; "
-            "the signal is in mpirun's message\n"
+            f"{'; '.join(died.values())}: it crashed, called os._exit, or was killed, perhaps by the kernel for "
+            "want of memory; mpirun's message has the signal or the exit code\n"
             f"  for what the other ranks did: python -m bagua_comm diagnose {self._worlds[-1].flight.folder}\n"
         )
         with suppress(OSError):
