@@ -77,9 +77,10 @@ class Filter:
         text, found = _PARAGRAPHS.subn(b"", self._held + data)
         self._has_removed |= found > 0
         if self._after_death:
-            if REPORT in self._end + data:
+            recent = self._end + data
+            if REPORT in recent:
                 self._after_death = b""
-            self._end = data[-len(REPORT) :]
+            self._end = recent[-len(REPORT) :]
             text = _DEATH.sub(self._with_command, text)
         if self._has_removed:  # mpirun ends what it prints with a NUL
             text = text.replace(b"\0", b"")
