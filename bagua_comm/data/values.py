@@ -13,6 +13,7 @@ tensors are new, C-contiguous and writable.
 
 from __future__ import annotations
 
+import importlib
 import math
 import pickle
 import struct
@@ -22,7 +23,7 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from ..arrays import Array, dtype_named
+from ..arrays import Array, dtype_named, is_tensor
 from ..errors import ArrayError, UnsupportedError
 
 Form: TypeAlias = Literal["tree", "pickle"]
@@ -121,7 +122,7 @@ def _tree(value: Any, arrays: list[Any]) -> bytes:
             arrays.append(flat.view(np.uint8).data if flat.size else b"")
             end += flat.nbytes
             return msgpack.ExtType(_ARRAY, pack([end - flat.nbytes, name, list(x.shape)]))
-        if _is_tensor(x):
+        if is_tensor(x):
             values = _bytes_of(x)
             arrays.append(values.data if values.size else b"")
             end += values.nbytes
@@ -164,7 +165,7 @@ def _unsupported_parts(x: Any, path: str) -> Iterator[tuple[str, str]]:
             _dtype_name(x.dtype)
         except _Unsupported:
             yield path, f"an array of {x.dtype}"
-    elif _is_tensor(x):
+    elif is_tensor(x):
         try:
             _bytes_of(x)
         except _Unsupported as exc:
@@ -187,20 +188,13 @@ def _dtype_name(dtype: np.dtype[Any]) -> str:
     return str(dtype.name)
 
 
-def _is_tensor(x: Any) -> bool:
-    """Whether this is a tensor of PyTorch, or of a class derived from it."""
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(x, torch.Tensor)
-
-
 def _bytes_of(x: Any) -> Array:
     """The bytes of a tensor, in C order.
 
     Raises:
         _Unsupported: It is no dense tensor of the CPU without a gradient; with the call that makes it one.
     """
-    import torch
-
+    torch = sys.modules["torch"]
     if type(x) is not torch.Tensor:
         raise _Unsupported(f"a {type(x).__module__}.{type(x).__qualname__} (plain: x.as_subclass(torch.Tensor))")
     if x.device.type != "cpu":
@@ -258,8 +252,7 @@ def _untree(head: memoryview, rest: memoryview) -> Any:
 
 def _tensor(offset: int, name: str, shape: list[int], rest: memoryview) -> Any:
     """The tensor with these bytes of `rest`, as a new one."""
-    import torch
-
+    torch = importlib.import_module("torch")  # whoever reads a tensor has it
     dtype = getattr(torch, name)
     values = np.empty(math.prod(shape) * dtype.itemsize, np.uint8)
     if not values.size:
