@@ -200,6 +200,7 @@ class TrainingStep(Live):
     def _begin_step(self) -> None:
         """Begin a new step, or accumulate further into the same gradients. Collective."""
         self._check_outputs(None)
+        self.watch.forget_outputs(reached=False)
         self.finish()
         self._passes = 0
 
@@ -354,7 +355,9 @@ class TrainingStep(Live):
         # As many passes as outputs are made where a pass goes around them, after expect_backward().
         if self.stage is Stage.AVERAGED and len(outputs) > self._passes:
             self._warned = True
-            checks.warn_backward_left_out(self.comm.rank, self.engine.step)
+            # Without optimizers, steps are not counted.
+            step = self.engine.step if self.optimizers else self.averages - 1
+            checks.warn_backward_left_out(self.comm.rank, step)
         elif self.stage is Stage.OPEN and optimizer is not None and self.exchange.averages_gradients:
             self._warned = True
             checks.warn_zeros_averaged(self.comm.rank, self.engine.step, optimizer)

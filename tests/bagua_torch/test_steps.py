@@ -8,6 +8,7 @@ from support.torch_training import QADAM, batch, loss_of, wrapped
 
 from bagua_comm import ByteGrad, Decentralized
 from bagua_comm.testing import run_ranks
+from bagua_torch import DistributedDataParallel
 from bagua_torch.training.stage import Stage
 
 IDLE, OPEN, AVERAGED, REOPENED, ANNOUNCED, CLOSED = Stage
@@ -123,6 +124,21 @@ def test_a_rank_that_leaves_out_a_backward_pass_is_named_when_its_next_step_ends
     texts = [str(each.message) for each in found]
     assert len(texts) == skips
     assert not skips or "in step 1, rank 1 made more training forward passes than backward passes" in texts[0]
+
+
+def test_without_optimizers_the_next_forward_pass_ends_a_step():
+    def body(comm):
+        ddp = DistributedDataParallel(torch.nn.Linear(2, 1), comm=comm)
+        for step in range(5):
+            loss = ddp(torch.ones(1, 2)).sum()
+            if step == 3 and comm.rank == 1:
+                loss = ddp(torch.ones(1, 2)).sum()
+            loss.backward()
+            assert len(ddp._steps.watch.outputs) <= 2  # those of this step alone
+        ddp.close()
+
+    with pytest.warns(UserWarning, match="in step 3, rank 1 made more training forward passes"):
+        run_ranks(2, body)
 
 
 def test_loading_begins_a_new_step_and_a_closed_wrapper_stays_closed():
