@@ -53,9 +53,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are short; its subcommands have the same class."""
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with an error, and the command that shows the arguments, in place of a list of them."""
+        self.exit(2, f"{self.prog}: error: {message}\n  for the arguments: {self.prog} --help\n")
+
+
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands."""
-    parser = argparse.ArgumentParser(prog=program_name(), description=DESCRIPTION)
+    parser = Parser(prog=program_name(), description=DESCRIPTION)
     parser.add_argument("--version", action="version", version=f"bagua_comm {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, command in COMMANDS.items():

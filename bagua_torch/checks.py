@@ -452,6 +452,28 @@ def warn_not_called(optimizer: torch.optim.Optimizer) -> None:
     )
 
 
+def warn_backward_left_out(rank: int, step: int) -> None:
+    """Warn that a rank has left out a backward pass in the step that ends."""
+    warnings.warn(
+        f"DistributedDataParallel: in step {step}, rank {rank} made more training forward passes than backward "
+        "passes. If other ranks made a backward pass for each, this rank is a step behind them from now on: it "
+        "averages gradients of other batches than they do, and they wait for it at the end. Make the backward "
+        "pass on all ranks or on none; without one, run the forward pass under torch.no_grad(), or call "
+        "ddp.end_backward(), which averages zeros",
+        stacklevel=6,  # the line that calls optimizer.step()
+    )
+
+
+def warn_zeros_averaged(rank: int, step: int, optimizer: torch.optim.Optimizer) -> None:
+    """Warn that `optimizer` steps after a forward pass without a backward pass on this rank."""
+    warnings.warn(
+        f"DistributedDataParallel: in step {step}, {type(optimizer).__name__} steps on rank {rank} after a "
+        "forward pass without a backward pass, so zeros are averaged in place of its gradients. Call backward() "
+        "on all ranks; or ddp.end_backward() before the optimizer's step, if zeros are meant",
+        stacklevel=6,  # the line that calls optimizer.step()
+    )
+
+
 def check_not_within_backward() -> None:
     """Raise `UnsupportedError` if an optimizer is about to step within a backward pass."""
     if torch._C._current_graph_task_id() != -1:

@@ -429,7 +429,8 @@ class DistributedDataParallel(WrapperState):
         self._steps.complete()
         self._steps.resume()  # averages the steps that ranks made while stopped
         differed = exchanges_weights(self.algorithm)
-        self.engine.close()
+        self.engine.stop()
+        self.engine.close()  # without a note on steps since the last exchange, as weights become equal
         self.tuner = None
         if differed:
             self._steps.make_equal()

@@ -18,7 +18,9 @@ def test_messages_name_the_program_as_it_was_called(called, name, monkeypatch, c
     assert capsys.readouterr().err == f"{name} run: there is no file no_such_file.py\n"
     with pytest.raises(SystemExit):
         cli.main(["no-such-command"])
-    assert capsys.readouterr().err.startswith(f"usage: {name} ")
+    line, hint, *more = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"{name}: error: argument command: invalid choice: 'no-such-command'")
+    assert (hint, more) == (f"  for the arguments: {name} --help", [])
 
 
 @pytest.mark.parametrize(
@@ -33,7 +35,19 @@ def test_an_unknown_option_is_answered_by_the_one_that_was_meant(arguments, says
     with pytest.raises(SystemExit) as end:
         cli.main(arguments)
     assert end.value.code == 2
-    assert capsys.readouterr().err.endswith(says + "\n")
+    line, hint = capsys.readouterr().err.splitlines()
+    assert line.endswith(says)
+    assert hint.endswith(f"{arguments[0]} --help")
+
+
+@pytest.mark.parametrize("command", [*cli.COMMANDS, "net check"])
+def test_errors_of_arguments_are_two_lines(command, capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main([*command.split(), "--no-such-option"])
+    assert end.value.code == 2
+    line, hint = capsys.readouterr().err.splitlines()
+    assert f" {command.split()[0]}: error: " in line
+    assert hint == f"  for the arguments: {line.partition(': error: ')[0]} --help"
 
 
 def test_the_version_is_the_librarys(capsys):

@@ -3,7 +3,8 @@
 `ExitHandler` handles
 
     an uncaught exception    print it, then end all ranks (MPI_Abort)
-    SIGTERM                  end child processes as well; mpirun then ends the other ranks
+    SIGTERM                  write the flight record, report a rank that has died, and end child processes as
+                             well; mpirun then ends the other ranks
     the end of the program   leave the open worlds; then call MPI_Finalize, unless it could hang
 """
 
@@ -21,7 +22,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import redirect_stderr, suppress
 from dataclasses import dataclass
 from types import FrameType, TracebackType
@@ -30,7 +31,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ..comm import Communicator
 from ..errors import BaguaError, CommError
 from ..flight import explain
-from ..flight.entries import LEFT_WELL
+from ..flight.entries import LEFT_WELL, file_name
 from ..flight.requests import answer_requests
 from ..flight.stacks import LIBRARY, is_installed
 from ..processes import mapped_files
@@ -332,12 +333,45 @@ class ExitHandler:
 
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
         """End this process as the default action would, and its children with it."""
+        died = {} if has_ulfm() else self._died_without_record()
+        for world in self._worlds[-1:]:
+            world.flight.died(died)
         self._write_records()  # often mpirun has sent it, because another rank failed
+        self._report_deaths(died)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         # mpirun gives each rank a process group of its own.
         if os.getpgrp() == self.process == os.getpid():
             os.killpg(self.process, signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)
+
+    def _died_without_record(self) -> dict[int, str]:
+        """The ranks of this host that have ended without notice, as after SIGKILL, with a text for each.
+
+        Where mpirun ends the ranks one after the other, those before this one have written their records.
+        """
+        log = self.abort.log
+        with suppress(Exception):  # this rank ends in any case
+            folder = self._worlds[-1].flight.folder
+            if folder is not None:
+                ranks = {log.number_in_world(rank): (rank, process) for rank, process in log.dead().items()}
+                return {
+                    number: f"rank {rank} of {log.size} on {socket.gethostname()} (process {process}) has died"
+                    for number, (rank, process) in ranks.items()
+                    if not (folder / file_name(number)).exists()
+                }
+        return {}
+
+    def _report_deaths(self, died: Mapping[int, str]) -> None:
+        """Print which ranks have died, and how to see what the others did, unless another rank has."""
+        if not died or not self.abort.log.is_reporter():
+            return
+        text = (
+            f"{'; '.join(died.values())}: it crashed, called os._exit, or was killed, perhaps by the kernel for "
+            "want of memory; mpirun's message has the signal or the exit code\n"
+            f"  for what the other ranks did: python -m bagua_comm diagnose {self._worlds[-1].flight.folder}\n"
+        )
+        with suppress(OSError):
+            os.write(2, text.encode())  # the signal may have come while Python writes to sys.stderr
 
     def _restore_sigterm(self) -> None:
         if signal.getsignal(signal.SIGTERM) == self._on_sigterm:

@@ -178,6 +178,18 @@ class JoinLog:
             return True
         return True
 
+    def dead(self) -> dict[int, int]:
+        """Return the processes that have called `connect` on this host and have ended since, by rank."""
+        if self._folder is None or self.size is None:
+            return {}
+        members = range(self.size) if self._members is None else self._members
+        last = {rank: entries[-1] for rank in members if rank != self.rank and (entries := self._entries(rank))}
+        return {rank: process.pid for rank, process in last.items() if process.has_ended()}
+
+    def number_in_world(self, rank: int) -> int:
+        """Return the number of a rank among those that connect together."""
+        return rank if self._members is None else self._members.index(rank)
+
     def note(self, timeout_s: float) -> str:
         """Return the message of a rank that has ended, but waits for other ranks: those that run on this host."""
         processes = sorted(self.processes().items()) if self._job else []

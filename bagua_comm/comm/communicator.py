@@ -8,7 +8,6 @@ moves, so that all ranks fail alike.
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import sys
 import warnings
@@ -26,7 +25,7 @@ from ..errors import ArrayError, CommError, CommMismatch, UnsupportedError
 from ..hooks import Hook, Listener
 from ..lane import InlineLane, Lane, StreamLane, ThreadLane
 from ..logs import log_on_root
-from ..timeline.chrome import chrome_trace
+from ..timeline.chrome import chrome_trace, write_trace
 from ..trace import Recorder
 from ..transports.base import Transport
 from .agreement import agree_on_split
@@ -212,7 +211,8 @@ class Communicator(Collectives, UnevenCollectives, CoalescedCollectives, ObjectC
     def trace(self, path: str | Path) -> None:
         """Write the latest spans of all ranks to `path`, as a Chrome trace, which Perfetto opens.
 
-        Collective. Rank 0 writes the file. The trace shows each rank as a process, and each thread as a row.
+        Collective. Rank 0 writes the file, compressed if its name ends in ".gz". The trace shows each rank as a
+        process, and each thread as a row.
 
         Raises:
             ArrayError: `path` is not a path, or a span of a rank cannot be written as JSON. Raised on all ranks.
@@ -232,7 +232,7 @@ class Communicator(Collectives, UnevenCollectives, CoalescedCollectives, ObjectC
                 if problem is not None:
                     raise ArrayError(f"trace: {str(path)!r} is not written: {problem}")
                 spans, values = [row[0] for row in rows], [row[1] for row in rows]
-                Path(path).write_text(json.dumps(chrome_trace(spans, values)))
+                write_trace(path, chrome_trace(spans, values))
             except ArrayError as exc:
                 failure = exc
             except OSError as exc:

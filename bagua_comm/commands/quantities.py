@@ -9,7 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from ..planning.costmodel import LARGEST
 
 _BANDWIDTHS = {"kbit": 1e-6, "mbit": 1e-3, "gbit": 1.0, "tbit": 1e3}
-_BANDWIDTHS |= {f"{unit}/s": value for unit, value in _BANDWIDTHS.items()}
+_RATE = re.compile(
+    r"\s*([0-9]+(?:\.[0-9]*)?(?:e[+-]?[0-9]+)?)\s*([kmgtKMGT])(i(?=[bB]))?([a-zA-Z]*(?:/s|/sec)?)\s*"
+)
+"""A number, a prefix, "i" where it is a power of 1024, and a unit."""
+_BITS = re.compile(r"(bits?|Bits?|BITS?)(/s|/sec|ps)?|bps|b/s")
+_BYTES = re.compile(r"(B|[Bb]ytes?|BYTES?)(/s|/sec|ps)?")
 _TIMES = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
 _COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9}
 _SIZES = {"": 1.0}
@@ -18,14 +23,23 @@ for _power, _letter in enumerate("kmg", 1):
 
 
 def bandwidth(text: str) -> float:
-    """Gbit/s, from a text such as "10gbit", "500mbit" or "10 Gbit/s"."""
-    return _quantity(
-        "a bandwidth",
-        re.sub(r"(?<=bit)/s\s*$", "", text),
-        _BANDWIDTHS,
-        "10gbit or 500mbit",
-        likely=("mbit", "gbit"),
-    )
+    """Gbit/s, from a text such as "10gbit", "500mbit", "10 Gbit/s", "10 Gb/s" or "10gbps".
+
+    An error says what bytes are in bits, and that "gb" and "gb/s" may be either.
+    """
+    match = _RATE.fullmatch(text)
+    if match is not None and float(match[1]) < LARGEST:
+        number, prefix, unit = float(match[1]), match[2].lower(), match[4]
+        binary = 1.024 ** ("kmgt".index(prefix) + 1) if match[3] else 1.0
+        if _BYTES.fullmatch(unit):
+            same = f"{8 * binary * number:.6g}{prefix}bit"
+            raise argparse.ArgumentTypeError(f"{text[:40]!r} is in bytes, expected bits; that is {same}")
+        if unit in ("", "b", "b/s") and not (unit == "b/s" and match[2].isupper()):
+            guesses = f"{binary * number:.6g}{prefix}bit, or {8 * binary * number:.6g}{prefix}bit"
+            raise argparse.ArgumentTypeError(f"{text[:40]!r} may be in bits or in bytes; {guesses}?")
+        if _BITS.fullmatch(unit):
+            text = f"{binary * number if match[3] else match[1]}{prefix}bit"
+    return _quantity("a bandwidth", text, _BANDWIDTHS, "10gbit or 500mbit", likely=("mbit", "gbit"))
 
 
 def seconds(text: str) -> float:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import get_args
 
+from ..flight.recorder import default_folder
 from ..launch import job_scripts
 from ..launch import measure_links as links
-from ..launch.cli import CommandError, natural, positive
+from ..launch.cli import CommandError, natural, positive, program_name
 from ..launch.hosts import named_hosts, ranks_of
 from ..launch.mpirun import Mpirun, ask_mpirun, find_mpirun
 from ..launch.plan import is_supervised, make_plan, stays_here
@@ -160,10 +162,16 @@ def run(options: argparse.Namespace) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     if known.is_open_mpi and not options.verbose:
-        filter_stderr()
+        filter_stderr("" if options.ulfm or is_supervised(options) else _command_after_death())
     if is_supervised(options):
         return supervise(options, lambda placement, job: make_plan(options, known, placement, job))
     return os.execve(mpirun, plan.command, {**os.environ, **plan.variables})
+
+
+def _command_after_death() -> str:
+    """The command that shows what ranks did before another one died; empty if they can write no records here."""
+    folder = os.environ.get("BAGUA_FLIGHT_FOLDER") or default_folder()
+    return f"{program_name()} diagnose {shlex.quote(str(folder))}" if folder else ""
 
 
 def _write_script(options: argparse.Namespace) -> None:

@@ -41,7 +41,8 @@ class Cache:
         store: The store of the values.
         name: The name of the cached data. Caches of one store need different names; change it with the data or
             their decoding.
-        form: "tree" stores numbers, str, bytes, None, NumPy arrays, and lists, tuples and dicts of these.
+        form: "tree" stores numbers, str, bytes, None, NumPy arrays, dense tensors of PyTorch on the CPU, and
+            lists, tuples and dicts of these, bit for bit. Arrays and tensors are restored as contiguous ones.
             "pickle" stores any object, and runs code from the store: a store that others can write to is
             refused, such as an LMDB folder that others can write to, or a Redis server without a password.
         buffer_bytes: Bytes of values to write together; 0 writes each value at once.

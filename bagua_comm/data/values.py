@@ -3,24 +3,27 @@
     8 bytes     xxh3 of the key and of all that follows
     1 byte      the form: 0 a tree, 1 a pickle
     4 bytes     the length of the head, little-endian
-    head        msgpack; an array in it is {offset, dtype, shape}
-    the rest    the bytes of the arrays, in C order
+    head        msgpack; an array or a tensor in it is {offset, dtype, shape}
+    the rest    the bytes of the arrays and tensors, in C order
 
-A tree consists of None, bool, int, float, complex, str, bytes, list, tuple, dict, NumPy's scalars and arrays.
-It is restored with the same types (bytearray and memoryview as bytes), and its arrays are new, C-contiguous and
-writable.
+A tree consists of None, bool, int, float, complex, str, bytes, list, tuple, dict, NumPy's scalars and arrays, and
+PyTorch's tensors. It is restored with the same types (bytearray and memoryview as bytes), and its arrays and
+tensors are new, C-contiguous and writable.
 """
 
 from __future__ import annotations
 
+import importlib
+import math
 import pickle
 import struct
+import sys
 from collections.abc import Iterator
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from ..arrays import Array, dtype_named
+from ..arrays import Array, dtype_named, is_tensor
 from ..errors import ArrayError, UnsupportedError
 
 Form: TypeAlias = Literal["tree", "pickle"]
@@ -29,7 +32,7 @@ FORMS = ("tree", "pickle")
 
 _HEAD = struct.Struct("<BI")
 _SUM = struct.Struct("<Q")
-_TUPLE, _ARRAY, _SCALAR, _INT, _COMPLEX = range(1, 6)
+_TUPLE, _ARRAY, _SCALAR, _INT, _COMPLEX, _TENSOR = range(1, 7)
 _EXTRA = "pip install 'bagua-comm[data]'"
 
 
@@ -99,7 +102,7 @@ def _msgpack() -> Any:
 
 
 def _tree(value: Any, arrays: list[Any]) -> bytes:
-    """The head of a tree; the bytes of its arrays are appended to `arrays`."""
+    """The head of a tree; the bytes of its arrays and tensors are appended to `arrays`."""
     msgpack = _msgpack()
     end = 0
 
@@ -119,6 +122,11 @@ def _tree(value: Any, arrays: list[Any]) -> bytes:
             arrays.append(flat.view(np.uint8).data if flat.size else b"")
             end += flat.nbytes
             return msgpack.ExtType(_ARRAY, pack([end - flat.nbytes, name, list(x.shape)]))
+        if is_tensor(x):
+            values = _bytes_of(x)
+            arrays.append(values.data if values.size else b"")
+            end += values.nbytes
+            return msgpack.ExtType(_TENSOR, pack([end - values.nbytes, _torch_name(x.dtype), list(x.shape)]))
         if isinstance(x, np.generic):
             return msgpack.ExtType(_SCALAR, pack([_dtype_name(x.dtype), x.tobytes()]))
         if kind is int:
@@ -132,8 +140,8 @@ def _tree(value: Any, arrays: list[Any]) -> bytes:
     except _Unsupported:
         where, found = next(_unsupported_parts(value, "the value"))
         raise UnsupportedError(
-            f"{where} is {found}, which a cache cannot store: use plain trees of numbers, str, bytes and NumPy "
-            'arrays (a tensor as tensor.numpy()), or choose form="pickle", which runs code from the store'
+            f"{where} is {found}, which a cache cannot store: use plain trees of numbers, str, bytes, arrays and "
+            'tensors, or choose form="pickle", which runs code from the store'
         ) from None
     except (ValueError, RecursionError, OverflowError) as exc:
         raise UnsupportedError(f"a cache cannot store this {type(value).__name__}: {exc}") from exc
@@ -157,6 +165,11 @@ def _unsupported_parts(x: Any, path: str) -> Iterator[tuple[str, str]]:
             _dtype_name(x.dtype)
         except _Unsupported:
             yield path, f"an array of {x.dtype}"
+    elif is_tensor(x):
+        try:
+            _bytes_of(x)
+        except _Unsupported as exc:
+            yield path, str(exc)
     elif type(x) not in (type(None), bool, int, float, complex, str, bytes, bytearray, memoryview):
         yield path, f"a {type(x).__module__}.{type(x).__qualname__}"
 
@@ -173,6 +186,32 @@ def _dtype_name(dtype: np.dtype[Any]) -> str:
     if found != dtype:
         raise _Unsupported
     return str(dtype.name)
+
+
+def _bytes_of(x: Any) -> Array:
+    """The bytes of a tensor, in C order.
+
+    Raises:
+        _Unsupported: It is no dense tensor of the CPU without a gradient; with the call that makes it one.
+    """
+    torch = sys.modules["torch"]
+    if type(x) is not torch.Tensor:
+        raise _Unsupported(f"a {type(x).__module__}.{type(x).__qualname__} (plain: x.as_subclass(torch.Tensor))")
+    if x.device.type != "cpu":
+        raise _Unsupported(f"a tensor on {x.device} (on the CPU: x.cpu())")
+    if x.requires_grad:
+        raise _Unsupported("a tensor that requires a gradient (without it: x.detach())")
+    if x.layout is not torch.strided or x.is_quantized:
+        raise _Unsupported("a tensor that is sparse or quantized (otherwise: x.to_dense(), x.dequantize())")
+    try:
+        flat = x.resolve_conj().resolve_neg().contiguous().reshape(-1)
+        return flat.view(torch.uint8).numpy() if flat.numel() else np.empty(0, np.uint8)
+    except (RuntimeError, TypeError):
+        raise _Unsupported(f"a tensor of {x.dtype}") from None
+
+
+def _torch_name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _dtype(name: str) -> np.dtype[Any]:
@@ -195,6 +234,9 @@ def _untree(head: memoryview, rest: memoryview) -> Any:
             if array.size:
                 array.reshape(-1).view(np.uint8)[:] = np.frombuffer(rest, np.uint8, array.nbytes, offset)
             return array
+        if code == _TENSOR:
+            offset, name, shape = unpack(data)
+            return _tensor(offset, name, shape, rest)
         if code == _SCALAR:
             name, raw = unpack(data)
             dtype = _dtype(name)
@@ -206,3 +248,14 @@ def _untree(head: memoryview, rest: memoryview) -> Any:
         raise DamagedError(f"an unknown type {code}")
 
     return unpack(head)
+
+
+def _tensor(offset: int, name: str, shape: list[int], rest: memoryview) -> Any:
+    """The tensor with these bytes of `rest`, as a new one."""
+    torch = importlib.import_module("torch")  # whoever reads a tensor has it
+    dtype = getattr(torch, name)
+    values = np.empty(math.prod(shape) * dtype.itemsize, np.uint8)
+    if not values.size:
+        return torch.empty(shape, dtype=dtype)
+    values[:] = np.frombuffer(rest, np.uint8, values.size, offset)
+    return torch.from_numpy(values).view(dtype).reshape(shape)

@@ -440,8 +440,11 @@ class Engine(Live, Closing):
         if self._closed:
             return
         self._closed = True
+        differ = self._drifts and not self.stopped and self._comm.size > 1
         try:
             self.stop()
+            if differ:
+                self._progress.report_alone(self.algorithm, self.step - self._exchanges.exchanged)
         finally:
             self._lane.close()
         self._progress.close()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
+import warnings
 from dataclasses import dataclass, field
 
-from ..algorithms.base import Point
+from ..algorithms.base import Algorithm, Point
 from ..logs import log_on_root, megabytes
 from ..trace import ExchangeCounters, Tracer
 
@@ -93,6 +94,24 @@ class Progress:
             self._next_line_ns = end_ns + round(INTERVAL_S * 1e9)
             log_on_root(self._logger, self._rank, "step %d: %s", step, self._describe(self._since))
             self._since = self._read()
+
+    def report_alone(self, algorithm: Algorithm, steps: int) -> None:
+        """Warn if the ranks have exchanged nothing at all; log the steps since the last exchange otherwise.
+
+        Args:
+            algorithm: The algorithm of the engine.
+            steps: The number of steps that have ended since the ranks communicated last.
+        """
+        if self._steps and not self._counters.exchange.calls and self._rank == 0:
+            warnings.warn(
+                f"{algorithm} has exchanged nothing in {self._steps} "
+                f"step{'s' * (self._steps > 1)}: each rank has trained alone, and the weights differ between "
+                "ranks. Let it communicate more often, as by fewer local_steps, or train for longer",
+                stacklevel=4,  # the line that calls close()
+            )
+        elif steps > 0 and self._counters.exchange.calls:
+            text = "%d step%s since the last exchange stay on each rank: the weights differ between ranks"
+            log_on_root(self._logger, self._rank, text, steps, "s" * (steps > 1))
 
     def close(self) -> None:
         """Log all steps but the first, in one line."""

@@ -35,6 +35,8 @@ class Exchanges:
         """All exchanges of this rank, and how long training waited for them."""
         self.step = self.began = 0
         """Numbers of training steps that have ended: now, and when the current phase began."""
+        self.exchanged = 0
+        """The number of steps that had ended when ranks communicated last, with the step of that exchange."""
         self.stopped = False
         """Whether `send` holds buckets back."""
         self.sent: list[Bucket] = []
@@ -102,6 +104,7 @@ class Exchanges:
         if after.calls > before.calls:
             spent_ns = time.perf_counter_ns() - began
             self.counters.exchange.add(bucket.nbytes, after.wire_bytes - before.wire_bytes, spent_ns)
+            self.exchanged = self.began + bucket.step + 1
 
     @property
     def communicates(self) -> bool:

@@ -149,6 +149,12 @@ class FlightRecorder:
             return self.folder
         return self.write()
 
+    def died(self, ranks: Mapping[int, str]) -> None:
+        """Note that ranks of the world have died, with a text for each; the next record names them."""
+        for rank, text in ranks.items():
+            if len(self._failures) < FAILURES:
+                self._failures.append(RecordedFailure(RankFailed.__name__, text, (rank,)))
+
     def call_before(self, record: Record) -> str:
         """The name and number of the call before this one in its communicator; "" if it was the first.
 

@@ -1,8 +1,11 @@
-"""The stderr of Open MPI's mpirun without the two paragraphs that it prints after every error of a program.
+"""The stderr of Open MPI's mpirun, without the two paragraphs that it prints after every error of a program.
 
 A rank that ends with an error has printed the reason, and ends all ranks by MPI_Abort. Open MPI prints 15 lines
 on that, which hide the reason. So mpirun writes to a pipe, from which a process of its own copies everything else
 to stderr as soon as it comes.
+
+After the paragraph on a rank that a signal has killed, it adds where the records of the other ranks are, unless
+one of them has said so: they see only processes of their own host.
 """
 
 from __future__ import annotations
@@ -16,7 +19,9 @@ from contextlib import suppress
 RULE = b"-" * 74 + b"\n"
 """The line before and after each paragraph of Open MPI."""
 
-BEGINNINGS = (b"MPI_ABORT was invoked on rank ", b"prterun has exited due to process rank ")
+DIED = b"prterun noticed that process rank "
+
+BEGINNINGS = (b"MPI_ABORT was invoked on rank ", b"prterun has exited due to process rank ", DIED)
 
 KNOWN = (
     rb"MPI_ABORT was invoked on rank \d+ in communicator [^\n]*\n"
@@ -32,6 +37,11 @@ KNOWN = (
 
 _PARAGRAPHS = re.compile(b"|".join(rb"(?:%s%s%s)" % (RULE, text, RULE) for text in KNOWN))
 
+_DEATH = re.compile(RULE + DIED + rb"(\d+) with PID \d+ on node (\S+) exited on\nsignal [^\n]*\n" + RULE)
+
+REPORT = b") has died: "
+"""A part of the line of a rank that has seen the death; see `bootstrap.rank_exit`."""
+
 _LINE_STARTS = re.compile(rb"[\n\0](?=-)")
 
 LONGEST = 1000
@@ -42,9 +52,16 @@ HOLD_S = 0.5
 
 
 class Filter:
-    """Removes the paragraphs from bytes that come in pieces."""
+    """Removes the paragraphs from bytes that come in pieces.
 
-    def __init__(self) -> None:
+    Args:
+        after_death: The command that explains what the other ranks did when one has died; empty to add nothing.
+    """
+
+    def __init__(self, after_death: str = "") -> None:
+        self._after_death = after_death.encode()
+        self._end = b""
+        """The last bytes that came, in which the report of a rank may begin."""
         self._held = b""
         self._begins_line = True
         """Whether the next bytes begin a line."""
@@ -59,10 +76,23 @@ class Filter:
         """Add the next bytes; returns those that are to be printed now."""
         text, found = _PARAGRAPHS.subn(b"", self._held + data)
         self._has_removed |= found > 0
+        if self._after_death:
+            recent = self._end + data
+            if REPORT in recent:
+                self._after_death = b""
+            self._end = recent[-len(REPORT) :]
+            text = _DEATH.sub(self._with_command, text)
         if self._has_removed:  # mpirun ends what it prints with a NUL
             text = text.replace(b"\0", b"")
         at = self._paragraph_in(text)
         return self._passed(text[:at], text[at:])
+
+    def _with_command(self, death: re.Match[bytes]) -> bytes:
+        """The paragraph on a death, and once the command that explains it."""
+        command, self._after_death = self._after_death, b""
+        if not command:
+            return death[0]
+        return death[0] + b"for what ranks other than %b on %b did: %b\n" % (death[1], death[2], command)
 
     def flush(self) -> bytes:
         """Return the bytes that are held back."""
@@ -89,10 +119,13 @@ def _may_become(begun: bytes, wanted: bytes) -> bool:
     return begun.startswith(wanted) or wanted.startswith(begun)
 
 
-def filter_stderr() -> None:
+def filter_stderr(after_death: str = "") -> None:
     """Have another process filter what this one, and the program that it becomes, write to stderr.
 
     The process ends when all writers have ended. It is no child of this one, which may become mpirun.
+
+    Args:
+        after_death: See `Filter`.
     """
     source, sink = os.pipe()
     child = os.fork()
@@ -102,7 +135,7 @@ def filter_stderr() -> None:
                 os.close(sink)
                 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                     signal.signal(number, signal.SIG_IGN)  # mpirun and its ranks may write after these
-                copy(source, 2)
+                copy(source, 2, Filter(after_death))
         finally:
             os._exit(0)
     os.close(source)
@@ -111,9 +144,8 @@ def filter_stderr() -> None:
     os.close(sink)
 
 
-def copy(source: int, sink: int) -> None:
+def copy(source: int, sink: int, texts: Filter) -> None:
     """Copy what comes from one file descriptor to another one through a `Filter`, until the first ends."""
-    texts = Filter()
     while True:
         if not select.select([source], [], [], HOLD_S if texts.holds else None)[0]:
             _write(sink, texts.flush())

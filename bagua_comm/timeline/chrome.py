@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from ..trace import Span, Value
@@ -56,6 +59,12 @@ def chrome_trace(
             events.extend(_events_of(values_by_rank[rank], pid, earliest))
     about = {**FORMAT, "ranks": len(spans_by_rank), "start_ns": earliest}
     return {"otherData": about, "displayTimeUnit": "ms", "traceEvents": events}
+
+
+def write_trace(path: str | Path, trace: Mapping[str, Any]) -> None:
+    """Write the result of `chrome_trace` as JSON, compressed by gzip if the path ends in ".gz"."""
+    data = json.dumps(trace).encode()
+    Path(path).write_bytes(gzip.compress(data) if str(path).endswith(".gz") else data)
 
 
 def rows_of(spans: Iterable[Span]) -> dict[str, list[Span]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import statistics
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,6 +14,9 @@ from typing import Any
 from ..errors import BaguaError
 from ..trace import Span, Value
 from .chrome import FORMAT
+
+_GZIP = b"\x1f\x8b"
+"""The first bytes of a file that gzip has compressed."""
 
 
 class TimelineError(BaguaError, ValueError):
@@ -44,15 +48,22 @@ class Timeline:
 def read_timeline(path: str | Path) -> Timeline:
     """Read what `Communicator.trace` has written.
 
-    A file that was cut off is read up to there. Where the clocks of ranks differ, times are corrected.
+    The file may be compressed by gzip. If it was cut off, it is read up to there. Where the clocks of ranks
+    differ, times are corrected.
 
     Raises:
         TimelineError: The file cannot be read, or is no timeline; the message says what it is.
     """
     try:
-        text = Path(path).read_bytes().decode(errors="replace")
+        data = Path(path).read_bytes()
     except OSError as exc:
         raise TimelineError(f"{path}: {exc.strerror or exc}") from exc
+    if data.startswith(_GZIP):
+        try:
+            data = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16).decompress(data)  # as much as there is
+        except zlib.error as exc:
+            raise TimelineError(f"{path}: damaged, gzip cannot read it: {exc}") from exc
+    text = data.decode(errors="replace")
     if not text.strip():
         raise TimelineError(f"{path}: the file is empty; expected a timeline that Communicator.trace has written")
     notes: list[str] = []

@@ -68,6 +68,9 @@ class BackwardWatch:
         self.strays: dict[str, int] = {}
         """Parameters with a gradient of a pass that should have been followed, and their versions then."""
         self._begun = self._computed = False  # whether `began` was called, and a gradient computed
+        self.outputs: dict[int, bool] = {}
+        """Whether a pass has reached each output, by number, of those for which `arm_at` expects one."""
+        self._armed = 0  # number of outputs given to `arm_at`
         self._task = -1  # PyTorch's id of the pass in which the latest hook ran
         self._ignored_task = -1  # PyTorch's id of the latest pass that is not followed by intention
         self.count = 0
@@ -101,16 +104,29 @@ class BackwardWatch:
         self.reset()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def arm_at(self, output: Any) -> None:
-        """Follow every backward pass that goes through `output`, which a module returned."""
+    def arm_at(self, output: Any, *, expected: bool = True) -> None:
+        """Follow every backward pass that goes through `output`, which a module returned.
+
+        Args:
+            output: What the module returned.
+            expected: Whether a pass through it is expected, so that it is in `outputs`.
+        """
+        number = self._armed = self._armed + 1
 
         def reached(_: torch.Tensor) -> None:
+            if number in self.outputs:
+                self.outputs[number] = True
             before, complete = self.armed, self.complete
             self.armed = True
             self.reached()
             queue_callback(lambda: self._pass_through_output_ended(complete, armed=before))
 
-        _hook(output, reached)
+        if _hook(output, reached) and expected:
+            self.outputs[number] = False
+
+    def forget_outputs(self, *, reached: bool) -> None:
+        """Forget all outputs; with `reached`, only those that a pass has reached."""
+        self.outputs = dict.fromkeys((each for each, was in self.outputs.items() if reached and not was), False)
 
     def _pass_through_output_ended(self, complete: set[str], *, armed: bool) -> None:
         """Restore `armed`, if a pass through an output reached no parameter. The arguments are earlier values."""
@@ -289,12 +305,19 @@ def queue_callback(call: Callable[[], None]) -> None:
         torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
-def _hook(output: Any, reached: Callable[[torch.Tensor], None]) -> None:
-    """Call `reached` whenever a backward pass reaches a tensor in `output`, which a module returned."""
+def _hook(output: Any, reached: Callable[[torch.Tensor], None]) -> bool:
+    """Call `reached` whenever a backward pass reaches a tensor in `output`, which a module returned.
+
+    Returns:
+        Whether there is a tensor that a backward pass may reach.
+    """
+    found = False
     for tensor in _tensors_in(output, set()):
         if tensor.grad_fn is not None:
             hooked: Any = tensor  # torch leaves this method untyped
             hooked.register_hook(reached)
+            found = True
+    return found
 
 
 def _tensors_in(output: Any, seen: set[int]) -> Iterator[torch.Tensor]:

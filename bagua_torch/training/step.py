@@ -76,6 +76,7 @@ class TrainingStep(Live):
         self._opened = False  # by the wrapper, in a training forward pass whose module does not run yet
         self._stays = False  # a backward pass since the last step was not averaged
         self._used = False  # a forward pass went through the wrapper, or a backward pass was announced
+        self._warned = False  # of a forward pass without a backward pass
         self._fresh: set[str] = set()  # parameters without a gradient before the present backward pass
         self._trained = model.trained
         self._unused = UnusedParameters(comm, self._trained, find=find_unused, static=static)
@@ -198,6 +199,8 @@ class TrainingStep(Live):
 
     def _begin_step(self) -> None:
         """Begin a new step, or accumulate further into the same gradients. Collective."""
+        self._check_outputs(None)
+        self.watch.forget_outputs(reached=False)
         self.finish()
         self._passes = 0
 
@@ -329,6 +332,7 @@ class TrainingStep(Live):
         """Complete a backward pass that reached no parameter and so ran no hook, as other ranks do."""
         checks.check_not_within_backward()
         checks.check_backward_ended(self.watch.unfinished)
+        self._check_outputs(optimizer)
         self.end_backward()
         if self.watch.strays and self.exchange.averages_gradients:
             checks.check_averaged(self.watch.strays, self._trained, optimizer)
@@ -339,6 +343,25 @@ class TrainingStep(Live):
         self.exchange.reclaim()
         self.spans["optimizer"].begin()
 
+    def _check_outputs(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Warn once if this rank has left out a backward pass, which puts it a step behind the others.
+
+        Args:
+            optimizer: The optimizer that is about to step; None if a forward pass is about to begin.
+        """
+        outputs = self.watch.outputs
+        if self._warned or all(outputs.values()) or self.comm.size == 1 or self.engine.stopped:
+            return
+        # As many passes as outputs are made where a pass goes around them, after expect_backward().
+        if self.stage is Stage.AVERAGED and len(outputs) > self._passes:
+            self._warned = True
+            # Without optimizers, steps are not counted.
+            step = self.engine.step if self.optimizers else self.averages - 1
+            checks.warn_backward_left_out(self.comm.rank, step)
+        elif self.stage is Stage.OPEN and optimizer is not None and self.exchange.averages_gradients:
+            self._warned = True
+            checks.warn_zeros_averaged(self.comm.rank, self.engine.step, optimizer)
+
     def _after_optimizer_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self.spans["optimizer"].end()
         self._stepped.add(id(optimizer))
@@ -348,6 +371,7 @@ class TrainingStep(Live):
 
     def _end(self) -> None:
         self.stage = Stage.ANNOUNCED if self.stage in (Stage.REOPENED, Stage.ANNOUNCED) else Stage.IDLE
+        self.watch.forget_outputs(reached=self.stage is Stage.ANNOUNCED)
         self._passes = 0
         self._stays = False
         self._stepped.clear()
@@ -370,6 +394,7 @@ class TrainingStep(Live):
     def forget(self) -> None:
         """Drop the present step: the next pass begins a new one."""
         self.watch.reset()
+        self.watch.forget_outputs(reached=False)
         self.watch.strays.clear()
         self._buffers.due = False
         for span in self.spans.values():

@@ -181,7 +181,7 @@ class TrainingSteps(TrainingStep):
             return
         self.spans["forward"].end()
         if self._running:
-            self.watch.arm_at(output)
+            self.watch.arm_at(output, expected=self.model.module.training)
         else:
             self.watch.leave_at(output)
 

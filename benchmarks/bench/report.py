@@ -58,7 +58,8 @@ def write_report(
     picture = None
     if draw is not None:
         try:
-            draw().savefig(stem.with_name(f"{stem.name}.png"), dpi=110)
+            figure = draw()
+            figure.savefig(stem.with_name(f"{stem.name}.png"), dpi=max(110, figure.dpi))
             picture = f"{stem.name}.png"
         except ImportError as exc:
             print(f"# no figure: {exc}", file=sys.stderr)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -170,56 +170,75 @@ def _section(rows: Sequence[dict[str, Any]]) -> list[str]:
 # ---------------------------------------------------------------------------------------------------
 
 
+WIDTH_IN, DPI = 5.0, 200
+"""The size of the figure; a phone shows it 390 pixels wide, and letters of 10 points 11 pixels high."""
+
+
 def draw(rows: Sequence[dict[str, Any]]) -> Figure:
-    """Draw the speed-ups: a panel for each model, a bar for each algorithm and network."""
+    """Draw the speed-ups: a panel for each model, below each other; a bar for each algorithm and network."""
     from matplotlib.figure import Figure
 
     compared = sorted(filter(is_compared, rows), key=_by_network)
     models = list(dict.fromkeys(row["model"] for row in compared))
-    labels = list(dict.fromkeys(map(_label, compared)))
-    tallest = max(sum(row["model"] == model for row in compared) for model in models)
-    figure = Figure(figsize=(6 * len(models), 0.16 * tallest + 1.8), layout="constrained")
-    for axes, model in zip(figure.subplots(1, len(models), squeeze=False)[0], models, strict=True):
-        _draw(axes, model, [row for row in compared if row["model"] == model], labels)
+    label_of = _labels(compared)
+    labels = list(dict.fromkeys(label_of.values()))
+    panels = [[row for row in compared if row["model"] == model] for model in models]
+    heights = [0.17 * (len(panel) + len({row["algorithm"] for row in panel})) + 0.5 for panel in panels]
+    size = (WIDTH_IN, sum(heights) + 0.19 * len(labels) + 0.5)
+    figure = Figure(figsize=size, dpi=DPI, layout="constrained")
+    all_axes = figure.subplots(len(models), 1, squeeze=False, height_ratios=heights)[:, 0]
+    for axes, model, panel in zip(all_axes, models, panels, strict=True):
+        _draw(axes, model, panel, labels, label_of)
+    all_axes[-1].set_xlabel("speed-up over PyTorch's DDP on gloo", fontsize=10)
     bars: dict[str, Any] = {}
     for axes in figure.axes:
         bars |= dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
     in_order = [bars[label] for label in labels]
-    figure.legend(in_order, labels, loc="outside lower center", ncols=6, fontsize=8, frameon=False)
+    figure.legend(in_order, labels, loc="outside lower center", ncols=1, fontsize=10, frameon=False)
     return figure
 
 
 def is_compared(row: dict[str, Any]) -> bool:
-    """Whether a row has a bar in the figure."""
-    return row["speedup"] is not None and row["algorithm"] not in BASELINES
+    """Whether a row has a bar in the figure: it is another algorithm than PyTorch's, and communicates."""
+    return row["speedup"] is not None and row["algorithm"] not in (*BASELINES, ALONE)
 
 
 def _by_network(row: dict[str, Any]) -> tuple[Any, ...]:
     return row["ranks_per_host"], row["hosts"], row["rate_mbit"] or 0, row["batch"]
 
 
-def _label(row: dict[str, Any]) -> str:
-    return f"{network_of(row)}, batch {row['batch']}"
+def _labels(rows: Sequence[dict[str, Any]]) -> dict[tuple[Any, ...], str]:
+    """The label of each network and batch; with the batch only where it differs between rows."""
+    differ = len({row["batch"] for row in rows}) > 1
+    return {_by_network(r): network_of(r) + (f", batch {r['batch']}" if differ else "") for r in rows}
 
 
-def _draw(axes: Any, model: str, rows: Sequence[dict[str, Any]], labels: Sequence[str]) -> None:
+def _draw(
+    axes: Any,
+    model: str,
+    rows: Sequence[dict[str, Any]],
+    labels: Sequence[str],
+    label_of: Mapping[tuple[Any, ...], str],
+) -> None:
     """Draw one panel: the bars of an algorithm one below the other, and a space before the next."""
     names = list(dict.fromkeys(row["algorithm"] for row in rows))
     rows = sorted(rows, key=lambda row: names.index(row["algorithm"]))
     places = {id(row): at + names.index(row["algorithm"]) for at, row in enumerate(rows)}
     for number, label in enumerate(labels):
-        mine = [row for row in rows if _label(row) == label]
+        mine = [row for row in rows if label_of[_by_network(row)] == label]
         if mine:
             speedups = [row["speedup"] for row in mine]
             bars = axes.barh([places[id(row)] for row in mine], speedups, 1, color=f"C{number}", label=label)
-            axes.bar_label(bars, fmt="%.2f", padding=2, fontsize=7)
+            axes.bar_label(bars, fmt="%.2f", padding=2, fontsize=9)
     axes.axvline(1, color="0.3", linewidth=0.8)
-    axes.margins(x=0.1)
+    axes.margins(x=0.12)
     of_name = [[places[id(row)] for row in rows if row["algorithm"] == name] for name in names]
-    axes.set_yticks([sum(found) / len(found) for found in of_name], names)
+    has_room = len(rows) > len(names)  # for two lines
+    texts = [name.replace("-", "-\n", 1) if has_room and len(name) > 12 else name for name in names]
+    axes.set_yticks([sum(found) / len(found) for found in of_name], texts, fontsize=10)
+    axes.tick_params(axis="x", labelsize=10)
     axes.invert_yaxis()
     axes.set_title(model, loc="left", fontweight="bold")
-    axes.set_xlabel("samples a second, by those of the faster of PyTorch's own on gloo")
     axes.grid(axis="x", color="0.9")
     axes.set_axisbelow(True)
 

@@ -1,5 +1,6 @@
 """DiLoCo: against local SGD with an outer optimizer, over the list of all ranks' weights."""
 
+import logging
 from functools import partial
 
 import numpy as np
@@ -19,7 +20,17 @@ from support.references import (
     trajectories,
 )
 
-from bagua_comm import ArrayError, DiLoCo, Engine, MinMaxUInt8, Plan, Quantized, TensorSpec, UnsupportedError
+from bagua_comm import (
+    ArrayError,
+    DiLoCo,
+    Engine,
+    MinMaxUInt8,
+    Plan,
+    Point,
+    Quantized,
+    TensorSpec,
+    UnsupportedError,
+)
 from bagua_comm.testing import check_algorithm, run_ranks
 
 
@@ -156,3 +167,29 @@ def test_a_dtype_that_cannot_be_averaged_is_refused_with_the_tensor(algorithm, d
             Engine(comm, algorithm, plan, plan.allocate())
 
     run_ranks(2, body)
+
+
+@pytest.mark.parametrize("steps", [2, 3, 5])
+def test_a_training_that_ends_before_the_first_outer_step_is_a_warning_and_later_steps_a_line_in_the_log(
+    steps, caplog
+):
+    caplog.set_level(logging.DEBUG, "bagua_comm")
+
+    def body(comm):
+        plan = Plan.pack([TensorSpec("w", (4,), "float32")])
+        flat, batches = np.zeros(plan.buckets[0].size, np.float32), steps
+        if steps < 3:
+            batches -= 1 - comm.rank  # uneven ones hang nowhere, since nothing is exchanged
+        with Engine(comm, DiLoCo(local_steps=3), plan, [flat]) as engine:
+            for _ in range(batches):
+                for point in (Point.FORWARD, Point.BACKWARD, Point.STEP):
+                    engine.at(point)
+
+    if steps == 2:
+        with pytest.warns(UserWarning, match="has exchanged nothing in 1 step: each rank has trained alone"):
+            run_ranks(2, body)
+    else:
+        run_ranks(2, body)
+    lines = [text for text in caplog.messages if "since the last exchange" in text]
+    expected = {5: ["2 steps since the last exchange stay on each rank: the weights differ between ranks"] * 2}
+    assert lines == expected.get(steps, [])

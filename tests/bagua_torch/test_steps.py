@@ -1,10 +1,14 @@
 """How far a training step is: the one stage that says what is exchanged next."""
 
+import warnings
+
 import pytest
+import torch
 from support.torch_training import QADAM, batch, loss_of, wrapped
 
 from bagua_comm import ByteGrad, Decentralized
 from bagua_comm.testing import run_ranks
+from bagua_torch import DistributedDataParallel
 from bagua_torch.training.stage import Stage
 
 IDLE, OPEN, AVERAGED, REOPENED, ANNOUNCED, CLOSED = Stage
@@ -97,7 +101,44 @@ def test_an_optimizer_ends_a_pass_that_reached_no_parameter():
         assert driven.ddp.engine.counter.calls == before + 1
         driven.ddp.close()
 
-    run_ranks(2, body)
+    with pytest.warns(UserWarning, match="in step 0, SGD steps on rank . after .* zeros are averaged"):
+        run_ranks(2, body)
+
+
+@pytest.mark.parametrize("algorithm", [ByteGrad(), Decentralized()], ids=repr)
+@pytest.mark.parametrize("skips", [True, False])
+def test_a_rank_that_leaves_out_a_backward_pass_is_named_when_its_next_step_ends(algorithm, skips):
+    def body(comm):
+        driven = Driven(comm, algorithm)
+        driven.after("forward", "backward", "step")
+        if comm.rank == 1 and skips:
+            driven.forward()  # `continue` in place of backward() and step()
+        elif comm.rank == 1:
+            with torch.no_grad():
+                driven.forward()
+        driven.after("forward", "backward", "step")
+
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        run_ranks(2, body)
+    texts = [str(each.message) for each in found]
+    assert len(texts) == skips
+    assert not skips or "in step 1, rank 1 made more training forward passes than backward passes" in texts[0]
+
+
+def test_without_optimizers_the_next_forward_pass_ends_a_step():
+    def body(comm):
+        ddp = DistributedDataParallel(torch.nn.Linear(2, 1), comm=comm)
+        for step in range(5):
+            loss = ddp(torch.ones(1, 2)).sum()
+            if step == 3 and comm.rank == 1:
+                loss = ddp(torch.ones(1, 2)).sum()
+            loss.backward()
+            assert len(ddp._steps.watch.outputs) <= 2  # those of this step alone
+        ddp.close()
+
+    with pytest.warns(UserWarning, match="in step 3, rank 1 made more training forward passes"):
+        run_ranks(2, body)
 
 
 def test_loading_begins_a_new_step_and_a_closed_wrapper_stays_closed():
@@ -131,4 +172,5 @@ def test_a_step_of_this_rank_alone_averages_nothing_though_a_forward_pass_came_b
         assert driven.after("forward", "backward", "step") == [OPEN, AVERAGED, IDLE]
         driven.ddp.close()
 
-    run_ranks(2, body)
+    with pytest.warns(UserWarning, match="more training forward passes than backward passes"):
+        run_ranks(2, body)

@@ -3,13 +3,18 @@
 import os
 import re
 import signal
+import socket
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from support.launch import run_timed
 from support.waiting import until
 
-from bagua_comm.flight import diagnose, read_folder
+from bagua_comm.bootstrap.rank_exit import ExitHandler
+from bagua_comm.bootstrap.rendezvous import JoinLog
+from bagua_comm.flight import FlightRecorder, diagnose, read_folder
+from bagua_comm.processes import ProcessId
 
 SOON_S = 55
 """Less than the 60 s for which ranks would wait, or sleep."""
@@ -412,6 +417,61 @@ def test_a_rank_that_leaves_in_the_middle_is_not_waited_for(tmp_path, body):
     assert "rank 0 of 2 on " in result.stderr
     assert "allreduce(float64[100000], op=sum)" in result.stderr
     assert seconds < SOON_S
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_is_named_and_so_are_the_records_of_the_others(tmp_path):
+    result, seconds = run_timed(
+        tmp_path,
+        3,
+        """
+        import bagua_comm, numpy as np, os, signal
+        comm = bagua_comm.connect(timeout_s=60)
+        comm.barrier()
+        if comm.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        comm.allreduce(np.ones(5))
+        """,
+        mpirun=["--oversubscribe"],
+    )
+    assert seconds < SOON_S
+    said = re.findall(r"(rank \d of 3) on \S+ \(process \d+\) has died", result.stderr)
+    assert said == ["rank 1 of 3"]  # by one rank alone
+    folder = Path(re.search(r"diagnose (\S+)", result.stderr)[1])
+    (finding, *_) = diagnose(read_folder(folder)).findings
+    assert (finding.kind, finding.ranks) == ("died", (1,))
+
+
+def test_ranks_that_mpirun_ended_have_a_record_and_did_not_die(tmp_path, capfd):
+    log = JoinLog({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4"})
+    log.dead = lambda: {1: 4001, 2: 4002}
+    handler = ExitHandler()
+    handler.abort.prepare(None, log)
+    flight = FlightRecorder(0, 4, folder=tmp_path)
+    FlightRecorder(2, 4, folder=tmp_path).write()  # mpirun ended it after rank 1
+    handler._worlds.append(SimpleNamespace(flight=flight))
+    died = handler._died_without_record()
+    assert list(died) == [1]
+    flight.died(died)
+    flight.write()
+    handler._report_deaths(died)
+    text = capfd.readouterr().err
+    assert f"rank 1 of 4 on {socket.gethostname()} (process 4001) has died" in text
+    assert f"diagnose {tmp_path}" in text
+    assert [f.ranks for f in diagnose(read_folder(tmp_path)).findings if f.kind == "died"] == [(1,)]
+
+
+def test_processes_that_have_checked_in_and_ended_are_dead(tmp_path):
+    variables = {"OMPI_COMM_WORLD_SIZE": "3", "PMIX_NAMESPACE": "job", "PMIX_SERVER_TMPDIR": str(tmp_path)}
+    tmp_path.chmod(0o700)
+    logs = [JoinLog({**variables, "OMPI_COMM_WORLD_RANK": str(rank)}) for rank in range(3)]
+    for log in logs[:2]:
+        log.check_in()
+    assert logs[0].dead() == {}
+    mine = ProcessId.mine()
+    (file,) = tmp_path.glob("*-1")
+    file.write_text(f"{ProcessId(mine.namespace, mine.pid, mine.start + 1).text()}\n")  # an earlier process
+    assert logs[0].dead() == {1: mine.pid}
 
 
 def runs(pid):

@@ -1,5 +1,6 @@
 """`bagua trace`: text, JSON and a page of a timeline, and what it says about files that are none."""
 
+import gzip
 import json
 
 import pytest
@@ -7,7 +8,7 @@ from support.timelines import training
 
 from bagua_comm import __main__ as cli
 from bagua_comm.testing import run_ranks
-from bagua_comm.timeline.chrome import chrome_trace
+from bagua_comm.timeline.chrome import chrome_trace, write_trace
 from bagua_comm.timeline.reading import Timeline
 from bagua_comm.timeline.summary import summarize
 
@@ -25,6 +26,22 @@ def test_the_summary_is_printed(file, capsys):
     assert output.out.startswith("Mean of 4 steps:\n")
     assert "Buckets, on rank 0:" in output.out
     assert output.err == ""
+
+
+@pytest.mark.parametrize("cut", [0, 20])
+def test_a_compressed_timeline_is_read_also_where_it_was_cut_off(file, cut, tmp_path, capsys):
+    packed = tmp_path / "trace.json.gz"
+    write_trace(packed, json.loads(file.read_text()))
+    data = packed.read_bytes()
+    assert json.loads(gzip.decompress(data)) == json.loads(file.read_text())
+    packed.write_bytes(data[: len(data) - cut])
+    assert cli.main(["trace", str(packed)]) == (1 if cut else 0)
+    output = capsys.readouterr().out
+    assert "Mean of 4 steps:" in output
+    assert ("The file is cut off" in output) == bool(cut)
+    packed.write_bytes(data[:40] + b"damaged" + data[47:])
+    assert cli.main(["trace", str(packed)]) == 2
+    assert "trace.json.gz: " in capsys.readouterr().err
 
 
 def test_all_numbers_as_json(file, capsys):

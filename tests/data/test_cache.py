@@ -158,9 +158,25 @@ def test_errors_of_the_data_set_come_through_and_nothing_stays_locked():
     assert [int(sample[0][0]) for sample in cached] == [0, 1, 2]
 
 
+@pytest.mark.needs("torch")
+def test_the_samples_of_a_data_set_of_tensors_go_through_a_loader():
+    dataset = torch.utils.data.TensorDataset(torch.randn(10, 3), torch.arange(10))
+    cached = Cached(dataset, MemoryStore())
+    for _ in range(2):
+        pairs = zip(
+            torch.utils.data.DataLoader(cached, batch_size=4),
+            torch.utils.data.DataLoader(dataset, batch_size=4),
+            strict=True,
+        )
+        for (x, y), (expected_x, expected_y) in pairs:
+            assert torch.equal(x, expected_x)
+            assert torch.equal(y, expected_y)
+    assert (cached.stats().misses, cached.stats().hits) == (10, 10)
+
+
 def test_a_sample_that_cannot_be_kept_says_where():
-    cached = Cached([{"x": torch.zeros(1)}], MemoryStore())
-    with pytest.raises(UnsupportedError, match=r"\['x'\] is a torch.Tensor"):
+    cached = Cached([{"x": torch.zeros(1, requires_grad=True)}], MemoryStore())
+    with pytest.raises(UnsupportedError, match=r"\['x'\] is a tensor that requires a gradient"):
         cached[0]
     by_pickle = Cached([{"x": torch.zeros(1)}], MemoryStore(), form="pickle")
     assert torch.equal(by_pickle[0]["x"], by_pickle[0]["x"])

@@ -96,11 +96,49 @@ def test_a_value_that_would_change_is_refused_with_its_path(value, message):
 
 
 @pytest.mark.needs("torch")
-def test_a_tensor_is_refused_with_a_hint():
+def test_tensors_come_back_bit_for_bit():
     import torch
 
-    with pytest.raises(UnsupportedError, match=r"\[0\] is a torch.Tensor.*tensor.numpy\(\).*pickle"):
-        encode((torch.zeros(2), 1), b"k")
+    bits = torch.tensor([0x7FC00001, 0x7F800001, -0x80000000, 1, 0, 0x3F800000], dtype=torch.int32)  # NaNs, -0.0
+    names = ["float32", "float64", "float16", "bfloat16", "float8_e5m2", "complex64", "bool", "uint8", "int64"]
+    value = {
+        "image": bits.view(torch.float32).reshape(2, 3),
+        "turned": torch.arange(24).reshape(2, 3, 4).permute(2, 0, 1)[1:],
+        "conjugate": torch.tensor([1 + 2j]).conj(),
+        "scalar": torch.tensor(3),
+        "empty": torch.empty(0, 3, dtype=torch.float64),
+        "all": [torch.arange(6).to(getattr(torch, name)) for name in names],
+        "mixed": (torch.ones(3), np.ones(3, np.int16), "label", 7),
+    }
+    found = decode(encode(value, b"k"), b"k")
+
+    def flat(x):
+        return [x] if not isinstance(x, (list, tuple)) else [part for each in x for part in flat(each)]
+
+    expected, back = flat(list(value.values())), flat(list(found.values()))
+    assert [type(x) for x in back] == [type(x) for x in expected]
+    for x, y in zip(expected, back, strict=True):
+        if isinstance(x, torch.Tensor):
+            assert (y.dtype, y.shape, y.is_contiguous()) == (x.dtype, x.shape, True)
+            x, y = (t.resolve_conj().contiguous().reshape(-1).view(torch.uint8).numpy() for t in (x, y))
+        np.testing.assert_array_equal(x, y)
+    found["image"][0, 0] = 5  # writable
+    assert type(found["mixed"]) is tuple
+
+
+@pytest.mark.needs("torch")
+def test_tensors_that_are_not_plain_are_refused_with_what_can_be_stored():
+    import torch
+
+    values = {
+        r"\[0\] is a torch.nn.parameter.Parameter.*as_subclass": torch.nn.Parameter(torch.ones(2)),
+        r"requires a gradient.*x.detach\(\)": torch.ones(2, requires_grad=True),
+        r"a tensor on meta.*x.cpu\(\)": torch.ones(2, device="meta"),
+        r"sparse or quantized.*x.to_dense\(\)": torch.eye(2).to_sparse(),
+    }
+    for message, value in values.items():
+        with pytest.raises(UnsupportedError, match=message):
+            encode((value, 1), b"k")
 
 
 def test_a_tree_that_is_too_deep_is_refused():

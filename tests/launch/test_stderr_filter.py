@@ -37,9 +37,16 @@ slots that were requested by the application.
 """
 
 
-def filtered(text, piece=None):
+DIED = f"""{RULE}
+prterun noticed that process rank 1 with PID 7 on node n2 exited on
+signal 9 (Killed).
+{RULE}
+"""
+
+
+def filtered(text, piece=None, **options):
     """What passes the filter of a text that comes in pieces of so many bytes."""
-    data, texts = text.encode(), Filter()
+    data, texts = text.encode(), Filter(**options)
     piece = piece or len(data)
     return b"".join(
         [*(texts.feed(data[i : i + piece]) for i in range(0, len(data), piece)), texts.flush()]
@@ -50,6 +57,16 @@ def filtered(text, piece=None):
 def test_the_paragraphs_on_mpi_abort_are_left_out_and_all_else_stays(piece):
     text = f"rank 1: ValueError\n{ABORT}more\n{OTHER}{EXITED}\0end of rank 0"
     assert filtered(text, piece) == f"rank 1: ValueError\nmore\n{OTHER}end of rank 0"
+
+
+@pytest.mark.parametrize("piece", [1, 7, 75, None])
+def test_after_a_death_comes_the_command_that_explains_it_unless_a_rank_has_printed_it(piece):
+    explained = "for what ranks other than 1 on n2 did: bagua diagnose /tmp/x\n"
+    command = "bagua diagnose /tmp/x"
+    assert filtered(f"x\n{DIED}{DIED}\0", piece, after_death=command) == f"x\n{DIED}{explained}{DIED}\0"
+    assert filtered(f"x\n{DIED}", piece) == f"x\n{DIED}"
+    reported = f"rank 1 of 2 on n2 (process 7) has died: it crashed\n{DIED}"
+    assert filtered(reported, piece, after_death=command) == reported
 
 
 @pytest.mark.parametrize(
@@ -79,7 +96,7 @@ def test_a_paragraph_that_is_not_completed_passes_after_a_while(monkeypatch):
     monkeypatch.setattr(stderr_filter, "HOLD_S", 0.01)
     begun = ABORT.encode()[:-20]
     (source, writer), (reader, sink) = os.pipe(), os.pipe()
-    copying = threading.Thread(target=stderr_filter.copy, args=(source, sink))
+    copying = threading.Thread(target=stderr_filter.copy, args=(source, sink, Filter()))
     copying.start()
     os.write(writer, begun)
     with os.fdopen(reader, "rb") as passed:
@@ -107,6 +124,6 @@ def test_a_reader_that_has_gone_ends_the_copy():
     os.write(sink, b"text")
     os.close(sink)
     with pytest.raises(BrokenPipeError):
-        stderr_filter.copy(source, closed)
+        stderr_filter.copy(source, closed, Filter())
     os.close(source)
     os.close(closed)
