@@ -25,7 +25,15 @@ from .costmodel import METHODS, MOST_FLOWS, Advice, Cluster, Job, Rates, advise,
 LARGEST_SIZE = 4096
 """The largest number of ranks in `scaling`."""
 
-MOST_FAITHFUL = ("exact", "hierarchical", "float16", "bytegrad", "hierarchical-bytes", "error-feedback")
+MOST_FAITHFUL = (
+    "exact",
+    "hierarchical",
+    "float16",
+    "bytegrad",
+    "hierarchical-bytes",
+    "hierarchical-all-bytes",
+    "error-feedback",
+)
 """Averages of gradients, the one with the smallest error first."""
 
 AS_FAST = 1.02
@@ -91,7 +99,8 @@ def expression(value: object) -> str:
         if not field.init or given == default:
             skipped = True
         else:
-            arguments.append(f"{field.name}={expression(given)}" if skipped else expression(given))
+            by_name = skipped or field.kw_only
+            arguments.append(f"{field.name}={expression(given)}" if by_name else expression(given))
     return f"{made_by.get(type(value), type(value).__name__)}({', '.join(arguments)})"
 
 

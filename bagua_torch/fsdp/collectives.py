@@ -21,7 +21,9 @@ from bagua_comm import (
 )
 from bagua_comm.algorithms.base import check_average
 from bagua_comm.arrays import Array, LinearOp
-from bagua_comm.averages import InPlace, quantized_allgather, quantized_reduce_scatter
+from bagua_comm.averages import InPlace, quantized_reduce_scatter
+from bagua_comm.averages.hierarchical_shards import GatherByNode
+from bagua_comm.averages.quantized_shards import allgather, codec_for, reduce_scatter
 
 from ..arrays import as_array, dtype_name, torch_stream
 from .groups import GroupComms
@@ -41,8 +43,9 @@ class _Allocating:
 class Gather(_Allocating, AllGather):
     """Gathers the parameters of a unit, exactly or through a codec."""
 
-    def __init__(self, comms: GroupComms, method: Exact | Quantized) -> None:
+    def __init__(self, comms: GroupComms, method: Exact | Quantized | Hierarchical) -> None:
         self._comms, self._method = comms, method
+        self._by_node: dict[Communicator, GatherByNode] = {}
 
     def __call__(
         self,
@@ -55,11 +58,15 @@ class Gather(_Allocating, AllGather):
         comm, method = self._comms.of(group), self._method
         with torch_stream(output_tensor.device):
             x, out = as_array(input_tensor), as_array(output_tensor)
-            if isinstance(method, Quantized) and is_large(method, comm, out):
+            if isinstance(method, Hierarchical):
+                if comm not in self._by_node:
+                    self._by_node[comm] = method.bind_gather(comm)
+                self._by_node[comm](x, out)
+                return
+            codec = codec_for(method, comm, out)
+            if codec is not None:
                 method.check(dtype_name(output_tensor))
-                quantized_allgather(comm, x, out, codec=method.codec)
-            else:
-                comm.allgather(x, out=out)
+            allgather(comm, x, out, codec=codec)
 
 
 class FeedsBack:
@@ -148,10 +155,9 @@ class Reduce(_Allocating, FeedsBack, ReduceScatter):
         elif isinstance(method, ErrorFeedback):
             residual = self._residual_for(x)
             quantized_reduce_scatter(comm, x, out, op=op, codec=method.inner.codec, residual=residual)
-        elif isinstance(method, Quantized) and is_large(method, comm, x):
-            quantized_reduce_scatter(comm, x, out, op=op, codec=method.codec)
         else:
-            comm.reduce_scatter(x, out=out, op=op)
+            codec = codec_for(method, comm, x) if isinstance(method, Quantized) else None
+            reduce_scatter(comm, x, out, op=op, codec=codec)
 
     def _residual_for(self, x: Array) -> Array:
         """Return the residual of gradients like `x`; zeros in the first call."""
@@ -237,8 +243,3 @@ def fitting(name: str, residual: Array | None, x: Array) -> Array | None:
         stacklevel=3,
     )
     return None
-
-
-def is_large(method: Quantized, comm: Communicator, x: Array) -> bool:
-    """Whether an array is quantized: whether it has `min_bytes`."""
-    return bool(x.nbytes >= method.least_bytes(comm.transport_for(x)))

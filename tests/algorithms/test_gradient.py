@@ -35,6 +35,13 @@ def test_conformance(algorithm):
     check_algorithm(algorithm, sizes=(1, 2, 3, 4, 8))
 
 
+@pytest.mark.parametrize("nodes", ["aabb", "abb", "abaab"])
+@pytest.mark.parametrize("inner", [Exact(), Quantized(), ErrorFeedback()], ids=lambda inner: type(inner).__name__)
+def test_conformance_with_a_codec_inside_nodes(nodes, inner):
+    algorithm = GradientAllReduce(Hierarchical(inner, inside=Quantized(MinMaxUInt8(block=16))))
+    run_ranks(len(nodes), lambda comm: check_algorithm(algorithm, comm=comm), nodes=nodes)
+
+
 def averaged(comm, algorithm):
     plan = Plan.pack(SPECS, bucket_bytes=256, alignment=8 * comm.size)
     with Engine(comm, algorithm, plan, plan.allocate()) as engine:
