@@ -6,6 +6,7 @@ import pytest
 from bagua_comm import (
     ByteGrad,
     Engine,
+    ErrorFeedback,
     Exact,
     Float16,
     GradientAllReduce,

@@ -613,10 +613,19 @@ def small_modules_are_exact(comm):
 @case
 def other_averages(comm):
     expected = reference(make(), 3, comm.size)
-    for method, limit in ((Hierarchical(), 0.01), (Hierarchical(EIGHT_BITS), 0.1), (Reproducible(), 1e-5)):
+    both = Hierarchical(EIGHT_BITS, inside=EIGHT_BITS)
+    for method, gather, limit in (
+        (Hierarchical(), Hierarchical(), 0.01),
+        (Hierarchical(EIGHT_BITS), Exact(), 0.1),
+        (both, both, 0.1),
+        (Reproducible(), Exact(), 1e-5),
+    ):
         model = shard(make())
-        with bagua_torch.fsdp.attach(model, method):
+        with bagua_torch.fsdp.attach(model, method, gather):
             train(model, 3, comm.rank)
+            total = model(batch(0, 0)[0]).sum()
+            assert len({*comm.allgather_object(total.item())}) == 1
+            total.backward()
         assert distance(model, expected) < limit
 
 
@@ -717,6 +726,7 @@ def bad_input(comm):
     model = shard(make())
     refused(comm, ArrayError, "expected an Average", attach, model, Quantized)
     refused(comm, ArrayError, "gather is ErrorFeedback", attach, model, gather=ErrorFeedback())
+    refused(comm, ArrayError, "gather is Hierarchical", attach, model, gather=Hierarchical(ErrorFeedback()))
     refused(comm, ArrayError, "residuals cannot be saved", attach, model, Hierarchical(ErrorFeedback()))
     wide = shard(make().double())
     refused(comm, UnsupportedError, "cannot code float64", attach, wide, Quantized())
@@ -751,6 +761,8 @@ def bad_input(comm):
     half = comm.split(comm.rank % 2)
     refused(comm, UnsupportedError, "give a comm with all ranks of the mesh", attach, model, comm=half)
     half.close()
+    no_comm = 7 if comm.rank == 1 else None
+    refused(comm, ArrayError, "comm is 7, expected a Communicator", attach, model, comm=no_comm)
     only_one = None if comm.rank == 1 else EIGHT_BITS
     refused(comm, BaguaError, "", attach, model, only_one if comm.rank else "eight bits")
     model(batch(0, comm.rank)[0])  # nothing was changed
