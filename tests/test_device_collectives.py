@@ -25,6 +25,7 @@ from bagua_comm import (
     quantized_reduce_scatter,
 )
 from bagua_comm.arrays import dtype_named
+from bagua_comm.averages.reproducible_shards import ReproducibleShards
 from bagua_comm.testing import run_ranks
 from bagua_comm.topology import share
 
@@ -253,6 +254,22 @@ def test_shards_in_two_levels_have_the_bits_of_the_host(device, nodes):
     expected = run_ranks(4, lambda comm: both(comm, np.asarray), nodes=nodes)
     for found in run_on_devices(device, 4, "nccl", on_device):
         assert found.tobytes() == expected[0].tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_reproducible_shards_have_the_bits_of_the_host(device, dtype):
+    tensors = [(7, 33), (100, 3)]
+
+    def reduced(comm, asarray):
+        total = ReproducibleShards(Reproducible(addends=4), comm, tensors)
+        out = asarray(np.zeros(total.size // comm.size, dtype_named(dtype)))
+        for index in range(2):
+            total(asarray(values(2 * comm.rank + index, total.size).astype(out.dtype)), out, "avg")
+        return out
+
+    expected = run_ranks(2, lambda comm: reduced(comm, np.asarray))
+    found = run_on_devices(device, 2, "nccl", lambda comm: reduced(comm, up).get())
+    assert [x.tobytes() for x in found] == [x.tobytes() for x in expected]
 
 
 def _place(rank, nodes):

@@ -17,6 +17,7 @@ from bagua_comm import (
     Exact,
     Hierarchical,
     Quantized,
+    Reproducible,
     UnsupportedError,
 )
 from bagua_comm.algorithms.base import check_average, check_average_argument
@@ -75,7 +76,11 @@ class Attachment(Closing):
         for unit, reducer, average in zip(units, reducers, averages, strict=True):
             if average is not None:
                 unit.use_for_replicas(average)
-            unit.use(Gather(self._comms, gather), reducer, include_unused=bool(feeding & {reducer, average}))
+            is_reproducible = isinstance(reduce, Reproducible)
+            include_unused = is_reproducible or bool(feeding & {reducer, average})
+            unit.use(Gather(self._comms, gather), reducer, include_unused=include_unused)
+            if is_reproducible and average is None and unit.process_groups[0].size() == 1:
+                unit.use_alone(reducer.alone)
 
     def _reduced(self, unit: Unit, method: Average) -> Reduce:
         """Return the reduce-scatter of a unit. Collective."""
@@ -197,8 +202,9 @@ def attach(
         reduce: How gradients are averaged; `Quantized()` if None. `Exact()`, `Quantized(codec)` and
             `ErrorFeedback(Quantized(codec))` send each gradient once, to the rank that keeps it;
             `Hierarchical(Exact())` and `Hierarchical(Quantized(codec))` do so in two levels, by their `inside`
-            in nodes, and by their inner average between them. Another average reduces the whole gradient on all
-            ranks, of which each keeps its shard: two times the bytes.
+            in nodes, and by their inner average between them. `Reproducible()` sends each gradient once as well,
+            as integers; with `addends` a step has that many backward passes, of all ranks together. Another
+            average reduces the whole gradient on all ranks, of which each keeps its shard: two times the bytes.
         gather: How parameters are gathered for the forward and backward passes: `Exact()`, the default,
             `Quantized(codec)`, or `Hierarchical` of one of these, by which each shard enters a node once, not
             once for each rank. All ranks compute with the same, quantized, parameters; those of the optimizer
@@ -222,8 +228,8 @@ def attach(
     All of these are raised on all ranks.
 
     With `ErrorFeedback`, each module keeps the errors of its gradients, one copy of the gradients of its whole
-    parameters on each rank; and parameters that a step does not use get gradients of zeros instead of None, by
-    `set_reduce_scatter_unused_params`, so that the errors belong to the same parameters in every step.
+    parameters on each rank. With it and with `Reproducible`, parameters that a step does not use get gradients of
+    zeros instead of None, by `set_reduce_scatter_unused_params`, so that all steps have the same parameters.
     """
     world = communicator_of(_NAME, comm)
     reduce = Quantized() if reduce is None else reduce
@@ -294,6 +300,14 @@ def _check_unit(unit: Unit, reduce: Average, gather: Exact | Quantized | Hierarc
         raise ArrayError(
             f"{_NAME}: {what} has custom communication already; close the handle of the earlier call"
         )
+    if isinstance(reduce, Reproducible):
+        if not unit.is_sharded_by_rows:
+            raise UnsupportedError(
+                f"{_NAME}: {what} has parameters that shard_placement_fn shards along another dimension than the "
+                f"first, which {reduce} does not take; use another average"
+            )
+        if unit.has_hook and unit.process_groups[0].size() == 1:
+            raise ArrayError(f"{_NAME}: reduce is {reduce}, but set_all_reduce_hook was called for {what}")
     if any(codecs_in(gather)):
         dtypes = unit.gather_dtypes
         if len(dtypes) > 1:

@@ -198,7 +198,7 @@ def test_another_reduction_is_refused_by_name():
 @pytest.mark.parametrize("op", [dist.ReduceOp.AVG, dist.ReduceOp.SUM])
 def test_any_other_average_reduces_all_and_keeps_a_chunk(op):
     def body(comm, comms):
-        reduce, out = Reduce(comms, unit(2400), Reproducible(), comm), torch.empty(600)
+        reduce, out = Reduce(comms, unit(2400), Hierarchical(Hierarchical()), comm), torch.empty(600)
         reduce(output_tensor=out, input_tensor=X[comm.rank].clone(), group=None, op=op)
         mean = torch.stack(X).double().mean(0)[600 * comm.rank :][:600]
         return torch.allclose(out.double(), mean * (4 if op == dist.ReduceOp.SUM else 1), atol=1e-5)

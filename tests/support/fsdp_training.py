@@ -37,6 +37,7 @@ from bagua_comm import (
     Reproducible,
     UnsupportedError,
 )
+from bagua_comm.testing import run_ranks
 from bagua_torch.errors import MismatchError
 
 EIGHT_BITS = Quantized(min_bytes=0)
@@ -627,6 +628,50 @@ def other_averages(comm):
             assert len({*comm.allgather_object(total.item())}) == 1
             total.backward()
         assert distance(model, expected) < limit
+
+
+def reproducible_mean(tensors):
+    """The mean of microbatches, on one rank without shards."""
+
+    def body(alone):
+        average = Reproducible(addends=len(tensors)).bind(alone)
+        for tensor in tensors[:-1]:
+            average.hold(tensor.numpy().copy())
+        return average(tensors[-1].numpy().copy())
+
+    return None if tensors[0] is None else torch.from_numpy(run_ranks(1, body)[0])
+
+
+def train_in_microbatches(model, steps, microbatches):
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    for step in range(steps):
+        optimizer.zero_grad()
+        for index in microbatches:
+            x, y = batch(step, index)
+            mse_loss(model(x), y).backward()
+        optimizer.step()
+
+
+@case
+def reproducible_on_any_number_of_ranks(comm):
+    """The same bits on each number of ranks that divides 12, and without shards."""
+    addends, share = 12, 12 // comm.size
+    model = shard(make())
+    with bagua_torch.fsdp.attach(model, Reproducible(addends=addends)) as handle:
+        train_in_microbatches(model, 2, range(comm.rank * share, (comm.rank + 1) * share))
+        reduced = handle.counters.by_operation
+    assert_equal(model, reference(make(), 2, addends, average=reproducible_mean))
+    assert "reproducible_allreduce" not in reduced
+    if comm.size > 1:
+        assert reduced["reduce_scatter"].calls == 2 * 3  # one for each module and step
+    model = shard(make())
+    with bagua_torch.fsdp.attach(model, Reproducible(addends=2 * comm.size)):
+        train(model, 1, comm.rank)
+        refused(comm, ArrayError, "after 1 of the 2 backward passes", train, model, 1, comm.rank)
+    model = shard(make())
+    for number, text in ((comm.size + 1, "expected a multiple"), (comm.size - 1, "expected")):
+        if comm.size > 1:
+            refused(comm, ArrayError, text, bagua_torch.fsdp.attach, model, Reproducible(addends=number))
 
 
 @case

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from ...arrays import dtype_named
 from ...averages import Average, ErrorFeedback, Exact, Hierarchical, Quantized
+from ...averages.reproducible import Reproducible
 from ...codecs import Codec
 from ...errors import ArrayError, UnsupportedError
 from .costs import Costs, LaneTask, RankGroup
@@ -201,6 +203,10 @@ def _reduce(method: Any, n: int, group: RankGroup, costs: Costs) -> list[LaneTas
         case ErrorFeedback(inner):
             kept = costs.work(add=5 * n, copy=n)
             return [*costs.reduce_scatter(inner.codec, n, group), costs.coding(inner.codec, decode=n), kept]
+        case Reproducible(block=block):
+            count = -(-n // dtype_named(costs.dtype).itemsize)
+            fields = costs.average(Exact(), -(-count // block), group)
+            return [costs.work(add=n), *fields, costs.work(add=n), *costs.reduce_scatter(None, 4 * count, group)]
         case Hierarchical((Exact() | Quantized()) as inner, inside=inside):
             node, across = RankGroup(group.per_node, group.per_node), RankGroup(group.size // group.per_node, 1)
             chunk = costs.chunk(n, node.size)
