@@ -3,6 +3,7 @@
     torchrun --nproc-per-node 4 examples/fsdp_text.py
     bagua run -n 4 examples/fsdp_text.py --reduce feedback --gather exact
     torchrun --nproc-per-node 4 examples/fsdp_text.py --reduce exact --gather exact
+    torchrun --nproc-per-node 4 examples/fsdp_text.py --reduce two-levels --gather two-levels
 
 The text is that of some modules of Python's standard library. Each rank keeps a shard of all parameters,
 gradients and optimizer states.
@@ -22,14 +23,15 @@ from torch.nn.functional import cross_entropy
 
 import bagua_torch
 import bagua_torch.fsdp
-from bagua_comm import ErrorFeedback, Exact, Quantized
+from bagua_comm import ErrorFeedback, Exact, Hierarchical, Quantized, Reproducible
 from bagua_comm.trace import Counters
 
 MODULES = (argparse, inspect, json.decoder, json.encoder)
 CONTEXT, WIDTH, HEADS, SYMBOLS = 64, 96, 4, 128
 
-REDUCE = {"exact": Exact(), "eight-bits": Quantized(min_bytes=0), "feedback": ErrorFeedback()}
-GATHER = {"exact": Exact(), "eight-bits": Quantized(min_bytes=0)}
+EIGHT_BITS = Quantized(min_bytes=0)
+GATHER = {"exact": Exact(), "eight-bits": EIGHT_BITS, "two-levels": Hierarchical(EIGHT_BITS)}
+REDUCE = {**GATHER, "feedback": ErrorFeedback(), "reproducible": Reproducible()}
 
 
 def parse_arguments() -> argparse.Namespace:
