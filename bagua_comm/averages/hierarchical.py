@@ -68,7 +68,7 @@ class Hierarchical:
 
     def bind(self, comm: Communicator, like: Array | None = None) -> InPlace:
         """See `Average.bind`."""
-        sizes = self._sizes(comm)
+        sizes = _sizes(comm, f"inside={self.inside!r}")
         intra, inter = comm.by_node()
         # Ranks that own no chunk bind as well: `inner` may split, which is collective.
         across = self.inner.bind(inter)
@@ -89,7 +89,7 @@ class Hierarchical:
         Source: qgZ of ZeRO++ (Wang et al., arXiv 2306.10209).
         """
         inner = self._stateless("bind_shards")
-        self._sizes(comm)
+        _sizes(comm, repr(self))
         return ShardsByNode(comm, inner, self.inside, chunks_by_node(comm))
 
     def bind_gather(self, comm: Communicator) -> GatherByNode:
@@ -116,7 +116,7 @@ class Hierarchical:
         array([  0.,   0.,   0., 255.,   0., 510.], dtype=float32)
         """
         inner = self._stateless("bind_gather")
-        self._sizes(comm)
+        _sizes(comm, repr(self))
         return GatherByNode(comm, self.inside if isinstance(inner, Exact) else inner, chunks_by_node(comm))
 
     def check(self, dtype: str) -> None:
@@ -129,17 +129,6 @@ class Hierarchical:
             raise ArrayError(f"{call}: inner is {self.inner}, expected Exact() or Quantized(codec)")
         return self.inner
 
-    def _sizes(self, comm: Communicator) -> _Sizes:
-        """Return the sizes of the nodes; raise on all ranks if their settings differ. Collective."""
-        table = comm.allgather(np.array([comm.node, comm.local_size, zlib.crc32(repr(self).encode())]))
-        if len(set(table[:, 2].tolist())) > 1:
-            settings: list[str] = comm.allgather_object(repr(self))
-            rank = next(r for r, each in enumerate(settings) if each != settings[0])
-            raise ArrayError(
-                f"Hierarchical: ranks differ: rank 0 has {settings[0]}, but rank {rank} has {settings[rank]}"
-            )
-        return _Sizes(int(table[:, 1].min()), int(table[:, 1].max()), len(set(table[:, 0].tolist())))
-
 
 class _Sizes(NamedTuple):
     """Sizes of the nodes."""
@@ -150,6 +139,16 @@ class _Sizes(NamedTuple):
     """Ranks in the largest node."""
     nodes: int
     """Number of nodes."""
+
+
+def _sizes(comm: Communicator, settings: str) -> _Sizes:
+    """Return the sizes of the nodes; raise on all ranks if their settings differ. Collective."""
+    table = comm.allgather(np.array([comm.node, comm.local_size, zlib.crc32(settings.encode())]))
+    if len(set(table[:, 2].tolist())) > 1:
+        rows: list[str] = comm.allgather_object(settings)
+        rank = next(r for r, each in enumerate(rows) if each != rows[0])
+        raise ArrayError(f"Hierarchical: ranks differ: rank 0 has {rows[0]}, but rank {rank} has {rows[rank]}")
+    return _Sizes(int(table[:, 1].min()), int(table[:, 1].max()), len(set(table[:, 0].tolist())))
 
 
 @dataclass
