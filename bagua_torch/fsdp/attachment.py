@@ -306,6 +306,11 @@ def _check_unit(unit: Unit, reduce: Average, gather: Exact | Quantized | Hierarc
                 f"{_NAME}: {what} has parameters that shard_placement_fn shards along another dimension than the "
                 f"first, which {reduce} does not take; use another average"
             )
+        if reduce.addends is not None and unit.replicas is not None:
+            raise UnsupportedError(
+                f"{_NAME}: reduce is {reduce}, but {what} has replicas, whose addends it would not count; leave "
+                "addends out, or shard over all ranks"
+            )
         if unit.has_hook and unit.process_groups[0].size() == 1:
             raise ArrayError(f"{_NAME}: reduce is {reduce}, but set_all_reduce_hook was called for {what}")
     if any(codecs_in(gather)):

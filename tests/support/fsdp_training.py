@@ -792,6 +792,8 @@ def bad_input(comm):
     with torch.device("meta"):
         empty = shard(Net(), mesh=mesh)
     refused(comm, ArrayError, "initialize them first", attach, empty, replicas=Exact())
+    replicated = fully_shard(make(), mesh=mesh)
+    refused(comm, UnsupportedError, "leave addends out", attach, replicated, Reproducible(addends=12))
     hooked = fully_shard(make(), mesh=mesh)
     hooked.set_all_reduce_hook(print)
     refused(comm, ArrayError, "set_all_reduce_hook was called", attach, hooked, replicas=Exact())
