@@ -216,6 +216,7 @@ def test_a_wrong_number_of_addends_is_an_error_on_every_rank(device, before):
     assert "rank 0 of 2 has 3 of 6 addends, but has 4;" in found[0][-2]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("nodes", [[0, 0, 1, 1], [0, 0, 0, 1]], ids=["equal", "unequal"])
 @pytest.mark.parametrize("inner", [Exact(), Quantized()], ids=repr)
 @pytest.mark.parametrize("inside", [Exact(), Quantized(MinMaxUInt8(block=64))], ids=["exact", "coded inside"])

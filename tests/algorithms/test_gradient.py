@@ -36,6 +36,7 @@ def test_conformance(algorithm):
     check_algorithm(algorithm, sizes=(1, 2, 3, 4, 8))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("nodes", ["aabb", "abb", "abaab"])
 @pytest.mark.parametrize("inner", [Exact(), Quantized(), ErrorFeedback()], ids=lambda inner: type(inner).__name__)
 def test_conformance_with_a_codec_inside_nodes(nodes, inner):

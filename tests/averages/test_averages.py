@@ -390,6 +390,7 @@ def test_hierarchical_quantized_is_near_the_mean_and_equal_on_all_ranks(nodes, c
         assert np.abs(actual - exact).max() <= bound
 
 
+@pytest.mark.covering(1)
 @each_layout
 @pytest.mark.parametrize("codec", [MinMaxUInt8(block=4), MinMaxUInt8(None), BFloat16()], ids=repr)
 def test_a_codec_inside_nodes_rounds_what_enters_and_leaves_them_to_the_same_bytes_everywhere(nodes, codec):

@@ -41,6 +41,7 @@ def run(nodes, average, op, m):
     return xs, run_ranks(len(nodes), body, nodes=nodes)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("nodes", NODES, ids="".join)
 @pytest.mark.parametrize("op", ["avg", "sum"])
 @pytest.mark.parametrize(
@@ -134,6 +135,7 @@ def test_an_exact_gather_has_the_chunks_of_all_ranks_in_their_order(nodes):
     assert {found.tobytes() for found in results} == {np.concatenate(xs).tobytes()}
 
 
+@pytest.mark.covering(1)
 @each_nodes
 @pytest.mark.parametrize(
     "average",

@@ -71,6 +71,7 @@ def unsharded(addends, block=128):
     return run_ranks(len(addends), body)[0]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("block", [1, 50, 128])
 def test_shards_have_the_same_bits_on_any_number_of_ranks_and_as_without_shards(block, dtype):

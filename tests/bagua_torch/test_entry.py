@@ -32,6 +32,7 @@ def refusals(ranks, body):
     return run_ranks(ranks, tried, timeout_s=20)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", ENTRIES)
 @pytest.mark.parametrize("wrong", [3, "all", Exact()], ids=repr)
 def test_what_is_no_communicator_on_one_rank_is_refused_on_all(name, wrong, monkeypatch):

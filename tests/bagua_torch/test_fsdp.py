@@ -220,6 +220,7 @@ def test_gather_from_a_view_of_its_output(method):
     assert on_threads(4, body) == [True] * 4
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("nodes", ["aabb", "abaa"])
 @pytest.mark.parametrize("inside", [Exact(), Quantized(BFloat16(), 0)], ids=["exact inside", "coded inside"])
 @pytest.mark.parametrize("inner", [Exact(), Quantized(min_bytes=0)], ids=["exact", "coded"])
