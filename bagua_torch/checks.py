@@ -96,6 +96,12 @@ def check_same_layer(kind: str, numbers: Sequence[float]) -> None:
             )
 
 
+def check_type(module: object) -> None:
+    """Raise `MisuseError` unless this is a module."""
+    if not isinstance(module, nn.Module):
+        raise MisuseError(f"DistributedDataParallel: module is {shown(module)}, expected a torch.nn.Module")
+
+
 def check_module(comm: Communicator, model: ModelState) -> torch.device:
     """The device of the trained parameters.
 
@@ -251,7 +257,6 @@ def check_ranks(
     Raises:
         CommMismatch: Modules differ, or the memory formats of a parameter, or the numbers of optimizers, or only
             some ranks have a tuner. A RuntimeError as well.
-        UnsupportedError: Elements of a parameter share memory.
     """
     tensors = [
         _Tensor(
@@ -266,7 +271,6 @@ def check_ranks(
     for rank, theirs in enumerate(comm.allgather_object(mine)):
         if theirs != mine:
             raise MismatchError(f"DistributedDataParallel: {_difference(comm.rank, mine, rank, theirs)}")
-    check_memory(model.trained)
 
 
 class _Tensor(NamedTuple):

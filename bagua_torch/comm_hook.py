@@ -34,8 +34,8 @@ from bagua_comm.algorithms.state import load_state, save_state
 from bagua_comm.averages import InPlace
 
 from .arrays import as_array, as_tensor, cupy_stream, dtype_name, torch_stream
+from .entry import communicator_of, errors_on_all
 from .flats import layout_of, views
-from .process_group import default
 
 Hook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
 
@@ -59,8 +59,9 @@ def comm_hook(average: Average, comm: Communicator | None = None) -> Hook:
         CommError: In a backward pass, if an exchange failed in it or before. In the first step of a static graph
             PyTorch raises a RuntimeError instead.
     """
-    check_average_argument("comm_hook", average)
-    comm = comm if comm is not None else default()
+    comm = communicator_of("comm_hook", comm)
+    with errors_on_all(comm):
+        check_average_argument("comm_hook", average)
     enqueues = comm.device is not None and any(transport.enqueues for transport in comm.transports)
     lane = comm.lane("stream" if enqueues else "thread")
     names: dict[int, str] = {}  # names of parameters, by id

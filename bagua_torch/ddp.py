@@ -41,10 +41,10 @@ from bagua_comm.trace import ExchangeCounters
 from . import checks
 from .comm_hook import HookAlgorithm, check_hook
 from .engine import TorchEngine
+from .entry import communicator_of, errors_on_all
 from .errors import MisuseError
 from .memory import pack, specs_of
 from .model_state import ModelState
-from .process_group import default
 from .torch_arguments import bytes_of_cap, check_others, device_of_inputs, moved
 from .training.hooks import end_older
 from .training.steps import TrainingSteps
@@ -166,24 +166,27 @@ class DistributedDataParallel(WrapperState):
         **others: Any,
     ) -> None:
         super().__init__()
-        self.module = module
-        self.comm = comm if comm is not None else default()
+        self.comm = communicator_of("DistributedDataParallel", comm)
         self.broadcast_buffers = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
         self.find_unused_parameters = find_unused_parameters
         self.static_graph = static_graph
         self.tuner = tuner
-        self.optimizers = checks.listed(optimizers)
         algorithm = algorithm if algorithm is not None else GradientAllReduce()
-        bucket_bytes = bytes_of_cap(bucket_bytes, bucket_cap_mb, DEFAULT_BUCKET_BYTES)
 
-        self._model = ModelState(module, checks.names_to_ignore(module, params_and_buffers_to_ignore))
-        self._trained = self._model.trained
-        self._device = checks.check_module(self.comm, self._model)
-        self._inputs_to = device_of_inputs(device_ids, self._device)
-        check_others(others, ranks=self.comm.size, device=self._device)
-        checks.check_optimizers(self.optimizers, self._trained, algorithm)
+        with errors_on_all(self.comm):
+            checks.check_type(module)
+            self.module = module
+            self.optimizers = checks.listed(optimizers)
+            bucket_bytes = bytes_of_cap(bucket_bytes, bucket_cap_mb, DEFAULT_BUCKET_BYTES)
+            self._model = ModelState(module, checks.names_to_ignore(module, params_and_buffers_to_ignore))
+            self._trained = self._model.trained
+            self._device = checks.check_module(self.comm, self._model)
+            self._inputs_to = device_of_inputs(device_ids, self._device)
+            check_others(others, ranks=self.comm.size, device=self._device)
+            checks.check_optimizers(self.optimizers, self._trained, algorithm)
+            checks.check_memory(self._trained)
+            check_fit(algorithm, pack(self._trained, bucket_bytes, self.comm.size), self.comm.size)
         checks.check_ranks(self.comm, self._model, self.optimizers, tuned=tuner is not None)
-        check_fit(algorithm, pack(self._trained, bucket_bytes, self.comm.size), self.comm.size)
 
         end_older(module, self.comm)
         registry = self.comm.engine_registry

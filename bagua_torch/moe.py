@@ -30,6 +30,7 @@ from bagua_comm.codecs.base import check_codec_argument
 from . import rng
 from .broadcast import broadcast_tree, map_leaves
 from .checks import check_same_layer
+from .entry import communicator_of, errors_on_all
 from .functional import alltoallv
 
 
@@ -110,22 +111,23 @@ class MoE(nn.Module):
         seed: int | None = None,
     ) -> None:
         super().__init__()
-        _check_range("hidden", hidden, 1, 2**31)
-        _check_range("experts", experts, 1, 2**31)
-        _check_range("k", k, 1, experts)
-        if not callable(make_expert):
-            raise ArrayError(f"MoE: make_expert is {make_expert!r}, expected a function that makes an expert")
-        if balance not in ("bias", "loss"):
-            raise ArrayError(f'MoE: balance is {balance!r}, expected "bias" or "loss"')
-        if not isinstance(gamma, (int, float)) or not 0 <= gamma < float("inf"):
-            raise ArrayError(f"MoE: gamma is {gamma!r}, expected a number of at least 0")
-        if normalize and k == 1:
-            raise ArrayError("MoE: normalize is True, but k is 1: the one weight would always be 1; use k=2")
-        if seed is not None and not isinstance(seed, int):
-            raise ArrayError(f"MoE: seed is {seed!r}, expected an integer or None")
-        if codec is not None:
-            check_codec_argument("MoE", codec)
-        self.comm = comm if comm is not None else bagua_comm.default()
+        self.comm = communicator_of("MoE", comm, bagua_comm.default)
+        with errors_on_all(self.comm):
+            _check_range("hidden", hidden, 1, 2**31)
+            _check_range("experts", experts, 1, 2**31)
+            _check_range("k", k, 1, experts)
+            if not callable(make_expert):
+                raise ArrayError(f"MoE: make_expert is {make_expert!r}, expected a function that makes an expert")
+            if balance not in ("bias", "loss"):
+                raise ArrayError(f'MoE: balance is {balance!r}, expected "bias" or "loss"')
+            if not isinstance(gamma, (int, float)) or not 0 <= gamma < float("inf"):
+                raise ArrayError(f"MoE: gamma is {gamma!r}, expected a number of at least 0")
+            if normalize and k == 1:
+                raise ArrayError("MoE: normalize is True, but k is 1: the one weight would always be 1; use k=2")
+            if seed is not None and not isinstance(seed, int):
+                raise ArrayError(f"MoE: seed is {seed!r}, expected an integer or None")
+            if codec is not None:
+                check_codec_argument("MoE", codec)
         self.hidden, self.k, self.balance, self.gamma = hidden, k, balance, float(gamma)
         self.normalize, self.codec = normalize, codec
         self.counts = [(r + 1) * experts // self.comm.size - r * experts // self.comm.size for r in self._ranks]

@@ -27,6 +27,7 @@ from bagua_comm import ArrayError, CommError, CommMismatch, Communicator, Unsupp
 
 from .arrays import as_array, as_tensor, torch_stream
 from .checks import check_same_layer
+from .entry import check_comm, communicator_of, errors_on_all
 
 OF_DIMENSIONS: dict[int, type[_BatchNorm]] = {
     2: nn.BatchNorm1d,
@@ -99,7 +100,9 @@ class SyncBatchNorm(_BatchNorm):
         comm: Communicator | None = None,
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)
-        self._ranks = _Ranks(_duplicate_of(comm if comm is not None else bagua_comm.default()))
+        comm = comm if comm is not None else bagua_comm.default()
+        check_comm("SyncBatchNorm", comm)
+        self._ranks = _Ranks(_duplicate_of(comm))
         self._plain: type[_BatchNorm] | None = None
 
     @property
@@ -193,15 +196,10 @@ def convert(
     >>> convert(nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2)))[1]
     SyncBatchNorm(2, eps=1e-05, momentum=0.1, affine=True, ..., ranks=1)
     """
-    for name, part in module.named_modules():
-        if isinstance(part, _BatchNorm) and type(part) not in (*PLAIN, SyncBatchNorm) and part not in keep:
-            why = (
-                "is lazy; run the module once before"
-                if isinstance(part, LazyModuleMixin)
-                else "is of a subclass, whose forward pass would be lost; make it a plain BatchNorm"
-            )
-            raise UnsupportedError(f"convert: {name or 'the module'!r}, a {type(part).__name__}, {why}")
-    own = _duplicate_of(comm if comm is not None else bagua_comm.default())
+    comm = communicator_of("convert", comm, bagua_comm.default)
+    with errors_on_all(comm):
+        _check_convertible(module, keep)
+    own = _duplicate_of(comm)
 
     def over_ranks(part: nn.Module) -> nn.Module | None:
         if not isinstance(part, (*PLAIN, SyncBatchNorm)) or part in keep:
@@ -213,6 +211,19 @@ def convert(
         return new
 
     return _replaced(module, over_ranks)
+
+
+def _check_convertible(module: nn.Module, keep: Collection[nn.Module]) -> None:
+    if not isinstance(module, nn.Module):
+        raise ArrayError(f"convert: module is a {type(module).__name__}, expected a torch.nn.Module")
+    for name, part in module.named_modules():
+        if isinstance(part, _BatchNorm) and type(part) not in (*PLAIN, SyncBatchNorm) and part not in keep:
+            why = (
+                "is lazy; run the module once before"
+                if isinstance(part, LazyModuleMixin)
+                else "is of a subclass, whose forward pass would be lost; make it a plain BatchNorm"
+            )
+            raise UnsupportedError(f"convert: {name or 'the module'!r}, a {type(part).__name__}, {why}")
 
 
 def revert(module: nn.Module, *, keep: Collection[nn.Module] = ()) -> nn.Module:

@@ -1,7 +1,7 @@
 """Train a character-level transformer with PyTorch's fully_shard, its shards exchanged in fewer bits.
 
     torchrun --nproc-per-node 4 examples/fsdp_text.py
-    bagua run -n 4 examples/fsdp_text.py --reduce feedback --gather exact
+    bagua run -n 4 examples/fsdp_text.py --reduce feedback --gather two-levels
     torchrun --nproc-per-node 4 examples/fsdp_text.py --reduce exact --gather exact
 
 The text is that of some modules of Python's standard library. Each rank keeps a shard of all parameters,
@@ -22,14 +22,14 @@ from torch.nn.functional import cross_entropy
 
 import bagua_torch
 import bagua_torch.fsdp
-from bagua_comm import ErrorFeedback, Exact, Quantized
-from bagua_comm.trace import Counters
+from bagua_comm import ErrorFeedback, Exact, Hierarchical, Quantized, Reproducible
 
 MODULES = (argparse, inspect, json.decoder, json.encoder)
 CONTEXT, WIDTH, HEADS, SYMBOLS = 64, 96, 4, 128
 
-REDUCE = {"exact": Exact(), "eight-bits": Quantized(min_bytes=0), "feedback": ErrorFeedback()}
-GATHER = {"exact": Exact(), "eight-bits": Quantized(min_bytes=0)}
+EIGHT_BITS = Quantized(min_bytes=0)
+GATHER = {"exact": Exact(), "eight-bits": EIGHT_BITS, "two-levels": Hierarchical(EIGHT_BITS)}
+REDUCE = {**GATHER, "feedback": ErrorFeedback(), "reproducible": Reproducible()}
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -76,13 +76,12 @@ class Transformer(nn.Module):
         return logits
 
 
-def exact_bytes(counters: Counters, ranks: int) -> int:
-    """The bytes that the same exchanges send exactly."""
-    total = 0
-    for name, counter in counters.by_operation.items():
-        others = (ranks - 1) if "allgather" in name else (ranks - 1) / ranks
-        total += int(others * counter.payload_bytes)
-    return total
+def exact_bytes(model: Transformer, ranks: int) -> int:
+    """The bytes that a rank sends in a step exactly, if each rank exchanges with all others."""
+    layers = 4 * sum(parameter.numel() for parameter in model.layers.parameters())
+    root = 4 * sum(parameter.numel() for parameter in model.parameters()) - layers
+    # Gathered in both passes, and reduced; PyTorch keeps the parameters of the root after the forward pass.
+    return (3 * layers + 2 * root) * (ranks - 1) // ranks
 
 
 def main() -> None:
@@ -106,7 +105,7 @@ def main() -> None:
         cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()
         optimizer.step()
     seconds = time.perf_counter() - begin
-    sent, exact = handle.counters.total().wire_bytes, exact_bytes(handle.counters, comm.size)
+    sent, exact = handle.counters.total().wire_bytes, options.steps * exact_bytes(model, comm.size)
 
     with torch.no_grad():
         x, y = windows(held_out, 64, torch.Generator().manual_seed(0))

@@ -25,6 +25,7 @@ from bagua_comm import (
     quantized_reduce_scatter,
 )
 from bagua_comm.arrays import dtype_named
+from bagua_comm.averages.reproducible_shards import ReproducibleShards
 from bagua_comm.testing import run_ranks
 from bagua_comm.topology import share
 
@@ -222,10 +223,12 @@ def test_a_wrong_number_of_addends_is_an_error_on_every_rank(device, before):
     assert "rank 0 of 2 has 3 of 6 addends, but has 4;" in found[0][-2]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("nodes", [[0, 0, 1, 1], [0, 0, 0, 1]], ids=["equal", "unequal"])
 @pytest.mark.parametrize("inner", [Exact(), Quantized()], ids=repr)
-def test_hierarchical_gives_the_mean_over_nodes(device, nodes, inner):
-    average = Hierarchical(inner)
+@pytest.mark.parametrize("inside", [Exact(), Quantized(MinMaxUInt8(block=64))], ids=["exact", "coded inside"])
+def test_hierarchical_gives_the_mean_over_nodes(device, nodes, inner, inside):
+    average = Hierarchical(inner, inside=inside)
     exact = np.mean([values(rank, 1003) for rank in range(4)], axis=0)
 
     def body(comm):
@@ -238,7 +241,43 @@ def test_hierarchical_gives_the_mean_over_nodes(device, nodes, inner):
     results = run_on_devices(device, 4, "nccl", body)
 
     assert len({result.tobytes() for result in results}) == 1
-    np.testing.assert_allclose(results[0], exact, atol=1e-6 if inner == Exact() else 0.02)
+    np.testing.assert_allclose(results[0], exact, atol=1e-6 if inner == inside == Exact() else 0.04)
+
+
+@pytest.mark.parametrize("nodes", [[0, 0, 1, 1], [0, 1, 1, 1]], ids=["equal", "unequal"])
+def test_shards_in_two_levels_have_the_bits_of_the_host(device, nodes):
+    average = Hierarchical(Quantized(MinMaxUInt8(block=32)), inside=Quantized(MinMaxUInt8(block=64)))
+
+    def both(comm, asarray):
+        x, m = asarray(values(comm.rank, 400)), 100
+        shard, whole = (asarray(np.zeros(size, np.float32)) for size in (m, 4 * m))
+        average.bind_shards(comm)(x, shard, "avg")
+        return average.bind_gather(comm)(shard, whole)
+
+    def on_device(comm):
+        comm._labels = nodes
+        comm.node, comm.local_rank, comm.local_size = _place(comm.rank, nodes)
+        return both(comm, up).get()
+
+    expected = run_ranks(4, lambda comm: both(comm, np.asarray), nodes=nodes)
+    for found in run_on_devices(device, 4, "nccl", on_device):
+        assert found.tobytes() == expected[0].tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_reproducible_shards_have_the_bits_of_the_host(device, dtype):
+    tensors = [(7, 33), (100, 3)]
+
+    def reduced(comm, asarray):
+        total = ReproducibleShards(Reproducible(addends=4), comm, tensors)
+        out = asarray(np.zeros(total.size // comm.size, dtype_named(dtype)))
+        for index in range(2):
+            total(asarray(values(2 * comm.rank + index, total.size).astype(out.dtype)), out, "avg")
+        return out
+
+    expected = run_ranks(2, lambda comm: reduced(comm, np.asarray))
+    found = run_on_devices(device, 2, "nccl", lambda comm: reduced(comm, up).get())
+    assert [x.tobytes() for x in found] == [x.tobytes() for x in expected]
 
 
 def _place(rank, nodes):

@@ -31,8 +31,8 @@ from .low_precision import LowPrecisionDecentralized, LowPrecisionOnePeer
 from .qadam import QAdam
 
 
-def _hierarchical(inner: Average | None = None) -> GradientAllReduce:
-    return GradientAllReduce(Hierarchical(Exact() if inner is None else inner))
+def _hierarchical(inner: Average | None = None, inside: Exact | Quantized | None = None) -> GradientAllReduce:
+    return GradientAllReduce(Hierarchical(inner or Exact(), inside=inside or Exact()))
 
 
 def _error_feedback(
@@ -61,6 +61,7 @@ NAMED: Mapping[str, Callable[..., Algorithm]] = MappingProxyType(
         "error-feedback": _error_feedback,
         "hierarchical": _hierarchical,
         "hierarchical-bytes": partial(_hierarchical, Quantized()),
+        "hierarchical-all-bytes": partial(_hierarchical, Quantized(), Quantized()),
         "qadam": QAdam,
         # Weights
         "decentralized": Decentralized,
@@ -114,6 +115,7 @@ _OBJECTS: Mapping[str, tuple[str, Mapping[str, Callable[..., Any]]]] = MappingPr
         "then": ("algorithm", NAMED),
         "average": ("average", AVERAGES),
         "inner": ("average", AVERAGES),
+        "inside": ("average", AVERAGES),
         "codec": ("codec", CODECS),
         "residual_codec": ("codec", CODECS),
     }

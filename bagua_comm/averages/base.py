@@ -5,6 +5,7 @@
     Quantized(codec)            the mean, through a lossy codec: fewer bytes on the wire
     ErrorFeedback(inner)        `inner`, a quantized mean; its error is added to the next one
     Hierarchical(inner)         reduce inside each node, `inner` across nodes, gather inside each node
+    Hierarchical(inner, inside=Quantized(codec))    the same, through a codec inside nodes too
 
 They nest: `Hierarchical(Quantized(MinMaxUInt8()))` quantizes only the arrays that cross between nodes.
 """

@@ -1,19 +1,20 @@
-"""The hierarchical mean of shards: reduce-scatter inside nodes first, then across them."""
+"""Shards in two levels: a reduce-scatter inside nodes, then across them; an allgather the other way round."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from .. import arrays, kernels
-from ..arrays import Array, LinearOp
+from ..arrays import A, AnyArray, Array, LinearOp
 from ..comm import Communicator
+from ..comm.arguments import as_argument
+from ..errors import ArrayError
 from .base import Exact
 from .quantized import Quantized
-from .quantized_shards import quantized_reduce_scatter
+from .quantized_shards import allgather, codec_for, reduce_scatter
 
 
 class Chunks(NamedTuple):
@@ -34,6 +35,15 @@ class Chunks(NamedTuple):
     nodes: int
     """Number of nodes."""
 
+    @property
+    def owners(self) -> int:
+        """Size of the smallest node: L."""
+        return len([count for count in self.inside if count])
+
+    def peers(self, intra: Communicator) -> range:
+        """Return the ranks of this node, other than this one, whose chunks this rank adds up."""
+        return range(intra.rank + self.owners, intra.size, self.owners)
+
 
 @dataclass
 class ShardsByNode:
@@ -41,12 +51,17 @@ class ShardsByNode:
 
     comm: Communicator
     inner: Exact | Quantized
+    inside: Exact | Quantized
     chunks: Chunks
 
-    def __call__(self, x: Array, out: Array, op: LinearOp) -> Array:
+    def __call__(self, x: AnyArray, out: A, op: LinearOp) -> A:
         """Reduce `x`, (p * m,), and keep this rank's chunk in `out`, (m,); both are contiguous. Collective."""
+        self._reduce(*_checked(("x", x), ("out", out), self.comm.size), op)
+        return out
+
+    def _reduce(self, x: Array, out: Array, op: LinearOp) -> None:
         comm, (intra, inter), chunks = self.comm, self.comm.by_node(), self.chunks
-        owners, m = len([count for count in chunks.inside if count]), out.size
+        m = out.size
         rows = x.reshape(comm.size, m)
         if chunks.order != sorted(chunks.order):
             sorted_rows = comm.scratch.take("by node", rows.shape, x.dtype, like=x)
@@ -55,8 +70,8 @@ class ShardsByNode:
             rows = sorted_rows
         counts = [m * count for count in chunks.inside]
         mine = comm.scratch.take("mine", (counts[intra.rank],), x.dtype, like=x)
-        is_even = min(counts) == max(counts)
-        intra.reduce_scatter(rows.reshape(-1), out=mine, op="avg", counts=None if is_even else counts)
+        codec = codec_for(self.inside, comm, x) if chunks.largest > 1 else None
+        reduce_scatter(intra, rows.reshape(-1), mine, op="avg", codec=codec, counts=counts)
         run, weighted = kernels.of(x), comm.size != chunks.largest * chunks.nodes
         if chunks.across:
             # See `Hierarchical`: the mean of node means, weighted by the sizes of the nodes.
@@ -69,20 +84,91 @@ class ShardsByNode:
                 run.scale(kept, factor * (comm.size if op == "sum" else 1))
             if kept is not out:
                 out[...] = kept[:m]
-                peers = range(intra.rank + owners, intra.size, owners)
-                intra.exchange([(r, kept[i * m : (i + 1) * m]) for i, r in enumerate(peers, 1)], [])
+                sends = [(r, kept[i * m : (i + 1) * m]) for i, r in enumerate(chunks.peers(intra), 1)]
+                intra.exchange(sends, [])
         else:
-            intra.exchange([], [(intra.rank % owners, out)])
-        return out
+            intra.exchange([], [(intra.rank % chunks.owners, out)])
 
-    def _across(self, inter: Communicator, x: Array, out: Array, counts: Sequence[int]) -> Array:
+    def _across(self, inter: Communicator, x: Array, out: Array, counts: list[int]) -> Array:
         """Average the partial means of all nodes; keep this rank's chunks."""
         own = sum(counts[: inter.rank])
         target = out if not arrays.overlap(x, out) else x[own : own + counts[inter.rank]]
-        inner, even = self.inner, None if min(counts) == max(counts) else counts
-        if isinstance(inner, Quantized) and x.nbytes >= inner.least_bytes(inter.transport_for(x)):
-            return quantized_reduce_scatter(inter, x, target, op="avg", codec=inner.codec, counts=even)
-        return inter.reduce_scatter(x, out=target, op="avg", counts=even)
+        codec = codec_for(self.inner, inter, x)
+        return reduce_scatter(inter, x, target, op="avg", codec=codec, counts=counts)
+
+
+@dataclass
+class GatherByNode:
+    """An allgather in two levels; made by `Hierarchical.bind_gather`."""
+
+    comm: Communicator
+    method: Exact | Quantized
+    chunks: Chunks
+
+    def __call__(self, x: AnyArray, out: A) -> A:
+        """Gather `x`, (m,), of all ranks in `out`, (p * m,); both are contiguous. Collective."""
+        whole, chunk = _checked(("out", out), ("x", x), self.comm.size)
+        self._gather(chunk.reshape(-1), whole)
+        return out
+
+    def _gather(self, x: Array, out: Array) -> None:
+        comm, order = self.comm, self.chunks.order
+        results = out.reshape(comm.size, x.size)
+        if results.size == 0 or comm.size == 1:
+            results[...] = x
+            return
+        codec = codec_for(self.method, comm, out)
+        with comm.tracer.span("Hierarchical gather", bytes=out.nbytes, codec=str(codec)):
+            if codec is None:
+                rows = comm.scratch.take("by node", results.shape, x.dtype, like=x)
+                self._move(x, rows)
+                for place, rank in enumerate(order):
+                    results[rank] = rows[place]
+                return
+            steps, nbytes = codec.steps(x.size, x), codec.wire_nbytes(x.size, x.dtype)
+            sent = comm.scratch.take("sent", (1, nbytes), np.uint8, like=x)
+            rows = comm.scratch.take("received", (comm.size, nbytes), np.uint8, like=x)
+            steps.encode(x[None], sent)
+            self._move(sent[0], rows)
+            for place, rank in enumerate(order):
+                steps.decode(rows[place : place + 1], results[rank : rank + 1])
+
+    def _move(self, x: Array, rows: Array) -> None:
+        """Gather `x`, (n,), of all ranks in `rows`, (p, n), in the order of `Chunks.order`. Collective."""
+        (intra, inter), chunks, n = self.comm.by_node(), self.chunks, x.size
+        start = sum(chunks.inside[: intra.rank])
+        mine = rows[start : start + chunks.inside[intra.rank]]
+        if chunks.across:
+            before = sum(chunks.across[: inter.rank])
+            own = mine[before : before + chunks.across[inter.rank]]
+            own[0] = x
+            if len(own) > 1:
+                intra.exchange([], [(r, own[i]) for i, r in enumerate(chunks.peers(intra), 1)])
+            counts = [n * count for count in chunks.across]
+            allgather(inter, own.reshape(-1), mine.reshape(-1), codec=None, counts=counts)
+        else:
+            intra.exchange([(intra.rank % chunks.owners, x)], [])
+        counts = [n * count for count in chunks.inside]
+        allgather(intra, mine.reshape(-1), rows.reshape(-1), codec=None, counts=counts)
+
+
+def _checked(whole: tuple[str, Any], chunk: tuple[str, Any], ranks: int) -> tuple[Array, Array]:
+    """View an array of all chunks and one of a chunk, each with its name, as arrays of NumPy or CuPy.
+
+    Raises:
+        ArrayError: They are not contiguous, or do not fit together.
+    """
+    found = {name: as_argument("Hierarchical", name, value) for name, value in (whole, chunk)}
+    for name, x in found.items():
+        if not arrays.is_contiguous(x):
+            raise ArrayError(f"Hierarchical: {name} is not contiguous, expected C-contiguous memory")
+    (all_name, every), (name, one) = found.items()
+    if every.size != ranks * one.size or every.dtype != one.dtype:
+        raise ArrayError(
+            f"Hierarchical: {all_name} has {every.size} elements of {every.dtype}, expected "
+            f"{ranks * one.size} of {one.dtype}, {ranks} times those of {name}"
+        )
+    return every, one
 
 
 def chunks_by_node(comm: Communicator) -> Chunks:

@@ -1,4 +1,7 @@
-"""Quantized reduce-scatter and allgather, the halves of a quantized allreduce, for sharded arrays."""
+"""Quantized reduce-scatter and allgather, the halves of a quantized allreduce, for sharded arrays.
+
+`reduce_scatter` and `allgather` call them, or the exact ones, as a method says.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,9 @@ from ..comm import Communicator
 from ..comm.call import Call
 from ..errors import ArrayError
 from ..transports.flow import Rows
+from .base import Exact
 from .coded import Coded, as_like, check_decay, coding_for, with_residual
-from .quantized import DEFAULT_CODEC
+from .quantized import DEFAULT_CODEC, Quantized
 
 
 def quantized_reduce_scatter(
@@ -191,6 +195,45 @@ def quantized_allgather(
     call.run(move)
     result = call.result
     return result
+
+
+def codec_for(method: Exact | Quantized, comm: Communicator, x: Array) -> Codec | None:
+    """Return the codec for arrays like `x` on `comm`; None if the method sends them exactly."""
+    if isinstance(method, Quantized) and x.nbytes >= method.least_bytes(comm.transport_for(x)):
+        return method.codec
+    return None
+
+
+def reduce_scatter(
+    comm: Communicator,
+    x: Array,
+    out: Array,
+    *,
+    op: LinearOp,
+    codec: Codec | None,
+    counts: Sequence[int] | None = None,
+) -> Array:
+    """Reduce `x`, (p * m,), and keep this rank's chunk in `out`, (m,): exactly if `codec` is None. Collective.
+
+    Rank r keeps counts[r] elements instead of m if there are `counts`.
+    """
+    counts = None if counts is None or min(counts) == max(counts) else counts
+    if codec is None:
+        return comm.reduce_scatter(x, out=out, op=op, counts=counts)
+    return quantized_reduce_scatter(comm, x, out, op=op, codec=codec, counts=counts)
+
+
+def allgather(
+    comm: Communicator, x: Array, out: Array, *, codec: Codec | None, counts: Sequence[int] | None = None
+) -> Array:
+    """Gather `x`, (m,), of all ranks in `out`, (p * m,): exactly if `codec` is None. Collective.
+
+    Rank r has counts[r] elements instead of m if there are `counts`. `x` may be this rank's part of `out`.
+    """
+    counts = None if counts is None or min(counts) == max(counts) else counts
+    if codec is not None:
+        return quantized_allgather(comm, x, out, codec=codec, counts=counts)
+    return comm.allgather(x, out=out) if counts is None else comm.allgatherv(x, out, counts)
 
 
 class _ReduceScatter(Coded):

@@ -18,8 +18,11 @@ from ..algorithms import DiLoCo
 from ..bucket import DEFAULT_BUCKET_BYTES
 from ..launch.cli import CommandError
 from ..planning.advise import (
+    attachment,
     best_now_and_then,
     best_of_gradients,
+    best_of_replicas,
+    best_of_shards,
     best_of_weights,
     enough_flows,
     expression,
@@ -34,6 +37,7 @@ from ..planning.costmodel import (
     Rates,
     TorchDDP,
     advise,
+    advise_sharded,
     held_up_s,
     predict,
 )
@@ -147,6 +151,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--rates", type=Path, metavar="FILE", help="calibrated rates, from benchmarks.training.costmodel"
     )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw speed-ups over bandwidths")
+    parser.add_argument(
+        "--sharded",
+        action="store_true",
+        help="compare how a sharded model (PyTorch's fully_shard, FSDP2) may communicate, instead of algorithms",
+    )
     parser.add_argument("--json", action="store_true", help="as JSON")
 
 
@@ -200,6 +209,14 @@ def run(options: argparse.Namespace) -> int:
         ArrayError: An argument is out of range.
     """
     job, cluster, rates = _inputs(options)
+    if options.sharded and options.plot:
+        raise CommandError("--plot draws algorithms; leave it out with --sharded")
+    if options.sharded:
+        if options.json:
+            print(json.dumps(_sharded_record(job, cluster, rates), indent=1))
+        else:
+            print(*report_sharded(job, cluster, rates), sep="\n")
+        return 0
     if options.plot:
         plot(options.plot, job, cluster, rates)
     if options.json:
@@ -215,10 +232,8 @@ def report(job: Job, cluster: Cluster, rates: Rates) -> list[str]:
     """Tables and advice, as lines."""
     c = cluster
     rows = advise(job, c, rates)
-    nodes = f"{c.nodes} node{'s' * (c.nodes > 1)} of {c.ranks_per_node} rank{'s' * (c.ranks_per_node > 1)}"
     lines = [
-        f"{job.model_bytes / 1e6:,.0f} MB, {_time(job.compute_s)} a step alone; {nodes}, "
-        f"{c.bandwidth_gbit:g} Gbit/s, {_time(c.latency_s)}",
+        _heading(job, c),
         *_flows(job, c, rates),
         *_held_up(job, c, rates, rows[0].prediction.step_s),
         "",
@@ -246,6 +261,67 @@ def report(job: Job, cluster: Cluster, rates: Rates) -> list[str]:
         ]
         lines.append(f"{row['ranks']:>6}{_time(row['exact_s']):>10}  {best[0]:<34}{best[1]}")
     return lines
+
+
+def _heading(job: Job, cluster: Cluster) -> str:
+    c = cluster
+    nodes = f"{c.nodes} node{'s' * (c.nodes > 1)} of {c.ranks_per_node} rank{'s' * (c.ranks_per_node > 1)}"
+    return (
+        f"{job.model_bytes / 1e6:,.0f} MB, {_time(job.compute_s)} a step alone; {nodes}, "
+        f"{c.bandwidth_gbit:g} Gbit/s, {_time(c.latency_s)}"
+    )
+
+
+def report_sharded(job: Job, cluster: Cluster, rates: Rates) -> list[str]:
+    """The table and the advice for a sharded model, as lines."""
+    rows = advise_sharded(job, cluster, rates)
+    exact_s = next(row.prediction.step_s for row in rows if row.name == "exact")
+    lines = [
+        _heading(job, cluster),
+        "",
+        f"{'way':<24}{'step':>10}{'speed-up':>10}{'MB a rank':>12}{'MB a node':>12}{'state':>12}",
+    ]
+    for name, _, prediction, state_bytes in rows:
+        sizes = (prediction.wire_bytes, prediction.node_bytes, state_bytes)
+        lines.append(
+            f"{name:<24}{_time(prediction.step_s):>10}{_ratio(exact_s, prediction.step_s):>10}"
+            + "".join(f"{size / 1e6:>12,.1f}" for size in sizes)
+        )
+    lines += [
+        "",
+        "Speed-ups are over exact. State: MB of parameters, gradients and Adam's moments on a rank.",
+        "",
+    ]
+    best = {"Shards over all ranks": best_of_shards(rows), "Shards inside nodes": best_of_replicas(rows)}
+    for where, row in best.items():
+        if row is not None:
+            lines.append(f"{where}: {row.name}, {_ratio(exact_s, row.prediction.step_s)}.")
+            lines += [f"  {line}" for line in attachment(row.method, cluster)]
+    lines += ["", "In Python, after fully_shard, with a mesh for replicas:"]
+    attached = [row for row in rows if row.method.reduce is not None]
+    lines += [f"  {row.name:<24}{attachment(row.method, cluster)[-1]}" for row in attached]
+    return [*lines, "", _limits(guessed=rates == Rates.gpu())]
+
+
+def _sharded_record(job: Job, cluster: Cluster, rates: Rates) -> dict[str, Any]:
+    """The report for a sharded model as plain data for JSON, with null for infinity."""
+    rows = advise_sharded(job, cluster, rates)
+    replicas = best_of_replicas(rows)
+    return {
+        **_given(job, cluster, rates),
+        "ways": [
+            {
+                "name": name,
+                "python": attachment(method, cluster),
+                **dataclasses.asdict(prediction),
+                "hidden": prediction.hidden,
+                "state_bytes": state_bytes,
+            }
+            for name, method, prediction, state_bytes in rows
+        ],
+        "shards_over_all_ranks": best_of_shards(rows).name,
+        "shards_inside_nodes": None if replicas is None else replicas.name,
+    }
 
 
 def _flows(job: Job, cluster: Cluster, rates: Rates) -> list[str]:
@@ -304,25 +380,33 @@ def _advice(rows: Sequence[Advice], exact_s: float, *, guessed: bool) -> list[st
     if rarely is not None and isinstance(rarely.method, DiLoCo):
         begun = f"after(500, GradientAllReduce(), {expression(rarely.method)})"
         lines.append(f"DiLoCo is for models that have been trained for a while; begin exactly: {begun}.")
-    lines.append(
-        "Not known here: how many steps an algorithm needs to the same loss, slow ranks, other traffic"
-        + (".\nRates of GPUs are guesses; --rates takes measured ones." if guessed else ".")
+    return [*lines, _limits(guessed=guessed)]
+
+
+def _limits(*, guessed: bool) -> str:
+    return "Not known here: how many steps an algorithm needs to the same loss, slow ranks, other traffic" + (
+        ".\nRates of GPUs are guesses; --rates takes measured ones." if guessed else "."
     )
-    return lines
 
 
 def _record(job: Job, cluster: Cluster, rates: Rates) -> dict[str, Any]:
     """The report as plain data for JSON, with null for infinity."""
     return {
-        "job": dataclasses.asdict(job),
-        "cluster": {k: None if v == math.inf else v for k, v in dataclasses.asdict(cluster).items()},
+        **_given(job, cluster, rates),
         "enough_flows": enough_flows(job, cluster, rates),
-        "rates": dataclasses.asdict(rates),
         "algorithms": [_row(advice) for advice in advise(job, cluster, rates)],
         "scaling": [
             {**row, **{what: row[what] and _row(row[what]) for what in ("gradients", "weights", "all")}}
             for row in scaling(job, cluster, rates)
         ],
+    }
+
+
+def _given(job: Job, cluster: Cluster, rates: Rates) -> dict[str, Any]:
+    return {
+        "job": dataclasses.asdict(job),
+        "cluster": {k: None if v == math.inf else v for k, v in dataclasses.asdict(cluster).items()},
+        "rates": dataclasses.asdict(rates),
     }
 
 

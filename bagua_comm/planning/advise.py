@@ -6,6 +6,10 @@ need about as many steps as exact averaging. Where the network limits each flow 
 gain more than fewer bytes. Algorithms that average weights may be faster still, and those that do not average
 them in every step the fastest of all, but they may need more steps to the same loss. That number is not known
 here, so the report says how many they may need.
+
+The advice for a sharded model: let PyTorch communicate, or send exactly, where the network keeps up. Where it
+does not, send gradients in eight bits, then parameters as well, in two levels with several ranks on each node. If
+the model fits the memory of a node, shards inside nodes, and replicas between them, send least.
 """
 
 from __future__ import annotations
@@ -20,12 +24,33 @@ from typing import Any
 from ..algorithms import AsyncModelAverage, ByteGrad, DiLoCo
 from ..algorithms.by_node import ByNode
 from ..algorithms.combinators import After, Every
-from .costmodel import METHODS, MOST_FLOWS, Advice, Cluster, Job, Rates, advise, predict
+from ..averages import Exact
+from .costmodel import (
+    METHODS,
+    MOST_FLOWS,
+    SHARDED,
+    Advice,
+    Cluster,
+    Job,
+    Rates,
+    Sharded,
+    ShardedAdvice,
+    advise,
+    predict,
+)
 
 LARGEST_SIZE = 4096
 """The largest number of ranks in `scaling`."""
 
-MOST_FAITHFUL = ("exact", "hierarchical", "float16", "bytegrad", "hierarchical-bytes", "error-feedback")
+MOST_FAITHFUL = (
+    "exact",
+    "hierarchical",
+    "float16",
+    "bytegrad",
+    "hierarchical-bytes",
+    "hierarchical-all-bytes",
+    "error-feedback",
+)
 """Averages of gradients, the one with the smallest error first."""
 
 AS_FAST = 1.02
@@ -91,8 +116,49 @@ def expression(value: object) -> str:
         if not field.init or given == default:
             skipped = True
         else:
-            arguments.append(f"{field.name}={expression(given)}" if skipped else expression(given))
+            by_name = skipped or field.kw_only
+            arguments.append(f"{field.name}={expression(given)}" if by_name else expression(given))
     return f"{made_by.get(type(value), type(value).__name__)}({', '.join(arguments)})"
+
+
+def best_of_shards(rows: Iterable[ShardedAdvice]) -> ShardedAdvice:
+    """The way with the smallest error among the fastest ones with shards over all ranks."""
+    return _first_of_the_fastest([row for row in rows if not row.method.by_node])
+
+
+def best_of_replicas(rows: Sequence[ShardedAdvice]) -> ShardedAdvice | None:
+    """The same with shards inside nodes; None if none is faster than shards over all ranks."""
+    limit_s = best_of_shards(rows).prediction.step_s / AS_FAST
+    found = [row for row in rows if row.method.by_node and row.prediction.step_s < limit_s]
+    return _first_of_the_fastest(found) if found else None
+
+
+def _first_of_the_fastest(rows: Sequence[ShardedAdvice]) -> ShardedAdvice:
+    fastest_s = min(row.prediction.step_s for row in rows)
+    known = {row.name: row for row in rows if row.prediction.step_s <= AS_FAST * fastest_s}
+    return next(known[name] for name in SHARDED if name in known)
+
+
+def attachment(method: Sharded, cluster: Cluster) -> list[str]:
+    """The lines of Python that shard a model in this way.
+
+    >>> attachment(SHARDED["both"], Cluster(4))
+    ['fully_shard(model)', 'bagua_torch.fsdp.attach(model, Quantized(), Quantized())']
+    """
+    lines = ["fully_shard(model)"]
+    if method.by_node:
+        device = "cuda" if cluster.transport == "nccl" else "cpu"
+        shape = f"({cluster.nodes}, {cluster.ranks_per_node})"
+        lines = [
+            f'mesh = init_device_mesh("{device}", {shape}, mesh_dim_names=("replicas", "shards"))',
+            "fully_shard(model, mesh=mesh)",
+        ]
+    if method.reduce is None:
+        return lines
+    arguments = ["model", expression(method.reduce)]
+    arguments += [] if method.gather in (None, Exact()) else [expression(method.gather)]
+    arguments += [] if method.replicas is None else [f"replicas={expression(method.replicas)}"]
+    return [*lines, f"bagua_torch.fsdp.attach({', '.join(arguments)})"]
 
 
 def scaling(job: Job, cluster: Cluster, rates: Rates) -> list[dict[str, Any]]:

@@ -11,25 +11,27 @@ from torch import nn
 from bagua_comm import (
     ArrayError,
     Average,
-    BaguaError,
+    CommError,
     Communicator,
     ErrorFeedback,
     Exact,
     Hierarchical,
     Quantized,
+    Reproducible,
     UnsupportedError,
 )
 from bagua_comm.algorithms.base import check_average, check_average_argument
 from bagua_comm.averages.error_feedback import Residual
 from bagua_comm.closing import Closing
+from bagua_comm.codecs.base import codecs_in
 from bagua_comm.trace import Counters
 
 from ..arrays import as_array, as_tensor, dtype_name
 from ..broadcast import broadcast_tensors
+from ..entry import communicator_of, errors_on_all, raise_on_all
 from ..errors import MismatchError
-from ..process_group import default
 from .collectives import Gather, Reduce, Replicate
-from .groups import GroupComms, raise_on_all
+from .groups import GroupComms
 from .torch_names import Unit, units_of
 
 _NAME = "bagua_torch.fsdp.attach"
@@ -49,7 +51,7 @@ class Attachment(Closing):
         comm: Communicator,
         units: list[Unit],
         reduce: Average,
-        gather: Exact | Quantized,
+        gather: Exact | Quantized | Hierarchical,
         replicas: Average | None,
     ) -> None:
         self._comm, self._units = comm, units
@@ -59,26 +61,47 @@ class Attachment(Closing):
         self._comms = GroupComms(comm, groups)
         self._feeding: dict[str, Reduce | Replicate] = {}
         """What has a residual, by the name of its module."""
-        reducers, averages = [], []
-        for unit in units:  # `bind` and the broadcast may raise, so no module is changed before
-            over = self._comms.of(unit.process_groups[0])
-            reducers.append(Reduce(self._comms, unit, reduce, over))
-            if isinstance(reduce, ErrorFeedback) and over.size > 1:
-                self._feeding[unit.name] = reducers[-1]
-            average = None
-            if replicas is not None and unit.replicas is not None:
-                average = Replicate(unit, replicas, self._comms.of(unit.replicas))
-                if isinstance(replicas, ErrorFeedback):
-                    self._feeding[f"replicas of {unit.name or 'the root'}"] = average
-            averages.append(average)
-        for unit in units if replicas is not None else []:
-            if unit.replicas is not None:
-                broadcast_tensors(self._comms.of(unit.replicas), unit.shards)
+        reducers: list[Reduce] = []
+        averages: list[Replicate | None] = []
+        try:  # `bind` and the broadcast may raise, so no module is changed before
+            with errors_on_all(comm):
+                for unit in units:
+                    reducers.append(self._reduced(unit, reduce))
+                    averages.append(self._replicated(unit, replicas))
+            for unit, average in zip(units, averages, strict=True):
+                if average is not None and unit.replicas is not None:
+                    broadcast_tensors(self._comms.of(unit.replicas), unit.shards)
+        except CommError:  # the ranks cannot close communicators together
+            raise
+        except Exception:
+            self._comms.close()
+            raise
         feeding = {*self._feeding.values()}
         for unit, reducer, average in zip(units, reducers, averages, strict=True):
             if average is not None:
                 unit.use_for_replicas(average)
-            unit.use(Gather(self._comms, gather), reducer, include_unused=bool(feeding & {reducer, average}))
+            is_reproducible = isinstance(reduce, Reproducible)
+            include_unused = is_reproducible or bool(feeding & {reducer, average})
+            unit.use(Gather(self._comms, gather), reducer, include_unused=include_unused)
+            if is_reproducible and average is None and unit.process_groups[0].size() == 1:
+                unit.use_alone(reducer.alone)
+
+    def _reduced(self, unit: Unit, method: Average) -> Reduce:
+        """Return the reduce-scatter of a unit. Collective."""
+        over = self._comms.of(unit.process_groups[0])
+        reduce = Reduce(self._comms, unit, method, over)
+        if isinstance(method, ErrorFeedback) and over.size > 1:
+            self._feeding[unit.name] = reduce
+        return reduce
+
+    def _replicated(self, unit: Unit, method: Average | None) -> Replicate | None:
+        """Return the average over replicas of a unit; None for PyTorch's. Collective."""
+        if method is None or unit.replicas is None:
+            return None
+        average = Replicate(unit, method, self._comms.of(unit.replicas))
+        if isinstance(method, ErrorFeedback):
+            self._feeding[f"replicas of {unit.name or 'the root'}"] = average
+        return average
 
     @property
     def counters(self) -> Counters:
@@ -192,7 +215,7 @@ class Attachment(Closing):
 def attach(
     model: nn.Module,
     reduce: Average | None = None,
-    gather: Exact | Quantized | None = None,
+    gather: Exact | Quantized | Hierarchical | None = None,
     comm: Communicator | None = None,
     *,
     replicas: Average | None = None,
@@ -210,12 +233,14 @@ def attach(
         model: A model in which `fully_shard` has sharded modules.
         reduce: How gradients are averaged; `Quantized()` if None. `Exact()`, `Quantized(codec)` and
             `ErrorFeedback(Quantized(codec))` send each gradient once, to the rank that keeps it;
-            `Hierarchical(Exact())` and `Hierarchical(Quantized(codec))` do so exactly inside nodes, and by their
-            inner average between them. Another average reduces the whole gradient on all ranks, of which each
-            keeps its shard: two times the bytes.
-        gather: How parameters are gathered for the forward and backward passes: `Exact()`, the default, or
-            `Quantized(codec)`. All ranks compute with the same, quantized, parameters; those of the optimizer are
-            not quantized.
+            `Hierarchical(Exact())` and `Hierarchical(Quantized(codec))` do so in two levels, by their `inside`
+            in nodes, and by their inner average between them. `Reproducible()` sends each gradient once as well,
+            as integers; with `addends` a step has that many backward passes, of all ranks together. Another
+            average reduces the whole gradient on all ranks, of which each keeps its shard: two times the bytes.
+        gather: How parameters are gathered for the forward and backward passes: `Exact()`, the default,
+            `Quantized(codec)`, or `Hierarchical` of one of these, by which each shard enters a node once, not
+            once for each rank. All ranks compute with the same, quantized, parameters; those of the optimizer
+            are not quantized.
         comm: The ranks of the mesh, and perhaps others; if None, the default communicator, which
             `bagua_torch.connect` makes. Communicators over the ranks of its process groups are made of it.
         replicas: On a mesh of two dimensions, (replicas, shards): how the shards of gradients are averaged over
@@ -235,19 +260,16 @@ def attach(
     All of these are raised on all ranks.
 
     With `ErrorFeedback`, each module keeps the errors of its gradients, one copy of the gradients of its whole
-    parameters on each rank, or a quarter of that with `residual_codec=MinMaxUInt8()`; and parameters that a step
-    does not use get gradients of zeros instead of None, by `set_reduce_scatter_unused_params`, so that the errors
-    belong to the same parameters in every step.
+    parameters on each rank, or a quarter of that with `residual_codec=MinMaxUInt8()`. With it and with
+    `Reproducible`, parameters that a step does not use get gradients of zeros instead of None, by
+    `set_reduce_scatter_unused_params`, so that all steps have the same parameters.
     """
-    world = comm if comm is not None else default()
-    reduce, gather = reduce or Quantized(), gather or Exact()
+    world = communicator_of(_NAME, comm)
+    reduce = Quantized() if reduce is None else reduce
+    gather = Exact() if gather is None else gather
     units: list[Unit] = []
-    error: BaguaError | None = None
-    try:
+    with errors_on_all(world):
         units = _checked_units(model, reduce, gather, replicas)
-    except BaguaError as exc:
-        error = exc
-    raise_on_all(world, error)
     _compare(world, units, f"reduce={reduce}, gather={gather}, replicas={replicas}")
     return Attachment(world, units, reduce, gather, replicas)
 
@@ -259,8 +281,10 @@ def _checked_units(model: Any, reduce: Any, gather: Any, replicas: Any) -> list[
             check_average_argument(_NAME, method, name)
         if isinstance(method, Hierarchical) and isinstance(method.inner, ErrorFeedback):
             raise ArrayError(f"{_NAME}: {name} is {method}, whose residuals cannot be saved; use {method.inner}")
-    if not isinstance(gather, (Exact, Quantized)):
-        raise ArrayError(f"{_NAME}: gather is {gather!r}, expected Exact() or Quantized(codec)")
+    if not isinstance(gather.inner if isinstance(gather, Hierarchical) else gather, (Exact, Quantized)):
+        raise ArrayError(
+            f"{_NAME}: gather is {gather!r}, expected Exact(), Quantized(codec), or Hierarchical of one of these"
+        )
     if not isinstance(model, nn.Module):
         raise ArrayError(f"{_NAME}: model is a {type(model).__name__}, expected a module")
     try:
@@ -299,7 +323,7 @@ def _check_replicas(unit: Unit, replicas: Average) -> None:
         check_average(replicas, _name_of(dtype))
 
 
-def _check_unit(unit: Unit, reduce: Average, gather: Exact | Quantized) -> None:
+def _check_unit(unit: Unit, reduce: Average, gather: Exact | Quantized | Hierarchical) -> None:
     what = f"module {unit.name!r}" if unit.name else "the root module"
     if not unit.process_groups:
         raise UnsupportedError(
@@ -309,7 +333,20 @@ def _check_unit(unit: Unit, reduce: Average, gather: Exact | Quantized) -> None:
         raise ArrayError(
             f"{_NAME}: {what} has custom communication already; close the handle of the earlier call"
         )
-    if isinstance(gather, Quantized):
+    if isinstance(reduce, Reproducible):
+        if not unit.is_sharded_by_rows:
+            raise UnsupportedError(
+                f"{_NAME}: {what} has parameters that shard_placement_fn shards along another dimension than the "
+                f"first, which {reduce} does not take; use another average"
+            )
+        if reduce.addends is not None and unit.replicas is not None:
+            raise UnsupportedError(
+                f"{_NAME}: reduce is {reduce}, but {what} has replicas, whose addends it would not count; leave "
+                "addends out, or shard over all ranks"
+            )
+        if unit.has_hook and unit.process_groups[0].size() == 1:
+            raise ArrayError(f"{_NAME}: reduce is {reduce}, but set_all_reduce_hook was called for {what}")
+    if any(codecs_in(gather)):
         dtypes = unit.gather_dtypes
         if len(dtypes) > 1:
             names = ", ".join(sorted(map(str, dtypes)))

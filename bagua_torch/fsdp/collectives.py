@@ -10,19 +10,24 @@ import torch
 import torch.distributed as dist
 
 from bagua_comm import (
+    ArrayError,
     Average,
     Communicator,
     ErrorFeedback,
     Exact,
     Hierarchical,
     Quantized,
+    Reproducible,
     UnsupportedError,
     arrays,
 )
 from bagua_comm.algorithms.base import check_average
 from bagua_comm.arrays import Array, LinearOp
-from bagua_comm.averages import InPlace, quantized_allgather, quantized_reduce_scatter
+from bagua_comm.averages import InPlace, quantized_reduce_scatter
 from bagua_comm.averages.error_feedback import Residual, residual_of
+from bagua_comm.averages.hierarchical_shards import GatherByNode
+from bagua_comm.averages.quantized_shards import allgather, codec_for, reduce_scatter
+from bagua_comm.averages.reproducible_shards import ReproducibleShards
 
 from ..arrays import as_array, dtype_name, torch_stream
 from .groups import GroupComms
@@ -42,8 +47,9 @@ class _Allocating:
 class Gather(_Allocating, AllGather):
     """Gathers the parameters of a unit, exactly or through a codec."""
 
-    def __init__(self, comms: GroupComms, method: Exact | Quantized) -> None:
+    def __init__(self, comms: GroupComms, method: Exact | Quantized | Hierarchical) -> None:
         self._comms, self._method = comms, method
+        self._by_node: dict[Communicator, GatherByNode] = {}
 
     def __call__(
         self,
@@ -56,11 +62,15 @@ class Gather(_Allocating, AllGather):
         comm, method = self._comms.of(group), self._method
         with torch_stream(output_tensor.device):
             x, out = as_array(input_tensor), as_array(output_tensor)
-            if isinstance(method, Quantized) and is_large(method, comm, out):
+            if isinstance(method, Hierarchical):
+                if comm not in self._by_node:
+                    self._by_node[comm] = method.bind_gather(comm)
+                self._by_node[comm](x, out)
+                return
+            codec = codec_for(method, comm, out)
+            if codec is not None:
                 method.check(dtype_name(output_tensor))
-                quantized_allgather(comm, x, out, codec=method.codec)
-            else:
-                comm.allgather(x, out=out)
+            allgather(comm, x, out, codec=codec)
 
 
 class FeedsBack:
@@ -109,11 +119,14 @@ class Reduce(_Allocating, FeedsBack, ReduceScatter):
     """
 
     def __init__(self, comms: GroupComms, unit: Unit, method: Average, comm: Communicator) -> None:
-        self._comms, self._unit, self._method = comms, unit, method
+        self._comms, self._unit, self._method, self._comm = comms, unit, method, comm
         self.feedback = residual_of(method) if isinstance(method, ErrorFeedback) else None
         self._mean: InPlace | None = None
         self._by_node: Callable[[Array, Array, LinearOp], Array] | None = None
-        if isinstance(method, Hierarchical) and isinstance(method.inner, (Exact, Quantized)):
+        self._reproducible: _Reproducible | None = None
+        if isinstance(method, Reproducible):
+            self._reproducible = _Reproducible(method, comm, unit)
+        elif isinstance(method, Hierarchical) and isinstance(method.inner, (Exact, Quantized)):
             self._by_node = method.bind_shards(comm)
         elif not isinstance(method, (Exact, Quantized, ErrorFeedback)):
             self._mean = method.bind(comm)
@@ -147,6 +160,8 @@ class Reduce(_Allocating, FeedsBack, ReduceScatter):
         method, feedback = self._method, self.feedback
         if self._by_node is not None:
             self._by_node(x, out, op)
+        elif self._reproducible is not None:
+            self._reproducible(x, out, op)
         elif self._mean is not None:
             self._mean(x)
             out[...] = arrays.rows(x, comm.size)[comm.rank]
@@ -163,10 +178,45 @@ class Reduce(_Allocating, FeedsBack, ReduceScatter):
                     comm, x, out, op=op, codec=codec, residual=residual, decay=decay
                 ),
             )
-        elif isinstance(method, Quantized) and is_large(method, comm, x):
-            quantized_reduce_scatter(comm, x, out, op=op, codec=method.codec)
         else:
-            comm.reduce_scatter(x, out=out, op=op)
+            codec = codec_for(method, comm, x) if isinstance(method, Quantized) else None
+            reduce_scatter(comm, x, out, op=op, codec=codec)
+
+    def alone(self, reduced: torch.Tensor) -> None:
+        """Reduce on a single rank, in place; PyTorch has divided by a divisor of the user already."""
+        check_average(self._method, dtype_name(reduced))
+        with torch_stream(reduced.device):
+            x = as_array(reduced)
+            self._reduce(self._comm, x, x, "avg" if self._unit.divide_factor is None else "sum")
+
+
+class _Reproducible:
+    """Reproducible sums of the gradients of a unit, of which each rank keeps its shard.
+
+    With `addends`, the passes of a step but the last leave zeros.
+    """
+
+    def __init__(self, method: Reproducible, comm: Communicator, unit: Unit) -> None:
+        self._method, self._comm, self._unit = method, comm, unit
+        self._tensors = unit.gradient_rows
+        self._sum = ReproducibleShards(method, comm, self._tensors)
+        self._version = 0
+        """That of the parameters when the first addend was held."""
+
+    def __call__(self, x: Array, out: Array, op: LinearOp) -> None:
+        found, version = self._sum, self._unit.version
+        if found.held and (self._tensors != self._unit.gradient_rows or version != self._version):
+            raise ArrayError(
+                f"bagua_torch.fsdp: parameters of {self._unit.name or 'the root'} were changed, frozen or "
+                f"unfrozen after {found.held} of the {found.share} backward passes of each rank that a step with "
+                f"{self._method} has; run all of them before the optimizer"
+            )
+        if self._tensors != self._unit.gradient_rows:
+            self._tensors = self._unit.gradient_rows
+            self._sum = found = ReproducibleShards(self._method, self._comm, self._tensors)
+        check_numel(self._unit.name, x, found.size, str(self._method))
+        self._version = version
+        found(x, out, op)
 
 
 class Replicate(FeedsBack):
@@ -212,8 +262,8 @@ class Replicate(FeedsBack):
             reduced.mul_(self._comm.size)
 
 
-def check_numel(name: str, x: Array, expected: int) -> None:
-    """Raise unless gradients are those of all parameters of a unit.
+def check_numel(name: str, x: Array, expected: int, method: str = "ErrorFeedback") -> None:
+    """Raise unless gradients are those of all parameters of a unit, which `method` needs.
 
     Raises:
         UnsupportedError: They are not.
@@ -221,7 +271,7 @@ def check_numel(name: str, x: Array, expected: int) -> None:
     if x.size != expected:
         raise UnsupportedError(
             f"bagua_torch.fsdp: {x.size} gradient elements of {name or 'the root'} are reduced, expected "
-            f"{expected}, since ErrorFeedback needs the gradients of all parameters in each step; use "
+            f"{expected}, since {method} needs the gradients of all parameters in each step; use "
             "Quantized(), or a PyTorch with FSDPModule.set_reduce_scatter_unused_params"
         )
 
@@ -237,8 +287,3 @@ def fit(name: str, feedback: Residual, x: Array) -> None:
         stacklevel=3,
     )
     feedback.residual = None
-
-
-def is_large(method: Quantized, comm: Communicator, x: Array) -> bool:
-    """Whether an array is quantized: whether it has `min_bytes`."""
-    return bool(x.nbytes >= method.least_bytes(comm.transport_for(x)))

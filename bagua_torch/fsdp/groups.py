@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch.distributed as dist
 
-from bagua_comm import ArrayError, BaguaError, Communicator, UnsupportedError
+from bagua_comm import ArrayError, Communicator, UnsupportedError
 
 
 class GroupComms:
@@ -87,11 +86,3 @@ def check_ranks(rows: Sequence[tuple[int, list[tuple[int, ...]]]], place: dict[i
                     f"torch.distributed, but comm has ranks {sorted(place)}; give a comm with all ranks of the "
                     "mesh, as bagua_torch.connect() makes it"
                 )
-
-
-def raise_on_all(comm: Communicator, error: BaguaError | None) -> None:
-    """Raise the first error of any rank, on all ranks. Collective."""
-    rows: list[Any] = comm.allgather_object(error)
-    for rank, found in enumerate(rows):
-        if found is not None:
-            raise error or type(found)(f"rank {rank}: {found.args[0]}")

@@ -45,6 +45,7 @@ class Unit:
         self._before = group._all_gather_comm, group._reduce_scatter_comm
         self._unused = getattr(group, "reduce_scatter_unused_params", None)
         self._meshes = group.mesh_info, group.post_forward_mesh_info
+        self._hook: Callable[[torch.Tensor], None] | None = None
 
     @property
     def process_groups(self) -> list[dist.ProcessGroup]:
@@ -84,6 +85,21 @@ class Unit:
     def shard_numel(self) -> int:
         """Number of elements of a rank's shards of these gradients, with their padding."""
         return int(sum(math.prod(p.padded_sharded_param_size) for p in self._trained))
+
+    @property
+    def gradient_rows(self) -> list[tuple[int, int]]:
+        """The number of rows, along the first dimension, and of elements of a row of each trained parameter."""
+        return [(p._orig_size[0], math.prod(p._orig_size[1:])) for p in self._trained]
+
+    @property
+    def is_sharded_by_rows(self) -> bool:
+        """Whether all parameters are sharded along their first dimension."""
+        return all(p.fsdp_placement.dim == 0 for p in self._group.fsdp_params)
+
+    @property
+    def version(self) -> int:
+        """A number that grows when the optimizer, or another, changes trained parameters."""
+        return sum(p.sharded_param._version for p in self._trained)
 
     @property
     def device(self) -> torch.device:
@@ -141,10 +157,17 @@ class Unit:
         self._group.post_forward_mesh_info = only_shards if after is info else after
         self._module.set_all_reduce_hook(average)
 
+    def use_alone(self, reduce: Callable[[torch.Tensor], None]) -> None:
+        """Have `reduce` change gradients on a single rank, where PyTorch calls no reduce-scatter."""
+        self._hook = reduce
+        self._module.set_all_reduce_hook(reduce)
+
     def restore(self) -> None:
         """Have PyTorch communicate as before."""
         if self._group.mesh_info is not self._meshes[0]:
             self._group.mesh_info, self._group.post_forward_mesh_info = self._meshes
+            self._group._all_reduce_hook = None
+        if self._hook is not None and self._group._all_reduce_hook is self._hook:
             self._group._all_reduce_hook = None
         self._group._all_gather_comm, self._group._reduce_scatter_comm = self._before
         if self._unused is not None:

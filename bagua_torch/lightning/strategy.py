@@ -17,7 +17,7 @@ from ..arrays import as_array, torch_stream
 from ..bases import with_base
 from ..broadcast import map_leaves
 from ..ddp import DistributedDataParallel
-from ..process_group import default
+from ..entry import communicator_of, raise_on_all
 from .packages import FABRICS, package_of
 
 KEY = "bagua"
@@ -35,7 +35,8 @@ class RankStrategy:
     ) -> dict[str, Any]:
         """Find the ranks; return the arguments of Lightning's base class. Collective."""
         self.algorithm, self._options = algorithm, options
-        self.comm = comm if comm is not None else default()
+        self.comm = communicator_of(type(self).__name__, comm)
+        raise_on_all(self.comm, None)
         self._num_nodes = len(set(self.comm.allgather_object(self.comm.node)))
         cuda = self.comm.device is not None and torch.cuda.is_available()
         self._device = torch.device(f"cuda:{self.comm.device}") if cuda else torch.device("cpu")

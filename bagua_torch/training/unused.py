@@ -22,8 +22,9 @@ def keeps_zeros(algorithm: Algorithm) -> bool:
     Codecs may round zero to another value, and error feedback adds its residual.
     """
     average = getattr(algorithm, "average", None)
-    inner = average.inner if isinstance(average, Hierarchical) else average
-    return isinstance(algorithm, GradientAllReduce) and isinstance(inner, (Exact, Reproducible))
+    levels = (average.inner, average.inside) if isinstance(average, Hierarchical) else (average,)
+    exact = all(isinstance(level, (Exact, Reproducible)) for level in levels)
+    return isinstance(algorithm, GradientAllReduce) and exact
 
 
 class UnusedParameters:

@@ -41,6 +41,7 @@ MEANT = {
     "error-feedback": GradientAllReduce(ErrorFeedback(Quantized())),
     "hierarchical": GradientAllReduce(Hierarchical()),
     "hierarchical-bytes": GradientAllReduce(Hierarchical(Quantized())),
+    "hierarchical-all-bytes": GradientAllReduce(Hierarchical(Quantized(), inside=Quantized())),
     "qadam": QAdam(),
     "decentralized": Decentralized(),
     "shift-one": Decentralized("shift_one"),
@@ -118,6 +119,10 @@ def test_every_algorithm_with_a_name_keeps_the_contract_and_its_repr_makes_it_ag
             after(9, ByteGrad(), AsyncModelAverage(0.5)),
         ),
         ('{"name": "hierarchical", "inner": "quantized"}', GradientAllReduce(Hierarchical(Quantized()))),
+        (
+            '{"name": "hierarchical", "inside": {"name": "quantized", "codec": "bfloat16"}}',
+            GradientAllReduce(Hierarchical(inside=Quantized(BFloat16()))),
+        ),
     ],
 )
 def test_a_configuration_file_can_hold_an_algorithm(written, expected):

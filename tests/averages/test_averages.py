@@ -14,6 +14,7 @@ from bagua_comm import (
     ArrayError,
     BFloat16,
     CommMismatch,
+    ErrorFeedback,
     Exact,
     Float16,
     Hierarchical,
@@ -389,6 +390,67 @@ def test_hierarchical_quantized_is_near_the_mean_and_equal_on_all_ranks(nodes, c
         assert np.abs(actual - exact).max() <= bound
 
 
+@pytest.mark.covering(1)
+@each_layout
+@pytest.mark.parametrize("codec", [MinMaxUInt8(block=4), MinMaxUInt8(None), BFloat16()], ids=repr)
+def test_a_codec_inside_nodes_rounds_what_enters_and_leaves_them_to_the_same_bytes_everywhere(nodes, codec):
+    xs, inside = normal(len(nodes), (201,)), Quantized(codec, min_bytes=0)
+    members = {label: [x for x, each in zip(xs, nodes, strict=True) if each == label] for label in nodes}
+    owners = min(map(len, members.values()))
+    if max(map(len, members.values())) == 1:
+        expected = np.mean(xs, axis=0)  # no node has two ranks, so nothing is rounded
+    else:
+        chunks = [coded_chunks(rows, owners, codec) for rows in members.values()]
+        counts = [len(rows) for rows in members.values()]
+        expected = np.average(chunks, axis=0, weights=counts).astype(np.float32)
+        expected = coded_chunks([expected], owners, codec, alone=False)[: xs[0].size]
+    results = averaged(Hierarchical(inside=inside), xs, nodes)
+    for actual in results:
+        assert actual.tobytes() == results[0].tobytes()
+    step = 2.0 * max(np.ptp(x) for x in xs) / 255  # a rounding in the last bit may choose the next code
+    assert np.abs(results[0] - expected[: xs[0].size]).max() <= step
+    assert (np.abs(results[0] - expected[: xs[0].size]) < 1e-5).mean() > 0.9
+
+
+def coded_chunks(rows, parts, codec, alone=True):
+    """The mean of arrays, each padded to `parts` chunks that are encoded and decoded; a single one is not."""
+    size = -(-rows[0].size // parts)
+    padded = [np.concatenate([x, np.zeros(parts * size - x.size, np.float32)]).reshape(parts, size) for x in rows]
+    if len(rows) == 1 and alone:
+        return padded[0].reshape(-1)
+    return np.mean([codec.decode(codec.encode(x), np.empty_like(x)) for x in padded], axis=0).reshape(-1)
+
+
+def test_small_arrays_are_exact_inside_nodes_too():
+    xs = normal(3, (50,))
+    for actual in averaged(Hierarchical(inside=Quantized(min_bytes=201)), xs, [0, 0, 1]):
+        np.testing.assert_allclose(actual, np.mean(xs, axis=0), rtol=1e-5, atol=1e-6)
+
+
+def test_ranks_with_other_settings_are_refused_on_all():
+    def body(comm):
+        average = Hierarchical(inside=Quantized()) if comm.rank == 2 else Hierarchical()
+        messages = []
+        for bind in (average.bind, average.bind_shards, average.bind_gather):
+            with pytest.raises(ArrayError) as info:
+                bind(comm)
+            messages.append(str(info.value))
+        return messages
+
+    for average, *shards in run_ranks(3, body, nodes=[0, 0, 1]):
+        assert "ranks differ: rank 0 has inside=Exact(), but rank 2 has inside=Quantized(" in average
+        for message in shards:
+            assert "rank 0 has Hierarchical(inner=Exact()), but rank 2 has Hierarchical(" in message
+
+
+def test_what_cannot_be_inside_a_node_is_refused():
+    for wrong in (ErrorFeedback(), MinMaxUInt8(), None, Quantized):
+        with pytest.raises(ArrayError, match=r"Hierarchical: inside is .*, expected Exact\(\) or Quantized"):
+            Hierarchical(inside=wrong)
+    with pytest.raises(UnsupportedError, match="cannot code float64"):
+        Hierarchical(inside=Quantized()).check("float64")
+
+
 def test_one_bound_average_serves_arrays_of_any_size():
     inputs = [normal(4, (size,), seed=size) for size in (1000, 3, 0, 10, 1000)]
 
@@ -431,6 +493,9 @@ def test_a_codec_inside_a_hierarchy_encodes_only_traffic_between_nodes():
     assert stage_bytes(Hierarchical(Exact())) == [(half + half, quarter + quarter)] * 4
     encoded = 32 + 1024
     assert stage_bytes(Hierarchical(Quantized())) == [(half + half, encoded + encoded)] * 4
+    inside = 32 + 2048
+    both = Hierarchical(Quantized(), inside=Quantized())
+    assert stage_bytes(both) == [(inside + inside, encoded + encoded)] * 4
 
 
 @pytest.mark.parametrize("count", [2**21, 2**21 - 1])
@@ -508,6 +573,10 @@ def test_averages_refuse_dtypes_by_name():
         (Quantized(), "Quantized(codec=MinMaxUInt8(block=512, eps=0.0), min_bytes=None)"),
         (Quantized(Float16()), "Quantized(codec=Float16(), min_bytes=None)"),
         (Hierarchical(), "Hierarchical(inner=Exact())"),
+        (
+            Hierarchical(inside=Quantized(Float16())),
+            "Hierarchical(inner=Exact(), inside=Quantized(codec=Float16(), min_bytes=None))",
+        ),
         (
             Hierarchical(Quantized(MinMaxUInt8(block=64))),
             "Hierarchical(inner=Quantized(codec=MinMaxUInt8(block=64, eps=0.0), min_bytes=None))",

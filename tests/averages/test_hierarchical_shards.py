@@ -1,9 +1,10 @@
-"""The reduce-scatter in two levels, on nodes of equal and of different sizes."""
+"""The reduce-scatter and the gather in two levels, on nodes of equal and of different sizes."""
 
 import numpy as np
 import pytest
+import torch
 
-from bagua_comm import ArrayError, ErrorFeedback, Exact, Hierarchical, MinMaxUInt8, Quantized
+from bagua_comm import ArrayError, BFloat16, ErrorFeedback, Exact, Hierarchical, MinMaxUInt8, Quantized
 from bagua_comm.testing import run_ranks
 
 EIGHT_BITS = Quantized(MinMaxUInt8(block=32), min_bytes=0)
@@ -40,18 +41,29 @@ def run(nodes, average, op, m):
     return xs, run_ranks(len(nodes), body, nodes=nodes)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("nodes", NODES, ids="".join)
 @pytest.mark.parametrize("op", ["avg", "sum"])
-@pytest.mark.parametrize("average", [Hierarchical(), Hierarchical(EIGHT_BITS)], ids=["exact", "eight bits"])
+@pytest.mark.parametrize(
+    "average",
+    [
+        Hierarchical(),
+        Hierarchical(EIGHT_BITS),
+        Hierarchical(EIGHT_BITS, inside=Quantized(BFloat16())),
+        Hierarchical(inside=EIGHT_BITS),
+    ],
+    ids=["exact", "eight bits", "sixteen inside", "eight inside"],
+)
 def test_every_rank_keeps_the_mean_of_its_chunk(nodes, op, average):
     p, m = len(nodes), 100
     xs, results = run(nodes, average, op, m)
     for rank, found in enumerate(results):
         wanted = mean(xs, rank, m) * (p if op == "sum" else 1)
         between = len(set(nodes)) > 1 and average.inner is EIGHT_BITS
-        limit = 8 / 255 if between else 1e-6
+        within = len(set(nodes)) < p and average.inside != Exact()
+        limit = 8 / 255 * between + 8 / 255 * within + 1e-6
         assert np.abs(found - wanted).max() < limit * (p if op == "sum" else 1)
-        if between and p > 2:
+        if (between or within) and p > 2:
             assert np.abs(found - wanted).max() > 1e-5  # it is quantized
 
 
@@ -85,6 +97,104 @@ def test_each_node_sends_a_share_of_the_bytes():
     assert run_ranks(8, body, nodes=nodes) == [EIGHT_BITS.codec.wire_nbytes(m, np.dtype("f4"))] * 8
 
 
+@pytest.mark.parametrize("nodes", ["aabb", "abab", "abb", "aabab"])
+def test_inside_nodes_it_is_the_codec_on_the_array_of_each_rank(nodes):
+    m, codec = 96, MinMaxUInt8(block=8)
+    xs, results = run(nodes, Hierarchical(inside=Quantized(codec, min_bytes=0)), "avg", m)
+    coded = [codec.decode(codec.encode(x.reshape(-1, m)), np.empty((len(nodes), m), np.float32)) for x in xs]
+    for r, node in enumerate(nodes):
+        if nodes.count(node) == 1:  # nothing is sent inside a node of one rank
+            coded[r] = xs[r].reshape(-1, m)
+    for rank, found in enumerate(results):
+        np.testing.assert_allclose(found, np.mean([rows[rank] for rows in coded], axis=0), rtol=0, atol=1e-6)
+
+
+# The gather
+
+each_nodes = pytest.mark.parametrize("nodes", NODES, ids="".join)
+
+
+def gathered(nodes, average, m, wrap=np.asarray):
+    xs = arrays_of(len(nodes), m)
+
+    def body(comm):
+        out = wrap(np.full(len(nodes) * m, np.nan, np.float32))
+        mine = out[comm.rank * m :][:m]  # as FSDP2 has it
+        gather = average.bind_gather(comm)
+        for _ in range(2):
+            mine[...] = wrap(xs[comm.rank][:m])
+            assert gather(mine, out) is out
+        return np.asarray(out)
+
+    return [x[:m] for x in xs], run_ranks(len(nodes), body, nodes=nodes)
+
+
+@each_nodes
+def test_an_exact_gather_has_the_chunks_of_all_ranks_in_their_order(nodes):
+    xs, results = gathered(nodes, Hierarchical(), 100)
+    assert {found.tobytes() for found in results} == {np.concatenate(xs).tobytes()}
+
+
+@pytest.mark.covering(1)
+@each_nodes
+@pytest.mark.parametrize(
+    "average",
+    [
+        Hierarchical(EIGHT_BITS),
+        Hierarchical(EIGHT_BITS, inside=Quantized(BFloat16())),
+        Hierarchical(inside=EIGHT_BITS),
+    ],
+    ids=["between", "both", "inside"],
+)
+def test_a_gather_encodes_each_chunk_once_on_all_ranks(nodes, average):
+    xs, results = gathered(nodes, average, 100)
+    codec = EIGHT_BITS.codec
+    rows = np.stack(xs) if len(nodes) == 1 else codec.decode(codec.encode(np.stack(xs)), np.empty_like(xs))
+    assert {found.tobytes() for found in results} == {rows.tobytes()}
+
+
+def test_shards_may_be_tensors():
+    nodes, average = ["a", "a", "b"], Hierarchical(EIGHT_BITS, inside=EIGHT_BITS)
+    _, arrays = gathered(nodes, average, 64)
+    _, tensors = gathered(nodes, average, 64, torch.tensor)
+    assert [x.tobytes() for x in arrays] == [x.tobytes() for x in tensors]
+
+    def body(comm):
+        out = torch.zeros(2)
+        assert Hierarchical().bind_shards(comm)(torch.arange(6.0), out, "avg") is out
+        return out.tolist()
+
+    assert run_ranks(3, body, nodes=nodes) == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_each_chunk_enters_a_node_once():
+    nodes, m, codec = ["a", "a", "b", "b"], 1024, MinMaxUInt8()
+
+    def body(comm):
+        gather = Hierarchical(Quantized(codec, min_bytes=0)).bind_gather(comm)
+        transports = [each.transports[0] for each in (comm, *comm.by_node())]
+        before = [each.sent_bytes for each in transports]
+        gather(np.ones(m, np.float32), np.zeros(4 * m, np.float32))
+        return [each.sent_bytes - sent for each, sent in zip(transports, before, strict=True)]
+
+    nbytes = codec.wire_nbytes(m, np.dtype("f4"))
+    assert run_ranks(4, body, nodes=nodes) == [[0, 2 * nbytes, nbytes]] * 4
+
+
+@pytest.mark.parametrize("sizes", [(100, 399), (100, 401)])
+def test_shards_that_do_not_fit_are_refused(sizes):
+    def body(comm):
+        chunk, whole = (np.zeros(size, np.float32) for size in sizes)
+        with pytest.raises(ArrayError, match=f"out has {sizes[1]} elements of float32, expected 400 .* of x"):
+            Hierarchical().bind_gather(comm)(chunk, whole)
+        with pytest.raises(ArrayError, match=f"x has {sizes[1]} elements of float32, expected 400 .* of out"):
+            Hierarchical().bind_shards(comm)(whole, chunk, "avg")
+        with pytest.raises(ArrayError, match="out is not contiguous"):
+            Hierarchical().bind_gather(comm)(chunk, np.zeros(800, np.float32)[::2])
+
+    run_ranks(4, body)
+
+
 def test_small_arrays_are_exact():
     def body(comm):
         reduce = Hierarchical(Quantized(min_bytes=1 << 20)).bind_shards(comm)
@@ -98,6 +208,8 @@ def test_an_average_with_a_state_is_refused():
     def body(comm):
         with pytest.raises(ArrayError, match=r"inner is ErrorFeedback.*, expected Exact"):
             Hierarchical(ErrorFeedback()).bind_shards(comm)
+        with pytest.raises(ArrayError, match=r"inner is ErrorFeedback.*, expected Exact"):
+            Hierarchical(ErrorFeedback()).bind_gather(comm)
         Hierarchical(Exact()).bind_shards(comm)
 
     run_ranks(2, body)

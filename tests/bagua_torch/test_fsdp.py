@@ -33,7 +33,7 @@ from bagua_comm.testing import run_ranks
 from bagua_torch import DistributedDataParallel, fsdp
 from bagua_torch.fsdp import torch_names
 from bagua_torch.fsdp.collectives import Gather, Reduce, Replicate
-from bagua_torch.fsdp.groups import check_ranks, raise_on_all
+from bagua_torch.fsdp.groups import check_ranks
 
 CASES = list(fsdp_training.CASES)
 PROGRAM = TESTS / "support" / "fsdp_training.py"
@@ -108,12 +108,16 @@ class FailsForTheSecond(Reproducible):
         return super().bind(comm)
 
 
-def test_an_error_leaves_the_model_to_pytorch(alone):
+def test_an_error_leaves_the_model_to_pytorch_and_no_communicator_open(alone):
+    FailsForTheSecond.bound.clear()
     model = nn.Sequential(fully_shard(nn.Linear(4, 4)), fully_shard(nn.Linear(4, 4)))
 
     def body(comm):
         with pytest.raises(ArrayError, match="cannot be bound again"):
             fsdp.attach(model, FailsForTheSecond(), comm=comm)
+        (derived,) = FailsForTheSecond.bound
+        assert derived.guard.closed
+        assert not comm.guard.closed
         fsdp.attach(model, Exact(), comm=comm).close()  # no module has custom communication
 
     run_ranks(1, body)
@@ -216,7 +220,7 @@ def test_another_reduction_is_refused_by_name():
 @pytest.mark.parametrize("op", [dist.ReduceOp.AVG, dist.ReduceOp.SUM])
 def test_any_other_average_reduces_all_and_keeps_a_chunk(op):
     def body(comm, comms):
-        reduce, out = Reduce(comms, unit(2400), Reproducible(), comm), torch.empty(600)
+        reduce, out = Reduce(comms, unit(2400), Hierarchical(Hierarchical()), comm), torch.empty(600)
         reduce(output_tensor=out, input_tensor=X[comm.rank].clone(), group=None, op=op)
         mean = torch.stack(X).double().mean(0)[600 * comm.rank :][:600]
         return torch.allclose(out.double(), mean * (4 if op == dist.ReduceOp.SUM else 1), atol=1e-5)
@@ -236,6 +240,27 @@ def test_gather_from_a_view_of_its_output(method):
         return torch.equal(out, wanted.reshape(-1))
 
     assert on_threads(4, body) == [True] * 4
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("nodes", ["aabb", "abaa"])
+@pytest.mark.parametrize("inside", [Exact(), Quantized(BFloat16(), 0)], ids=["exact inside", "coded inside"])
+@pytest.mark.parametrize("inner", [Exact(), Quantized(min_bytes=0)], ids=["exact", "coded"])
+def test_hierarchical_gathers_the_same_on_all_ranks_from_a_view_of_its_output(inner, inside, nodes):
+    codec = next((each.codec for each in (inner, inside) if each != Exact()), None)
+
+    def body(comm):
+        comms, out = SimpleNamespace(of=lambda group: comm), torch.zeros(2400)
+        mine = out[600 * comm.rank :][:600]
+        gather = Gather(comms, Hierarchical(inner, inside=inside))
+        for _ in range(2):
+            mine.copy_(X[comm.rank][:600])
+            gather(output_tensor=out, input_tensor=mine, group=None)
+        x = X[comm.rank][:600]
+        wanted = comm.allgather(x) if codec is None else quantized_allgather(comm, x, codec=codec)
+        return torch.equal(out, wanted.reshape(-1))
+
+    assert run_ranks(4, body, nodes=nodes) == [True] * 4
 
 
 @pytest.mark.parametrize("inner", [Exact(), Quantized(min_bytes=0)], ids=repr)
@@ -327,15 +352,6 @@ def test_meshes_of_other_ranks_are_refused():
         with pytest.raises(UnsupportedError) as info:
             check_ranks(rows, {rank: index for index, (rank, _) in enumerate(rows)})
         assert text in str(info.value)
-
-
-def test_an_error_of_one_rank_is_raised_on_all():
-    def body(comm):
-        with pytest.raises(ArrayError) as info:
-            raise_on_all(comm, ArrayError("no") if comm.rank == 1 else None)
-        return str(info.value)
-
-    assert run_ranks(3, body) == ["rank 1: no", "no", "rank 1: no"]
 
 
 def test_a_model_that_is_not_sharded_is_refused():

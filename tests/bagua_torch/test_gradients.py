@@ -11,12 +11,10 @@ from support.memory_formats import (
 from support.torch_training import batch, make_model, train_step, weights
 from torch import nn
 
-from bagua_comm import (
-    GradientAllReduce,
-    Reproducible,
-)
+from bagua_comm import GradientAllReduce, Hierarchical, Quantized, Reproducible
 from bagua_comm.testing import run_ranks
 from bagua_torch import DistributedDataParallel
+from bagua_torch.training.unused import keeps_zeros
 
 
 def loss_of(model, step, rank):
@@ -210,3 +208,9 @@ def test_a_hook_gets_gradients_that_lie_as_their_parameters():
 
     run_ranks(1, body)
     assert seen == [True] * 3
+
+
+def test_zeros_stay_zeros_only_if_no_level_encodes_them():
+    assert keeps_zeros(GradientAllReduce(Hierarchical()))
+    assert not keeps_zeros(GradientAllReduce(Hierarchical(Quantized())))
+    assert not keeps_zeros(GradientAllReduce(Hierarchical(inside=Quantized())))

@@ -25,7 +25,7 @@ from bagua_comm import __main__ as cli
 from bagua_comm.commands import advise, quantities
 from bagua_comm.launch.cli import CommandError
 from bagua_comm.planning.advise import AS_FAST, enough_flows, expression, payload
-from bagua_comm.planning.costmodel import METHODS, Cluster, Job, Rates, predict
+from bagua_comm.planning.costmodel import METHODS, SHARDED, Cluster, Job, Rates, predict
 
 BASE = ["advise", "--nodes", "4", "--bandwidth", "1gbit"]
 VGG16 = [*BASE, "--model", "vgg16", "--step-time", "3s"]
@@ -479,3 +479,38 @@ def test_damaged_files_of_rates_are_refused_by_name_or_read(tmp_path):
 def test_values_that_are_no_rates_raise_an_error_of_this_library(data):
     with pytest.raises(ArrayError, match="Rates"):
         Rates.from_dict({"rates": data} if data == [] else data)
+
+
+# Sharded models ---------------------------------------------------------------------------------------------
+
+SHARDS = [*BASE, "--sharded", "--parameters", "30M", "--step-time", "2s", "--device", "cpu"]
+
+
+def test_ways_of_a_sharded_model_with_what_to_type(capsys):
+    assert cli.main([*SHARDS, "--ranks-per-node", "2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    table = lines[3 : lines.index("", 3)]
+    assert sorted(line.split()[0] for line in table) == sorted(SHARDED)
+    (exact,) = [line for line in table if line.startswith("exact ")]
+    assert "1.00x" in exact
+    (at,) = [i for i, line in enumerate(lines) if line.startswith("Shards over all ranks: two-levels-both, ")]
+    assert lines[at + 1 : at + 3] == [
+        "  fully_shard(model)",
+        "  bagua_torch.fsdp.attach(model, Hierarchical(Quantized()), Hierarchical(Quantized()))",
+    ]
+    assert lines[at + 3].startswith("Shards inside nodes: bytes-replicas, ")
+    assert lines[at + 4].startswith('  mesh = init_device_mesh("cpu", (4, 2)')
+
+
+def test_a_sharded_model_as_json(capsys):
+    assert cli.main([*SHARDS, "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert [way["name"] for way in record["ways"]] == ["both", "gradients", "exact", "pytorch"]
+    assert (record["shards_over_all_ranks"], record["shards_inside_nodes"]) == ("both", None)
+    assert record["ways"][0]["python"][-1] == "bagua_torch.fsdp.attach(model, Quantized(), Quantized())"
+    assert record["cluster"]["cores_per_rank"] is None
+
+
+def test_the_figure_is_of_algorithms_alone(tmp_path, capsys):
+    assert cli.main([*SHARDS, "--plot", str(tmp_path / "x.png")]) == 2
+    assert "--plot draws algorithms; leave it out with --sharded" in capsys.readouterr().err

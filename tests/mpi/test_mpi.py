@@ -220,7 +220,13 @@ def test_ranks_on_one_machine_share_a_node(comm):
 
 @pytest.mark.parametrize(
     "average",
-    [Exact(), Quantized(), Hierarchical(), Hierarchical(Quantized(MinMaxUInt8.bagua()))],
+    [
+        Exact(),
+        Quantized(),
+        Hierarchical(),
+        Hierarchical(Quantized(MinMaxUInt8.bagua())),
+        Hierarchical(inside=Quantized()),
+    ],
     ids=repr,
 )
 def test_algorithm_conformance(comm, average):

@@ -548,6 +548,7 @@ def test_advice_is_sorted_and_has_the_algorithms_that_apply():
         "low-precision-by-node",
         "hierarchical",
         "hierarchical-bytes",
+        "hierarchical-all-bytes",
     }
 
 

@@ -37,6 +37,7 @@ from bagua_comm import (
     Reproducible,
     UnsupportedError,
 )
+from bagua_comm.testing import run_ranks
 from bagua_torch.errors import MismatchError
 
 EIGHT_BITS = Quantized(min_bytes=0)
@@ -613,11 +614,64 @@ def small_modules_are_exact(comm):
 @case
 def other_averages(comm):
     expected = reference(make(), 3, comm.size)
-    for method, limit in ((Hierarchical(), 0.01), (Hierarchical(EIGHT_BITS), 0.1), (Reproducible(), 1e-5)):
+    both = Hierarchical(EIGHT_BITS, inside=EIGHT_BITS)
+    for method, gather, limit in (
+        (Hierarchical(), Hierarchical(), 0.01),
+        (Hierarchical(EIGHT_BITS), Exact(), 0.1),
+        (both, both, 0.1),
+        (Reproducible(), Exact(), 1e-5),
+    ):
         model = shard(make())
-        with bagua_torch.fsdp.attach(model, method):
+        with bagua_torch.fsdp.attach(model, method, gather):
             train(model, 3, comm.rank)
+            total = model(batch(0, 0)[0]).sum()
+            assert len({*comm.allgather_object(total.item())}) == 1
+            total.backward()
         assert distance(model, expected) < limit
+
+
+def reproducible_mean(tensors):
+    """The mean of microbatches, on one rank without shards."""
+
+    def body(alone):
+        average = Reproducible(addends=len(tensors)).bind(alone)
+        for tensor in tensors[:-1]:
+            average.hold(tensor.numpy().copy())
+        return average(tensors[-1].numpy().copy())
+
+    return None if tensors[0] is None else torch.from_numpy(run_ranks(1, body)[0])
+
+
+def train_in_microbatches(model, steps, microbatches):
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    for step in range(steps):
+        optimizer.zero_grad()
+        for index in microbatches:
+            x, y = batch(step, index)
+            mse_loss(model(x), y).backward()
+        optimizer.step()
+
+
+@case
+def reproducible_on_any_number_of_ranks(comm):
+    """The same bits on each number of ranks that divides 12, and without shards."""
+    addends, share = 12, 12 // comm.size
+    model = shard(make())
+    with bagua_torch.fsdp.attach(model, Reproducible(addends=addends)) as handle:
+        train_in_microbatches(model, 2, range(comm.rank * share, (comm.rank + 1) * share))
+        reduced = handle.counters.by_operation
+    assert_equal(model, reference(make(), 2, addends, average=reproducible_mean))
+    assert "reproducible_allreduce" not in reduced
+    if comm.size > 1:
+        assert reduced["reduce_scatter"].calls == 2 * 3  # one for each module and step
+    model = shard(make())
+    with bagua_torch.fsdp.attach(model, Reproducible(addends=2 * comm.size)):
+        train(model, 1, comm.rank)
+        refused(comm, ArrayError, "after 1 of the 2 backward passes", train, model, 1, comm.rank)
+    model = shard(make())
+    for number, text in ((comm.size + 1, "expected a multiple"), (comm.size - 1, "expected")):
+        if comm.size > 1:
+            refused(comm, ArrayError, text, bagua_torch.fsdp.attach, model, Reproducible(addends=number))
 
 
 @case
@@ -730,6 +784,7 @@ def bad_input(comm):
     model = shard(make())
     refused(comm, ArrayError, "expected an Average", attach, model, Quantized)
     refused(comm, ArrayError, "gather is ErrorFeedback", attach, model, gather=ErrorFeedback())
+    refused(comm, ArrayError, "gather is Hierarchical", attach, model, gather=Hierarchical(ErrorFeedback()))
     refused(comm, ArrayError, "residuals cannot be saved", attach, model, Hierarchical(ErrorFeedback()))
     wide = shard(make().double())
     refused(comm, UnsupportedError, "cannot code float64", attach, wide, Quantized())
@@ -750,6 +805,8 @@ def bad_input(comm):
     with torch.device("meta"):
         empty = shard(Net(), mesh=mesh)
     refused(comm, ArrayError, "initialize them first", attach, empty, replicas=Exact())
+    replicated = fully_shard(make(), mesh=mesh)
+    refused(comm, UnsupportedError, "leave addends out", attach, replicated, Reproducible(addends=12))
     hooked = fully_shard(make(), mesh=mesh)
     hooked.set_all_reduce_hook(print)
     refused(comm, ArrayError, "set_all_reduce_hook was called", attach, hooked, replicas=Exact())
@@ -764,6 +821,8 @@ def bad_input(comm):
     half = comm.split(comm.rank % 2)
     refused(comm, UnsupportedError, "give a comm with all ranks of the mesh", attach, model, comm=half)
     half.close()
+    no_comm = 7 if comm.rank == 1 else None
+    refused(comm, ArrayError, "comm is 7, expected a Communicator", attach, model, comm=no_comm)
     only_one = None if comm.rank == 1 else EIGHT_BITS
     refused(comm, BaguaError, "", attach, model, only_one if comm.rank else "eight bits")
     model(batch(0, comm.rank)[0])  # nothing was changed

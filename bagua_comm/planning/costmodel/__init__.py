@@ -22,6 +22,7 @@ inputs        cluster, job, rates, and the prediction
 costs         the exchange of a bucket
 prediction    a step
 comparison    all algorithms
+sharding      a step of a sharded model, and all ways in which it may communicate
 
 Source: messages as in the alpha-beta model of Hockney, "The communication challenge for MPP" (1994), and Thakur
 et al., "Optimization of Collective Communication Operations in MPICH" (2005); comparing algorithms under network
@@ -44,6 +45,7 @@ from .inputs import (
     TorchDDP,
 )
 from .prediction import held_up_s, predict
+from .sharding import SHARDED, Sharded, ShardedAdvice, advise_sharded, predict_sharded
 
 __all__ = [
     "LARGEST",
@@ -51,6 +53,7 @@ __all__ = [
     "MOST_BUCKETS",
     "MOST_FLOWS",
     "MOST_RANKS",
+    "SHARDED",
     "SMALLEST",
     "Advice",
     "Cluster",
@@ -59,8 +62,12 @@ __all__ = [
     "Method",
     "Prediction",
     "Rates",
+    "Sharded",
+    "ShardedAdvice",
     "TorchDDP",
     "advise",
+    "advise_sharded",
     "held_up_s",
     "predict",
+    "predict_sharded",
 ]

@@ -29,6 +29,7 @@ _ADVISED = (
     "error-feedback",
     "hierarchical",
     "hierarchical-bytes",
+    "hierarchical-all-bytes",
     "qadam",
     "decentralized",
     "shift-one",

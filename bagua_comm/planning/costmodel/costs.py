@@ -148,13 +148,18 @@ class Costs:
                 lost = [self.coding(codec, decode=2 * n), self.work(add=(6 if decay else 5) * n, copy=n)]
                 held = [self.coding(kept, decode=n, encode=n)] if kept is not None else []
                 return [self.work(add=2 * n), *self.average(inner, n, group), *lost, *held]
-            case Hierarchical(inner):
+            case Hierarchical(inner, inside=inside):
                 node, across = RankGroup(group.per_node, group.per_node), RankGroup(p // group.per_node, 1)
                 if node.size == 1:
                     return self.average(inner, n, across)
                 chunk = self.chunk(n, node.size)
-                scatter = [self.allgather(chunk, node), self.work(add=n)]
-                return [*scatter, *self.average(inner, chunk, across), self.allgather(chunk, node)]
+                if isinstance(inside, Quantized):
+                    scatter = self.reduce_scatter(inside.codec, n, node)
+                    gather = self.gather(inside.codec, chunk, node)
+                else:
+                    scatter = [self.allgather(chunk, node), self.work(add=n)]
+                    gather = [self.allgather(chunk, node)]
+                return [*scatter, *self.average(inner, chunk, across), *gather]
         raise UnsupportedError(f"costmodel: the model does not know what {average!r} exchanges")
 
     def reduce_scatter(self, codec: Codec | None, n: int, group: RankGroup) -> list[LaneTask]:

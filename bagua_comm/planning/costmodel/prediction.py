@@ -30,7 +30,7 @@ def predict(method: Method, job: Job, cluster: Cluster, rates: Rates | None = No
     """
     check_fit(method, job, cluster)
     costs = Costs(cluster, rates or Rates(), job.dtype)
-    averages, tasks = _predict_averages(method, job, costs), _blocking_tasks(job, costs)
+    averages, tasks = _predict_averages(method, job, costs), blocking_tasks(job, costs)
     held_s = held_up_s(job, cluster, rates)
     return Prediction(
         averages.step_s + held_s,
@@ -50,11 +50,11 @@ def held_up_s(job: Job, cluster: Cluster, rates: Rates | None = None) -> float:
     0.15
     """
     costs = Costs(cluster, rates or Rates(), job.dtype)
-    return sum(times * costs.time_alone(task) for times, task in _blocking_tasks(job, costs))
+    return sum(times * costs.time_alone(task) for times, task in blocking_tasks(job, costs))
 
 
-def _blocking_tasks(job: Job, costs: Costs) -> list[tuple[int, LaneTask]]:
-    """The calls for which the step waits: how often each is made, and its task."""
+def blocking_tasks(job: Job, costs: Costs) -> list[tuple[int, LaneTask]]:
+    """The calls of the model itself, for which the step waits: how often each is made, and its task."""
     everyone = RankGroup(costs.cluster.size, costs.cluster.ranks_per_node)
     if everyone.size == 1:
         return []
