@@ -170,12 +170,12 @@ class Reduce(_Allocating, FeedsBack, ReduceScatter):
         elif feedback is not None:
             check_numel(self._unit.name, x, self._unit.gradient_numel)
             fit(self._unit.name, feedback, x)
-            codec, decay = feedback.settings.inner.codec, feedback.settings.decay
+            coder, decay = feedback.settings.inner.codec, feedback.settings.decay
             feedback.compensate(
                 x,
                 comm.scratch,
                 lambda residual: quantized_reduce_scatter(
-                    comm, x, out, op=op, codec=codec, residual=residual, decay=decay
+                    comm, x, out, op=op, codec=coder, residual=residual, decay=decay
                 ),
             )
         else:
