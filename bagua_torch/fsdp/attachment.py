@@ -29,6 +29,7 @@ from ..errors import MismatchError
 from ..process_group import default
 from .collectives import Gather, Reduce, Replicate
 from .groups import GroupComms, raise_on_all
+from .overlap import Prefetch, Reductions
 from .torch_names import Unit, units_of
 
 _NAME = "bagua_torch.fsdp.attach"
@@ -47,18 +48,22 @@ class Attachment(Closing):
         reduce: Average,
         gather: Exact | Quantized,
         replicas: Average | None,
+        model: nn.Module,
+        overlap: bool,
     ) -> None:
         self._comm, self._units = comm, units
         groups = [group for unit in units for group in unit.process_groups]
         if replicas is not None:
             groups += [unit.replicas for unit in units if unit.replicas is not None]
-        self._comms = GroupComms(comm, groups)
+        overlaps = overlap and all(unit.device.type == "cpu" for unit in units)
+        self._comms = GroupComms(comm, groups, with_lanes=overlaps)
+        self._reductions = Reductions() if overlaps else None
         self._feeding: dict[str, Reduce | Replicate] = {}
         """What has a residual, by the name of its module."""
         reducers, averages = [], []
         for unit in units:  # `bind` and the broadcast may raise, so no module is changed before
             over = self._comms.of(unit.process_groups[0])
-            reducers.append(Reduce(self._comms, unit, reduce, over))
+            reducers.append(Reduce(self._comms, unit, reduce, over, self._reductions))
             if isinstance(reduce, ErrorFeedback) and over.size > 1:
                 self._feeding[unit.name] = reducers[-1]
             average = None
@@ -71,10 +76,15 @@ class Attachment(Closing):
             if unit.replicas is not None:
                 broadcast_tensors(self._comms.of(unit.replicas), unit.shards)
         feeding = {*self._feeding.values()}
+        self._prefetch = Prefetch(model) if overlaps else None
         for unit, reducer, average in zip(units, reducers, averages, strict=True):
             if average is not None:
                 unit.use_for_replicas(average)
-            unit.use(Gather(self._comms, gather), reducer, include_unused=bool(feeding & {reducer, average}))
+            unit.use(
+                Gather(self._comms, unit, gather, self._prefetch),
+                reducer,
+                include_unused=bool(feeding & {reducer, average}),
+            )
 
     @property
     def counters(self) -> Counters:
@@ -88,6 +98,7 @@ class Attachment(Closing):
         first step. Each rank has its own. The key has the rank and the number of ranks, so that
         torch.distributed.checkpoint saves and loads those of all ranks.
         """
+        self._comms.wait()
         residuals = {name: as_tensor(each.residual_or_zeros()).clone() for name, each in self._trained.items()}
         return {self._key: residuals}
 
@@ -101,6 +112,7 @@ class Attachment(Closing):
                 Raised on all ranks.
         """
         raise_on_all(self._comm, self._complaint(state))
+        self._comms.wait()
         for name, residual in state[self._key].items():
             each = self._feeding[name]
             each.residual = as_array(residual.to(each.device, copy=True))
@@ -151,8 +163,11 @@ class Attachment(Closing):
 
     def _leave(self, error: BaseException) -> None:
         self._restore()
+        self._comms.leave(error)
 
     def _restore(self) -> None:
+        if self._prefetch is not None:
+            self._prefetch.close()
         for unit in self._units:
             unit.restore()
 
@@ -164,6 +179,7 @@ def attach(
     comm: Communicator | None = None,
     *,
     replicas: Average | None = None,
+    overlap: bool = True,
 ) -> Attachment:
     """Gather the parameters and reduce the gradients of a sharded model by this library.
 
@@ -189,18 +205,27 @@ def attach(
         replicas: On a mesh of two dimensions, (replicas, shards): how the shards of gradients are averaged over
             the replicas, by any average. The parameters of the first replica are copied to the others. If None,
             PyTorch's all-reduce averages them.
+        overlap: Whether a model on CPUs computes while its parameters and gradients are exchanged, on a thread;
+            see below. On GPUs PyTorch's streams do that.
 
     Returns:
         A handle with counters, the state of `reduce`, and `close`.
 
     Raises:
-        ArrayError: `reduce`, `gather` or `replicas` is something else, or the model has no sharded modules; or
-            there is `replicas`, but a module has no replicas, has a hook, or has parameters on the meta device.
+        ArrayError: `reduce`, `gather`, `replicas` or `overlap` is something else, or the model has no sharded
+            modules; or there is `replicas`, but a module has no replicas, has a hook, or has parameters on the
+            meta device.
         MismatchError: The ranks have different models or arguments.
         UnsupportedError: The model is sharded over ranks that `comm` does not have, or over several meshes in one
             module, or is replicated by `replicate`; or a method does not take the dtypes of a module.
 
     All of these are raised on all ranks.
+
+    With `overlap`, the parameters of the next module are gathered while a module computes: in forward passes in
+    the order of the forward pass before, in backward passes as PyTorch asks for them. Gradients are complete when
+    `backward()` returns; until then they may be NaN. Computing waits for a reduction whose result PyTorch reads
+    at once: to add it to earlier gradients, to divide or cast it, to average it over replicas, and for
+    `register_post_accumulate_grad_hook`. Results are equal with and without `overlap`, bit for bit.
 
     With `ErrorFeedback`, each module keeps the errors of its gradients, one copy of the gradients of its whole
     parameters on each rank; and parameters that a step does not use get gradients of zeros instead of None, by
@@ -212,11 +237,13 @@ def attach(
     error: BaguaError | None = None
     try:
         units = _checked_units(model, reduce, gather, replicas)
+        if not isinstance(overlap, bool):
+            raise ArrayError(f"{_NAME}: overlap is {overlap!r}, expected True or False")
     except BaguaError as exc:
         error = exc
     raise_on_all(world, error)
-    _compare(world, units, f"reduce={reduce}, gather={gather}, replicas={replicas}")
-    return Attachment(world, units, reduce, gather, replicas)
+    _compare(world, units, f"reduce={reduce}, gather={gather}, replicas={replicas}, overlap={overlap}")
+    return Attachment(world, units, reduce, gather, replicas, model, overlap)
 
 
 def _checked_units(model: Any, reduce: Any, gather: Any, replicas: Any) -> list[Unit]:

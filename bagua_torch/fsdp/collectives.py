@@ -25,6 +25,7 @@ from bagua_comm.averages import InPlace, quantized_allgather, quantized_reduce_s
 
 from ..arrays import as_array, dtype_name, torch_stream
 from .groups import GroupComms
+from .overlap import Gathering, Prefetch, Reductions, spoil
 from .torch_names import AllGather, ReduceScatter, Unit, op_of
 
 
@@ -39,10 +40,19 @@ class _Allocating:
 
 
 class Gather(_Allocating, AllGather):
-    """Gathers the parameters of a unit, exactly or through a codec."""
+    """Gathers the parameters of a unit, exactly or through a codec.
 
-    def __init__(self, comms: GroupComms, method: Exact | Quantized) -> None:
-        self._comms, self._method = comms, method
+    Args:
+        comms: The communicators of the model.
+        unit: The parameters.
+        method: How to gather.
+        prefetch: What gathers in advance in forward passes, if there are lanes.
+    """
+
+    def __init__(
+        self, comms: GroupComms, unit: Unit, method: Exact | Quantized, prefetch: Prefetch | None = None
+    ) -> None:
+        self._comms, self._unit, self._method, self._prefetch = comms, unit, method, prefetch
 
     def __call__(
         self,
@@ -50,16 +60,28 @@ class Gather(_Allocating, AllGather):
         input_tensor: torch.Tensor,
         group: dist.ProcessGroup,
         async_op: bool = False,
-    ) -> None:
-        """See PyTorch's `AllGather`. Complete, or in stream order, on return. Collective."""
-        comm, method = self._comms.of(group), self._method
+    ) -> Gathering | None:
+        """See PyTorch's `AllGather`. Complete, or in stream order, on return, unless it returns what to wait for.
+
+        Collective.
+        """
+        comm = self._comms.of(group)
+        lane = self._comms.lane_of(comm)
         with torch_stream(output_tensor.device):
             x, out = as_array(input_tensor), as_array(output_tensor)
-            if isinstance(method, Quantized) and is_large(method, comm, out):
-                method.check(dtype_name(output_tensor))
-                quantized_allgather(comm, x, out, codec=method.codec)
-            else:
-                comm.allgather(x, out=out)
+            if isinstance(self._method, Quantized) and is_large(self._method, comm, out):
+                self._method.check(dtype_name(output_tensor))
+            if lane is None or self._prefetch is None:
+                self._gather(comm, x, out)
+                return None
+            return Gathering(lane, lane.submit(self._gather, comm, x, out), self._unit, self._prefetch)
+
+    def _gather(self, comm: Communicator, x: Array, out: Array) -> None:
+        method = self._method
+        if isinstance(method, Quantized) and is_large(method, comm, out):
+            quantized_allgather(comm, x, out, codec=method.codec)
+        else:
+            comm.allgather(x, out=out)
 
 
 class FeedsBack:
@@ -99,10 +121,18 @@ class Reduce(_Allocating, FeedsBack, ReduceScatter):
         unit: The parameters.
         method: How to average.
         comm: The ranks over which the unit is sharded; an average of another class is bound to it.
+        pending: The reductions that have not ended, if there are lanes.
     """
 
-    def __init__(self, comms: GroupComms, unit: Unit, method: Average, comm: Communicator) -> None:
-        self._comms, self._unit, self._method = comms, unit, method
+    def __init__(
+        self,
+        comms: GroupComms,
+        unit: Unit,
+        method: Average,
+        comm: Communicator,
+        pending: Reductions | None = None,
+    ) -> None:
+        self._comms, self._unit, self._method, self._pending = comms, unit, method, pending
         self.residual = None
         self._mean: InPlace | None = None
         self._by_node: Callable[[Array, Array, LinearOp], Array] | None = None
@@ -124,20 +154,39 @@ class Reduce(_Allocating, FeedsBack, ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> None:
-        """See PyTorch's `ReduceScatter`. Complete, or in stream order, on return. Collective."""
+        """See PyTorch's `ReduceScatter`. Complete, or in stream order, on return, unless nobody reads it yet.
+
+        Collective.
+        """
         asked = op_of(op)
         if asked not in ("sum", "avg", "premul_sum"):
             raise UnsupportedError(f"bagua_torch.fsdp: PyTorch asks for {asked}, expected SUM, AVG or PREMUL_SUM")
         comm = self._comms.of(group)
         check_average(self._method, dtype_name(input_tensor))
-        with torch_stream(input_tensor.device):
-            x, out = as_array(input_tensor), as_array(output_tensor)
-            self._reduce(comm, x, out, "avg" if asked == "avg" else "sum")
+        if isinstance(self._method, ErrorFeedback):
+            check_numel(self._unit.name, input_tensor, self._unit.gradient_numel)
+        divisor = None
         if asked == "premul_sum":  # by 1 / factor, which PyTorch does not let us read from `op`
-            output_tensor.div_(self._unit.divide_factor or comm.size)
+            divisor = self._unit.divide_factor or comm.size
+        lane = self._comms.lane_of(comm)
+        if lane is None or self._pending is None:
+            with torch_stream(input_tensor.device):
+                self._reduce(comm, input_tensor, output_tensor, asked, divisor)
+            return
+        at_once = self._unit.reads_at_once(output_tensor)
+        if not at_once:
+            spoil(output_tensor)
+        future = lane.submit(self._reduce, comm, input_tensor, output_tensor, asked, divisor)
+        if at_once:
+            lane.result(future)
+        else:
+            self._pending.add(lane, future)
 
-    def _reduce(self, comm: Communicator, x: Array, out: Array, op: LinearOp) -> None:
-        method = self._method
+    def _reduce(
+        self, comm: Communicator, gradients: torch.Tensor, result: torch.Tensor, asked: str, divisor: float | None
+    ) -> None:
+        method, x, out = self._method, as_array(gradients), as_array(result)
+        op: LinearOp = "avg" if asked == "avg" else "sum"
         if self._by_node is not None:
             self._by_node(x, out, op)
         elif self._mean is not None:
@@ -152,10 +201,11 @@ class Reduce(_Allocating, FeedsBack, ReduceScatter):
             quantized_reduce_scatter(comm, x, out, op=op, codec=method.codec)
         else:
             comm.reduce_scatter(x, out=out, op=op)
+        if divisor is not None:
+            result.div_(divisor)
 
     def _residual_for(self, x: Array) -> Array:
         """Return the residual of gradients like `x`; zeros in the first call."""
-        check_numel(self._unit.name, x, self._unit.gradient_numel)
         found = fitting(self._unit.name, self.residual, x)
         self.residual = arrays.zeros_like(x) if found is None else found
         return self.residual
@@ -205,22 +255,22 @@ class Replicate(FeedsBack):
         with torch_stream(reduced.device):
             x = as_array(reduced)
             if isinstance(self._method, ErrorFeedback):
-                check_numel(self._unit.name, x, self._unit.shard_numel)
+                check_numel(self._unit.name, reduced, self._unit.shard_numel)
                 self._mean.residual = fitting(self._unit.name, self._mean.residual, x)
             self._mean(x)
         if self._unit.divide_factor is not None:  # it divides the sum over all ranks
             reduced.mul_(self._comm.size)
 
 
-def check_numel(name: str, x: Array, expected: int) -> None:
+def check_numel(name: str, x: torch.Tensor, expected: int) -> None:
     """Raise unless gradients are those of all parameters of a unit.
 
     Raises:
         UnsupportedError: They are not.
     """
-    if x.size != expected:
+    if x.numel() != expected:
         raise UnsupportedError(
-            f"bagua_torch.fsdp: {x.size} gradient elements of {name or 'the root'} are reduced, expected "
+            f"bagua_torch.fsdp: {x.numel()} gradient elements of {name or 'the root'} are reduced, expected "
             f"{expected}, since ErrorFeedback needs the gradients of all parameters in each step; use "
             "Quantized(), or a PyTorch with FSDPModule.set_reduce_scatter_unused_params"
         )

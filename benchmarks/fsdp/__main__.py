@@ -7,13 +7,15 @@ r"""A training step of a sharded model (FSDP2): by PyTorch's communication, and 
         -m benchmarks.fsdp --model gpt --gbit 1
 
 The same model is trained by each method, in turn in each step: by PyTorch's all-gather and reduce-scatter over
-gloo, by ours exactly, and by ours with gradients, or gradients and parameters, in eight bits. With several ranks
-on each host, also sharded inside each host, with gradients averaged between hosts: by PyTorch, and by ours in
-eight bits. A step is a forward and a backward pass on a small batch, so that communication takes most of it. The
-ratio to PyTorch's median is the figure to compare. `wire` is what a rank sends in a step; PyTorch does not count
-its own. `link` is what the kernel has sent through the network interface of the busiest host in a step, headers
-included; it is counted where GLOO_SOCKET_IFNAME names one. `share` is the time in which a link of `--gbit` sends
-these bytes, divided by that of the step.
+gloo, by ours exactly, and by ours with gradients, or gradients and parameters, in eight bits; with "overlap",
+ours computes while it communicates. With several ranks on each host, also sharded inside each host, with
+gradients averaged between hosts: by PyTorch, and by ours in eight bits. A step is a forward and a backward pass
+on a small batch, so that communication takes most of it. The ratio to PyTorch's median is the figure to compare.
+`wire` is what a rank sends in a step; PyTorch does not count its own. `link` is what the kernel has sent through
+the network interface of the busiest host in a step, headers included; it is counted where GLOO_SOCKET_IFNAME
+names one. `share` is the time in which a link of `--gbit` sends these bytes, divided by that of the step. With a
+single `--method`, the record has the most memory that a rank used, beyond that before the model was made;
+`benchmarks.fsdp.memory` runs each method so.
 """
 
 from __future__ import annotations
@@ -22,7 +24,6 @@ import argparse
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,41 +31,17 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.nn.functional import cross_entropy
+from torch.distributed.device_mesh import init_device_mesh
 
 import bagua_torch
-import bagua_torch.fsdp
-from bagua_comm import Average, Communicator, Exact, Quantized
+from bagua_comm import Communicator
 
-from .bench.arguments import add_json_argument, at_least
-from .bench.record import begin_record, header_lines, write_json
-from .bench.table import Column, Table, number
-from .bench.timing import Call, measure
-
-EIGHT_BITS = Quantized(min_bytes=0)
-
-
-@dataclass(frozen=True)
-class Method:
-    """How gradients are reduced, and parameters gathered; None for PyTorch's own."""
-
-    reduce: Average | None = None
-    gather: Exact | Quantized | None = None
-    by_host: bool = False
-    """Whether each host keeps the whole model in its shards."""
-    replicas: Average | None = None
-
-
-METHODS = {
-    "PyTorch": Method(),
-    "exact": Method(Exact(), Exact()),
-    "gradients in eight bits": Method(EIGHT_BITS, Exact()),
-    "eight bits": Method(EIGHT_BITS, EIGHT_BITS),
-    "PyTorch, replicas": Method(by_host=True),
-    "eight bits, replicas": Method(Exact(), Exact(), by_host=True, replicas=EIGHT_BITS),
-}
+from ..bench.arguments import add_json_argument, at_least, one_of
+from ..bench.record import begin_record, header_lines, write_json
+from ..bench.table import Column, Table, number
+from ..bench.timing import Call, measure
+from .methods import METHODS
+from .models import MODELS, SIZES, sharded
 
 TABLE = Table(
     (
@@ -100,35 +77,35 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The arguments."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     positive = at_least(1)
-    parser.add_argument("--model", choices=["linear", "gpt"], default="linear", help="linear layers, or GPT's")
-    parser.add_argument("--width", type=positive, help="inputs and outputs of a layer; 1024, or 512 of GPT")
-    parser.add_argument("--layers", type=positive, help="layers, each sharded by a call of its own; 4, or 8")
+    parser.add_argument("--model", choices=MODELS, default="linear", help="linear layers, or a GPT")
+    parser.add_argument("--width", type=positive, help="inputs and outputs of a layer")
+    parser.add_argument("--layers", type=positive, help="layers, each sharded by a call of its own")
+    method = one_of(METHODS, "method")
+    parser.add_argument("--method", type=method, action="append", help="only this one, and others given alike")
     parser.add_argument("--gbit", type=float, help="rate of the links in Gbit/s, for their share")
     parser.add_argument("--batch-size", type=positive, default=4, help="samples of a rank in a step")
     parser.add_argument("-n", "--iters", type=positive, default=12, help="timed steps of each method")
     parser.add_argument("-w", "--warmup_iters", type=at_least(0), default=2, help="untimed steps before them")
     add_json_argument(parser)
     options = parser.parse_args(argv)
-    options.width = options.width or {"linear": 1024, "gpt": 512}[options.model]
-    options.layers = options.layers or {"linear": 4, "gpt": 8}[options.model]
+    width, layers = SIZES[options.model]
+    options.width, options.layers = options.width or width, options.layers or layers
     return options
 
 
 def steps(comm: Communicator, options: argparse.Namespace) -> list[dict[str, Any]]:
     """The median time of a step by each method, and the bytes that are sent in it. Collective."""
-    methods = {
-        name: each for name, each in METHODS.items() if not each.by_host or 1 < comm.local_size < comm.size
-    }
+    two_levels = 1 < comm.local_size < comm.size
+    names = options.method or [name for name, each in METHODS.items() if two_levels or not each.by_host]
+    methods = {name: METHODS[name] for name in names}
     by_host = None
-    if len(methods) == len(METHODS):
+    if any(each.by_host for each in methods.values()):
         shape = comm.size // comm.local_size, comm.local_size
         by_host = init_device_mesh("cpu", shape, mesh_dim_names=("hosts", "shards"))
+    at_rest = rss_bytes()
     models = {name: sharded(options, by_host if each.by_host else None) for name, each in methods.items()}
-    handles = {
-        name: bagua_torch.fsdp.attach(models[name], each.reduce, each.gather, comm, replicas=each.replicas)
-        for name, each in methods.items()
-        if each.reduce is not None
-    }
+    attached = {name: each.attach(models[name], comm) for name, each in methods.items()}
+    handles = {name: handle for name, handle in attached.items() if handle is not None}
     before = {name: handle.counters.total().wire_bytes for name, handle in handles.items()}
     links = {name: Link(comm) for name in methods}
     loss = MODELS[options.model].batch(comm.rank, options)
@@ -142,6 +119,7 @@ def steps(comm: Communicator, options: argparse.Namespace) -> list[dict[str, Any
     sent = {name: (handle.counters.total().wire_bytes - before[name]) // made for name, handle in handles.items()}
     for handle in handles.values():
         handle.close()
+    memory = max(comm.allgather_object(rss_bytes("VmHWM") - at_rest)) if len(methods) == 1 else None
     return [
         {
             "method": name,
@@ -150,9 +128,16 @@ def steps(comm: Communicator, options: argparse.Namespace) -> list[dict[str, Any
             "wire_bytes": sent.get(name),
             "link_bytes": (link := links[name].median()),
             "share": link * 8e-9 / options.gbit / median if link and options.gbit else None,
+            "peak_rss_bytes": memory,
         }
         for name, median in zip(models, medians, strict=True)
     ]
+
+
+def rss_bytes(name: str = "VmRSS") -> int:
+    """The memory of this process that is in use, or "VmHWM", the most that ever was."""
+    rows = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return 1024 * int(rows[name].split()[0])
 
 
 class Link:
@@ -191,70 +176,9 @@ def sent_bytes(devices: Path = Path("/proc/self/net/dev")) -> int | None:
     return int(counts[name][8]) if name in counts else None
 
 
-def sharded(options: argparse.Namespace, mesh: DeviceMesh | None) -> nn.Module:
-    """A model with each layer sharded."""
-    model = MODELS[options.model](options.width, options.layers)
-    for layer in model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    return model
-
-
 def step(model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> None:
     """A forward and a backward pass. Collective."""
     loss(model).backward()
-
-
-class Linear(nn.Module):
-    """A stack of linear layers."""
-
-    def __init__(self, width: int, layers: int) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(layers)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """From (n, width) to (n, width)."""
-        result: Tensor = self.layers(x)
-        return result
-
-    @staticmethod
-    def batch(rank: int, options: argparse.Namespace) -> Callable[[nn.Module], Tensor]:
-        """The loss of a model on a batch of this rank."""
-        x = torch.randn(options.batch_size, options.width, generator=torch.Generator().manual_seed(rank))
-        return lambda model: model(x).square().mean()
-
-
-class GPT(nn.Module):
-    """The decoder of Radford et al., "Language Models are Unsupervised Multitask Learners", 2019."""
-
-    VOCABULARY, CONTEXT = 8192, 32
-
-    def __init__(self, width: int, layers: int) -> None:
-        super().__init__()
-        self.tokens, self.positions = nn.Embedding(self.VOCABULARY, width), nn.Embedding(self.CONTEXT, width)
-        make = partial(nn.TransformerEncoderLayer, activation="gelu", batch_first=True, norm_first=True)
-        self.layers = nn.ModuleList(make(width, width // 64, 4 * width, 0.0) for _ in range(layers))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, self.VOCABULARY, bias=False)
-        self.head.weight = self.tokens.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        """From (n, context) tokens to (n, context, vocabulary) logits of the next ones."""
-        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
-        x = self.tokens(x) + self.positions(torch.arange(x.shape[1]))
-        for layer in self.layers:
-            x = layer(x, src_mask=mask, is_causal=True)
-        logits: Tensor = self.head(self.norm(x))
-        return logits
-
-    @classmethod
-    def batch(cls, rank: int, options: argparse.Namespace) -> Callable[[nn.Module], Tensor]:
-        """The loss of a model on a batch of this rank."""
-        shape, generator = (options.batch_size, cls.CONTEXT + 1), torch.Generator().manual_seed(rank)
-        rows = torch.randint(cls.VOCABULARY, shape, generator=generator)
-        return lambda model: cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
-
-
-MODELS: dict[str, Any] = {"linear": Linear, "gpt": GPT}
 
 
 if __name__ == "__main__":
