@@ -13,9 +13,10 @@ gradients averaged between hosts: by PyTorch, and by ours in eight bits. A step 
 on a small batch, so that communication takes most of it. The ratio to PyTorch's median is the figure to compare.
 `wire` is what a rank sends in a step; PyTorch does not count its own. `link` is what the kernel has sent through
 the network interface of the busiest host in a step, headers included; it is counted where GLOO_SOCKET_IFNAME
-names one. `share` is the time in which a link of `--gbit` sends these bytes, divided by that of the step. With a
-single `--method`, the record has the most memory that a rank used, beyond that before the model was made;
-`benchmarks.fsdp.memory` runs each method so.
+names one. `share` is the time in which a link of `--gbit` sends these bytes, divided by that of the step.
+`processor` is the processor time of all ranks in a step: where emulated hosts share processors, it bounds the
+step from below. With a single `--method`, the record has the most memory that a rank used, beyond that before
+the model was made; `benchmarks.fsdp.memory` runs each method so.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -51,6 +53,7 @@ TABLE = Table(
         Column("wire", "(B)", 11),
         Column("link", "(B)", 11),
         Column("share", width=6),
+        Column("processor", "(s)", 9),
     )
 )
 
@@ -68,7 +71,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 times = [number(1e3 * result["median_s"]), number(result["ratio"])]
                 sizes = ["-" if result[key] is None else str(result[key]) for key in ("wire_bytes", "link_bytes")]
                 share = "-" if result["share"] is None else number(result["share"])
-                print(TABLE.row([result["method"], *times, *sizes, share]))
+                worked = number(result["processor_s"])
+                print(TABLE.row([result["method"], *times, *sizes, share, worked]))
             if options.json is not None:
                 write_json(options.json, record)
 
@@ -107,10 +111,10 @@ def steps(comm: Communicator, options: argparse.Namespace) -> list[dict[str, Any
     attached = {name: each.attach(models[name], comm) for name, each in methods.items()}
     handles = {name: handle for name, handle in attached.items() if handle is not None}
     before = {name: handle.counters.total().wire_bytes for name, handle in handles.items()}
-    links = {name: Link(comm) for name in methods}
+    uses = {name: Use(comm) for name in methods}
     loss = MODELS[options.model].batch(comm.rank, options)
     calls = [
-        Call(run=partial(step, model, loss), prepare=model.zero_grad, expected=None, within=links[name].counted)
+        Call(run=partial(step, model, loss), prepare=model.zero_grad, expected=None, within=uses[name].counted)
         for name, model in models.items()
     ]
     found = measure(comm, calls, barrier=comm.barrier, warmup=options.warmup_iters, iterations=options.iters)
@@ -126,8 +130,9 @@ def steps(comm: Communicator, options: argparse.Namespace) -> list[dict[str, Any
             "median_s": median,
             "ratio": median / medians[0],
             "wire_bytes": sent.get(name),
-            "link_bytes": (link := links[name].median()),
+            "link_bytes": (link := uses[name].link_bytes()),
             "share": link * 8e-9 / options.gbit / median if link and options.gbit else None,
+            "processor_s": uses[name].processor_s(),
             "peak_rss_bytes": memory,
         }
         for name, median in zip(models, medians, strict=True)
@@ -140,30 +145,35 @@ def rss_bytes(name: str = "VmRSS") -> int:
     return 1024 * int(rows[name].split()[0])
 
 
-class Link:
-    """Counts the bytes that this host sends in steps.
+class Use:
+    """Counts the bytes that this host sends in steps, and the processor time of this rank.
 
     Args:
         comm: All ranks.
     """
 
     def __init__(self, comm: Communicator) -> None:
-        self._comm, self._found = comm, list[int]()
+        self._comm, self._sent, self._worked = comm, list[int](), list[float]()
 
     @contextlib.contextmanager
     def counted(self) -> Iterator[None]:
-        """Count the bytes of one step of all ranks. Collective."""
+        """Count one step of all ranks. Collective."""
         self._comm.barrier()
-        before = sent_bytes()
+        before, start = sent_bytes(), time.process_time()
         yield
+        self._worked.append(time.process_time() - start)
         self._comm.barrier()
         if before is not None:
-            self._found.append((sent_bytes() or 0) - before)
+            self._sent.append((sent_bytes() or 0) - before)
 
-    def median(self) -> int | None:
+    def link_bytes(self) -> int | None:
         """The median of all steps, of the busiest host; None if they are not counted. Collective."""
-        rows = self._comm.allgather_object(int(np.median(self._found)) if self._found else None)
+        rows = self._comm.allgather_object(int(np.median(self._sent)) if self._sent else None)
         return None if None in rows else max(rows)
+
+    def processor_s(self) -> float:
+        """The median of the processor time of all steps, the sum over all ranks. Collective."""
+        return sum(self._comm.allgather_object(float(np.median(self._worked))))
 
 
 def sent_bytes(devices: Path = Path("/proc/self/net/dev")) -> int | None:

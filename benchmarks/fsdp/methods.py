@@ -47,7 +47,7 @@ METHODS = {
 
 TRAINED = {
     **{name: METHODS[name] for name in ("PyTorch", "exact", "gradients in eight bits", "eight bits")},
-    "error feedback, exact parameters": Method(ErrorFeedback(EIGHT_BITS), Exact()),
-    "error feedback": Method(ErrorFeedback(EIGHT_BITS), EIGHT_BITS),
+    "error feedback, exact parameters": Method(ErrorFeedback(), Exact()),
+    "error feedback": Method(ErrorFeedback(), EIGHT_BITS),
 }
 """Those whose losses are compared; overlap changes no bit."""
