@@ -786,9 +786,7 @@ def overlap_changes_no_bit(comm):
     for method, gather, settings in [
         (Exact(), Exact(), {"micro": 2}),
         (Exact(), Exact(), {"hooks": True}),
-        (EIGHT_BITS, EIGHT_BITS, {}),
         (ErrorFeedback(), EIGHT_BITS, {"reshard_after_forward": False}),
-        (Reproducible(), Exact(), {}),
         (EIGHT_BITS, EIGHT_BITS, {"mp_policy": half}),
     ]:
         with_overlap, without = (trained(overlap, method, gather, **settings) for overlap in (True, False))
