@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from ..broadcast import broadcast_tensors
 from ..errors import MismatchError
 from ..process_group import default
 from .collectives import Gather, Reduce, Replicate
-from .groups import GroupComms, raise_on_all
+from .groups import GroupComms, LaneComms, raise_on_all
 from .overlap import Prefetch, Reductions
 from .torch_names import Unit, units_of
 
@@ -56,14 +57,19 @@ class Attachment(Closing):
         if replicas is not None:
             groups += [unit.replicas for unit in units if unit.replicas is not None]
         overlaps = overlap and all(unit.device.type == "cpu" for unit in units)
-        self._comms = GroupComms(comm, groups, with_lanes=overlaps)
+        self._comms = GroupComms(comm, groups)
+        self._lanes = [LaneComms(self._comms) for _ in range(2)] if overlaps else []
+        gathering, reducing = self._lanes or (self._comms, self._comms)
+        self._counters = Counters()
+        for each in {*self._comms.all(), *gathering.all(), *reducing.all()}:
+            each.counters = self._counters
         self._reductions = Reductions() if overlaps else None
         self._feeding: dict[str, Reduce | Replicate] = {}
         """What has a residual, by the name of its module."""
         reducers, averages = [], []
         for unit in units:  # `bind` and the broadcast may raise, so no module is changed before
-            over = self._comms.of(unit.process_groups[0])
-            reducers.append(Reduce(self._comms, unit, reduce, over, self._reductions))
+            over = reducing.of(unit.process_groups[0])
+            reducers.append(Reduce(reducing, unit, reduce, over, self._reductions))
             if isinstance(reduce, ErrorFeedback) and over.size > 1:
                 self._feeding[unit.name] = reducers[-1]
             average = None
@@ -81,7 +87,7 @@ class Attachment(Closing):
             if average is not None:
                 unit.use_for_replicas(average)
             unit.use(
-                Gather(self._comms, unit, gather, self._prefetch),
+                Gather(gathering, unit, gather, self._prefetch),
                 reducer,
                 include_unused=bool(feeding & {reducer, average}),
             )
@@ -89,7 +95,7 @@ class Attachment(Closing):
     @property
     def counters(self) -> Counters:
         """The calls and bytes of all gathers and reductions on this rank, by operation."""
-        return self._comms.all()[0].counters
+        return self._counters
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this rank: the residuals of `ErrorFeedback`, by the names of modules.
@@ -98,7 +104,7 @@ class Attachment(Closing):
         first step. Each rank has its own. The key has the rank and the number of ranks, so that
         torch.distributed.checkpoint saves and loads those of all ranks.
         """
-        self._comms.wait()
+        self._wait()
         residuals = {name: as_tensor(each.residual_or_zeros()).clone() for name, each in self._trained.items()}
         return {self._key: residuals}
 
@@ -112,7 +118,7 @@ class Attachment(Closing):
                 Raised on all ranks.
         """
         raise_on_all(self._comm, self._complaint(state))
-        self._comms.wait()
+        self._wait()
         for name, residual in state[self._key].items():
             each = self._feeding[name]
             each.residual = as_array(residual.to(each.device, copy=True))
@@ -159,11 +165,18 @@ class Attachment(Closing):
         Collective.
         """
         self._restore()
-        self._comms.close()
+        with ExitStack() as ends:
+            for each in (self._comms, *self._lanes):
+                ends.callback(each.close)
 
     def _leave(self, error: BaseException) -> None:
         self._restore()
-        self._comms.leave(error)
+        for each in self._lanes:
+            each.leave(error)
+
+    def _wait(self) -> None:
+        for each in self._lanes:
+            each.wait()
 
     def _restore(self) -> None:
         if self._prefetch is not None:
@@ -205,7 +218,7 @@ def attach(
         replicas: On a mesh of two dimensions, (replicas, shards): how the shards of gradients are averaged over
             the replicas, by any average. The parameters of the first replica are copied to the others. If None,
             PyTorch's all-reduce averages them.
-        overlap: Whether a model on CPUs computes while its parameters and gradients are exchanged, on a thread;
+        overlap: Whether a model on CPUs computes while its parameters and gradients are exchanged, on threads;
             see below. On GPUs PyTorch's streams do that.
 
     Returns:

@@ -18,33 +18,22 @@ class GroupComms:
     Args:
         comm: A communicator over all ranks of all groups.
         groups: The process groups of this rank, in an order in which all ranks list theirs.
-        with_lanes: Whether each communicator is that of a lane, on which alone its calls run from then on.
 
     Raises:
         UnsupportedError: A group has ranks that are not those of `comm`. Raised on all ranks.
     """
 
-    def __init__(
-        self, comm: Communicator, groups: Sequence[dist.ProcessGroup], *, with_lanes: bool = False
-    ) -> None:
+    def __init__(self, comm: Communicator, groups: Sequence[dist.ProcessGroup]) -> None:
         mine = dist.get_rank(), [tuple(dist.get_process_group_ranks(group)) for group in groups]
         rows: list[tuple[int, list[tuple[int, ...]]]] = comm.allgather_object(mine)
         place = {rank: index for index, (rank, _) in enumerate(rows)}
         check_ranks(rows, place)
         self._by_ranks: dict[tuple[int, ...], Communicator] = {}
         self._by_name: dict[str, Communicator] = {}
-        self._lanes: dict[Communicator, Lane[Communicator]] = {}
-        self._of_lanes: list[Communicator] = []
         columns = dict.fromkeys(zip(*(ranks for _, ranks in rows), strict=True))
         for column in columns:
             ranks = column[comm.rank]
             derived = comm.split(min(place[rank] for rank in ranks), ranks.index(mine[0]))
-            if with_lanes and derived.size > 1:
-                self._of_lanes.append(derived)
-                lane = derived.lane()
-                derived = lane.comm
-                self._lanes[derived] = lane
-            derived.counters = next(iter(self._by_ranks.values()), derived).counters
             self._by_ranks[ranks] = derived
 
     def of(self, group: dist.ProcessGroup) -> Communicator:
@@ -66,12 +55,37 @@ class GroupComms:
         return found
 
     def lane_of(self, comm: Communicator) -> Lane[Communicator] | None:
-        """Return the lane of a communicator that `of` returns; None without one."""
-        return self._lanes.get(comm)
+        """Return the lane on which the calls of a communicator run; None if they run at once."""
+        return None
 
     def all(self) -> list[Communicator]:
         """Return all communicators."""
         return [*dict.fromkeys(self._by_ranks.values())]
+
+    def close(self) -> None:
+        """Close them. Collective."""
+        for comm in self.all():
+            comm.close()
+
+
+class LaneComms(GroupComms):
+    """The same groups as others, each with a communicator whose calls run on a lane of its own. Collective.
+
+    Close it before the others.
+    """
+
+    def __init__(self, others: GroupComms) -> None:
+        self._by_ranks, self._by_name = dict(others._by_ranks), {}
+        self._lanes: dict[Communicator, Lane[Communicator]] = {}
+        for ranks, comm in others._by_ranks.items():
+            if comm.size > 1:
+                lane = comm.lane()
+                self._by_ranks[ranks] = lane.comm
+                self._lanes[lane.comm] = lane
+
+    def lane_of(self, comm: Communicator) -> Lane[Communicator] | None:
+        """See `GroupComms.lane_of`."""
+        return self._lanes.get(comm)
 
     def wait(self) -> None:
         """Wait for all tasks of the lanes, and raise the first error among them."""
@@ -84,10 +98,8 @@ class GroupComms:
             lane.__exit__(type(error), error, error.__traceback__)
 
     def close(self) -> None:
-        """Close them. Collective."""
+        """Close the lanes, after their tasks. Collective."""
         with ExitStack() as ends:
-            for comm in [*self.all(), *self._of_lanes]:
-                ends.callback(comm.close)
             for lane in self._lanes.values():
                 ends.callback(lane.close)
 

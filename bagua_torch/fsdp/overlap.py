@@ -1,4 +1,4 @@
-"""Gathers and reductions on a lane, while a sharded model computes on a CPU.
+"""Gathers on one lane and reductions on another, while a sharded model computes on a CPU.
 
 PyTorch waits for the `Work` that an all-gather returns, when a module needs its parameters. In the backward pass
 it asks for those of the next module in advance; in the forward pass `Prefetch` does. A reduce-scatter returns no

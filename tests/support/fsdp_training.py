@@ -730,24 +730,28 @@ def modules_compute_while_others_are_exchanged(comm):
     model = make()
     model.blocks = nn.ModuleList([Pauses(), Pauses()])
     first, second = model.blocks
-    handle, gate = bagua_torch.fsdp.attach(shard(model), Exact()), threading.Event()
-    (lane,) = handle._comms._lanes.values()
+    handle = bagua_torch.fsdp.attach(shard(model), Exact())
+    (gathering,), (reducing,) = (each._lanes.values() for each in handle._lanes)
 
-    def while_it_computes(name):
+    def hold(lane):
+        """Hold up what is exchanged next, until `ends` is called while a block computes."""
+        gate = threading.Event()
+        lane.submit(gate.wait, 30)
+        return gate
+
+    def ends(name, lane, gate):
         with comm.tracer.span(f"during {name}"):
+            gate.set()
             futures = [future for future, _ in tuple(lane._pending)]
-            assert futures
+            assert len(futures) > 1
             assert not concurrent.futures.wait(futures, 30).not_done
 
+    gates = {}
     train(model, 1, comm.rank)  # the forward pass in whose order the next one gathers
-    first.in_forward = lambda: while_it_computes("allgather")
-    second.in_backward = lambda: lane.submit(gate.wait, 30)  # holds its own reduction up
-
-    def begin_reduction():
-        gate.set()
-        while_it_computes("reduce_scatter")
-
-    first.in_backward = begin_reduction
+    model.first.register_forward_pre_hook(lambda *_: gates.update(second=hold(gathering)))
+    first.in_forward = lambda: ends("allgather", gathering, gates["second"])
+    second.in_backward = lambda: gates.update(reduction=hold(reducing))
+    first.in_backward = lambda: ends("reduce_scatter", reducing, gates["reduction"])
     train(model, 1, comm.rank, first=1)
     spans = comm.tracer.spans()
     for name in ("allgather", "reduce_scatter"):
