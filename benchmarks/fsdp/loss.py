@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import time
+import warnings
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -101,7 +102,10 @@ def run_once(
     for step in range(options.steps):
         x, y = (part.chunk(comm.size)[comm.rank] for part in next(batches))
         optimizer.zero_grad()
-        loss = cross_entropy(model(x).flatten(0, 1), y.flatten())
+        with warnings.catch_warnings():  # of in-place operations on the logits, which are a view: there is none
+            warnings.filterwarnings("ignore", "FSDP2-wrapped module")
+            logits = model(x)
+        loss = cross_entropy(logits.flatten(0, 1), y.flatten())
         loss.backward()
         optimizer.step()
         schedule.step()
