@@ -100,10 +100,15 @@ class Prefetch:
 
 
 class Reductions:
-    """The reductions of a backward pass that have not ended."""
+    """The reductions of a backward pass that have not ended.
+
+    An error is raised when the pass ends, not earlier: until then this rank gathers as the others do, which would
+    wait for it.
+    """
 
     def __init__(self) -> None:
         self._pending: deque[tuple[Lane[Communicator], Future[Any]]] = deque()
+        self._error: Exception | None = None
 
     def add(self, lane: Lane[Communicator], future: Future[Any]) -> None:
         """Wait for a task at the end of the backward pass; and now for early ones, of which it keeps few."""
@@ -116,10 +121,16 @@ class Reductions:
         """Wait for all, and raise the first error among them."""
         while self._pending:
             self._wait_for_first()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
 
     def _wait_for_first(self) -> None:
         lane, future = self._pending.popleft()
-        lane.result(future)
+        try:
+            lane.result(future)
+        except Exception as exc:
+            self._error = self._error or exc
 
 
 def spoil(x: torch.Tensor) -> None:

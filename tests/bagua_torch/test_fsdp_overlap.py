@@ -214,14 +214,21 @@ def test_bad_gradients_are_refused_before_the_lane_is_used():
     on_lanes(2, body)
 
 
-def test_an_error_on_the_lane_is_raised_once_by_the_wait():
+def test_the_first_error_on_the_lane_is_raised_once_when_the_backward_pass_ends():
     def body(lane, comms):
         def breaks():
             raise ArrayError("broken")
 
-        future, later = lane.submit(breaks), Reductions()
+        later, added = Reductions(), []
+
+        def call():
+            for _ in range(IN_FLIGHT + 2):
+                later.add(lane, lane.submit(breaks))
+                added.append(1)
+
         with pytest.raises(ArrayError, match="broken"):
-            backward(lambda: later.add(lane, future))
+            backward(call)
+        assert len(added) == IN_FLIGHT + 2
         later.wait()
         lane.wait()
 
