@@ -125,6 +125,21 @@ class Lane(Live, Closing, ABC, Generic[C]):
             for _ in range(done):
                 self._pending.popleft()
 
+    def result(self, future: Future[R]) -> R:
+        """Wait until one task is done; return its result or raise its error, which `wait` then raises no more.
+
+        Raises:
+            CommTimeout: No task and no call of the lane's communicator has ended within its `timeout_s`.
+        """
+        error = self._outcome(future)
+        for each in self._pending:
+            if each[0] is future:
+                self._pending.remove(each)
+                break
+        if error is not None:
+            raise error
+        return future.result()
+
     def _outcome(self, future: Future[Any]) -> BaseException | None:
         """Wait until `future` is done; return its error, or None."""
         while True:

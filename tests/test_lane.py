@@ -183,6 +183,23 @@ def test_a_task_of_many_calls_may_take_longer_than_one_call():
     assert comm.counters.total().calls == 10
 
 
+def test_the_result_of_one_task_does_not_wait_for_later_ones():
+    with ThreadLane(FakeComm()) as lane:
+        gate = threading.Event()
+        first = lane.submit(int, "3")
+        lane.submit(gate.wait, 10)
+        assert lane.result(first) == 3
+        gate.set()
+
+
+def test_the_error_of_a_result_is_not_raised_again():
+    with ThreadLane(FakeComm()) as lane:
+        future = lane.submit(int, "three")
+        with pytest.raises(ValueError, match="three"):
+            lane.result(future)
+        lane.wait()
+
+
 # The end
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -31,7 +32,8 @@ from ..broadcast import broadcast_tensors
 from ..entry import communicator_of, errors_on_all, raise_on_all
 from ..errors import MismatchError
 from .collectives import Gather, Reduce, Replicate
-from .groups import GroupComms
+from .groups import GroupComms, LaneComms
+from .overlap import Prefetch, Reductions
 from .torch_names import Unit, units_of
 
 _NAME = "bagua_torch.fsdp.attach"
@@ -53,12 +55,21 @@ class Attachment(Closing):
         reduce: Average,
         gather: Exact | Quantized | Hierarchical,
         replicas: Average | None,
+        model: nn.Module,
+        overlap: bool,
     ) -> None:
         self._comm, self._units = comm, units
         groups = [group for unit in units for group in unit.process_groups]
         if replicas is not None:
             groups += [unit.replicas for unit in units if unit.replicas is not None]
+        overlaps = overlap and all(unit.device.type == "cpu" for unit in units)
         self._comms = GroupComms(comm, groups)
+        self._lanes = [LaneComms(self._comms) for _ in range(2)] if overlaps else []
+        gathering, reducing = self._lanes or (self._comms, self._comms)
+        self._counters = Counters()
+        for each in {*self._comms.all(), *gathering.all(), *reducing.all()}:
+            each.counters = self._counters
+        self._reductions = Reductions() if overlaps else None
         self._feeding: dict[str, Reduce | Replicate] = {}
         """What has a residual, by the name of its module."""
         reducers: list[Reduce] = []
@@ -66,7 +77,7 @@ class Attachment(Closing):
         try:  # `bind` and the broadcast may raise, so no module is changed before
             with errors_on_all(comm):
                 for unit in units:
-                    reducers.append(self._reduced(unit, reduce))
+                    reducers.append(self._reduced(reducing, unit, reduce))
                     averages.append(self._replicated(unit, replicas))
             for unit, average in zip(units, averages, strict=True):
                 if average is not None and unit.replicas is not None:
@@ -74,22 +85,23 @@ class Attachment(Closing):
         except CommError:  # the ranks cannot close communicators together
             raise
         except Exception:
-            self._comms.close()
+            self._close_comms()
             raise
         feeding = {*self._feeding.values()}
+        self._prefetch = Prefetch(model) if overlaps else None
         for unit, reducer, average in zip(units, reducers, averages, strict=True):
             if average is not None:
                 unit.use_for_replicas(average)
             is_reproducible = isinstance(reduce, Reproducible)
             include_unused = is_reproducible or bool(feeding & {reducer, average})
-            unit.use(Gather(self._comms, gather), reducer, include_unused=include_unused)
+            unit.use(Gather(gathering, unit, gather, self._prefetch), reducer, include_unused=include_unused)
             if is_reproducible and average is None and unit.process_groups[0].size() == 1:
                 unit.use_alone(reducer.alone)
 
-    def _reduced(self, unit: Unit, method: Average) -> Reduce:
+    def _reduced(self, comms: GroupComms, unit: Unit, method: Average) -> Reduce:
         """Return the reduce-scatter of a unit. Collective."""
-        over = self._comms.of(unit.process_groups[0])
-        reduce = Reduce(self._comms, unit, method, over)
+        over = comms.of(unit.process_groups[0])
+        reduce = Reduce(comms, unit, method, over, self._reductions)
         if isinstance(method, ErrorFeedback) and over.size > 1:
             self._feeding[unit.name] = reduce
         return reduce
@@ -106,7 +118,7 @@ class Attachment(Closing):
     @property
     def counters(self) -> Counters:
         """The calls and bytes of all gathers and reductions on this rank, by operation."""
-        return self._comms.all()[0].counters
+        return self._counters
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this rank: the residuals of `ErrorFeedback`, by the names of modules.
@@ -116,6 +128,7 @@ class Attachment(Closing):
         torch.distributed.checkpoint saves and loads those of all ranks. Residuals of a `residual_codec` are
         decoded. With `reset_every` there are also the numbers of means since the last reset, equal on all ranks.
         """
+        self._wait()
         residuals = {name: as_tensor(each.residual_or_zeros()).clone() for name, each in self._trained.items()}
         counts = {name: torch.tensor(each.means) for name, each in self._counting.items()}
         return {self._key: residuals, **({_COUNTS: counts} if counts else {})}
@@ -134,6 +147,7 @@ class Attachment(Closing):
         rows = self._comm.allgather_object(counts) if counts else []
         if any(row != rows[0] for row in rows):
             raise ArrayError("load_state_dict: ranks have states with different numbers of means since the reset")
+        self._wait()
         for name, residual in state[self._key].items():
             self._feedback(name).residual = as_array(residual.to(self._feeding[name].device, copy=True))
         for name, means in counts.items():
@@ -202,12 +216,25 @@ class Attachment(Closing):
         Collective.
         """
         self._restore()
-        self._comms.close()
+        self._close_comms()
+
+    def _close_comms(self) -> None:
+        with ExitStack() as ends:
+            for each in (self._comms, *self._lanes):
+                ends.callback(each.close)
 
     def _leave(self, error: BaseException) -> None:
         self._restore()
+        for each in self._lanes:
+            each.leave(error)
+
+    def _wait(self) -> None:
+        for each in self._lanes:
+            each.wait()
 
     def _restore(self) -> None:
+        if self._prefetch is not None:
+            self._prefetch.close()
         for unit in self._units:
             unit.restore()
 
@@ -219,6 +246,7 @@ def attach(
     comm: Communicator | None = None,
     *,
     replicas: Average | None = None,
+    overlap: bool = True,
 ) -> Attachment:
     """Gather the parameters and reduce the gradients of a sharded model by this library.
 
@@ -246,18 +274,27 @@ def attach(
         replicas: On a mesh of two dimensions, (replicas, shards): how the shards of gradients are averaged over
             the replicas, by any average. The parameters of the first replica are copied to the others. If None,
             PyTorch's all-reduce averages them.
+        overlap: Whether a model on CPUs computes while its parameters and gradients are exchanged, on threads;
+            see below. On GPUs PyTorch's streams do that.
 
     Returns:
         A handle with counters, the state of `reduce`, and `close`.
 
     Raises:
-        ArrayError: `reduce`, `gather` or `replicas` is something else, or the model has no sharded modules; or
-            there is `replicas`, but a module has no replicas, has a hook, or has parameters on the meta device.
+        ArrayError: `reduce`, `gather`, `replicas` or `overlap` is something else, or the model has no sharded
+            modules; or there is `replicas`, but a module has no replicas, has a hook, or has parameters on the
+            meta device.
         MismatchError: The ranks have different models or arguments.
         UnsupportedError: The model is sharded over ranks that `comm` does not have, or over several meshes in one
             module, or is replicated by `replicate`; or a method does not take the dtypes of a module.
 
     All of these are raised on all ranks.
+
+    With `overlap`, the parameters of the next module are gathered while a module computes: in forward passes in
+    the order of the forward pass before, in backward passes as PyTorch asks for them. Gradients are complete when
+    `backward()` returns; until then they may be NaN. Computing waits for a reduction whose result PyTorch reads
+    at once: to add it to earlier gradients, to divide or cast it, to average it over replicas, and for
+    `register_post_accumulate_grad_hook`. Results are equal with and without `overlap`, bit for bit.
 
     With `ErrorFeedback`, each module keeps the errors of its gradients, one copy of the gradients of its whole
     parameters on each rank, or a quarter of that with `residual_codec=MinMaxUInt8()`. With it and with
@@ -270,8 +307,10 @@ def attach(
     units: list[Unit] = []
     with errors_on_all(world):
         units = _checked_units(model, reduce, gather, replicas)
-    _compare(world, units, f"reduce={reduce}, gather={gather}, replicas={replicas}")
-    return Attachment(world, units, reduce, gather, replicas)
+        if not isinstance(overlap, bool):
+            raise ArrayError(f"{_NAME}: overlap is {overlap!r}, expected True or False")
+    _compare(world, units, f"reduce={reduce}, gather={gather}, replicas={replicas}, overlap={overlap}")
+    return Attachment(world, units, reduce, gather, replicas, model, overlap)
 
 
 def _checked_units(model: Any, reduce: Any, gather: Any, replicas: Any) -> list[Unit]:

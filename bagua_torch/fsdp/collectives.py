@@ -31,6 +31,7 @@ from bagua_comm.averages.reproducible_shards import ReproducibleShards
 
 from ..arrays import as_array, dtype_name, torch_stream
 from .groups import GroupComms
+from .overlap import Gathering, Prefetch, Reductions, spoil
 from .torch_names import AllGather, ReduceScatter, Unit, op_of
 
 
@@ -45,10 +46,23 @@ class _Allocating:
 
 
 class Gather(_Allocating, AllGather):
-    """Gathers the parameters of a unit, exactly or through a codec."""
+    """Gathers the parameters of a unit, exactly or through a codec.
 
-    def __init__(self, comms: GroupComms, method: Exact | Quantized | Hierarchical) -> None:
-        self._comms, self._method = comms, method
+    Args:
+        comms: The communicators of the model.
+        unit: The parameters.
+        method: How to gather.
+        prefetch: What gathers in advance in forward passes, if there are lanes.
+    """
+
+    def __init__(
+        self,
+        comms: GroupComms,
+        unit: Unit,
+        method: Exact | Quantized | Hierarchical,
+        prefetch: Prefetch | None = None,
+    ) -> None:
+        self._comms, self._unit, self._method, self._prefetch = comms, unit, method, prefetch
         self._by_node: dict[Communicator, GatherByNode] = {}
 
     def __call__(
@@ -57,20 +71,30 @@ class Gather(_Allocating, AllGather):
         input_tensor: torch.Tensor,
         group: dist.ProcessGroup,
         async_op: bool = False,
-    ) -> None:
-        """See PyTorch's `AllGather`. Complete, or in stream order, on return. Collective."""
-        comm, method = self._comms.of(group), self._method
+    ) -> Gathering | None:
+        """See PyTorch's `AllGather`. Complete, or in stream order, on return, unless it returns what to wait for.
+
+        Collective.
+        """
+        comm = self._comms.of(group)
+        lane = self._comms.lane_of(comm)
         with torch_stream(output_tensor.device):
             x, out = as_array(input_tensor), as_array(output_tensor)
-            if isinstance(method, Hierarchical):
-                if comm not in self._by_node:
-                    self._by_node[comm] = method.bind_gather(comm)
-                self._by_node[comm](x, out)
-                return
-            codec = codec_for(method, comm, out)
-            if codec is not None:
-                method.check(dtype_name(output_tensor))
-            allgather(comm, x, out, codec=codec)
+            if isinstance(self._method, Quantized) and codec_for(self._method, comm, out) is not None:
+                self._method.check(dtype_name(output_tensor))
+            if lane is None or self._prefetch is None:
+                self._gather(comm, x, out)
+                return None
+            return Gathering(lane, lane.submit(self._gather, comm, x, out), self._unit, self._prefetch)
+
+    def _gather(self, comm: Communicator, x: Array, out: Array) -> None:
+        method = self._method
+        if isinstance(method, Hierarchical):
+            if comm not in self._by_node:
+                self._by_node[comm] = method.bind_gather(comm)
+            self._by_node[comm](x, out)
+        else:
+            allgather(comm, x, out, codec=codec_for(method, comm, out))
 
 
 class FeedsBack:
@@ -116,10 +140,19 @@ class Reduce(_Allocating, FeedsBack, ReduceScatter):
         unit: The parameters.
         method: How to average.
         comm: The ranks over which the unit is sharded; an average of another class is bound to it.
+        pending: The reductions that have not ended, if there are lanes.
     """
 
-    def __init__(self, comms: GroupComms, unit: Unit, method: Average, comm: Communicator) -> None:
+    def __init__(
+        self,
+        comms: GroupComms,
+        unit: Unit,
+        method: Average,
+        comm: Communicator,
+        pending: Reductions | None = None,
+    ) -> None:
         self._comms, self._unit, self._method, self._comm = comms, unit, method, comm
+        self._pending = pending
         self.feedback = residual_of(method) if isinstance(method, ErrorFeedback) else None
         self._mean: InPlace | None = None
         self._by_node: Callable[[Array, Array, LinearOp], Array] | None = None
@@ -144,20 +177,39 @@ class Reduce(_Allocating, FeedsBack, ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> None:
-        """See PyTorch's `ReduceScatter`. Complete, or in stream order, on return. Collective."""
+        """See PyTorch's `ReduceScatter`. Complete, or in stream order, on return, unless nobody reads it yet.
+
+        Collective.
+        """
         asked = op_of(op)
         if asked not in ("sum", "avg", "premul_sum"):
             raise UnsupportedError(f"bagua_torch.fsdp: PyTorch asks for {asked}, expected SUM, AVG or PREMUL_SUM")
         comm = self._comms.of(group)
         check_average(self._method, dtype_name(input_tensor))
-        with torch_stream(input_tensor.device):
-            x, out = as_array(input_tensor), as_array(output_tensor)
-            self._reduce(comm, x, out, "avg" if asked == "avg" else "sum")
+        if isinstance(self._method, ErrorFeedback):
+            check_numel(self._unit.name, input_tensor.numel(), self._unit.gradient_numel)
+        divisor = None
         if asked == "premul_sum":  # by 1 / factor, which PyTorch does not let us read from `op`
-            output_tensor.div_(self._unit.divide_factor or comm.size)
+            divisor = self._unit.divide_factor or comm.size
+        lane = self._comms.lane_of(comm)
+        if lane is None or self._pending is None:
+            with torch_stream(input_tensor.device):
+                self._reduce(comm, input_tensor, output_tensor, asked, divisor)
+            return
+        at_once = self._unit.reads_at_once(output_tensor)
+        if not at_once:
+            spoil(output_tensor)
+        future = lane.submit(self._reduce, comm, input_tensor, output_tensor, asked, divisor)
+        if at_once:
+            lane.result(future)
+        else:
+            self._pending.add(lane, future)
 
-    def _reduce(self, comm: Communicator, x: Array, out: Array, op: LinearOp) -> None:
-        method, feedback = self._method, self.feedback
+    def _reduce(
+        self, comm: Communicator, gradients: torch.Tensor, result: torch.Tensor, asked: str, divisor: float | None
+    ) -> None:
+        method, feedback, x, out = self._method, self.feedback, as_array(gradients), as_array(result)
+        op: LinearOp = "avg" if asked == "avg" else "sum"
         if self._by_node is not None:
             self._by_node(x, out, op)
         elif self._reproducible is not None:
@@ -168,7 +220,6 @@ class Reduce(_Allocating, FeedsBack, ReduceScatter):
             if op == "sum":
                 out *= comm.size
         elif feedback is not None:
-            check_numel(self._unit.name, x, self._unit.gradient_numel)
             fit(self._unit.name, feedback, x)
             coder, decay = feedback.settings.inner.codec, feedback.settings.decay
             feedback.compensate(
@@ -181,13 +232,15 @@ class Reduce(_Allocating, FeedsBack, ReduceScatter):
         else:
             codec = codec_for(method, comm, x) if isinstance(method, Quantized) else None
             reduce_scatter(comm, x, out, op=op, codec=codec)
+        if divisor is not None:
+            result.div_(divisor)
 
     def alone(self, reduced: torch.Tensor) -> None:
         """Reduce on a single rank, in place; PyTorch has divided by a divisor of the user already."""
         check_average(self._method, dtype_name(reduced))
         with torch_stream(reduced.device):
-            x = as_array(reduced)
-            self._reduce(self._comm, x, x, "avg" if self._unit.divide_factor is None else "sum")
+            op = "avg" if self._unit.divide_factor is None else "sum"
+            self._reduce(self._comm, reduced, reduced, op, None)
 
 
 class _Reproducible:
@@ -214,7 +267,7 @@ class _Reproducible:
         if self._tensors != self._unit.gradient_rows:
             self._tensors = self._unit.gradient_rows
             self._sum = found = ReproducibleShards(self._method, self._comm, self._tensors)
-        check_numel(self._unit.name, x, found.size, str(self._method))
+        check_numel(self._unit.name, x.size, found.size, str(self._method))
         self._version = version
         found(x, out, op)
 
@@ -255,22 +308,22 @@ class Replicate(FeedsBack):
         with torch_stream(reduced.device):
             x = as_array(reduced)
             if self.feedback is not None:
-                check_numel(self._unit.name, x, self._unit.shard_numel)
+                check_numel(self._unit.name, x.size, self._unit.shard_numel)
                 fit(self._unit.name, self.feedback, x)
             self._mean(x)
         if self._unit.divide_factor is not None:  # it divides the sum over all ranks
             reduced.mul_(self._comm.size)
 
 
-def check_numel(name: str, x: Array, expected: int, method: str = "ErrorFeedback") -> None:
+def check_numel(name: str, numel: int, expected: int, method: str = "ErrorFeedback") -> None:
     """Raise unless gradients are those of all parameters of a unit, which `method` needs.
 
     Raises:
         UnsupportedError: They are not.
     """
-    if x.size != expected:
+    if numel != expected:
         raise UnsupportedError(
-            f"bagua_torch.fsdp: {x.size} gradient elements of {name or 'the root'} are reduced, expected "
+            f"bagua_torch.fsdp: {numel} gradient elements of {name or 'the root'} are reduced, expected "
             f"{expected}, since {method} needs the gradients of all parameters in each step; use "
             "Quantized(), or a PyTorch with FSDPModule.set_reduce_scatter_unused_params"
         )

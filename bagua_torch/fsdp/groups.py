@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 import torch.distributed as dist
 
 from bagua_comm import ArrayError, Communicator, UnsupportedError
+from bagua_comm.lane import Lane
 
 
 class GroupComms:
@@ -31,7 +33,6 @@ class GroupComms:
         for column in columns:
             ranks = column[comm.rank]
             derived = comm.split(min(place[rank] for rank in ranks), ranks.index(mine[0]))
-            derived.counters = next(iter(self._by_ranks.values()), derived).counters
             self._by_ranks[ranks] = derived
 
     def of(self, group: dist.ProcessGroup) -> Communicator:
@@ -52,6 +53,10 @@ class GroupComms:
             self._by_name[group.group_name] = found
         return found
 
+    def lane_of(self, comm: Communicator) -> Lane[Communicator] | None:
+        """Return the lane on which the calls of a communicator run; None if they run at once."""
+        return None
+
     def all(self) -> list[Communicator]:
         """Return all communicators."""
         return [*dict.fromkeys(self._by_ranks.values())]
@@ -60,6 +65,42 @@ class GroupComms:
         """Close them. Collective."""
         for comm in self.all():
             comm.close()
+
+
+class LaneComms(GroupComms):
+    """The same groups as others, each with a communicator whose calls run on a lane of its own. Collective.
+
+    Close it before the others.
+    """
+
+    def __init__(self, others: GroupComms) -> None:
+        self._by_ranks, self._by_name = dict(others._by_ranks), {}
+        self._lanes: dict[Communicator, Lane[Communicator]] = {}
+        for ranks, comm in others._by_ranks.items():
+            if comm.size > 1:
+                lane = comm.lane()
+                self._by_ranks[ranks] = lane.comm
+                self._lanes[lane.comm] = lane
+
+    def lane_of(self, comm: Communicator) -> Lane[Communicator] | None:
+        """See `GroupComms.lane_of`."""
+        return self._lanes.get(comm)
+
+    def wait(self) -> None:
+        """Wait for all tasks of the lanes, and raise the first error among them."""
+        for lane in self._lanes.values():
+            lane.wait()
+
+    def leave(self, error: BaseException) -> None:
+        """End the lanes after an error, without waiting for other ranks."""
+        for lane in self._lanes.values():
+            lane.__exit__(type(error), error, error.__traceback__)
+
+    def close(self) -> None:
+        """Close the lanes, after their tasks. Collective."""
+        with ExitStack() as ends:
+            for lane in self._lanes.values():
+                ends.callback(lane.close)
 
 
 def check_ranks(rows: Sequence[tuple[int, list[tuple[int, ...]]]], place: dict[int, int]) -> None:

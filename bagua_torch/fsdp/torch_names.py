@@ -13,14 +13,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd import Variable
 
 TRIED = "2.11 and 2.13"
 """Versions of PyTorch with which this package was tried."""
 
 try:
     from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp._fully_shard import _fsdp_common as common
     from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
-    from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo
+    from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo, TrainingState
 except ImportError as exc:
     raise ImportError(
         f"bagua_torch.fsdp: PyTorch {torch.__version__} lacks what it needs of FSDP2 ({exc}); it was tried with "
@@ -28,7 +30,16 @@ except ImportError as exc:
         name=exc.name,
     ) from exc
 
-__all__ = ["AllGather", "FSDPModule", "ReduceScatter", "Unit", "op_of", "units_of"]
+__all__ = [
+    "AllGather",
+    "FSDPModule",
+    "ReduceScatter",
+    "Unit",
+    "after_backward",
+    "observe_forward",
+    "op_of",
+    "units_of",
+]
 
 
 class Unit:
@@ -132,6 +143,41 @@ class Unit:
         return factor
 
     @property
+    def is_in_forward(self) -> bool:
+        """Whether the parameters are gathered for a forward pass."""
+        return bool(self._group._training_state == TrainingState.FORWARD)
+
+    def prefetch(self) -> bool:
+        """Begin to gather the parameters for a forward pass; returns whether they had to be. Collective."""
+        if self._group._all_gather_result is not None or self._group.is_unsharded:
+            return False
+        self._group._prefetch_unshard(self._group, "forward")
+        return True
+
+    def drop_gathered(self) -> None:
+        """Forget the parameters that `prefetch` gathers, so that the next use gathers them again."""
+        self._group._all_gather_result = None
+
+    def reads_at_once(self, reduced: torch.Tensor) -> bool:
+        """Whether PyTorch may read the result of a reduce-scatter before the backward pass ends.
+
+        It does to average it over replicas, to divide it after a sum, to cast it, to copy it to another device,
+        to add it to gradients, and to call hooks of parameters. Otherwise the gradients are views of it.
+        """
+        group, dtype = self._group, reduced.dtype
+        if group._all_reduce_hook is not None or isinstance(group.mesh_info, DDPMeshInfo):
+            return True
+        if group.force_sum_reduction_for_comms or dtype not in (torch.float32, torch.bfloat16):
+            return True
+        return any(
+            p.orig_dtype != dtype
+            or p.offload_to_cpu
+            or p.sharded_param.grad is not None
+            or getattr(p.sharded_param, "_post_accumulate_grad_hooks", None)
+            for p in self._trained
+        )
+
+    @property
     def _trained(self) -> list[Any]:
         return [p for p in self._group.fsdp_params if p.sharded_param.requires_grad]
 
@@ -216,3 +262,34 @@ def op_of(op: Any) -> str:
         if op == getattr(reduce_op, name):
             return name.lower()
     return str(op)
+
+
+def after_backward(call: Callable[[], None]) -> None:
+    """Call a function at the end of the backward pass that is running."""
+    engine: Any = Variable._execution_engine
+    engine.queue_callback(call)
+
+
+def observe_forward(model: nn.Module, begin: Callable[[], None], end: Callable[[], None]) -> Callable[[], None]:
+    """Call `begin` before each forward pass of a model, and `end` after it, also if it raises.
+
+    Returns a function that ends this.
+    """
+    uncompiled: Any = getattr(common, "_dynamo_disable", lambda function: function)
+
+    def before(*_: Any) -> None:
+        begin()
+
+    def after(*_: Any) -> None:
+        end()
+
+    hooks = [
+        model.register_forward_pre_hook(uncompiled(before), prepend=True),
+        model.register_forward_hook(uncompiled(after), always_call=True),
+    ]
+
+    def stop() -> None:
+        for hook in hooks:
+            hook.remove()
+
+    return stop

@@ -143,7 +143,11 @@ def test_connect_makes_a_group_that_close_destroys():
 
 def on_threads(ranks, body):
     """Run body(comm, comms): `comms` stands for the communicators of a model."""
-    return run_ranks(ranks, lambda comm: body(comm, SimpleNamespace(of=lambda group: comm)))
+    return run_ranks(ranks, lambda comm: body(comm, comms_of(comm)))
+
+
+def comms_of(comm):
+    return SimpleNamespace(of=lambda group: comm, lane_of=lambda comm: None)
 
 
 def unit(numel, factor=None):
@@ -236,7 +240,7 @@ def test_gather_from_a_view_of_its_output(method):
         mine.copy_(X[comm.rank][:600])
         large = method == Quantized(min_bytes=0)
         wanted = (quantized_allgather if large else type(comm).allgather)(comm, X[comm.rank][:600])
-        Gather(comms, method)(output_tensor=out, input_tensor=mine, group=None)
+        Gather(comms, unit(2400), method)(output_tensor=out, input_tensor=mine, group=None)
         return torch.equal(out, wanted.reshape(-1))
 
     assert on_threads(4, body) == [True] * 4
@@ -252,7 +256,7 @@ def test_hierarchical_gathers_the_same_on_all_ranks_from_a_view_of_its_output(in
     def body(comm):
         comms, out = SimpleNamespace(of=lambda group: comm), torch.zeros(2400)
         mine = out[600 * comm.rank :][:600]
-        gather = Gather(comms, Hierarchical(inner, inside=inside))
+        gather = Gather(comms, unit(2400), Hierarchical(inner, inside=inside))
         for _ in range(2):
             mine.copy_(X[comm.rank][:600])
             gather(output_tensor=out, input_tensor=mine, group=None)
@@ -266,8 +270,7 @@ def test_hierarchical_gathers_the_same_on_all_ranks_from_a_view_of_its_output(in
 @pytest.mark.parametrize("inner", [Exact(), Quantized(min_bytes=0)], ids=repr)
 def test_hierarchical_reduces_inside_nodes_first(inner):
     def body(comm):
-        comms = SimpleNamespace(of=lambda group: comm)
-        reduce, out = Reduce(comms, unit(2400), Hierarchical(inner), comm), torch.empty(600)
+        reduce, out = Reduce(comms_of(comm), unit(2400), Hierarchical(inner), comm), torch.empty(600)
         reduce(output_tensor=out, input_tensor=X[comm.rank].clone(), group=None, op=dist.ReduceOp.AVG)
         mean = torch.stack(X).mean(0)[600 * comm.rank :][:600]
         limit = 1e-6 if inner == Exact() else 0.05

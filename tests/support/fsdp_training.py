@@ -3,11 +3,14 @@
 Exact training is compared with training on one rank that computes the gradients of all ranks, without sharding.
 """
 
+import concurrent.futures
 import copy
 import shutil
 import sys
 import tempfile
+import threading
 import warnings
+from contextlib import suppress
 from tempfile import TemporaryDirectory
 
 import numpy as np
@@ -761,6 +764,212 @@ def residuals_in_a_distributed_checkpoint(comm):
         comm.barrier()
 
 
+# Overlap
+
+
+class Pauses(Block):
+    """A block that calls functions in the middle of its passes."""
+
+    in_forward = in_backward = staticmethod(lambda: None)
+
+    def body(self, x):
+        self.in_forward()
+        return super().body(x + During.apply(x, self))
+
+
+class During(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, block):
+        ctx.block = block
+        return x * 0
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.block.in_backward()
+        return grad * 0, None
+
+
+@case
+def modules_compute_while_others_are_exchanged(comm):
+    """In one step, each exchange ends while a block waits for it; else the step would not end."""
+    if comm.size == 1:
+        return
+    model = make()
+    model.blocks = nn.ModuleList([Pauses(), Pauses()])
+    first, second = model.blocks
+    handle = bagua_torch.fsdp.attach(shard(model), Exact())
+    (gathering,), (reducing,) = (each._lanes.values() for each in handle._lanes)
+
+    def hold(lane):
+        """Hold up what is exchanged next, until `ends` is called while a block computes."""
+        gate = threading.Event()
+        lane.submit(gate.wait, 30)
+        return gate
+
+    def ends(name, lane, gate):
+        with comm.tracer.span(f"during {name}"):
+            gate.set()
+            futures = [future for future, _ in tuple(lane._pending)]
+            assert len(futures) > 1
+            assert not concurrent.futures.wait(futures, 30).not_done
+
+    gates = {}
+    train(model, 1, comm.rank)  # the forward pass in whose order the next one gathers
+    model.first.register_forward_pre_hook(lambda *_: gates.update(second=hold(gathering)))
+    first.in_forward = lambda: ends("allgather", gathering, gates["second"])
+    second.in_backward = lambda: gates.update(reduction=hold(reducing))
+    first.in_backward = lambda: ends("reduce_scatter", reducing, gates["reduction"])
+    train(model, 1, comm.rank, first=1)
+    spans = comm.tracer.spans()
+    for name in ("allgather", "reduce_scatter"):
+        (outer,) = [span for span in spans if span.name == f"during {name}"]
+        inside = [
+            span
+            for span in spans
+            if span.name == name and outer.start_ns < span.end_ns <= outer.end_ns and span.thread != outer.thread
+        ]
+        assert inside, name
+    handle.close()
+
+
+@case
+def overlap_changes_no_bit(comm):
+    def trained(overlap, method, gather, *, micro=1, hooks=False, **settings):
+        model = shard(make(unused=True), **settings)
+        seen = []
+        if hooks:  # called in the backward pass
+            for parameter in model.parameters():
+                parameter.register_post_accumulate_grad_hook(
+                    lambda p: seen.append(p.grad.to_local().sum().item())
+                )
+        with bagua_torch.fsdp.attach(model, method, gather, overlap=overlap) as handle:
+            optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+            for step in range(3):
+                optimizer.zero_grad(set_to_none=step != 1)
+                for i in range(micro):
+                    x, y = batch(10 * step + i, comm.rank)
+                    mse_loss(model(x), y).backward()
+                optimizer.step()
+            calls = {name: (each.calls, each.wire_bytes) for name, each in handle.counters.by_operation.items()}
+        return whole(model), seen, calls
+
+    half = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16, cast_forward_inputs=True)
+    for method, gather, settings in [
+        (Exact(), Exact(), {"micro": 2}),
+        (Exact(), Exact(), {"hooks": True}),
+        (ErrorFeedback(), EIGHT_BITS, {"reshard_after_forward": False}),
+        (EIGHT_BITS, EIGHT_BITS, {"mp_policy": half}),
+    ]:
+        with_overlap, without = (trained(overlap, method, gather, **settings) for overlap in (True, False))
+        assert all(map(torch.equal, with_overlap[0], without[0])), (method, settings)
+        assert with_overlap[1:] == without[1:], (method, settings)
+
+
+class Chooses(Net):
+    """Runs the blocks whose numbers are in `chosen`."""
+
+    chosen = (0, 1)
+
+    def forward(self, x):
+        x = self.first(x)
+        for i in self.chosen:
+            x = self.blocks[i](x)
+        return self.last(x)
+
+
+@case
+def what_was_gathered_in_vain_is_dropped(comm):
+    """A block that a pass skips is gathered again when it runs, with parameters that have changed since."""
+
+    def trained(overlap):
+        torch.manual_seed(0)
+        model = shard(Chooses())
+        optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+        handle = bagua_torch.fsdp.attach(model, Exact(), overlap=overlap)
+        for step in range(4):
+            optimizer.zero_grad()
+            x, y = batch(step, comm.rank)
+            mse_loss(model(x), y).backward()
+            model.chosen = (0,)
+            with torch.no_grad():
+                model(x)
+            model.chosen = (0, 1)
+            model.reshard()  # PyTorch keeps the parameters of the root after a forward pass
+            groups = [group for each in model.blocks for group in each._get_fsdp_state()._fsdp_param_groups]
+            assert not any(group._all_gather_result for group in groups)
+            optimizer.step()
+        calls = handle.counters["allgather"].calls
+        handle.close()
+        return whole(model), calls
+
+    (with_overlap, calls), (without, fewer) = trained(True), trained(False)
+    assert all(map(torch.equal, with_overlap, without))
+    assert calls == fewer + (comm.size > 1)  # only once
+
+
+@case
+def a_forward_pass_that_raises_leaves_nothing_behind(comm):
+    model = shard(Chooses())
+    if not hasattr(model, "reset_iter_state"):
+        return
+    handle = bagua_torch.fsdp.attach(model, Exact())
+    train(model, 1, comm.rank)
+    model.chosen = (0, 7)  # there is no block 7; 1 has been gathered
+    try:
+        model(batch(0, comm.rank)[0])
+    except IndexError:
+        model.reset_iter_state()
+    model.chosen = (0, 1)
+    plain = Chooses()
+    with torch.no_grad():
+        for parameter, weight in zip(plain.parameters(), whole(model), strict=True):
+            parameter.copy_(weight)
+    x = batch(1, comm.rank)[0]
+    assert torch.equal(model(x), plain(x))
+    handle.close()
+
+
+class BreaksOnOne(Float16):
+    """A codec that raises where it is `broken`."""
+
+    broken = False
+
+    def steps(self, count, like):
+        steps = super().steps(count, like)
+
+        def encode(chunks, wire):
+            if self.broken:
+                raise ArrayError("this codec is broken")
+            steps.encode(chunks, wire)
+
+        return steps._replace(encode=encode)
+
+
+@case
+def an_error_of_an_exchange_is_raised_on_all_ranks(comm):
+    if comm.size == 1:
+        return
+    for method, gather in ((Exact(), Quantized(BreaksOnOne(), 0)), (Quantized(BreaksOnOne(), 0), Exact())):
+        model = shard(make())
+        with suppress(BaguaError), bagua_torch.fsdp.attach(model, method, gather):
+            train(model, 2, comm.rank)
+            BreaksOnOne.broken = comm.rank == 1
+            try:
+                train(model, 1, comm.rank)
+            except BaguaError as exc:
+                found = type(exc), str(exc)
+                raise
+            finally:
+                BreaksOnOne.broken = False
+        rows = comm.allgather_object(found)
+        assert rows[1] == (ArrayError, "this codec is broken"), rows
+        assert all(issubclass(kind, BaguaError) for kind, _ in rows)
+    model = shard(make())
+    bagua_torch.fsdp.attach(model, Exact())
+    train(model, 2, comm.rank)
+    assert_equal(model, reference(make(), 2, comm.size))
+
+
 # Bad input
 
 
@@ -785,6 +994,7 @@ def bad_input(comm):
     refused(comm, ArrayError, "expected an Average", attach, model, Quantized)
     refused(comm, ArrayError, "gather is ErrorFeedback", attach, model, gather=ErrorFeedback())
     refused(comm, ArrayError, "gather is Hierarchical", attach, model, gather=Hierarchical(ErrorFeedback()))
+    refused(comm, ArrayError, "overlap is 1, expected True or False", attach, model, overlap=1)
     refused(comm, ArrayError, "residuals cannot be saved", attach, model, Hierarchical(ErrorFeedback()))
     wide = shard(make().double())
     refused(comm, UnsupportedError, "cannot code float64", attach, wide, Quantized())

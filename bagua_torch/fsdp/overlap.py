@@ -1,0 +1,138 @@
+"""Gathers on one lane and reductions on another, while a sharded model computes on a CPU.
+
+PyTorch waits for the `Work` that an all-gather returns, when a module needs its parameters. In the backward pass
+it asks for those of the next module in advance; in the forward pass `Prefetch` does. A reduce-scatter returns no
+`Work`: PyTorch makes its result the gradients, and mostly does not read them. So they are complete when the
+backward pass ends, as on GPUs.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from bagua_comm import Communicator
+from bagua_comm.lane import Lane
+
+from .torch_names import Unit, after_backward, observe_forward
+
+IN_FLIGHT = 2
+"""Most reductions that have not ended, each of which keeps the gradients of a module in memory."""
+
+
+class Gathering(dist.Work):
+    """An all-gather on a lane. PyTorch waits for it before the module computes.
+
+    Args:
+        lane: The lane.
+        future: The task.
+        unit: What is gathered.
+        prefetch: Called with `unit` when it is gathered.
+    """
+
+    def __init__(self, lane: Lane[Communicator], future: Future[Any], unit: Unit, prefetch: Prefetch) -> None:
+        super().__init__()
+        self._lane, self._future = lane, future
+        self._unit, self._prefetch = unit, prefetch
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Wait for the end, and raise the error if there was one; begin the gather that follows."""
+        self._lane.result(self._future)
+        self._prefetch.follow(self._unit)
+        return True
+
+
+class Prefetch:
+    """Gathers the parameters of the module that runs next, in the order of the last forward pass.
+
+    All ranks gather in the same order, so that all predict the same. What was gathered but not used is dropped
+    when the forward pass ends, before an optimizer can change the parameters; that module is not predicted again.
+
+    Args:
+        model: The model; its forward passes are observed.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._former: list[Unit] = []
+        """What the last forward pass gathered, in order."""
+        self._order: list[Unit] = []
+        """What this one has gathered so far."""
+        self._at, self._is_running = 0, False
+        self._in_advance: set[Unit] = set()
+        """What was gathered in advance, and not used yet."""
+        self._unused: set[Unit] = set()
+        """What was gathered in vain."""
+        self._stop = observe_forward(model, self._begin, self._end)
+
+    def _begin(self) -> None:
+        self._end()
+        self._former, self._order, self._at, self._is_running = self._order, [], 0, True
+
+    def _end(self) -> None:
+        self._is_running = False
+        for unit in self._in_advance:
+            unit.drop_gathered()
+        self._unused |= self._in_advance
+        self._in_advance.clear()
+
+    def follow(self, unit: Unit) -> None:
+        """Begin the gather that followed that of `unit` in the last forward pass. Collective."""
+        self._in_advance.discard(unit)
+        if not (self._is_running and unit.is_in_forward):
+            return
+        self._order.append(unit)
+        if unit not in self._former[self._at :]:
+            return
+        self._at = self._former.index(unit, self._at) + 1
+        for following in self._former[self._at : self._at + 1]:
+            if following not in self._unused and following.prefetch():
+                self._in_advance.add(following)
+
+    def close(self) -> None:
+        """Observe no more."""
+        self._end()
+        self._stop()
+
+
+class Reductions:
+    """The reductions of a backward pass that have not ended.
+
+    An error is raised when the pass ends, not earlier: until then this rank gathers as the others do, which would
+    wait for it.
+    """
+
+    def __init__(self) -> None:
+        self._pending: deque[tuple[Lane[Communicator], Future[Any]]] = deque()
+        self._error: Exception | None = None
+
+    def add(self, lane: Lane[Communicator], future: Future[Any]) -> None:
+        """Wait for a task at the end of the backward pass; and now for early ones, of which it keeps few."""
+        self._pending.append((lane, future))
+        after_backward(self.wait)
+        while len(self._pending) > IN_FLIGHT:
+            self._wait_for_first()
+
+    def wait(self) -> None:
+        """Wait for all, and raise the first error among them."""
+        while self._pending:
+            self._wait_for_first()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _wait_for_first(self) -> None:
+        lane, future = self._pending.popleft()
+        try:
+            lane.result(future)
+        except Exception as exc:
+            self._error = self._error or exc
+
+
+def spoil(x: torch.Tensor) -> None:
+    """Fill a result with NaN until it is computed, so that nobody who reads it too early computes with it."""
+    x.fill_(torch.nan)

@@ -1,0 +1,1 @@
+"""Sharded training (FSDP2) beside PyTorch's own communication: steps, memory, and losses."""

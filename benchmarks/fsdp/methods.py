@@ -1,0 +1,53 @@
+"""The ways in which a sharded model communicates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+import bagua_torch.fsdp
+from bagua_comm import Average, Communicator, ErrorFeedback, Exact, Quantized
+from bagua_torch.fsdp import Attachment
+
+EIGHT_BITS = Quantized(min_bytes=0)
+
+
+@dataclass(frozen=True)
+class Method:
+    """How gradients are reduced, and parameters gathered; None for PyTorch's own."""
+
+    reduce: Average | None = None
+    gather: Exact | Quantized | None = None
+    by_host: bool = False
+    """Whether each host keeps the whole model in its shards."""
+    replicas: Average | None = None
+    overlap: bool = False
+
+    def attach(self, model: nn.Module, comm: Communicator) -> Attachment | None:
+        """Let a sharded model communicate so. Collective."""
+        if self.reduce is None:
+            return None
+        return bagua_torch.fsdp.attach(
+            model, self.reduce, self.gather, comm, replicas=self.replicas, overlap=self.overlap
+        )
+
+
+METHODS = {
+    "PyTorch": Method(),
+    "exact": Method(Exact(), Exact()),
+    "exact, overlap": Method(Exact(), Exact(), overlap=True),
+    "gradients in eight bits": Method(EIGHT_BITS, Exact()),
+    "eight bits": Method(EIGHT_BITS, EIGHT_BITS),
+    "eight bits, overlap": Method(EIGHT_BITS, EIGHT_BITS, overlap=True),
+    "PyTorch, replicas": Method(by_host=True),
+    "eight bits, replicas": Method(Exact(), Exact(), by_host=True, replicas=EIGHT_BITS),
+}
+"""Those whose steps are timed; without overlap, computing waits for each exchange."""
+
+TRAINED = {
+    **{name: METHODS[name] for name in ("PyTorch", "exact", "gradients in eight bits", "eight bits")},
+    "error feedback, exact parameters": Method(ErrorFeedback(), Exact()),
+    "error feedback": Method(ErrorFeedback(), EIGHT_BITS),
+}
+"""Those whose losses are compared; overlap changes no bit."""
