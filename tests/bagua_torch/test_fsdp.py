@@ -254,7 +254,7 @@ def test_hierarchical_gathers_the_same_on_all_ranks_from_a_view_of_its_output(in
     codec = next((each.codec for each in (inner, inside) if each != Exact()), None)
 
     def body(comm):
-        comms, out = SimpleNamespace(of=lambda group: comm), torch.zeros(2400)
+        comms, out = SimpleNamespace(of=lambda group: comm, lane_of=lambda comm: None), torch.zeros(2400)
         mine = out[600 * comm.rank :][:600]
         gather = Gather(comms, unit(2400), Hierarchical(inner, inside=inside))
         for _ in range(2):
