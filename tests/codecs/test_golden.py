@@ -1,4 +1,4 @@
-"""The codec against bytes worked out separately from it."""
+"""The codecs against bytes worked out separately from them."""
 
 import importlib
 import json
@@ -11,6 +11,7 @@ import pytest
 from support import needs
 
 from bagua_comm import (
+    Int4,
     MinMaxUInt8,
     kernels,
     quantized_allgather,
@@ -18,10 +19,12 @@ from bagua_comm import (
     quantized_reduce_scatter,
 )
 from bagua_comm.arrays import dtype_named
+from bagua_comm.kernels.host import Draws
 from bagua_comm.testing import run_ranks
 
 GOLDEN = Path(__file__).parent.parent / "golden"
-CASES = json.loads((GOLDEN / "minmax.json").read_text())
+FAMILIES = ("minmax", "int4")
+CASES = [case for family in FAMILIES for case in json.loads((GOLDEN / f"{family}.json").read_text())]
 
 
 @pytest.fixture(params=["host", "compiled"], autouse=True)
@@ -32,8 +35,24 @@ def kernels_in_use(request, monkeypatch):
     monkeypatch.setattr(kernels, "on_host", lambda: module)
 
 
+def codec_of(case):
+    if "rotate" not in case:
+        return MinMaxUInt8(block=case["block"], eps=case["eps"])
+    rounding = "nearest" if case["key"] is None else "stochastic"
+    return Int4(block=case["block"], rotate=case["rotate"], rounding=rounding)
+
+
+def draws_of(case):
+    """The random numbers of stochastic rounding."""
+    return None if case.get("key") is None else Draws(case["key"], case["counter"])
+
+
 def cases(kind):
-    return [pytest.param(case, id=case["name"]) for case in CASES if case["kind"] == kind]
+    return [
+        pytest.param(case, id=f"{type(codec_of(case)).__name__}-{case['name']}")
+        for case in CASES
+        if case["kind"] == kind
+    ]
 
 
 def load(case, part, shape, dtype):
@@ -41,12 +60,9 @@ def load(case, part, shape, dtype):
     return np.frombuffer(data, dtype).reshape(shape).copy()
 
 
-def codec_of(case):
-    return MinMaxUInt8(block=case["block"], eps=case["eps"])
-
-
-def test_golden_files_equal_the_output_of_their_generator():
-    script = GOLDEN / "make_minmax.py"
+@pytest.mark.parametrize("family", FAMILIES)
+def test_golden_files_equal_the_output_of_their_generator(family):
+    script = GOLDEN / f"make_{family}.py"
     result = subprocess.run([sys.executable, script, "--check"], timeout=60)
     assert result.returncode == 0
 
@@ -59,7 +75,7 @@ def test_encode_and_decode(case):
     wire = load(case, "wire", (n, codec.wire_nbytes(m, dtype)), np.uint8)
     decoded = load(case, "decoded", (n, m), dtype)
 
-    assert wire.tobytes() == codec.encode(x).tobytes()
+    assert wire.tobytes() == codec.encode(x, draws=draws_of(case)).tobytes()
     assert decoded.tobytes() == codec.decode(wire, np.empty_like(x)).tobytes()
 
 
@@ -70,7 +86,7 @@ def test_combine(case):
     wire = load(case, "wire", (n, codec.wire_nbytes(m, dtype)), np.uint8)
     combined = load(case, "combined", (1, wire.shape[1]), np.uint8)
 
-    actual = codec.combine(wire, op=case["op"], count=m, dtype=dtype)
+    actual = codec.combine(wire, op=case["op"], count=m, dtype=dtype, draws=draws_of(case))
 
     assert combined.tobytes() == actual.tobytes()
 
