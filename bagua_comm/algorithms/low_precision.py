@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from .. import arrays, kernels, topology
 from ..arrays import Array
+from ..averages.coded import next_draws
 from ..bucket import Bucket
 from ..codecs import Codec, MinMaxUInt8
 from ..codecs.base import check_codec_argument
@@ -38,6 +39,10 @@ class _LowPrecision:
         """Scratch memory for one encoded bucket, (1, w)."""
         shape = (1, self.codec.wire_nbytes(bucket.flat.size, bucket.flat.dtype))
         return comm.scratch.take(key, shape, "uint8", like=bucket.flat)
+
+    def _encode(self, delta: Array, wire: Array, comm: Communicator) -> None:
+        seed = self.codec.random_seed
+        self.codec.encode(delta, wire, draws=None if seed is None else next_draws(comm, seed))
 
     def _add_decoded(self, wire: Array, replica: Array, comm: Communicator) -> None:
         """replica += decode(wire), by the same arithmetic on all ranks that hold this replica."""
@@ -89,7 +94,7 @@ class LowPrecisionDecentralized(_LowPrecision):
         delta = comm.scratch.take("delta", (1, bucket.flat.size), bucket.flat.dtype, like=bucket.flat)
         kernels.of(delta).ring_difference(bucket.flat, state.left, state.right, state.weight, out=delta[0])
         mine, from_left, from_right = (self._wire(bucket, comm, key) for key in ("mine", "left", "right"))
-        self.codec.encode(delta, mine)
+        self._encode(delta, mine, comm)
         _exchange_on_ring(comm, mine, from_left, from_right, left, right)
         self._add_decoded(mine, state.weight, comm)
         self._add_decoded(from_left, state.left, comm)
@@ -155,7 +160,7 @@ class LowPrecisionOnePeer(_LowPrecision):
         delta = comm.scratch.take("delta", (1, x.size), x.dtype, like=x)
         kernels.of(x).subtract(x, sent, out=delta[0])
         mine, theirs = self._wire(bucket, comm, "mine"), self._wire(bucket, comm, "theirs")
-        self.codec.encode(delta, mine)
+        self._encode(delta, mine, comm)
         comm.sendrecv(mine, theirs, dest=dest, source=source)
         self._add_decoded(mine, sent, comm)
         self._add_decoded(theirs, received, comm)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -74,8 +74,8 @@ class Codec(ABC):
     def random_seed(self) -> int | None:
         """The seed of the random numbers of stochastic rounding; None for a codec that draws none.
 
-        With a seed, `_encode` and `_combine` get one more argument, `draws`. Its key differs between calls, and
-        between ranks, and is made of this seed.
+        With a seed, `_encode` and an own `_combine` get one more argument, `draws`: random numbers that differ
+        between ranks and between calls, and that a rerun of the same training gets again.
         """
         return None
 
@@ -95,7 +95,8 @@ class Codec(ABC):
             out = arrays.empty((n, w), np.uint8, like=chunks)
         self._check_wire("encode", "out", out, (n, w))
         _check_target("encode", "out", out, "chunks", chunks)
-        self._encode(chunks, out, **self._random(draws))
+        encode: Any = self._encode  # with a `random_seed` it takes draws
+        encode(chunks, out, **self._random(draws))
         return out
 
     def decode(self, wire: Array, out: Array) -> Array:
@@ -157,7 +158,7 @@ class Codec(ABC):
             out = arrays.empty((1, w), np.uint8, like=wire)
         self._check_wire("combine", "out", out, (1, w))
         _check_target("combine", "out", out, "wire", wire)
-        self._combine(wire, out, op, count, dtype, **self._random(draws))
+        self._combine_with(self._random(draws), wire, out, op, count, dtype)
         return out
 
     def steps(self, count: int, like: Array) -> Steps:
@@ -168,7 +169,7 @@ class Codec(ABC):
         dtype = like.dtype
 
         def combine(wire: Array, out: Array, op: str, **random: Draws) -> None:
-            self._combine(wire, out, op, count, dtype, **random)
+            self._combine_with(random, wire, out, op, count, dtype)
 
         return Steps(self._encode, self._decode, combine)
 
@@ -194,11 +195,26 @@ class Codec(ABC):
         This default rounds decoded values to `dtype` before it adds them. A codec's own `_combine` need not do
         so, and needs no memory for the decoded rows.
         """
+        self._encode(self._total(wire, op, count, dtype), out)
+
+    def _combine_with(
+        self, random: dict[str, Draws], wire: Array, out: Array, op: str, count: int, dtype: DType
+    ) -> None:
+        """Call `_combine`; its default, too, with the random numbers of `_random`."""
+        encode: Any = self._encode
+        combine: Any = self._combine
+        if random and type(self)._combine is Codec._combine:
+            encode(self._total(wire, op, count, dtype), out, **random)
+        else:
+            combine(wire, out, op, count, dtype, **random)
+
+    def _total(self, wire: Array, op: str, count: int, dtype: DType) -> Array:
+        """Decode the rows of `wire`, and return their sum or mean, (1, count)."""
         rows = arrays.empty((len(wire), count), dtype, like=wire)
         total = arrays.empty((1, count), dtype, like=wire)
         self._decode(wire, rows)
         kernels.of(rows).reduce_rows(rows, total[0], op)
-        self._encode(total, out)
+        return total
 
     def _random(self, draws: Draws | None) -> dict[str, Draws]:
         """The argument of `_encode` and `_combine` for stochastic rounding, if they take it."""

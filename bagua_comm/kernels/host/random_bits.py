@@ -23,14 +23,18 @@ class Draws(NamedTuple):
     """The position of the first element in the array of all chunks; the lower 32 bits count."""
 
     @classmethod
-    def of(cls, *identity: int) -> Draws:
-        """The random numbers of the array that these numbers identify, such as (seed, call, rank).
+    def of(cls, *identity: int | str) -> Draws:
+        """The random numbers of the array that this identifies, such as (seed, call, rank).
 
         >>> Draws.of(0, 1, 2) == Draws.of(0, 1, 2) != Draws.of(0, 1, 3)
         True
         """
         digest = hashlib.blake2b(repr(identity).encode(), digest_size=8).digest()
         return cls(int.from_bytes(digest, "little"))
+
+    def of_result(self) -> Draws:
+        """The random numbers of the result of a reduction of arrays like this one."""
+        return Draws.of(self.key)._replace(counter=self.counter)
 
     def after(self, elements: int) -> Draws:
         """The random numbers of the elements behind the first ones."""
