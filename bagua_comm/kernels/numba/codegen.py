@@ -26,6 +26,12 @@ def inner(function: _Function) -> _Function:
     return cast(_Function, numba.njit(**_SEMANTICS, no_cpython_wrapper=True, no_cfunc_wrapper=True)(function))
 
 
+def inlined(function: _Function) -> _Function:
+    """As `inner`, and inlined wherever it is called, for functions that inner loops call."""
+    made = numba.njit(**_SEMANTICS, no_cpython_wrapper=True, no_cfunc_wrapper=True, forceinline=True)(function)
+    return cast(_Function, made)
+
+
 def kernel(function: _Function) -> _Function:
     """Register a function that `object_code` compiles for Python to call."""
     _functions[function.__name__] = function

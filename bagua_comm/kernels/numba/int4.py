@@ -8,7 +8,7 @@ import numba
 import numpy as np
 
 from ...arrays import Array
-from .codegen import address_of, inner, kernel, scratch
+from .codegen import address_of, inlined, inner, kernel, scratch
 from .numbers import (
     FLOAT32,
     LARGEST,
@@ -61,6 +61,8 @@ class _Wire(NamedTuple):
     stride: int
     start: int
     block: int
+    shift: int
+    """The binary logarithm of `block`; divisions take longer."""
     rotate: int
     random: int
     """Whether codes are rounded at random."""
@@ -100,7 +102,19 @@ def encode_int4(
     counter: int,
 ) -> None:
     """Encode n rows of elements."""
-    layout = _Wire(element, count, stride, start, block, rotate, random, np.uint32(low), np.uint32(high), counter)
+    layout = _Wire(
+        element,
+        count,
+        stride,
+        start,
+        block,
+        _logarithm(block),
+        rotate,
+        random,
+        np.uint32(low),
+        np.uint32(high),
+        counter,
+    )
     memory = _Memory(
         address_of(scratch(_LONGEST)),
         address_of(scratch(_LONGEST)),
@@ -133,7 +147,7 @@ def decode_int4(
 ) -> None:
     """Decode n rows."""
     none = np.uint32(0)
-    layout = _Wire(element, count, stride, start, block, rotate, 0, none, none, 0)
+    layout = _Wire(element, count, stride, start, block, _logarithm(block), rotate, 0, none, none, 0)
     x, factors, spare = address_of(scratch(_LONGEST)), address_of(scratch(UNIT)), address_of(scratch(UNIT))
     length, largest = max(block, _STRIP), LARGEST[element]
     for row in range(n):
@@ -171,7 +185,19 @@ def combine_int4(
     counter: int,
 ) -> None:
     """Add n rows of `wires`, and encode the sum."""
-    layout = _Wire(FLOAT32, count, stride, start, block, 1, random, np.uint32(low), np.uint32(high), counter)
+    layout = _Wire(
+        FLOAT32,
+        count,
+        stride,
+        start,
+        block,
+        _logarithm(block),
+        1,
+        random,
+        np.uint32(low),
+        np.uint32(high),
+        counter,
+    )
     memory = _Memory(
         address_of(scratch(_LONGEST)),
         address_of(scratch(_LONGEST)),
@@ -194,13 +220,21 @@ def combine_int4(
 
 
 @inner
+def _logarithm(power: int) -> int:
+    exponent = 0
+    while power >> exponent > 1:
+        exponent += 1
+    return exponent
+
+
+@inner
 def _clear_padding(layout: Any, row: int) -> None:
     blocks = -(-layout.elements // layout.block)
     clear(row, 2 * blocks, layout.start)
     clear(row, layout.start + blocks * (layout.block // 2), layout.stride)
 
 
-@inner
+@inlined
 def _rotate(layout: Any, source: int, target: int, count: int, factor: Any) -> None:
     """target <- H (source * factor), in groups of `layout.rotate` elements; memory for whole units."""
     for unit in range(-(-count // UNIT)):
@@ -213,7 +247,7 @@ def _rotate(layout: Any, source: int, target: int, count: int, factor: Any) -> N
         stride *= 2
 
 
-@inner
+@inlined
 def _codes(layout: Any, row: int, at: int, end: int, spare: int) -> int:
     """The address of the codes of the unit at element `at`: in `spare`, with zeros, if it reaches beyond `end`."""
     where = row + layout.start + at // 2
@@ -226,22 +260,22 @@ def _codes(layout: Any, row: int, at: int, end: int, spare: int) -> int:
     return spare
 
 
-@inner
+@inlined
 def _read_factors(layout: Any, row: int, at: int, end: int, divisor: int, factors: int) -> None:
     """The scales of the elements of the unit at `at`, divided by `divisor`; NaN for those that are not finite."""
-    scales = halves_at(row, end // layout.block)
+    scales = halves_at(row, end >> layout.shift)
     if layout.block >= UNIT:
-        fill_unit(factors, _factor(scales[at // layout.block], divisor))
+        fill_unit(factors, _factor(scales[at >> layout.shift], divisor))
         return
     values = floats_at(factors, UNIT)
     for first in range(0, UNIT, layout.block):
         inside = at + first < end
         values[first : first + layout.block] = (
-            _factor(scales[(at + first) // layout.block], divisor) if inside else ZERO
+            _factor(scales[(at + first) >> layout.shift], divisor) if inside else ZERO
         )
 
 
-@inner
+@inlined
 def _factor(scale: Any, divisor: int) -> Any:
     finite = np.uint16(scale & np.uint16(0x7F80)) != 0x7F80
     value = from_bfloat16(scale) if finite else float_of(NAN)
@@ -301,7 +335,7 @@ def _write_scales(layout: Any, memory: Any, begin: int, end: int, first: int, ro
         factors[at - first : at - first + layout.block] = factor
 
 
-@inner
+@inlined
 def _write_scale(layout: Any, largest: Any, limit: Any, at: int, row: int, values: Array) -> Any:
     """Write the scale of the block at element `at`, and return its inverse; 0, with zeros as values, if it is 0."""
     bits = _NAN_SCALE
@@ -314,7 +348,7 @@ def _write_scale(layout: Any, largest: Any, limit: Any, at: int, row: int, value
             bits = np.uint32(np.uint32(quotient + 0x7FFF + (np.uint32(quotient >> 16) & 1)) >> 16)
         if bits < _SMALLEST_NORMAL:
             bits = np.uint32(0)
-    halves_at(row, at // layout.block + 1)[at // layout.block] = np.uint16(bits)
+    halves_at(row + 2 * (at >> layout.shift), 1)[0] = np.uint16(bits)
     if bits == 0 or bits == _NAN_SCALE:
         values[:] = ZERO
         return ZERO

@@ -86,7 +86,9 @@ def quantize_unit(_: Any, x: Any, factors: Any, codes: Any) -> Any:
 
     def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         x, factors = (_read(builder, value, _FLOATS) for value in values[:2])
-        _write_codes(builder, _call(builder, f"llvm.rint.v{UNIT}f32", _FLOATS, builder.fmul(x, factors)), values[2])
+        _write_codes(
+            builder, _call(builder, f"llvm.rint.v{UNIT}f32", _FLOATS, builder.fmul(x, factors)), values[2]
+        )
 
     return _VOID(_INT64, _INT64, _INT64), code
 
