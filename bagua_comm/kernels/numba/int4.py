@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import numba
 import numpy as np
 
 from ...arrays import Array
@@ -17,6 +16,7 @@ from .numbers import (
     bits_of,
     bytes_at,
     clear,
+    divide,
     float_of,
     floats_at,
     from_bfloat16,
@@ -26,11 +26,12 @@ from .numbers import (
     store,
 )
 from .units import (
+    PART,
     UNIT,
     add_and_subtract_units,
     add_codes,
-    fill_unit,
-    largest_bits,
+    decode_unit,
+    find_largest,
     quantize_unit,
     quantize_unit_at_random,
     rotate_unit,
@@ -43,6 +44,9 @@ _STRIP = 1024
 
 _LONGEST = 4096
 """The number of elements in the longest block."""
+
+_PARTS = _LONGEST // PART
+"""The number of the smallest blocks in the longest strip, and more than those in a shorter one."""
 
 _INFINITY, _NAN_ALONE = np.uint32(0x7F800000), np.uint32(0x7F800001)
 """Bits of infinity, and those after it."""
@@ -73,16 +77,18 @@ class _Wire(NamedTuple):
 
 
 class _Memory(NamedTuple):
-    """Addresses of memory for a strip and for a unit."""
+    """Addresses of memory for a strip."""
 
     x: int
-    """Elements of a strip, rotated."""
+    """Elements, rotated."""
     numbers: int
-    """Random numbers of a strip."""
+    """Random numbers of the elements."""
+    largest: int
+    """The bits of the largest magnitude of each 8 elements."""
     factors: int
-    """Factors of the elements of a unit."""
+    """Factors of the blocks, and more for a unit that reaches beyond the last block."""
     codes: int
-    """Codes of a unit that reaches beyond the last block."""
+    """Codes of such a unit."""
 
 
 @kernel
@@ -118,7 +124,8 @@ def encode_int4(
     memory = _Memory(
         address_of(scratch(_LONGEST)),
         address_of(scratch(_LONGEST)),
-        address_of(scratch(UNIT)),
+        address_of(scratch(_PARTS)),
+        address_of(scratch(_PARTS)),
         address_of(scratch(UNIT)),
     )
     factor, length = _ONE / np.float32(rotate), max(block, _STRIP)
@@ -126,17 +133,17 @@ def encode_int4(
         source, target = x + row * count * itemsize(element), wire + row * stride
         for begin in range(0, count, length):
             where, size = source + begin * itemsize(element), min(length, count - begin)
-            whole = -(-size // block) * block
-            if element == FLOAT32 and size % UNIT == 0 and size == whole:
-                _rotate(layout, where, memory.x, whole, factor)
+            whole = _rounded_up(size, block)
+            if element == FLOAT32 and size == whole and size % UNIT == 0:
+                _rotate(where, memory.x, whole, rotate, factor)
             else:
-                wide = floats_at(memory.x, -(-whole // UNIT) * UNIT)
+                wide = floats_at(memory.x, _rounded_up(whole, UNIT))
                 values = load(element, where, size, wide)
                 if element == FLOAT32:
                     for i in range(size):
                         wide[i] = values[i]
                 wide[size:] = ZERO
-                _rotate(layout, memory.x, memory.x, whole, factor)
+                _rotate(memory.x, memory.x, whole, rotate, factor)
             _quantize(layout, memory, begin, begin + whole, row * count + begin, target, _INFINITY)
         _clear_padding(layout, target)
 
@@ -148,24 +155,30 @@ def decode_int4(
     """Decode n rows."""
     none = np.uint32(0)
     layout = _Wire(element, count, stride, start, block, _logarithm(block), rotate, 0, none, none, 0)
-    x, factors, spare = address_of(scratch(_LONGEST)), address_of(scratch(UNIT)), address_of(scratch(UNIT))
-    length, largest = max(block, _STRIP), LARGEST[element]
+    x, factors = address_of(scratch(_LONGEST)), address_of(scratch(_PARTS))
+    spare, length, largest = address_of(scratch(UNIT)), max(block, _STRIP), LARGEST[element]
     for row in range(n):
         source, target = wire + row * stride, out + row * count * itemsize(element)
         for begin in range(0, count, length):
             where, size = target + begin * itemsize(element), min(length, count - begin)
-            end = begin + -(-size // block) * block
-            for at in range(begin, end, UNIT):
-                unpack_unit(_codes(layout, source, at, end, spare), x + (at - begin) * 4)
-            _rotate(layout, x, x, end - begin, _ONE)
-            directly = element == FLOAT32 and size % UNIT == 0
-            scaled = where if directly else x
-            for at in range(begin, end, UNIT):
-                _read_factors(layout, source, at, end, 1, factors)
-                if directly and at - begin >= size:
-                    break
-                scale_unit(x + (at - begin) * 4, factors, largest, scaled + (at - begin) * 4)
-            if not directly:
+            end = begin + _rounded_up(size, block)
+            decoded = where if element == FLOAT32 and size % UNIT == 0 else x
+            _read_factors(layout, source, begin, end, 1, factors)
+            if rotate <= UNIT:
+                for at in range(begin, begin + size, UNIT):
+                    codes, factor = (
+                        _codes(layout, source, at, end, spare),
+                        _factor_of(layout, at - begin, factors),
+                    )
+                    decode_unit(codes, factor, block, rotate, largest, decoded + (at - begin) * 4)
+            else:
+                for at in range(begin, end, UNIT):
+                    unpack_unit(_codes(layout, source, at, end, spare), rotate, x + (at - begin) * 4)
+                _rotate_units(x, end - begin, rotate)
+                scales = floats_at(factors, _PARTS)
+                for at in range(0, size, UNIT):
+                    scale_unit(x + at * 4, scales[at >> layout.shift], largest, decoded + at * 4)
+            if decoded == x:
                 store(element, floats_at(x, size), where)
 
 
@@ -201,22 +214,28 @@ def combine_int4(
     memory = _Memory(
         address_of(scratch(_LONGEST)),
         address_of(scratch(_LONGEST)),
-        address_of(scratch(UNIT)),
+        address_of(scratch(_PARTS)),
+        address_of(scratch(_PARTS)),
         address_of(scratch(UNIT)),
     )
     length, divisor = max(block, _STRIP), n if mean else 1
     for begin in range(0, count, length):
-        end = begin + -(-min(length, count - begin) // block) * block
-        for at in range(begin, end, UNIT):
-            fill_unit(memory.x + (at - begin) * 4, ZERO)
+        end = begin + _rounded_up(min(length, count - begin), block)
+        floats_at(memory.x, _rounded_up(end - begin, UNIT))[:] = ZERO
         for row in range(n):
             source = wires + row * stride
+            _read_factors(layout, source, begin, end, divisor, memory.factors)
             for at in range(begin, end, UNIT):
-                _read_factors(layout, source, at, end, divisor, memory.factors)
                 codes = _codes(layout, source, at, end, memory.codes)
-                add_codes(codes, memory.factors, memory.x + (at - begin) * 4)
+                factor = _factor_of(layout, at - begin, memory.factors)
+                add_codes(codes, factor, block, memory.x + (at - begin) * 4)
         _quantize(layout, memory, begin, end, begin, wire, _NAN_ALONE)
     _clear_padding(layout, wire)
+
+
+@inner
+def _rounded_up(count: int, size: int) -> int:
+    return -(-count // size) * size
 
 
 @inner
@@ -234,22 +253,28 @@ def _clear_padding(layout: Any, row: int) -> None:
     clear(row, layout.start + blocks * (layout.block // 2), layout.stride)
 
 
-@inlined
-def _rotate(layout: Any, source: int, target: int, count: int, factor: Any) -> None:
-    """target <- H (source * factor), in groups of `layout.rotate` elements; memory for whole units."""
-    for unit in range(-(-count // UNIT)):
-        rotate_unit(source + unit * UNIT * 4, target + unit * UNIT * 4, layout.rotate, factor)
+@inner
+def _rotate(source: int, target: int, count: int, rotate: int, factor: Any) -> None:
+    """target <- H (source * factor), in groups of `rotate` elements; memory for whole units."""
+    for at in range(0, count, UNIT):
+        rotate_unit(source + at * 4, target + at * 4, rotate, factor)
+    _rotate_units(target, count, rotate)
+
+
+@inner
+def _rotate_units(x: int, count: int, rotate: int) -> None:
+    """The butterflies between units, in place."""
     stride = UNIT
-    while stride < layout.rotate:
+    while stride < rotate:
         for first in range(0, count, 2 * stride):
             for at in range(first, first + stride, UNIT):
-                add_and_subtract_units(target + at * 4, target + (at + stride) * 4)
+                add_and_subtract_units(x + at * 4, x + (at + stride) * 4)
         stride *= 2
 
 
 @inlined
 def _codes(layout: Any, row: int, at: int, end: int, spare: int) -> int:
-    """The address of the codes of the unit at element `at`: in `spare`, with zeros, if it reaches beyond `end`."""
+    """The address of the codes of the unit at element `at`; in `spare`, with zeros, if it reaches beyond `end`."""
     where = row + layout.start + at // 2
     if at + UNIT <= end:
         return where
@@ -261,25 +286,23 @@ def _codes(layout: Any, row: int, at: int, end: int, spare: int) -> int:
 
 
 @inlined
-def _read_factors(layout: Any, row: int, at: int, end: int, divisor: int, factors: int) -> None:
-    """The scales of the elements of the unit at `at`, divided by `divisor`; NaN for those that are not finite."""
-    scales = halves_at(row, end >> layout.shift)
-    if layout.block >= UNIT:
-        fill_unit(factors, _factor(scales[at >> layout.shift], divisor))
-        return
-    values = floats_at(factors, UNIT)
-    for first in range(0, UNIT, layout.block):
-        inside = at + first < end
-        values[first : first + layout.block] = (
-            _factor(scales[(at + first) >> layout.shift], divisor) if inside else ZERO
-        )
+def _factor_of(layout: Any, at: int, factors: int) -> int:
+    """The address of the factor of the first block of the unit at element `at` of a strip."""
+    return factors + (at >> layout.shift) * 4
 
 
-@inlined
-def _factor(scale: Any, divisor: int) -> Any:
-    finite = np.uint16(scale & np.uint16(0x7F80)) != 0x7F80
-    value = from_bfloat16(scale) if finite else float_of(NAN)
-    return value / np.float32(divisor) if divisor > 1 else value
+@inner
+def _read_factors(layout: Any, row: int, begin: int, end: int, divisor: int, factors: int) -> None:
+    """The scales of the blocks of a strip, divided by `divisor`; NaN for those that are not finite."""
+    blocks = (end - begin) >> layout.shift
+    scales, values = halves_at(row + 2 * (begin >> layout.shift), blocks), floats_at(factors, blocks)
+    for i in range(blocks):
+        finite = np.uint16(scales[i] & np.uint16(0x7F80)) != 0x7F80
+        values[i] = from_bfloat16(scales[i]) if finite else float_of(NAN)
+    if divisor > 1:
+        divide(values, divisor)
+    if layout.block < UNIT:
+        floats_at(factors + 4 * blocks, UNIT // PART)[:] = ZERO
 
 
 @inner
@@ -295,64 +318,58 @@ def _quantize(layout: Any, memory: Any, begin: int, end: int, index: int, row: i
         row: The address of the row.
         limit: Bits; a block is NaN if the bits of its largest magnitude are not less.
     """
+    block, blocks = layout.block, (end - begin) >> layout.shift
+    for at in range(0, end - begin, UNIT):
+        find_largest(memory.x + at * 4, block, memory.largest + at // PART * 4)
+    if block > UNIT:
+        _find_largest_of_blocks(memory.largest, blocks, block // PART)
+    _write_scales(layout, memory, blocks, halves_at(row + 2 * (begin >> layout.shift), blocks), limit)
     if layout.random:
         _draw(layout, index, floats_at(memory.numbers, end - begin))
-    longest = max(layout.block, UNIT)
-    for first in range(begin, end, longest):
-        if layout.block >= UNIT:
-            largest = np.uint32(0)
-            for at in range(first, first + layout.block, UNIT):
-                largest = max(largest, largest_bits(memory.x + (at - begin) * 4))
-            values = floats_at(memory.x + (first - begin) * 4, layout.block)
-            fill_unit(memory.factors, _write_scale(layout, largest, limit, first, row, values))
+    for at in range(begin, end, UNIT):
+        where = row + layout.start + at // 2
+        codes = where if at + UNIT <= end else memory.codes
+        x, factor = memory.x + (at - begin) * 4, _factor_of(layout, at - begin, memory.factors)
+        if layout.random:
+            quantize_unit_at_random(x, factor, block, memory.numbers + (at - begin) * 4, codes)
         else:
-            _write_scales(layout, memory, begin, end, first, row, limit)
-        for at in range(first, min(first + longest, end), UNIT):
-            where = row + layout.start + at // 2
-            codes = where if at + UNIT <= end else memory.codes
-            x = memory.x + (at - begin) * 4
-            if layout.random:
-                quantize_unit_at_random(x, memory.factors, memory.numbers + (at - begin) * 4, codes)
-            else:
-                quantize_unit(x, memory.factors, codes)
-            if at + UNIT > end:
-                target, source = bytes_at(where, (end - at) // 2), bytes_at(codes, (end - at) // 2)
-                for i in range(len(target)):
-                    target[i] = source[i]
+            quantize_unit(x, factor, block, codes)
+        if at + UNIT > end:
+            target, source = bytes_at(where, (end - at) // 2), bytes_at(codes, (end - at) // 2)
+            for i in range(len(target)):
+                target[i] = source[i]
 
 
 @inner
-def _write_scales(layout: Any, memory: Any, begin: int, end: int, first: int, row: int, limit: Any) -> None:
-    """Write the scales of the blocks of a unit, and the factors of its elements."""
-    factors = floats_at(memory.factors, UNIT)
-    factors[:] = ZERO
-    for at in range(first, min(first + UNIT, end), layout.block):
-        values = floats_at(memory.x + (at - begin) * 4, layout.block)
-        bits, largest = values.view(np.uint32), np.uint32(0)
-        for i in range(layout.block):
-            largest = max(largest, np.uint32(bits[i] & np.uint32(0x7FFFFFFF)))
-        factor = _write_scale(layout, largest, limit, at, row, values)
-        factors[at - first : at - first + layout.block] = factor
+def _find_largest_of_blocks(largest: int, blocks: int, parts: int) -> None:
+    """Replace the first number of each block's `parts` by the largest one."""
+    for block in range(blocks):
+        bits = floats_at(largest + block * parts * 4, parts).view(np.uint32)
+        most = np.uint32(0)
+        for i in range(parts):
+            most = max(most, bits[i])
+        bits[0] = most
 
 
-@inlined
-def _write_scale(layout: Any, largest: Any, limit: Any, at: int, row: int, values: Array) -> Any:
-    """Write the scale of the block at element `at`, and return its inverse; 0, with zeros as values, if it is 0."""
-    bits = _NAN_SCALE
-    if largest < limit:
-        most = min(float_of(largest), LARGEST[FLOAT32])
-        quotient = bits_of(most / _SEVEN)
-        if layout.random:
-            bits = min(np.uint32(np.uint32(quotient + np.uint32(0xFFFF)) >> 16), _LARGEST_SCALE)
-        else:
-            bits = np.uint32(np.uint32(quotient + 0x7FFF + (np.uint32(quotient >> 16) & 1)) >> 16)
-        if bits < _SMALLEST_NORMAL:
-            bits = np.uint32(0)
-    halves_at(row + 2 * (at >> layout.shift), 1)[0] = np.uint16(bits)
-    if bits == 0 or bits == _NAN_SCALE:
-        values[:] = ZERO
-        return ZERO
-    return _ONE / float_of(np.uint32(bits << 16))
+@inner
+def _write_scales(layout: Any, memory: Any, blocks: int, scales: Array, limit: Any) -> None:
+    """Write the scales of blocks, and their inverses as factors; 0 where the scale is 0 or NaN."""
+    step = layout.block // PART
+    largest = floats_at(memory.largest, blocks * step).view(np.uint32)
+    factors = floats_at(memory.factors, blocks)
+    random = layout.random
+    for i in range(blocks):
+        most = largest[i * step]
+        quotient = bits_of(min(float_of(most), LARGEST[FLOAT32]) / _SEVEN)
+        up = min(np.uint32(np.uint32(quotient + np.uint32(0xFFFF)) >> 16), _LARGEST_SCALE)
+        nearest = np.uint32(np.uint32(quotient + 0x7FFF + (np.uint32(quotient >> 16) & 1)) >> 16)
+        bits = up if random else nearest
+        bits = bits if bits >= _SMALLEST_NORMAL else np.uint32(0)
+        inverse = _ONE / float_of(np.uint32(bits << 16))
+        scales[i] = np.uint16(bits if most < limit else _NAN_SCALE)
+        factors[i] = inverse if most < limit and bits > 0 else ZERO
+    if layout.block < UNIT:
+        floats_at(memory.factors + 4 * blocks, UNIT // PART)[:] = ZERO
 
 
 @inner

@@ -6,6 +6,7 @@ registers of the processor. All arguments that are not numbers are addresses, of
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numba
@@ -15,6 +16,9 @@ from numba.extending import intrinsic
 
 UNIT = 32
 """The number of elements in a unit."""
+
+PART = 8
+"""The number of elements in the smallest block."""
 
 _FLOAT, _INT, _BYTE = ir.FloatType(), ir.IntType(32), ir.IntType(8)
 _FLOATS, _INTS, _BYTES = (ir.VectorType(element, UNIT) for element in (_FLOAT, _INT, _BYTE))
@@ -29,19 +33,7 @@ def rotate_unit(_: Any, source: Any, target: Any, rotate: Any, factor: Any) -> A
     def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         source, target, rotate, factor = values
         x = builder.fmul(_read(builder, source, _FLOATS), _splat(builder, factor))
-        for stride in (1, 2, 4, 8, 16):
-            before = builder.block
-            with builder.if_then(builder.icmp_signed(">", rotate, ir.Constant(rotate.type, stride))):
-                partners = _shuffled(builder, x, x, [i ^ stride for i in range(UNIT)])
-                signs = _constant(_INTS, [0x80000000 if i & stride else 0 for i in range(UNIT)])
-                bits = builder.xor(builder.bitcast(x, _INTS), signs)
-                rotated = builder.fadd(partners, builder.bitcast(bits, _FLOATS))
-                inside = builder.block
-            joined = builder.phi(_FLOATS)
-            joined.add_incoming(x, before)
-            joined.add_incoming(rotated, inside)
-            x = joined
-        _write(builder, x, target)
+        _write(builder, _rotated(builder, x, rotate), target)
 
     return _VOID(_INT64, _INT64, _INT64, _FLOAT32), code
 
@@ -59,83 +51,136 @@ def add_and_subtract_units(_: Any, a: Any, b: Any) -> Any:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def largest_bits(_: Any, x: Any) -> Any:
-    """The largest bits of the magnitudes in a unit: of the largest magnitude, or of a NaN."""
+def find_largest(_: Any, x: Any, block: Any, target: Any) -> Any:
+    """target <- for each 8 elements the largest bits of a magnitude, or of a NaN, in their block of the unit."""
 
     def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        bits = builder.bitcast(_read(builder, values[0], _FLOATS), _INTS)
-        magnitudes = builder.and_(bits, _constant(_INTS, [0x7FFFFFFF] * UNIT))
-        return _call(builder, f"llvm.vector.reduce.umax.v{UNIT}i32", _INT, magnitudes)
+        x, block, target = values
+        bits = builder.bitcast(_read(builder, x, _FLOATS), _INTS)
+        largest = builder.and_(bits, _constant(_INTS, [0x7FFFFFFF] * UNIT))
 
-    return numba.types.uint32(_INT64), code
+        def larger(bits: Any, stride: int) -> Any:
+            partners = _shuffled(builder, bits, bits, [i ^ stride for i in range(UNIT)])
+            return builder.select(builder.icmp_unsigned(">", bits, partners), bits, partners)
 
-
-@intrinsic  # type: ignore[untyped-decorator]
-def fill_unit(_: Any, target: Any, value: Any) -> Any:
-    """target <- value, for all elements."""
-
-    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        _write(builder, _splat(builder, values[1]), values[0])
-
-    return _VOID(_INT64, _FLOAT32), code
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def quantize_unit(_: Any, x: Any, factors: Any, codes: Any) -> Any:
-    """codes <- clip(rint(x * factors), -7, 7), two a byte; no element is NaN."""
-
-    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        x, factors = (_read(builder, value, _FLOATS) for value in values[:2])
-        _write_codes(
-            builder, _call(builder, f"llvm.rint.v{UNIT}f32", _FLOATS, builder.fmul(x, factors)), values[2]
-        )
+        largest = _in_stages(builder, largest, block, larger)
+        _write(builder, _shuffled(builder, largest, largest, list(range(0, UNIT, PART))), target)
 
     return _VOID(_INT64, _INT64, _INT64), code
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def quantize_unit_at_random(_: Any, x: Any, factors: Any, numbers: Any, codes: Any) -> Any:
-    """codes <- clip(floor(x * factors + numbers), -7, 7), two a byte; no element is NaN."""
+def quantize_unit(_: Any, x: Any, factors: Any, block: Any, codes: Any) -> Any:
+    """codes <- clip(rint(x * factors), -7, 7), two a byte, with a factor for each block; 0 for NaN."""
 
     def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        x, factors, numbers = (_read(builder, value, _FLOATS) for value in values[:3])
-        levels = builder.fadd(builder.fmul(x, factors), numbers)
-        _write_codes(builder, _call(builder, f"llvm.floor.v{UNIT}f32", _FLOATS, levels), values[3])
+        x, factors, block, codes = values
+        levels = builder.fmul(_read(builder, x, _FLOATS), _of_blocks(builder, factors, block))
+        _write_codes(builder, _call(builder, f"llvm.rint.v{UNIT}f32", _FLOATS, levels), codes)
 
     return _VOID(_INT64, _INT64, _INT64, _INT64), code
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def unpack_unit(_: Any, codes: Any, target: Any) -> Any:
-    """target <- codes."""
+def quantize_unit_at_random(_: Any, x: Any, factors: Any, block: Any, numbers: Any, codes: Any) -> Any:
+    """codes <- clip(floor(x * factors + numbers), -7, 7), as `quantize_unit`."""
 
     def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        _write(builder, _read_codes(builder, values[0]), values[1])
+        x, factors, block, numbers, codes = values
+        levels = builder.fmul(_read(builder, x, _FLOATS), _of_blocks(builder, factors, block))
+        levels = builder.fadd(levels, _read(builder, numbers, _FLOATS))
+        _write_codes(builder, _call(builder, f"llvm.floor.v{UNIT}f32", _FLOATS, levels), codes)
 
-    return _VOID(_INT64, _INT64), code
+    return _VOID(_INT64, _INT64, _INT64, _INT64, _INT64), code
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def add_codes(_: Any, codes: Any, factors: Any, total: Any) -> Any:
-    """total <- total + codes * factors."""
+def add_codes(_: Any, codes: Any, factors: Any, block: Any, total: Any) -> Any:
+    """total <- total + codes * factors, with a factor for each block."""
 
     def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        factors, total = (_read(builder, value, _FLOATS) for value in values[1:])
-        terms = builder.fmul(_read_codes(builder, values[0]), factors)
-        _write(builder, builder.fadd(total, terms), values[2])
+        codes, factors, block, total = values
+        terms = builder.fmul(_read_codes(builder, codes), _of_blocks(builder, factors, block))
+        _write(builder, builder.fadd(_read(builder, total, _FLOATS), terms), total)
+
+    return _VOID(_INT64, _INT64, _INT64, _INT64), code
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def decode_unit(_: Any, codes: Any, factors: Any, block: Any, rotate: Any, largest: Any, target: Any) -> Any:
+    """target <- H codes * factors, kept between -largest and largest; NaN stays."""
+
+    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        codes, factors, block, rotate, largest, target = values
+        x = builder.fmul(
+            _rotated(builder, _read_codes(builder, codes), rotate), _of_blocks(builder, factors, block)
+        )
+        _write(builder, _clipped(builder, x, _splat(builder, largest)), target)
+
+    return _VOID(_INT64, _INT64, _INT64, _INT64, _FLOAT32, _INT64), code
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def unpack_unit(_: Any, codes: Any, rotate: Any, target: Any) -> Any:
+    """target <- H codes."""
+
+    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        codes, rotate, target = values
+        _write(builder, _rotated(builder, _read_codes(builder, codes), rotate), target)
 
     return _VOID(_INT64, _INT64, _INT64), code
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def scale_unit(_: Any, x: Any, factors: Any, largest: Any, target: Any) -> Any:
-    """target <- x * factors, kept between -largest and largest; NaN stays."""
+def scale_unit(_: Any, x: Any, factor: Any, largest: Any, target: Any) -> Any:
+    """target <- x * factor, kept between -largest and largest; NaN stays."""
 
     def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        product = builder.fmul(*(_read(builder, value, _FLOATS) for value in values[:2]))
-        _write(builder, _clipped(builder, product, _splat(builder, values[2])), values[3])
+        x, factor, largest, target = values
+        product = builder.fmul(_read(builder, x, _FLOATS), _splat(builder, factor))
+        _write(builder, _clipped(builder, product, _splat(builder, largest)), target)
 
-    return _VOID(_INT64, _INT64, _FLOAT32, _INT64), code
+    return _VOID(_INT64, _FLOAT32, _FLOAT32, _INT64), code
+
+
+def _in_stages(builder: Any, x: Any, size: Any, stage: Callable[[Any, int], Any]) -> Any:
+    """Apply `stage(x, stride)` for strides 1, 2, 4, 8 and 16 that are less than `size`."""
+    for stride in (1, 2, 4, 8, 16):
+        before = builder.block
+        with builder.if_then(builder.icmp_signed(">", size, ir.Constant(size.type, stride))):
+            changed, inside = stage(x, stride), builder.block
+        joined = builder.phi(x.type)
+        joined.add_incoming(x, before)
+        joined.add_incoming(changed, inside)
+        x = joined
+    return x
+
+
+def _rotated(builder: Any, x: Any, rotate: Any) -> Any:
+    """H x, for each group of `rotate` elements."""
+
+    def butterflies(x: Any, stride: int) -> Any:
+        partners = _shuffled(builder, x, x, [i ^ stride for i in range(UNIT)])
+        signs = _constant(_INTS, [0x80000000 if i & stride else 0 for i in range(UNIT)])
+        signed = builder.bitcast(builder.xor(builder.bitcast(x, _INTS), signs), _FLOATS)
+        return builder.fadd(partners, signed)
+
+    return _in_stages(builder, x, rotate, butterflies)
+
+
+def _of_blocks(builder: Any, factors: Any, block: Any) -> Any:
+    """The factors of a unit's elements, from those of its blocks: of all elements, or of 16, or of 8."""
+    first = builder.load(builder.inttoptr(factors, _FLOAT.as_pointer()), align=4)
+    all_alike, before = _splat(builder, first), builder.block
+    with builder.if_then(builder.icmp_signed("<", block, ir.Constant(block.type, UNIT)), likely=False):
+        several = _read(builder, factors, ir.VectorType(_FLOAT, UNIT // PART))
+        is_part = builder.icmp_signed("==", block, ir.Constant(block.type, PART))
+        by_8, by_16 = (_shuffled(builder, several, several, [i // size for i in range(UNIT)]) for size in (8, 16))
+        differing, inside = builder.select(is_part, by_8, by_16), builder.block
+    result = builder.phi(_FLOATS)
+    result.add_incoming(all_alike, before)
+    result.add_incoming(differing, inside)
+    return result
 
 
 def _constant(vector: Any, values: list[Any]) -> Any:
@@ -175,7 +220,9 @@ def _clipped(builder: Any, x: Any, largest: Any) -> Any:
 
 
 def _write_codes(builder: Any, levels: Any, address: Any) -> None:
-    """Clip levels, and write two a byte."""
+    """Clip levels, and write two a byte; 0 for NaN."""
+    is_number = builder.fcmp_ordered("ord", levels, levels)
+    levels = builder.select(is_number, levels, _constant(_FLOATS, [0.0] * UNIT))
     levels = _clipped(builder, levels, _constant(_FLOATS, [7.0] * UNIT))
     codes = builder.trunc(builder.fptosi(levels, _INTS), _BYTES)
     even, odd = (_shuffled(builder, codes, codes, list(range(first, UNIT, 2))) for first in (0, 1))
