@@ -135,7 +135,7 @@ def encode_int4(
             where, size = source + begin * itemsize(element), min(length, count - begin)
             whole = _rounded_up(size, block)
             if element == FLOAT32 and size == whole and size % UNIT == 0:
-                _rotate(where, memory.x, whole, rotate, factor)
+                _rotate(layout, where, memory, whole, factor)
             else:
                 wide = floats_at(memory.x, _rounded_up(whole, UNIT))
                 values = load(element, where, size, wide)
@@ -143,7 +143,10 @@ def encode_int4(
                     for i in range(size):
                         wide[i] = values[i]
                 wide[size:] = ZERO
-                _rotate(memory.x, memory.x, whole, rotate, factor)
+                _rotate(layout, memory.x, memory, whole, factor)
+            if rotate > UNIT:
+                _rotate_units(memory.x, whole, rotate)
+                _find_largest(layout, memory, whole)
             _quantize(layout, memory, begin, begin + whole, row * count + begin, target, _INFINITY)
         _clear_padding(layout, target)
 
@@ -229,6 +232,7 @@ def combine_int4(
                 codes = _codes(layout, source, at, end, memory.codes)
                 factor = _factor_of(layout, at - begin, memory.factors)
                 add_codes(codes, factor, block, memory.x + (at - begin) * 4)
+        _find_largest(layout, memory, end - begin)
         _quantize(layout, memory, begin, end, begin, wire, _NAN_ALONE)
     _clear_padding(layout, wire)
 
@@ -254,11 +258,23 @@ def _clear_padding(layout: Any, row: int) -> None:
 
 
 @inner
-def _rotate(source: int, target: int, count: int, rotate: int, factor: Any) -> None:
-    """target <- H (source * factor), in groups of `rotate` elements; memory for whole units."""
+def _rotate(layout: Any, source: int, memory: Any, count: int, factor: Any) -> None:
+    """Rotate the elements of each unit of a strip, and find the largest magnitudes; `source` is as long as units."""
     for at in range(0, count, UNIT):
-        rotate_unit(source + at * 4, target + at * 4, rotate, factor)
-    _rotate_units(target, count, rotate)
+        largest = _largest_of(layout, memory, at)
+        rotate_unit(source + at * 4, memory.x + at * 4, layout.rotate, factor, layout.block, largest)
+
+
+@inner
+def _find_largest(layout: Any, memory: Any, count: int) -> None:
+    for at in range(0, count, UNIT):
+        find_largest(memory.x + at * 4, layout.block, _largest_of(layout, memory, at))
+
+
+@inlined
+def _largest_of(layout: Any, memory: Any, at: int) -> int:
+    """The address of the bits of the largest magnitudes of the unit at element `at` of a strip."""
+    return memory.largest + (at // UNIT if layout.block >= UNIT else at // PART) * 4
 
 
 @inner
@@ -319,10 +335,7 @@ def _quantize(layout: Any, memory: Any, begin: int, end: int, index: int, row: i
         limit: Bits; a block is NaN if the bits of its largest magnitude are not less.
     """
     block, blocks = layout.block, (end - begin) >> layout.shift
-    for at in range(0, end - begin, UNIT):
-        find_largest(memory.x + at * 4, block, memory.largest + at // PART * 4)
-    if block > UNIT:
-        _find_largest_of_blocks(memory.largest, blocks, block // PART)
+    _find_largest_of_blocks(memory.largest, blocks, block // (UNIT if block >= UNIT else PART))
     _write_scales(layout, memory, blocks, halves_at(row + 2 * (begin >> layout.shift), blocks), limit)
     if layout.random:
         _draw(layout, index, floats_at(memory.numbers, end - begin))
@@ -342,32 +355,35 @@ def _quantize(layout: Any, memory: Any, begin: int, end: int, index: int, row: i
 
 @inner
 def _find_largest_of_blocks(largest: int, blocks: int, parts: int) -> None:
-    """Replace the first number of each block's `parts` by the largest one."""
+    """Replace the numbers of each block's `parts` by the largest one."""
+    if parts == 1:
+        return
+    bits = floats_at(largest, blocks * parts).view(np.uint32)
     for block in range(blocks):
-        bits = floats_at(largest + block * parts * 4, parts).view(np.uint32)
         most = np.uint32(0)
-        for i in range(parts):
+        for i in range(block * parts, (block + 1) * parts):
             most = max(most, bits[i])
-        bits[0] = most
+        bits[block] = most
 
 
 @inner
 def _write_scales(layout: Any, memory: Any, blocks: int, scales: Array, limit: Any) -> None:
     """Write the scales of blocks, and their inverses as factors; 0 where the scale is 0 or NaN."""
-    step = layout.block // PART
-    largest = floats_at(memory.largest, blocks * step).view(np.uint32)
-    factors = floats_at(memory.factors, blocks)
-    random = layout.random
+    largest, factors = floats_at(memory.largest, blocks).view(np.uint32), floats_at(memory.factors, blocks)
+    up = np.uint32(0xFFFF) if layout.random else np.uint32(0x7FFF)
+    even = np.uint32(0) if layout.random else np.uint32(1)
     for i in range(blocks):
-        most = largest[i * step]
-        quotient = bits_of(min(float_of(most), LARGEST[FLOAT32]) / _SEVEN)
-        up = min(np.uint32(np.uint32(quotient + np.uint32(0xFFFF)) >> 16), _LARGEST_SCALE)
-        nearest = np.uint32(np.uint32(quotient + 0x7FFF + (np.uint32(quotient >> 16) & 1)) >> 16)
-        bits = up if random else nearest
-        bits = bits if bits >= _SMALLEST_NORMAL else np.uint32(0)
+        most = min(largest[i], bits_of(LARGEST[FLOAT32]))
+        quotient = bits_of(float_of(most) / _SEVEN)
+        bits = np.uint32(np.uint32(quotient + up + np.uint32(np.uint32(quotient >> 16) & even)) >> 16)
+        bits = min(bits, _LARGEST_SCALE)
+        is_large = bits >= _SMALLEST_NORMAL
+        bits = bits if is_large else _SMALLEST_NORMAL
         inverse = _ONE / float_of(np.uint32(bits << 16))
-        scales[i] = np.uint16(bits if most < limit else _NAN_SCALE)
-        factors[i] = inverse if most < limit and bits > 0 else ZERO
+        bits, inverse = (bits, inverse) if is_large else (np.uint32(0), ZERO)
+        is_broken = largest[i] >= limit
+        factors[i] = ZERO if is_broken else inverse
+        scales[i] = np.uint16(_NAN_SCALE if is_broken else bits)
     if layout.block < UNIT:
         floats_at(memory.factors + 4 * blocks, UNIT // PART)[:] = ZERO
 

@@ -27,15 +27,17 @@ _VOID, _INT64, _FLOAT32 = numba.types.void, numba.types.int64, numba.types.float
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def rotate_unit(_: Any, source: Any, target: Any, rotate: Any, factor: Any) -> Any:
-    """target <- H (source * factor), for each group of `rotate` elements, up to 32: see `host.int4`."""
+def rotate_unit(_: Any, source: Any, target: Any, rotate: Any, factor: Any, block: Any, largest: Any) -> Any:
+    """target <- H (source * factor), for each group of `rotate` elements, up to 32; `largest` as `find_largest`."""
 
     def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        source, target, rotate, factor = values
+        source, target, rotate, factor, block, largest = values
         x = builder.fmul(_read(builder, source, _FLOATS), _splat(builder, factor))
-        _write(builder, _rotated(builder, x, rotate), target)
+        x = _rotated(builder, x, rotate)
+        _write(builder, x, target)
+        _write_largest(builder, x, block, largest)
 
-    return _VOID(_INT64, _INT64, _INT64, _FLOAT32), code
+    return _VOID(_INT64, _INT64, _INT64, _FLOAT32, _INT64, _INT64), code
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -52,19 +54,11 @@ def add_and_subtract_units(_: Any, a: Any, b: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def find_largest(_: Any, x: Any, block: Any, target: Any) -> Any:
-    """target <- for each 8 elements the largest bits of a magnitude, or of a NaN, in their block of the unit."""
+    """target <- the bits of the largest magnitude, or of a NaN: of the unit, or of each 8 in their shorter blocks."""
 
     def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         x, block, target = values
-        bits = builder.bitcast(_read(builder, x, _FLOATS), _INTS)
-        largest = builder.and_(bits, _constant(_INTS, [0x7FFFFFFF] * UNIT))
-
-        def larger(bits: Any, stride: int) -> Any:
-            partners = _shuffled(builder, bits, bits, [i ^ stride for i in range(UNIT)])
-            return builder.select(builder.icmp_unsigned(">", bits, partners), bits, partners)
-
-        largest = _in_stages(builder, largest, block, larger)
-        _write(builder, _shuffled(builder, largest, largest, list(range(0, UNIT, PART))), target)
+        _write_largest(builder, _read(builder, x, _FLOATS), block, target)
 
     return _VOID(_INT64, _INT64, _INT64), code
 
@@ -166,6 +160,24 @@ def _rotated(builder: Any, x: Any, rotate: Any) -> Any:
         return builder.fadd(partners, signed)
 
     return _in_stages(builder, x, rotate, butterflies)
+
+
+def _write_largest(builder: Any, x: Any, block: Any, target: Any) -> None:
+    """See `find_largest`."""
+    magnitudes = builder.and_(builder.bitcast(x, _INTS), _constant(_INTS, [0x7FFFFFFF] * UNIT))
+
+    def larger(bits: Any, stride: int) -> Any:
+        partners = _shuffled(builder, bits, bits, [i ^ stride for i in range(UNIT)])
+        return builder.select(builder.icmp_unsigned(">", bits, partners), bits, partners)
+
+    is_long = builder.icmp_signed(">=", block, ir.Constant(block.type, UNIT))
+    with builder.if_else(is_long, likely=True) as (of_unit, of_parts):
+        with of_unit:
+            largest = _call(builder, f"llvm.vector.reduce.umax.v{UNIT}i32", _INT, magnitudes)
+            builder.store(largest, builder.inttoptr(target, _INT.as_pointer()), align=4)
+        with of_parts:
+            several = _in_stages(builder, magnitudes, block, larger)
+            _write(builder, _shuffled(builder, several, several, list(range(0, UNIT, PART))), target)
 
 
 def _of_blocks(builder: Any, factors: Any, block: Any) -> Any:
