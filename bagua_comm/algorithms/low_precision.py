@@ -44,11 +44,12 @@ class _LowPrecision:
         seed = self.codec.random_seed
         self.codec.encode(delta, wire, draws=None if seed is None else next_draws(comm, seed))
 
-    def _add_decoded(self, wire: Array, replica: Array, comm: Communicator) -> None:
+    def _add_decoded(self, wire: Array, replica: Array, bucket: Bucket, comm: Communicator) -> None:
         """replica += decode(wire), by the same arithmetic on all ranks that hold this replica."""
         decoded = comm.scratch.take("decoded", (1, replica.size), replica.dtype, like=replica)
         self.codec.decode(wire, decoded)
         kernels.of(replica).add(replica, decoded[0], out=replica)
+        bucket.clear_padding(replica)
 
 
 @dataclass
@@ -96,9 +97,9 @@ class LowPrecisionDecentralized(_LowPrecision):
         mine, from_left, from_right = (self._wire(bucket, comm, key) for key in ("mine", "left", "right"))
         self._encode(delta, mine, comm)
         _exchange_on_ring(comm, mine, from_left, from_right, left, right)
-        self._add_decoded(mine, state.weight, comm)
-        self._add_decoded(from_left, state.left, comm)
-        self._add_decoded(from_right, state.right, comm)
+        self._add_decoded(mine, state.weight, bucket, comm)
+        self._add_decoded(from_left, state.left, bucket, comm)
+        self._add_decoded(from_right, state.right, bucket, comm)
 
     def commit(self, bucket: Bucket, state: Replicas) -> None:
         """x <- w."""
@@ -162,8 +163,8 @@ class LowPrecisionOnePeer(_LowPrecision):
         mine, theirs = self._wire(bucket, comm, "mine"), self._wire(bucket, comm, "theirs")
         self._encode(delta, mine, comm)
         comm.sendrecv(mine, theirs, dest=dest, source=source)
-        self._add_decoded(mine, sent, comm)
-        self._add_decoded(theirs, received, comm)
+        self._add_decoded(mine, sent, bucket, comm)
+        self._add_decoded(theirs, received, bucket, comm)
         kernels.of(x).move_half(x, received, sent, out=state.weight)
         state.round += 1
 

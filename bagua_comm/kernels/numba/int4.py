@@ -259,7 +259,7 @@ def _clear_padding(layout: Any, row: int) -> None:
 
 @inner
 def _rotate(layout: Any, source: int, memory: Any, count: int, factor: Any) -> None:
-    """Rotate the elements of each unit of a strip, and find the largest magnitudes; `source` is as long as units."""
+    """Rotate the elements of each unit of a strip from `source`, and find the largest magnitudes."""
     for at in range(0, count, UNIT):
         largest = _largest_of(layout, memory, at)
         rotate_unit(source + at * 4, memory.x + at * 4, layout.rotate, factor, layout.block, largest)
@@ -272,7 +272,7 @@ def _find_largest(layout: Any, memory: Any, count: int) -> None:
 
 
 @inlined
-def _largest_of(layout: Any, memory: Any, at: int) -> int:
+def _largest_of(layout: Any, memory: Any, at: int) -> Any:
     """The address of the bits of the largest magnitudes of the unit at element `at` of a strip."""
     return memory.largest + (at // UNIT if layout.block >= UNIT else at // PART) * 4
 
@@ -289,8 +289,8 @@ def _rotate_units(x: int, count: int, rotate: int) -> None:
 
 
 @inlined
-def _codes(layout: Any, row: int, at: int, end: int, spare: int) -> int:
-    """The address of the codes of the unit at element `at`; in `spare`, with zeros, if it reaches beyond `end`."""
+def _codes(layout: Any, row: int, at: int, end: int, spare: int) -> Any:
+    """The address of the codes of the unit at `at`; `spare`, with zeros, if it reaches beyond `end`."""
     where = row + layout.start + at // 2
     if at + UNIT <= end:
         return where
@@ -302,7 +302,7 @@ def _codes(layout: Any, row: int, at: int, end: int, spare: int) -> int:
 
 
 @inlined
-def _factor_of(layout: Any, at: int, factors: int) -> int:
+def _factor_of(layout: Any, at: int, factors: int) -> Any:
     """The address of the factor of the first block of the unit at element `at` of a strip."""
     return factors + (at >> layout.shift) * 4
 

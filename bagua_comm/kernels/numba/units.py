@@ -28,7 +28,7 @@ _VOID, _INT64, _FLOAT32 = numba.types.void, numba.types.int64, numba.types.float
 
 @intrinsic  # type: ignore[untyped-decorator]
 def rotate_unit(_: Any, source: Any, target: Any, rotate: Any, factor: Any, block: Any, largest: Any) -> Any:
-    """target <- H (source * factor), for each group of `rotate` elements, up to 32; `largest` as `find_largest`."""
+    """target <- H (source * factor), for groups of at most 32; then do as `find_largest` does."""
 
     def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         source, target, rotate, factor, block, largest = values
@@ -54,7 +54,7 @@ def add_and_subtract_units(_: Any, a: Any, b: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def find_largest(_: Any, x: Any, block: Any, target: Any) -> Any:
-    """target <- the bits of the largest magnitude, or of a NaN: of the unit, or of each 8 in their shorter blocks."""
+    """target <- the bits of the largest magnitude, or of a NaN; for shorter blocks, for each 8 elements."""
 
     def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         x, block, target = values
