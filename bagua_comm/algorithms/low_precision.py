@@ -40,10 +40,6 @@ class _LowPrecision:
         shape = (1, self.codec.wire_nbytes(bucket.flat.size, bucket.flat.dtype))
         return comm.scratch.take(key, shape, "uint8", like=bucket.flat)
 
-    def _encode(self, delta: Array, wire: Array, comm: Communicator) -> None:
-        seed = self.codec.random_seed
-        self.codec.encode(delta, wire, draws=None if seed is None else next_draws(comm, seed))
-
     def _add_decoded(self, wire: Array, replica: Array, bucket: Bucket, comm: Communicator) -> None:
         """replica += decode(wire), by the same arithmetic on all ranks that hold this replica."""
         decoded = comm.scratch.take("decoded", (1, replica.size), replica.dtype, like=replica)
@@ -95,7 +91,7 @@ class LowPrecisionDecentralized(_LowPrecision):
         delta = comm.scratch.take("delta", (1, bucket.flat.size), bucket.flat.dtype, like=bucket.flat)
         kernels.of(delta).ring_difference(bucket.flat, state.left, state.right, state.weight, out=delta[0])
         mine, from_left, from_right = (self._wire(bucket, comm, key) for key in ("mine", "left", "right"))
-        self._encode(delta, mine, comm)
+        self.codec.encode(delta, mine, draws=next_draws(comm, self.codec.random_seed))
         _exchange_on_ring(comm, mine, from_left, from_right, left, right)
         self._add_decoded(mine, state.weight, bucket, comm)
         self._add_decoded(from_left, state.left, bucket, comm)
@@ -161,7 +157,7 @@ class LowPrecisionOnePeer(_LowPrecision):
         delta = comm.scratch.take("delta", (1, x.size), x.dtype, like=x)
         kernels.of(x).subtract(x, sent, out=delta[0])
         mine, theirs = self._wire(bucket, comm, "mine"), self._wire(bucket, comm, "theirs")
-        self._encode(delta, mine, comm)
+        self.codec.encode(delta, mine, draws=next_draws(comm, self.codec.random_seed))
         comm.sendrecv(mine, theirs, dest=dest, source=source)
         self._add_decoded(mine, sent, bucket, comm)
         self._add_decoded(theirs, received, bucket, comm)

@@ -116,7 +116,7 @@ class Coding:
 
     def draws(self, comm: CommBase) -> Draws | None:
         """The random numbers of this rank's next call; None for a codec that draws none."""
-        return None if self._random_seed is None else next_draws(comm, self._random_seed)
+        return next_draws(comm, self._random_seed)
 
     def is_current(self, x: Array) -> bool:
         """Whether it was made for the present kernels and size of pieces of arrays like `x`."""
@@ -188,12 +188,18 @@ class Coding:
         return call.result
 
 
-def next_draws(comm: CommBase, seed: int) -> Draws:
+def next_draws(comm: CommBase, seed: int | None) -> Draws | None:
     """The random numbers of this rank for the next array that it encodes.
 
     In an engine they depend on the seed, the rank, the bucket and the training step, which checkpoints restore;
     elsewhere on the number of calls of the communicator in place of bucket and step.
+
+    Args:
+        comm: The communicator that sends the array.
+        seed: The `random_seed` of the codec; if it is None, so is the result.
     """
+    if seed is None:
+        return None
     rank, context = comm.flight.groups[comm.group][comm.rank], comm.context
     if context.bucket_step is None:
         return Draws.of(seed, rank, comm.group, comm.guard.calls)

@@ -19,6 +19,7 @@ from bagua_comm import (
     ArrayError,
     Engine,
     Float16,
+    Int4,
     LowPrecisionDecentralized,
     LowPrecisionOnePeer,
     MinMaxUInt8,
@@ -40,11 +41,13 @@ REFERENCES = {
 def test_conformance(kind):
     check_algorithm(kind(), sizes=(1, 2, 3, 4, 8))
     check_algorithm(kind(MinMaxUInt8.bagua()), sizes=(3,))
+    check_algorithm(kind(Int4(rounding="stochastic")), sizes=(3,))
 
 
 @pytest.mark.parametrize(
     ("codec", "ranks"),
-    [(MinMaxUInt8(), ranks) for ranks in (1, 2, 3, 4, 8)] + [(MinMaxUInt8.bagua(), 4), (Float16(), 3)],
+    [(MinMaxUInt8(), ranks) for ranks in (1, 2, 3, 4, 8)]
+    + [(MinMaxUInt8.bagua(), 4), (Float16(), 3), (Int4(), 3)],
 )
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_follow_the_equations(kind, codec, ranks):

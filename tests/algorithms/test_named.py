@@ -17,6 +17,7 @@ from bagua_comm import (
     Float16,
     GradientAllReduce,
     Hierarchical,
+    Int4,
     LowPrecisionDecentralized,
     LowPrecisionOnePeer,
     MinMaxUInt8,
@@ -103,6 +104,11 @@ def test_every_algorithm_with_a_name_keeps_the_contract_and_its_repr_makes_it_ag
             '{"name": "diloco", "average": {"name": "hierarchical", "inner": {"name": "error-feedback",'
             ' "inner": {"name": "quantized", "codec": "float16"}}}}',
             DiLoCo(average=Hierarchical(ErrorFeedback(Quantized(Float16())))),
+        ),
+        (
+            '{"name": "gradient-allreduce", "average": {"name": "quantized",'
+            ' "codec": {"name": "int4", "block": 64, "rounding": "stochastic", "seed": 3}}}',
+            GradientAllReduce(Quantized(Int4(64, 32, "stochastic", 3))),
         ),
         ('{"name": "low-precision-ring", "codec": "bagua"}', LowPrecisionDecentralized(MinMaxUInt8.bagua())),
         (
