@@ -66,7 +66,8 @@ class Codec(ABC):
     def granule(self) -> int | None:
         """A chunk may be cut at multiples of this many elements without changing what it decodes to.
 
-        None if a chunk may not be cut.
+        Each piece is encoded as a chunk of its own, with its own header and padding; so this is the length of a
+        block where blocks are coded independently. None if a chunk may not be cut.
         """
         return None
 
