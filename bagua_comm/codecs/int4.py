@@ -8,14 +8,17 @@ last block:
     codes  := nb B / 2 bytes, zero-padded to a multiple of 32 bytes; element 2 i of the blocks is the low half of
               byte i, and 2 i + 1 the high half, in two's complement, -7 to 7
 
-Each group of R elements of a block is rotated by the Hadamard matrix H of size R (entries 1 and -1, H H = R I),
-as fast Walsh-Hadamard butterflies, (a, b) -> (a + b, a - b), of strides 1, 2, 4, ..., R / 2. Per block, in
-float32, every operation rounded half to even:
+Each group of R elements of a block is rotated: multiplied by the Hadamard matrix H of size R (entries 1 and -1,
+H H = R I), as fast Walsh-Hadamard butterflies, (a, b) -> (a + b, a - b), of strides 1, 2, 4, ..., R / 2. Before
+that, D negates the elements at positions 3, 7, 11, 12, 13 and 14 of each 16 of a chunk. Without rotation, R = 1,
+both are left out. Per block, in float32, every operation rounded half to even:
 
-    t = H (x / R)        s = bfloat16(max |t| / 7)        q = clip(rint(t * (1 / s)), -7, 7)        x' = H q * s
+    t = H (D x / R)      s = bfloat16(max |t| / 7)      q = clip(rint(t * (1 / s)), -7, 7)      x' = D H q * s
 
 * Rotation spreads a large element over its group, so that it does not take the precision of the others: the
   relative error of coding gradients is about a tenth, whatever their distribution.
+* Without D, a mean that elements have in common, as gradients of neighbours do, would be a single large element
+  of t. The signs of D are a bent function: its Walsh spectrum is flat, so a mean, too, is spread over t.
 * H q is a sum of integers, exact in any order. x' is kept within the finite range of the element dtype, and
   rounded to it once. x / R is exact, except for subnormal numbers, and no sum overflows.
 * s is rounded half to even. The largest element may thus exceed 7 steps, by less than 1/32 of a step.

@@ -27,7 +27,13 @@ def in_blocks(codec, x):
     nb = -(-m // codec.block)
     padded = np.zeros((n, nb * codec.block))
     padded[:, :m] = x
-    return padded.reshape(n, nb, -1, codec.rotate)
+    return (padded * signs(codec, nb * codec.block)).reshape(n, nb, -1, codec.rotate)
+
+
+def signs(codec, count):
+    """The signs of elements: a bent function of the lowest four bits of their numbers."""
+    i = np.arange(count)
+    return 1 - 2 * ((i & i >> 1 & 1) ^ (i >> 2 & i >> 3 & 1)) if codec.rotate > 1 else np.ones(count, int)
 
 
 def on_the_wire(codec, wire, m):
@@ -78,8 +84,10 @@ def test_decoding_is_the_rotation_of_the_codes(codec, dtype):
     kind = dtype_named(dtype)
     wire = codec.encode(np.random.default_rng(2).standard_normal((2, 700)).astype(kind))
     scales, codes = on_the_wire(codec, wire, 700)
-    groups = codes.reshape(2, scales.shape[1], -1, codec.rotate) @ hadamard(codec.rotate)
-    expected = (groups * scales[..., None, None]).astype(np.float32).reshape(2, -1)[:, :700].astype(kind)
+    groups = codes.reshape(2, scales.shape[1], -1, codec.rotate) @ hadamard(codec.rotate).astype(int)
+    signed = groups.reshape(2, -1) * signs(codec, groups.size // 2)
+    factors = np.repeat(scales, codec.block, axis=1)
+    expected = (signed * factors).astype(np.float32)[:, :700].astype(kind)
 
     assert codec.decode(wire, np.empty((2, 700), kind)).tobytes() == expected.tobytes()
 
@@ -103,8 +111,13 @@ def test_errors_of_gradients_are_about_a_tenth_at_any_magnitude():
         for scale in (1e-3, 1e-8, 1e-30, 1e30):
             part = x[:, : 1 << 16]
             assert relative_error(Int4(), part * np.float32(scale)) == pytest.approx(
-                relative_error(Int4(), part), rel=1e-2
+                relative_error(Int4(), part), rel=2e-2
             ), (name, scale)
+
+
+def test_a_common_mean_costs_no_precision():
+    x = np.random.default_rng(5).standard_normal((1, 1 << 16)).astype(np.float32)
+    assert relative_error(Int4(), x + 2) < 1.05 * relative_error(Int4(), x)
 
 
 def test_rotation_keeps_large_elements_from_taking_the_precision_of_others():
@@ -139,7 +152,7 @@ def test_the_largest_numbers_stay_finite_in_sums_too(codec, dtype):
     assert np.isfinite(total).all()
     assert (total[0, :64] * signs[0, :64] > 0.97 * largest).all()  # three times the largest, limited
     mean = codec.decode(codec.combine(wire, op="avg", count=96, dtype=kind), np.empty_like(x[:1])).astype(float)
-    np.testing.assert_allclose(mean[0, :64], signs[0, :64] * largest, rtol=0.03)
+    np.testing.assert_allclose(mean[0, :64], signs[0, :64] * largest, rtol=0.08)
 
 
 def test_zeros_and_what_is_too_small_decode_to_zeros():
@@ -175,8 +188,9 @@ def test_the_padding_of_a_last_block_is_sent_and_the_rest_is_zero():
     assert codec.wire_nbytes(33, x.dtype) == 64
     wire = codec.encode(x, out=np.full((1, 64), 255, np.uint8))
     assert wire[0, 4:32].tolist() == [0] * 28
-    assert wire[0, 32:48].tolist() == [7] + [0] * 15  # all of the mean
-    assert wire[0, 48:64].tolist() == [0x77] * 16  # one element, in all of its group
+    mean, one = on_the_wire(codec, wire, 33)[1][0].tolist()
+    assert mean == [7, 7, 7, -7, 7, 7, 7, -7, 7, 7, 7, -7, -7, -7, -7, 7, *[0] * 16]  # spread over half the group
+    assert one == [7] * 32  # one element, in all of its group
 
 
 def test_bits_an_element():

@@ -17,10 +17,12 @@ little endian.
 The formula. Every group of R elements of a block is rotated, and every block quantized; in float32, every
 operation rounded by itself, half to even:
 
-    t = H (x / R)      s = bfloat16(max |t| / 7)      q = clip(rint(t * (1 / s)), -7, 7)      x' = (H q) * s
+    t = H (D x / R)    s = bfloat16(max |t| / 7)      q = clip(rint(t * (1 / s)), -7, 7)      x' = (D H q) * s
 
-H has the entry (-1)^(number of ones in i & j) at (i, j). The sums in H (x / R) are made in steps k = 1, 2, 4,
-..., R / 2: in each, element i becomes t[i] + t[i + k] if i & k is 0, and t[i - k] - t[i] otherwise.
+D changes signs: entry i of a chunk is negated if (b0 and b1) differs from (b2 and b3), where b0 to b3 are the
+lowest bits of i. Without rotation, R = 1, there is no D. Entry (i, j) of H is (-1)^(number of ones in i & j).
+The sums in H (D x / R) are made in steps k = 1, 2, 4, ..., R / 2: in each, element i becomes t[i] + t[i + k] if
+i & k is 0, and t[i - k] - t[i] otherwise.
 
 The rules for what the formula leaves open:
 
@@ -87,20 +89,28 @@ def random_number(key: int, counter: int) -> float:
     return (random_bits(key, counter) >> 8) / 2.0**24
 
 
-def rotated(group: Row) -> Row:
-    """Return H (x / R)."""
+def is_negated(i: int) -> bool:
+    """Whether D negates element i of a chunk."""
+    return (i & 3 == 3) != (i >> 2 & 3 == 3)
+
+
+def rotated(group: Row, first: int) -> Row:
+    """Return H (D x / R) of a group that begins at element `first`."""
     t = [f32(x / len(group)) for x in group]
     k = 1
+    if len(t) > 1:
+        t = [-x if is_negated(first + i) else x for i, x in enumerate(t)]
     while k < len(t):
         t = [f32(t[i - k] - t[i]) if i & k else f32(t[i] + t[i + k]) for i in range(len(t))]
         k *= 2
     return t
 
 
-def rotated_back(codes: list[int]) -> list[int]:
-    """Return H q."""
+def rotated_back(codes: list[int], first: int) -> list[int]:
+    """Return D H q of a group that begins at element `first`."""
     size = range(len(codes))
-    return [sum(-codes[j] if (i & j).bit_count() % 2 else codes[j] for j in size) for i in size]
+    sums = [sum(-codes[j] if (i & j).bit_count() % 2 else codes[j] for j in size) for i in size]
+    return [-x if len(sums) > 1 and is_negated(first + i) else x for i, x in enumerate(sums)]
 
 
 def bfloat16_bits(x: float, *, up: bool) -> int:
@@ -159,7 +169,7 @@ def encode(chunk: Row, codec: Codec, counter: int = 0) -> bytes:
         block += [0.0] * (codec.block - len(block))
         t = []
         for at in range(0, codec.block, codec.rotate):
-            t += rotated(block[at : at + codec.rotate])
+            t += rotated(block[at : at + codec.rotate], start + at)
         if not all(map(math.isfinite, block)):
             t = [math.nan] * codec.block
         scale, values = quantized(t, codec, codec.counter + counter + start)
@@ -176,7 +186,7 @@ def decode(wire: bytes, m: int, codec: Codec) -> Row:
             chunk += [math.nan] * codec.block
             continue
         for at in range(0, codec.block, codec.rotate):
-            sums = rotated_back(codes[at : at + codec.rotate])
+            sums = rotated_back(codes[at : at + codec.rotate], len(chunk))
             chunk += [clip(f32(x * scale), -largest, largest) for x in sums]
     return chunk[:m]
 

@@ -13,6 +13,9 @@ from .random_bits import Draws, uniform
 _MOST = np.float32(7)
 """The largest code."""
 
+_SIGNS = np.array([1, 1, 1, -1, 1, 1, 1, -1, 1, 1, 1, -1, -1, -1, -1, 1], np.float32)
+"""The signs of elements before a rotation, by their position in a chunk modulo 16."""
+
 _LARGEST = np.float32(largest_finite(np.dtype(np.float32)))
 _NAN, _SMALLEST_NORMAL, _LARGEST_SCALE = 0x7FC0, 0x0080, 0x7E12
 """Bits of bfloat16: the canonical NaN, 2^-126, and 146 * 2^118, the largest number whose 7-fold is finite."""
@@ -36,8 +39,8 @@ def int4_encode(
                 t = np.zeros((blocks.stop - blocks.start, block), np.float32)
                 widen(chunks[row, first:last], t.reshape(-1)[: last - first])
                 if rotate > 1:
-                    np.multiply(t, np.float32(1 / rotate), out=t)
-                    t = _rotated(t, rotate)
+                    factors = np.resize(_SIGNS / np.float32(rotate), t.shape)
+                    t = _rotated(np.multiply(t, factors, out=t), rotate)
                 most = np.abs(t).max(axis=1)
                 most[np.isinf(most)] = np.nan
                 here = None if draws is None else draws.after(row * m + first)
@@ -45,7 +48,7 @@ def int4_encode(
 
 
 def int4_decode(wire: Array, out: Array, start: int, block: int, rotate: int) -> None:
-    """Decode rows of `wire` to `out`, (n, m): x' = H q s, kept finite, rounded once to the dtype of `out`."""
+    """Decode rows of `wire` to `out`, (n, m): x' = D H q s, kept finite, rounded once to the dtype of `out`."""
     n, m = out.shape
     scales, codes = _parts_of(wire, m, start, block)
     limit = largest_finite(out.dtype)
@@ -56,6 +59,7 @@ def int4_decode(wire: Array, out: Array, start: int, block: int, rotate: int) ->
                 x = _unpacked(codes[row, blocks])
                 if rotate > 1:
                     x = _rotated(x, rotate)  # of integers, so exact
+                    np.subtract(0, x, out=x, where=np.resize(_SIGNS < 0, x.shape))  # 0 stays 0, not -0
                 scale = _factors(scales[row, blocks])
                 np.multiply(x, scale, out=x)
                 np.clip(x, -limit, limit, out=x)

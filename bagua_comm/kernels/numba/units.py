@@ -20,6 +20,9 @@ UNIT = 32
 PART = 8
 """The number of elements in the smallest block."""
 
+_SIGNS = 0x7888
+"""Bits of the positions, modulo 16, of elements with a negative sign; see `host.int4`."""
+
 _FLOAT, _INT, _BYTE = ir.FloatType(), ir.IntType(32), ir.IntType(8)
 _FLOATS, _INTS, _BYTES = (ir.VectorType(element, UNIT) for element in (_FLOAT, _INT, _BYTE))
 _PACKED = ir.VectorType(_BYTE, UNIT // 2)
@@ -28,12 +31,12 @@ _VOID, _INT64, _FLOAT32 = numba.types.void, numba.types.int64, numba.types.float
 
 @intrinsic  # type: ignore[untyped-decorator]
 def rotate_unit(_: Any, source: Any, target: Any, rotate: Any, factor: Any, block: Any, largest: Any) -> Any:
-    """target <- H (source * factor), for groups of at most 32; then do as `find_largest` does."""
+    """target <- H D (source * factor), for groups of at most 32; then do as `find_largest` does."""
 
     def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         source, target, rotate, factor, block, largest = values
         x = builder.fmul(_read(builder, source, _FLOATS), _splat(builder, factor))
-        x = _rotated(builder, x, rotate)
+        x = _rotated(builder, _signed(builder, x, rotate), rotate)
         _write(builder, x, target)
         _write_largest(builder, x, block, largest)
 
@@ -102,13 +105,12 @@ def add_codes(_: Any, codes: Any, factors: Any, block: Any, total: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def decode_unit(_: Any, codes: Any, factors: Any, block: Any, rotate: Any, largest: Any, target: Any) -> Any:
-    """target <- H codes * factors, kept between -largest and largest; NaN stays."""
+    """target <- D H codes * factors, kept between -largest and largest; NaN stays."""
 
     def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         codes, factors, block, rotate, largest, target = values
-        x = builder.fmul(
-            _rotated(builder, _read_codes(builder, codes), rotate), _of_blocks(builder, factors, block)
-        )
+        x = _signed(builder, _rotated(builder, _read_codes(builder, codes), rotate), rotate)
+        x = builder.fmul(x, _of_blocks(builder, factors, block))
         _write(builder, _clipped(builder, x, _splat(builder, largest)), target)
 
     return _VOID(_INT64, _INT64, _INT64, _INT64, _FLOAT32, _INT64), code
@@ -127,11 +129,11 @@ def unpack_unit(_: Any, codes: Any, rotate: Any, target: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def scale_unit(_: Any, x: Any, factor: Any, largest: Any, target: Any) -> Any:
-    """target <- x * factor, kept between -largest and largest; NaN stays."""
+    """target <- D x * factor, kept between -largest and largest; NaN stays."""
 
     def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         x, factor, largest, target = values
-        product = builder.fmul(_read(builder, x, _FLOATS), _splat(builder, factor))
+        product = builder.fmul(_with_signs(builder, _read(builder, x, _FLOATS)), _splat(builder, factor))
         _write(builder, _clipped(builder, product, _splat(builder, largest)), target)
 
     return _VOID(_INT64, _FLOAT32, _FLOAT32, _INT64), code
@@ -160,6 +162,18 @@ def _rotated(builder: Any, x: Any, rotate: Any) -> Any:
         return builder.fadd(partners, signed)
 
     return _in_stages(builder, x, rotate, butterflies)
+
+
+def _with_signs(builder: Any, x: Any) -> Any:
+    """D x: each element times its sign. 0 stays 0."""
+    negative = _constant(ir.VectorType(ir.IntType(1), UNIT), [_SIGNS >> i % 16 & 1 for i in range(UNIT)])
+    return builder.select(negative, builder.fsub(_constant(_FLOATS, [0.0] * UNIT), x), x)
+
+
+def _signed(builder: Any, x: Any, rotate: Any) -> Any:
+    """D x, if elements are rotated."""
+    is_rotated = builder.icmp_signed(">", rotate, ir.Constant(rotate.type, 1))
+    return builder.select(is_rotated, _with_signs(builder, x), x)
 
 
 def _write_largest(builder: Any, x: Any, block: Any, target: Any) -> None:
