@@ -216,6 +216,11 @@ def test_nearest_rounding_takes_no_random_numbers():
     assert Int4().encode(x, draws=Draws(3)).tobytes() == Int4(seed=5).encode(x).tobytes()
 
 
+def test_draws_that_are_none_are_refused():
+    with pytest.raises(ArrayError, match=r"Int4: draws is 5, expected None or a Draws"):
+        Int4().encode(np.zeros((1, 8), np.float32), draws=5)
+
+
 # Settings
 
 
