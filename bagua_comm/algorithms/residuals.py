@@ -70,7 +70,8 @@ def average_in_place(average: InPlace, x: Array, bucket: Bucket) -> None:
         bucket: The bucket.
     """
     average(x)
-    for array in (x, getattr(average, "residual", None)):
+    across = getattr(getattr(average, "average", None), "across", None)  # of `Hierarchical`
+    for array in (x, getattr(average, "residual", None), getattr(across, "residual", None)):
         if array is not None and array.shape == bucket.flat.shape:
             bucket.clear_padding(array)
 

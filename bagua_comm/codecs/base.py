@@ -218,7 +218,13 @@ class Codec(ABC):
         return total
 
     def _random(self, draws: Draws | None) -> dict[str, Draws]:
-        """The argument of `_encode` and `_combine` for stochastic rounding, if they take it."""
+        """The argument of `_encode` and `_combine` for stochastic rounding, if they take it.
+
+        Raises:
+            ArrayError: `draws` is not a Draws.
+        """
+        if draws is not None and not isinstance(draws, Draws):
+            raise ArrayError(f"{type(self).__name__}: draws is {shown(draws)}, expected None or a Draws")
         if self.random_seed is None:
             return {}
         return {"draws": Draws.of(self.random_seed) if draws is None else draws}

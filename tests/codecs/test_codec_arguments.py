@@ -14,7 +14,6 @@ CODECS = [
     MinMaxUInt8.bagua(),
     Float16(),
     BFloat16(),
-    Int4(),
     Int4(8, 2, "stochastic"),
 ]
 DTYPES = [np.dtype("float32"), np.dtype("float16"), np.dtype(ml_dtypes.bfloat16)]

@@ -10,6 +10,9 @@ from ...arrays import Array, DType
 from .numbers import PIECE, largest_finite, widen
 from .random_bits import Draws, uniform
 
+_SPAN = PIECE // 2
+"""The number of elements of blocks that are coded at a time."""
+
 _MOST = np.float32(7)
 """The largest code."""
 
@@ -41,7 +44,7 @@ def int4_encode(
                 if rotate > 1:
                     factors = np.resize(_SIGNS / np.float32(rotate), t.shape)
                     t = _rotated(np.multiply(t, factors, out=t), rotate)
-                most = np.abs(t).max(axis=1)
+                most = _largest(t)
                 most[np.isinf(most)] = np.nan
                 here = None if draws is None else draws.after(row * m + first)
                 _quantize(t, most, scales[row, blocks], codes[row, blocks], here)
@@ -97,7 +100,7 @@ def int4_combine(
                 term = _unpacked(codes[row, blocks])
                 np.multiply(term, scale, out=term)
                 np.add(total, term, out=total)
-            most = np.minimum(np.abs(total).max(axis=1), _LARGEST)  # NaN stays
+            most = np.minimum(_largest(total), _LARGEST)  # NaN stays
             here = None if draws is None else draws.after(blocks.start * block)
             _quantize(total, most, out_scales[0, blocks], out_codes[0, blocks], here)
 
@@ -115,8 +118,8 @@ def _clear_padding(wire: Array, scales: Array, codes: Array, start: int) -> None
 
 
 def _spans(blocks: int, block: int) -> Iterator[slice]:
-    """Cut a row of blocks into spans of at most `PIECE` elements."""
-    length = max(1, PIECE // block)
+    """Cut a row of blocks into spans of at most `_SPAN` elements."""
+    length = _SPAN // block
     return (slice(start, min(start + length, blocks)) for start in range(0, blocks, length))
 
 
@@ -133,6 +136,15 @@ def _rotated(t: Array, rotate: int) -> Array:
         a[...] = both
         stride *= 2
     return np.ascontiguousarray(groups.T).reshape(t.shape)
+
+
+def _largest(t: Array) -> Array:
+    """The largest magnitude of each block, (k,); NaN if there is one."""
+    most = np.abs(t)
+    while most.shape[1] > 1:  # NumPy reduces short rows slowly
+        half = most.shape[1] // 2
+        most = np.maximum(most[:, :half], most[:, half:])
+    return most[:, 0]
 
 
 def _quantize(t: Array, most: Array, scales: Array, codes: Array, draws: Draws | None) -> None:

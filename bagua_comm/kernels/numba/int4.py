@@ -32,6 +32,7 @@ from .units import (
     add_codes,
     decode_unit,
     find_largest,
+    quantize_sum,
     quantize_unit,
     quantize_unit_at_random,
     rotate_unit,
@@ -336,7 +337,8 @@ def _quantize(layout: Any, memory: Any, begin: int, end: int, index: int, row: i
     """
     block, blocks = layout.block, (end - begin) >> layout.shift
     _find_largest_of_blocks(memory.largest, blocks, block // (UNIT if block >= UNIT else PART))
-    _write_scales(layout, memory, blocks, halves_at(row + 2 * (begin >> layout.shift), blocks), limit)
+    scales = halves_at(row + 2 * (begin >> layout.shift), blocks)
+    broken = _write_scales(layout, memory, blocks, scales, limit)
     if layout.random:
         _draw(layout, index, floats_at(memory.numbers, end - begin))
     for at in range(begin, end, UNIT):
@@ -345,12 +347,18 @@ def _quantize(layout: Any, memory: Any, begin: int, end: int, index: int, row: i
         x, factor = memory.x + (at - begin) * 4, _factor_of(layout, at - begin, memory.factors)
         if layout.random:
             quantize_unit_at_random(x, factor, block, memory.numbers + (at - begin) * 4, codes)
-        else:
+        elif limit == _INFINITY:  # there are no infinities, and no level that rounds to 8
             quantize_unit(x, factor, block, codes)
+        else:
+            quantize_sum(x, factor, block, codes)
         if at + UNIT > end:
             target, source = bytes_at(where, (end - at) // 2), bytes_at(codes, (end - at) // 2)
             for i in range(len(target)):
                 target[i] = source[i]
+    if broken:
+        for i in range(blocks):
+            if scales[i] == _NAN_SCALE:
+                bytes_at(row + layout.start + begin // 2 + i * (block // 2), block // 2)[:] = 0
 
 
 @inner
@@ -367,11 +375,14 @@ def _find_largest_of_blocks(largest: int, blocks: int, parts: int) -> None:
 
 
 @inner
-def _write_scales(layout: Any, memory: Any, blocks: int, scales: Array, limit: Any) -> None:
-    """Write the scales of blocks, and their inverses as factors; 0 where the scale is 0 or NaN."""
+def _write_scales(layout: Any, memory: Any, blocks: int, scales: Array, limit: Any) -> int:
+    """Write the scales of blocks, and their inverses as factors; 0 where the scale is 0 or NaN.
+
+    Returns the number of those that are NaN.
+    """
     largest, factors = floats_at(memory.largest, blocks).view(np.uint32), floats_at(memory.factors, blocks)
     up = np.uint32(0xFFFF) if layout.random else np.uint32(0x7FFF)
-    even = np.uint32(0) if layout.random else np.uint32(1)
+    even, broken = np.uint32(0) if layout.random else np.uint32(1), 0
     for i in range(blocks):
         most = min(largest[i], bits_of(LARGEST[FLOAT32]))
         quotient = bits_of(float_of(most) / _SEVEN)
@@ -382,10 +393,12 @@ def _write_scales(layout: Any, memory: Any, blocks: int, scales: Array, limit: A
         inverse = _ONE / float_of(np.uint32(bits << 16))
         bits, inverse = (bits, inverse) if is_large else (np.uint32(0), ZERO)
         is_broken = largest[i] >= limit
+        broken += is_broken
         factors[i] = ZERO if is_broken else inverse
         scales[i] = np.uint16(_NAN_SCALE if is_broken else bits)
     if layout.block < UNIT:
         floats_at(memory.factors + 4 * blocks, UNIT // PART)[:] = ZERO
+    return broken
 
 
 @inner

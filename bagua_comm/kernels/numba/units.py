@@ -23,6 +23,9 @@ PART = 8
 _SIGNS = 0x7888
 """Bits of the positions, modulo 16, of elements with a negative sign; see `host.int4`."""
 
+_ROUNDER = 3.0 * 2**22
+"""Added to a small float32, it makes the last byte of the bits the nearest integer, in two's complement."""
+
 _FLOAT, _INT, _BYTE = ir.FloatType(), ir.IntType(32), ir.IntType(8)
 _FLOATS, _INTS, _BYTES = (ir.VectorType(element, UNIT) for element in (_FLOAT, _INT, _BYTE))
 _PACKED = ir.VectorType(_BYTE, UNIT // 2)
@@ -68,25 +71,38 @@ def find_largest(_: Any, x: Any, block: Any, target: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def quantize_unit(_: Any, x: Any, factors: Any, block: Any, codes: Any) -> Any:
-    """codes <- clip(rint(x * factors), -7, 7), two a byte, with a factor for each block; 0 for NaN."""
+    """codes <- rint(x * factors), two a byte, with a factor for each block; the levels are from -7 to 7."""
 
     def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         x, factors, block, codes = values
         levels = builder.fmul(_read(builder, x, _FLOATS), _of_blocks(builder, factors, block))
-        _write_codes(builder, _call(builder, f"llvm.rint.v{UNIT}f32", _FLOATS, levels), codes)
+        _write_codes(builder, levels, codes)
+
+    return _VOID(_INT64, _INT64, _INT64, _INT64), code
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def quantize_sum(_: Any, x: Any, factors: Any, block: Any, codes: Any) -> Any:
+    """codes <- clip(rint(x * factors), -7, 7), as `quantize_unit`, also of infinities."""
+
+    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        x, factors, block, codes = values
+        levels = builder.fmul(_read(builder, x, _FLOATS), _of_blocks(builder, factors, block))
+        _write_codes(builder, _clipped(builder, levels, _constant(_FLOATS, [7.0] * UNIT)), codes)
 
     return _VOID(_INT64, _INT64, _INT64, _INT64), code
 
 
 @intrinsic  # type: ignore[untyped-decorator]
 def quantize_unit_at_random(_: Any, x: Any, factors: Any, block: Any, numbers: Any, codes: Any) -> Any:
-    """codes <- clip(floor(x * factors + numbers), -7, 7), as `quantize_unit`."""
+    """codes <- clip(floor(x * factors + numbers), -7, 7), as `quantize_sum`."""
 
     def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         x, factors, block, numbers, codes = values
         levels = builder.fmul(_read(builder, x, _FLOATS), _of_blocks(builder, factors, block))
         levels = builder.fadd(levels, _read(builder, numbers, _FLOATS))
-        _write_codes(builder, _call(builder, f"llvm.floor.v{UNIT}f32", _FLOATS, levels), codes)
+        levels = _call(builder, f"llvm.floor.v{UNIT}f32", _FLOATS, levels)
+        _write_codes(builder, _clipped(builder, levels, _constant(_FLOATS, [7.0] * UNIT)), codes)
 
     return _VOID(_INT64, _INT64, _INT64, _INT64, _INT64), code
 
@@ -246,11 +262,9 @@ def _clipped(builder: Any, x: Any, largest: Any) -> Any:
 
 
 def _write_codes(builder: Any, levels: Any, address: Any) -> None:
-    """Clip levels, and write two a byte; 0 for NaN."""
-    is_number = builder.fcmp_ordered("ord", levels, levels)
-    levels = builder.select(is_number, levels, _constant(_FLOATS, [0.0] * UNIT))
-    levels = _clipped(builder, levels, _constant(_FLOATS, [7.0] * UNIT))
-    codes = builder.trunc(builder.fptosi(levels, _INTS), _BYTES)
+    """Round levels half to even, and write them two a byte; anything for NaN."""
+    shifted = builder.fadd(levels, _constant(_FLOATS, [_ROUNDER] * UNIT))
+    codes = builder.trunc(builder.bitcast(shifted, _INTS), _BYTES)
     even, odd = (_shuffled(builder, codes, codes, list(range(first, UNIT, 2))) for first in (0, 1))
     low = builder.and_(even, _constant(_PACKED, [15] * (UNIT // 2)))
     high = builder.shl(odd, _constant(_PACKED, [4] * (UNIT // 2)))
