@@ -40,7 +40,7 @@ from .averages.reproducible import Reproducible, reproducible_allreduce
 from .bootstrap import connect, default
 from .bucket import Bucket, BucketSpec, Plan, TensorSpec
 from .checkpoint import Checkpoints, Own
-from .codecs import BFloat16, Codec, Float16, MinMaxUInt8
+from .codecs import BFloat16, Codec, Float16, Int4, MinMaxUInt8
 from .comm import Communicator, Nodes
 from .engine import Engine
 from .errors import (
@@ -91,6 +91,7 @@ __all__ = [
     "GradientAllReduce",
     "Hierarchical",
     "Hook",
+    "Int4",
     "Lane",
     "LowPrecisionDecentralized",
     "LowPrecisionOnePeer",

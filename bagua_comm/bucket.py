@@ -242,6 +242,14 @@ class Bucket:
         self.views = self.spec.cut(self.flat)
         self.padding = self.flat[sum(tensor.size for tensor in self.spec.tensors) :]
 
+    def clear_padding(self, x: Array) -> None:
+        """Set the padding in `x`, an array like `flat`, to zero.
+
+        A codec that rotates leaves errors there, and checkpoints hold no padding.
+        """
+        if self.padding.size:
+            x[-self.padding.size :] = 0
+
     @property
     def nbytes(self) -> int:
         """Bytes of `flat`."""

@@ -32,6 +32,7 @@ import torch
 
 from bagua_comm import ArrayError, Codec, Communicator, UnsupportedError
 from bagua_comm.arrays import LinearOp, empty
+from bagua_comm.averages.coded import next_draws
 from bagua_comm.codecs.base import check_codec_argument
 from bagua_comm.comm.agreement import compare_calls
 from bagua_comm.comm.arguments import EMPTY
@@ -276,7 +277,8 @@ class _AllToAllV(_Collective):
         if self.codec is None:
             self._exchange(source, target, width)
             return out
-        wire = self.codec.encode(source.reshape(len(x), width))  # (rows, w)
+        draws = next_draws(self.comm, self.codec.random_seed)
+        wire = self.codec.encode(source.reshape(len(x), width), draws=draws)  # (rows, w)
         w = wire.shape[1]
         received = empty((len(out), w), wire.dtype, like=wire)
         self._exchange(wire, received, w)

@@ -29,6 +29,7 @@ from bagua_comm import (
     ArrayError,
     CommMismatch,
     Float16,
+    Int4,
     MinMaxUInt8,
     UnsupportedError,
     arrays,
@@ -239,7 +240,8 @@ def reduce_scatter_by_counts(draw):
 def quantized_shards(draw):
     """A quantized reduce-scatter by counts, and an allgather of its results."""
     p, rank, counts = draw.comm.size, draw.comm.rank, draw.counts()
-    op, codec = draw.one_of(("sum", "avg")), draw.one_of((MinMaxUInt8(block=16), MinMaxUInt8(), Float16()))
+    codecs = MinMaxUInt8(block=16), MinMaxUInt8(), Float16(), Int4()
+    op, codec = draw.one_of(("sum", "avg")), draw.one_of(codecs)
     xs = [x.astype(np.float32) for x in draw.operands((sum(counts),), "float16", op)]
     x, out = draw.laid_out(xs[rank], writable=False), draw.out((counts[rank],), "float32")
     bounds = [slice(sum(counts[:r]), sum(counts[: r + 1])) for r in range(p)]

@@ -30,7 +30,7 @@ from .base import (
     check_floating,
     check_integer,
 )
-from .residuals import bind_average
+from .residuals import average_in_place, bind_average
 
 
 @dataclass
@@ -102,7 +102,7 @@ class DiLoCo:
             return
         delta = comm.scratch.take("delta", bucket.flat.shape, bucket.flat.dtype, like=bucket.flat)
         kernels.of(delta).subtract(state.anchor, bucket.flat, out=delta)
-        state.average(delta)
+        average_in_place(state.average, delta, bucket)
         kernels.of(delta).sgd_step(
             state.anchor,
             delta,

@@ -10,7 +10,7 @@ from ..codecs import MinMaxUInt8
 from ..comm import Communicator
 from ..errors import ArrayError
 from .base import HOLD_HINT, Point, Window, check_average, check_average_argument
-from .residuals import bind_average
+from .residuals import average_in_place, bind_average
 
 
 @dataclass
@@ -55,7 +55,7 @@ class GradientAllReduce:
 
     def exchange(self, bucket: Bucket, comm: Communicator, state: _State) -> None:
         """g <- mean of g. Collective."""
-        state.average(bucket.flat)
+        average_in_place(state.average, bucket.flat, bucket)
 
 
 def ByteGrad() -> GradientAllReduce:  # noqa: N802 - the algorithm's name

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from .. import arrays, kernels, topology
 from ..arrays import Array
+from ..averages.coded import next_draws
 from ..bucket import Bucket
 from ..codecs import Codec, MinMaxUInt8
 from ..codecs.base import check_codec_argument
@@ -39,11 +40,12 @@ class _LowPrecision:
         shape = (1, self.codec.wire_nbytes(bucket.flat.size, bucket.flat.dtype))
         return comm.scratch.take(key, shape, "uint8", like=bucket.flat)
 
-    def _add_decoded(self, wire: Array, replica: Array, comm: Communicator) -> None:
+    def _add_decoded(self, wire: Array, replica: Array, bucket: Bucket, comm: Communicator) -> None:
         """replica += decode(wire), by the same arithmetic on all ranks that hold this replica."""
         decoded = comm.scratch.take("decoded", (1, replica.size), replica.dtype, like=replica)
         self.codec.decode(wire, decoded)
         kernels.of(replica).add(replica, decoded[0], out=replica)
+        bucket.clear_padding(replica)
 
 
 @dataclass
@@ -89,11 +91,11 @@ class LowPrecisionDecentralized(_LowPrecision):
         delta = comm.scratch.take("delta", (1, bucket.flat.size), bucket.flat.dtype, like=bucket.flat)
         kernels.of(delta).ring_difference(bucket.flat, state.left, state.right, state.weight, out=delta[0])
         mine, from_left, from_right = (self._wire(bucket, comm, key) for key in ("mine", "left", "right"))
-        self.codec.encode(delta, mine)
+        self.codec.encode(delta, mine, draws=next_draws(comm, self.codec.random_seed))
         _exchange_on_ring(comm, mine, from_left, from_right, left, right)
-        self._add_decoded(mine, state.weight, comm)
-        self._add_decoded(from_left, state.left, comm)
-        self._add_decoded(from_right, state.right, comm)
+        self._add_decoded(mine, state.weight, bucket, comm)
+        self._add_decoded(from_left, state.left, bucket, comm)
+        self._add_decoded(from_right, state.right, bucket, comm)
 
     def commit(self, bucket: Bucket, state: Replicas) -> None:
         """x <- w."""
@@ -155,10 +157,10 @@ class LowPrecisionOnePeer(_LowPrecision):
         delta = comm.scratch.take("delta", (1, x.size), x.dtype, like=x)
         kernels.of(x).subtract(x, sent, out=delta[0])
         mine, theirs = self._wire(bucket, comm, "mine"), self._wire(bucket, comm, "theirs")
-        self.codec.encode(delta, mine)
+        self.codec.encode(delta, mine, draws=next_draws(comm, self.codec.random_seed))
         comm.sendrecv(mine, theirs, dest=dest, source=source)
-        self._add_decoded(mine, sent, comm)
-        self._add_decoded(theirs, received, comm)
+        self._add_decoded(mine, sent, bucket, comm)
+        self._add_decoded(theirs, received, bucket, comm)
         kernels.of(x).move_half(x, received, sent, out=state.weight)
         state.round += 1
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from ..averages import Average, ErrorFeedback, Exact, Hierarchical, Quantized
 from ..averages.reproducible import Reproducible
-from ..codecs import BFloat16, Codec, Float16, MinMaxUInt8
+from ..codecs import BFloat16, Codec, Float16, Int4, MinMaxUInt8
 from ..errors import ArrayError, BaguaError, shown
 from .async_average import AsyncModelAverage
 from .base import Algorithm
@@ -102,6 +102,7 @@ CODECS: Mapping[str, Callable[..., Codec]] = MappingProxyType(
     {
         "minmax-uint8": MinMaxUInt8,
         "bagua": MinMaxUInt8.bagua,
+        "int4": Int4,
         "float16": Float16,
         "bfloat16": BFloat16,
     }

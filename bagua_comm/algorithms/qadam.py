@@ -28,7 +28,7 @@ from .base import (
     check_floating,
     check_integer,
 )
-from .residuals import bind_average
+from .residuals import average_in_place, bind_average
 
 
 @dataclass
@@ -92,7 +92,7 @@ class QAdam:
             state.exact(bucket.flat)
             return
         self._add_gradient(bucket, state)
-        state.average(state.momentum)
+        average_in_place(state.average, state.momentum, bucket)
 
     def skip(self, bucket: Bucket, state: Momentum) -> None:
         """Add the gradient to this rank's momentum, after the warm-up."""

@@ -62,6 +62,21 @@ def bind_average(average: Average, comm: Communicator, bucket: Bucket) -> InPlac
     return bound if hasattr(bound, "residual") else Bound(bound)
 
 
+def average_in_place(average: InPlace, x: Array, bucket: Bucket) -> None:
+    """Average `x`, and leave zeros in the padding of `x` and of a residual. Collective.
+
+    Args:
+        average: The result of `bind_average`.
+        x: An array like the bucket's.
+        bucket: The bucket.
+    """
+    average(x)
+    across = getattr(getattr(average, "average", None), "across", None)  # of `Hierarchical`
+    for array in (x, getattr(average, "residual", None), getattr(across, "residual", None)):
+        if array is not None and array.shape == bucket.flat.shape:
+            bucket.clear_padding(array)
+
+
 def gather_residuals(bucket: Bucket, state: Any) -> None:
     """Turn residuals of averages among nodes (`Hierarchical`), of a chunk, into residuals of the whole bucket.
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from .. import arrays, kernels
 from ..arrays import Array, Scratch
-from ..codecs import Codec
+from ..codecs import Codec, Draws
 from ..codecs.base import Steps, check_aligned
 from ..comm.arguments import as_argument, check_writable
 from ..comm.base import CommBase
@@ -68,6 +68,7 @@ class Coding:
         text: str,
     ) -> None:
         self.transport, self.dtype, self.text = transport, like.dtype, text
+        self._random_seed = codec.random_seed
         self.rank, self.p, self.size = comm.rank, comm.size, sum(counts)
         self._kernels, self._nbytes = kernels.of(like), like.nbytes
         self._piece_bytes = transport.coded_piece_bytes(like.nbytes)
@@ -109,8 +110,13 @@ class Coding:
             and transport.is_recorded
             and self.at_once
             and like.size == self.size  # no chunk is padded by a copy
+            and codec.random_seed is None  # each call draws other random numbers
             and all(map(kernels.only_launches, steps[longest]))
         )
+
+    def draws(self, comm: CommBase) -> Draws | None:
+        """The random numbers of this rank's next call; None for a codec that draws none."""
+        return next_draws(comm, self._random_seed)
 
     def is_current(self, x: Array) -> bool:
         """Whether it was made for the present kernels and size of pieces of arrays like `x`."""
@@ -182,6 +188,24 @@ class Coding:
         return call.result
 
 
+def next_draws(comm: CommBase, seed: int | None) -> Draws | None:
+    """The random numbers of this rank for the next array that it encodes.
+
+    In an engine they depend on the seed, the rank, the bucket and the training step, which checkpoints restore;
+    elsewhere on the number of calls of the communicator in place of bucket and step.
+
+    Args:
+        comm: The communicator that sends the array.
+        seed: The `random_seed` of the codec; if it is None, so is the result.
+    """
+    if seed is None:
+        return None
+    rank, context = comm.flight.groups[comm.group][comm.rank], comm.context
+    if context.bucket_step is None:
+        return Draws.of(seed, rank, comm.group, comm.guard.calls)
+    return Draws.of(seed, rank, *context.bucket_step, context.count_draws())
+
+
 def as_like(call: Call, name: str, value: Any, x: Array, *, written: bool = True) -> Array:
     """View argument `name` as an array, and raise unless it is a contiguous one like `x`.
 
@@ -247,6 +271,7 @@ class Coded(Stages):
         op: "sum" or "avg".
         residual: The error of encoding is stored here, flat; None to store none.
         decay: The part of `residual` that stays in it; see `ErrorFeedback`.
+        draws: The random numbers of stochastic rounding; None for a codec that draws none.
     """
 
     def __init__(
@@ -260,8 +285,9 @@ class Coded(Stages):
         op: str = "sum",
         residual: Array | None = None,
         decay: float = 0.0,
+        draws: Draws | None = None,
     ) -> None:
-        self._coding, self._scratch, self._op = coding, scratch, op
+        self._coding, self._scratch, self._op, self._draws = coding, scratch, op, draws
         self._x, self._results, self._residual, self._decay = x, results, residual, decay
         self.count = count = len(coding.pieces)
         # In an allreduce, results overwrite the encoded chunks of their piece, which is in use for two lags.
@@ -284,7 +310,7 @@ class Coded(Stages):
         self._in_flight[i] = sent, into
         if c.at_once:
             chunks = x.reshape(c.p, -1)
-            mine.steps.encode(chunks, sent)
+            self._encode(mine, chunks, sent, 0)
             if residual is not None:
                 self._store_error(chunks, sent, residual, mine.steps)
             return sent, into
@@ -292,11 +318,18 @@ class Coded(Stages):
         rows[c.rank] = own[c.rank]  # encodes this rank's own chunk directly into the received ones
         for part, row in zip(parts, rows, strict=True):
             if part.nbytes:
-                part.steps.encode(x[None, part.elements], row[None])
+                self._encode(part, x[None, part.elements], row[None], part.elements.start)
                 if residual is not None:
                     error = residual[part.elements]
                     self._store_error(x[None, part.elements], row[None], error, part.steps)
         return rows, own
+
+    def _encode(self, part: Part, chunks: Array, wire: Array, start: int) -> None:
+        """Encode chunks like a part; `start` is their position in the array of all chunks."""
+        if self._draws is None:
+            part.steps.encode(chunks, wire)
+        else:
+            part.steps.encode(chunks, wire, draws=self._draws.after(start))
 
     def decode(self, i: int) -> None:
         """See `Stages.decode`: decode the results of all ranks."""

@@ -88,6 +88,11 @@ class ErrorFeedback:
                 f"ErrorFeedback: residual_codec is {self.residual_codec!r}, expected None or a Codec such as "
                 "MinMaxUInt8()"
             )
+        if self.residual_codec is not None and self.residual_codec.random_seed is not None:
+            raise ArrayError(
+                f"ErrorFeedback: residual_codec is {self.residual_codec}, which rounds stochastically; "
+                "expected one that rounds to the nearest value, since residuals stay on their rank"
+            )
 
     def __repr__(self) -> str:
         """The settings that are not defaults, so that checkpoints of earlier versions load."""

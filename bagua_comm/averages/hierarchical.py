@@ -56,6 +56,11 @@ class Hierarchical:
     def __post_init__(self) -> None:
         if not isinstance(self.inside, (Exact, Quantized)):
             raise ArrayError(f"Hierarchical: inside is {self.inside!r}, expected Exact() or Quantized(codec)")
+        if isinstance(self.inside, Quantized) and self.inside.codec.random_seed is not None:
+            raise ArrayError(
+                f"Hierarchical: inside is {self.inside}, which rounds stochastically, so that nodes would "
+                "end with different values; expected a codec that rounds to the nearest value"
+            )
         if isinstance(self.inner, Reproducible):
             raise ArrayError(
                 f"Hierarchical: inner is {self.inner}, but sums inside a node are not reproducible; use "

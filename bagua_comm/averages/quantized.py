@@ -209,6 +209,7 @@ def _reduce(
             op=op,
             residual=None if errors is None else errors.reshape(-1),
             decay=decay,
+            draws=coding.draws(call.comm),
         )
         if errors is None:
             coding.through_recorded(flow, stages, call, x, target)
@@ -229,7 +230,11 @@ class _AllReduce(Coded):
         c = self._coding
         mine, (rows, received) = c.pieces[i][c.rank], self._in_flight[i]
         result = rows[c.rank]
-        mine.steps.combine(received, result[None], op=self._op)
+        if self._draws is None:
+            mine.steps.combine(received, result[None], op=self._op)
+        else:
+            draws = self._draws.of_result().after(mine.elements.start)
+            mine.steps.combine(received, result[None], op=self._op, draws=draws)
         if self._residual is not None:
             self._add_error_of_mean(mine, received, result[None])
         return result, rows

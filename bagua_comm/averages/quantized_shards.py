@@ -101,7 +101,8 @@ def quantized_reduce_scatter(
         flow = coding.transport.agree_on_call(coding.text, x)
         chunks = with_residual(comm.scratch, x, errors, coding.size, decay)
         flat = None if errors is None else errors.reshape(-1)
-        stages = _ReduceScatter(coding, comm.scratch, x, chunks, op=op, residual=flat, decay=decay)
+        draws = coding.draws(comm)
+        stages = _ReduceScatter(coding, comm.scratch, x, chunks, op=op, residual=flat, decay=decay, draws=draws)
         stages.target = target.reshape(-1)
         coding.through(flow, stages, gather=False)
 
@@ -188,7 +189,7 @@ def quantized_allgather(
 
     def move(x: Array, target: Array) -> None:
         flow = coding.transport.agree_on_call(coding.text, x)
-        stages = _AllGather(coding, comm.scratch, x, results=whole)
+        stages = _AllGather(coding, comm.scratch, x, results=whole, draws=coding.draws(comm))
         stages.mine, stages.reference = mine, None if base is None else base.reshape(-1)
         coding.through(flow, stages, scatter=False)
 
@@ -273,7 +274,7 @@ class _AllGather(Coded):
                 differences = self._scratch.take("decoded", values.shape, c.dtype, like=values)
                 kernels.of(values).subtract(values, self.reference[part.elements], out=differences)
                 values = differences
-            part.steps.encode(values[None], rows[c.rank][None])
+            self._encode(part, values[None], rows[c.rank][None], part.elements.start)
         return rows[c.rank], rows
 
     def decode(self, i: int) -> None:

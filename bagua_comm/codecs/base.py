@@ -13,13 +13,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from .. import arrays, kernels
 from ..arrays import Array, DType
 from ..errors import ArrayError, UnsupportedError, shown
+from ..kernels.host import Draws
 
 ALIGNMENT = 32
 """The parts of an encoded chunk start at multiples of this number of bytes in this package's codecs."""
@@ -34,14 +35,14 @@ _LONG = 1 << 14
 class Steps(NamedTuple):
     """The steps of a codec for chunks of one length and dtype, without checks of arguments."""
 
-    encode: Callable[[Array, Array], object]
-    """encode(chunks, wire)"""
+    encode: Callable[..., object]
+    """encode(chunks, wire), or encode(chunks, wire, draws=draws) if the codec has a `random_seed`"""
 
     decode: Callable[[Array, Array], object]
     """decode(wire, out)"""
 
     combine: Callable[..., object]
-    """combine(wire, out, op=op)"""
+    """combine(wire, out, op=op), or combine(wire, out, op=op, draws=draws) if the codec has a `random_seed`"""
 
 
 class Codec(ABC):
@@ -65,12 +66,24 @@ class Codec(ABC):
     def granule(self) -> int | None:
         """A chunk may be cut at multiples of this many elements without changing what it decodes to.
 
-        None if a chunk may not be cut.
+        Each piece is encoded as a chunk of its own, with its own header and padding; so this is the length of a
+        block where blocks are coded independently. None if a chunk may not be cut.
         """
         return None
 
-    def encode(self, chunks: Array, out: Array | None = None) -> Array:
+    @property
+    def random_seed(self) -> int | None:
+        """The seed of the random numbers of stochastic rounding; None for a codec that draws none.
+
+        With a seed, `_encode` and an own `_combine` get one more argument, `draws`: random numbers that differ
+        between ranks and between calls, and that a rerun of the same training gets again.
+        """
+        return None
+
+    def encode(self, chunks: Array, out: Array | None = None, *, draws: Draws | None = None) -> Array:
         """Encode `chunks`, (n, m), into `out`, (n, w) uint8; a new array if None.
+
+        With a `random_seed`, `draws` gives the random numbers of the elements; None for those of the seed alone.
 
         Raises:
             ArrayError: `chunks` is not two-dimensional and contiguous, or `out` does not fit, cannot be written
@@ -83,7 +96,8 @@ class Codec(ABC):
             out = arrays.empty((n, w), np.uint8, like=chunks)
         self._check_wire("encode", "out", out, (n, w))
         _check_target("encode", "out", out, "chunks", chunks)
-        self._encode(chunks, out)
+        encode: Any = self._encode  # with a `random_seed` it takes draws
+        encode(chunks, out, **self._random(draws))
         return out
 
     def decode(self, wire: Array, out: Array) -> Array:
@@ -101,7 +115,16 @@ class Codec(ABC):
         self._decode(wire, out)
         return out
 
-    def combine(self, wire: Array, out: Array | None = None, *, op: str, count: int, dtype: DType) -> Array:
+    def combine(
+        self,
+        wire: Array,
+        out: Array | None = None,
+        *,
+        op: str,
+        count: int,
+        dtype: DType,
+        draws: Draws | None = None,
+    ) -> Array:
         """Decode n chunks of `count` elements, reduce them, and encode the result as one chunk.
 
         The chunks are added in float32 in row order, divided by n for "avg", and rounded to `dtype`.
@@ -112,6 +135,7 @@ class Codec(ABC):
             op: "sum" or "avg".
             count: Elements of a chunk.
             dtype: The dtype of the elements.
+            draws: See `encode`.
 
         Raises:
             ArrayError: The shapes do not fit, `count` is not a number of elements, `op` is neither "sum" nor
@@ -135,7 +159,7 @@ class Codec(ABC):
             out = arrays.empty((1, w), np.uint8, like=wire)
         self._check_wire("combine", "out", out, (1, w))
         _check_target("combine", "out", out, "wire", wire)
-        self._combine(wire, out, op, count, dtype)
+        self._combine_with(self._random(draws), wire, out, op, count, dtype)
         return out
 
     def steps(self, count: int, like: Array) -> Steps:
@@ -144,7 +168,11 @@ class Codec(ABC):
         All that does not depend on the arrays themselves is computed now. The steps check no arguments.
         """
         dtype = like.dtype
-        return Steps(self._encode, self._decode, lambda wire, out, op: self._combine(wire, out, op, count, dtype))
+
+        def combine(wire: Array, out: Array, op: str, **random: Draws) -> None:
+            self._combine_with(random, wire, out, op, count, dtype)
+
+        return Steps(self._encode, self._decode, combine)
 
     def prepare(self, like: Array) -> None:
         """Load all kernels for arrays such as `like`, on the host or on its device, if they are ready."""
@@ -168,11 +196,38 @@ class Codec(ABC):
         This default rounds decoded values to `dtype` before it adds them. A codec's own `_combine` need not do
         so, and needs no memory for the decoded rows.
         """
+        self._encode(self._total(wire, op, count, dtype), out)
+
+    def _combine_with(
+        self, random: dict[str, Draws], wire: Array, out: Array, op: str, count: int, dtype: DType
+    ) -> None:
+        """Call `_combine`; its default, too, with the random numbers of `_random`."""
+        encode: Any = self._encode
+        combine: Any = self._combine
+        if random and type(self)._combine is Codec._combine:
+            encode(self._total(wire, op, count, dtype), out, **random)
+        else:
+            combine(wire, out, op, count, dtype, **random)
+
+    def _total(self, wire: Array, op: str, count: int, dtype: DType) -> Array:
+        """Decode the rows of `wire`, and return their sum or mean, (1, count)."""
         rows = arrays.empty((len(wire), count), dtype, like=wire)
         total = arrays.empty((1, count), dtype, like=wire)
         self._decode(wire, rows)
         kernels.of(rows).reduce_rows(rows, total[0], op)
-        self._encode(total, out)
+        return total
+
+    def _random(self, draws: Draws | None) -> dict[str, Draws]:
+        """The argument of `_encode` and `_combine` for stochastic rounding, if they take it.
+
+        Raises:
+            ArrayError: `draws` is not a Draws.
+        """
+        if draws is not None and not isinstance(draws, Draws):
+            raise ArrayError(f"{type(self).__name__}: draws is {shown(draws)}, expected None or a Draws")
+        if self.random_seed is None:
+            return {}
+        return {"draws": Draws.of(self.random_seed) if draws is None else draws}
 
     def _check_chunks(self, call: str, name: str, x: Array) -> tuple[int, int]:
         arrays.library(x)

@@ -14,6 +14,7 @@ import numpy as np
 
 from ..arrays import Array, DType, address, dtype_name
 from . import host
+from .host import Draws
 from .numba.signatures import Function
 
 _CODES = {"float32": 0, "float16": 1, "bfloat16": 2}
@@ -191,3 +192,50 @@ def minmax_combine(
     return _run.combine_rows(
         element, source, n, op == "avg", count, target, w, start, min(block, count or 1), float(eps)
     )
+
+
+def int4_encode(
+    chunks: Array, wire: Array, start: int, block: int, rotate: int, draws: Draws | None = None
+) -> None:
+    """See `host.int4_encode`."""
+    (n, m), w, dtype = chunks.shape, wire.shape[1], chunks.dtype
+    source, target = address(chunks), address(wire)
+    if not _supports(dtype, source) or target % 2:
+        return host.int4_encode(chunks, wire, start, block, rotate, draws)
+    element = _CODES[dtype_name(dtype)]
+    return _run.encode_int4(element, source, n, m, target, w, start, block, rotate, *_random(draws))
+
+
+def int4_decode(wire: Array, out: Array, start: int, block: int, rotate: int) -> None:
+    """See `host.int4_decode`."""
+    (n, m), w, dtype = out.shape, wire.shape[1], out.dtype
+    source, target = address(wire), address(out)
+    if not _supports(dtype, target) or source % 2:
+        return host.int4_decode(wire, out, start, block, rotate)
+    return _run.decode_int4(_CODES[dtype_name(dtype)], source, n, m, target, w, start, block, rotate)
+
+
+def int4_combine(
+    wire: Array,
+    out: Array,
+    count: int,
+    dtype: DType,
+    start: int,
+    block: int,
+    rotate: int,
+    op: str,
+    draws: Draws | None = None,
+) -> None:
+    """See `host.int4_combine`."""
+    n, w = wire.shape
+    source, target = address(wire), address(out)
+    if (source | target) % 2:
+        return host.int4_combine(wire, out, count, dtype, start, block, rotate, op, draws)
+    return _run.combine_int4(source, n, op == "avg", count, target, w, start, block, *_random(draws))
+
+
+def _random(draws: Draws | None) -> tuple[int, int, int, int]:
+    """Whether codes are rounded stochastically, the halves of the key, and the first counter."""
+    if draws is None:
+        return 0, 0, 0, 0
+    return 1, draws.key & 0xFFFFFFFF, draws.key >> 32, draws.counter & 0xFFFFFFFF

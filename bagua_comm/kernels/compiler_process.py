@@ -81,7 +81,7 @@ def _renew(lease: Lease, parent: int) -> None:
 def _make(folder: Path, lease: Lease, *, urgent: bool) -> None:
     try:
         # These import Numba, and register their kernels in codegen.
-        from .numba import casts, checksums, elementwise, fixed_point, minmax, sums  # noqa: F401
+        from .numba import casts, checksums, elementwise, fixed_point, int4, minmax, sums  # noqa: F401
         from .numba.codegen import object_code
 
         for name in KERNELS:
@@ -142,6 +142,13 @@ def _results_of(run: Any, dtype: str) -> list[bytes]:
     run.fixed_exponents(x[0], bounds, fields)
     run.fixed_add(x[0], bounds, fields, 24, total, first=True)
     run.fixed_mean(total, bounds, fields, 24, 3, outs[3][0])
+    four = {"start": 192, "block": 32, "rotate": 32}
+    packed, decoded, mean = np.zeros((3, 192 + 1504), np.uint8), np.zeros_like(x), np.zeros((1, 1696), np.uint8)
+    for draws in (None, host.Draws(2**40 + 1, 7)):
+        run.int4_encode(x, packed, **four, draws=draws)
+        run.int4_decode(packed, decoded, **four)
+        run.int4_combine(packed, mean, count, element, **four, op="avg", draws=draws)
+        outs += [packed.copy(), decoded.copy(), mean.copy()]
     words, weights, sums = coded[0].view(np.uint64), np.arange(128, dtype=np.uint64).reshape(2, 64), np.zeros(64)
     run.checksum_blocks(words, weights, sums.view(np.uint64))
     return [array.tobytes() for array in (coded, cast, *totals, *outs, fields, total, sums)]

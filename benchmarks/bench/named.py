@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bagua_comm import Algorithm, BFloat16, Codec, Float16, MinMaxUInt8
+from bagua_comm import Algorithm, BFloat16, Codec, Float16, Int4, MinMaxUInt8
 from bagua_comm.planning.costmodel import METHODS, TorchDDP
 
 COMPARED: dict[str, Algorithm] = {
@@ -13,6 +13,7 @@ COMPARED: dict[str, Algorithm] = {
 CODECS: dict[str, Codec] = {
     "minmax": MinMaxUInt8(),
     "bagua": MinMaxUInt8.bagua(),
+    "int4": Int4(),
     "float16": Float16(),
     "bfloat16": BFloat16(),
 }

@@ -11,6 +11,7 @@ from bagua_comm import (
     Float16,
     GradientAllReduce,
     Hierarchical,
+    Int4,
     MinMaxUInt8,
     Plan,
     Point,
@@ -63,6 +64,7 @@ def averaged(comm, algorithm):
         (Exact(), 1e-6),
         (Hierarchical(), 1e-6),
         (Quantized(Float16()), 2e-3),
+        (Quantized(Int4(), 0), 0.6),
         (Quantized(), 7 / 255),  # two roundings of half a step each; the range is below 7
     ],
     ids=repr,

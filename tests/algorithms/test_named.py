@@ -17,6 +17,7 @@ from bagua_comm import (
     Float16,
     GradientAllReduce,
     Hierarchical,
+    Int4,
     LowPrecisionDecentralized,
     LowPrecisionOnePeer,
     MinMaxUInt8,
@@ -112,6 +113,11 @@ def test_every_algorithm_with_a_name_keeps_the_contract_and_its_repr_makes_it_ag
         (
             '{"name": "diloco", "average": {"name": "error-feedback", "residual_codec": {"name": "bfloat16"}}}',
             DiLoCo(average=ErrorFeedback(residual_codec=BFloat16())),
+        ),
+        (
+            '{"name": "gradient-allreduce", "average": {"name": "quantized",'
+            ' "codec": {"name": "int4", "block": 64, "rounding": "stochastic", "seed": 3}}}',
+            GradientAllReduce(Quantized(Int4(64, 32, "stochastic", 3))),
         ),
         ('{"name": "low-precision-ring", "codec": "bagua"}', LowPrecisionDecentralized(MinMaxUInt8.bagua())),
         (

@@ -18,6 +18,7 @@ from bagua_comm import (
     Exact,
     Float16,
     Hierarchical,
+    Int4,
     MinMaxUInt8,
     Quantized,
     UnsupportedError,
@@ -31,7 +32,7 @@ from bagua_comm.testing import Recording, run_ranks
 
 SIZES = (1, 2, 3, 4, 8)
 SHAPES = [(), (0,), (3, 0), (1,), (2,), (7,), (16,), (1000,), (2, 3, 5), (1, 4, 2)]
-CODECS = [MinMaxUInt8(), MinMaxUInt8(block=5), MinMaxUInt8.bagua(), Float16(), BFloat16()]
+CODECS = [MinMaxUInt8(), MinMaxUInt8(block=5), MinMaxUInt8.bagua(), Float16(), BFloat16(), Int4()]
 
 examples = settings(deadline=None, derandomize=True, max_examples=25)
 each_size = pytest.mark.parametrize("p", SIZES)
@@ -56,6 +57,10 @@ def allreduced(xs, codec, op):
         wires.append(codec.encode(padded.reshape(p, m)))
     chunks = []
     for r in range(p):  # the owner of chunk r
+        if isinstance(codec, Int4):  # adds rotated elements
+            total = codec.combine(np.stack([wire[r] for wire in wires]), op=op, count=m, dtype=np.float32)
+            chunks.append(codec.decode(total, np.empty((1, m), np.float32)))
+            continue
         parts = [codec.decode(wire[r : r + 1], np.empty((1, m), np.float32)) for wire in wires]
         total = parts[0]
         for part in parts[1:]:
@@ -447,6 +452,8 @@ def test_what_cannot_be_inside_a_node_is_refused():
     for wrong in (ErrorFeedback(), MinMaxUInt8(), None, Quantized):
         with pytest.raises(ArrayError, match=r"Hierarchical: inside is .*, expected Exact\(\) or Quantized"):
             Hierarchical(inside=wrong)
+    with pytest.raises(ArrayError, match="which rounds stochastically, so that nodes would end with different"):
+        Hierarchical(inside=Quantized(Int4(rounding="stochastic")))
     with pytest.raises(UnsupportedError, match="cannot code float64"):
         Hierarchical(inside=Quantized()).check("float64")
 

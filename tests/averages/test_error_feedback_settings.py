@@ -12,6 +12,7 @@ from bagua_comm import (
     ErrorFeedback,
     GradientAllReduce,
     Hierarchical,
+    Int4,
     MinMaxUInt8,
     QAdam,
     Quantized,
@@ -234,6 +235,10 @@ def test_a_loaded_state_continues_to_the_same_bits():
         ({"reset_every": True}, r"reset_every is True"),
         ({"residual_codec": "uint8"}, r"residual_codec is 'uint8', expected None or a Codec"),
         ({"residual_codec": MinMaxUInt8}, r"residual_codec is <class"),
+        (
+            {"residual_codec": Int4(rounding="stochastic")},
+            r"which rounds stochastically; expected one that rounds",
+        ),
     ],
 )
 def test_settings_out_of_range_are_refused(settings, message):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from bagua_comm import ArrayError, BFloat16, ErrorFeedback, Exact, Hierarchical, MinMaxUInt8, Quantized
+from bagua_comm import ArrayError, BFloat16, ErrorFeedback, Exact, Hierarchical, Int4, MinMaxUInt8, Quantized
 from bagua_comm.testing import run_ranks
 
 EIGHT_BITS = Quantized(MinMaxUInt8(block=32), min_bytes=0)
@@ -179,6 +179,14 @@ def test_each_chunk_enters_a_node_once():
 
     nbytes = codec.wire_nbytes(m, np.dtype("f4"))
     assert run_ranks(4, body, nodes=nodes) == [[0, 2 * nbytes, nbytes]] * 4
+
+
+def test_a_gather_with_stochastic_rounding_is_the_same_on_all_ranks():
+    xs, results = gathered("aabb", Hierarchical(Quantized(Int4(rounding="stochastic"), min_bytes=0)), 4096)
+    assert len({found.tobytes() for found in results}) == 1
+    errors = results[0] - np.concatenate(xs)
+    nearest = gathered("aabb", Hierarchical(Quantized(Int4(), min_bytes=0)), 4096)[1][0] - np.concatenate(xs)
+    assert np.linalg.norm(errors) > 1.2 * np.linalg.norm(nearest)
 
 
 @pytest.mark.parametrize("sizes", [(100, 399), (100, 401)])

@@ -12,6 +12,7 @@ from bagua_comm import (
     BFloat16,
     CommMismatch,
     Float16,
+    Int4,
     MinMaxUInt8,
     UnsupportedError,
     quantized_allgather,
@@ -24,7 +25,7 @@ from bagua_comm.testing import run_ranks
 from bagua_comm.transports.local import LocalTransport
 
 SIZES = (1, 2, 3, 4)
-CODECS = [MinMaxUInt8(), MinMaxUInt8(block=5), MinMaxUInt8.bagua(), Float16(), BFloat16()]
+CODECS = [MinMaxUInt8(), MinMaxUInt8(block=5), MinMaxUInt8.bagua(), Float16(), BFloat16(), Int4()]
 PIECES = [None, 100]
 """`coded_piece_bytes`: at once, and in pieces."""
 

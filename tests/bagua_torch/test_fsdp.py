@@ -22,6 +22,7 @@ from bagua_comm import (
     ErrorFeedback,
     Exact,
     Hierarchical,
+    Int4,
     MinMaxUInt8,
     Quantized,
     Reproducible,
@@ -159,7 +160,9 @@ X = [torch.randn(4 * 600, generator=torch.Generator().manual_seed(rank)) for ran
 
 @pytest.mark.parametrize("op", [dist.ReduceOp.AVG, dist.ReduceOp.SUM])
 @pytest.mark.parametrize(
-    "method", [Exact(), Quantized(min_bytes=0), Quantized(BFloat16(), 0), ErrorFeedback()], ids=repr
+    "method",
+    [Exact(), Quantized(min_bytes=0), Quantized(BFloat16(), 0), Quantized(Int4(), 0), ErrorFeedback()],
+    ids=repr,
 )
 def test_reduce_is_the_collective_of_its_method(method, op):
     name = "avg" if op == dist.ReduceOp.AVG else "sum"

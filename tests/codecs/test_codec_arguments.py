@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from bagua_comm import ArrayError, BaguaError, BFloat16, Float16, MinMaxUInt8, UnsupportedError, kernels
+from bagua_comm import ArrayError, BaguaError, BFloat16, Float16, Int4, MinMaxUInt8, UnsupportedError, kernels
 from bagua_comm.kernels import host
 
 CODECS = [
@@ -14,6 +14,7 @@ CODECS = [
     MinMaxUInt8.bagua(),
     Float16(),
     BFloat16(),
+    Int4(8, 2, "stochastic"),
 ]
 DTYPES = [np.dtype("float32"), np.dtype("float16"), np.dtype(ml_dtypes.bfloat16)]
 

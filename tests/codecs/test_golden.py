@@ -1,4 +1,4 @@
-"""The codec against bytes worked out separately from it."""
+"""The codecs against bytes worked out separately from them."""
 
 import importlib
 import json
@@ -11,6 +11,7 @@ import pytest
 from support import needs
 
 from bagua_comm import (
+    Int4,
     MinMaxUInt8,
     kernels,
     quantized_allgather,
@@ -18,13 +19,14 @@ from bagua_comm import (
     quantized_reduce_scatter,
 )
 from bagua_comm.arrays import dtype_named
+from bagua_comm.kernels.host import Draws
 from bagua_comm.testing import run_ranks
 
 GOLDEN = Path(__file__).parent.parent / "golden"
-CASES = json.loads((GOLDEN / "minmax.json").read_text())
+FAMILIES = {family: json.loads((GOLDEN / f"{family}.json").read_text()) for family in ("minmax", "int4")}
 
 
-@pytest.fixture(params=["host", "compiled"], autouse=True)
+@pytest.fixture(params=["host", "compiled"])
 def kernels_in_use(request, monkeypatch):
     if request.param == "compiled":
         needs.package("numba")
@@ -32,8 +34,38 @@ def kernels_in_use(request, monkeypatch):
     monkeypatch.setattr(kernels, "on_host", lambda: module)
 
 
-def cases(kind):
-    return [pytest.param(case, id=case["name"]) for case in CASES if case["kind"] == kind]
+def each_case(kind):
+    """Run a test on each case of a kind, with all kernels; a test for each family and dtype."""
+
+    def decorated(check):
+        @pytest.mark.usefixtures("kernels_in_use")
+        @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+        @pytest.mark.parametrize("family", [name for name in FAMILIES if any(of_kind(name, kind))])
+        def test(family, dtype):
+            found = [case for case in of_kind(family, kind) if case["dtype"] == dtype]
+            assert found
+            for case in found:
+                check(case)
+
+        return test
+
+    return decorated
+
+
+def of_kind(family, kind):
+    return [case for case in FAMILIES[family] if case["kind"] == kind]
+
+
+def codec_of(case):
+    if "rotate" not in case:
+        return MinMaxUInt8(block=case["block"], eps=case["eps"])
+    rounding = "nearest" if case["key"] is None else "stochastic"
+    return Int4(block=case["block"], rotate=case["rotate"], rounding=rounding)
+
+
+def draws_of(case):
+    """The random numbers of stochastic rounding."""
+    return None if case.get("key") is None else Draws(case["key"], case["counter"])
 
 
 def load(case, part, shape, dtype):
@@ -41,17 +73,14 @@ def load(case, part, shape, dtype):
     return np.frombuffer(data, dtype).reshape(shape).copy()
 
 
-def codec_of(case):
-    return MinMaxUInt8(block=case["block"], eps=case["eps"])
-
-
-def test_golden_files_equal_the_output_of_their_generator():
-    script = GOLDEN / "make_minmax.py"
+@pytest.mark.parametrize("family", FAMILIES)
+def test_golden_files_equal_the_output_of_their_generator(family):
+    script = GOLDEN / f"make_{family}.py"
     result = subprocess.run([sys.executable, script, "--check"], timeout=60)
     assert result.returncode == 0
 
 
-@pytest.mark.parametrize("case", cases("codec"))
+@each_case("codec")
 def test_encode_and_decode(case):
     n, m, dtype = case["n"], case["m"], dtype_named(case["dtype"])
     codec = codec_of(case)
@@ -59,23 +88,23 @@ def test_encode_and_decode(case):
     wire = load(case, "wire", (n, codec.wire_nbytes(m, dtype)), np.uint8)
     decoded = load(case, "decoded", (n, m), dtype)
 
-    assert wire.tobytes() == codec.encode(x).tobytes()
-    assert decoded.tobytes() == codec.decode(wire, np.empty_like(x)).tobytes()
+    assert wire.tobytes() == codec.encode(x, draws=draws_of(case)).tobytes(), case["name"]
+    assert decoded.tobytes() == codec.decode(wire, np.empty_like(x)).tobytes(), case["name"]
 
 
-@pytest.mark.parametrize("case", cases("combine"))
+@each_case("combine")
 def test_combine(case):
     n, m, dtype = case["n"], case["m"], dtype_named(case["dtype"])
     codec = codec_of(case)
     wire = load(case, "wire", (n, codec.wire_nbytes(m, dtype)), np.uint8)
     combined = load(case, "combined", (1, wire.shape[1]), np.uint8)
 
-    actual = codec.combine(wire, op=case["op"], count=m, dtype=dtype)
+    actual = codec.combine(wire, op=case["op"], count=m, dtype=dtype, draws=draws_of(case))
 
-    assert combined.tobytes() == actual.tobytes()
+    assert combined.tobytes() == actual.tobytes(), case["name"]
 
 
-@pytest.mark.parametrize("case", cases("allreduce"))
+@each_case("allreduce")
 def test_allreduce(case):
     p, count, dtype = case["n"], case["m"], dtype_named(case["dtype"])
     x = load(case, "input", (p, count), dtype)
@@ -85,10 +114,10 @@ def test_allreduce(case):
         return quantized_allreduce(comm, x[comm.rank], codec=codec_of(case), op=case["op"])
 
     for actual in run_ranks(p, body):
-        assert expected.tobytes() == actual.tobytes()
+        assert expected.tobytes() == actual.tobytes(), case["name"]
 
 
-@pytest.mark.parametrize("case", cases("reduce_scatter"))
+@each_case("reduce_scatter")
 def test_reduce_scatter(case):
     p, count, dtype = case["n"], case["m"], dtype_named(case["dtype"])
     x, expected = load(case, "input", (p, count), dtype), load(case, "output", (count,), dtype)
@@ -97,10 +126,10 @@ def test_reduce_scatter(case):
         settings = {"codec": codec_of(case), "op": case["op"], "counts": case["counts"]}
         return quantized_reduce_scatter(comm, x[comm.rank], **settings)
 
-    assert expected.tobytes() == b"".join(chunk.tobytes() for chunk in run_ranks(p, body))
+    assert expected.tobytes() == b"".join(chunk.tobytes() for chunk in run_ranks(p, body)), case["name"]
 
 
-@pytest.mark.parametrize("case", cases("allgather"))
+@each_case("allgather")
 def test_allgather(case):
     counts, dtype = case["counts"], dtype_named(case["dtype"])
     x, expected = load(case, "input", (sum(counts),), dtype), load(case, "output", (sum(counts),), dtype)
@@ -110,4 +139,4 @@ def test_allgather(case):
         return quantized_allgather(comm, mine[comm.rank], codec=codec_of(case), counts=counts)
 
     for actual in run_ranks(len(counts), body):
-        assert expected.tobytes() == actual.tobytes()
+        assert expected.tobytes() == actual.tobytes(), case["name"]

@@ -59,7 +59,7 @@ import json
 import math
 import random
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -541,52 +541,51 @@ def all_cases() -> Iterator[Case]:
 # --- Files ---------------------------------------------------------------------------------------
 
 
-def make_files() -> Files:
-    """Return the bytes of every golden file by its path relative to this folder."""
+def make_files(family: str, cases: Iterable[Case]) -> Files:
+    """Return the bytes of every golden file of a family by its path relative to this folder."""
     files: Files = {}
     lines = []
-    for case in all_cases():
-        paths = {part: f"minmax/{case.entry['name']}.{part}.bin" for part in case.parts}
+    for case in cases:
+        paths = {part: f"{family}/{case.entry['name']}.{part}.bin" for part in case.parts}
         files.update((paths[part], data) for part, data in case.parts.items())
         lines.append(json.dumps(case.entry | {"files": paths}))
-    files["minmax.json"] = ("[\n" + ",\n".join(lines) + "\n]\n").encode()
+    files[f"{family}.json"] = ("[\n" + ",\n".join(lines) + "\n]\n").encode()
     return files
 
 
-def files_on_disk() -> Files:
+def files_on_disk(family: str) -> Files:
     """Return the golden files that exist, as `make_files` does."""
-    paths = [HERE / "minmax.json", *HERE.glob("minmax/*.bin")]
+    paths = [HERE / f"{family}.json", *HERE.glob(f"{family}/*.bin")]
     return {path.relative_to(HERE).as_posix(): path.read_bytes() for path in paths if path.exists()}
 
 
-def write(files: Files) -> None:
+def write(family: str, files: Files) -> None:
     """Put the files on disk in place of those that were there."""
-    for path in files_on_disk():
+    for path in files_on_disk(family):
         (HERE / path).unlink()
-    (HERE / "minmax").mkdir(exist_ok=True)
+    (HERE / family).mkdir(exist_ok=True)
     for path, data in files.items():
         (HERE / path).write_bytes(data)
 
 
-def differences(files: Files) -> list[str]:
+def differences(files: Files, disk: Files) -> list[str]:
     """Return the paths that are missing on disk, or not wanted there, or hold other bytes."""
-    disk = files_on_disk()
     return sorted(path for path in files | disk if files.get(path) != disk.get(path))
 
 
-def main() -> int:
-    """Write or check the golden files; return the exit code."""
-    parser = argparse.ArgumentParser(description="Make the golden files of MinMaxUInt8.")
+def main(family: str, cases: Iterable[Case]) -> int:
+    """Write or check the golden files of a family, make_FAMILY.py; return the exit code."""
+    parser = argparse.ArgumentParser(description=f"Make the golden files {family}.json and {family}/*.bin.")
     parser.add_argument("--check", action="store_true", help="compare with the files on disk only")
-    files = make_files()
+    files = make_files(family, cases)
     if not parser.parse_args().check:
-        write(files)
+        write(family, files)
         return 0
-    wrong = differences(files)
+    wrong = differences(files, files_on_disk(family))
     for path in wrong:
-        print(f"{path}: not what make_minmax.py makes")
+        print(f"{path}: not what make_{family}.py makes")
     return 1 if wrong else 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(main("minmax", all_cases()))

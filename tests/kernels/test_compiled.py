@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from bagua_comm import BFloat16, Float16, MinMaxUInt8, kernels
+from bagua_comm import BFloat16, Float16, Int4, MinMaxUInt8, kernels
 from bagua_comm.arrays import address, dtype_named
 from bagua_comm.kernels import compiled, host
 
@@ -28,6 +28,11 @@ CODECS = [
     MinMaxUInt8(64, 1e30),
     Float16(),
     BFloat16(),
+    Int4(),
+    Int4(8, 1),  # blocks that are shorter than a unit of 32
+    Int4(16, 4, "stochastic"),
+    Int4(128, 64),  # rotations that are longer
+    Int4(4096, 4096, "stochastic"),
 ]
 
 

@@ -21,6 +21,7 @@ from bagua_comm import (
     Float16,
     GradientAllReduce,
     Hierarchical,
+    Int4,
     LowPrecisionDecentralized,
     MinMaxUInt8,
     Plan,
@@ -80,10 +81,11 @@ def test_blocks_are_searched_for_where_there_are_some(algorithm, of_block):
 
 
 def test_averages_are_chosen_from_those_given_and_the_algorithms_own():
-    grid = grid_of(GradientAllReduce(), averages=[Quantized(Float16()), Exact(), Quantized()], blocks=[64])
+    others = [Quantized(Float16()), Quantized(Int4())]
+    grid = grid_of(GradientAllReduce(), averages=[*others, Exact(), Quantized()], blocks=[64])
     averages = [[algorithm.average for algorithm in family] for family in grid.families]
     of_blocks = [Quantized(MinMaxUInt8(64)), Quantized(MinMaxUInt8(512))]
-    assert averages == [[Exact()], [Quantized(Float16())], of_blocks]
+    assert averages == [[Exact()], *([other] for other in others), of_blocks]
 
 
 def test_sizes_that_make_the_same_buckets_count_as_one():

@@ -24,11 +24,14 @@ from .elementwise import (
     subtract,
 )
 from .fixed_point import fixed_add, fixed_exponents, fixed_mean
+from .int4 import int4_combine, int4_decode, int4_encode
 from .minmax import minmax_combine, minmax_decode, minmax_encode
 from .numbers import largest_finite, silent_context, widen
+from .random_bits import Draws
 from .sums import divide, is_plain, reduce_rows
 
 __all__ = [
+    "Draws",
     "adam_moments",
     "adam_step",
     "add",
@@ -45,6 +48,9 @@ __all__ = [
     "fixed_add",
     "fixed_exponents",
     "fixed_mean",
+    "int4_combine",
+    "int4_decode",
+    "int4_encode",
     "is_plain",
     "largest_finite",
     "loss",

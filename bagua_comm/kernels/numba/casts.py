@@ -20,7 +20,7 @@ def cast_rows(
     stride: int,
 ) -> None:
     """Cast n rows; zero the bytes after the elements in rows of `target`."""
-    wide, saturated = numba.carray(scratch(), (STRIP,)), numba.carray(scratch(), (STRIP,))
+    wide, saturated = numba.carray(scratch(STRIP), (STRIP,)), numba.carray(scratch(STRIP), (STRIP,))
     for row in range(n):
         if source_element != FLOAT32 and element != FLOAT32:
             cast_halves(source_element, source + row * source_stride, element, target + row * stride, count)

@@ -26,6 +26,12 @@ def inner(function: _Function) -> _Function:
     return cast(_Function, numba.njit(**_SEMANTICS, no_cpython_wrapper=True, no_cfunc_wrapper=True)(function))
 
 
+def inlined(function: _Function) -> _Function:
+    """As `inner`, and inlined wherever it is called, for functions that inner loops call."""
+    made = numba.njit(**_SEMANTICS, no_cpython_wrapper=True, no_cfunc_wrapper=True, forceinline=True)(function)
+    return cast(_Function, made)
+
+
 def kernel(function: _Function) -> _Function:
     """Register a function that `object_code` compiles for Python to call."""
     _functions[function.__name__] = function
@@ -99,13 +105,22 @@ def pointer(_: Any, address: Any, dtype: Any) -> Any:
     )
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def scratch(_: Any) -> Any:
-    """A pointer to `STRIP` floats on the stack."""
+@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+def scratch(_: Any, count: Any) -> Any:
+    """A pointer to floats on the stack; their number is a literal."""
+    length = count.literal_value
 
     def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        strip = cgutils.alloca_once(builder, ir.ArrayType(ir.FloatType(), STRIP))
+        strip = cgutils.alloca_once(builder, ir.ArrayType(ir.FloatType(), length))
         strip.align = 64
         return builder.bitcast(strip, ir.FloatType().as_pointer())
 
-    return numba.types.CPointer(numba.types.float32)(), code
+    return numba.types.CPointer(numba.types.float32)(count), code
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def address_of(_: Any, pointer: Any) -> Any:
+    """A pointer as an integer."""
+    return numba.types.int64(pointer), lambda context, builder, signature, values: builder.ptrtoint(
+        values[0], ir.IntType(64)
+    )

@@ -14,8 +14,8 @@ def encoding_errors(
     element: int, x: int, decoded: int, target: int, count: int, factor: float, decay: float
 ) -> None:
     """Store decay target + factor (x - decoded), or 0 where that is not finite; without decay, read no target."""
-    wide, other = numba.carray(scratch(), (STRIP,)), numba.carray(scratch(), (STRIP,))
-    earlier, errors = numba.carray(scratch(), (STRIP,)), numba.carray(scratch(), (STRIP,))
+    wide, other = numba.carray(scratch(STRIP), (STRIP,)), numba.carray(scratch(STRIP), (STRIP,))
+    earlier, errors = numba.carray(scratch(STRIP), (STRIP,)), numba.carray(scratch(STRIP), (STRIP,))
     for at in range(0, count, STRIP):
         length, offset = min(STRIP, count - at), at * itemsize(element)
         exact = load(element, x + offset, length, wide)

@@ -34,7 +34,7 @@ _SMALLEST_NORMAL = 2.0**-126
 def find_fields(element: int, x: int, bounds: int, blocks: int, fields: int) -> None:
     """Raise the exponent field of each block to that of its largest element."""
     edges, found = longs_at(bounds, blocks + 1), bytes_at(fields, blocks)
-    wide = numba.carray(scratch(), (STRIP,))
+    wide = numba.carray(scratch(STRIP), (STRIP,))
     for block in range(blocks):
         most = np.uint32(0)
         for at in range(edges[block], edges[block + 1], STRIP):
@@ -60,7 +60,7 @@ def add_fixed(
 ) -> None:
     """Add elements, as multiples of the unit of their block, to its sums."""
     edges, found = longs_at(bounds, blocks + 1), bytes_at(fields, blocks)
-    wide, kept = numba.carray(scratch(), (STRIP,)), np.int32(0 if first else -1)
+    wide, kept = numba.carray(scratch(STRIP), (STRIP,)), np.int32(0 if first else -1)
     # From 24 bits on this rounds to 2^bits, which no value exceeds: float32 has 24 bits.
     limit = np.float32((1 << bits) - 1)
     for block in range(blocks):
@@ -98,7 +98,7 @@ def mean_of_fixed(
 ) -> None:
     """Convert sums of multiples to mean elements."""
     edges, found = longs_at(bounds, blocks + 1), bytes_at(fields, blocks)
-    wide = numba.carray(scratch(), (STRIP,))
+    wide = numba.carray(scratch(STRIP), (STRIP,))
     for block in range(blocks):
         field = np.int64(found[block])
         for at in range(edges[block], edges[block + 1], STRIP):

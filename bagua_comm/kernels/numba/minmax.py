@@ -68,7 +68,7 @@ def encode_rows(
 ) -> None:
     """Encode n rows of elements."""
     layout = _Wire(element, count, stride, start, block, np.float32(eps))
-    pair = numba.carray(scratch(), (2,))
+    pair = numba.carray(scratch(2), (2,))
     for row in range(n):
         source, target = x + row * count * itemsize(element), wire + row * stride
         for begin in range(0, count, block):
@@ -97,7 +97,7 @@ def combine_rows(
 ) -> None:
     """Decode n rows of `wires`, add them, and encode the sum."""
     layout = _Wire(element, count, stride, start, block, np.float32(eps))
-    total, pair = numba.carray(scratch(), (STRIP,)), numba.carray(scratch(), (2,))
+    total, pair = numba.carray(scratch(STRIP), (STRIP,)), numba.carray(scratch(2), (2,))
     for begin in range(0, count, block):
         _encode_sum(layout, wires, n, mean, begin, wire, total, pair)
     _clear_padding(layout, wire)
@@ -109,7 +109,7 @@ def decode_rows(
 ) -> None:
     """Decode n rows."""
     layout = _Wire(element, count, stride, start, block, np.float32(eps))
-    pair = numba.carray(scratch(), (2,))
+    pair = numba.carray(scratch(2), (2,))
     for row in range(n):
         source, target = wire + row * stride, out + row * count * itemsize(element)
         for begin in range(0, count, block):

@@ -21,7 +21,7 @@ def sum_rows(
     stride: int,
 ) -> None:
     """Add rows of 16-bit floats, round the sum to elements, cast these, and zero the bytes after them."""
-    total, wide = numba.carray(scratch(), (STRIP,)), numba.carray(scratch(), (STRIP,))
+    total, wide = numba.carray(scratch(STRIP), (STRIP,)), numba.carray(scratch(STRIP), (STRIP,))
     for at in range(0, count, STRIP):
         part = total[: min(STRIP, count - at)]
         part[:] = MINUS_ZERO

@@ -1,0 +1,279 @@
+"""Units of 32 floats in vector registers: rotations, four-bit codes.
+
+LLVM makes no shuffles of Python's loops, so these are written in its own terms. It divides a unit among the
+registers of the processor. All arguments that are not numbers are addresses, of the first element of a unit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numba
+from llvmlite import ir
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+UNIT = 32
+"""The number of elements in a unit."""
+
+PART = 8
+"""The number of elements in the smallest block."""
+
+_SIGNS = 0x7888
+"""Bits of the positions, modulo 16, of elements with a negative sign; see `host.int4`."""
+
+_ROUNDER = 3.0 * 2**22
+"""Added to a small float32, it makes the last byte of the bits the nearest integer, in two's complement."""
+
+_FLOAT, _INT, _BYTE = ir.FloatType(), ir.IntType(32), ir.IntType(8)
+_FLOATS, _INTS, _BYTES = (ir.VectorType(element, UNIT) for element in (_FLOAT, _INT, _BYTE))
+_PACKED = ir.VectorType(_BYTE, UNIT // 2)
+_VOID, _INT64, _FLOAT32 = numba.types.void, numba.types.int64, numba.types.float32
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def rotate_unit(_: Any, source: Any, target: Any, rotate: Any, factor: Any, block: Any, largest: Any) -> Any:
+    """target <- H D (source * factor), for groups of at most 32; then do as `find_largest` does."""
+
+    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        source, target, rotate, factor, block, largest = values
+        x = builder.fmul(_read(builder, source, _FLOATS), _splat(builder, factor))
+        x = _rotated(builder, _signed(builder, x, rotate), rotate)
+        _write(builder, x, target)
+        _write_largest(builder, x, block, largest)
+
+    return _VOID(_INT64, _INT64, _INT64, _FLOAT32, _INT64, _INT64), code
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def add_and_subtract_units(_: Any, a: Any, b: Any) -> Any:
+    """(a, b) <- (a + b, a - b)."""
+
+    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        a, b = (_read(builder, value, _FLOATS) for value in values)
+        _write(builder, builder.fadd(a, b), values[0])
+        _write(builder, builder.fsub(a, b), values[1])
+
+    return _VOID(_INT64, _INT64), code
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def find_largest(_: Any, x: Any, block: Any, target: Any) -> Any:
+    """target <- the bits of the largest magnitude, or of a NaN; for shorter blocks, for each 8 elements."""
+
+    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        x, block, target = values
+        _write_largest(builder, _read(builder, x, _FLOATS), block, target)
+
+    return _VOID(_INT64, _INT64, _INT64), code
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def quantize_unit(_: Any, x: Any, factors: Any, block: Any, codes: Any) -> Any:
+    """codes <- rint(x * factors), two a byte, with a factor for each block; the levels are from -7 to 7."""
+
+    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        x, factors, block, codes = values
+        levels = builder.fmul(_read(builder, x, _FLOATS), _of_blocks(builder, factors, block))
+        _write_codes(builder, levels, codes)
+
+    return _VOID(_INT64, _INT64, _INT64, _INT64), code
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def quantize_sum(_: Any, x: Any, factors: Any, block: Any, codes: Any) -> Any:
+    """codes <- clip(rint(x * factors), -7, 7), as `quantize_unit`, also of infinities."""
+
+    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        x, factors, block, codes = values
+        levels = builder.fmul(_read(builder, x, _FLOATS), _of_blocks(builder, factors, block))
+        _write_codes(builder, _clipped(builder, levels, _constant(_FLOATS, [7.0] * UNIT)), codes)
+
+    return _VOID(_INT64, _INT64, _INT64, _INT64), code
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def quantize_unit_at_random(_: Any, x: Any, factors: Any, block: Any, numbers: Any, codes: Any) -> Any:
+    """codes <- clip(floor(x * factors + numbers), -7, 7), as `quantize_sum`."""
+
+    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        x, factors, block, numbers, codes = values
+        levels = builder.fmul(_read(builder, x, _FLOATS), _of_blocks(builder, factors, block))
+        levels = builder.fadd(levels, _read(builder, numbers, _FLOATS))
+        levels = _call(builder, f"llvm.floor.v{UNIT}f32", _FLOATS, levels)
+        _write_codes(builder, _clipped(builder, levels, _constant(_FLOATS, [7.0] * UNIT)), codes)
+
+    return _VOID(_INT64, _INT64, _INT64, _INT64, _INT64), code
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def add_codes(_: Any, codes: Any, factors: Any, block: Any, total: Any) -> Any:
+    """total <- total + codes * factors, with a factor for each block."""
+
+    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        codes, factors, block, total = values
+        terms = builder.fmul(_read_codes(builder, codes), _of_blocks(builder, factors, block))
+        _write(builder, builder.fadd(_read(builder, total, _FLOATS), terms), total)
+
+    return _VOID(_INT64, _INT64, _INT64, _INT64), code
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def decode_unit(_: Any, codes: Any, factors: Any, block: Any, rotate: Any, largest: Any, target: Any) -> Any:
+    """target <- D H codes * factors, kept between -largest and largest; NaN stays."""
+
+    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        codes, factors, block, rotate, largest, target = values
+        x = _signed(builder, _rotated(builder, _read_codes(builder, codes), rotate), rotate)
+        x = builder.fmul(x, _of_blocks(builder, factors, block))
+        _write(builder, _clipped(builder, x, _splat(builder, largest)), target)
+
+    return _VOID(_INT64, _INT64, _INT64, _INT64, _FLOAT32, _INT64), code
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def unpack_unit(_: Any, codes: Any, rotate: Any, target: Any) -> Any:
+    """target <- H codes."""
+
+    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        codes, rotate, target = values
+        _write(builder, _rotated(builder, _read_codes(builder, codes), rotate), target)
+
+    return _VOID(_INT64, _INT64, _INT64), code
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def scale_unit(_: Any, x: Any, factor: Any, largest: Any, target: Any) -> Any:
+    """target <- D x * factor, kept between -largest and largest; NaN stays."""
+
+    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        x, factor, largest, target = values
+        product = builder.fmul(_with_signs(builder, _read(builder, x, _FLOATS)), _splat(builder, factor))
+        _write(builder, _clipped(builder, product, _splat(builder, largest)), target)
+
+    return _VOID(_INT64, _FLOAT32, _FLOAT32, _INT64), code
+
+
+def _in_stages(builder: Any, x: Any, size: Any, stage: Callable[[Any, int], Any]) -> Any:
+    """Apply `stage(x, stride)` for strides 1, 2, 4, 8 and 16 that are less than `size`."""
+    for stride in (1, 2, 4, 8, 16):
+        before = builder.block
+        with builder.if_then(builder.icmp_signed(">", size, ir.Constant(size.type, stride))):
+            changed, inside = stage(x, stride), builder.block
+        joined = builder.phi(x.type)
+        joined.add_incoming(x, before)
+        joined.add_incoming(changed, inside)
+        x = joined
+    return x
+
+
+def _rotated(builder: Any, x: Any, rotate: Any) -> Any:
+    """H x, for each group of `rotate` elements."""
+
+    def butterflies(x: Any, stride: int) -> Any:
+        partners = _shuffled(builder, x, x, [i ^ stride for i in range(UNIT)])
+        signs = _constant(_INTS, [0x80000000 if i & stride else 0 for i in range(UNIT)])
+        signed = builder.bitcast(builder.xor(builder.bitcast(x, _INTS), signs), _FLOATS)
+        return builder.fadd(partners, signed)
+
+    return _in_stages(builder, x, rotate, butterflies)
+
+
+def _with_signs(builder: Any, x: Any) -> Any:
+    """D x: each element times its sign. 0 stays 0."""
+    negative = _constant(ir.VectorType(ir.IntType(1), UNIT), [_SIGNS >> i % 16 & 1 for i in range(UNIT)])
+    return builder.select(negative, builder.fsub(_constant(_FLOATS, [0.0] * UNIT), x), x)
+
+
+def _signed(builder: Any, x: Any, rotate: Any) -> Any:
+    """D x, if elements are rotated."""
+    is_rotated = builder.icmp_signed(">", rotate, ir.Constant(rotate.type, 1))
+    return builder.select(is_rotated, _with_signs(builder, x), x)
+
+
+def _write_largest(builder: Any, x: Any, block: Any, target: Any) -> None:
+    """See `find_largest`."""
+    magnitudes = builder.and_(builder.bitcast(x, _INTS), _constant(_INTS, [0x7FFFFFFF] * UNIT))
+
+    def larger(bits: Any, stride: int) -> Any:
+        partners = _shuffled(builder, bits, bits, [i ^ stride for i in range(UNIT)])
+        return builder.select(builder.icmp_unsigned(">", bits, partners), bits, partners)
+
+    is_long = builder.icmp_signed(">=", block, ir.Constant(block.type, UNIT))
+    with builder.if_else(is_long, likely=True) as (of_unit, of_parts):
+        with of_unit:
+            largest = _call(builder, f"llvm.vector.reduce.umax.v{UNIT}i32", _INT, magnitudes)
+            builder.store(largest, builder.inttoptr(target, _INT.as_pointer()), align=4)
+        with of_parts:
+            several = _in_stages(builder, magnitudes, block, larger)
+            _write(builder, _shuffled(builder, several, several, list(range(0, UNIT, PART))), target)
+
+
+def _of_blocks(builder: Any, factors: Any, block: Any) -> Any:
+    """The factors of a unit's elements, from those of its blocks: of all elements, or of 16, or of 8."""
+    first = builder.load(builder.inttoptr(factors, _FLOAT.as_pointer()), align=4)
+    all_alike, before = _splat(builder, first), builder.block
+    with builder.if_then(builder.icmp_signed("<", block, ir.Constant(block.type, UNIT)), likely=False):
+        several = _read(builder, factors, ir.VectorType(_FLOAT, UNIT // PART))
+        is_part = builder.icmp_signed("==", block, ir.Constant(block.type, PART))
+        by_8, by_16 = (_shuffled(builder, several, several, [i // size for i in range(UNIT)]) for size in (8, 16))
+        differing, inside = builder.select(is_part, by_8, by_16), builder.block
+    result = builder.phi(_FLOATS)
+    result.add_incoming(all_alike, before)
+    result.add_incoming(differing, inside)
+    return result
+
+
+def _constant(vector: Any, values: list[Any]) -> Any:
+    return ir.Constant(vector, [ir.Constant(vector.element, value) for value in values])
+
+
+def _splat(builder: Any, value: Any) -> Any:
+    first = builder.insert_element(ir.Constant(_FLOATS, ir.Undefined), value, ir.Constant(_INT, 0))
+    return _shuffled(builder, first, first, [0] * UNIT)
+
+
+def _shuffled(builder: Any, x: Any, y: Any, order: list[int]) -> Any:
+    return builder.shuffle_vector(x, y, _constant(ir.VectorType(_INT, len(order)), order))
+
+
+def _read(builder: Any, address: Any, vector: Any) -> Any:
+    pointer = builder.inttoptr(address, vector.as_pointer())
+    return builder.load(pointer, align=1 if vector.element == _BYTE else 4)
+
+
+def _write(builder: Any, vector: Any, address: Any) -> None:
+    pointer = builder.inttoptr(address, vector.type.as_pointer())
+    builder.store(vector, pointer, align=1 if vector.type.element == _BYTE else 4)
+
+
+def _call(builder: Any, name: str, result: Any, *values: Any) -> Any:
+    """Call a function of LLVM."""
+    prototype = ir.FunctionType(result, [value.type for value in values])
+    return builder.call(cgutils.get_or_insert_function(builder.module, prototype, name), values)
+
+
+def _clipped(builder: Any, x: Any, largest: Any) -> Any:
+    """`x` between -largest and largest; NaN stays, since it compares as false."""
+    x = builder.select(builder.fcmp_ordered(">", x, largest), largest, x)
+    least = builder.fneg(largest)
+    return builder.select(builder.fcmp_ordered("<", x, least), least, x)
+
+
+def _write_codes(builder: Any, levels: Any, address: Any) -> None:
+    """Round levels half to even, and write them two a byte; anything for NaN."""
+    shifted = builder.fadd(levels, _constant(_FLOATS, [_ROUNDER] * UNIT))
+    codes = builder.trunc(builder.bitcast(shifted, _INTS), _BYTES)
+    even, odd = (_shuffled(builder, codes, codes, list(range(first, UNIT, 2))) for first in (0, 1))
+    low = builder.and_(even, _constant(_PACKED, [15] * (UNIT // 2)))
+    high = builder.shl(odd, _constant(_PACKED, [4] * (UNIT // 2)))
+    _write(builder, builder.or_(low, high), address)
+
+
+def _read_codes(builder: Any, address: Any) -> Any:
+    """Codes, two a byte, as floats."""
+    packed, four = _read(builder, address, _PACKED), _constant(_PACKED, [4] * (UNIT // 2))
+    low, high = builder.ashr(builder.shl(packed, four), four), builder.ashr(packed, four)
+    order = [i // 2 + UNIT // 2 * (i % 2) for i in range(UNIT)]
+    return builder.sitofp(_shuffled(builder, low, high, order), _FLOATS)
