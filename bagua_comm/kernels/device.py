@@ -286,6 +286,53 @@ def _scratch(device: int, stream: int, thread: int) -> Scratch:
 
 
 # ---------------------------------------------------------------------------------------------------
+# Int4
+# ---------------------------------------------------------------------------------------------------
+
+_GROUP, _WARPS, _TILE = 32, 4, 4096
+
+_INT4 = np.dtype([(name, np.int64) for name in ("rows", "count", "block", "blocks", "rotate", "start", "stride")])
+
+
+@functools.lru_cache(maxsize=1024)
+def _int4_partition(rows: int, count: int, block: int, rotate: int, start: int, stride: int, own: bool) -> Any:
+    blocks = -(-count // block)
+    layout = np.array([(rows, count, block, blocks, rotate, start, stride)], _INT4).view(f"V{_INT4.itemsize}")
+    cta = (_WARP, _WARPS) if own else (LARGEST_CTA,)
+    ctas = -(-blocks // (_WARP * _WARPS)) if own else -(-blocks * block // _TILE)
+    return (min(ctas, _MOST_CTAS), min(rows, _MOST_ROWS)), cta, layout
+
+
+def int4_encode(chunks, wire, start, block, rotate, draws=None):
+    n, m = chunks.shape
+    if n * m:
+        own = block == _GROUP and rotate == _GROUP
+        _int4("encode", own, n, m, block, rotate, start, wire.shape[1], chunks.dtype, (chunks, wire), draws)
+
+
+def int4_decode(wire, out, start, block, rotate):
+    n, m = out.shape
+    if n * m:
+        own = block == _GROUP and rotate == _GROUP
+        _int4("decode", own, n, m, block, rotate, start, wire.shape[1], out.dtype, (wire, out), None)
+
+
+def int4_combine(wire, out, count, dtype, start, block, rotate, op, draws=None):
+    if count:
+        args = wire, len(wire), int(op == "avg"), out
+        _int4("combine", block == _GROUP, 1, count, block, rotate, start, out.shape[1], dtype, args, draws)
+
+
+def _int4(name, own, n, m, block, rotate, start, stride, dtype, args, draws):
+    grid, cta, layout = _int4_partition(n, m, block, rotate, start, stride, own)
+    more = ()
+    if draws is not None:
+        name += "_stochastic"
+        more = draws.key & 0xffffffff, draws.key >> 32, draws.counter & 0xffffffff
+    _launch("int4.cu", name if own else name.replace("code", "code_any").replace("combine", "combine_any"), dtype_name(dtype), grid, cta, (*args, layout, *more))
+
+
+# ---------------------------------------------------------------------------------------------------
 # Launches
 # ---------------------------------------------------------------------------------------------------
 

@@ -40,7 +40,14 @@ __device__ inline uint16 float_to_half(float32 x) {
     asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(x));
     return bits;
 }
-#endif  // another compiler must be given both definitions
+
+// 1 / x, off by no more than two units in the last place, of a normal number whose reciprocal is normal.
+__device__ inline float32 rough_reciprocal(float32 x) {
+    float32 y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+#endif  // another compiler must be given these definitions
 
 
 // ---- Conversions. Types narrower than 32 bits are computed in float32 and rounded once, half to even. ----
