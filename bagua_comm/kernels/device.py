@@ -291,13 +291,13 @@ def _scratch(device: int, stream: int, thread: int) -> Scratch:
 
 _GROUP, _WARPS, _TILE = 32, 4, 4096
 
-_INT4 = np.dtype([(name, np.int64) for name in ("rows", "count", "block", "blocks", "rotate", "start", "stride")])
+_INT4 = np.dtype([(name, np.int64) for name in ("rows", "count", "block", "blocks", "rotate", "start", "stride", "mask")])
 
 
 @functools.lru_cache(maxsize=1024)
 def _int4_partition(rows: int, count: int, block: int, rotate: int, start: int, stride: int, own: bool) -> Any:
     blocks = -(-count // block)
-    layout = np.array([(rows, count, block, blocks, rotate, start, stride)], _INT4).view(f"V{_INT4.itemsize}")
+    layout = np.array([(rows, count, block, blocks, rotate, start, stride, 15)], _INT4).view(f"V{_INT4.itemsize}")
     cta = (_WARP, _WARPS) if own else (LARGEST_CTA,)
     ctas = -(-blocks // (_WARP * _WARPS)) if own else -(-blocks * block // _TILE)
     return (min(ctas, _MOST_CTAS), min(rows, _MOST_ROWS)), cta, layout

@@ -28,8 +28,9 @@ struct Layout {                            // as in device.py
     int64 rows, count, block, blocks;      // blocks of `block` elements, `count` elements in a row
     int64 rotate;                          // elements that are rotated together
     int64 start, stride;                   // bytes of a row of the wire before its codes, and in all
+    int64 mask;                            // 15, which the compiler does not know: it would load it for each code anew
 };
-static_assert(sizeof(Layout) == 56);
+static_assert(sizeof(Layout) == 64);
 
 __device__ bool fit_words(const uint8* wire, const Layout& layout) {
     return aligned<access_bytes>(wire + layout.start) && layout.stride % access_bytes == 0;
@@ -78,10 +79,11 @@ __device__ float32 larger_of(float32 a, float32 b) {
 
 template <int count>
 __device__ float32 largest_of(const float32 (&t)[count]) {
-    float32 most = fabsf(t[0]);
+    constexpr int chains = 4;  // the next comparison need not wait for the last
+    float32 most[chains];
 #pragma unroll
-    for (int i = 1; i < count; ++i) most = larger_of(most, fabsf(t[i]));
-    return most;
+    for (int i = 0; i < count; ++i) most[i % chains] = i < chains ? fabsf(t[i]) : larger_of(most[i % chains], fabsf(t[i]));
+    return larger_of(larger_of(most[0], most[1]), larger_of(most[2], most[3]));
 }
 
 // The butterflies of strides below `size` and `count`.
@@ -142,19 +144,17 @@ __device__ uint32 packed(const float32* t, const Scale& scale, const Rounding& r
     return scale.inverse > 0 ? codes : 0;
 }
 
-// Code `i` of 8, times 16^(i % 4).
-__device__ float32 code_in_place(uint32 codes, int i) {
+// Code `i` of 8, counted modulo 8, times 16^(i % 4); `mask` is 15.
+__device__ float32 code_in_place(uint32 codes, int i, uint32 mask) {
     int at = 4 * (i % 4);
-    uint32 part = i < 4 ? codes : codes >> 16;
-    return __uint_as_float((part & 15u << at) ^ (0x4b000000 | 8u << at)) - (8388608 + float32(8 << at));
+    uint32 part = i % held < 4 ? codes : codes >> 16;
+    return __uint_as_float((part & mask << at) ^ (0x4b000000 | 8u << at)) - (8388608 + float32(8 << at));
 }
 
 __device__ float32 unit_in_place(int i) { return 1.0f / (1 << 4 * (i % 4)); }
 
-__device__ float32 scale_on_wire(const uint8* row, int64 block) {
-    float32 scale = __uint_as_float(uint32(reinterpret_cast<const uint16*>(row)[block]) << 16);
-    return is_finite(scale) ? scale : __uint_as_float(canonical_nan);
-}
+// The bits of the scale of a block, in bfloat16.
+__device__ uint32 read_scale(const uint8* row, int64 block) { return reinterpret_cast<const uint16*>(row)[block]; }
 
 __device__ void write_scale(uint8* row, int64 block, const Scale& scale) {
     reinterpret_cast<uint16*>(row)[block] = uint16(scale.bits);
@@ -175,31 +175,36 @@ __device__ void clear_padding(const Layout& layout, uint8* wire) {
 
 struct Weights {
     int64 summands;
-    bool mean, halving;  // halving: x * (1 / summands) is exactly the quotient
+    bool mean;
     float32 share;
+    uint32 exact;  // number of scales, from `lowest_exact` on, whose products are exact
+
+    static constexpr uint32 lowest_exact = 0x0d80, highest_exact = 0x7180;  // 2^-100 and 2^100 in bfloat16
 
     __device__ Weights(int64 summands, bool mean) : summands(summands), mean(mean) {
-        halving = !mean || ((summands & (summands - 1)) == 0 && summands <= 65536);
+        bool halving = !mean || ((summands & (summands - 1)) == 0 && summands <= 65536);
         share = mean ? 1.0f / summands : 1;
+        exact = halving ? highest_exact - lowest_exact : 0;
     }
 
-    __device__ float32 of(float32 scale) const { return halving ? scale * share : scale / float32(summands); }
-
-    // Whether scale * code is exact for all codes, and for multiples of the code by powers of 1/16.
-    __device__ bool exact(float32 scale) const { return halving && (scale == 0 || (scale > 1e-30f && scale < 1e30f)); }
+    // total[i] += the decoded element i. `bits` are those of the scale.
+    template <int count>
+    __device__ void add(uint32 bits, const uint32 (&codes)[count / held], float32 (&total)[count], uint32 mask) const {
+        float32 scale = __uint_as_float(bits << 16);
+        // The product of a code and a scale of 8 bits is exact, and so is that with 1 / summands, and the sum rounded once.
+        if (bits - lowest_exact < exact) {
+            float32 weight = scale * share;
+#pragma unroll
+            for (int i = 0; i < count; ++i)
+                total[i] = fmaf(code_in_place(codes[i / held], i, mask), weight * unit_in_place(i), total[i]);
+        } else {
+            float32 weight = !is_finite(scale) ? __uint_as_float(canonical_nan) : mean ? scale / summands : scale;
+#pragma unroll
+            for (int i = 0; i < count; ++i)
+                total[i] = total[i] + code_in_place(codes[i / held], i, mask) * unit_in_place(i) * weight;
+        }
+    }
 };
-
-// Add 8 decoded elements.
-__device__ void add(uint32 codes, float32 weight, bool exact, float32* total) {
-    if (exact) {
-#pragma unroll
-        for (int i = 0; i < held; ++i)
-            total[i] = fmaf(code_in_place(codes, i), weight * unit_in_place(i), total[i]);
-    } else {
-#pragma unroll
-        for (int i = 0; i < held; ++i) total[i] = total[i] + code_in_place(codes, i) * unit_in_place(i) * weight;
-    }
-}
 
 // Infinite sums count as the largest finite number.
 template <int count>
@@ -214,57 +219,59 @@ __device__ float32 limited(float32 (&t)[count], float32 most) {
 
 // ---- Blocks of a thread each ----
 
-constexpr int width = access_bytes / sizeof(element), units = group / width;  // words of 16 bytes of a block
+constexpr uint32 width = access_bytes / sizeof(element), units = group / width;  // words of 16 bytes of a block
 
 // The elements of a warp's blocks in shared memory.
 struct Tile {
     uint4* words;
 
     __device__ Tile() {
-        __shared__ uint4 shared[warps][warp * units];
+        __shared__ uint4 shared[warps][warp * (units + 1)];
         words = shared[threadIdx.y];
     }
 
-    // Neighbouring threads get different banks, both in the order of the elements and in that of the blocks.
-    static __device__ int place(int block, int unit) { return block * units + (unit ^ block * units / 8 % units); }
+    // One word between blocks, so that neighbouring threads get different banks when each accesses its own block.
+    static __device__ uint32 place(uint32 block, uint32 unit) { return block * (units + 1) + unit; }
+
+    // The place of word `i` of this thread, one of every 32 from `threadIdx.x` on, in the order of the elements.
+    static __device__ uint32 place(uint32 i) {
+        return place(i * (warp / units) + threadIdx.x / units, threadIdx.x % units);
+    }
 
     // Copy the elements of a row from `from` on; zeros beyond the end.
     template <bool whole>
     __device__ void load_from(const element* from, int64 valid) const {
         uint4 read[units];
+        from += threadIdx.x * width, valid -= threadIdx.x * width;
 #pragma unroll
-        for (int i = 0; i < units; ++i) {
-            int at = (i * warp + threadIdx.x) * width;
+        for (uint32 i = 0; i < units; ++i) {
             if (whole) {
-                read[i] = __ldcg(reinterpret_cast<const uint4*>(from + at));
+                read[i] = __ldcg(reinterpret_cast<const uint4*>(from) + i * warp);
             } else {
                 element raw[width];
-                load(from + at, valid - at, raw);
+                load(from + i * warp * width, valid - i * warp * width, raw);
                 memcpy(&read[i], raw, access_bytes);
             }
         }
         __syncwarp();  // others may still read their last blocks
 #pragma unroll
-        for (int i = 0; i < units; ++i) {
-            int unit = i * warp + threadIdx.x;
-            words[place(unit / units, unit % units)] = read[i];
-        }
+        for (uint32 i = 0; i < units; ++i) words[place(i)] = read[i];
         __syncwarp();
     }
 
     template <bool whole>
     __device__ void store_to(element* to, int64 valid) const {
+        to += threadIdx.x * width, valid -= threadIdx.x * width;
         __syncwarp();
 #pragma unroll
-        for (int i = 0; i < units; ++i) {
-            int unit = i * warp + threadIdx.x, at = unit * width;
-            uint4 word = words[place(unit / units, unit % units)];
+        for (uint32 i = 0; i < units; ++i) {
+            uint4 word = words[place(i)];
             if (whole) {
-                __stcg(reinterpret_cast<uint4*>(to + at), word);
+                __stcg(reinterpret_cast<uint4*>(to) + i * warp, word);
             } else {
                 element raw[width];
                 memcpy(raw, &word, access_bytes);
-                store(to + at, valid - at, raw);
+                store(to + i * warp * width, valid - i * warp * width, raw);
             }
         }
         __syncwarp();  // before others write their next blocks
@@ -273,20 +280,26 @@ struct Tile {
     // This thread's block.
     __device__ void read(float32 (&x)[group]) const {
 #pragma unroll
-        for (int j = 0; j < units; ++j) {
+        for (uint32 j = 0; j < units; ++j) {
             element raw[width];
             memcpy(raw, &words[place(threadIdx.x, j)], access_bytes);
 #pragma unroll
-            for (int i = 0; i < width; ++i) x[j * width + i] = widen(raw[i]);
+            for (uint32 i = 0; i < width; ++i) x[j * width + i] = widen(raw[i]);
         }
     }
 
+    // With numbers that are all `finite`, also after they are rounded, or with any.
+    template <bool finite>
     __device__ void write(const float32 (&x)[group]) const {
 #pragma unroll
-        for (int j = 0; j < units; ++j) {
+        for (uint32 j = 0; j < units; ++j) {
             element raw[width];
+            if (finite) {
+                narrow_finite(x + j * width, raw);
+            } else {
 #pragma unroll
-            for (int i = 0; i < width; ++i) raw[i] = narrow<element>(x[j * width + i]);
+                for (uint32 i = 0; i < width; ++i) raw[i] = narrow<element>(x[j * width + i]);
+            }
             memcpy(&words[place(threadIdx.x, j)], raw, access_bytes);
         }
     }
@@ -349,19 +362,18 @@ __device__ void encode_with(const Rounding& rounding, const element* x, uint8* w
     clear_padding(layout, wire);
 }
 
-// The codes and the scale of one row, for one block.
-struct Summand {
-    uint32 codes[group / held];
-    float32 scale;
+// The codes and the scale of one block of a row.
+struct Coded {
+    uint32 codes[group / held], scale;
 
     template <bool whole>
-    __device__ void load_from(const uint8* wire, const Layout& layout, int64 row, int64 block) {
-        load<whole>(reinterpret_cast<const uint32*>(wire + place_of_codes(layout, row, block)), group / held, codes);
-        scale = scale_on_wire(wire + row * layout.stride, block);
+    __device__ void load_from(const uint8* scale_at, const uint8* codes_at) {
+        load<whole>(reinterpret_cast<const uint32*>(codes_at), group / held, codes);
+        scale = read_scale(scale_at, 0);
     }
 };
 
-constexpr int ahead = 2;  // rows that are loaded before they are added
+constexpr int ahead = 4;  // rows that are loaded before they are added
 
 template <class Rounding>
 __device__ void combine_with(const Rounding& rounding, const uint8* wires, const Weights& weights, uint8* wire,
@@ -369,24 +381,19 @@ __device__ void combine_with(const Rounding& rounding, const uint8* wires, const
     each_block(layout, fit_words(wires, layout) && fit_words(wire, layout), [&](int64, int64 block, auto whole_) {
         constexpr bool whole = whole_.value;
         if (!whole && block >= layout.blocks) return;
+        const uint8 *scale_at = wires + 2 * block, *codes_at = wires + place_of_codes(layout, 0, block);
         float32 total[group] = {};
-        Summand next[ahead];
-#pragma unroll
-        for (int k = 0; k < ahead; ++k)
-            if (k < weights.summands) next[k].template load_from<whole>(wires, layout, k, block);
 #pragma unroll 1
-        for (int64 row = 0; row < weights.summands; row += ahead) {
+        for (int left = int(weights.summands); left > 0; left -= ahead) {
+            Coded rows[ahead];
 #pragma unroll
             for (int k = 0; k < ahead; ++k) {
-                if (row + k >= weights.summands) break;
-                Summand here = next[k];
-                if (row + k + ahead < weights.summands)
-                    next[k].template load_from<whole>(wires, layout, row + k + ahead, block);
-                float32 weight = weights.of(here.scale);
-                bool exact = weights.exact(here.scale);
-#pragma unroll
-                for (int i = 0; i < group / held; ++i) add(here.codes[i], weight, exact, total + i * held);
+                if (k < left) rows[k].template load_from<whole>(scale_at, codes_at);
+                scale_at += layout.stride, codes_at += layout.stride;
             }
+#pragma unroll
+            for (int k = 0; k < ahead; ++k)
+                if (k < left) weights.add(rows[k].scale, rows[k].codes, total, uint32(layout.mask));
         }
         float32 most = limited(total, largest_of(total));
         write_block<whole>(total, most, rounding, layout, 0, block, wire);
@@ -404,9 +411,9 @@ struct Pairs {
     static constexpr uint32 excess = 256;  // keeps them from becoming negative; |H q| is at most 128 without the last stride
     uint32 words[count];
 
-    __device__ Pairs(const uint32 (&codes)[group / held]) {
+    __device__ Pairs(const uint32 (&codes)[group / held], uint32 mask) {
 #pragma unroll
-        for (int i = 0; i < count; ++i) words[i] = (codes[i / 4] >> 4 * (i % 4) & 0x000f000f) ^ 0x00080008;  // 8 too large
+        for (int i = 0; i < count; ++i) words[i] = (codes[i / 4] >> 4 * (i % 4) & mask * 0x10001) ^ 0x80008;  // 8 too large
     }
 
     __device__ void rotate() {
@@ -514,9 +521,8 @@ __device__ void combine_any_with(const Rounding& rounding, const uint8* wires, c
         if (at < layout.blocks * layout.block)
             for (int64 row = 0; row < weights.summands; ++row) {
                 const uint8* from = wires + row * layout.stride;
-                float32 scale = scale_on_wire(from, at / layout.block);
-                uint32 codes = *reinterpret_cast<const uint32*>(from + layout.start + at / 2);
-                add(codes, weights.of(scale), weights.exact(scale), total);
+                uint32 codes[1] = {*reinterpret_cast<const uint32*>(from + layout.start + at / 2)};
+                weights.add(read_scale(from, at / layout.block), codes, total, uint32(layout.mask));
             }
         float32 most = largest_across(limited(total, largest_of(total)), int(layout.block));
         write_part(total, most, rounding, layout, 0, at, wire);
@@ -524,10 +530,10 @@ __device__ void combine_any_with(const Rounding& rounding, const uint8* wires, c
     clear_padding(layout, wire);
 }
 
-// The decoded element, from that of H q: kept finite unless the scale is NaN.
+// The decoded element, from that of H q: kept finite unless the scale is not.
 __device__ float32 finite(float32 x, float32 scale) {
     float32 limit = largest_finite<element>();
-    return is_nan(scale) ? __uint_as_float(canonical_nan) : fminf(fmaxf(x * scale, -limit), limit);
+    return !is_finite(scale) ? __uint_as_float(canonical_nan) : fminf(fmaxf(x * scale, -limit), limit);
 }
 
 
@@ -560,19 +566,25 @@ KERNEL_OF_BLOCKS decode(const uint8* wire, element* out, Layout layout) {
     each_block(layout, fit_words(out, layout) && fit_words(wire, layout), [&](int64 row, int64 block, auto whole_) {
         constexpr bool whole = whole_.value;
         if (whole || block < layout.blocks) {
-            Summand here;
-            here.template load_from<whole>(wire, layout, row, block);
-            Pairs pairs(here.codes);
+            Coded here;
+            here.template load_from<whole>(wire + row * layout.stride + 2 * block, wire + place_of_codes(layout, row, block));
+            float32 scale = __uint_as_float(here.scale << 16);
+            Pairs pairs(here.codes, uint32(layout.mask));
             pairs.rotate();
             float32 x[group];
 #pragma unroll
             for (int i = 0; i < group; ++i)
                 if (i % 8 < 4) pairs.last_stride(i, x[i], x[i + 4]);
             // The largest magnitude of H q is 8 * 32.
-            bool plain = fabsf(here.scale) * (8 * group) <= largest_finite<element>();
+            if (fabsf(scale) * (8 * group) <= largest_finite<element>()) {
 #pragma unroll
-            for (int i = 0; i < group; ++i) x[i] = plain ? x[i] * here.scale : finite(x[i], here.scale);
-            tile.write(x);
+                for (int i = 0; i < group; ++i) x[i] = x[i] * scale;
+                tile.write<true>(x);
+            } else {
+#pragma unroll
+                for (int i = 0; i < group; ++i) x[i] = finite(x[i], scale);
+                tile.write<false>(x);
+            }
         }
         int64 begin = (block - threadIdx.x) * group;
         tile.template store_to<whole>(out + row * layout.count + begin, layout.count - begin);
@@ -600,10 +612,10 @@ KERNEL_OF_ANY decode_any(const uint8* wire, element* out, Layout layout) {
         const uint8* from = wire + row * layout.stride;
         bool exists = at < layout.blocks * layout.block;
         uint32 codes = exists ? *reinterpret_cast<const uint32*>(from + layout.start + at / 2) : 0;
-        float32 scale = exists ? scale_on_wire(from, at / layout.block) : 0;
+        float32 scale = __uint_as_float(exists ? read_scale(from, at / layout.block) << 16 : 0);
         float32 q[held];
 #pragma unroll
-        for (int i = 0; i < held; ++i) q[i] = code_in_place(codes, i) * unit_in_place(i);
+        for (int i = 0; i < held; ++i) q[i] = code_in_place(codes, i, uint32(layout.mask)) * unit_in_place(i);
         rotate_across(q, int(layout.rotate));
 #pragma unroll
         for (int i = 0; i < held; ++i)

@@ -56,6 +56,9 @@ class Moves(NamedTuple):
     reciprocals: int = 0
     """Instructions with which divisions begin."""
 
+    fused: int = 0
+    """At least this many fused multiplications and additions."""
+
     def __add__(self, other: Moves) -> Moves:  # type: ignore[override]
         return Moves(*(a + b for a, b in zip(self, other, strict=True)))
 
@@ -179,7 +182,8 @@ def _moves(texts: Sequence[str]) -> Moves:
         return sum(re.search(pattern, text) is not None for text in texts)
 
     loads, stores, decoders = (number(rf"\b{name}\S*\.128\b") for name in ("LDG", "STG", "LDS"))
-    return Moves(loads, stores, number(r"\bSHFL\b"), decoders, number(r"\bMUFU\.RCP\b"))
+    rest = (number(rf"\b{name}\b") for name in (r"MUFU\.RCP", "FFMA"))
+    return Moves(loads, stores, number(r"\bSHFL\b"), decoders, *rest)
 
 
 def _follow(text: str, after: int, labels: dict[str, int]) -> Iterator[int | str]:
@@ -218,7 +222,7 @@ def shortest(blocks: dict[int, Block], moves: Moves) -> int:
             continue
         seen.add((at, made))
         made += blocks[at].moves
-        made = made._replace(loads=min(made.loads, moves.loads))
+        made = made._replace(loads=min(made.loads, moves.loads), fused=min(made.fused, moves.fused))
         if made.within(moves):
             for follow in blocks[at].follow:
                 assert isinstance(follow, int)
