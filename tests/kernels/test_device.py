@@ -32,7 +32,7 @@ pytestmark = pytest.mark.parametrize("device", ["lazy"], indirect=True)  # one s
 
 @pytest.fixture
 def run(device):
-    """kernels/device.py, on the fake device."""
+    """kernels/device, on the fake device."""
     return kernels.of(up(np.empty(0)))
 
 
@@ -235,8 +235,8 @@ def test_one_correction_makes_every_quotient_exact(run):
 
 
 def test_few_ctas_do_the_work_of_many(device, run, monkeypatch):
-    monkeypatch.setattr(run, "_MOST_CTAS", 2)
-    monkeypatch.setattr(run, "_MOST_ROWS", 2)
+    monkeypatch.setattr(run.launches, "_MOST_CTAS", 2)
+    monkeypatch.setattr(run.launches, "_MOST_ROWS", 2)
     x = normal((5, 5000), "float32")
     for codec in (MinMaxUInt8(), MinMaxUInt8(1000), BFloat16()):
         on_host, on_device = twice(codec, x)
@@ -259,7 +259,7 @@ def test_teams_without_a_segment_decode_nothing(device, run, monkeypatch):
     code = run.source("minmax.cu")
     first, check = "bool plain() const {", 'if (__float_as_uint(scale) == 0xffffffff) fail("nobody computed it");'
     assert first in code
-    monkeypatch.setattr(run, "source", lambda _: code.replace(first, f"{first} {check}"))
+    monkeypatch.setattr(run.launches, "source", lambda _: code.replace(first, f"{first} {check}"))
     on_host, on_device = twice(MinMaxUInt8(64), normal((3, 64 * 5), "float32"))
     assert on_host == on_device
 
@@ -453,14 +453,14 @@ def test_elements_at_odd_addresses_and_arrays_of_both_memories_are_refused_befor
 
 
 def test_a_kernel_that_others_could_have_written_is_compiled_again(device, run, tmp_path, monkeypatch):
-    monkeypatch.setattr(run.Path, "home", lambda: tmp_path)
+    monkeypatch.setattr(run.launches.Path, "home", lambda: tmp_path)
     x = up(np.ones(1, np.float32))
     run.add(x, x, out=x)
     (kept,) = (tmp_path / ".cache" / "bagua_comm").iterdir()
     good = kept.read_bytes()
     kept.write_bytes(b"something else")
     kept.chmod(0o666)
-    run._module.cache_clear(), run._loaded.cache_clear()
+    run.launches._module.cache_clear(), run.launches._loaded.cache_clear()
     run.add(x, x, out=x)
     assert x.get().tolist() == [4.0]
     assert kept.read_bytes() == good
@@ -481,9 +481,9 @@ def test_devices_of_several_architectures_each_have_their_own_kernels(device, ru
 def test_compiled_kernels_are_found_on_disk_by_the_next_process(device, run, tmp_path, monkeypatch):
     import cupy
 
-    monkeypatch.setattr(run.Path, "home", lambda: tmp_path)
+    monkeypatch.setattr(run.launches.Path, "home", lambda: tmp_path)
     run.add(*[up(np.ones(1, np.float32))] * 3)
-    run._module.cache_clear(), run._loaded.cache_clear()
+    run.launches._module.cache_clear(), run.launches._loaded.cache_clear()
     monkeypatch.delattr(cupy.cuda.compiler, "compile_using_nvrtc")
     run.add(*[up(np.ones(1, np.float32))] * 3)
 
@@ -494,7 +494,7 @@ def test_compiled_kernels_are_found_on_disk_by_the_next_process(device, run, tmp
 def test_without_a_home_kernels_are_compiled_all_the_same(device, run, tmp_path, monkeypatch):
     nowhere = tmp_path / "file"
     nowhere.write_text("")
-    monkeypatch.setattr(run.Path, "home", lambda: nowhere)
+    monkeypatch.setattr(run.launches.Path, "home", lambda: nowhere)
     x = up(np.ones(1, np.float32))
     run.add(x, x, out=x)
     assert x.get().tolist() == [2.0]
@@ -531,7 +531,7 @@ def check_odd_addresses(run):
 
 
 def check_ctas(run):
-    run._MOST_CTAS = 2  # several blocks each
+    run.launches._MOST_CTAS = 2  # several blocks each
     return twice(MinMaxUInt8(1000), normal((2, 9000), "float32"))
 
 
@@ -592,7 +592,7 @@ def test_a_broken_kernel_is_noticed(device, run, mutant, monkeypatch):
     before, after, check = MUTANTS[mutant]
     whole = run.source
     assert any(before in whole(file) for file in ("minmax.cu", "reduce.cu"))
-    monkeypatch.setattr(run, "source", lambda file: whole(file).replace(before, after))
+    monkeypatch.setattr(run.launches, "source", lambda file: whole(file).replace(before, after))
     noticed = []
     for device.order in ("forward", "backward"):
         try:

@@ -17,14 +17,14 @@
 
 constexpr int warp = 32;
 constexpr int group = 32;             // elements of a block that a thread has
-constexpr int warps = 4;              // of a CTA: WARPS of device.py
+constexpr int warps = 4;              // of a CTA: _WARPS of int4.py
 constexpr int largest_cta = 512;      // of the other kernels
 constexpr int held = 8;               // elements of a thread in these
 constexpr float32 most_code = 7;
 constexpr float32 magic = 12582912;  // 1.5 * 2^23: what is added to it is rounded, and is then in its lowest bits
 constexpr uint32 smallest_normal = 0x0080, largest_scale = 0x7e12;  // in bfloat16: 2^-126, and 146 * 2^118
 
-struct Layout {                            // as in device.py
+struct Layout {                            // as in int4.py
     int64 rows, count, block, blocks;      // blocks of `block` elements, `count` elements in a row
     int64 rotate;                          // elements that are rotated together
     int64 start, stride;                   // bytes of a row of the wire before its codes, and in all
