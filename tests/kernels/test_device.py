@@ -1,13 +1,12 @@
 """The .cu files against kernels.host, byte for byte. They run here as they are, on the CPU (cuda_on_cpu)."""
 
 import inspect
-import json
 from importlib import import_module
-from pathlib import Path
 
 import numpy as np
 import pytest
 from cuda_on_cpu.build import Kernels
+from support.golden import FAMILIES, GOLDEN, cases_of, codec_of, draws_of
 
 from bagua_comm import (
     ArrayError,
@@ -23,7 +22,6 @@ from bagua_comm.arrays import ARITHMETIC_OPS, BITWISE_OPS, INTEGERS, dtype_named
 from bagua_comm.kernels import host
 from bagua_comm.testing import Recording, run_ranks
 
-GOLDEN = Path(__file__).parent.parent / "golden"
 CODED = ("float32", "float16", "bfloat16")
 FLOATING = (*CODED, "float64")
 
@@ -126,25 +124,35 @@ def special_values(m, dtype):
     return x
 
 
+def default_cases(family):
+    """Of minmax, each fourth; of Int4, each fifth of the two dtypes that other tests by default compile, too."""
+    cases = cases_of(family)
+    if family == "minmax":
+        return cases[::4]
+    return [case for case in cases if case["dtype"] != "bfloat16"][::5]
+
+
 GOLDEN_CASES = [
-    pytest.param(case, id=case["name"], marks=pytest.mark.slow if i % 4 else ())
-    for i, case in enumerate(json.loads((GOLDEN / "minmax.json").read_text()))
+    pytest.param(case, id=f"{family}-{case['name']}", marks=() if case in chosen else pytest.mark.slow)
+    for family in FAMILIES
+    for chosen in [default_cases(family)]
+    for case in cases_of(family)
 ]
 
 
 @pytest.mark.parametrize("case", GOLDEN_CASES)
 def test_golden_bytes(device, case):
     n, m, dtype = case["n"], case["m"], dtype_named(case["dtype"])
-    codec = MinMaxUInt8(case["block"], case["eps"])
+    codec, draws = codec_of(case), draws_of(case)
     data = {part: np.fromfile(GOLDEN / name, np.uint8) for part, name in case["files"].items()}
 
     if case["kind"] == "codec":
         x, wire = data["input"].view(dtype).reshape(n, m), data["wire"].reshape(n, -1)
-        assert data["wire"].tobytes() == codec.encode(up(x)).get().tobytes()
+        assert data["wire"].tobytes() == codec.encode(up(x), draws=draws).get().tobytes()
         assert data["decoded"].tobytes() == codec.decode(up(wire), up(np.zeros_like(x))).get().tobytes()
     elif case["kind"] == "combine":
         wire = up(data["wire"].reshape(n, -1))
-        combined = codec.combine(wire, op=case["op"], count=m, dtype=dtype)
+        combined = codec.combine(wire, op=case["op"], count=m, dtype=dtype, draws=draws)
         assert data["combined"].tobytes() == combined.get().tobytes()
     elif case["kind"] == "allreduce":
         x = data["input"].view(dtype).reshape(n, m)
@@ -502,7 +510,7 @@ def test_without_a_home_kernels_are_compiled_all_the_same(device, run, tmp_path,
 
 def test_the_device_has_every_kernel_of_the_host_with_the_same_arguments(run):
     used = {"reduce_rows", "scale", *STEPS} | {
-        f"{codec}_{verb}" for codec in ("cast", "minmax") for verb in ("encode", "decode", "combine")
+        f"{codec}_{verb}" for codec in ("cast", "int4", "minmax") for verb in ("encode", "decode", "combine")
     }
     expected = {name: [*inspect.signature(getattr(host, name)).parameters] for name in used}
     actual = {name: [*inspect.signature(getattr(run, name)).parameters] for name in used}
