@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from bagua_comm import BFloat16, Codec, Float16, MinMaxUInt8, kernels
+from bagua_comm import BFloat16, Codec, Float16, Int4, MinMaxUInt8, kernels
 from bagua_comm.arrays import Array, DType, dtype_named
 from bagua_comm.kernels import host
 
@@ -53,6 +53,9 @@ BLOCK = 512
 
 CODECS: dict[str, tuple[Codec, tuple[int, ...]]] = {
     "minmax": (MinMaxUInt8(BLOCK), (2, 4, 8)),
+    "int4": (Int4(), (2, 4, 8)),
+    "int4 stochastic": (Int4(rounding="stochastic"), (8,)),
+    "int4 256": (Int4(256, 256), (8,)),
     "minmax 128": (MinMaxUInt8(128), (8,)),
     "minmax 4096": (MinMaxUInt8(4096), (8,)),
     "bagua": (MinMaxUInt8.bagua(), (8,)),
@@ -258,14 +261,15 @@ def codec_rows(bench: Bench, name: str, dtype: str) -> Iterator[tuple[str, dict[
     plain = plain_codecs(bench, chunks) if with_plain else {}
 
     passes = _passes(encode)
-    encoded = codec.encode(x)
+    encoded = np.concatenate([codec.encode(row[None]) for row in x])  # as those of `combine` below
     wrong = wrong_on_wire(codec, wire[:1].get(), encoded[:1], count, x)
     nbytes = passes * chunks.nbytes + wire.nbytes
     yield "encode", bench.measured(encode, nbytes, wrong, _of(plain, name, "encode"))
 
     decode()
     expected = codec.decode(encoded[:1], np.empty_like(x[:1]))
-    wrong = _different_bytes(decoded[:1].get(), resized(expected, count))
+    checked = _repeating(codec, count, x)
+    wrong = _different_bytes(decoded[:1, :checked].get(), resized(expected, checked))
     yield "decode", bench.measured(decode, chunks.nbytes + wire.nbytes, wrong, _of(plain, name, "decode"))
 
     del chunks, wire, decoded, encode, decode, plain
@@ -299,12 +303,28 @@ def wrong_on_wire(codec: Codec, actual: Array, expected: Array, count: int, x: A
 
     On the wire, the header of blocks repeats, and so do the codes after it.
     """
-    kind, drawn = x.dtype, x.shape[1]
-    size = 1 if isinstance(codec, MinMaxUInt8) else codec.wire_nbytes(count, kind) // count
-    start, start_of_drawn = codec.wire_nbytes(count, kind) - size * count, expected.shape[1] - size * drawn
-    return count_wrong(actual[:, :start], resized(expected[:, :start_of_drawn], start)) + count_wrong(
-        actual[:, start:], resized(expected[:, start_of_drawn:], size * count)
+    header, header_of_drawn = (_header_nbytes(codec, n, x.dtype) for n in (count, x.shape[1]))
+    checked = _repeating(codec, count, x)
+    parts = actual[:, :header], actual[:, header:]
+    wanted = expected[:, :header_of_drawn], expected[:, header_of_drawn:]
+    return sum(
+        count_wrong(part[:, :length], resized(repeating, length))
+        for part, repeating in zip(parts, wanted, strict=True)
+        for length in [part.shape[1] * checked // count]
     )
+
+
+def _header_nbytes(codec: Codec, count: int, kind: DType) -> int:
+    """Bytes of a chunk of whole blocks before its codes."""
+    nbytes = codec.wire_nbytes(count, kind)
+    if isinstance(codec, MinMaxUInt8):
+        return nbytes - count
+    return nbytes - count // 2 if isinstance(codec, Int4) else 0
+
+
+def _repeating(codec: Codec, count: int, x: Array) -> int:
+    """The elements of a row that are encoded as the host's numbers are: one repetition if codes are random."""
+    return count if codec.random_seed is None else min(count, x.shape[1])
 
 
 def _passes(call: Callable[[], object]) -> int:

@@ -134,7 +134,9 @@ def test_wrong_bytes_are_counted(device, monkeypatch):
     assert gpu_codecs.step_row(bench(1 << 12), "add", "float32")["wrong"] > 0
 
 
-@pytest.mark.parametrize("codec", [MinMaxUInt8(512), MinMaxUInt8(4096), MinMaxUInt8.bagua(), Float16()], ids=repr)
+@pytest.mark.parametrize(
+    "codec", [MinMaxUInt8(512), MinMaxUInt8(4096), MinMaxUInt8.bagua(), Float16(), Int4()], ids=repr
+)
 def test_numbers_that_repeat_are_compared_to_their_end(codec):
     x = normal((1, 16384))
     whole, expected = codec.encode(np.tile(x, 3)), codec.encode(x)

@@ -1,19 +1,30 @@
 """The codecs against bytes worked out separately from them."""
 
 import importlib
+import json
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 from support import needs
-from support.golden import FAMILIES, GOLDEN, cases_of, codec_of, draws_of
 
-from bagua_comm import kernels, quantized_allgather, quantized_allreduce, quantized_reduce_scatter
+from bagua_comm import (
+    Int4,
+    MinMaxUInt8,
+    kernels,
+    quantized_allgather,
+    quantized_allreduce,
+    quantized_reduce_scatter,
+)
 from bagua_comm.arrays import dtype_named
+from bagua_comm.kernels.host import Draws
 from bagua_comm.testing import run_ranks
 
-CASES = [case for family in FAMILIES for case in cases_of(family)]
+GOLDEN = Path(__file__).parent.parent / "golden"
+FAMILIES = ("minmax", "int4")
+CASES = [case for family in FAMILIES for case in json.loads((GOLDEN / f"{family}.json").read_text())]
 
 
 @pytest.fixture(params=["host", "compiled"], autouse=True)
@@ -22,6 +33,18 @@ def kernels_in_use(request, monkeypatch):
         needs.package("numba")
     module = importlib.import_module(f"bagua_comm.kernels.{request.param}")
     monkeypatch.setattr(kernels, "on_host", lambda: module)
+
+
+def codec_of(case):
+    if "rotate" not in case:
+        return MinMaxUInt8(block=case["block"], eps=case["eps"])
+    rounding = "nearest" if case["key"] is None else "stochastic"
+    return Int4(block=case["block"], rotate=case["rotate"], rounding=rounding)
+
+
+def draws_of(case):
+    """The random numbers of stochastic rounding."""
+    return None if case.get("key") is None else Draws(case["key"], case["counter"])
 
 
 def cases(kind):

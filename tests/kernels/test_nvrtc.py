@@ -18,6 +18,7 @@ CODED = ("float32", "float16", "bfloat16")
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 MODULES = {
     "minmax.cu": [(dtype,) for dtype in CODED],
+    "int4.cu": [(dtype,) for dtype in CODED],
     "fixed.cu": [(dtype,) for dtype in CODED],
     "cast.cu": [(dtype, f"WIRE={sent}") for dtype in CODED for sent in ("float16", "bfloat16")],
     "elementwise.cu": [(dtype,) for dtype in (*CODED, "float64")],
@@ -32,7 +33,10 @@ def nvrtc():
 
 compiled = functools.cache(instructions.compiled)
 QUICK = {"fixed.cu", "cast.cu", "elementwise.cu", "reduce.cu"}
-"""minmax.cu takes the compiler ten seconds; what stands in for a GPU compiles and runs it in the default run."""
+"""The codecs' files take the compiler ten seconds; what stands in for a GPU compiles them in the default run."""
+
+FEWER = {"int4.cu": ("75", *instructions.ARCHITECTURES)}
+"""The architectures of files for which others would repeat what minmax.cu tests."""
 
 
 def joined(value):
@@ -45,7 +49,7 @@ def joined(value):
     [
         pytest.param(file, each[0], arch, marks=() if arch == "90" and file in QUICK else pytest.mark.slow)
         for file, each in MODULES.items()
-        for arch in ARCHITECTURES
+        for arch in FEWER.get(file, ARCHITECTURES)
     ],
     ids=joined,
 )
@@ -79,8 +83,10 @@ SLACK = 1.05
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", instructions.ARCHITECTURES)
 def test_the_codecs_kernels_issue_no_more_instructions_than_they_did(architecture):
-    cubin, _ = compiled("minmax.cu", architecture, "float32")
-    counts, known = instructions.counted(cubin, "float32"), TABLE[f"sm_{architecture}"]
+    counts, known = {}, TABLE[f"sm_{architecture}"]
+    for file in instructions.HELD:
+        cubin, _ = compiled(file, architecture, "float32")
+        counts |= instructions.counted(file, cubin, "float32")
     assert counts.keys() == {step for step in known if "float32" in step}
     assert {step: n for step, n in counts.items() if n > SLACK * known[step]} == {}
 
