@@ -42,7 +42,7 @@ NBYTES = 128 << 20
 """Bytes of the elements that a call encodes or decodes, and of each array of a step."""
 
 ROW = 32 << 20
-"""Elements of a row that a call combines: even two rows of the wire are larger than the cache."""
+"""Bytes of codes in a row that a call combines: even two rows of the wire are larger than the cache."""
 
 CHUNKS = 8
 DRAWN = 1 << 17
@@ -273,7 +273,7 @@ def codec_rows(bench: Bench, name: str, dtype: str) -> Iterator[tuple[str, dict[
     yield "decode", bench.measured(decode, chunks.nbytes + wire.nbytes, wrong, _of(plain, name, "decode"))
 
     del chunks, wire, decoded, encode, decode, plain
-    count = whole_blocks(bench.row)
+    count = row_elements(codec, bench.row)
     wire = bench.cupy.empty((max(summands), codec.wire_nbytes(count, kind)), np.uint8)
     for row in range(len(wire)):  # one by one, which takes less memory
         codec.encode(bench.repeated(x[row : row + 1], count), wire[row : row + 1])
@@ -285,6 +285,11 @@ def codec_rows(bench: Bench, name: str, dtype: str) -> Iterator[tuple[str, dict[
         wrong = wrong_on_wire(codec, out.get(), expected, count, x)
         beside = plain_combine(bench, x, count) if with_plain and name == "minmax" and p == CHUNKS else {}
         yield f"combine {p}", bench.measured(combine, passes * wire[:p].nbytes + out.nbytes, wrong, beside)
+
+
+def row_elements(codec: Codec, nbytes: int) -> int:
+    """Whole blocks of about as many elements as have `nbytes` of codes in eight or four bits."""
+    return whole_blocks(2 * nbytes if isinstance(codec, Int4) else nbytes)
 
 
 def whole_blocks(count: int) -> int:

@@ -8,11 +8,11 @@ hot path of a thread: the shortest way through the code on which it moves its el
 call. Rare cases take a longer way, or a call. A thread of MinMaxUInt8, in blocks of 512, has sixteen elements and
 takes part in the range of its block; one of Int4 has a whole block of 32.
 
-Another formula of MinMaxUInt8 would need fewer: with level * (1 / scale), rounded twice, in place of the quotient level / scale,
-float32 on sm_90 would need 55.6 instructions in place of 83.8 to combine 8 rows, 33.4 in place of 42.9 for 2, and
-14.6 in place of 15.4 to decode. It would change the last bit of some decoded numbers, and so the wire format's
-version, its golden files, host.py and compiled.py. On an H100, combining 8 rows reached 0.79 of a copy with it,
-and 0.71 without, both with four loads ahead: too little for a new version.
+Another formula of MinMaxUInt8 would need fewer: with level * (1 / scale), rounded twice, in place of the quotient
+level / scale, float32 on sm_90 would need 55.6 instructions in place of 83.8 to combine 8 rows, 33.4 in place of
+42.9 for 2, and 14.6 in place of 15.4 to decode. It would change the last bit of some decoded numbers, and so the
+wire format's version, its golden files, host.py and compiled.py. On an H100, combining 8 rows reached 0.79 of a
+copy with it, and 0.71 without, both with four loads ahead: too little for a new version.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from cuda_on_cpu.install import environment
 from support.device_ranks import run_on_devices
 from support.waiting import until
 
-from bagua_comm import Float16, MinMaxUInt8, kernels
+from bagua_comm import Float16, Int4, MinMaxUInt8, kernels
 from bagua_comm.kernels import host
 from bagua_comm.processes import state_of
 from benchmarks.bench import RESULTS, ROOT
@@ -107,6 +107,16 @@ def test_codecs_are_timed_beside_copies_and_plain_operations(device):
     assert found == {"numpy": {"encode": 0, "decode": 0, "combine": 0}}
 
 
+@on_one_stream
+def test_codes_of_random_rounding_are_compared_as_far_as_they_repeat(device, monkeypatch):
+    monkeypatch.setattr(gpu_codecs, "DRAWN", 4096)
+    rows = dict(gpu_codecs.codec_rows(bench(8 * 8192 * 4, row=8192), "int4 stochastic", "float32"))
+
+    row = 16384 // 2 + 16384 // 32 * 2
+    assert rows["combine 8"]["bytes"] == 9 * row
+    assert {row["wrong"] for row in rows.values()} == {0}
+
+
 @pytest.mark.slow
 @on_one_stream
 def test_two_passes_read_twice(device, monkeypatch):
@@ -149,7 +159,8 @@ def test_few_numbers_are_drawn_for_arrays_larger_than_the_cache():
     assert gpu_codecs.NBYTES // 4 > 32 * gpu_codecs.DRAWN
     assert gpu_codecs.ROW >= 16 << 20
     for codec, summands in gpu_codecs.CODECS.values():
-        assert min(summands) * codec.wire_nbytes(gpu_codecs.ROW, np.dtype(np.float32)) > 60e6
+        row = gpu_codecs.row_elements(codec, gpu_codecs.ROW)
+        assert min(summands) * codec.wire_nbytes(row, np.dtype(np.float32)) > 60e6
         assert gpu_codecs.DRAWN // (codec.granule or 32) * 2 * 2 % 32 == 0  # no padding of the smallest header
 
 
