@@ -23,8 +23,9 @@ from bagua_comm import MinMaxUInt8
 from bagua_comm.arrays import Array, dtype_named
 
 from ..bench.record import write_json
-from .codecs import BLOCK, CHUNKS, DTYPES, Bench, whole_blocks
+from .codecs import CHUNKS, DTYPES, Bench, whole_blocks
 from .device import collect_device
+from .plain import BLOCK
 
 Change = tuple[str, str]
 """Words of minmax.cu, and the words in their place."""

@@ -25,6 +25,7 @@ from benchmarks.gpu import codecs as gpu_codecs
 from benchmarks.gpu import device as gpu_device
 from benchmarks.gpu import lines as gpu_lines
 from benchmarks.gpu import part as gpu_part
+from benchmarks.gpu import plain as gpu_plain
 from benchmarks.gpu import ranks as gpu_ranks
 from benchmarks.gpu import report as gpu_report
 from benchmarks.gpu import run as gpu
@@ -34,8 +35,8 @@ from benchmarks.gpu import world as gpu_world
 
 on_one_stream = pytest.mark.parametrize("device", ["lazy"], indirect=True)
 PLAIN = {
-    "numpy": (gpu_codecs.Plain.of_numpy(np), lambda x: x),
-    "torch": (gpu_codecs.Plain.of_torch(torch), torch.from_numpy),
+    "numpy": (gpu_plain.Plain.of_numpy(np), lambda x: x),
+    "torch": (gpu_plain.Plain.of_torch(torch), torch.from_numpy),
 }
 
 
@@ -49,7 +50,7 @@ def normal(shape, seed=0):
 @pytest.mark.parametrize("library", PLAIN)
 def test_plain_operations_give_the_bytes_of_the_codec(library):
     plain, view = PLAIN[library]
-    x, codec = normal((3, 4096)), MinMaxUInt8(gpu_codecs.BLOCK)
+    x, codec = normal((3, 4096)), MinMaxUInt8(gpu_plain.BLOCK)
     wire = codec.encode(x)
     encoded = plain.minmax_encode(view(x))
     mean = plain.minmax_combine(*encoded)
@@ -66,13 +67,13 @@ def test_plain_operations_make_the_steps_of_the_host(library):
     plain, view = PLAIN[library]
     x, g, m, v = (np.abs(normal(100, seed)) for seed in range(4))
     mine = [y.copy() for y in (x, g, m, v)]
-    host.adam_moments(x, g, m, v, **gpu_codecs.ADAM)
-    host.adam_step(x, m, v, **gpu_codecs.ADAM_STEP)
+    host.adam_moments(x, g, m, v, **gpu_plain.ADAM)
+    host.adam_step(x, m, v, **gpu_plain.ADAM_STEP)
     plain.adam(*map(view, mine))
     for expected, actual in zip((x, g, m, v), mine, strict=True):
         np.testing.assert_allclose(actual, expected, rtol=1e-6)
 
-    host.sgd_step(x, g, m, **gpu_codecs.SGD)
+    host.sgd_step(x, g, m, **gpu_plain.SGD)
     plain.sgd_step(*map(view, mine[:3]))
     for expected, actual in zip((x, g, m), mine, strict=False):
         np.testing.assert_allclose(actual, expected, rtol=1e-5)
@@ -85,7 +86,7 @@ def bench(nbytes, row=4096):
     """A bench with a rival on the host."""
     made = gpu_codecs.Bench(gpu_codecs.NBYTES // nbytes, 1)
     made.row = row
-    made.rivals = {"numpy": (gpu_codecs.Plain.of_numpy(np), lambda x: x.get())}
+    made.rivals = {"numpy": (gpu_plain.Plain.of_numpy(np), lambda x: x.get())}
     return made
 
 
