@@ -6,9 +6,9 @@
 // 32 bytes. All arithmetic is float32, but for H q, a sum of integers, which is exact in any order.
 //
 // Blocks of 32 elements, all rotated together, have kernels of their own. A thread has a whole block in registers, so that
-// threads exchange nothing while they compute. Its codes are one 16-byte word, and its neighbour's are the next. Its elements
-// pass through shared memory, where a warp puts the 16-byte words of its 32 blocks as they come from neighbouring addresses.
-// A warp's blocks are `whole` if the row has all of them, at addresses that 16-byte words fit.
+// threads exchange nothing while they compute. Its codes are one 16-byte word, beside that of the next thread. Its elements
+// pass through shared memory: between it and the device's memory, neighbouring threads of a warp copy neighbouring 16-byte
+// words of their 32 blocks. These are `whole` if the row has all of them, at addresses that 16-byte words fit.
 //
 // `encode_any`, `combine_any` and `decode_any` take all other sizes. A CTA has 4096 elements, which are whole blocks of any
 // size; a thread has 8 of them, whose codes are one word, and shared memory joins threads.
@@ -24,11 +24,11 @@ constexpr float32 most_code = 7;
 constexpr float32 magic = 12582912;  // 1.5 * 2^23: what is added to it is rounded, and is then in its lowest bits
 constexpr uint32 smallest_normal = 0x0080, largest_scale = 0x7e12;  // in bfloat16: 2^-126, and 146 * 2^118
 
-struct Layout {                            // as in int4.py
-    int64 rows, count, block, blocks;      // blocks of `block` elements, `count` elements in a row
-    int64 rotate;                          // elements that are rotated together
-    int64 start, stride;                   // bytes of a row of the wire before its codes, and in all
-    int64 mask;                            // 15, which the compiler does not know: it would load it for each code anew
+struct Layout {                        // as in int4.py
+    int64 rows, count, block, blocks;  // blocks of `block` elements, `count` elements in a row
+    int64 rotate;                      // elements that are rotated together
+    int64 start, stride;               // bytes of a row of the wire before its codes, and in all
+    int64 mask;                        // 15: a constant would be loaded again for each code
 };
 static_assert(sizeof(Layout) == 64);
 
@@ -113,8 +113,6 @@ struct Scale {
     uint32 bits;      // in bfloat16
     float32 inverse;  // 0 if all codes are 0
 
-    Scale() = default;
-
     // From the largest magnitude of a block.
     template <class Rounding>
     __device__ Scale(float32 most, const Rounding& rounding) {
@@ -131,10 +129,9 @@ struct Scale {
 // The codes of 8 elements, 4 bits each, the first one lowest.
 template <class Rounding>
 __device__ uint32 packed(const float32* t, const Scale& scale, const Rounding& rounding, uint32 position) {
-    uint32 sum = 0;
-    // Each level has the bits of `magic` plus the code. The sum of these bits in place, with the codes all 8 larger, has
-    // them in 4 bits each. Then the highest of these bits is inverted.
-    uint32 excess = 0;
+    // The bits of a level are those of `magic` plus the code. Added in place, without `magic` and with 8 more for each code,
+    // none of which is then negative, the codes take 4 bits each. Inverting the highest of these takes off the 8.
+    uint32 sum = 0, excess = 0;
 #pragma unroll
     for (int i = 0; i < held; ++i) {
         sum += __float_as_uint(rounding.level(t[i] * scale.inverse, position + i)) << 4 * i;
