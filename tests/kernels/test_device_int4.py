@@ -136,7 +136,7 @@ extern "C" __global__ void scales(const float* x, float* sevenths, float* invers
 def test_sevenths_and_inverses_of_scales_are_exact(run):
     """All significands of ordinary numbers, and many of those at the ends of the range of exponents."""
     compiled = Kernels(run.source("int4.cu") + EACH_SCALE, run.compile_options("float32"))
-    for exponent, step in ((254, 5), (127, 1), (3, 25), (2, 25), (1, 25), (0, 25)):
+    for exponent, step in ((254, 5), (127, 1), (3, 50), (2, 50), (1, 50), (0, 50)):
         x = (np.arange(0, 2**23, step, dtype=np.uint32) + np.uint32(exponent << 23)).view(np.float32)
         sevenths, inverses = np.empty_like(x), np.empty_like(x)
         compiled.launch("scales", (1,), (1,), [*(a.ctypes.data for a in (x, sevenths, inverses)), len(x)])
@@ -151,10 +151,6 @@ def test_sevenths_and_inverses_of_scales_are_exact(run):
 
 
 # Kernels that are broken on purpose
-
-
-def check_sizes(run):
-    return twice(Int4(), normal((3, 1100), "float32"))
 
 
 def check_warps(run):
@@ -177,7 +173,6 @@ def check_any(run):
 
 MUTANTS = {
     "blocks of the next tile": ("__syncwarp();  // before others write", "// before others write", check_warps),
-    "blocks that share words": ("block * (units + 1) + unit", "block * (units - 1) + unit", check_sizes),
     "NaN not seen": ("a > b || is_nan(a) ? a : b", "a > b ? a : b", check_not_rotated),
     "clipped numbers": ("fminf(fmaxf(sum, -most_code), most_code)", "sum", check_large_sums),
     "barrier dropped": ("__syncthreads();  // `shared`", "// `shared`", check_any),

@@ -218,14 +218,15 @@ __device__ float32 limited(float32 (&t)[count], float32 most) {
 
 constexpr uint32 width = access_bytes / sizeof(element), units = group / width;  // words of 16 bytes of a block
 
+// Room for the blocks of this thread's warp.
+__device__ uint4* shared_words() {
+    __shared__ uint4 shared[warps][warp * (units + 1)];
+    return shared[threadIdx.y];
+}
+
 // The elements of a warp's blocks in shared memory.
 struct Tile {
-    uint4* words;
-
-    __device__ Tile() {
-        __shared__ uint4 shared[warps][warp * (units + 1)];
-        words = shared[threadIdx.y];
-    }
+    uint4* words = shared_words();
 
     // One word between blocks, so that neighbouring threads get different banks when each accesses its own block.
     static __device__ uint32 place(uint32 block, uint32 unit) { return block * (units + 1) + unit; }
@@ -442,10 +443,16 @@ struct Pairs {
 
 // ---- Blocks of other sizes ----
 
+// Room for the numbers of all threads of a CTA.
+__device__ float32 (*shared_numbers())[largest_cta] {
+    __shared__ float32 shared[held][largest_cta];
+    return shared;
+}
+
 // The values of another thread of the CTA, whose number differs in the bits of `distance`.
 template <int count>
 __device__ void exchange(const float32 (&mine)[count], float32 (&theirs)[count], int distance) {
-    __shared__ float32 shared[count][largest_cta];
+    float32(*shared)[largest_cta] = shared_numbers();
     __syncthreads();  // `shared` may still be read
 #pragma unroll
     for (int i = 0; i < count; ++i) shared[i][threadIdx.x] = mine[i];
