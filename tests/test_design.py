@@ -94,8 +94,8 @@ LAYERS = {
         "__init__",
     ],
     "bagua_comm/kernels": [
-        "device host",
-        "numba",
+        "host",
+        "device numba",
         "compiled",
         "compiler_process selection",
         "__init__",

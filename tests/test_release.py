@@ -115,7 +115,7 @@ def test_the_wheel_is_pure_and_holds_both_packages_and_nothing_else(built):
     suffixes = {".py", ".c", ".cu", ".cuh", ".typed", ".html"}
     files = [path for package in ("bagua_comm", "bagua_torch") for path in (ROOT / package).rglob("*")]
     assert names == {str(path.relative_to(ROOT)) for path in files if path.suffix in suffixes}
-    assert {"bagua_comm/py.typed", "bagua_torch/py.typed", "bagua_comm/kernels/minmax.cu"} <= names
+    assert {"bagua_comm/py.typed", "bagua_torch/py.typed", "bagua_comm/kernels/device/minmax.cu"} <= names
     assert "bagua_comm/net/plugin.c" in names
 
 
@@ -134,7 +134,7 @@ def test_the_sdist_has_all_files_for_building_and_testing(built):
         "SECURITY.md",
         "pyproject.toml",
     ]
-    assert {*top, "bagua_comm/kernels/minmax.cu", "examples/train.py", "benchmarks/figures.py"} <= names
+    assert {*top, "bagua_comm/kernels/device/minmax.cu", "examples/train.py", "benchmarks/figures.py"} <= names
     assert {"tests/conftest.py", "tests/golden/minmax.json", "tests/cuda_on_cpu/cuda_on_cpu.h"} <= names
     names.remove(".gitignore")  # it excludes files from the wheel
     assert not [name for name in names if re.search(r"__pycache__|\.pyc$|^\.", name)]

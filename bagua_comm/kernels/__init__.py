@@ -1,6 +1,6 @@
 """The arithmetic of codecs, reductions and optimizers: in NumPy, compiled by Numba, and in CUDA.
 
-`host` (NumPy) is the specification. `compiled` (Numba, from `numba`) and `device` (CuPy, from the .cu files) give
+`host` (NumPy) is the specification. `compiled` (Numba, from `numba`) and `device` (CuPy, from .cu files) give
 the same bytes. The kernels of `compiled` are made once on each machine, in the background.
 """
 
@@ -33,11 +33,14 @@ def of(x: Array) -> ModuleType:
 
 def only_launches(step: object) -> bool:
     """Whether a step of a codec launches kernels of a device and does nothing else."""
-    return isinstance(step, functools.partial) and getattr(step.func, "__module__", None) == _DEVICE
+    if not isinstance(step, functools.partial):
+        return False
+    module: str = getattr(step.func, "__module__", "")
+    return module.startswith(f"{_DEVICE}.")
 
 
 _DEVICE = f"{__name__}.device"
-"""The module of kernels for CuPy arrays, which imports CuPy."""
+"""The package of kernels for CuPy arrays, which imports CuPy."""
 
 
 def on_host() -> ModuleType:

@@ -22,37 +22,40 @@ numbers, so that the host has to draw and encode only these.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from importlib import import_module
 from typing import Any
 
 import numpy as np
 
-from bagua_comm import BFloat16, Codec, Float16, MinMaxUInt8, kernels
+from bagua_comm import BFloat16, Codec, Float16, Int4, MinMaxUInt8, kernels
 from bagua_comm.arrays import Array, DType, dtype_named
 from bagua_comm.kernels import host
 
 from ..bench.checking import count_wrong
 from ..bench.timing import Spread, in_us
-from .device import Stopwatch, is_stand_in, torch_with_cuda
+from .device import Stopwatch
 from .part import Results, part_parser
+from .plain import ADAM, ADAM_STEP, BLOCK, SGD, rivals
 
 NBYTES = 128 << 20
 """Bytes of the elements that a call encodes or decodes, and of each array of a step."""
 
 ROW = 32 << 20
-"""Elements of a row that a call combines: even two rows of the wire are larger than the cache."""
+"""Bytes of codes in a row that a call combines: even two rows of the wire are larger than the cache."""
 
 CHUNKS = 8
 DRAWN = 1 << 17
 """Numbers that are drawn for a row, and then repeat: whole blocks of every codec, without padding at the ends."""
 
 DTYPES = ("float32", "float16", "bfloat16")
-BLOCK = 512
 
 CODECS: dict[str, tuple[Codec, tuple[int, ...]]] = {
     "minmax": (MinMaxUInt8(BLOCK), (2, 4, 8)),
+    "int4": (Int4(), (2, 4, 8)),
+    "int4 stochastic": (Int4(rounding="stochastic"), (8,)),
+    "int4 256": (Int4(256, 256), (8,)),
     "minmax 128": (MinMaxUInt8(128), (8,)),
     "minmax 4096": (MinMaxUInt8(4096), (8,)),
     "bagua": (MinMaxUInt8.bagua(), (8,)),
@@ -60,110 +63,6 @@ CODECS: dict[str, tuple[Codec, tuple[int, ...]]] = {
     "bfloat16": (BFloat16(), (8,)),
 }
 """Codecs, and numbers of rows that they combine."""
-
-# ---------------------------------------------------------------------------------------------------
-# The same formulas in plain operations
-# ---------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Plain:
-    """Operations that libraries name differently; CuPy's names are NumPy's."""
-
-    rint: Callable[[Any], Any]
-    sqrt: Callable[[Any], Any]
-    lowest: Callable[[Any], Any]
-    """Along the last axis, which stays."""
-    highest: Callable[[Any], Any]
-    clip: Callable[[Any, float, float], Any]
-    cast: Callable[[Any, str], Any]
-
-    @classmethod
-    def of_numpy(cls, library: Any) -> Plain:
-        """Operations of NumPy or CuPy."""
-        return cls(
-            rint=library.rint,
-            sqrt=library.sqrt,
-            lowest=lambda x: x.min(axis=-1, keepdims=True),
-            highest=lambda x: x.max(axis=-1, keepdims=True),
-            clip=library.clip,
-            cast=lambda x, dtype: x.astype(dtype),
-        )
-
-    @classmethod
-    def of_torch(cls, torch: Any) -> Plain:
-        """Operations of PyTorch."""
-        return cls(
-            rint=torch.round,
-            sqrt=torch.sqrt,
-            lowest=lambda x: x.amin(dim=-1, keepdim=True),
-            highest=lambda x: x.amax(dim=-1, keepdim=True),
-            clip=torch.clamp,
-            cast=lambda x, dtype: x.to(getattr(torch, dtype)),
-        )
-
-    def levels(self, low: Any, high: Any) -> tuple[Any, Any]:
-        """Scale and lowest level of each block."""
-        scale = (0 * low + 255) / (high - low)  # for 255 / x, PyTorch takes 255 * (1 / x)
-        return scale, self.rint(high * scale) - 255
-
-    def minmax_encode(self, x: Any, block: int = BLOCK) -> tuple[Any, Any, Any]:
-        """Ends of blocks and codes, of rows that are whole blocks."""
-        blocks = x.reshape(len(x), -1, block)
-        low, high = self.lowest(blocks), self.highest(blocks)
-        scale, lower = self.levels(low, high)
-        codes = self.clip(self.rint(blocks * scale) - lower, 0, 255)
-        return low, high, self.cast(codes, "uint8")
-
-    def minmax_decode(self, low: Any, high: Any, codes: Any) -> Any:
-        """The elements, in blocks."""
-        scale, lower = self.levels(low, high)
-        return (self.cast(codes, "float32") + lower) / scale
-
-    def minmax_combine(self, low: Any, high: Any, codes: Any) -> tuple[Any, Any, Any]:
-        """The average of the rows, encoded."""
-        total = self.minmax_decode(low[0], high[0], codes[0])
-        for row in range(1, len(codes)):
-            total = total + self.minmax_decode(low[row], high[row], codes[row])
-        return self.minmax_encode((total / len(codes)).reshape(1, -1), codes.shape[-1])
-
-    def cast_encode(self, x: Any) -> Any:
-        """To float16. Numbers beyond its range become infinite; the codec would keep them finite."""
-        return self.cast(x, "float16")
-
-    def sgd_step(self, x: Any, g: Any, buffer: Any) -> None:
-        """See `host.sgd_step`, with the settings below."""
-        g = g + x * SGD["weight_decay"]
-        buffer *= SGD["momentum"]
-        buffer += g
-        x -= (g + buffer * SGD["momentum"]) * SGD["lr"]
-
-    def adam(self, x: Any, g: Any, m: Any, v: Any) -> None:
-        """See `host.adam_moments` and `host.adam_step`, with the settings below."""
-        (b1, b2), (first, second) = ADAM["betas"], ADAM_STEP["corrections"]
-        g = g + x * ADAM["weight_decay"]
-        m *= b1
-        m += g * (1 - b1)
-        v *= b2
-        v += g * g * (1 - b2)
-        x -= m / (self.sqrt(v) / second**0.5 + ADAM_STEP["eps"]) * (ADAM_STEP["lr"] / first)
-
-
-SGD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, "nesterov": True}
-ADAM: dict[str, Any] = {"betas": (0.9, 0.999), "weight_decay": 0.01}
-ADAM_STEP: dict[str, Any] = {"lr": 1e-3, "eps": 1e-8, "corrections": (0.1, 0.001)}
-
-
-def rivals(cupy: Any) -> dict[str, tuple[Plain, Callable[[Array], Any]]]:
-    """Libraries to time beside our kernels, and how each views a CuPy array."""
-    if is_stand_in():  # it has no arithmetic
-        return {}
-    found: dict[str, tuple[Plain, Callable[[Array], Any]]] = {"cupy": (Plain.of_numpy(cupy), lambda x: x)}
-    torch = torch_with_cuda()
-    if torch is not None:
-        found["torch"] = (Plain.of_torch(torch), torch.from_dlpack)
-    return found
-
 
 # ---------------------------------------------------------------------------------------------------
 # Codecs
@@ -258,18 +157,19 @@ def codec_rows(bench: Bench, name: str, dtype: str) -> Iterator[tuple[str, dict[
     plain = plain_codecs(bench, chunks) if with_plain else {}
 
     passes = _passes(encode)
-    encoded = codec.encode(x)
+    encoded = np.concatenate([codec.encode(row[None]) for row in x])  # as those of `combine` below
     wrong = wrong_on_wire(codec, wire[:1].get(), encoded[:1], count, x)
     nbytes = passes * chunks.nbytes + wire.nbytes
     yield "encode", bench.measured(encode, nbytes, wrong, _of(plain, name, "encode"))
 
     decode()
     expected = codec.decode(encoded[:1], np.empty_like(x[:1]))
-    wrong = _different_bytes(decoded[:1].get(), resized(expected, count))
+    checked = _repeating(codec, count, x)
+    wrong = _different_bytes(decoded[:1, :checked].get(), resized(expected, checked))
     yield "decode", bench.measured(decode, chunks.nbytes + wire.nbytes, wrong, _of(plain, name, "decode"))
 
     del chunks, wire, decoded, encode, decode, plain
-    count = whole_blocks(bench.row)
+    count = row_elements(codec, bench.row)
     wire = bench.cupy.empty((max(summands), codec.wire_nbytes(count, kind)), np.uint8)
     for row in range(len(wire)):  # one by one, which takes less memory
         codec.encode(bench.repeated(x[row : row + 1], count), wire[row : row + 1])
@@ -281,6 +181,11 @@ def codec_rows(bench: Bench, name: str, dtype: str) -> Iterator[tuple[str, dict[
         wrong = wrong_on_wire(codec, out.get(), expected, count, x)
         beside = plain_combine(bench, x, count) if with_plain and name == "minmax" and p == CHUNKS else {}
         yield f"combine {p}", bench.measured(combine, passes * wire[:p].nbytes + out.nbytes, wrong, beside)
+
+
+def row_elements(codec: Codec, nbytes: int) -> int:
+    """Whole blocks of about as many elements as have `nbytes` of codes in eight or four bits."""
+    return whole_blocks(2 * nbytes if isinstance(codec, Int4) else nbytes)
 
 
 def whole_blocks(count: int) -> int:
@@ -299,12 +204,28 @@ def wrong_on_wire(codec: Codec, actual: Array, expected: Array, count: int, x: A
 
     On the wire, the header of blocks repeats, and so do the codes after it.
     """
-    kind, drawn = x.dtype, x.shape[1]
-    size = 1 if isinstance(codec, MinMaxUInt8) else codec.wire_nbytes(count, kind) // count
-    start, start_of_drawn = codec.wire_nbytes(count, kind) - size * count, expected.shape[1] - size * drawn
-    return count_wrong(actual[:, :start], resized(expected[:, :start_of_drawn], start)) + count_wrong(
-        actual[:, start:], resized(expected[:, start_of_drawn:], size * count)
+    header, header_of_drawn = (_header_nbytes(codec, n, x.dtype) for n in (count, x.shape[1]))
+    checked = _repeating(codec, count, x)
+    parts = actual[:, :header], actual[:, header:]
+    wanted = expected[:, :header_of_drawn], expected[:, header_of_drawn:]
+    return sum(
+        count_wrong(part[:, :length], resized(repeating, length))
+        for part, repeating in zip(parts, wanted, strict=True)
+        for length in [part.shape[1] * checked // count]
     )
+
+
+def _header_nbytes(codec: Codec, count: int, kind: DType) -> int:
+    """Bytes of a chunk of whole blocks before its codes."""
+    nbytes = codec.wire_nbytes(count, kind)
+    if isinstance(codec, MinMaxUInt8):
+        return nbytes - count
+    return nbytes - count // 2 if isinstance(codec, Int4) else 0
+
+
+def _repeating(codec: Codec, count: int, x: Array) -> int:
+    """The elements of a row that are encoded as the host's numbers are: one repetition if codes are random."""
+    return count if codec.random_seed is None else min(count, x.shape[1])
 
 
 def _passes(call: Callable[[], object]) -> int:

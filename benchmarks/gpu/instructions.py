@@ -4,14 +4,15 @@
     python -m benchmarks.gpu.instructions --json benchmarks/results/kernel_instructions.json
 
 NVRTC compiles the kernels, and nvdisasm shows the result; neither needs a GPU. Instructions are counted on the
-hot path of a thread: the shortest way through the code on which it moves its sixteen elements in 16-byte words
-and takes part in the range of its block, without a call. Rare cases take a longer way, or a call.
+hot path of a thread: the shortest way through the code on which it moves its elements in 16-byte words, without a
+call. Rare cases take a longer way, or a call. A thread of MinMaxUInt8, in blocks of 512, has sixteen elements and
+takes part in the range of its block; one of Int4 has a whole block of 32.
 
-Another formula would need fewer: with level * (1 / scale), rounded twice, in place of the quotient level / scale,
-float32 on sm_90 would need 55.6 instructions in place of 83.8 to combine 8 rows, 33.4 in place of 42.9 for 2, and
-14.6 in place of 15.4 to decode. It would change the last bit of some decoded numbers, and so the wire format's
-version, its golden files, host.py and compiled.py. On an H100, combining 8 rows reached 0.79 of a copy with it,
-and 0.71 without, both with four loads ahead: too little for a new version.
+Another formula of MinMaxUInt8 would need fewer: with level * (1 / scale), rounded twice, in place of the quotient
+level / scale, float32 on sm_90 would need 55.6 instructions in place of 83.8 to combine 8 rows, 33.4 in place of
+42.9 for 2, and 14.6 in place of 15.4 to decode. It would change the last bit of some decoded numbers, and so the
+wire format's version, its golden files, host.py and compiled.py. On an H100, combining 8 rows reached 0.79 of a
+copy with it, and 0.71 without, both with four loads ahead: too little for a new version.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ from typing import NamedTuple
 ARCHITECTURES = ("80", "90", "100")
 DTYPES = ("float32", "float16", "bfloat16")
 SUMMANDS = (2, 4, 8)
-HELD = 16
+HELD = {"minmax.cu": 16, "int4.cu": 32}
 """Elements that a thread holds."""
 
-WORDS = {"float32": 4, "float16": 2, "bfloat16": 2}
-"""Words of 16 bytes that these elements take."""
+WIDTHS = {"float32": 4, "float16": 8, "bfloat16": 8}
+"""Elements in a word of 16 bytes."""
 
 SHUFFLES = 10
 """Shuffles for the range of a team of 32 threads: five steps of two."""
@@ -55,6 +56,9 @@ class Moves(NamedTuple):
 
     reciprocals: int = 0
     """Instructions with which divisions begin."""
+
+    fused: int = 0
+    """At least this many fused multiplications and additions."""
 
     def __add__(self, other: Moves) -> Moves:  # type: ignore[override]
         return Moves(*(a + b for a, b in zip(self, other, strict=True)))
@@ -179,7 +183,8 @@ def _moves(texts: Sequence[str]) -> Moves:
         return sum(re.search(pattern, text) is not None for text in texts)
 
     loads, stores, decoders = (number(rf"\b{name}\S*\.128\b") for name in ("LDG", "STG", "LDS"))
-    return Moves(loads, stores, number(r"\bSHFL\b"), decoders, number(r"\bMUFU\.RCP\b"))
+    rest = (number(rf"\b{name}\b") for name in (r"MUFU\.RCP", "FFMA"))
+    return Moves(loads, stores, number(r"\bSHFL\b"), decoders, *rest)
 
 
 def _follow(text: str, after: int, labels: dict[str, int]) -> Iterator[int | str]:
@@ -218,7 +223,7 @@ def shortest(blocks: dict[int, Block], moves: Moves) -> int:
             continue
         seen.add((at, made))
         made += blocks[at].moves
-        made = made._replace(loads=min(made.loads, moves.loads))
+        made = made._replace(loads=min(made.loads, moves.loads), fused=min(made.fused, moves.fused))
         if made.within(moves):
             for follow in blocks[at].follow:
                 assert isinstance(follow, int)
@@ -226,18 +231,40 @@ def shortest(blocks: dict[int, Block], moves: Moves) -> int:
     raise ValueError(f"there is no way through this kernel with {moves}")
 
 
-def counted(cubin: bytes, dtype: str) -> dict[str, float]:
-    """Instructions an element of each step of MinMaxUInt8, blocks of 512, from what NVRTC made of minmax.cu."""
-    text = disassembled(cubin)
-    encode, decode, combine = (blocks_of(text, name) for name in ("encode", "decode", "combine"))
-    counts = {
-        f"encode {dtype}": shortest(encode, Moves(loads=WORDS[dtype], shuffles=SHUFFLES, reciprocals=1)),
-        f"decode {dtype}": shortest(decode, Moves(stores=WORDS[dtype], reciprocals=2)),
+def hot_paths(file: str, dtype: str) -> dict[str, tuple[str, Moves]]:
+    """For each step of a codec, the kernel in the .cu file, and what marks its hot path."""
+    words = HELD[file] // WIDTHS[dtype]
+    if file == "minmax.cu":
+        return {
+            f"encode {dtype}": ("encode", Moves(loads=words, shuffles=SHUFFLES, reciprocals=1)),
+            f"decode {dtype}": ("decode", Moves(stores=words, reciprocals=2)),
+            **{
+                f"combine {dtype} p={p}": (
+                    "combine",
+                    Moves(stores=1, shuffles=SHUFFLES, decoders=p, reciprocals=3),
+                )
+                for p in SUMMANDS
+            },
+        }
+    # Each element is multiplied by a weight and added. One more reciprocal is that of the number of summands.
+    return {
+        f"int4 encode {dtype}": ("encode", Moves(loads=words, stores=1, decoders=words, reciprocals=1)),
+        f"int4 decode {dtype}": ("decode", Moves(loads=1, stores=words, decoders=words)),
+        **{
+            f"int4 combine {dtype} p={p}": (
+                "combine",
+                Moves(loads=p, stores=1, reciprocals=2, fused=HELD[file] * p),
+            )
+            for p in SUMMANDS
+        },
     }
-    for p in SUMMANDS:
-        hot = Moves(stores=1, shuffles=SHUFFLES, decoders=p, reciprocals=3)
-        counts[f"combine {dtype} p={p}"] = shortest(combine, hot)
-    return {step: count / HELD for step, count in counts.items()}
+
+
+def counted(file: str, cubin: bytes, dtype: str) -> dict[str, float]:
+    """Instructions an element of each step of a codec, from what NVRTC made of its .cu file."""
+    text, paths = disassembled(cubin), hot_paths(file, dtype)
+    kernels = {kernel: blocks_of(text, kernel) for kernel, _ in paths.values()}
+    return {step: shortest(kernels[kernel], hot) / HELD[file] for step, (kernel, hot) in paths.items()}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -248,9 +275,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     table: dict[str, dict[str, float]] = {}
     for architecture in ARCHITECTURES:
         counts = table[f"sm_{architecture}"] = {}
-        for dtype in DTYPES:
-            cubin, _ = compiled("minmax.cu", architecture, dtype)
-            counts |= counted(cubin, dtype)
+        for file in HELD:
+            for dtype in DTYPES:
+                cubin, _ = compiled(file, architecture, dtype)
+                counts |= counted(file, cubin, dtype)
     steps = list(next(iter(table.values())))
     print(f"{'instructions an element':28}" + "".join(f"{name:>9}" for name in table))
     for step in steps:

@@ -82,7 +82,9 @@ def instruction_counts(architecture: str) -> dict[str, float]:
     return counts.get(architecture, {})
 
 
-BLOCK = 512
+BLOCKS = {"minmax": 512, "int4": 32}
+"""Elements of a block of each codec."""
+
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 AIMED = {"encode": 0.85, "decode": 0.85, "combine": 0.6}
 """The share of a copy's speed aimed at, where the GPU can issue that many instructions."""
@@ -90,36 +92,47 @@ AIMED = {"encode": 0.85, "decode": 0.85, "combine": 0.6}
 
 @dataclass(frozen=True)
 class Step:
-    """A step of the codec with blocks of 512 elements.
+    """A step of a codec.
 
     Args:
         verb: "encode", "decode" or "combine".
         dtype: The dtype of the elements.
         rows: Rows of the wire; 1 except for "combine".
+        codec: One of `BLOCKS`.
     """
 
     verb: str
     dtype: str
     rows: int = 1
+    codec: str = "minmax"
 
     @property
     def name(self) -> str:
         """Its name in benchmarks/results/kernel_instructions.json."""
-        return f"{self.verb} {self.dtype}" + (f" p={self.rows}" if self.verb == "combine" else "")
+        step = f"{self.verb} {self.dtype}" + (f" p={self.rows}" if self.verb == "combine" else "")
+        return step if self.codec == "minmax" else f"{self.codec} {step}"
 
     @property
     def result(self) -> str:
         """Its name in the section `codecs`."""
-        return f"minmax {self.verb} {self.rows} {self.dtype}" if self.rows > 1 else f"minmax {self.name}"
+        verb = f"{self.verb} {self.rows}" if self.rows > 1 else self.verb
+        return f"{self.codec} {verb} {self.dtype}"
 
     @property
     def nbytes(self) -> float:
-        """Bytes that are read and written for an element of the result; the wire has two numbers for each block.
+        """Bytes that are read and written for an element of the result.
+
+        On the wire, MinMaxUInt8 has two numbers for each block, and Int4 a scale of two bytes.
 
         >>> round(Step("encode", "float32").nbytes, 2), round(Step("combine", "float32", 8).nbytes, 2)
         (5.02, 9.14)
+        >>> round(Step("encode", "float32", codec="int4").nbytes, 2)
+        4.56
         """
-        wire = 1 + 2 * ITEMSIZE[self.dtype] / BLOCK
+        if self.codec == "minmax":
+            wire = 1 + 2 * ITEMSIZE[self.dtype] / BLOCKS[self.codec]
+        else:
+            wire = 0.5 + 2 / BLOCKS[self.codec]
         return (self.rows + 1) * wire if self.verb == "combine" else ITEMSIZE[self.dtype] + wire
 
     def expected(self, gpu: Gpu) -> float | None:
@@ -133,9 +146,16 @@ class Step:
         return AIMED[self.verb] if expected is None else min(AIMED[self.verb], expected)
 
 
+_SUMS = {"minmax": tuple(ITEMSIZE), "int4": ("float32",)}
+"""The dtypes whose sums are listed: those of Int4 are the same for each."""
+
 STEPS = [
-    *(Step(verb, dtype) for verb in ("encode", "decode") for dtype in ITEMSIZE),
-    *(Step("combine", dtype, rows) for dtype in ITEMSIZE for rows in (2, 4, 8)),
+    step
+    for codec in BLOCKS
+    for step in (
+        *(Step(verb, dtype, codec=codec) for verb in ("encode", "decode") for dtype in ITEMSIZE),
+        *(Step("combine", dtype, rows, codec) for dtype in _SUMS[codec] for rows in (2, 4, 8)),
+    )
 ]
 
 

@@ -247,7 +247,7 @@ def sanitizer(run: Run) -> None:
         done = run.pytest(
             GPU_TESTS / "test_gpu_kernels.py",
             "-k",
-            "forward",
+            "forward or (test_int4 and float32)",
             through=[program, "--tool", tool, "--error-exitcode", "86", "--print-limit", "20"],
             share=share,
             under=[tool],
@@ -290,8 +290,8 @@ class Section:
 
 SECTIONS = [
     Section("device", device, 35),
-    Section("kernel-tests", kernel_tests, 50),
-    Section("codecs", codecs, 90),
+    Section("kernel-tests", kernel_tests, 60),
+    Section("codecs", codecs, 80),
     Section("costs", costs, 35),
     Section("rank-tests", rank_tests, 75),
     Section("torch-tests", torch_tests, 70),

@@ -23,8 +23,9 @@ from bagua_comm import MinMaxUInt8
 from bagua_comm.arrays import Array, dtype_named
 
 from ..bench.record import write_json
-from .codecs import BLOCK, CHUNKS, DTYPES, Bench, whole_blocks
+from .codecs import CHUNKS, DTYPES, Bench, whole_blocks
 from .device import collect_device
+from .plain import BLOCK
 
 Change = tuple[str, str]
 """Words of minmax.cu, and the words in their place."""
@@ -77,7 +78,7 @@ class Data:
     """The arrays of one dtype, and how the codec launches its kernels on them."""
 
     def __init__(self, bench: Bench, dtype: str) -> None:
-        from bagua_comm.kernels import device
+        from bagua_comm.kernels.device import minmax
 
         kind, codec, empty = dtype_named(dtype), MinMaxUInt8(BLOCK), bench.cupy.empty
         count, row = whole_blocks(bench.nbytes // kind.itemsize // CHUNKS), whole_blocks(bench.row)
@@ -89,7 +90,7 @@ class Data:
             codec.encode(bench.repeated(x[i : i + 1], row), self.rows[i : i + 1])
         self.mean = empty((1, self.rows.shape[1]), np.uint8)
         self._parts = [
-            device.partition_of(n, m, BLOCK, wire.shape[1] - m, wire.shape[1], 0.0)
+            minmax.partition_of(n, m, BLOCK, wire.shape[1] - m, wire.shape[1], 0.0)
             for n, m, wire in ((CHUNKS, count, self.wire), (1, row, self.mean))
         ]
 

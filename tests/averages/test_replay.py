@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from support.device_ranks import run_over_nccl
 
-from bagua_comm import MinMaxUInt8, Quantized, arrays, kernels, quantized_allreduce, recording
+from bagua_comm import Int4, MinMaxUInt8, Quantized, arrays, kernels, quantized_allreduce, recording
 from bagua_comm.testing import run_ranks
 
 RANKS, SIZE = 2, 2048
@@ -58,6 +58,23 @@ def test_replays_give_the_bytes_of_the_host(device, replays):
 
     assert run_over_nccl(device, RANKS, body=body) == [expected] * RANKS
     assert len(replays) == RANKS * 3
+
+
+def test_calls_with_int4_are_replayed(device, replays):
+    def body(comm):
+        x = put(values(comm.rank))
+        for step in range(3):
+            x.set(values(comm.rank, step))
+            quantized_allreduce(comm, x, x, codec=Int4(), op="avg")
+        return x.get().tobytes()
+
+    def on_the_host(comm):
+        for step in range(3):
+            mean = quantized_allreduce(comm, values(comm.rank, step), codec=Int4(), op="avg")
+        return mean.tobytes()
+
+    assert run_over_nccl(device, RANKS, body=body) == run_ranks(RANKS, on_the_host)
+    assert len(replays) == RANKS * 2
 
 
 def test_replays_on_another_stream_come_after_earlier_calls(device, replays):

@@ -17,7 +17,7 @@ from cuda_on_cpu.install import environment
 from support.device_ranks import run_on_devices
 from support.waiting import until
 
-from bagua_comm import Float16, MinMaxUInt8, kernels
+from bagua_comm import Float16, Int4, MinMaxUInt8, kernels
 from bagua_comm.kernels import host
 from bagua_comm.processes import state_of
 from benchmarks.bench import RESULTS, ROOT
@@ -25,6 +25,7 @@ from benchmarks.gpu import codecs as gpu_codecs
 from benchmarks.gpu import device as gpu_device
 from benchmarks.gpu import lines as gpu_lines
 from benchmarks.gpu import part as gpu_part
+from benchmarks.gpu import plain as gpu_plain
 from benchmarks.gpu import ranks as gpu_ranks
 from benchmarks.gpu import report as gpu_report
 from benchmarks.gpu import run as gpu
@@ -34,8 +35,8 @@ from benchmarks.gpu import world as gpu_world
 
 on_one_stream = pytest.mark.parametrize("device", ["lazy"], indirect=True)
 PLAIN = {
-    "numpy": (gpu_codecs.Plain.of_numpy(np), lambda x: x),
-    "torch": (gpu_codecs.Plain.of_torch(torch), torch.from_numpy),
+    "numpy": (gpu_plain.Plain.of_numpy(np), lambda x: x),
+    "torch": (gpu_plain.Plain.of_torch(torch), torch.from_numpy),
 }
 
 
@@ -49,7 +50,7 @@ def normal(shape, seed=0):
 @pytest.mark.parametrize("library", PLAIN)
 def test_plain_operations_give_the_bytes_of_the_codec(library):
     plain, view = PLAIN[library]
-    x, codec = normal((3, 4096)), MinMaxUInt8(gpu_codecs.BLOCK)
+    x, codec = normal((3, 4096)), MinMaxUInt8(gpu_plain.BLOCK)
     wire = codec.encode(x)
     encoded = plain.minmax_encode(view(x))
     mean = plain.minmax_combine(*encoded)
@@ -66,13 +67,13 @@ def test_plain_operations_make_the_steps_of_the_host(library):
     plain, view = PLAIN[library]
     x, g, m, v = (np.abs(normal(100, seed)) for seed in range(4))
     mine = [y.copy() for y in (x, g, m, v)]
-    host.adam_moments(x, g, m, v, **gpu_codecs.ADAM)
-    host.adam_step(x, m, v, **gpu_codecs.ADAM_STEP)
+    host.adam_moments(x, g, m, v, **gpu_plain.ADAM)
+    host.adam_step(x, m, v, **gpu_plain.ADAM_STEP)
     plain.adam(*map(view, mine))
     for expected, actual in zip((x, g, m, v), mine, strict=True):
         np.testing.assert_allclose(actual, expected, rtol=1e-6)
 
-    host.sgd_step(x, g, m, **gpu_codecs.SGD)
+    host.sgd_step(x, g, m, **gpu_plain.SGD)
     plain.sgd_step(*map(view, mine[:3]))
     for expected, actual in zip((x, g, m), mine, strict=False):
         np.testing.assert_allclose(actual, expected, rtol=1e-5)
@@ -85,7 +86,7 @@ def bench(nbytes, row=4096):
     """A bench with a rival on the host."""
     made = gpu_codecs.Bench(gpu_codecs.NBYTES // nbytes, 1)
     made.row = row
-    made.rivals = {"numpy": (gpu_codecs.Plain.of_numpy(np), lambda x: x.get())}
+    made.rivals = {"numpy": (gpu_plain.Plain.of_numpy(np), lambda x: x.get())}
     return made
 
 
@@ -105,6 +106,16 @@ def test_codecs_are_timed_beside_copies_and_plain_operations(device):
     assert rows["encode"]["beside"]["numpy"]["slower"]["median"] > 0
     found = gpu_codecs.plain_agrees(bench(1 << 17))
     assert found == {"numpy": {"encode": 0, "decode": 0, "combine": 0}}
+
+
+@on_one_stream
+def test_codes_of_random_rounding_are_compared_as_far_as_they_repeat(device, monkeypatch):
+    monkeypatch.setattr(gpu_codecs, "DRAWN", 4096)
+    rows = dict(gpu_codecs.codec_rows(bench(8 * 8192 * 4, row=8192), "int4 stochastic", "float32"))
+
+    row = 16384 // 2 + 16384 // 32 * 2
+    assert rows["combine 8"]["bytes"] == 9 * row
+    assert {row["wrong"] for row in rows.values()} == {0}
 
 
 @pytest.mark.slow
@@ -134,7 +145,9 @@ def test_wrong_bytes_are_counted(device, monkeypatch):
     assert gpu_codecs.step_row(bench(1 << 12), "add", "float32")["wrong"] > 0
 
 
-@pytest.mark.parametrize("codec", [MinMaxUInt8(512), MinMaxUInt8(4096), MinMaxUInt8.bagua(), Float16()], ids=repr)
+@pytest.mark.parametrize(
+    "codec", [MinMaxUInt8(512), MinMaxUInt8(4096), MinMaxUInt8.bagua(), Float16(), Int4()], ids=repr
+)
 def test_numbers_that_repeat_are_compared_to_their_end(codec):
     x = normal((1, 16384))
     whole, expected = codec.encode(np.tile(x, 3)), codec.encode(x)
@@ -147,7 +160,8 @@ def test_few_numbers_are_drawn_for_arrays_larger_than_the_cache():
     assert gpu_codecs.NBYTES // 4 > 32 * gpu_codecs.DRAWN
     assert gpu_codecs.ROW >= 16 << 20
     for codec, summands in gpu_codecs.CODECS.values():
-        assert min(summands) * codec.wire_nbytes(gpu_codecs.ROW, np.dtype(np.float32)) > 60e6
+        row = gpu_codecs.row_elements(codec, gpu_codecs.ROW)
+        assert min(summands) * codec.wire_nbytes(row, np.dtype(np.float32)) > 60e6
         assert gpu_codecs.DRAWN // (codec.granule or 32) * 2 * 2 % 32 == 0  # no padding of the smallest header
 
 

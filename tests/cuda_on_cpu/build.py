@@ -21,7 +21,9 @@ COMPILER = "g++"
 FOLDER = "CUDA_ON_CPU_FOLDER"
 """The environment variable that names the folder of compiled kernels."""
 
-FLAGS = ("-std=c++20", "-Og", "-fPIC", "-ffp-contract=off", "-fwrapv", "-w")
+FLAGS = ("-std=c++20", "-Og", "-fPIC", "-ffp-contract=off", "-fwrapv", "-w", "-fno-gnu-unique")
+"""Without symbols that are unique in a process: shared memory in a template would be that of all compilations."""
+
 LINK = ("-shared", "-Wl,-Bsymbolic")
 
 _one_at_a_time = threading.Lock()  # the header keeps a grid's state in globals

@@ -117,6 +117,18 @@ inline unsigned short float_to_half(float x) {
     return bits;
 }
 
+// As rough as a GPU's may be: two units too large or too small.
+inline float rough_reciprocal(float x) {
+    float y = 1 / x;
+    return __uint_as_float(__float_as_uint(y) + (__float_as_uint(y) & 1 ? 2 : -2));
+}
+
+// a + b, rounded down. The error of rounding to the nearest is exact (Knuth's TwoSum).
+inline float __fadd_rd(float a, float b) {
+    float sum = a + b, part = sum - a, error = (a - (sum - part)) + (b - part);
+    return error < 0 ? std::nextafterf(sum, -INFINITY) : sum;
+}
+
 
 // ---- Fibers ----
 

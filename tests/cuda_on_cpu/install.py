@@ -75,7 +75,8 @@ def environment(folder: Path) -> dict[str, str]:
 def _forget(names: list[str]) -> None:
     """Make the next import of these modules load them anew."""
     for name in names:
-        sys.modules.pop(name, None)
+        for within in [each for each in sys.modules if each == name or each.startswith(f"{name}.")]:
+            del sys.modules[within]
         parent, _, child = name.rpartition(".")
         if parent in sys.modules:
             vars(sys.modules[parent]).pop(child, None)

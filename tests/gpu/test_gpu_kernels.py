@@ -1,4 +1,4 @@
-"""The kernels on a GPU: what tests/kernels/test_device.py asks of them on the CPU."""
+"""The kernels on a GPU: what tests/kernels/test_device.py and test_device_int4.py ask of them on the CPU."""
 
 import pytest
 from kernels.test_device import (  # noqa: F401
@@ -16,6 +16,13 @@ from kernels.test_device import (  # noqa: F401
     test_minmax_of_special_values_in_whole_blocks_and_at_odd_addresses,
     test_reduce_rows,
     test_steps_without_weight_decay_or_nesterov,
+)
+from kernels.test_device_int4 import (  # noqa: F401
+    test_any_bytes_are_decoded_and_combined_as_on_the_host,
+    test_few_ctas_do_the_work_of_many_with_int4,
+    test_int4,
+    test_int4_of_many_rows,
+    test_int4_of_special_values_in_whole_blocks_and_at_odd_addresses,
 )
 
 pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("device", ["real"], indirect=True)]

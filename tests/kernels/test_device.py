@@ -1,13 +1,12 @@
 """The .cu files against kernels.host, byte for byte. They run here as they are, on the CPU (cuda_on_cpu)."""
 
 import inspect
-import json
 from importlib import import_module
-from pathlib import Path
 
 import numpy as np
 import pytest
 from cuda_on_cpu.build import Kernels
+from support.golden import FAMILIES, GOLDEN, cases_of, codec_of, draws_of
 
 from bagua_comm import (
     ArrayError,
@@ -23,7 +22,6 @@ from bagua_comm.arrays import ARITHMETIC_OPS, BITWISE_OPS, INTEGERS, dtype_named
 from bagua_comm.kernels import host
 from bagua_comm.testing import Recording, run_ranks
 
-GOLDEN = Path(__file__).parent.parent / "golden"
 CODED = ("float32", "float16", "bfloat16")
 FLOATING = (*CODED, "float64")
 
@@ -32,7 +30,7 @@ pytestmark = pytest.mark.parametrize("device", ["lazy"], indirect=True)  # one s
 
 @pytest.fixture
 def run(device):
-    """kernels/device.py, on the fake device."""
+    """kernels/device, on the fake device."""
     return kernels.of(up(np.empty(0)))
 
 
@@ -126,25 +124,35 @@ def special_values(m, dtype):
     return x
 
 
+def default_cases(family):
+    """Of minmax, each fourth; of Int4, each fifth of the two dtypes that other tests by default compile, too."""
+    cases = cases_of(family)
+    if family == "minmax":
+        return cases[::4]
+    return [case for case in cases if case["dtype"] != "bfloat16"][::5]
+
+
 GOLDEN_CASES = [
-    pytest.param(case, id=case["name"], marks=pytest.mark.slow if i % 4 else ())
-    for i, case in enumerate(json.loads((GOLDEN / "minmax.json").read_text()))
+    pytest.param(case, id=f"{family}-{case['name']}", marks=() if case in chosen else pytest.mark.slow)
+    for family in FAMILIES
+    for chosen in [default_cases(family)]
+    for case in cases_of(family)
 ]
 
 
 @pytest.mark.parametrize("case", GOLDEN_CASES)
 def test_golden_bytes(device, case):
     n, m, dtype = case["n"], case["m"], dtype_named(case["dtype"])
-    codec = MinMaxUInt8(case["block"], case["eps"])
+    codec, draws = codec_of(case), draws_of(case)
     data = {part: np.fromfile(GOLDEN / name, np.uint8) for part, name in case["files"].items()}
 
     if case["kind"] == "codec":
         x, wire = data["input"].view(dtype).reshape(n, m), data["wire"].reshape(n, -1)
-        assert data["wire"].tobytes() == codec.encode(up(x)).get().tobytes()
+        assert data["wire"].tobytes() == codec.encode(up(x), draws=draws).get().tobytes()
         assert data["decoded"].tobytes() == codec.decode(up(wire), up(np.zeros_like(x))).get().tobytes()
     elif case["kind"] == "combine":
         wire = up(data["wire"].reshape(n, -1))
-        combined = codec.combine(wire, op=case["op"], count=m, dtype=dtype)
+        combined = codec.combine(wire, op=case["op"], count=m, dtype=dtype, draws=draws)
         assert data["combined"].tobytes() == combined.get().tobytes()
     elif case["kind"] == "allreduce":
         x = data["input"].view(dtype).reshape(n, m)
@@ -235,8 +243,8 @@ def test_one_correction_makes_every_quotient_exact(run):
 
 
 def test_few_ctas_do_the_work_of_many(device, run, monkeypatch):
-    monkeypatch.setattr(run, "_MOST_CTAS", 2)
-    monkeypatch.setattr(run, "_MOST_ROWS", 2)
+    monkeypatch.setattr(run.launches, "_MOST_CTAS", 2)
+    monkeypatch.setattr(run.launches, "_MOST_ROWS", 2)
     x = normal((5, 5000), "float32")
     for codec in (MinMaxUInt8(), MinMaxUInt8(1000), BFloat16()):
         on_host, on_device = twice(codec, x)
@@ -259,7 +267,7 @@ def test_teams_without_a_segment_decode_nothing(device, run, monkeypatch):
     code = run.source("minmax.cu")
     first, check = "bool plain() const {", 'if (__float_as_uint(scale) == 0xffffffff) fail("nobody computed it");'
     assert first in code
-    monkeypatch.setattr(run, "source", lambda _: code.replace(first, f"{first} {check}"))
+    monkeypatch.setattr(run.launches, "source", lambda _: code.replace(first, f"{first} {check}"))
     on_host, on_device = twice(MinMaxUInt8(64), normal((3, 64 * 5), "float32"))
     assert on_host == on_device
 
@@ -454,14 +462,14 @@ def test_elements_at_odd_addresses_and_arrays_of_both_memories_are_refused_befor
 
 
 def test_a_kernel_that_others_could_have_written_is_compiled_again(device, run, tmp_path, monkeypatch):
-    monkeypatch.setattr(run.Path, "home", lambda: tmp_path)
+    monkeypatch.setattr(run.launches.Path, "home", lambda: tmp_path)
     x = up(np.ones(1, np.float32))
     run.add(x, x, out=x)
     (kept,) = (tmp_path / ".cache" / "bagua_comm").iterdir()
     good = kept.read_bytes()
     kept.write_bytes(b"something else")
     kept.chmod(0o666)
-    run._module.cache_clear(), run._loaded.cache_clear()
+    run.launches._module.cache_clear(), run.launches._loaded.cache_clear()
     run.add(x, x, out=x)
     assert x.get().tolist() == [4.0]
     assert kept.read_bytes() == good
@@ -482,9 +490,9 @@ def test_devices_of_several_architectures_each_have_their_own_kernels(device, ru
 def test_compiled_kernels_are_found_on_disk_by_the_next_process(device, run, tmp_path, monkeypatch):
     import cupy
 
-    monkeypatch.setattr(run.Path, "home", lambda: tmp_path)
+    monkeypatch.setattr(run.launches.Path, "home", lambda: tmp_path)
     run.add(*[up(np.ones(1, np.float32))] * 3)
-    run._module.cache_clear(), run._loaded.cache_clear()
+    run.launches._module.cache_clear(), run.launches._loaded.cache_clear()
     monkeypatch.delattr(cupy.cuda.compiler, "compile_using_nvrtc")
     run.add(*[up(np.ones(1, np.float32))] * 3)
 
@@ -495,7 +503,7 @@ def test_compiled_kernels_are_found_on_disk_by_the_next_process(device, run, tmp
 def test_without_a_home_kernels_are_compiled_all_the_same(device, run, tmp_path, monkeypatch):
     nowhere = tmp_path / "file"
     nowhere.write_text("")
-    monkeypatch.setattr(run.Path, "home", lambda: nowhere)
+    monkeypatch.setattr(run.launches.Path, "home", lambda: nowhere)
     x = up(np.ones(1, np.float32))
     run.add(x, x, out=x)
     assert x.get().tolist() == [2.0]
@@ -503,7 +511,7 @@ def test_without_a_home_kernels_are_compiled_all_the_same(device, run, tmp_path,
 
 def test_the_device_has_every_kernel_of_the_host_with_the_same_arguments(run):
     used = {"reduce_rows", "scale", *STEPS} | {
-        f"{codec}_{verb}" for codec in ("cast", "minmax") for verb in ("encode", "decode", "combine")
+        f"{codec}_{verb}" for codec in ("cast", "int4", "minmax") for verb in ("encode", "decode", "combine")
     }
     expected = {name: [*inspect.signature(getattr(host, name)).parameters] for name in used}
     actual = {name: [*inspect.signature(getattr(run, name)).parameters] for name in used}
@@ -532,7 +540,7 @@ def check_odd_addresses(run):
 
 
 def check_ctas(run):
-    run._MOST_CTAS = 2  # several blocks each
+    run.launches._MOST_CTAS = 2  # several blocks each
     return twice(MinMaxUInt8(1000), normal((2, 9000), "float32"))
 
 
@@ -593,7 +601,7 @@ def test_a_broken_kernel_is_noticed(device, run, mutant, monkeypatch):
     before, after, check = MUTANTS[mutant]
     whole = run.source
     assert any(before in whole(file) for file in ("minmax.cu", "reduce.cu"))
-    monkeypatch.setattr(run, "source", lambda file: whole(file).replace(before, after))
+    monkeypatch.setattr(run.launches, "source", lambda file: whole(file).replace(before, after))
     noticed = []
     for device.order in ("forward", "backward"):
         try:

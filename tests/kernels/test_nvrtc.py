@@ -18,6 +18,7 @@ CODED = ("float32", "float16", "bfloat16")
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 MODULES = {
     "minmax.cu": [(dtype,) for dtype in CODED],
+    "int4.cu": [(dtype,) for dtype in CODED],
     "fixed.cu": [(dtype,) for dtype in CODED],
     "cast.cu": [(dtype, f"WIRE={sent}") for dtype in CODED for sent in ("float16", "bfloat16")],
     "elementwise.cu": [(dtype,) for dtype in (*CODED, "float64")],
@@ -32,7 +33,10 @@ def nvrtc():
 
 compiled = functools.cache(instructions.compiled)
 QUICK = {"fixed.cu", "cast.cu", "elementwise.cu", "reduce.cu"}
-"""minmax.cu takes the compiler ten seconds; what stands in for a GPU compiles and runs it in the default run."""
+"""The codecs' files take the compiler ten seconds; what stands in for a GPU compiles them in the default run."""
+
+FEWER = {"int4.cu": ("75", "90", "100")}
+"""The architectures of files for which others would repeat what minmax.cu tests."""
 
 
 def joined(value):
@@ -45,7 +49,7 @@ def joined(value):
     [
         pytest.param(file, each[0], arch, marks=() if arch == "90" and file in QUICK else pytest.mark.slow)
         for file, each in MODULES.items()
-        for arch in ARCHITECTURES
+        for arch in FEWER.get(file, ARCHITECTURES)
     ],
     ids=joined,
 )
@@ -77,16 +81,22 @@ SLACK = 1.05
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", instructions.ARCHITECTURES)
-def test_the_codecs_kernels_issue_no_more_instructions_than_they_did(architecture):
-    cubin, _ = compiled("minmax.cu", architecture, "float32")
-    counts, known = instructions.counted(cubin, "float32"), TABLE[f"sm_{architecture}"]
-    assert counts.keys() == {step for step in known if "float32" in step}
+@pytest.mark.parametrize(
+    ("file", "architecture"), [*(("minmax.cu", each) for each in instructions.ARCHITECTURES), ("int4.cu", "90")]
+)
+def test_the_codecs_kernels_issue_no_more_instructions_than_they_did(file, architecture):
+    cubin, _ = compiled(file, architecture, "float32")
+    counts, known = instructions.counted(file, cubin, "float32"), TABLE[f"sm_{architecture}"]
+    wanted = {step for step in known if "float32" in step and ("int4" in step) == (file == "int4.cu")}
+    assert counts.keys() == wanted
     assert {step: n for step, n in counts.items() if n > SLACK * known[step]} == {}
 
 
 def test_the_codecs_kernels_are_as_lean_as_was_aimed_at():
     aims = {"encode float32": 28, "decode float32": 23, "combine float32 p=2": 46, "combine float32 p=8": 104}
+    aims |= {
+        f"int4 {step}": 17.7 for step in ("encode float16", "encode bfloat16", "decode float16")
+    }  # 0.9 of a copy
     assert {step: n for step, n in aims.items() if TABLE["sm_90"][step] > n} == {}
 
 

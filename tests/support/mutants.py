@@ -83,7 +83,7 @@ MUTANTS = [
         "tests/kernels/test_host.py tests/comm/test_collectives.py",
     ),
     Mutant(
-        "bagua_comm/kernels/minmax.cu",
+        "bagua_comm/kernels/device/minmax.cu",
         "decoders[lane] = own",
         "decoders[rows - 1 - lane] = own",
         "tests/kernels/test_device.py",

@@ -40,6 +40,11 @@ def decoded(codec, chunks):
     return codec.decode(codec.encode(chunks), np.empty_like(chunks))
 
 
+def decoded_delta(codec, delta):
+    """What others see of `delta`, (m,). Its padding, which does not differ, stays zero."""
+    return np.where(delta == 0, np.zeros_like(delta), decoded(codec, delta[None])[0])
+
+
 def quantized_mean(xs, codec):
     """The mean in one chunk for each rank: coded on the way to its owner, and coded again on the way back."""
     if len(xs) == 1:
@@ -77,7 +82,7 @@ def low_precision_decentralized(xs, gradient, codec, interval=1):
         xs = sgd(xs, gradient, t)
         if t % interval == 0:
             delta = [xs[r] + left[r] / 3 + right[r] / 3 - (5 / 3) * weight[r] for r in range(p)]
-            c = [decoded(codec, d[None])[0] for d in delta]
+            c = [decoded_delta(codec, d) for d in delta]
             left = [left[r] + c[r - 1] for r in range(p)]
             right = [right[r] + c[(r + 1) % p] for r in range(p)]
             xs = weight = [weight[r] + c[r] for r in range(p)]
@@ -93,7 +98,7 @@ def low_precision_one_peer(xs, gradient, codec):
         xs = sgd(xs, gradient, t)
         if p > 1:
             k = t % tau
-            c = [decoded(codec, (xs[r] - sent[k][r])[None])[0] for r in range(p)]
+            c = [decoded_delta(codec, xs[r] - sent[k][r]) for r in range(p)]
             sent[k] = [sent[k][r] + c[r] for r in range(p)]
             received[k] = [received[k][r] + c[(r - 2**k) % p] for r in range(p)]
             xs = [xs[r] + (received[k][r] - sent[k][r]) / 2 for r in range(p)]

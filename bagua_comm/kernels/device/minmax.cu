@@ -27,10 +27,10 @@
 constexpr int held = 16;
 constexpr float32 levels = 255;
 constexpr int warp = 32;
-constexpr int usual_cta = 256, largest_cta = 512;  // _THREADS and LARGEST_CTA of device.py
+constexpr int usual_cta = 256, largest_cta = 512;  // THREADS and LARGEST_CTA of launches.py
 constexpr uint32 all_lanes = 0xffffffff;
 
-struct Layout {                        // as in device.py
+struct Layout {                        // as in minmax.py
     int64 rows, count, block, blocks;  // blocks of `block` elements, `count` elements in a row
     int64 segments, all_segments;      // of a block; of a row
     int64 start, stride;               // bytes of a row of the wire before its codes, and in all

@@ -40,7 +40,20 @@ __device__ inline uint16 float_to_half(float32 x) {
     asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(x));
     return bits;
 }
-#endif  // another compiler must be given both definitions
+
+// 1 / x, off by no more than two units in the last place, of a normal number whose reciprocal is normal.
+__device__ inline float32 rough_reciprocal(float32 x) {
+    float32 y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+#endif  // another compiler must be given these definitions
+
+
+template <class T, class U>
+constexpr bool is_same = false;
+template <class T>
+constexpr bool is_same<T, T> = true;
 
 
 // ---- Conversions. Types narrower than 32 bits are computed in float32 and rounded once, half to even. ----
@@ -98,6 +111,29 @@ struct Narrow<bfloat16> {
 template <class T>
 __device__ inline T narrow(typename Wide<T>::type x) {
     return Narrow<T>::of(x);
+}
+
+// Numbers that are finite, also after they are rounded: two at a time where the GPU has an instruction for it.
+template <int count>
+__device__ inline void narrow_finite(const float32* x, float32 (&to)[count]) {
+    memcpy(to, x, sizeof to);
+}
+
+template <class T, int count>
+__device__ inline void narrow_finite(const float32* x, T (&to)[count]) {
+#pragma unroll
+    for (int i = 0; i < count; i += 2) {
+#if __CUDA_ARCH__ >= 800
+        uint32 pair;
+        if (is_same<T, float16>)
+            asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(x[i + 1]), "f"(x[i]));  // the first operand is above
+        else
+            asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(x[i + 1]), "f"(x[i]));
+        memcpy(to + i, &pair, sizeof pair);
+#else
+        to[i] = narrow<T>(x[i]), to[i + 1] = narrow<T>(x[i + 1]);
+#endif
+    }
 }
 
 template <class T>

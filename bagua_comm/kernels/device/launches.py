@@ -1,0 +1,137 @@
+"""How kernels are compiled and launched. NVRTC compiles a .cu file once for each dtype.
+
+The binary is kept in ~/.cache/bagua_comm if only its owner can write there, else until the process ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import cupy
+
+from ...arrays import DType, address, dtype_name
+from ...files import cache_folder, is_own_file, private_folder, write_at_once
+from ...recording import current, unrecorded
+
+THREADS, WARP = 256, 32
+"""The usual number of threads in a CTA, and that in a warp."""
+
+LARGEST_CTA = 512
+"""The largest number of threads in a CTA; twice that would need more registers than a multiprocessor has."""
+
+_ACCESS_BYTES = 16
+_MOST_ROWS, _MOST_CTAS = 65535, 2**31 - 1
+
+
+@contextlib.contextmanager
+def before_launch(observer: Callable[[str], object]) -> Iterator[None]:
+    """In the body of `with`, call `observer` with the name of each kernel just before this thread launches it.
+
+    Threads started in the body are not observed. Observers may be nested; the outer one is called first.
+    """
+    token = _observers.set((*_observers.get(), observer))
+    try:
+        yield
+    finally:
+        _observers.reset(token)
+
+
+_observers: ContextVar[tuple[Callable[[str], object], ...]] = ContextVar("observers of launches", default=())
+
+
+def launch_flat(
+    file: str, name: str, args: Sequence[Any], count: int, dtype: DType, defines: Sequence[str] = ()
+) -> None:
+    """Launch a kernel with one thread for each 16 bytes of `count` elements."""
+    if count:
+        grid, args = grid_of(ctas_of(count, dtype)), (*args, count)
+        launch(file, name, dtype_name(dtype), grid, (THREADS,), args, *defines)
+
+
+def ctas_of(count: int, dtype: DType) -> int:
+    """The number of CTAs with one thread for each 16 bytes of `count` elements."""
+    return -(-count * dtype.itemsize // (_ACCESS_BYTES * THREADS))
+
+
+def grid_of(ctas: int, rows: int = 1) -> tuple[int, int]:
+    """A grid of CTAs for each row, or as many as CUDA allows; kernels go on with the rest."""
+    return min(ctas, _MOST_CTAS), min(rows, _MOST_ROWS)
+
+
+def launch(
+    file: str,
+    name: str,
+    element: str,
+    grid: tuple[int, ...],
+    cta: tuple[int, ...],
+    args: tuple[Any, ...],
+    *defines: str,
+) -> None:
+    """Launch a kernel on the current device and stream."""
+    kernel = _loaded(cupy.cuda.runtime.getDevice(), file, name, element, *defines)
+    _observed(name, kernel, grid, cta, args)
+    recording = current()
+    if recording is not None:
+        args = tuple(address(arg) if isinstance(arg, cupy.ndarray) else arg for arg in args)
+        recording.steps.append(functools.partial(_observed, name, kernel, grid, cta, args))
+
+
+def _observed(name: str, kernel: Any, grid: tuple[int, ...], cta: tuple[int, ...], args: tuple[Any, ...]) -> None:
+    for observer in _observers.get():
+        unrecorded(functools.partial(observer, name))  # a replay calls the observers again
+    kernel(grid, cta, args)
+
+
+@functools.cache
+def _loaded(device: int, file: str, name: str, element: str, *defines: str) -> Any:
+    # The function itself: CuPy's RawKernel would look it up for the current device at each launch.
+    return _module(cupy.cuda.Device(device).compute_capability, file, element, *defines).get_function(name).kernel
+
+
+@functools.cache
+def _module(architecture: str, file: str, element: str, *defines: str) -> Any:
+    # CuPy would compile `code=` with -ftz=true, which turns denormal numbers into zero.
+    return cupy.RawModule(path=str(_compiled(architecture, file, compile_options(element, *defines))))
+
+
+def _compiled(architecture: str, file: str, options: tuple[str, ...]) -> Path:
+    """The binary of a .cu file for this architecture: from disk, or compiled by NVRTC."""
+    code = source(file)
+    what = repr((code, options, architecture, cupy.cuda.nvrtc.getVersion()))
+    digest = hashlib.blake2b(what.encode(), digest_size=12).hexdigest()
+    name = f"{Path(file).stem}-sm_{architecture}-{digest}.cubin"
+    path = _cache_folder() / name
+    if not is_own_file(path):
+        binary, _ = cupy.cuda.compiler.compile_using_nvrtc(code, options, filename=file)
+        binary = binary if isinstance(binary, bytes) else binary.encode()
+        binary += b"\0"  # CuPy cuts off the last byte
+        try:
+            write_at_once(path, binary, mode=0o600)
+        except OSError:  # such as a full disk
+            path = private_folder() / name
+            write_at_once(path, binary, mode=0o600)
+    return path
+
+
+@functools.cache
+def _cache_folder() -> Path:
+    return cache_folder("bagua_comm")
+
+
+def source(file: str) -> str:
+    """The text of a .cu file and of the header it includes."""
+    folder = files(__package__)
+    header = folder.joinpath("numbers.cuh").read_text()
+    return folder.joinpath(file).read_text().replace('#include "numbers.cuh"', header)
+
+
+def compile_options(element: str, *defines: str) -> tuple[str, ...]:
+    """NVRTC's options: no fused multiply-add, so that the bytes are the host's."""
+    return ("--std=c++17", "-fmad=false", f"-DELEMENT={element}", *(f"-D{define}" for define in defines))

@@ -1,0 +1,114 @@
+"""MinMaxUInt8: launches of minmax.cu."""
+
+from __future__ import annotations
+
+import functools
+import math
+import threading
+from typing import Any, NamedTuple
+
+import cupy
+import numpy as np
+
+from ...arrays import Array, DType, Scratch, dtype_name
+from ...recording import current
+from .launches import LARGEST_CTA, THREADS, WARP, grid_of, launch
+
+_HELD = 16
+"""The number of elements that a thread of minmax.cu keeps in registers."""
+
+_LAYOUT = np.dtype(
+    [
+        (name, np.int64)
+        for name in ("rows", "count", "block", "blocks", "segments", "all_segments", "start", "stride")
+    ]
+    + [("eps", np.float32)],
+    align=True,
+)
+"""The struct `Layout` of minmax.cu."""
+
+
+class Partition(NamedTuple):
+    """The division of rows of elements, cut into blocks, among the threads of minmax.cu."""
+
+    grid: tuple[int, int]
+    cta: tuple[int, int]
+    """Threads in a team, teams in a CTA."""
+
+    segments: int
+    """The number of segments in a block."""
+
+    ranges: int
+    """The number of ranges of segments in all."""
+
+    layout: np.ndarray[Any, Any]
+    """The bytes of a `_LAYOUT`, passed to a kernel by value: one argument instead of nine. As an array of one
+    element without fields: for a dtype with fields, each launch would take 10 us more."""
+
+
+@functools.lru_cache(maxsize=1024)
+def partition_of(rows: int, count: int, block: int, start: int, stride: int, eps: float) -> Partition:
+    """How minmax.cu divides `rows` of `count` elements; for the other arguments, see `_LAYOUT`."""
+    block = min(block, count)
+    blocks, threads = -(-count // block), -(-block // _HELD)
+    team = min(1 << (threads - 1).bit_length(), LARGEST_CTA)
+    segments = -(-threads // team)
+    teams = THREADS // team if team <= WARP else 1
+    ctas = -(-blocks * segments // teams)
+    values = rows, count, block, blocks, segments, blocks * segments, start, stride, eps
+    layout = np.array([values], _LAYOUT).view(np.dtype(f"V{_LAYOUT.itemsize}"))
+    return Partition(grid_of(ctas, rows), (team, teams), segments, rows * blocks * segments, layout)
+
+
+def minmax_encode(chunks: Array, wire: Array, start: int, block: int, eps: float) -> None:
+    """See `host.minmax_encode`."""
+    n, m = chunks.shape
+    if n * m:
+        _encode("encode", (chunks,), wire, partition_of(n, m, block, start, wire.shape[1], eps), chunks.dtype)
+
+
+def minmax_combine(
+    wire: Array, out: Array, count: int, dtype: DType, start: int, block: int, eps: float, op: str
+) -> None:
+    """See `host.minmax_combine`."""
+    if count:
+        partition = partition_of(1, count, block, start, out.shape[1], eps)
+        _encode("combine", (wire, len(wire), int(op == "avg")), out, partition, dtype)
+
+
+def minmax_decode(wire: Array, out: Array, start: int, block: int, eps: float) -> None:
+    """See `host.minmax_decode`."""
+    n, m = out.shape
+    if n * m:
+        partition = partition_of(n, m, block, start, wire.shape[1], eps)
+        grid, cta, layout = partition.grid, partition.cta, partition.layout
+        launch("minmax.cu", "decode", dtype_name(out.dtype), grid, cta, (wire, out, layout))
+
+
+def _encode(name: str, source: tuple[Any, ...], wire: Array, partition: Partition, dtype: DType) -> None:
+    """Encode the `source` of kernel `name`, in two passes if a block is too long for a CTA."""
+    grid, cta, layout, element = partition.grid, partition.cta, partition.layout, dtype_name(dtype)
+    if partition.segments == 1:
+        is_wide = name == "combine" and math.prod(cta) > THREADS  # `combine` is compiled for fewer threads
+        launch("minmax.cu", f"{name}_wide" if is_wide else name, element, grid, cta, (*source, wire, layout))
+        return
+    recording = current()
+    if recording is not None:
+        recording.is_complete = False  # the memory for ranges is another one on other streams
+    stream = cupy.cuda.get_current_stream()
+    ranges = _scratch(wire.device.id, stream.ptr, threading.get_ident()).take(
+        "ranges", (partition.ranges, 2), np.float32, like=wire
+    )
+    launch("minmax.cu", f"{name}_ranges", element, grid, cta, (*source, ranges, layout))
+    launch("minmax.cu", f"{name}_segments", element, grid, cta, (*source, ranges, wire, layout))
+
+
+@functools.cache
+def _scratch(device: int, stream: int, thread: int) -> Scratch:
+    """Scratch memory between kernels of a stream; one for each thread, since their launches may interleave.
+
+    It is never freed, since a CUDA graph may have captured it. It takes 8 bytes for each 8192 elements of the
+    longest array, for each stream address and thread id. Both are reused after their owner ends, so there are no
+    more of them than were in use at one time.
+    """
+    return Scratch()
