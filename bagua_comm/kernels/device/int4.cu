@@ -1,6 +1,6 @@
 // Int4: four-bit codes of rotated blocks, with a scale each. kernels/host is the specification.
 //
-//   t = H (x / R)    s = bfloat16(max |t| / 7)    q = rint(t / s)    x' = (H q) s    sum: t = sum of q_r s_r
+//   t = H (D x / R)    s = bfloat16(max |t| / 7)    q = rint(t / s)    x' = (D H q) s    sum: t = sum of q_r s_r
 //
 // A row of the wire holds the scales of all blocks in bfloat16, padded to 32 bytes, then the codes, two in a byte, padded to
 // 32 bytes. All arithmetic is float32, but for H q, a sum of integers, which is exact in any order.
@@ -21,6 +21,7 @@ constexpr int warps = 4;              // of a CTA: _WARPS of int4.py
 constexpr int largest_cta = 512;      // of the other kernels
 constexpr int held = 8;               // elements of a thread in these
 constexpr float32 most_code = 7;
+constexpr uint32 negatives = 0x7888;  // bit i % 16: whether D negates element i of a row
 constexpr float32 magic = 12582912;  // 1.5 * 2^23: what is added to it is rounded, and is then in its lowest bits
 constexpr uint32 smallest_normal = 0x0080, largest_scale = 0x7e12;  // in bfloat16: 2^-126, and 146 * 2^118
 
@@ -85,6 +86,8 @@ __device__ float32 largest_of(const float32 (&t)[count]) {
     for (int i = 0; i < count; ++i) most[i % chains] = i < chains ? fabsf(t[i]) : larger_of(most[i % chains], fabsf(t[i]));
     return larger_of(larger_of(most[0], most[1]), larger_of(most[2], most[3]));
 }
+
+__device__ constexpr bool is_negated(int64 i) { return negatives >> (i & 15) & 1; }
 
 // The butterflies of strides below `size` and `count`.
 template <int count>
@@ -353,7 +356,7 @@ __device__ void encode_with(const Rounding& rounding, const element* x, uint8* w
         float32 t[group];
         tile.read(t);
 #pragma unroll
-        for (int i = 0; i < group; ++i) t[i] = t[i] * (1.0f / group);
+        for (int i = 0; i < group; ++i) t[i] = t[i] * ((is_negated(i) ? -1.0f : 1.0f) / group);
         rotate(t, group);
         write_block<whole>(t, largest_of(t), rounding, layout, row, block, wire);
     });
@@ -430,13 +433,14 @@ struct Pairs {
         words[0] -= 8 * count * 0x10001;
     }
 
-    // Element `i` and the one 4 behind it.
+    // Element `i` of D H q and the one 4 behind it. A zero is positive.
     __device__ void last_stride(int i, float32& sum, float32& difference) const {
+        constexpr float32 excesses = 2 * (32768 + float32(excess));
         uint32 word = words[i / 8 * 4 + i % 4];
         float32 a = __uint_as_float(__byte_perm(word, 0x47000000, 0x7104));  // 32768 + the lower half
         float32 b = __uint_as_float(__byte_perm(word, 0x47000000, 0x7324));
-        sum = a + b - (2 * (32768 + float32(excess)));
-        difference = a - b;
+        sum = is_negated(i) ? excesses - a - b : a + b - excesses;
+        difference = is_negated(i + 4) ? b - a : a - b;
     }
 };
 
@@ -460,6 +464,9 @@ __device__ void exchange(const float32 (&mine)[count], float32 (&theirs)[count],
 #pragma unroll
     for (int i = 0; i < count; ++i) theirs[i] = shared[i][threadIdx.x ^ distance];
 }
+
+// What D multiplies element `i` of a row by.
+__device__ float32 sign(const Layout& layout, int64 i) { return layout.rotate > 1 && is_negated(i) ? -1 : 1; }
 
 __device__ void rotate_across(float32 (&t)[held], int size) {
     rotate(t, size);
@@ -510,7 +517,7 @@ __device__ void encode_any_with(const Rounding& rounding, const element* x, uint
         float32 t[held];
 #pragma unroll
         for (int i = 0; i < held; ++i)
-            t[i] = at + i < layout.count ? widen(x[row * layout.count + at + i]) * (1.0f / layout.rotate) : 0;
+            t[i] = at + i < layout.count ? widen(x[row * layout.count + at + i]) * (sign(layout, at + i) / layout.rotate) : 0;
         rotate_across(t, int(layout.rotate));
         write_part(t, largest_across(largest_of(t), int(layout.block)), rounding, layout, row, at, wire);
     });
@@ -622,7 +629,9 @@ KERNEL_OF_ANY decode_any(const uint8* wire, element* out, Layout layout) {
         for (int i = 0; i < held; ++i) q[i] = code_in_place(codes, i, uint32(layout.mask)) * unit_in_place(i);
         rotate_across(q, int(layout.rotate));
 #pragma unroll
-        for (int i = 0; i < held; ++i)
-            if (at + i < layout.count) out[row * layout.count + at + i] = narrow<element>(finite(q[i], scale));
+        for (int i = 0; i < held; ++i) {
+            float32 sum = sign(layout, at + i) < 0 ? 0 - q[i] : q[i];  // not -0
+            if (at + i < layout.count) out[row * layout.count + at + i] = narrow<element>(finite(sum, scale));
+        }
     });
 }
