@@ -3,6 +3,7 @@
 from ..kernels.host import largest_finite
 from .base import Codec, padded
 from .cast import BFloat16, Float16
+from .microscaling import MXFP4, MXFP8, NVFP4
 from .minmax import MinMaxUInt8
 
-__all__ = ["BFloat16", "Codec", "Float16", "MinMaxUInt8", "largest_finite", "padded"]
+__all__ = ["MXFP4", "MXFP8", "NVFP4", "BFloat16", "Codec", "Float16", "MinMaxUInt8", "largest_finite", "padded"]

@@ -4,7 +4,18 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from bagua_comm import ArrayError, BaguaError, BFloat16, Float16, MinMaxUInt8, UnsupportedError, kernels
+from bagua_comm import (
+    MXFP4,
+    MXFP8,
+    NVFP4,
+    ArrayError,
+    BaguaError,
+    BFloat16,
+    Float16,
+    MinMaxUInt8,
+    UnsupportedError,
+    kernels,
+)
 from bagua_comm.kernels import host
 
 CODECS = [
@@ -14,6 +25,9 @@ CODECS = [
     MinMaxUInt8.bagua(),
     Float16(),
     BFloat16(),
+    MXFP8(),
+    MXFP4(),
+    NVFP4(),
 ]
 DTYPES = [np.dtype("float32"), np.dtype("float16"), np.dtype(ml_dtypes.bfloat16)]
 

@@ -23,11 +23,14 @@ from .elementwise import (
     subtract,
 )
 from .fixed_point import fixed_add, fixed_exponents, fixed_mean
+from .microscaling import MX_BLOCK, NVFP4_BLOCK, mx_decode, mx_encode, nvfp4_decode, nvfp4_encode
 from .minmax import minmax_combine, minmax_decode, minmax_encode
 from .numbers import largest_finite, silent_context, widen
 from .sums import divide, is_plain, reduce_rows
 
 __all__ = [
+    "MX_BLOCK",
+    "NVFP4_BLOCK",
     "adam_moments",
     "adam_step",
     "add",
@@ -51,6 +54,10 @@ __all__ = [
     "minmax_decode",
     "minmax_encode",
     "move_half",
+    "mx_decode",
+    "mx_encode",
+    "nvfp4_decode",
+    "nvfp4_encode",
     "reduce_rows",
     "ring_difference",
     "scale",
