@@ -43,7 +43,7 @@ from .. import kernels
 from ..arrays import Array, DType
 from ..errors import ArrayError, UnsupportedError, shown
 from ..kernels.host import MX_BLOCK, NVFP4_BLOCK
-from .base import Codec, Steps, check_count, padded
+from .base import ALIGNMENT, Codec, Steps, check_count, padded
 
 
 class _Microscaling(Codec):
@@ -89,8 +89,8 @@ class _MX(_Microscaling):
 
     @property
     def granule(self) -> int:
-        """The length of a block: each block is coded independently."""
-        return self.block
+        """The number of elements whose scales fill a part of the wire without padding."""
+        return ALIGNMENT * self.block
 
     @property
     def _code_format(self) -> str:

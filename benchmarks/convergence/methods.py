@@ -59,6 +59,11 @@ def _diloco(title: str, local_steps: int, *, note: str = "", **arguments: Any) -
     return Method(title, make, "weights, now and then", note=note)
 
 
+def _quantized(codec: Any) -> dict[str, Any]:
+    """The settings of a mean that quantizes all arrays, small ones too."""
+    return {"name": "quantized", "codec": codec, "min_bytes": 0}
+
+
 _MOMENTUM = (
     "DiLoCo's outer momentum of 0.9 is its paper's, for hundreds of local steps and many outer ones. "
     "With it a change that persists is taken 0.7 / (1 - 0.9) = 7 times, which runs this short cannot bear; "
@@ -74,6 +79,8 @@ METHODS = {
     "bagua": _gradients("eight bits, bagua's format", "bagua"),
     "float16": _gradients("float16", "float16"),
     "bfloat16": _gradients("bfloat16", "bfloat16"),
+    "mxfp4": _gradients("four bits, MXFP4", "gradient-allreduce", average=_quantized("mxfp4")),
+    "nvfp4": _gradients("four bits, NVFP4", "gradient-allreduce", average=_quantized("nvfp4")),
     "hierarchical": _gradients("hierarchical, eight bits", "hierarchical-bytes"),
     "error-feedback": _gradients("eight bits, error feedback", "error-feedback"),
     "qadam": Method(
@@ -111,3 +118,11 @@ METHODS = {
     "diloco-100-momentum": _diloco("DiLoCo, 100 steps, momentum 0.9", 100, note=_MOMENTUM, outer_momentum=0.9),
 }
 """The methods: algorithms of the library, with settings for short runs, and PyTorch's own."""
+
+_FOUR_BITS = ("mxfp4", "nvfp4")
+
+FEW_BITS = (TORCH, "bytegrad", *_FOUR_BITS)
+"""Gradients of eight and four bits beside exact ones, for a training in which they can be told apart."""
+
+GENERAL = tuple(name for name in METHODS if name not in _FOUR_BITS)
+"""All but four bits."""
