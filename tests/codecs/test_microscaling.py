@@ -206,6 +206,21 @@ def test_an_array_on_a_device_is_refused_by_name(device, codec):
         assert str(caught.value).startswith(f"{codec} codes arrays in host memory only")
 
 
+@each_codec
+def test_a_collective_of_device_arrays_is_refused_on_all_ranks_before_anything_is_sent(device, codec):
+    import cupy
+
+    def body(comm):
+        with pytest.raises(UnsupportedError, match="host memory only") as caught:
+            quantized_allreduce(comm, cupy.zeros(64, np.float32), codec=codec)
+        with pytest.raises(UnsupportedError, match="host memory only"):
+            Quantized(codec, min_bytes=0).bind(comm, cupy.zeros(64, np.float32))
+        assert repr(codec) in str(caught.value)
+        return comm.allreduce(np.ones(1))[0]
+
+    assert run_ranks(2, body) == [2, 2]
+
+
 def test_settings_are_values_with_names():
     assert MXFP8() == MXFP8(format="e4m3") != MXFP8("e5m2")
     assert len({MXFP8(), MXFP8("e5m2"), MXFP4(), NVFP4(), NVFP4()}) == 4
