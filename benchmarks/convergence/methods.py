@@ -59,6 +59,10 @@ def _diloco(title: str, local_steps: int, *, note: str = "", **arguments: Any) -
     return Method(title, make, "weights, now and then", note=note)
 
 
+def _mean(title: str, average: dict[str, Any]) -> Method:
+    return _gradients(title, "gradient-allreduce", average=average)
+
+
 def _quantized(codec: Any) -> dict[str, Any]:
     """The settings of a mean that quantizes all arrays, small ones too."""
     return {"name": "quantized", "codec": codec, "min_bytes": 0}
@@ -70,6 +74,12 @@ _MOMENTUM = (
     "with 0.5, 1.4 times."
 )
 
+FOUR_BITS = {
+    "mxfp4": _mean("four bits, MXFP4", _quantized("mxfp4")),
+    "nvfp4": _mean("four bits, NVFP4", _quantized("nvfp4")),
+}
+"""Gradients of four bits, which only the task gpt trains with by default."""
+
 METHODS = {
     TORCH: _torch("torch DDP (gloo)"),
     TORCH_ADAM: _torch("torch DDP (gloo), Adam", optimizer="adam", baseline=TORCH_ADAM),
@@ -79,8 +89,7 @@ METHODS = {
     "bagua": _gradients("eight bits, bagua's format", "bagua"),
     "float16": _gradients("float16", "float16"),
     "bfloat16": _gradients("bfloat16", "bfloat16"),
-    "mxfp4": _gradients("four bits, MXFP4", "gradient-allreduce", average=_quantized("mxfp4")),
-    "nvfp4": _gradients("four bits, NVFP4", "gradient-allreduce", average=_quantized("nvfp4")),
+    **FOUR_BITS,
     "hierarchical": _gradients("hierarchical, eight bits", "hierarchical-bytes"),
     "error-feedback": _gradients("eight bits, error feedback", "error-feedback"),
     "qadam": Method(
@@ -118,11 +127,3 @@ METHODS = {
     "diloco-100-momentum": _diloco("DiLoCo, 100 steps, momentum 0.9", 100, note=_MOMENTUM, outer_momentum=0.9),
 }
 """The methods: algorithms of the library, with settings for short runs, and PyTorch's own."""
-
-_FOUR_BITS = ("mxfp4", "nvfp4")
-
-FEW_BITS = (TORCH, "bytegrad", *_FOUR_BITS)
-"""Gradients of eight and four bits beside exact ones, for a training in which they can be told apart."""
-
-GENERAL = tuple(name for name in METHODS if name not in _FOUR_BITS)
-"""All but four bits."""
