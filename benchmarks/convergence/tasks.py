@@ -278,7 +278,7 @@ TASKS["gpt"] = replace(
     title="Text, a smaller model and more steps",
     model="character-level GPT, 2 layers, width 64, 4 heads, context 64",
     make_model=partial(make_transformer, 64),
-    steps=1000,
+    steps=800,
     compared=(TORCH, "bytegrad", *FOUR_BITS),
 )
 """Long enough to tell four bits from eight: at the end, the loss of exact averages still falls."""
