@@ -115,9 +115,9 @@ class MXFP8(_MX):
     Source: OCP Microscaling Formats (MX) Specification, version 1.0, section 6.3 for the scale.
 
     >>> import numpy as np
-    >>> x = np.array([[0.0, 0.3, -1.0, 1.9, 448.0]], np.float32)
+    >>> x = np.array([[0.0, 0.3, -1.0, 1.9, 7.0]], np.float32)
     >>> MXFP8().decode(MXFP8().encode(x), np.empty_like(x))
-    array([[ 0.    ,   0.3125,  -1.    ,   1.875, 448.    ]], dtype=float32)
+    array([[ 0.    ,  0.3125, -1.    ,  1.875 ,  7.    ]], dtype=float32)
     """
 
     code_bits: ClassVar[int] = 8
