@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 
 from bagua_comm import (
-    MXFP4,
     MXFP8,
     NVFP4,
     ArrayError,
@@ -26,7 +25,6 @@ CODECS = [
     Float16(),
     BFloat16(),
     MXFP8(),
-    MXFP4(),
     NVFP4(),
 ]
 DTYPES = [np.dtype("float32"), np.dtype("float16"), np.dtype(ml_dtypes.bfloat16)]
