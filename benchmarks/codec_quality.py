@@ -46,6 +46,10 @@ CODECS = (
     "MXFP8(format='e5m2')",
     "MXFP4()",
     "NVFP4()",
+    "Int4(rotate=1)",
+    "Int4()",
+    "Int4(rotate=1, rounding='stochastic')",
+    "Int4(rounding='stochastic')",
 )
 """The codecs, as expressions of `bagua_comm`."""
 

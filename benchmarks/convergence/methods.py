@@ -74,11 +74,27 @@ _MOMENTUM = (
     "with 0.5, 1.4 times."
 )
 
+
+def _feedback(codec: Any, **arguments: Any) -> dict[str, Any]:
+    """The settings of a quantized mean with error feedback."""
+    return {"name": "error-feedback", "inner": {"name": "quantized", "codec": codec}, **arguments}
+
+
+_NOT_ROTATED = {"name": "int4", "rotate": 1}
+
 FOUR_BITS = {
+    "int4-plain": _mean("four bits, not rotated", _quantized(_NOT_ROTATED)),
+    "int4": _mean("four bits, rotated", _quantized("int4")),
+    "int4-stochastic": _mean(
+        "four bits, rotated, stochastic", _quantized({"name": "int4", "rounding": "stochastic"})
+    ),
+    "int4-plain-error-feedback": _mean("four bits, not rotated, error feedback", _feedback(_NOT_ROTATED)),
+    "int4-error-feedback": _mean("four bits, rotated, error feedback", _feedback("int4")),
+    "int4-loco": _mean("four bits, rotated, LoCo", _feedback("int4", decay=0.8, reset_every=1024)),
     "mxfp4": _mean("four bits, MXFP4", _quantized("mxfp4")),
     "nvfp4": _mean("four bits, NVFP4", _quantized("nvfp4")),
 }
-"""Gradients of four bits, which only the task gpt trains with by default."""
+"""Gradients of four bits. Unless algorithms are named, only the task gpt trains with them, and with some."""
 
 METHODS = {
     TORCH: _torch("torch DDP (gloo)"),

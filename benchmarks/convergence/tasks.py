@@ -279,7 +279,7 @@ TASKS["gpt"] = replace(
     model="character-level GPT, 2 layers, width 64, 4 heads, context 64",
     make_model=partial(make_transformer, 64),
     steps=800,
-    compared=(TORCH, "bytegrad", *FOUR_BITS),
+    compared=(TORCH, "bytegrad", "int4-plain", "int4", "int4-error-feedback", "int4-loco"),
 )
 """Long enough to tell four bits from eight: at the end, the loss of exact averages still falls."""
 

@@ -1,18 +1,27 @@
 """The benchmark of the error of one coding."""
 
 import doctest
+import inspect
 import json
 
 import numpy as np
 import pytest
 import torch
 
+import bagua_comm
+from bagua_comm import Codec
 from benchmarks import codec_quality
 from benchmarks.codec_quality import TRAININGS, codec_of, error_of
 
 
 def test_examples_in_docstrings():
     assert doctest.testmod(codec_quality).failed == 0
+
+
+def test_all_codecs_are_compared_by_default():
+    names = [type(codec).__name__ for codec in codec_quality.parse_arguments([]).codec]
+    classes = [value for name in bagua_comm.__all__ if inspect.isclass(value := getattr(bagua_comm, name))]
+    assert set(names) == {each.__name__ for each in classes if issubclass(each, Codec) and each is not Codec}
 
 
 def test_the_error_is_relative_in_the_euclidean_norm():
