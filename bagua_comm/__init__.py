@@ -40,7 +40,7 @@ from .averages.reproducible import Reproducible, reproducible_allreduce
 from .bootstrap import connect, default
 from .bucket import Bucket, BucketSpec, Plan, TensorSpec
 from .checkpoint import Checkpoints, Own
-from .codecs import BFloat16, Codec, Float16, Int4, MinMaxUInt8
+from .codecs import MXFP4, MXFP8, NVFP4, BFloat16, Codec, Float16, Int4, MinMaxUInt8
 from .comm import Communicator, Nodes
 from .engine import Engine
 from .errors import (
@@ -63,6 +63,9 @@ from .planning.tuner import Tuner
 _moved.install()
 
 __all__ = [
+    "MXFP4",
+    "MXFP8",
+    "NVFP4",
     "Algorithm",
     "ArrayError",
     "AsyncModelAverage",

@@ -59,11 +59,42 @@ def _diloco(title: str, local_steps: int, *, note: str = "", **arguments: Any) -
     return Method(title, make, "weights, now and then", note=note)
 
 
+def _mean(title: str, average: dict[str, Any]) -> Method:
+    return _gradients(title, "gradient-allreduce", average=average)
+
+
+def _quantized(codec: Any) -> dict[str, Any]:
+    """The settings of a mean that quantizes all arrays, small ones too."""
+    return {"name": "quantized", "codec": codec, "min_bytes": 0}
+
+
 _MOMENTUM = (
     "DiLoCo's outer momentum of 0.9 is its paper's, for hundreds of local steps and many outer ones. "
     "With it a change that persists is taken 0.7 / (1 - 0.9) = 7 times, which runs this short cannot bear; "
     "with 0.5, 1.4 times."
 )
+
+
+def _feedback(codec: Any, **arguments: Any) -> dict[str, Any]:
+    """The settings of a quantized mean with error feedback."""
+    return {"name": "error-feedback", "inner": {"name": "quantized", "codec": codec}, **arguments}
+
+
+_NOT_ROTATED = {"name": "int4", "rotate": 1}
+
+FOUR_BITS = {
+    "int4-plain": _mean("four bits, not rotated", _quantized(_NOT_ROTATED)),
+    "int4": _mean("four bits, rotated", _quantized("int4")),
+    "int4-stochastic": _mean(
+        "four bits, rotated, stochastic", _quantized({"name": "int4", "rounding": "stochastic"})
+    ),
+    "int4-plain-error-feedback": _mean("four bits, not rotated, error feedback", _feedback(_NOT_ROTATED)),
+    "int4-error-feedback": _mean("four bits, rotated, error feedback", _feedback("int4")),
+    "int4-loco": _mean("four bits, rotated, LoCo", _feedback("int4", decay=0.8, reset_every=1024)),
+    "mxfp4": _mean("four bits, MXFP4", _quantized("mxfp4")),
+    "nvfp4": _mean("four bits, NVFP4", _quantized("nvfp4")),
+}
+"""Gradients of four bits. Unless algorithms are named, only the task gpt trains with them, and with some."""
 
 METHODS = {
     TORCH: _torch("torch DDP (gloo)"),
@@ -74,6 +105,7 @@ METHODS = {
     "bagua": _gradients("eight bits, bagua's format", "bagua"),
     "float16": _gradients("float16", "float16"),
     "bfloat16": _gradients("bfloat16", "bfloat16"),
+    **FOUR_BITS,
     "hierarchical": _gradients("hierarchical, eight bits", "hierarchical-bytes"),
     "error-feedback": _gradients("eight bits, error feedback", "error-feedback"),
     "qadam": Method(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..bench.report import markdown_table
+from ..bench.report import markdown_table, or_dash
 from ..bench.timing import allreduce_factor
 from .methods import METHODS, TORCH, TORCH_ADAM, Method
 from .tasks import ALL, OPTIMIZERS, TASKS, Task
@@ -53,6 +53,7 @@ def _joined(mine: dict[int, dict[str, Any]]) -> dict[str, Any]:
         "object": first["object"],
         "steps": first["steps"],
         "metric": _mean([run["metric"] for run in mine.values()]),
+        "spread": _spread([run["metric"] for run in mine.values()]),
         "metrics": {str(seed): mine[seed]["metric"] for seed in sorted(mine)},
         "per_step": {
             key: None if value is None else _mean([run["per_step"][key] for run in mine.values()])
@@ -65,18 +66,26 @@ def _compared(task: Task, method: Method, mine: dict[int, Any], theirs: dict[int
     """The difference of the means over the seeds that both have; None without any."""
     seeds = sorted(mine.keys() & theirs.keys())
     if not seeds:
-        return {"difference": None, "differences": {}, "within": None}
+        return {"difference": None, "differences": {}, "ratio": None, "ratio_spread": None, "within": None}
     pairs = {seed: (mine[seed]["metric"], theirs[seed]["metric"]) for seed in seeds}
+    ratios = [ours / exact for ours, exact in pairs.values()] if task.relative else []
     difference = task.difference(*(_mean(side) for side in zip(*pairs.values(), strict=True)))
     return {
         "difference": difference,
         "differences": {str(seed): task.difference(*pair) for seed, pair in pairs.items()},
+        "ratio": _mean(ratios) if ratios else None,
+        "ratio_spread": _spread(ratios),
         "within": abs(difference) <= task.tolerance if method.exact else None,
     }
 
 
 def _mean(values: Sequence[float]) -> float:
     return float(np.mean(values))
+
+
+def _spread(values: Sequence[float]) -> float | None:
+    """The standard deviation of a sample; None for fewer than two values."""
+    return float(np.std(values, ddof=1)) if len(values) > 1 else None
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -91,7 +100,7 @@ def command_of(record: dict[str, Any]) -> str:
     names = {result["algorithm"] for result in results}
     steps = {task["steps"] for task in tasks.values()}
     arguments = ["--task", "all" if tuple(tasks) == ALL else ",".join(tasks)]
-    if names != {name for task in tasks for name in TASKS[task].methods()}:
+    if names != {name for task in tasks for name in TASKS[task].compared_methods()}:
         arguments += ["--algorithms", ",".join(name for name in METHODS if name in names)]
     if seeds != [0, 1, 2]:
         arguments += ["--seeds", ",".join(map(str, seeds))]
@@ -118,6 +127,8 @@ def markdown(record: dict[str, Any], picture: str | None) -> str:
         "* Bytes are those of rank 0, averaged over the steps: *payload* is the size of the buckets that were",
         "  exchanged, with their padding, and *wire* what left for other ranks. Those of torch DDP are computed,",
         f"  not measured: 2 (p - 1) / p = {allreduce_factor(ranks):g} times the gradients' size, as in a ring.",
+        "* *Spread* is the standard deviation over the seeds. The *ratio* to the metric of torch DDP is the mean",
+        "  over the seeds of both, with the standard deviation.",
         "* *Exact?* says, of those that should end where exact averaging does, whether they do: whether their",
         "  mean over the seeds is close enough.",
     ]
@@ -160,8 +171,10 @@ def _table(record: dict[str, Any], name: str) -> list[str]:
     titles = [
         "algorithm",
         f"{task.metric}: mean",
+        "spread",
         f"seeds {', '.join(seeds)}",
         f"difference ({task.unit})",
+        *(["ratio"] if task.relative else []),
         "exact?",
         "steps",
         "payload B/step",
@@ -172,8 +185,10 @@ def _table(record: dict[str, Any], name: str) -> list[str]:
         [
             METHODS[row["algorithm"]].title,
             f"{row['metric']:.{task.decimals}f}",
+            or_dash(row["spread"], f"{{:.{task.decimals}f}}"),
             ", ".join(f"{row['metrics'][s]:.{task.decimals}f}" if s in row["metrics"] else "-" for s in seeds),
             _difference(row),
+            *([_ratio(row)] if task.relative else []),
             {True: "yes", False: "**no**", None: ""}[row["within"]],
             str(row["steps"]),
             *(f"{row['per_step'][key]:,.0f}" for key in ("payload_bytes", "wire_bytes")),
@@ -181,13 +196,20 @@ def _table(record: dict[str, Any], name: str) -> list[str]:
         ]
         for row in rows
     ]
-    return markdown_table(titles, cells, "lrrrlrrrl")
+    return markdown_table(titles, cells, "lrrrr" + "r" * task.relative + "lrrrl")
 
 
 def _difference(row: dict[str, Any]) -> str:
     if row["difference"] is None or row["algorithm"] == row["baseline"]:
         return ""
     return f"{row['difference']:+.2f}"
+
+
+def _ratio(row: dict[str, Any]) -> str:
+    if row["ratio"] is None or row["algorithm"] == row["baseline"]:
+        return ""
+    spread = "" if row["ratio_spread"] is None else f" ± {row['ratio_spread']:.4f}"
+    return f"{row['ratio']:.4f}{spread}"
 
 
 def notes(record: dict[str, Any], name: str) -> list[str]:

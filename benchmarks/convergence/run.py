@@ -4,12 +4,14 @@
     python -m bagua_comm run -n 4 -m benchmarks.convergence --task digits --algorithms torch,bytegrad --seeds 0
     python -m bagua_comm run -n 4 -m benchmarks.convergence --resume
     python -m bagua_comm run -n 4 -m benchmarks.convergence --task text,text-sgd --algorithms torch,diloco-100
+    python -m bagua_comm run -n 4 -m benchmarks.convergence --task gpt --out benchmarks/results/few_bits
     python -m benchmarks.convergence --report
 
 Tasks: a CNN on scikit-learn's digits, and a character-level transformer on the text of Python's standard
-library; digits-adam and text-sgd are the same with another optimizer. For one seed, all algorithms begin with
-the same weights and see the same batches in the same order, with the same optimizer and learning rates. All
-run in turn in the same processes; so does PyTorch's, on gloo.
+library; digits-adam and text-sgd are the same with another optimizer, and gpt is a smaller transformer with more
+steps, for gradients of few bits. For one seed, all algorithms begin with the same weights and see the same
+batches in the same order, with the same optimizer and learning rates. All run in turn in the same processes; so
+does PyTorch's, on gloo.
 
 The record goes to `--out` with the ending .json, the report with .md, and its figure with .png. The record is
 written after every run; `--resume` makes the missing runs, and `--report` only writes the report, without MPI.
@@ -208,7 +210,7 @@ def missing(record: dict[str, Any], options: argparse.Namespace) -> list[tuple[s
         for task in options.tasks
         for seed in options.seeds
         for name in TASKS[task].methods()
-        if name in options.algorithms
+        if name in (options.algorithms or TASKS[task].compared)
     ]
     return [run for run in wanted if run not in there]
 
@@ -249,9 +251,9 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--algorithms",
         type=comma_list(one_of(METHODS, "algorithm")),
-        default=[*METHODS],
+        default=None,
         metavar="A,B",
-        help=f"some of {','.join(METHODS)}; by default all",
+        help=f"some of {','.join(METHODS)}; by default those that the task compares",
     )
     parser.add_argument("--seeds", type=comma_list(at_least(0)), default=[0, 1, 2], metavar="NUMBERS")
     parser.add_argument("--steps", type=at_least(1), help="steps of every run; by default the task's")

@@ -7,7 +7,7 @@ import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .methods import METHODS, TORCH, TORCH_ADAM, Method
+from .methods import FOUR_BITS, METHODS, TORCH, TORCH_ADAM, Method
 
 Batch = tuple[Tensor, Tensor]
 
@@ -51,6 +51,7 @@ class Task:
         lr: The learning rate with each optimizer.
         steps: Steps of a run.
         batch_size: Samples of a rank in a step.
+        compared: The methods that are trained unless others are named.
     """
 
     title: str
@@ -68,6 +69,7 @@ class Task:
     lr: dict[str, float]
     steps: int
     batch_size: int
+    compared: tuple[str, ...] = tuple(name for name in METHODS if name not in FOUR_BITS)
 
     def difference(self, metric: float, baseline: float) -> float:
         """The difference to the baseline, in the unit of differences."""
@@ -85,6 +87,10 @@ class Task:
     def methods(self) -> dict[str, Method]:
         """The methods that make sense here: Adam's baseline only where the task has another optimizer."""
         return {k: m for k, m in METHODS.items() if k != TORCH_ADAM or self.optimizer != "adam"}
+
+    def compared_methods(self) -> list[str]:
+        """The names of the methods that are trained unless others are named."""
+        return [name for name in self.methods() if name in self.compared]
 
     def baseline_of(self, method: Method) -> str:
         """The method that the others are compared with."""
@@ -216,8 +222,8 @@ class Transformer(nn.Module):
         return self.logits(self.blocks(self.symbols(x) + self.places.weight[: x.shape[1]]))
 
 
-def make_transformer() -> nn.Module:
-    return Transformer(len(CHARACTERS) + 1, width=96, layers=2, heads=4)
+def make_transformer(width: int = 96) -> nn.Module:
+    return Transformer(len(CHARACTERS) + 1, width=width, layers=2, heads=4)
 
 
 def _digest(*arrays: np.ndarray) -> str:
@@ -266,6 +272,16 @@ TASKS = {
 
 ALL = tuple(TASKS)
 """The tasks that `--task all` runs."""
+
+TASKS["gpt"] = replace(
+    TASKS["text"],
+    title="Text, a smaller model and more steps",
+    model="character-level GPT, 2 layers, width 64, 4 heads, context 64",
+    make_model=partial(make_transformer, 64),
+    steps=800,
+    compared=(TORCH, "bytegrad", "int4-plain", "int4", "int4-error-feedback", "int4-loco"),
+)
+"""Long enough to tell four bits from eight: at the end, the loss of exact averages still falls."""
 
 for _name, _optimizer, _lr in (("digits", "adam", 0.003), ("text", "sgd", 0.2)):
     _task = TASKS[_name]

@@ -2,6 +2,7 @@
 
 import doctest
 import json
+import statistics
 
 import pytest
 from support import needs
@@ -141,6 +142,34 @@ def test_only_results_that_should_match_are_judged():
         "1 of the 2 algorithms that should end where exact averaging does end within 0.5 points of it."
         " Outside: ByteGrad (-0.75 points)."
     ]
+
+
+def test_a_ratio_is_the_mean_over_seeds_with_its_standard_deviation():
+    record = record_of({"torch": {0: 2.0, 1: 4.0}, "mxfp4": {0: 2.2, 1: 4.0, 2: 9.0}}, "gpt")
+
+    row = row_of(record, "mxfp4", "gpt")
+    assert row["ratio"] == pytest.approx(1.05)
+    assert row["ratio_spread"] == pytest.approx(0.1 / 2**0.5)
+    assert row["spread"] == pytest.approx(statistics.stdev([2.2, 4.0, 9.0]))
+    assert row_of(record, "torch", "gpt")["ratio"] == 1
+    table = report.markdown({**record, "machine": {"cpu": "one", "cores": 2}}, None)
+    assert "| 5.0667 | 3.5233 | 2.2000, 4.0000, 9.0000 | +3.33 | 1.0500 ± 0.0707 | **no** |" in table
+
+
+def test_each_task_has_its_own_algorithms_by_default():
+    options = run.parse_arguments(["--task", "digits,gpt", "--seeds", "0"])
+    wanted = run.missing({"results": []}, options)
+    assert ("digits", "diloco-10", 0) in wanted
+    few_bits = ["torch", "bytegrad", "int4-plain", "int4", "int4-error-feedback", "int4-loco"]
+    assert [name for task, name, _ in wanted if task == "gpt"] == few_bits
+    assert ("digits", "mxfp4", 0) not in wanted
+    named = run.parse_arguments(["--task", "digits", "--seeds", "0", "--algorithms", "mxfp4"])
+    assert run.missing({"results": []}, named) == [("digits", "mxfp4", 0)]
+
+
+def test_every_method_makes_an_algorithm():
+    for method in methods.METHODS.values():
+        method.object_name(40)
 
 
 def test_differences_of_losses_are_relative():

@@ -4,7 +4,18 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from bagua_comm import ArrayError, BaguaError, BFloat16, Float16, Int4, MinMaxUInt8, UnsupportedError, kernels
+from bagua_comm import (
+    MXFP8,
+    NVFP4,
+    ArrayError,
+    BaguaError,
+    BFloat16,
+    Float16,
+    Int4,
+    MinMaxUInt8,
+    UnsupportedError,
+    kernels,
+)
 from bagua_comm.kernels import host
 
 CODECS = [
@@ -15,6 +26,8 @@ CODECS = [
     Float16(),
     BFloat16(),
     Int4(8, 2, "stochastic"),
+    MXFP8(),
+    NVFP4(),
 ]
 DTYPES = [np.dtype("float32"), np.dtype("float16"), np.dtype(ml_dtypes.bfloat16)]
 

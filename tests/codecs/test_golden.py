@@ -1,29 +1,19 @@
 """The codecs against bytes worked out separately from them."""
 
 import importlib
-import json
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 from support import needs
+from support.golden import FAMILIES, GOLDEN, cases_of, codec_of, draws_of
 
-from bagua_comm import (
-    Int4,
-    MinMaxUInt8,
-    kernels,
-    quantized_allgather,
-    quantized_allreduce,
-    quantized_reduce_scatter,
-)
+from bagua_comm import kernels, quantized_allgather, quantized_allreduce, quantized_reduce_scatter
 from bagua_comm.arrays import dtype_named
-from bagua_comm.kernels.host import Draws
 from bagua_comm.testing import run_ranks
 
-GOLDEN = Path(__file__).parent.parent / "golden"
-FAMILIES = {family: json.loads((GOLDEN / f"{family}.json").read_text()) for family in ("minmax", "int4")}
+CASES = {family: cases_of(family) for family in FAMILIES}
 
 
 @pytest.fixture(params=["host", "compiled"])
@@ -53,19 +43,7 @@ def each_case(kind):
 
 
 def of_kind(family, kind):
-    return [case for case in FAMILIES[family] if case["kind"] == kind]
-
-
-def codec_of(case):
-    if "rotate" not in case:
-        return MinMaxUInt8(block=case["block"], eps=case["eps"])
-    rounding = "nearest" if case["key"] is None else "stochastic"
-    return Int4(block=case["block"], rotate=case["rotate"], rounding=rounding)
-
-
-def draws_of(case):
-    """The random numbers of stochastic rounding."""
-    return None if case.get("key") is None else Draws(case["key"], case["counter"])
+    return [case for case in CASES[family] if case["kind"] == kind]
 
 
 def load(case, part, shape, dtype):

@@ -25,12 +25,15 @@ from .elementwise import (
 )
 from .fixed_point import fixed_add, fixed_exponents, fixed_mean
 from .int4 import int4_combine, int4_decode, int4_encode
+from .microscaling import MX_BLOCK, NVFP4_BLOCK, mx_decode, mx_encode, nvfp4_decode, nvfp4_encode
 from .minmax import minmax_combine, minmax_decode, minmax_encode
 from .numbers import largest_finite, silent_context, widen
 from .random_bits import Draws
 from .sums import divide, is_plain, reduce_rows
 
 __all__ = [
+    "MX_BLOCK",
+    "NVFP4_BLOCK",
     "Draws",
     "adam_moments",
     "adam_step",
@@ -59,6 +62,10 @@ __all__ = [
     "minmax_decode",
     "minmax_encode",
     "move_half",
+    "mx_decode",
+    "mx_encode",
+    "nvfp4_decode",
+    "nvfp4_encode",
     "reduce_rows",
     "ring_difference",
     "scale",
