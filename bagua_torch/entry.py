@@ -63,4 +63,4 @@ def raise_on_all(comm: Communicator, error: BaseException | None) -> None:
     rows: list[Any] = comm.allgather_object(sent)
     for rank, found in enumerate(rows):
         if found is not None:
-            raise error or type(found)(f"rank {rank}: {found.args[0]}")
+            raise error or type(found)(f"rank {rank}: {found}")

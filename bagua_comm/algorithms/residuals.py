@@ -71,10 +71,15 @@ def average_in_place(average: InPlace, x: Array, bucket: Bucket) -> None:
         bucket: The bucket.
     """
     average(x)
+    bucket.clear_padding(x)
     across = getattr(getattr(average, "average", None), "across", None)  # of `Hierarchical`
-    for array in (x, getattr(average, "residual", None), getattr(across, "residual", None)):
-        if array is not None and array.shape == bucket.flat.shape:
-            bucket.clear_padding(array)
+    for each in (average, across):
+        feedback = getattr(each, "state", None)
+        if isinstance(feedback, Residual):  # its `residual` would decode one that is encoded
+            if feedback.size == bucket.flat.size:
+                feedback.clear_end(bucket.padding.size)
+        elif (residual := getattr(each, "residual", None)) is not None and residual.shape == bucket.flat.shape:
+            bucket.clear_padding(residual)
 
 
 def gather_residuals(bucket: Bucket, state: Any) -> None:

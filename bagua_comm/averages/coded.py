@@ -192,7 +192,7 @@ def next_draws(comm: CommBase, seed: int | None) -> Draws | None:
     """The random numbers of this rank for the next array that it encodes.
 
     In an engine they depend on the seed, the rank, the bucket and the training step, which checkpoints restore;
-    elsewhere on the number of calls of the communicator in place of bucket and step.
+    elsewhere on the number of arrays that the communicator has encoded so, in place of bucket and step.
 
     Args:
         comm: The communicator that sends the array.
@@ -202,7 +202,7 @@ def next_draws(comm: CommBase, seed: int | None) -> Draws | None:
         return None
     rank, context = comm.flight.groups[comm.group][comm.rank], comm.context
     if context.bucket_step is None:
-        return Draws.of(seed, rank, comm.group, comm.guard.calls)
+        return Draws.of(seed, rank, comm.group, context.count_draws())
     return Draws.of(seed, rank, *context.bucket_step, context.count_draws())
 
 

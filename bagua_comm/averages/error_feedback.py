@@ -179,6 +179,11 @@ class Residual:
         every = self.settings.reset_every
         return every is not None and (self.means or 0) >= every
 
+    def clear_end(self, count: int) -> None:
+        """Set the last `count` elements of the residual to zero."""
+        if count and self.residual is not None:
+            self.residual.reshape(-1)[-count:] = 0
+
     def _clear(self) -> None:
         if self.residual is not None:
             self.residual[...] = 0
@@ -202,6 +207,8 @@ class _EncodedResidual(Residual):
     _like: Array
     """An empty array of the dtype, library and device of the encoded one."""
     _shape: tuple[int, ...]
+    _end: int = 0
+    """Number of elements at the end that are zeros when decoded."""
 
     @property
     def residual(self) -> Array | None:
@@ -227,6 +234,12 @@ class _EncodedResidual(Residual):
     def nbytes(self) -> int:
         """See `Residual.nbytes`."""
         return sum(int(held.nbytes) for held in (self._decoded, self._encoded) if held is not None)
+
+    def clear_end(self, count: int) -> None:
+        """See `Residual.clear_end`. An encoded residual stays encoded."""
+        self._end = count
+        if self._decoded is not None:
+            super().clear_end(count)
 
     def _clear(self) -> None:
         self.residual = None
@@ -258,6 +271,7 @@ class _EncodedResidual(Residual):
         assert codec is not None
         assert self._encoded is not None
         codec.decode(self._encoded, out.reshape(1, -1))
+        out.reshape(-1)[out.size - self._end :] = 0
 
 
 @dataclass

@@ -61,6 +61,10 @@ class ReproducibleShards:
         """Number of addends that this rank holds."""
         return len(self._held)
 
+    def drop(self) -> None:
+        """Hold no addends."""
+        self._held = []
+
     def __call__(self, x: Array, out: Array, op: str) -> bool:
         """Hold `x` while addends are missing, else add all, and write this rank's parts of the result.
 

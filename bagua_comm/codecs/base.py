@@ -10,6 +10,7 @@ A NaN or an infinity decodes to a value that is not finite, and a finite value t
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
@@ -201,10 +202,10 @@ class Codec(ABC):
     def _combine_with(
         self, random: dict[str, Draws], wire: Array, out: Array, op: str, count: int, dtype: DType
     ) -> None:
-        """Call `_combine`; its default, too, with the random numbers of `_random`."""
+        """Call `_combine` with the random numbers of `_random`; if it takes none, encode the sum with them."""
         encode: Any = self._encode
         combine: Any = self._combine
-        if random and type(self)._combine is Codec._combine:
+        if random and "draws" not in inspect.signature(combine).parameters:
             encode(self._total(wire, op, count, dtype), out, **random)
         else:
             combine(wire, out, op, count, dtype, **random)

@@ -57,14 +57,14 @@ _ALIGNED_BLOCKS = 16
 class Int4(Codec):
     """Four-bit codes of rotated blocks with a scale each: 4.5 bits an element for blocks of 32.
 
-    The relative error (in L2) of coding normal numbers is 0.097. Values with a few large ones among them have a
-    smaller error than without rotation.
+    The relative error (in L2) of coding normal numbers is 0.097. Rotation reduces the error of arrays with
+    a few large elements.
 
     Args:
         block: Elements that share a scale, a power of two from 8 to 4096.
         rotate: Elements that are rotated together, a power of two up to `block`; 1 to rotate none.
         rounding: "nearest", or "stochastic" for errors of zero mean, which are 1.4 times as large.
-        seed: Of the random numbers of stochastic rounding, from 0 to 2^63 - 1.
+        seed: The seed of the random numbers of stochastic rounding, from 0 to 2^63 - 1.
 
     Source: the rotated four-bit gradients of SDP4Bit (Jia et al., arXiv 2410.15526).
 
@@ -88,7 +88,7 @@ class Int4(Codec):
                 f"Int4: rotate is {self.rotate!r}, expected a power of two from 1, for no rotation, to the "
                 f"block of {self.block}"
             )
-        if self.rounding not in ("nearest", "stochastic"):
+        if not isinstance(self.rounding, str) or self.rounding not in ("nearest", "stochastic"):
             raise ArrayError(f'Int4: rounding is {self.rounding!r}, expected "nearest" or "stochastic"')
         if type(self.seed) is not int or not 0 <= self.seed < 2**63:
             raise ArrayError(f"Int4: seed is {self.seed!r}, expected an int from 0 to 2**63 - 1")

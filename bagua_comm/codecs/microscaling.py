@@ -23,12 +23,13 @@ block, top that of the chunk, and e the exponent of the largest finite code (8 f
 All operations are float32, each rounded by itself. x' is kept within the finite range of the element dtype before
 it is rounded to it.
 
-* The values of MX blocks are at most 1/8 off in MXFP8, relative to the largest of the block, and 1/4 in MXFP4:
-  the specification clamps what is above the largest code times a power of two.
-* A zero decodes to a zero of its sign. A block of zeros has the scale 2^-127, and 0 in NVFP4. An element is lost
-  where it is small beside the others of its block, and in NVFP4 a block where it is small beside the chunk.
+* The values of MX blocks are at most 1/8 off in MXFP8, relative to the largest of the block, and 1/4 in MXFP4,
+  unless that is near 2^-127: the specification clamps what is above the largest code times a power of two.
+* A zero decodes to a zero of its sign; in NVFP4, in a block whose scale is 0, to +0. A block of zeros has the
+  scale 2^-127, and 0 in NVFP4. An element is lost where it is small beside the others of its block, and in NVFP4
+  a block where it is small beside the chunk.
 * A block that holds a NaN or an infinity: the scale is NaN (0xFF in E8M0, 0x7F in E4M3), codes 0, decodes to NaN.
-  In NVFP4 it has no part in the factor, so that the other blocks of the chunk stay as they are.
+  In NVFP4 it does not count towards the factor, so that the other blocks of the chunk stay as they are.
 """
 
 from __future__ import annotations
@@ -125,7 +126,7 @@ class MXFP8(_MX):
     format: str = "e4m3"
 
     def __post_init__(self) -> None:
-        if self.format not in ("e4m3", "e5m2"):
+        if not isinstance(self.format, str) or self.format not in ("e4m3", "e5m2"):
             raise ArrayError(f'MXFP8: format is {shown(self.format)}, expected "e4m3" or "e5m2"')
 
     @property

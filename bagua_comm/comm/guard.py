@@ -166,17 +166,20 @@ class CallGuard:
 class CallContext:
     """The bucket that an engine exchanges by the calls that a communicator makes now, if any."""
 
-    __slots__ = ("_drawn_in", "_draws", "bucket", "bucket_step")
+    __slots__ = ("_drawn_in", "_draws", "_draws_outside", "bucket", "bucket_step")
 
     def __init__(self) -> None:
         self.bucket: Bucket | None = None
         self.bucket_step: tuple[int, int] | None = None
         """Index of the bucket and training step, for the flight recorder and for random numbers."""
         self._drawn_in: tuple[int, int] | None = None
-        self._draws = 0
+        self._draws = self._draws_outside = 0
 
     def count_draws(self) -> int:
-        """Return how often this was called before for this exchange of the bucket."""
+        """Return how often this was called before: for this exchange of the bucket, or outside of an engine."""
+        if self.bucket_step is None:
+            self._draws_outside += 1
+            return self._draws_outside - 1
         self._draws = self._draws + 1 if self._drawn_in is self.bucket_step else 0
         self._drawn_in = self.bucket_step
         return self._draws

@@ -21,8 +21,8 @@ def check_codec(codec: Codec, *, error: float = 1 / 64, exact_sums: bool = True)
     Args:
         codec: The codec; its `repr` must evaluate to it.
         error: The largest error of decoding, as a fraction of the range of the values and zero: 1/64 is generous
-            for eight bits, 1/16 for four. Sums, which are coded twice, may have twice this error.
-            Rounding to the dtype of the elements is allowed as well.
+            for eight bits, 1/16 for four, 1/8 for four of rotated elements. Sums, which are coded twice, may have
+            twice this error. Rounding to the dtype of the elements is allowed as well.
         exact_sums: Whether `combine` of float32 rows gives the bytes of encoding the sum of the decoded rows.
             False for a codec that adds them in another form, such as rotated, where rounding differs.
 

@@ -294,7 +294,8 @@ def attach(
     the order of the forward pass before, in backward passes as PyTorch asks for them. Gradients are complete when
     `backward()` returns; until then they may be NaN. Computing waits for a reduction whose result PyTorch reads
     at once: to add it to earlier gradients, to divide or cast it, to average it over replicas, and for
-    `register_post_accumulate_grad_hook`. Results are equal with and without `overlap`, bit for bit.
+    `register_post_accumulate_grad_hook`. Results are equal with and without `overlap`, bit for bit;
+    codecs that round stochastically draw other random numbers.
 
     With `ErrorFeedback`, each module keeps the errors of its gradients, one copy of the gradients of its whole
     parameters on each rank, or a quarter of that with `residual_codec=MinMaxUInt8()`. With it and with

@@ -188,6 +188,8 @@ class Reduce(_Allocating, FeedsBack, ReduceScatter):
         check_average(self._method, dtype_name(input_tensor))
         if isinstance(self._method, ErrorFeedback):
             check_numel(self._unit.name, input_tensor.numel(), self._unit.gradient_numel)
+        if self._reproducible is not None and not self._unit.has_gradients:
+            self._reproducible.drop()
         divisor = None
         if asked == "premul_sum":  # by 1 / factor, which PyTorch does not let us read from `op`
             divisor = self._unit.divide_factor or comm.size
@@ -270,6 +272,18 @@ class _Reproducible:
         check_numel(self._unit.name, x.size, found.size, str(self._method))
         self._version = version
         found(x, out, op)
+
+    def drop(self) -> None:
+        """Drop the addends of passes whose gradients were set to None, as `zero_grad` does."""
+        if self._sum.held and self._unit.version == self._version:
+            warnings.warn(
+                f"bagua_torch.fsdp: the gradients of {self._sum.held} of the {self._sum.share} backward passes "
+                f"of a step with {self._method} were set to None, so these passes are dropped; call "
+                "zero_grad() after the last pass",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+            self._sum.drop()
 
 
 class Replicate(FeedsBack):

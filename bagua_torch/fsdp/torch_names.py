@@ -143,6 +143,11 @@ class Unit:
         return factor
 
     @property
+    def has_gradients(self) -> bool:
+        """Whether an earlier backward pass has left gradients."""
+        return any(p.sharded_param.grad is not None for p in self._trained)
+
+    @property
     def is_in_forward(self) -> bool:
         """Whether the parameters are gathered for a forward pass."""
         return bool(self._group._training_state == TrainingState.FORWARD)

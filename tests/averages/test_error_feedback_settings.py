@@ -92,6 +92,18 @@ def test_conformance(algorithm, sizes):
     check_algorithm(algorithm, sizes=sizes)
 
 
+def test_a_residual_in_an_engine_stays_encoded():
+    def body(comm):
+        with Trainer(
+            comm, GradientAllReduce(ErrorFeedback(residual_codec=MinMaxUInt8())), make_plan(2)
+        ) as training:
+            training.step()
+            states = [state.average.state for state in training.engine.states]
+            return [state.nbytes / (4 * state.size) for state in states]
+
+    assert run_ranks(2, body)[0][0] < 0.3  # the largest one; headers are large beside the others
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_a_residual_takes_a_quarter_of_the_memory(dtype):
     def body(comm, codec):

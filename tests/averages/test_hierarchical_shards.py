@@ -181,6 +181,16 @@ def test_each_chunk_enters_a_node_once():
     assert run_ranks(4, body, nodes=nodes) == [[0, 2 * nbytes, nbytes]] * 4
 
 
+@pytest.mark.parametrize("nodes", ["aabb", "aaa"])
+def test_each_gather_draws_other_random_numbers(nodes):
+    def body(comm):
+        gather = Hierarchical(Quantized(Int4(rounding="stochastic"), min_bytes=0)).bind_gather(comm)
+        x = np.random.default_rng(comm.rank).standard_normal(256).astype(np.float32)
+        return [gather(x, np.empty(comm.size * 256, np.float32)).tobytes() for _ in range(3)]
+
+    assert all(len(set(found)) == 3 for found in run_ranks(len(nodes), body, nodes=nodes))
+
+
 def test_a_gather_with_stochastic_rounding_is_the_same_on_all_ranks():
     xs, results = gathered("aabb", Hierarchical(Quantized(Int4(rounding="stochastic"), min_bytes=0)), 4096)
     assert len({found.tobytes() for found in results}) == 1

@@ -672,6 +672,15 @@ def reproducible_on_any_number_of_ranks(comm):
         train(model, 1, comm.rank)
         refused(comm, ArrayError, "after 1 of the 2 backward passes", train, model, 1, comm.rank)
     model = shard(make())
+    with bagua_torch.fsdp.attach(model, Reproducible(addends=2 * comm.size)):
+        x, _ = batch(0, comm.rank)
+        model(x).square().mean().backward()
+        model.zero_grad()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model(x).square().mean().backward()
+        assert any("of 1 of the 2 backward passes" in str(each.message) for each in caught)
+    model = shard(make())
     for number, text in ((comm.size + 1, "expected a multiple"), (comm.size - 1, "expected")):
         if comm.size > 1:
             refused(comm, ArrayError, text, bagua_torch.fsdp.attach, model, Reproducible(addends=number))
