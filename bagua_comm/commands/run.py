@@ -10,6 +10,7 @@ import argparse
 import os
 import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
 
@@ -162,16 +163,27 @@ def run(options: argparse.Namespace) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     if known.is_open_mpi and not options.verbose:
-        filter_stderr("" if options.ulfm or is_supervised(options) else _command_after_death())
+        filter_stderr(None if options.ulfm or is_supervised(options) else _command_after_death())
     if is_supervised(options):
         return supervise(options, lambda placement, job: make_plan(options, known, placement, job))
     return os.execve(mpirun, plan.command, {**os.environ, **plan.variables})
 
 
-def _command_after_death() -> str:
-    """The command that shows what ranks did before another one died; empty if they can write no records here."""
+def _command_after_death() -> Callable[[], str] | None:
+    """The function that returns the command which shows what ranks did before another one died.
+
+    Its result is empty if this job has left no records on this host; the function is None if it can leave none.
+    """
     folder = os.environ.get("BAGUA_FLIGHT_FOLDER") or default_folder()
-    return f"{program_name()} diagnose {shlex.quote(str(folder))}" if folder else ""
+    if not folder:
+        return None
+    before = set(Path(folder).glob("*/"))
+
+    def command() -> str:
+        jobs = sorted(set(Path(folder).glob("*/")) - before)  # jobs that ran at the same time wrote there, too
+        return " or ".join(f"{program_name()} diagnose {shlex.quote(str(job))}" for job in jobs)
+
+    return command
 
 
 def _write_script(options: argparse.Namespace) -> None:

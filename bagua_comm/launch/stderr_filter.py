@@ -4,8 +4,8 @@ A rank that ends with an error has printed the reason, and ends all ranks by MPI
 on that, which hide the reason. So mpirun writes to a pipe, from which a process of its own copies everything else
 to stderr as soon as it comes.
 
-After the paragraph on a rank that a signal has killed, it adds where the records of the other ranks are, unless
-one of them has said so: they see only processes of their own host.
+If a signal has killed a rank, it prints at the end where the records of the other ranks are, unless one of them
+has printed that (they see only processes of their own host), or they have written none.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import os
 import re
 import select
 import signal
+from collections.abc import Callable
 from contextlib import suppress
 
 RULE = b"-" * 74 + b"\n"
@@ -55,11 +56,14 @@ class Filter:
     """Removes the paragraphs from bytes that come in pieces.
 
     Args:
-        after_death: The command that explains what the other ranks did when one has died; empty to add nothing.
+        after_death: Returns the command that explains what the other ranks did when one has died, or nothing if
+            they left no records. It is called once all ranks have ended.
     """
 
-    def __init__(self, after_death: str = "") -> None:
-        self._after_death = after_death.encode()
+    def __init__(self, after_death: Callable[[], str] | None = None) -> None:
+        self._after_death = after_death
+        self._death: re.Match[bytes] | None = None
+        """The first death that mpirun has reported."""
         self._end = b""
         """The last bytes that came, in which the report of a rank may begin."""
         self._held = b""
@@ -76,27 +80,31 @@ class Filter:
         """Add the next bytes; returns those that are to be printed now."""
         text, found = _PARAGRAPHS.subn(b"", self._held + data)
         self._has_removed |= found > 0
-        if self._after_death:
+        if self._after_death is not None:
             recent = self._end + data
             if REPORT in recent:
-                self._after_death = b""
+                self._after_death = None
             self._end = recent[-len(REPORT) :]
-            text = _DEATH.sub(self._with_command, text)
+            self._death = self._death or _DEATH.search(text)
         if self._has_removed:  # mpirun ends what it prints with a NUL
             text = text.replace(b"\0", b"")
         at = self._paragraph_in(text)
         return self._passed(text[:at], text[at:])
 
-    def _with_command(self, death: re.Match[bytes]) -> bytes:
-        """The paragraph on a death, and once the command that explains it."""
-        command, self._after_death = self._after_death, b""
-        if not command:
-            return death[0]
-        return death[0] + b"for what ranks other than %b on %b did: %b\n" % (death[1], death[2], command)
-
     def flush(self) -> bytes:
         """Return the bytes that are held back."""
         return self._passed(self._held, b"")
+
+    def end(self) -> bytes:
+        """Return the bytes that are held back, and where the records are after a death. All ranks have ended."""
+        text, death = self.flush(), self._death
+        command = self._after_death() if self._after_death is not None and death is not None else ""
+        if death is None or not command:
+            return text
+        begin = b"" if self._begins_line else b"\n"
+        return (
+            text + begin + b"for what ranks other than %b on %b did: %b\n" % (*death.groups(), command.encode())
+        )
 
     def _passed(self, ready: bytes, held: bytes) -> bytes:
         self._held = held
@@ -119,7 +127,7 @@ def _may_become(begun: bytes, wanted: bytes) -> bool:
     return begun.startswith(wanted) or wanted.startswith(begun)
 
 
-def filter_stderr(after_death: str = "") -> None:
+def filter_stderr(after_death: Callable[[], str] | None = None) -> None:
     """Have another process filter what this one, and the program that it becomes, write to stderr.
 
     The process ends when all writers have ended. It is no child of this one, which may become mpirun.
@@ -151,7 +159,7 @@ def copy(source: int, sink: int, texts: Filter) -> None:
             _write(sink, texts.flush())
             continue
         data = os.read(source, 1 << 16)
-        _write(sink, texts.feed(data) if data else texts.flush())
+        _write(sink, texts.feed(data) if data else texts.end())
         if not data:
             return
 

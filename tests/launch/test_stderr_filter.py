@@ -7,6 +7,7 @@ import threading
 
 import pytest
 
+from bagua_comm.commands import run
 from bagua_comm.launch import stderr_filter
 from bagua_comm.launch.stderr_filter import Filter
 
@@ -49,7 +50,7 @@ def filtered(text, piece=None, **options):
     data, texts = text.encode(), Filter(**options)
     piece = piece or len(data)
     return b"".join(
-        [*(texts.feed(data[i : i + piece]) for i in range(0, len(data), piece)), texts.flush()]
+        [*(texts.feed(data[i : i + piece]) for i in range(0, len(data), piece)), texts.end()]
     ).decode()
 
 
@@ -62,11 +63,21 @@ def test_the_paragraphs_on_mpi_abort_are_left_out_and_all_else_stays(piece):
 @pytest.mark.parametrize("piece", [1, 7, 75, None])
 def test_after_a_death_comes_the_command_that_explains_it_unless_a_rank_has_printed_it(piece):
     explained = "for what ranks other than 1 on n2 did: bagua diagnose /tmp/x\n"
-    command = "bagua diagnose /tmp/x"
-    assert filtered(f"x\n{DIED}{DIED}\0", piece, after_death=command) == f"x\n{DIED}{explained}{DIED}\0"
+    command = lambda: "bagua diagnose /tmp/x"  # noqa: E731
+    assert filtered(f"x\n{DIED}{DIED}last", piece, after_death=command) == f"x\n{DIED}{DIED}last\n{explained}"
     assert filtered(f"x\n{DIED}", piece) == f"x\n{DIED}"
+    assert filtered(f"x\n{DIED}", piece, after_death=lambda: "") == f"x\n{DIED}"
     reported = f"rank 1 of 2 on n2 (process 7) has died: it crashed\n{DIED}"
     assert filtered(reported, piece, after_death=command) == reported
+
+
+def test_the_command_names_only_folders_that_came_with_the_job(tmp_path, monkeypatch):
+    monkeypatch.setenv("BAGUA_FLIGHT_FOLDER", str(tmp_path))
+    (tmp_path / "earlier").mkdir()
+    command = run._command_after_death()
+    assert command() == ""
+    (tmp_path / "this one").mkdir()
+    assert command().endswith(f"diagnose '{tmp_path}/this one'")
 
 
 @pytest.mark.parametrize(
