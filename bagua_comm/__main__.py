@@ -77,7 +77,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 def refuse(unknown: Sequence[str], parser: argparse.ArgumentParser) -> NoReturn:
     """Exit with an error that names the unknown arguments, and a similar known one."""
-    similar = difflib.get_close_matches(unknown[0].partition("=")[0], parser._option_string_actions, n=1)
+    option = next((text.partition("=")[0] for text in unknown if text.startswith("-")), "")
+    similar = difflib.get_close_matches(option, parser._option_string_actions, n=1)
     advice = f"; did you mean {similar[0]}?" if similar else ""
     parser.error(f"unrecognized arguments: {' '.join(unknown)}{advice}")
 

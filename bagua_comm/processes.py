@@ -199,6 +199,21 @@ def _parent(process: int) -> int:
     return int(_stat(process)[1])
 
 
+def children_of(process: int) -> list[int]:
+    """Return the visible processes that `process` has started and that have not ended.
+
+    >>> os.getpid() in children_of(os.getppid())
+    True
+    """
+    numbers = [entry.name for entry in os.scandir("/proc")] if os.path.isdir("/proc/self") else []
+    found = []
+    for number in map(int, filter(str.isdecimal, numbers)):
+        with suppress(OSError, IndexError, ValueError):
+            if _parent(number) == process and state_of(number) in ("running", "stopped"):
+                found.append(number)
+    return found
+
+
 def started_with(name: str, value: str) -> dict[int, dict[str, str]]:
     """Return the visible processes that were started with this value of an environment variable.
 

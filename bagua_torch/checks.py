@@ -57,7 +57,7 @@ def names_to_ignore(module: nn.Module, names: Collection[str]) -> set[str]:
         for tensors in (part.named_parameters, part.named_buffers)
         for name, _ in tensors(remove_duplicate=False)
     }
-    if inspect.getattr_static(module, PYTORCHS_NAMES, None) is refused_to_pytorchs_own:
+    if _is_wrapper(module):
         return {*names, *of_rank}  # a wrapper of bagua_torch
     return {*names, *of_rank, *getattr(module, PYTORCHS_NAMES, ())}
 
@@ -81,6 +81,11 @@ refused_to_pytorchs_own = property(_refuse)
 """The value of `PYTORCHS_NAMES` in our wrapper."""
 
 
+def _is_wrapper(module: nn.Module) -> bool:
+    """Whether this is a wrapper of bagua_torch."""
+    return inspect.getattr_static(module, PYTORCHS_NAMES, None) is refused_to_pytorchs_own
+
+
 def parts_stay(module: nn.Module) -> bool:
     """Whether `stays_on_rank` is True for a part of the module, which may be empty on this rank."""
     return any(getattr(part, "stays_on_rank", False) for part in module.modules())
@@ -97,9 +102,16 @@ def check_same_layer(kind: str, numbers: Sequence[float]) -> None:
 
 
 def check_type(module: object) -> None:
-    """Raise `MisuseError` unless this is a module."""
+    """Raise `MisuseError` unless this is a module, in which no wrapper of this class has all parameters."""
     if not isinstance(module, nn.Module):
         raise MisuseError(f"DistributedDataParallel: module is {shown(module)}, expected a torch.nn.Module")
+    count = len(list(module.parameters()))
+    for name, part in module.named_modules():
+        if _is_wrapper(part) and len(list(part.parameters())) == count:
+            raise MisuseError(
+                f"DistributedDataParallel: module {f'contains {name!r}, ' if name else 'is '}a "
+                "DistributedDataParallel, which would be closed; give the plain module, its attribute `module`"
+            )
 
 
 def check_module(comm: Communicator, model: ModelState) -> torch.device:

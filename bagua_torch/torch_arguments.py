@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 import torch.distributed as dist
@@ -88,10 +89,15 @@ def bytes_of_cap(bucket_bytes: int | None, bucket_cap_mb: float | None, default:
     """The size of buckets in bytes, from one of two arguments or the default.
 
     Raises:
-        ArrayError: Both are given, or `bucket_cap_mb` is not positive.
+        ArrayError: Both are given, `bucket_bytes` is no integer, or `bucket_cap_mb` is not positive.
     """
+    if bucket_bytes is not None and not isinstance(bucket_bytes, SupportsIndex):
+        raise ArrayError(
+            f"DistributedDataParallel: bucket_bytes is {bucket_bytes!r}, expected a number of bytes, an int; "
+            "bucket_cap_mb is in MiB"
+        )
     if bucket_cap_mb is None:
-        return default if bucket_bytes is None else bucket_bytes
+        return default if bucket_bytes is None else operator.index(bucket_bytes)
     if bucket_bytes is not None:
         raise ArrayError("DistributedDataParallel: give bucket_bytes or bucket_cap_mb, not both")
     if not bucket_cap_mb > 0:

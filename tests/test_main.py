@@ -27,6 +27,7 @@ def test_messages_name_the_program_as_it_was_called(called, name, monkeypatch, c
     ("arguments", "says"),
     [
         (["run", "--hosts", "a:2", "x.py"], "run: error: unrecognized arguments: --hosts; did you mean --host?"),
+        (["trace", "t.json", "t2.json"], "trace: error: unrecognized arguments: t2.json"),
         (["run", "--n=2", "x.py"], "run: error: unrecognized arguments: --n=2; did you mean -n?"),
         (["doctor", "plot.png"], "doctor: error: unrecognized arguments: plot.png"),
     ],

@@ -8,7 +8,8 @@ import sys
 import pytest
 
 from bagua_comm import processes
-from bagua_comm.bootstrap.rendezvous import JoinLog
+from bagua_comm.bootstrap import rendezvous
+from bagua_comm.bootstrap.rendezvous import JoinLog, Wait
 from bagua_comm.processes import ProcessId, namespace_number, pid_namespace, sees_starter, start_of
 
 TELLS = f"""
@@ -115,3 +116,28 @@ def test_a_rank_of_another_container_is_not_said_to_have_ended_before_connect(tm
         assert logs[0].missing() == ([], [], [])
         logs[0].check_in()
         assert logs[0].missing().unseen == ["rank 1 cannot be seen from here: on another host, or ended"]
+
+
+def test_a_rank_that_ended_without_calling_connect_is_named_long_before_the_time_limit(tmp_path, monkeypatch):
+    tmp_path.chmod(0o700)
+    job = {"PMIX_SERVER_TMPDIR": str(tmp_path), "PMIX_NAMESPACE": "job", "BAGUA_SPARES": "1"}
+    sizes = {"OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM_WORLD_LOCAL_SIZE": "3"}
+    logs = [JoinLog({**job, **sizes, "OMPI_COMM_WORLD_RANK": str(rank)}) for rank in (0, 2)]
+    for log in logs:
+        log.check_in()
+    now, children = 0.0, [1, 2, 3]
+    monkeypatch.setattr(rendezvous.time, "monotonic", lambda: now)
+    monkeypatch.setattr(rendezvous, "children_of", lambda process: children)
+    wait = Wait(logs[0], 300)
+    found = []
+    for now in (2.0, 4.0, 8.0, 12.0):
+        if now == 8.0:
+            children = [1, 2]  # until now, rank 1 only hid its variables
+        found.append(wait.complaint())
+    assert found[:3] == [None] * 3
+    told = (
+        "waited 12 s for the other ranks: rank 1 ended without calling connect; a spare replaces only ranks that"
+    )
+    assert told in found[3]
+    assert "timeout_s" not in found[3]
+    assert wait.ended == [1]

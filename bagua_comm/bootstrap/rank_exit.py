@@ -207,7 +207,14 @@ class ExitHandler:
 
     def limit(self, wait: Wait, body: Callable[[], T]) -> T:
         """Return `body()`. If that takes longer than `wait` allows, end all ranks with a message."""
-        return Deadline(wait.complaint, self.abort.with_message).run(body)
+
+        def end(message: str) -> None:
+            for rank in wait.ended:
+                dead = {"number": rank, "host": socket.gethostname()}
+                self._job.record("death", dead=dead, reason="ended without calling connect")
+            self.abort.with_message(message)
+
+        return Deadline(wait.complaint, end).run(body)
 
     # The open worlds --------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from ..processes import ProcessId, sees_starter, started_with, state_of
+from ..processes import ProcessId, children_of, sees_starter, started_with, starter, state_of
 from .launchers import SRUN, SRUN_PMIX, find
 
 R = TypeVar("R")
@@ -24,6 +24,9 @@ LATE_S, START_S = 3.0, 30.0
 """How much longer than `timeout_s` a rank waits in `connect`: the first for a rank that runs but has not called
 `connect`, since ranks don't start at the same time; the second for MPI once all have called it, since MPI needs a
 second to start, and more on a busy machine."""
+
+ENDED_S = 3.0
+"""The interval between two checks for ranks that have ended, within the time limit: they cannot come any more."""
 
 LOOK_S = 0.5
 """The interval between two checks for missing ranks, once the time limit is over."""
@@ -76,21 +79,42 @@ class Wait:
         self._log, self._timeout_s = log, timeout_s
         self._start_s = time.monotonic()
         self._look_s = self._start_s + timeout_s
+        self._ended_s = self._start_s + ENDED_S
+        self._seen_ended: set[int] = set()
+        """The ranks that had ended without calling `connect` at the last check."""
+        self.ended: list[int] = []
+        """The ranks that have ended without calling `connect`, if `complaint` has named them."""
 
     def complaint(self) -> str | None:
-        """Return the message that names the missing ranks, if the wait has lasted too long; else None."""
+        """Return the message that names the missing ranks, if the wait has lasted too long or is in vain.
+
+        The result is None otherwise.
+        """
         now = time.monotonic()
         if now < self._look_s:
-            return None
+            return self._complaint_about_ended(now) if now > self._ended_s else None
         self._look_s = now + LOOK_S
         late_s = now - self._start_s - self._timeout_s
         missing = self._log.missing()
         if missing.gone or (missing.late and late_s > LATE_S) or late_s > START_S:
-            return (
-                f"connect: {self._log.location()} waited {now - self._start_s:.0f} s for the other ranks: "
-                f"{missing}. Give a longer timeout_s if they are only late"
-            )
+            advice = "" if missing.gone else ". Give a longer timeout_s if they are only late"
+            return self._waited(now, f"{missing}{advice}")
         return None
+
+    def _complaint_about_ended(self, now: float) -> str | None:
+        """The message on ranks that two checks have found to have ended; None if there are none."""
+        self._ended_s = now + ENDED_S
+        ended = set(self._log.ended_before())
+        self._seen_ended, self.ended = ended, sorted(ended & self._seen_ended)
+        if not self.ended:
+            return None
+        spares = "; a spare replaces only ranks that have connected" if self._log.spares else ""
+        return self._waited(now, f"{_ranks(self.ended)} ended without calling connect{spares}")
+
+    def _waited(self, now: float, missing: str) -> str:
+        return (
+            f"connect: {self._log.location()} waited {now - self._start_s:.0f} s for the other ranks: {missing}"
+        )
 
 
 class Missing(NamedTuple):
@@ -126,6 +150,7 @@ class JoinLog:
 
         self.rank = number("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK") or 0
         self.size = number("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+        self.spares = number("BAGUA_SPARES") or 0
         launch = find(variables)
         if launch is not None and launch.launcher in (SRUN, SRUN_PMIX):
             self.rank, self.size = launch.rank or 0, launch.size
@@ -185,6 +210,22 @@ class JoinLog:
         members = range(self.size) if self._members is None else self._members
         last = {rank: entries[-1] for rank in members if rank != self.rank and (entries := self._entries(rank))}
         return {rank: process.pid for rank, process in last.items() if process.has_ended()}
+
+    def ended_before(self) -> list[int]:
+        """Return the ranks that have certainly ended without calling `connect`; empty if that is not known.
+
+        A rank may hide its environment variables, for instance by a title. So the launcher must have lost as many
+        children.
+        """
+        everyone = self._local_size == self.size and sees_starter("PMIX_NAMESPACE")
+        if self._folder is None or self.size is None or not everyone:
+            return []
+        members = range(self.size) if self._members is None else self._members
+        seen = {self.rank, *self.processes()}
+        ended = [rank for rank in members if rank not in seen and not self._entries(rank)]
+        if ended and len(children_of(starter("PMIX_NAMESPACE"))) > self.size - len(ended):
+            return []
+        return ended
 
     def number_in_world(self, rank: int) -> int:
         """Return the number of a rank among those that connect together."""

@@ -254,12 +254,15 @@ def report(job: Job, cluster: Cluster, rates: Rates) -> list[str]:
         "",
         f"{'ranks':>6}{'exact':>10}  {'best with gradients':<34}{'best with weights in every step'}",
     ]
-    for row in scaling(job, c, rates):
+    rows_by_size = scaling(job, c, rates)
+    for row in rows_by_size:
         best = [
             f"{row[what].name} {_time(row[what].prediction.step_s)}" if row[what] else "-"
             for what in ("gradients", "weights")
         ]
         lines.append(f"{row['ranks']:>6}{_time(row['exact_s']):>10}  {best[0]:<34}{best[1]}")
+    if not all(row["weights"] for row in rows_by_size):
+        lines.append("-: none is faster than the best with gradients.")
     return lines
 
 
@@ -373,6 +376,9 @@ def _advice(rows: Sequence[Advice], exact_s: float, *, guessed: bool) -> list[st
                 f"Weights {when}: {expression(best.method)}, {_ratio(exact_s, best.prediction.step_s)}, "
                 f"pays if it needs fewer than {gain:.2f} times as many steps."
             )
+        else:
+            other = "gradients" if weights is None else "weights in every step"
+            lines.append(f"Weights {when}: none is faster than the best with {other}.")
     if rarely is not None:
         lines.append(
             "The fewer steps communicate, the worse training may end. Compare it on your own model first."

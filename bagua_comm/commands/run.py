@@ -10,9 +10,11 @@ import argparse
 import os
 import shlex
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import get_args
 
+from ..flight import FlightError, read_folder
 from ..flight.recorder import default_folder
 from ..launch import job_scripts
 from ..launch import measure_links as links
@@ -20,7 +22,7 @@ from ..launch.cli import CommandError, natural, positive, program_name
 from ..launch.hosts import named_hosts, ranks_of
 from ..launch.mpirun import Mpirun, ask_mpirun, find_mpirun
 from ..launch.plan import is_supervised, make_plan, stays_here
-from ..launch.stderr_filter import filter_stderr
+from ..launch.stderr_filter import AtEnd, filter_stderr
 from ..launch.supervisor import supervise
 from ..net.choosing import Net
 
@@ -122,6 +124,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("args", nargs=argparse.REMAINDER)
 
 
+WAIT_S = 5.0
+"""How long a rank must have been in a call for `run` to mention it when the job was ended."""
+
+
 def _is_python(script: str) -> bool:
     """Whether this is a command for Python in place of a script: python, python3.11."""
     return Path(script).name.rstrip("0123456789.") == "python"
@@ -162,16 +168,46 @@ def run(options: argparse.Namespace) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     if known.is_open_mpi and not options.verbose:
-        filter_stderr("" if options.ulfm or is_supervised(options) else _command_after_death())
+        filter_stderr(_note_on_records(explain_deaths=not (options.ulfm or is_supervised(options))))
     if is_supervised(options):
         return supervise(options, lambda placement, job: make_plan(options, known, placement, job))
     return os.execve(mpirun, plan.command, {**os.environ, **plan.variables})
 
 
-def _command_after_death() -> str:
-    """The command that shows what ranks did before another one died; empty if they can write no records here."""
+def _note_on_records(*, explain_deaths: bool) -> AtEnd | None:
+    """The function that returns a note on the records which the ranks of this job leave; None if they leave none.
+
+    The note says how to diagnose a death, unless ranks survive those, and a job that was ended, for instance by
+    Ctrl-C, while a rank had long been in a call. It is empty if there are no records on this host.
+    """
     folder = os.environ.get("BAGUA_FLIGHT_FOLDER") or default_folder()
-    return f"{program_name()} diagnose {shlex.quote(str(folder))}" if folder else ""
+    if not folder:
+        return None
+    before = set(Path(folder).glob("*/"))
+
+    def note(death: tuple[str, str] | None) -> str:
+        jobs = sorted(set(Path(folder).glob("*/")) - before)  # jobs that ran at the same time wrote there, too
+        command = " or ".join(f"{program_name()} diagnose {shlex.quote(str(job))}" for job in jobs)
+        if death is not None and explain_deaths:
+            return f"for what ranks other than {death[0]} on {death[1]} did: {command}\n" if command else ""
+        waits = next(filter(None, map(_wait_at_the_end, jobs)), "")
+        return f"the job was ended while {waits}; for what all ranks did: {command}\n" if waits else ""
+
+    return note
+
+
+def _wait_at_the_end(job: Path) -> str:
+    """The rank that had been longest in its call when the job was ended.
+
+    Empty if none had been for `WAIT_S`, or after an error, which has been printed.
+    """
+    with suppress(FlightError):
+        records = read_folder(job)
+        waits = [(wait[1], record.who, wait[0]) for record in records if (wait := record.open_call()) is not None]
+        if waits and not any(record.failures or record.left for record in records):
+            seconds, who, call = max(waits)
+            return f"{who} had waited in {call} for {seconds:.0f} s" if seconds > WAIT_S else ""
+    return ""
 
 
 def _write_script(options: argparse.Namespace) -> None:

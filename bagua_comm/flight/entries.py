@@ -176,6 +176,13 @@ class RankRecord:
         """The name of the rank in messages."""
         return f"rank {self.rank}"
 
+    def open_call(self) -> tuple[str, float] | None:
+        """The latest call that had not ended, and how many seconds it had lasted; None without one."""
+        for entry in reversed(self.entries):
+            if entry.start_ns is not None and not entry.is_over:
+                return numbered(entry.name, entry.number, entry.group), (self.written_ns - entry.start_ns) / 1e9
+        return None
+
     def to_json(self) -> str:
         """The content of the rank's file."""
         parts = {key: [[*vars(each).values()] for each in getattr(self, key)] for key in _ROWS}

@@ -4,8 +4,8 @@ A rank that ends with an error has printed the reason, and ends all ranks by MPI
 on that, which hide the reason. So mpirun writes to a pipe, from which a process of its own copies everything else
 to stderr as soon as it comes.
 
-After the paragraph on a rank that a signal has killed, it adds where the records of the other ranks are, unless
-one of them has said so: they see only processes of their own host.
+If a signal has killed a rank, or the job was ended while ranks waited, it prints at the end where the records
+are, unless a rank has printed that (mpirun drops what they print after Ctrl-C).
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ import os
 import re
 import select
 import signal
+from collections.abc import Callable
 from contextlib import suppress
+from typing import TypeAlias
 
 RULE = b"-" * 74 + b"\n"
 """The line before and after each paragraph of Open MPI."""
@@ -39,8 +41,11 @@ _PARAGRAPHS = re.compile(b"|".join(rb"(?:%s%s%s)" % (RULE, text, RULE) for text 
 
 _DEATH = re.compile(RULE + DIED + rb"(\d+) with PID \d+ on node (\S+) exited on\nsignal [^\n]*\n" + RULE)
 
-REPORT = b") has died: "
-"""A part of the line of a rank that has seen the death; see `bootstrap.rank_exit`."""
+REPORTS = b") has died: ", b" -m bagua_comm diagnose "
+"""Parts of the lines of a rank that has said where the records are; see `bootstrap.rank_exit`, `comm.course`."""
+
+AtEnd: TypeAlias = Callable[[tuple[str, str] | None], str]
+"""See `Filter`."""
 
 _LINE_STARTS = re.compile(rb"[\n\0](?=-)")
 
@@ -55,11 +60,14 @@ class Filter:
     """Removes the paragraphs from bytes that come in pieces.
 
     Args:
-        after_death: The command that explains what the other ranks did when one has died; empty to add nothing.
+        at_end: Returns the text to add once all ranks have ended. Its argument is the rank and the host of the
+            first death that mpirun has reported, or None. It is not called if a rank has printed where they
+            are.
     """
 
-    def __init__(self, after_death: str = "") -> None:
-        self._after_death = after_death.encode()
+    def __init__(self, at_end: AtEnd | None = None) -> None:
+        self._at_end = at_end
+        self._death: tuple[str, str] | None = None
         self._end = b""
         """The last bytes that came, in which the report of a rank may begin."""
         self._held = b""
@@ -76,27 +84,28 @@ class Filter:
         """Add the next bytes; returns those that are to be printed now."""
         text, found = _PARAGRAPHS.subn(b"", self._held + data)
         self._has_removed |= found > 0
-        if self._after_death:
+        if self._at_end is not None:
             recent = self._end + data
-            if REPORT in recent:
-                self._after_death = b""
-            self._end = recent[-len(REPORT) :]
-            text = _DEATH.sub(self._with_command, text)
+            if any(report in recent for report in REPORTS):
+                self._at_end = None
+            self._end = recent[-max(map(len, REPORTS)) :]
+            if self._death is None and (death := _DEATH.search(text)):
+                self._death = death[1].decode(), death[2].decode()
         if self._has_removed:  # mpirun ends what it prints with a NUL
             text = text.replace(b"\0", b"")
         at = self._paragraph_in(text)
         return self._passed(text[:at], text[at:])
 
-    def _with_command(self, death: re.Match[bytes]) -> bytes:
-        """The paragraph on a death, and once the command that explains it."""
-        command, self._after_death = self._after_death, b""
-        if not command:
-            return death[0]
-        return death[0] + b"for what ranks other than %b on %b did: %b\n" % (death[1], death[2], command)
-
     def flush(self) -> bytes:
         """Return the bytes that are held back."""
         return self._passed(self._held, b"")
+
+    def end(self) -> bytes:
+        """Return the bytes that are held back, and what `at_end` adds. All ranks have ended."""
+        text = self.flush()
+        note = "" if self._at_end is None else self._at_end(self._death)
+        begin = b"" if self._begins_line or not note else b"\n"
+        return text + begin + note.encode()
 
     def _passed(self, ready: bytes, held: bytes) -> bytes:
         self._held = held
@@ -119,13 +128,13 @@ def _may_become(begun: bytes, wanted: bytes) -> bool:
     return begun.startswith(wanted) or wanted.startswith(begun)
 
 
-def filter_stderr(after_death: str = "") -> None:
+def filter_stderr(at_end: AtEnd | None = None) -> None:
     """Have another process filter what this one, and the program that it becomes, write to stderr.
 
     The process ends when all writers have ended. It is no child of this one, which may become mpirun.
 
     Args:
-        after_death: See `Filter`.
+        at_end: See `Filter`.
     """
     source, sink = os.pipe()
     child = os.fork()
@@ -135,7 +144,7 @@ def filter_stderr(after_death: str = "") -> None:
                 os.close(sink)
                 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                     signal.signal(number, signal.SIG_IGN)  # mpirun and its ranks may write after these
-                copy(source, 2, Filter(after_death))
+                copy(source, 2, Filter(at_end))
         finally:
             os._exit(0)
     os.close(source)
@@ -151,7 +160,7 @@ def copy(source: int, sink: int, texts: Filter) -> None:
             _write(sink, texts.flush())
             continue
         data = os.read(source, 1 << 16)
-        _write(sink, texts.feed(data) if data else texts.flush())
+        _write(sink, texts.feed(data) if data else texts.end())
         if not data:
             return
 

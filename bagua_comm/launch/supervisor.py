@@ -323,7 +323,7 @@ class _Supervisor:
             "attempt": f"attempt {entry.get('attempt', 0) + 1}: {entry.get('ranks')} training ranks, "
             f"{entry.get('spares')} spares",
             "start": f"{rank} has started",
-            "death": f"process {dead.get('number')} (pid {dead.get('pid')} on {dead.get('host')}): "
+            "death": f"process {dead.get('number')} (pid {dead.get('pid', 'unknown')} on {dead.get('host')}): "
             f"{entry.get('reason')}",
             "recovery": f"training continues with {entry.get('ranks')} ranks after {recovery_s:.2f} s",
             "trained": f"pid {entry.get('pid')} on {entry.get('host')} has trained to the end",

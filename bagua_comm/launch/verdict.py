@@ -52,10 +52,11 @@ def judge(entries: Sequence[dict[str, Any]], code: int, *, gone: Sequence[str] =
     errors = [entry for entry in entries if entry["kind"] == "error"]
     own = [entry for entry in errors if not entry.get("due_to_others")]
     trained = {_process(entry) for entry in entries if entry["kind"] == "trained"}
-    missing = unfinished(entries)
+    missing, before = unfinished(entries), _deaths_before_connect(entries)
     if own:
         return Verdict("failed", code if 0 < code < 128 else 1, _describe(own[0]))
-    if (1 < code < 128 and not _is_a_recruit_missing(entries)) or (code == 1 and not (errors or missing or gone)):
+    is_lost = errors or missing or gone or before
+    if (1 < code < 128 and not _is_a_recruit_missing(entries)) or (code == 1 and not is_lost):
         return Verdict("failed", code, f"the program ended with exit code {code}")
     if trained:
         missing = [entry for entry in missing if _process(entry) in trained]
@@ -68,6 +69,8 @@ def judge(entries: Sequence[dict[str, Any]], code: int, *, gone: Sequence[str] =
         why = _describe(errors[0])
     elif missing:
         why = f"{_names(missing)} did not finish"
+    elif before:
+        why = before
     elif code < 0:
         why = f"{_name(-code)} ended mpirun"
     elif number := _signal_of(code):
@@ -83,6 +86,14 @@ def unfinished(entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the start entries of ranks without an end entry: they were killed, perhaps by mpirun."""
     ended = {_process(entry) for entry in entries if entry["kind"] in ("exit", "error")}
     return [entry for entry in entries if entry["kind"] == "start" and _process(entry) not in ended]
+
+
+def _deaths_before_connect(entries: Sequence[dict[str, Any]]) -> str:
+    """The ranks that ended before MPI started on any; empty if it started."""
+    if any(entry["kind"] == "start" for entry in entries):
+        return ""
+    texts = {f"rank {number} on {host} ended without calling connect" for _, number, host, _ in deaths(entries)}
+    return ", ".join(sorted(texts))
 
 
 def _is_a_recruit_missing(entries: Sequence[dict[str, Any]]) -> bool:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import socket
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -37,7 +39,7 @@ class RankStrategy:
         self.algorithm, self._options = algorithm, options
         self.comm = communicator_of(type(self).__name__, comm)
         raise_on_all(self.comm, None)
-        self._num_nodes = len(set(self.comm.allgather_object(self.comm.node)))
+        self._hosts = len(set(self.comm.allgather_object(self.comm.node)))
         cuda = self.comm.device is not None and torch.cuda.is_available()
         self._device = torch.device(f"cuda:{self.comm.device}") if cuda else torch.device("cpu")
         fabric = FABRICS[package_of(type(self), homes)]
@@ -68,15 +70,42 @@ class RankStrategy:
     @property
     def num_nodes(self) -> int:
         """Number of hosts."""
-        return self._num_nodes
+        return self._hosts
 
     @num_nodes.setter
     def num_nodes(self, given: int) -> None:
-        if given not in (1, self._num_nodes):
+        if given not in (1, self._hosts):
             raise ArrayError(
                 f"{type(self).__name__}: num_nodes is {given}, but the {self.comm.size} ranks are on "
-                f"{self._num_nodes} nodes; leave num_nodes out"
+                f"{self._hosts} nodes; leave num_nodes out"
             )
+
+    def _configure_launcher(self) -> None:
+        """Check `devices` and `num_nodes`, as given to Trainer or Fabric.
+
+        Lightning gives neither to a strategy that has ranks already; its connector, which calls this method, has
+        them.
+        """
+        frame = inspect.currentframe()
+        connector = frame.f_back.f_locals.get("self") if frame is not None and frame.f_back is not None else None
+        self.num_nodes = getattr(connector, "_num_nodes_flag", 1)
+        devices = getattr(connector, "_devices_flag", 1)
+        self._check_devices(devices if isinstance(devices, int) else len(devices or [0]))
+
+    def _check_devices(self, given: int) -> None:
+        """Raise if `devices` is not the number of ranks of this host; on GPUs, "auto" counts all, so warn."""
+        here = self.comm.local_size
+        if given in (1, here):
+            return
+        started = f"{here} rank{'s were' if here > 1 else ' was'} started on this host"
+        message = (
+            f"{type(self).__name__}: devices is {given}, but {started}, and devices starts no processes; start "
+            f"them by `bagua run -n {given}`, or leave devices out"
+        )
+        if self._device.type == "cpu":
+            raise ArrayError(message)
+        if self.comm.local_rank == 0:
+            warnings.warn(message, stacklevel=2)
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:

@@ -225,6 +225,40 @@ def test_the_answers_of_ranks_to_lightning(stand_ins, monkeypatch):
         assert gathered == [[[0], [7]], [[1], [7]], [[2], [7]]]
 
 
+class Connector:
+    """What Lightning's connectors do with a strategy."""
+
+    def __init__(self, devices, num_nodes=1):
+        self._devices_flag, self._num_nodes_flag = devices, num_nodes
+
+    def use(self, strategy):
+        strategy._configure_launcher()
+
+
+@pytest.mark.parametrize("strategy", BOTH)
+def test_devices_and_num_nodes_that_are_not_those_of_the_ranks_are_refused(stand_ins, monkeypatch, strategy):
+    import_(monkeypatch, "lightning.pytorch", "lightning.fabric")
+
+    def body(comm):
+        made = strategy(comm=comm)
+        for devices in (1, 2, [0, 1], [3], None):
+            Connector(devices).use(made)
+        told = "devices is 4, but 2 ranks were started on this host, and devices starts no processes; .*run -n 4`"
+        with pytest.raises(ArrayError, match=told):
+            Connector(4).use(made)
+        with pytest.raises(ArrayError, match="devices is 3, but 2 ranks were"):
+            Connector([0, 1, 2]).use(made)
+        with pytest.raises(ArrayError, match="num_nodes is 3, but the 2 ranks are on 1 nodes"):
+            Connector(1, num_nodes=3).use(made)
+        assert made.num_nodes == 1
+        made._device = torch.device("cuda:0")  # where devices="auto" counts all GPUs
+        if comm.rank == 0:
+            with pytest.warns(UserWarning, match="devices is 4, but 2 ranks were"):
+                Connector([0, 1, 2, 3]).use(made)
+
+    run_ranks(2, body)
+
+
 # ---------------------------------------------------------------------------------------------------------
 # The members of DistributedDataParallel that the strategies use
 # ---------------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from torch import nn
 from bagua_comm import AsyncModelAverage, CommError, DiLoCo, ErrorFeedback, GradientAllReduce
 from bagua_comm.testing import run_ranks
 from bagua_torch import DistributedDataParallel
+from bagua_torch.errors import MisuseError
 
 ALGORITHMS = [
     GradientAllReduce(),
@@ -148,6 +149,21 @@ def test_a_module_that_is_wrapped_inside_another_one_or_compiled_is_wrapped_agai
         return calls
 
     assert run_ranks(2, body) == [(0, 1)] * 2
+
+
+def test_a_wrapper_in_place_of_its_module_is_refused_and_keeps_working():
+    def body(comm):
+        _, optimizer, ddp = wrapped(comm)
+        for module, found in ((ddp, "module is a Dist"), (nn.Sequential(ddp), "module contains '0', a Dist")):
+            with pytest.raises(MisuseError, match=f"{found}.*give the plain module"):
+                DistributedDataParallel(module, comm=comm)
+        train(comm, ddp, optimizer, range(2))
+        more = nn.ModuleList([ddp, nn.Linear(2, 2)])  # it has parameters of its own
+        DistributedDataParallel(more, comm=comm).close()
+        ddp.close()
+        return ddp.engine.counter.calls
+
+    assert run_ranks(2, body) == [2, 2]
 
 
 def test_modules_that_share_a_layer_are_exchanged_each_by_its_own_wrapper():

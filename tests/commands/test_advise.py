@@ -187,6 +187,14 @@ def test_averages_of_weights_are_advised_with_how_many_steps_they_may_need(capsy
     assert "Not known here: how many steps an algorithm needs to the same loss" in out
 
 
+def test_a_group_without_a_faster_algorithm_is_named_too(capsys):
+    assert cli.main([*VGG16, "--ranks-per-node", "8", "--bandwidth", "10gbit", "--step-time", "120ms"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "Weights in every step: none is faster than the best with gradients." in lines
+    assert lines[-2].endswith(" -")
+    assert lines[-1] == "-: none is faster than the best with gradients."
+
+
 def test_diloco_is_advised_with_an_exact_beginning(capsys):
     options = ["--model-bytes", "16.8M", "--device", "cpu", "--cores-per-rank", "1", "--step-time", "330ms"]
     assert cli.main([*BASE, *options]) == 0

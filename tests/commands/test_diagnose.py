@@ -48,6 +48,20 @@ def test_a_folder_without_records_is_a_message(tmp_path, capsys):
     assert "has no records of ranks" in capsys.readouterr().err
 
 
+def test_without_a_folder_the_latest_job_is_explained(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("BAGUA_FLIGHT_FOLDER", str(tmp_path))
+    write(tmp_path / "job", 0, 1)
+    assert cli.main(["diagnose"]) == 1
+    said = capsys.readouterr()
+    assert said.out.startswith("* rank 1 has not come to barrier #1")
+    assert f"the latest job in {tmp_path}: " in said.err
+
+
+def test_a_folder_that_is_gone_may_have_been_removed_for_later_jobs(tmp_path, capsys):
+    assert cli.main(["diagnose", str(tmp_path / "job")]) == 2
+    assert "The default folder keeps the latest 16 jobs" in capsys.readouterr().err
+
+
 def test_pytorchs_format_is_written_beside(tmp_path, capsys):
     write(tmp_path / "ours", 0, 1)
     assert cli.main(["diagnose", str(tmp_path / "ours"), "--torch", str(tmp_path / "theirs")]) == 1

@@ -2,8 +2,11 @@
 
 import ast
 import re
+from types import ModuleType
 
 from support.pages import ROOT, pages, read
+
+from bagua_torch.lightning import names
 
 README = (ROOT / "README.md").read_text()
 
@@ -49,6 +52,22 @@ def row_of(where, rate_mbit, algorithm):
     rows = table.partition(f"## {where} at {rate_mbit} Mbit/s\n")[2].partition("\n## ")[0]
     found = re.search(rf"^\| {algorithm} \|[^|]*\|[^|]*\|[^|]*\| ([\d.]+) \| (\S+) \|", rows, re.MULTILINE)
     return float(found[1]), found[2]
+
+
+def test_the_guide_lists_the_names_of_lightnings_strategies():
+    guide = (ROOT / "docs" / "guides" / "lightning.md").read_text()
+    said = guide.partition("```text\n")[2].partition("```")[0].replace("\n", " ")
+    lightning = ModuleType("lightning.pytorch.strategies")
+    lightning.StrategyRegistry = registry = Registry()
+    names._register(lightning)
+    assert said.strip().split(", ") == sorted(registry.keys() - {"bagua"})
+
+
+class Registry(dict):
+    """As Lightning's."""
+
+    def register(self, name, strategy, description):
+        self[name] = strategy
 
 
 def test_no_page_installs_from_an_index_what_is_not_published_there():

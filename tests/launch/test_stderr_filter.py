@@ -4,9 +4,12 @@ import os
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
+from bagua_comm.commands import run
+from bagua_comm.flight import FlightRecorder
 from bagua_comm.launch import stderr_filter
 from bagua_comm.launch.stderr_filter import Filter
 
@@ -49,7 +52,7 @@ def filtered(text, piece=None, **options):
     data, texts = text.encode(), Filter(**options)
     piece = piece or len(data)
     return b"".join(
-        [*(texts.feed(data[i : i + piece]) for i in range(0, len(data), piece)), texts.flush()]
+        [*(texts.feed(data[i : i + piece]) for i in range(0, len(data), piece)), texts.end()]
     ).decode()
 
 
@@ -60,13 +63,43 @@ def test_the_paragraphs_on_mpi_abort_are_left_out_and_all_else_stays(piece):
 
 
 @pytest.mark.parametrize("piece", [1, 7, 75, None])
-def test_after_a_death_comes_the_command_that_explains_it_unless_a_rank_has_printed_it(piece):
-    explained = "for what ranks other than 1 on n2 did: bagua diagnose /tmp/x\n"
-    command = "bagua diagnose /tmp/x"
-    assert filtered(f"x\n{DIED}{DIED}\0", piece, after_death=command) == f"x\n{DIED}{explained}{DIED}\0"
+def test_after_the_first_death_comes_a_note_unless_a_rank_has_printed_it(piece):
+    assert filtered(f"x\n{DIED}{DIED}last", piece, at_end=repr) == f"x\n{DIED}{DIED}last\n('1', 'n2')"
     assert filtered(f"x\n{DIED}", piece) == f"x\n{DIED}"
-    reported = f"rank 1 of 2 on n2 (process 7) has died: it crashed\n{DIED}"
-    assert filtered(reported, piece, after_death=command) == reported
+    assert filtered("x\n", piece, at_end=repr) == "x\nNone"
+    for report in (
+        "rank 1 of 2 on n2 (process 7) has died: it crashed\n",
+        "for what all ranks did: python -m bagua_comm diagnose /tmp/x\n",
+    ):
+        assert filtered(report + DIED, piece, at_end=repr) == report + DIED
+
+
+def test_the_note_names_only_records_that_came_with_the_job(tmp_path, monkeypatch):
+    monkeypatch.setenv("BAGUA_FLIGHT_FOLDER", str(tmp_path))
+    (tmp_path / "earlier").mkdir()
+    note, among_survivors = (run._note_on_records(explain_deaths=deaths) for deaths in (True, False))
+    assert note(("1", "n2")) == note(None) == ""
+    (tmp_path / "this one").mkdir()
+    explained = f"diagnose '{tmp_path}/this one'\n"
+    assert note(("1", "n2")).startswith("for what ranks other than 1 on n2 did: ")
+    assert note(("1", "n2")).endswith(explained)
+    assert among_survivors(("1", "n2")) == note(None) == ""  # no rank was in a call
+
+
+@pytest.mark.parametrize(
+    ("lasted_s", "left", "noted"), [(17, None, True), (1, None, False), (17, "KeyError", False)]
+)
+def test_a_job_that_was_ended_while_a_rank_had_long_been_in_a_call_gets_a_note(
+    tmp_path, monkeypatch, lasted_s, left, noted
+):
+    monkeypatch.setenv("BAGUA_FLIGHT_FOLDER", str(tmp_path))
+    note = run._note_on_records(explain_deaths=False)
+    flight = FlightRecorder(0, 2, folder=tmp_path / "job")
+    start = time.perf_counter_ns() - int(lasted_s * 1e9)
+    flight.ring.append([("world", True, "allreduce", None, (), {}, False), 2, None, start, None, None])
+    flight.write(left)
+    said = f"the job was ended while rank 0 had waited in allreduce #2 for {lasted_s} s; for what all ranks did: "
+    assert note(None).startswith(said) if noted else note(None) == ""
 
 
 @pytest.mark.parametrize(

@@ -280,6 +280,7 @@ TRAINED = [entry("trained", rank) for rank in range(2)]
 EXIT = [entry("exit", rank) for rank in range(2)]
 RECRUIT, NEWCOMER = entry("recruits", count=1), entry("start", 2, size=1)
 OWN = entry("error", 1, error="ValueError", text="x", due_to_others=False)
+UNCONNECTED = entry("death", dead={"number": 1, "host": "a"}, reason="ended without calling connect")
 OTHERS = entry("error", 0, error="RankFailed", text="rank 1 died", due_to_others=True)
 
 
@@ -302,6 +303,8 @@ OTHERS = entry("error", 0, error="RankFailed", text="rank 1 died", due_to_others
         ([*START, OTHERS], 0, [], ("lost", 1)),
         ([*START, EXIT[0]], 0, [], ("lost", 1)),
         (START, 137, [], ("lost", 137)),
+        ([UNCONNECTED, UNCONNECTED], 1, [], ("lost", 1)),
+        ([*START, *EXIT, UNCONNECTED], 1, [], ("failed", 1)),
         ([], 137, [], ("lost", 137)),
         ([], -9, [], ("lost", 137)),
         ([], 0, ["b"], ("lost", 1)),
