@@ -7,6 +7,7 @@ decides when buckets leave and when they are written back; `Exchanges` does both
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any, TypeAlias
@@ -27,10 +28,12 @@ class Exchanges:
     Args:
         lane: The lane on which exchanges run, with the communicator that they use.
         tracer: Where their spans go.
+        warn: Whether to warn of tensors that never became ready.
     """
 
-    def __init__(self, lane: Lane[Communicator], tracer: Tracer) -> None:
+    def __init__(self, lane: Lane[Communicator], tracer: Tracer, *, warn: bool) -> None:
         self.lane, self.tracer = lane, tracer
+        self._warn, self._warned = warn, set[str]()
         self.counters = ExchangeCounters()
         """All exchanges of this rank, and how long training waited for them."""
         self.step = self.began = 0
@@ -86,6 +89,20 @@ class Exchanges:
         future = self.lane.submit(self._exchange, self.algorithm, bucket, state)
         self.counters.wait.time_ns += time.perf_counter_ns() - began  # a lane without a thread runs it here
         return future
+
+    def warn_of_zeros(self, names: Sequence[str]) -> None:
+        """Warn that zeros take the place of the gradients `names`, once for each of them."""
+        new = [name for name in names if name not in self._warned] if self._warn else []
+        if not new:
+            return
+        self._warned.update(new)
+        missing = f"{new[0]!r} was" if len(new) == 1 else f"{new[0]!r} and {len(new) - 1} more were"
+        gradient = "its gradient" if len(new) == 1 else "their gradients"
+        warnings.warn(
+            f"in step {self.step}, {missing} not ready on rank {self.lane.comm.rank}: zeros are averaged in "
+            f"place of {gradient}; call engine.ready({new[0]!r}) when it is complete",
+            stacklevel=5,  # the line that calls at()
+        )
 
     def _exchange(self, algorithm: WithDefaults, bucket: Bucket, state: State) -> None:
         """Run an exchange, on the lane. Collective."""
@@ -236,10 +253,14 @@ class StepSchedule:
         self._exchanges.send(bucket)
 
     def _complete_with_zeros(self) -> None:
+        missing = []
         for bucket, waiting in zip(self._exchanges.buckets, self._waiting, strict=True):
+            missing += [name for name in bucket.views if name in waiting] if waiting else []
             for name in waiting:
                 bucket.views[name][...] = 0
             waiting.clear()
+        if missing:
+            self._exchanges.warn_of_zeros(missing)
         self._send_complete()
 
     def _close(self) -> None:
