@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -317,3 +318,19 @@ def test_damaged_plans_are_refused_or_can_be_used():
         if plan.nbytes < 10**6:
             make_buckets(plan, plan.allocate())
     assert 1500 < refused < 3000
+
+
+def test_a_view_cannot_be_replaced_by_another_array():
+    plan = Plan.pack([TensorSpec("w", (2,), "float32")])
+    storage = plan.allocate()
+    views = plan.cut(storage)
+    views["w"] += 1  # in place, which Python ends by an assignment
+    for replace in (lambda: views.__setitem__("w", np.ones(2)), lambda: views.update(w=np.ones(2))):
+        with pytest.raises(ArrayError, match=r"'w' is a view of a bucket; write into it: views\['w'\]\[...\] ="):
+            replace()
+    with pytest.raises(ArrayError, match="'v' is a view"):
+        views["v"] = np.ones(2)
+    assert storage[0].tolist() == views["w"].tolist() == [1, 1]
+    copied = pickle.loads(pickle.dumps(views))
+    copied["w"] = copied["w"] + 1  # a copy is a plain dict
+    assert type(copied) is dict
