@@ -1,6 +1,7 @@
 """Schedules: the same as what they are made of, in the steps where that is used."""
 
 import dataclasses
+import warnings
 from functools import partial
 
 import numpy as np
@@ -474,3 +475,15 @@ def test_training_continues_in_other_buckets():
     then = partial(diloco, local_steps=3, outer_lr=0.7, outer_momentum=0.5)
     reference = partial(switched, steps=4, first=gradient_allreduce, then=then)
     assert_follows(actual, reference, ranks=3, start=common_start)
+
+
+def test_every_warns_where_gradients_are_not_averaged_in_some_steps():
+    for algorithm in (GradientAllReduce(), after(2, GradientAllReduce(), Decentralized())):
+        with pytest.warns(
+            UserWarning, match=r"every: GradientAllReduce.* averages gradients, so that ranks drift"
+        ):
+            every(2, algorithm)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        every(1, GradientAllReduce())
+        every(2, DiLoCo(2))
