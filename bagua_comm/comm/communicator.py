@@ -297,6 +297,13 @@ class Communicator(Collectives, UnevenCollectives, CoalescedCollectives, ObjectC
 
     def abort(self, exit_code: int = 1) -> None:
         """Abort all ranks: under MPI all processes end with `exit_code`."""
+        self._end_all(exit_code, f"comm.abort({exit_code})")
+
+    def _end_all(self, exit_code: int, call: str) -> None:
+        """Record that this rank ended all ranks by `call`, print so where they are processes, and do it."""
+        if self.flight.write(left=f"it called {call}, which ends all ranks") is not None:
+            text = f"rank {self.rank} of {self.size} called {call}, which ends all ranks"
+            print(text, file=sys.stderr, flush=True)
         for transport in self.transports:
             transport.abort(exit_code)
 
@@ -327,10 +334,11 @@ class Communicator(Collectives, UnevenCollectives, CoalescedCollectives, ObjectC
             return
         if isinstance(error, SystemExit):
             # The other ranks would wait for this one.
+            call = f"sys.exit({error.code!r})"
             if not isinstance(error.code, int):
                 print(error.code, file=sys.stderr, flush=True)
                 error.code = 1  # the exit code of a printed message
-            self.abort(error.code)
+            self._end_all(error.code, call)
         if not isinstance(error, CommError):
             self.flight.write(left=f"{type(error).__name__}: {error}")
         for transport in self.transports:
