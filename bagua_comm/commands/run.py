@@ -13,6 +13,8 @@ import sys
 from pathlib import Path
 from typing import get_args
 
+from ..bootstrap import launchers
+from ..bootstrap.environment import own_variables
 from ..flight.recorder import default_folder
 from ..launch import job_scripts
 from ..launch import measure_links as links
@@ -147,6 +149,8 @@ def run(options: argparse.Namespace) -> int:
         return 0
     if options.force:
         raise CommandError("--force is for --write")
+    if not options.dry_run:
+        _check_alone(options.script)
     mpirun = find_mpirun()
     if mpirun is None:
         raise CommandError("there is no mpirun; pip install 'bagua-comm[mpi]' brings Open MPI", exit_code=127)
@@ -166,6 +170,21 @@ def run(options: argparse.Namespace) -> int:
     if is_supervised(options):
         return supervise(options, lambda placement, job: make_plan(options, known, placement, job))
     return os.execve(mpirun, plan.command, {**os.environ, **plan.variables})
+
+
+def _check_alone(script: str) -> None:
+    """Refuse to start a job in each process of another one, as in `mpirun -n 2 bagua run script.py`.
+
+    Raises:
+        CommandError: A launcher has started this process as one of many.
+    """
+    launch = launchers.find(own_variables())
+    if launch is not None and launch.is_one_of_many and launch.launcher is not launchers.TORCHRUN:
+        raise CommandError(
+            f"{launch.launcher.name} has started this process as rank {launch.rank} already, and run would start "
+            f"a whole job in each rank; leave out one of the two: mpirun -n 2 python {script}, or "
+            f"{program_name()} run -n 2 {script}"
+        )
 
 
 def _command_after_death() -> str:
