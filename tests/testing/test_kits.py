@@ -303,3 +303,14 @@ def test_a_codec_of_four_bits_passes_with_an_error_of_its_own():
     check_codec(FourBits(), error=1 / 16)
     with pytest.raises(AssertionError, match="off by"):
         check_codec(FourBits())
+
+
+@dataclass(frozen=True)
+class Zeros(Nothing):
+    def exchange(self, bucket, comm, state):
+        bucket.flat[...] = 0
+
+
+def test_check_algorithm_notices_gradients_replaced_by_zeros():
+    with pytest.raises(AssertionError, match="replaced all gradients by zeros"):
+        check_algorithm(Zeros(), sizes=(1,))
