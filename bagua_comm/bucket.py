@@ -50,8 +50,21 @@ class TensorSpec:
                 "than 2**63 elements"
             )
         object.__setattr__(self, "shape", shape)
-        if not isinstance(self.dtype, str) or self.dtype not in MOVABLE:
-            raise UnsupportedError(f"tensor {self.name!r}: dtype {self.dtype!r} cannot be carried")
+        if type(self.dtype) is not str or self.dtype not in MOVABLE:
+            object.__setattr__(self, "dtype", self._dtype_name())
+
+    def _dtype_name(self) -> str:
+        """The name of a dtype that was given in another form: numpy.float32, numpy.dtype("float32"), "f4"."""
+        given: Any = self.dtype
+        try:
+            name = np.dtype(given).name if isinstance(given, (str, type, np.dtype)) else None
+        except TypeError:
+            name = None
+        if name not in MOVABLE:
+            raise UnsupportedError(
+                f"tensor {self.name!r}: dtype {shown(given)} cannot be sent; expected a name such as 'float32'"
+            )
+        return str(name)
 
     @property
     def size(self) -> int:

@@ -334,3 +334,16 @@ def test_a_view_cannot_be_replaced_by_another_array():
     copied = pickle.loads(pickle.dumps(views))
     copied["w"] = copied["w"] + 1  # a copy is a plain dict
     assert type(copied) is dict
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.dtype("float32"), "f4", np.str_("float32")], ids=repr)
+def test_a_dtype_of_a_tensor_may_be_given_as_numpy_allows(dtype):
+    spec = TensorSpec("w", (5,), dtype)
+    assert spec == TensorSpec("w", (5,), "float32")
+    assert type(spec.dtype) is str
+
+
+@pytest.mark.parametrize("dtype", [None, object, "f4,f4", ["float32"], "no such type", np.ones(1)], ids=repr)
+def test_other_dtypes_of_a_tensor_are_refused(dtype):
+    with pytest.raises(UnsupportedError, match="cannot be sent; expected a name such as 'float32'"):
+        TensorSpec("w", (5,), dtype)

@@ -137,6 +137,8 @@ def run(options: argparse.Namespace) -> int:
     """
     if not options.module and not Path(options.script).is_file():
         advice = "; leave it out: run itself starts Python" if _is_python(options.script) else ""
+        if options.script == "bagua":
+            advice = f"; a command of it runs as a module: {program_name()} run -n 2 -m bagua_comm doctor"
         raise CommandError(f"there is no file {options.script}{advice}")
     _check_supervision(options)
     if options.image is not None or (options.write and options.write[0] == "k8s"):

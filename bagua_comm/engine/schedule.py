@@ -31,7 +31,7 @@ class Exchanges:
         warn: Whether to warn of tensors that never became ready.
     """
 
-    def __init__(self, lane: Lane[Communicator], tracer: Tracer, *, warn: bool) -> None:
+    def __init__(self, lane: Lane[Communicator], tracer: Tracer, *, warn: bool = False) -> None:
         self.lane, self.tracer = lane, tracer
         self._warn, self._warned = warn, set[str]()
         self.counters = ExchangeCounters()
@@ -150,6 +150,9 @@ class Exchanges:
         self.sent, self.held = [], []
 
 
+_LEFT_OUT = "; was engine.at(Point.BACKWARD) left out?"
+
+
 class StepSchedule:
     """Exchanges in every step, in the window of the algorithm. Training waits for them when it closes."""
 
@@ -173,7 +176,7 @@ class StepSchedule:
             return
         waiting = self._waiting_for[name]
         if name not in waiting:
-            raise ArrayError(f"ready: {name!r} was complete already in this step")
+            raise ArrayError(f"ready: {name!r} was complete already in this step{_LEFT_OUT}")
         waiting.remove(name)
         if not waiting:
             self._send_complete()
@@ -189,7 +192,7 @@ class StepSchedule:
         waiting, bucket = self._waiting[index], self._exchanges.buckets[index]
         if len(waiting) != len(bucket.views):
             name = next(name for name in bucket.views if name not in waiting)
-            raise ArrayError(f"ready_bucket: {name!r} was complete already in this step")
+            raise ArrayError(f"ready_bucket: {name!r} was complete already in this step{_LEFT_OUT}")
         waiting.clear()
         self._send_complete()
 

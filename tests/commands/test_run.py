@@ -83,6 +83,11 @@ def test_run_needs_a_script_that_exists(capsys):
     assert "there is no file no_such_file.py" in capsys.readouterr().err
 
 
+def test_run_says_how_its_own_commands_run(capsys):
+    assert cli.main(["run", "-n", "2", "bagua", "doctor"]) == 2
+    assert "run -n 2 -m bagua_comm doctor" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", ["python", "python3.11", "/usr/bin/no-such-folder/python3"])
 def test_run_says_that_it_starts_python_itself(command, capsys):
     assert cli.main(["run", "-n", "2", command, __file__]) == 2

@@ -314,3 +314,13 @@ class Zeros(Nothing):
 def test_check_algorithm_notices_gradients_replaced_by_zeros():
     with pytest.raises(AssertionError, match="replaced all gradients by zeros"):
         check_algorithm(Zeros(), sizes=(1,))
+
+
+def test_check_codec_says_that_a_repr_is_no_expression():
+    class Bare(OfYourOwn):
+        __repr__ = object.__repr__
+
+    with pytest.raises(
+        AssertionError, match=r"Bare object at .* is no expression; expected that of a frozen dataclass"
+    ):
+        check_codec(Bare())
