@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -45,6 +45,10 @@ class Nodes(NamedTuple):
 
     intra: Communicator
     inter: Communicator
+
+
+_NAMES_OF_MPI4PY = {"get_rank": "rank", "get_size": "size", "bcast": "broadcast", "free": "close"}
+"""Names of mpi4py in small letters that are not those here."""
 
 
 class Communicator(Collectives, UnevenCollectives, CoalescedCollectives, ObjectCalls, PointToPoint, Closing):
@@ -343,6 +347,15 @@ class Communicator(Collectives, UnevenCollectives, CoalescedCollectives, ObjectC
             self.flight.write(left=f"{type(error).__name__}: {error}")
         for transport in self.transports:
             transport.leave(f"{type(error).__name__}: {error}")
+
+    if not TYPE_CHECKING:  # it would hide wrong names from type checkers
+
+        def __getattr__(self, name: str) -> Any:
+            here = _NAMES_OF_MPI4PY.get(name.lower(), name.lower())
+            known = name.lower() in _NAMES_OF_MPI4PY or hasattr(type(self), here)
+            hint = f"; it is {here} here, see Coming from another library" if known else ""
+            text = f"{type(self).__name__!r} object has no attribute {name!r}{hint}"
+            raise AttributeError(text, name=name, obj=self)
 
     def __repr__(self) -> str:
         names = "+".join(transport.name for transport in self.transports)
