@@ -13,6 +13,7 @@ import math
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -49,8 +50,21 @@ class TensorSpec:
                 "than 2**63 elements"
             )
         object.__setattr__(self, "shape", shape)
-        if not isinstance(self.dtype, str) or self.dtype not in MOVABLE:
-            raise UnsupportedError(f"tensor {self.name!r}: dtype {self.dtype!r} cannot be carried")
+        if type(self.dtype) is not str or self.dtype not in MOVABLE:
+            object.__setattr__(self, "dtype", self._dtype_name())
+
+    def _dtype_name(self) -> str:
+        """The name of a dtype that was given in another form: numpy.float32, numpy.dtype("float32"), "f4"."""
+        given: Any = self.dtype
+        try:
+            name = np.dtype(given).name if isinstance(given, (str, type, np.dtype)) else None
+        except TypeError:
+            name = None
+        if name not in MOVABLE:
+            raise UnsupportedError(
+                f"tensor {self.name!r}: dtype {shown(given)} cannot be sent; expected a name such as 'float32'"
+            )
+        return str(name)
 
     @property
     def size(self) -> int:
@@ -85,6 +99,34 @@ class BucketSpec:
         """Views of a flat array (or torch tensor): this bucket's tensors by name, in their shapes."""
         slices = self.slices()
         return {tensor.name: flat[slices[tensor.name]].reshape(tensor.shape) for tensor in self.tensors}
+
+
+class Views(dict[str, Array]):
+    """Views of flat arrays, by name. An item cannot be replaced by another array, which nothing would exchange.
+
+    >>> views = Plan.pack([TensorSpec("w", (2,), "float32")]).cut([np.zeros(2, np.float32)])
+    >>> views["w"][...] = [1, 2]
+    >>> views["w"] = np.ones(2)
+    Traceback (most recent call last):
+    ...
+    bagua_comm.errors.ArrayError: 'w' is a view of a bucket; write into it: views['w'][...] = values
+    """
+
+    def __setitem__(self, name: str, value: Array) -> None:
+        if self.get(name) is not value:  # it is the same after `views[name] += x`
+            raise ArrayError(f"{name!r} is a view of a bucket; write into it: views[{name!r}][...] = values")
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        """Set several items; see `__setitem__`."""
+        for name, value in dict(*args, **kwargs).items():
+            self[name] = value
+
+    def __ior__(self, other: Any) -> Views:  # type: ignore[override,misc]
+        self.update(other)
+        return self
+
+    def __reduce__(self) -> tuple[type, tuple[dict[str, Array]]]:
+        return dict, (dict(self),)  # a copy is no view
 
 
 @dataclass(frozen=True)
@@ -160,9 +202,12 @@ class Plan:
         return [np.zeros(bucket.size, dtype_named(bucket.dtype)) for bucket in self.buckets]
 
     def cut(self, storage: Sequence[Array]) -> dict[str, Array]:
-        """Views of the buckets' flat arrays (or torch tensors): all tensors by name, in their shapes."""
+        """Views of the buckets' flat arrays (or torch tensors): all tensors by name, in their shapes.
+
+        Write into a view: `views["w"][...] = x`. Putting another array in its place raises `ArrayError`.
+        """
         pairs = zip(self.buckets, storage, strict=True)
-        return {name: view for bucket, flat in pairs for name, view in bucket.cut(flat).items()}
+        return Views({name: view for bucket, flat in pairs for name, view in bucket.cut(flat).items()})
 
     def to_json(self) -> str:
         """The plan as JSON."""

@@ -27,7 +27,7 @@ from .bucket import Bucket
 from .closing import Closing
 from .cuda import SideFuture, SideStream, StreamOrder, record_event, use_device
 from .deprecation import warn_renamed
-from .errors import BaguaError, CommAborted, CommError, CommTimeout, RankFailed
+from .errors import ArrayError, BaguaError, CommAborted, CommError, CommTimeout, RankFailed
 from .flight import Entry
 from .pickling import Live
 from .trace import Counters, DeviceSpan, Tracer
@@ -218,9 +218,14 @@ class Lane(Live, Closing, ABC, Generic[C]):
             self._pending.popleft()  # done, and without an error to raise
         self._pending.append((future, task))
 
-    def _check_open(self) -> None:
+    def _check_submit(self, task: object) -> None:
         if self._closed:
             raise CommError("this lane is closed")
+        if not callable(task):
+            raise ArrayError(
+                f"submit: task is {type(task).__name__}, expected a function and its arguments: "
+                "lane.submit(lane.comm.allreduce, x), not lane.submit(lane.comm.allreduce(x))"
+            )
 
     def _run(self, task: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if isinstance(self._failure, RankFailed):
@@ -279,7 +284,7 @@ class ThreadLane(Lane[C]):
 
     def submit(self, task: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
         """See `Lane.submit`."""
-        self._check_open()
+        self._check_submit(task)
         if self._side is None:
             future = self._executor.submit(self._run, task, args, kwargs)
             self._add_pending(future, (task, args, kwargs))
@@ -310,7 +315,7 @@ class StreamLane(Lane[C]):
 
     def submit(self, task: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
         """Enqueue the task's work now; see `Lane.submit`."""
-        self._check_open()
+        self._check_submit(task)
         future = self._side.future()
         self._run_on_side(self._side, future, task, args, kwargs)
         self._add_pending(future, (task, args, kwargs))
@@ -338,7 +343,7 @@ class InlineLane(Lane[C]):
 
     def submit(self, task: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
         """Run the task now; see `Lane.submit`."""
-        self._check_open()
+        self._check_submit(task)
         self._follow()
         future: Future[R] = Future()
         try:

@@ -9,7 +9,9 @@ They are frozen dataclasses of settings; the formulas are those of `torch.optim`
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from . import arrays, kernels
 from .arrays import Array
@@ -40,8 +42,9 @@ class SGD:
     nesterov: bool = False
 
     def __post_init__(self) -> None:
-        _check(self, self.lr >= 0 and 0 <= self.momentum < 1 and self.weight_decay >= 0)
-        _check(self, self.momentum > 0 or not self.nesterov)
+        _check_settings(self)
+        if self.nesterov and not self.momentum:
+            raise ArrayError(f"{self}: nesterov is true, which needs a momentum above 0")
 
     def init(self, weight: Array) -> SGDState:
         """A state of zeros for this array of weights."""
@@ -79,8 +82,7 @@ class Adam:
     weight_decay: float = 0.0
 
     def __post_init__(self) -> None:
-        _check(self, self.lr >= 0 and all(0 <= beta < 1 for beta in self.betas))
-        _check(self, self.eps >= 0 and self.weight_decay >= 0)
+        _check_settings(self)
 
     def init(self, weight: Array) -> AdamState:
         """A state of zeros for this array of weights."""
@@ -122,8 +124,7 @@ class QAdam:
     weight_decay: float = 0.0
 
     def __post_init__(self) -> None:
-        _check(self, self.lr >= 0 and all(0 <= beta < 1 for beta in self.betas))
-        _check(self, self.eps >= 0 and self.weight_decay >= 0 and self.warmup_steps in range(1, 2**63))
+        _check_settings(self)
 
     def init(self, weight: Array) -> QAdamState:
         """A state of zeros for this array of weights."""
@@ -150,6 +151,24 @@ class QAdam:
         )
 
 
-def _check(optimizer: object, fine: bool) -> None:
-    if not fine:
-        raise ArrayError(f"{optimizer}: a setting is out of range")
+_RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    **dict.fromkeys(("lr", "eps", "weight_decay"), ("a number of at least 0", lambda value: value >= 0)),
+    "momentum": ("a number of at least 0 and below 1", lambda value: 0 <= value < 1),
+    "betas": ("two numbers of at least 0 and below 1", lambda value: all(0 <= value[i] < 1 for i in (0, 1))),
+    "warmup_steps": ("an integer of at least 1", lambda value: value in range(1, 2**63)),
+}
+"""What each setting must be, and whether a value is that."""
+
+
+def _check_settings(optimizer: Any) -> None:
+    """Raise `ArrayError` if a setting of an optimizer is out of its range."""
+    for name, (expected, fits) in _RANGES.items():
+        if not hasattr(optimizer, name):
+            continue
+        value = getattr(optimizer, name)
+        try:
+            fine = bool(fits(value))
+        except (TypeError, IndexError):
+            fine = False
+        if not fine:
+            raise ArrayError(f"{type(optimizer).__name__}: {name} is {value!r}, expected {expected}")

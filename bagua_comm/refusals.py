@@ -28,7 +28,7 @@ def of_type(x: Any) -> str:
     if isinstance(x, (bytes, bytearray, memoryview)):
         return f"{expected}; view it with numpy.frombuffer(x, numpy.uint8)"
     if isinstance(x, (str, dict, set, frozenset)):
-        return f"{expected}; send it as an object, such as with comm.broadcast_object"
+        return f"{expected}; send it as an object, as by comm.broadcast_object, send_object or gather_object"
     if hasattr(x, "to_numpy"):  # pandas, Polars, xarray
         return f"{expected}; pass x.to_numpy()"
     if hasattr(x, "numpy"):  # TensorFlow
@@ -95,7 +95,7 @@ def of_dtype(dtype: np.dtype[Any]) -> str:
     if kind in "Mm":
         return "pass x.view(numpy.int64)"
     if kind in "UST":
-        return "send it as an object, such as with comm.broadcast_object"
+        return "send it as an object, as by comm.broadcast_object, send_object or gather_object"
     if dtype.names is not None:
         return "pass its fields one by one, x[name], or its bytes, x.view(numpy.uint8)"
     if not dtype.isnative:

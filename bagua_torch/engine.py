@@ -89,7 +89,7 @@ class TorchEngine(Engine):
         callbacks: Functions of the wrapper; see `Engine`.
     """
 
-    _adds_stages = False
+    _alone = False
 
     def __init__(
         self,

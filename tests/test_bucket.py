@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -317,3 +318,32 @@ def test_damaged_plans_are_refused_or_can_be_used():
         if plan.nbytes < 10**6:
             make_buckets(plan, plan.allocate())
     assert 1500 < refused < 3000
+
+
+def test_a_view_cannot_be_replaced_by_another_array():
+    plan = Plan.pack([TensorSpec("w", (2,), "float32")])
+    storage = plan.allocate()
+    views = plan.cut(storage)
+    views["w"] += 1  # in place, which Python ends by an assignment
+    for replace in (lambda: views.__setitem__("w", np.ones(2)), lambda: views.update(w=np.ones(2))):
+        with pytest.raises(ArrayError, match=r"'w' is a view of a bucket; write into it: views\['w'\]\[...\] ="):
+            replace()
+    with pytest.raises(ArrayError, match="'v' is a view"):
+        views["v"] = np.ones(2)
+    assert storage[0].tolist() == views["w"].tolist() == [1, 1]
+    copied = pickle.loads(pickle.dumps(views))
+    copied["w"] = copied["w"] + 1  # a copy is a plain dict
+    assert type(copied) is dict
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.dtype("float32"), "f4", np.str_("float32")], ids=repr)
+def test_a_dtype_of_a_tensor_may_be_given_as_numpy_allows(dtype):
+    spec = TensorSpec("w", (5,), dtype)
+    assert spec == TensorSpec("w", (5,), "float32")
+    assert type(spec.dtype) is str
+
+
+@pytest.mark.parametrize("dtype", [None, object, "f4,f4", ["float32"], "no such type", np.ones(1)], ids=repr)
+def test_other_dtypes_of_a_tensor_are_refused(dtype):
+    with pytest.raises(UnsupportedError, match="cannot be sent; expected a name such as 'float32'"):
+        TensorSpec("w", (5,), dtype)

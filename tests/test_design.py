@@ -89,7 +89,7 @@ LAYERS = {
     ],
     "bagua_comm/engine": [
         "callbacks checks progress schedule storage",
-        "restore",
+        "restore weights",
         "engine",
         "__init__",
     ],

@@ -147,6 +147,7 @@ def test_over_nccl_the_host_waits_neither_for_the_device_nor_for_peers(device, a
 
     def body(comm):
         training = Training(comm, algorithm, cupy.asarray)
+        training.engine.at(Point.FORWARD)  # compares the weights, on the host
         with device.forbid_host_sync(this_thread=True):
             training.run(3)  # by when NCCL is connected, and the algorithm has changed
             if comm.rank == 1:

@@ -5,10 +5,12 @@ from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
-from bagua_comm import CommAborted, CommError, CommTimeout
+from bagua_comm import ArrayError, CommAborted, CommError, CommTimeout
 from bagua_comm.lane import InlineLane, ThreadLane
+from bagua_comm.testing import run_ranks
 from bagua_comm.trace import NULL, Counters
 
 PATIENCE_S = 30
@@ -296,3 +298,15 @@ def test_a_cancelled_task_is_reported_once_and_the_lane_continues():
             lane.wait()
         lane.wait()
     assert ran == ["behind"]
+
+
+def test_what_is_submitted_must_be_a_function():
+    def body(comm):
+        with comm.lane() as lane:
+            with pytest.raises(
+                ArrayError, match=r"submit: task is ndarray, expected a function and its arguments"
+            ):
+                lane.submit(np.ones(3))
+            return lane.submit(lane.comm.allreduce, np.ones(3)).result().tolist()
+
+    assert run_ranks(2, body) == [[2.0] * 3] * 2

@@ -131,3 +131,18 @@ def test_settings_are_plain_data():
 def test_qadam_needs_a_warm_up(warmup_steps):
     with pytest.raises(ArrayError, match="warmup_steps"):
         optim.QAdam(warmup_steps=warmup_steps)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: optim.SGD(lr="0.1"), r"SGD: lr is '0\.1', expected a number of at least 0$"),
+        (lambda: optim.SGD(lr=0.1, momentum=1.0), r"SGD: momentum is 1\.0, expected .* below 1"),
+        (lambda: optim.SGD(lr=0.1, nesterov=True), "nesterov is true, which needs a momentum above 0"),
+        (lambda: optim.Adam(betas=(0.9,)), r"Adam: betas is \(0\.9,\), expected two numbers"),
+        (lambda: optim.QAdam(warmup_steps=0), "QAdam: warmup_steps is 0, expected an integer of at least 1"),
+    ],
+)
+def test_a_setting_out_of_range_is_named(make, message):
+    with pytest.raises(ArrayError, match=message):
+        make()

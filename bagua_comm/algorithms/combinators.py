@@ -8,6 +8,7 @@ For instance:
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 
 from ..arrays import Array
@@ -209,14 +210,22 @@ def every(n: int, algorithm: Algorithm) -> Every:
     """Communicate in one of `n` steps only, starting with the first.
 
     Meant for algorithms that exchange weights. If gradients are not averaged in some steps, ranks drift apart for
-    good; accumulate them instead. In the other steps, a rank trains as while its engine is stopped
-    (`Engine.stop`).
+    good, and a UserWarning says so; accumulate them instead. In the other steps, a rank trains as while its
+    engine is stopped (`Engine.stop`).
 
     Raises:
         ArrayError: `n` is not a positive integer, `algorithm` is not an algorithm, or it begins its exchanges by
             time.
     """
-    return Every(n, algorithm)
+    found = Every(n, algorithm)
+    alone = next((phase for phase in phases_of(algorithm) if phase.payload == "grad"), None)
+    if n > 1 and alone is not None:
+        warnings.warn(
+            f"every: {alone} averages gradients, so that ranks drift apart for good in the steps without it; sum "
+            f"the gradients of {n} steps instead, or use an algorithm that exchanges weights, such as DiLoCo",
+            stacklevel=2,
+        )
+    return found
 
 
 def after(steps: int, first: Algorithm, then: Algorithm) -> After:

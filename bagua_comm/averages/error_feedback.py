@@ -72,11 +72,16 @@ class ErrorFeedback:
 
     def __post_init__(self) -> None:
         if not isinstance(self.inner, Quantized):
-            raise ArrayError(f"ErrorFeedback: inner is {self.inner!r}, expected Quantized(codec)")
-        if self.inner.min_bytes is not None:
+            found = type(self.inner).__name__
+            advice = f"; or {found}(ErrorFeedback())" if found == "Hierarchical" else ""
+            raise ArrayError(f"ErrorFeedback: inner is {self.inner!r}, expected Quantized(codec){advice}")
+        if self.inner.min_bytes:
             raise ArrayError(
-                f"ErrorFeedback: inner has min_bytes={self.inner.min_bytes}, expected None to quantize all"
+                f"ErrorFeedback: inner has min_bytes={self.inner.min_bytes}, expected None or 0 to quantize all"
             )
+        for name, kind in (("decay", np.number), ("reset_every", np.integer)):
+            if isinstance(value := getattr(self, name), kind):
+                object.__setattr__(self, name, value.item())
         check_decay("ErrorFeedback", self.decay)
         object.__setattr__(self, "decay", float(self.decay))  # ranks compare settings by their repr
         if self.reset_every is not None and (type(self.reset_every) is not int or self.reset_every < 1):

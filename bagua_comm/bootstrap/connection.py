@@ -274,5 +274,10 @@ def _check_choice(*, alone: bool, comm: MPI.Comm | None, transport: Transport | 
     given = [name for name, is_given in choices.items() if is_given]
     if len(given) > 1:
         raise BootstrapError(f"connect: {' and '.join(given)} exclude each other; give one of them")
+    if transport is not None and not isinstance(transport, Transport):
+        raise BootstrapError(
+            f"connect: transport is {transport!r}, expected a Transport, such as LocalTransport(); without it, "
+            "connect finds the one of the launcher"
+        )
     if comm is None and transport is None:
         refuse_a_second_world()

@@ -10,7 +10,7 @@ import numpy as np
 
 from .. import arrays, refusals
 from ..arrays import Array, as_array
-from ..errors import ArrayError, UnsupportedError
+from ..errors import ArrayError, UnsupportedError, shown
 from ..transports.base import Transport
 
 EMPTY: Array = np.empty(0, np.uint8)
@@ -78,6 +78,10 @@ def resolve_output(
     if out is None:
         target = arrays.empty(shape, like.dtype, like=like)
         return Output(None, target, target)
+    if isinstance(out, str):
+        raise UnsupportedError(
+            f"{call}: {name} is {shown(out)}, expected an array; is it the operation: op={shown(out)}?"
+        )
     value = out if type(out) is type(like) else as_argument(call, name, out)
     fits = value.size == math.prod(shape) if any_shape else value.shape == shape
     if not fits:

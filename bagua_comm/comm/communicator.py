@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -45,6 +45,10 @@ class Nodes(NamedTuple):
 
     intra: Communicator
     inter: Communicator
+
+
+_NAMES_OF_MPI4PY = {"get_rank": "rank", "get_size": "size", "bcast": "broadcast", "free": "close"}
+"""Names of mpi4py in small letters that are not those here."""
 
 
 class Communicator(Collectives, UnevenCollectives, CoalescedCollectives, ObjectCalls, PointToPoint, Closing):
@@ -297,6 +301,13 @@ class Communicator(Collectives, UnevenCollectives, CoalescedCollectives, ObjectC
 
     def abort(self, exit_code: int = 1) -> None:
         """Abort all ranks: under MPI all processes end with `exit_code`."""
+        self._end_all(exit_code, f"comm.abort({exit_code})")
+
+    def _end_all(self, exit_code: int, call: str) -> None:
+        """Record that this rank ended all ranks by `call`, print so where they are processes, and do it."""
+        if self.flight.write(left=f"it called {call}, which ends all ranks") is not None:
+            text = f"rank {self.rank} of {self.size} called {call}, which ends all ranks"
+            print(text, file=sys.stderr, flush=True)
         for transport in self.transports:
             transport.abort(exit_code)
 
@@ -327,14 +338,24 @@ class Communicator(Collectives, UnevenCollectives, CoalescedCollectives, ObjectC
             return
         if isinstance(error, SystemExit):
             # The other ranks would wait for this one.
+            call = f"sys.exit({error.code!r})"
             if not isinstance(error.code, int):
                 print(error.code, file=sys.stderr, flush=True)
                 error.code = 1  # the exit code of a printed message
-            self.abort(error.code)
+            self._end_all(error.code, call)
         if not isinstance(error, CommError):
             self.flight.write(left=f"{type(error).__name__}: {error}")
         for transport in self.transports:
             transport.leave(f"{type(error).__name__}: {error}")
+
+    if not TYPE_CHECKING:  # it would hide wrong names from type checkers
+
+        def __getattr__(self, name: str) -> Any:
+            here = _NAMES_OF_MPI4PY.get(name.lower(), name.lower())
+            known = name.lower() in _NAMES_OF_MPI4PY or hasattr(type(self), here)
+            hint = f"; it is {here} here, see Coming from another library" if known else ""
+            text = f"{type(self).__name__!r} object has no attribute {name!r}{hint}"
+            raise AttributeError(text, name=name, obj=self)
 
     def __repr__(self) -> str:
         names = "+".join(transport.name for transport in self.transports)

@@ -46,9 +46,10 @@ from .quantities import (
     bandwidth,
     latency,
     layers,
+    model_bytes,
+    model_parameters,
     number,
     numbers,
-    parameters,
     seconds,
     size_in_bytes,
     whole_number,
@@ -114,11 +115,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     size.add_argument("--model", type=str.lower, choices=MODELS, help="a model whose layers are known")
     size.add_argument(
         "--parameters",
-        type=parameters,
+        type=model_parameters,
         metavar="N",
         help="of a model in float32 whose layers are alike: 124M, 1.5B",
     )
-    size.add_argument("--model-bytes", type=size_in_bytes, help="of all its gradients: 553M, 1.2G, 512KiB")
+    size.add_argument("--model-bytes", type=model_bytes, help="of all its gradients: 553M, 1.2G, 512KiB")
     size.add_argument(
         "--layers",
         type=layers,

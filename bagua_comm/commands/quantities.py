@@ -57,6 +57,20 @@ def number(text: str) -> float:
     return _quantity("a number", text, {"": 1.0}, "2 or 0.5", least=0)
 
 
+FEW = 10_000
+"""A model has more parameters than this, and more bytes."""
+
+
+def model_bytes(text: str) -> int:
+    """Bytes of a model, as `size_in_bytes`; a small number without a unit is a forgotten one."""
+    return _whole("a size", text, _SIZES, "553M, 1.2G or 512KiB", ("M", "G"), plain_from=FEW)
+
+
+def model_parameters(text: str) -> int:
+    """The number of parameters of a model, as `parameters`; a small one without a unit is a forgotten unit."""
+    return _whole("a number of parameters", text, _COUNTS, "124M, 1.5B or 7087872", ("M", "B"), plain_from=FEW)
+
+
 def size_in_bytes(text: str) -> int:
     """Bytes, from a text such as "553M", "1.2G", "512KiB" or "1000"."""
     return _whole("a size", text, _SIZES, "553M, 1.2G or 512KiB", ("M", "G"))
@@ -85,10 +99,21 @@ def layers(text: str) -> list[tuple[int, int, float]]:
     return found
 
 
-def _whole(what: str, text: str, units: Mapping[str, float], examples: str, likely: Sequence[str]) -> int:
-    """As `_quantity`, of at least 1. A fraction needs a unit: "1.5" is a forgotten one, not a number of bytes."""
+def _whole(
+    what: str,
+    text: str,
+    units: Mapping[str, float],
+    examples: str,
+    likely: Sequence[str],
+    plain_from: float = 0,
+) -> int:
+    """As `_quantity`, of at least 1. A fraction needs a unit: "1.5" is a forgotten one, not a number of bytes.
+
+    So does a number below `plain_from`.
+    """
     fraction = re.fullmatch(r"\s*[0-9]*\.[0-9]*[1-9][0-9]*\s*", text) is not None
-    return round(_quantity(what, text, units, examples, least=1, likely=likely if fraction else ()))
+    plain = re.fullmatch(r"\s*[0-9]+\s*", text) is not None and float(text) < plain_from
+    return round(_quantity(what, text, units, examples, least=1, likely=likely if fraction or plain else ()))
 
 
 def whole_number(text: str) -> int:

@@ -14,6 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import get_args
 
+from ..bootstrap import launchers
+from ..bootstrap.environment import own_variables
 from ..flight import FlightError, read_folder
 from ..flight.recorder import default_folder
 from ..launch import job_scripts
@@ -141,6 +143,8 @@ def run(options: argparse.Namespace) -> int:
     """
     if not options.module and not Path(options.script).is_file():
         advice = "; leave it out: run itself starts Python" if _is_python(options.script) else ""
+        if options.script == "bagua":
+            advice = f"; a command of it runs as a module: {program_name()} run -n 2 -m bagua_comm doctor"
         raise CommandError(f"there is no file {options.script}{advice}")
     _check_supervision(options)
     if options.image is not None or (options.write and options.write[0] == "k8s"):
@@ -153,6 +157,8 @@ def run(options: argparse.Namespace) -> int:
         return 0
     if options.force:
         raise CommandError("--force is for --write")
+    if not options.dry_run:
+        _check_alone(options.script)
     mpirun = find_mpirun()
     if mpirun is None:
         raise CommandError("there is no mpirun; pip install 'bagua-comm[mpi]' brings Open MPI", exit_code=127)
@@ -172,6 +178,21 @@ def run(options: argparse.Namespace) -> int:
     if is_supervised(options):
         return supervise(options, lambda placement, job: make_plan(options, known, placement, job))
     return os.execve(mpirun, plan.command, {**os.environ, **plan.variables})
+
+
+def _check_alone(script: str) -> None:
+    """Refuse to start a job in each process of another one, as in `mpirun -n 2 bagua run script.py`.
+
+    Raises:
+        CommandError: A launcher has started this process as one of many.
+    """
+    launch = launchers.find(own_variables())
+    if launch is not None and launch.is_one_of_many and launch.launcher is not launchers.TORCHRUN:
+        raise CommandError(
+            f"{launch.launcher.name} has started this process as rank {launch.rank} already, and run would start "
+            f"a whole job in each rank; leave out one of the two: mpirun -n 2 python {script}, or "
+            f"{program_name()} run -n 2 {script}"
+        )
 
 
 def _note_on_records(*, explain_deaths: bool) -> AtEnd | None:

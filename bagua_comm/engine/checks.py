@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from ..algorithms.base import Algorithm, check_size, with_defaults
@@ -30,22 +30,23 @@ def check_fit(algorithm: Algorithm, plan: Plan, size: int) -> None:
     check_size(algorithm, size)
 
 
-def check_same_training(comm: Communicator, plan: Plan, algorithm: Algorithm) -> str:
+def check_same_training(comm: Communicator, plan: Plan, algorithm: Algorithm, storage: object = None) -> str:
     """Raise unless all ranks have this plan and this algorithm; return a new token, the same on all ranks.
 
-    Collective.
+    Collective. The payloads in `storage` are compared as well, if it has several.
 
     Raises:
         CommMismatch: They differ.
     """
-    mine = (plan.digest(), repr(algorithm))
+    payloads = sorted(map(str, storage)) if isinstance(storage, Mapping) else []
+    mine = (plan.digest(), repr(algorithm), f"storage for {payloads}")
     rows = comm.allgather_object((mine, new_token()))
     for rank, (other, _) in enumerate(rows):
         if other != mine:
-            what = "plan" if other[0] != mine[0] else "algorithm"
+            i = next(i for i in range(3) if other[i] != mine[i])
             raise CommMismatch(
-                f"rank {comm.rank} and rank {rank} have different {what}s: "
-                + (f"{mine[1]} and {other[1]}" if what == "algorithm" else "the tensors differ")
+                f"rank {comm.rank} and rank {rank} have different {('plans', 'algorithms', 'storage')[i]}: "
+                + (f"{mine[i]} and {other[i]}" if i else "the tensors differ")
             )
     token: str = rows[0][1]
     return token

@@ -64,6 +64,7 @@ from .storage import (
     prepare_codecs,
     tensors_of,
 )
+from .weights import EngineWeights
 
 _log = logging.getLogger(__name__)
 
@@ -79,9 +80,9 @@ class Engine(Live, Closing):
         comm: The ranks. The engine works on a duplicate of it.
         algorithm: What to exchange, when and how.
         plan: Which tensors travel together.
-        storage: The memory of the buckets, gradients or weights as the algorithm's `payload` says: one flat
-            array each. For an algorithm that exchanges both in turn, {"grad": [...], "weight": [...]}; for one
-            that exchanges gradients alone, `resume` averages the weights given. The engine keeps views of it.
+        storage: The memory of the buckets, of which the engine keeps views: gradients or weights, as the
+            algorithm's `payload` says, one flat array each. {"grad": [...], "weight": [...]} if it exchanges both
+            in turn; if gradients alone, weights are compared at the first step, and averaged by `resume`.
         tracer: Where spans go; the communicator's by default.
         callbacks: Functions of the program that trains by this engine.
 
@@ -92,8 +93,9 @@ class Engine(Live, Closing):
         UnsupportedError: The algorithm cannot exchange the dtype of a tensor; the message names the tensor.
     """
 
-    _adds_stages = True
-    """Whether it adds spans for the stages of a step; False where the program that trains adds its own."""
+    _alone = True
+    """Whether it is used without a wrapper, which adds its own spans of the stages of a step, broadcasts the
+    weights, and reports gradients that are missing."""
 
     @public_method("Engine")
     def __init__(
@@ -110,24 +112,22 @@ class Engine(Live, Closing):
         check_fit(algorithm, plan, comm.size)
         self.algorithm, self.plan = algorithm, plan
         self._buckets = buckets_over(plan, storage, algorithm)
-        self._weights = list(storage.get("weight", ())) if isinstance(storage, Mapping) else []
-        """The weights in `storage`, also if the algorithm exchanges gradients alone."""
-        self._training = check_same_training(comm, plan, algorithm)
+        self._training = check_same_training(comm, plan, algorithm, storage)
         """A random token, the same on all ranks: states with the same token were saved together."""
         self._tracer = tracer or comm.tracer
         self._lane = comm.lane(lane_kind(comm, algorithm, self._buckets))
         self._lane.tracer = self._tracer
         self._comm: Communicator = self._lane.comm
-        self._exchanges = Exchanges(self._lane, self._tracer)
+        self._weights = EngineWeights(self._comm, storage, compare=self._alone)
+        self._exchanges = Exchanges(self._lane, self._tracer, warn=self._alone)
         counters, on_device = self._exchanges.counters, isinstance(self._lane, StreamLane)
         self._progress = Progress(
-            self._tracer, _log, comm.rank, counters, stages=self._adds_stages, on_device=on_device
+            self._tracer, _log, comm.rank, counters, stages=self._alone, on_device=on_device
         )
         self._closed = False
-        self._weights_differ = False
-        """Whether the weights may differ between ranks; see `_make_equal`."""
         prepare_codecs(algorithm, self._buckets)
         self._begin_phase(began=0)
+        self._weights.note_copies(self._phase, plan, self._buckets)
         log_plan(_log, self._comm.rank, plan, algorithm, lane=type(self._lane).__name__)
         self._in_step = self._held = False
         self._callbacks = EngineCallbacks()
@@ -194,6 +194,8 @@ class Engine(Live, Closing):
 
         Raises:
             CommError: An exchange failed.
+            CommMismatch: At the first `FORWARD`: the weights in the storage differ between ranks, and the
+                algorithm needs equal ones.
         """
         if not isinstance(point, Point):
             raise ArrayError(f"at: point is {point!r}, expected a Point")
@@ -201,14 +203,17 @@ class Engine(Live, Closing):
         if point is Point.FORWARD and not self.stopped and phase_of(self.algorithm, self.step) != self._phase:
             self._change_phase()
         if point is Point.FORWARD:
+            if self._weights.unchecked and not self.stopped and not self._in_step:
+                self._lane.wait()
+                self._weights.check(self._phase, self.plan, self._buckets)
             self._comm.flight.steps[self._comm.group] = self.step + 1
         self._in_step, self._held = point is Point.FORWARD, self._held and point is not Point.BACKWARD
         self._schedule.at(point)
         if point is Point.STEP:
             self._exchanges.set_step(self.step + 1)
             if self._drifts or self.stopped:
-                self._weights_differ = True
-            if self._weights_differ and not self.stopped:
+                self._weights.differ = True
+            if self._weights.differ and not self.stopped:
                 self._make_equal()
         self._progress.reach(point, began_ns, step)
 
@@ -279,12 +284,13 @@ class Engine(Live, Closing):
         if not self.stopped:
             return
         # The lane is idle, so that its communicator can be used here.
-        table = self._comm.allgather(np.array([self.step, self._weights_differ, self._in_step]))
+        table = self._comm.allgather(np.array([self.step, self._weights.differ, self._in_step]))
         self._exchanges.resume()
-        self._weights_differ = bool(table[:, 1].any())
+        self._weights.differ = bool(table[:, 1].any())
+        self._weights.unchecked &= not table[:, 1:].any()
         if not runs_in_rounds(self._phase):
             self._exchanges.set_step(int(table[:, 0].max()))
-        if self._weights_differ and not table[:, 2].any():  # else when the step ends
+        if self._weights.differ and not table[:, 2].any():  # else when the step ends
             self._make_equal()
         self._schedule.resume()
 
@@ -351,12 +357,11 @@ class Engine(Live, Closing):
                 gather_residuals(bucket, state)
         saved = self._saved() if continues else {}
         check_movable(saved, plan.buckets)
-        self._training = check_same_training(self._comm, plan, algorithm)
-        if isinstance(storage, Mapping) and "weight" in storage:
-            self._weights = list(storage["weight"])
+        self._training = check_same_training(self._comm, plan, algorithm, storage)
+        self._weights.use(storage)
         buckets = buckets_over(plan, allocate(plan, self._buckets) if storage is None else storage, algorithm)
         if not continues:
-            self._weights_differ = bool(self._comm.allreduce(np.array(self._weights_differ, np.uint8), op="max"))
+            self._weights.differ = bool(self._comm.allreduce(np.array(self._weights.differ, np.uint8), op="max"))
             self._make_equal(phase)
         for payload, new in buckets.items():
             copy_tensors(self._buckets[payload], new)
@@ -419,7 +424,7 @@ class Engine(Live, Closing):
         self._training = loaded.training
         self._exchanges.set_step(loaded.header.step)
         self._begin_phase(loaded.header.phase_began, loaded.states)
-        self._weights_differ = self._drifts and loaded.continues
+        self._weights.load(differ=self._drifts and loaded.continues)
         if loaded.continues:
             self._load(saved["tensors"])
 
@@ -475,7 +480,7 @@ class Engine(Live, Closing):
 
     def _change_phase(self) -> None:
         """Finish the algorithm of the steps so far, and begin that of this step. Collective."""
-        if self._weights_differ or not self._drifts:  # else it was finished before weights became equal
+        if self._weights.differ or not self._drifts:  # else it was finished before weights became equal
             self._schedule.finish()
         self._make_equal()
         self._begin_phase(self.step)
@@ -489,7 +494,7 @@ class Engine(Live, Closing):
         Args:
             following: The algorithm of the next step, if it begins then; by default that of the current step.
         """
-        if not self._weights_differ:
+        if not self._weights.differ:
             return
         begins = following is not None
         if following is None:
@@ -500,12 +505,7 @@ class Engine(Live, Closing):
         self._schedule.finish()
         if not begins:
             average_in_place(self._comm, [array for state in self.states for array in replicated_arrays(state)])
-        if self._callbacks.make_equal is not None:
-            self._callbacks.make_equal()
-        else:
-            moved = [bucket.flat for bucket in self._buckets.get("weight", ())]
-            average_in_place(self._comm, moved or self._weights)
-        self._weights_differ = False
+        self._weights.average(self._buckets, self._callbacks.make_equal)
 
     def _begin_phase(self, began: int, states: list[State] | None = None) -> None:
         """Set up the algorithm of step `began`, with new states unless some are given."""

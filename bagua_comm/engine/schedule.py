@@ -7,6 +7,7 @@ decides when buckets leave and when they are written back; `Exchanges` does both
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any, TypeAlias
@@ -27,10 +28,12 @@ class Exchanges:
     Args:
         lane: The lane on which exchanges run, with the communicator that they use.
         tracer: Where their spans go.
+        warn: Whether to warn of tensors that never became ready.
     """
 
-    def __init__(self, lane: Lane[Communicator], tracer: Tracer) -> None:
+    def __init__(self, lane: Lane[Communicator], tracer: Tracer, *, warn: bool = False) -> None:
         self.lane, self.tracer = lane, tracer
+        self._warn, self._warned = warn, set[str]()
         self.counters = ExchangeCounters()
         """All exchanges of this rank, and how long training waited for them."""
         self.step = self.began = 0
@@ -87,6 +90,20 @@ class Exchanges:
         self.counters.wait.time_ns += time.perf_counter_ns() - began  # a lane without a thread runs it here
         return future
 
+    def warn_of_zeros(self, names: Sequence[str]) -> None:
+        """Warn that zeros take the place of the gradients `names`, once for each of them."""
+        new = [name for name in names if name not in self._warned] if self._warn else []
+        if not new:
+            return
+        self._warned.update(new)
+        missing = f"{new[0]!r} was" if len(new) == 1 else f"{new[0]!r} and {len(new) - 1} more were"
+        gradient = "its gradient" if len(new) == 1 else "their gradients"
+        warnings.warn(
+            f"in step {self.step}, {missing} not ready on rank {self.lane.comm.rank}: zeros are averaged in "
+            f"place of {gradient}; call engine.ready({new[0]!r}) when it is complete",
+            stacklevel=5,  # the line that calls at()
+        )
+
     def _exchange(self, algorithm: WithDefaults, bucket: Bucket, state: State) -> None:
         """Run an exchange, on the lane. Collective."""
         comm = self.lane.comm
@@ -133,6 +150,9 @@ class Exchanges:
         self.sent, self.held = [], []
 
 
+_LEFT_OUT = "; was engine.at(Point.BACKWARD) left out?"
+
+
 class StepSchedule:
     """Exchanges in every step, in the window of the algorithm. Training waits for them when it closes."""
 
@@ -156,7 +176,7 @@ class StepSchedule:
             return
         waiting = self._waiting_for[name]
         if name not in waiting:
-            raise ArrayError(f"ready: {name!r} was complete already in this step")
+            raise ArrayError(f"ready: {name!r} was complete already in this step{_LEFT_OUT}")
         waiting.remove(name)
         if not waiting:
             self._send_complete()
@@ -172,7 +192,7 @@ class StepSchedule:
         waiting, bucket = self._waiting[index], self._exchanges.buckets[index]
         if len(waiting) != len(bucket.views):
             name = next(name for name in bucket.views if name not in waiting)
-            raise ArrayError(f"ready_bucket: {name!r} was complete already in this step")
+            raise ArrayError(f"ready_bucket: {name!r} was complete already in this step{_LEFT_OUT}")
         waiting.clear()
         self._send_complete()
 
@@ -236,10 +256,14 @@ class StepSchedule:
         self._exchanges.send(bucket)
 
     def _complete_with_zeros(self) -> None:
+        missing = []
         for bucket, waiting in zip(self._exchanges.buckets, self._waiting, strict=True):
+            missing += [name for name in bucket.views if name in waiting] if waiting else []
             for name in waiting:
                 bucket.views[name][...] = 0
             waiting.clear()
+        if missing:
+            self._exchanges.warn_of_zeros(missing)
         self._send_complete()
 
     def _close(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-CURE = "use `with ddp.join():`, or a sampler that gives all ranks as many"
+CURE = "use `with ddp.join():` (PyTorch), or a sampler that gives all ranks as many"
 
 NAMED = 8
 """The number of ranks that a text names."""

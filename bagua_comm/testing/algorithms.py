@@ -25,7 +25,8 @@ def check_algorithm(
 ) -> None:
     """Check the contract of an algorithm: settings, window, equal bytes on all ranks, and exact restarts.
 
-    Trains with it in an `Engine` for several steps.
+    Trains with it in an `Engine` for several steps. Which values it gives is for tests of its own: a sum passes
+    where a mean was meant.
 
     Args:
         algorithm: The algorithm; its `repr` must evaluate to it.
@@ -131,3 +132,4 @@ def _assert_averaged(comm: Communicator, gradient: Array, state: Any) -> None:
         if candidate.any():
             return
     comm.check_consistency(gradient)
+    assert gradient.any(), "the exchange has replaced all gradients by zeros"

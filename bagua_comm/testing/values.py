@@ -109,7 +109,12 @@ def evaluated(value: T) -> T:
         names |= vars(sys.modules[cls.__module__]) if cls.__module__ in sys.modules else {}
     for cls in sorted(classes, key=lambda cls: -len(cls.__qualname__)):
         text = text.replace(cls.__qualname__, cls.__name__)
-    again: T = eval(text, {**names, **{cls.__name__: cls for cls in reversed(classes)}})
+    try:
+        again: T = eval(text, {**names, **{cls.__name__: cls for cls in reversed(classes)}})
+    except SyntaxError:  # as of <Name object at 0x7f...>
+        raise AssertionError(
+            f"the repr {value!r} is no expression; expected that of a frozen dataclass"
+        ) from None
     return again
 
 

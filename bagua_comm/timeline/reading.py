@@ -199,12 +199,17 @@ def correct_clocks(timeline: Timeline) -> None:
             )
 
 
+def is_exchange(span: Span) -> bool:
+    """Whether it is an engine's exchange of a bucket; a call of `Communicator.exchange` has the same name."""
+    return span.name == "exchange" and "bucket" in span.args
+
+
 def _exchanges_of(rank: RankTimeline) -> dict[tuple[Any, Any], Span]:
     """The exchanges of a rank, by step and bucket; of several with the same numbers the last."""
     return {
         (str(span.args.get("step")), str(span.args.get("bucket"))): span
         for span in rank.spans
-        if span.name == "exchange" and not span.thread.startswith("device: ")
+        if is_exchange(span) and not span.thread.startswith("device: ")
     }
 
 

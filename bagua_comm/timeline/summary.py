@@ -11,7 +11,7 @@ from typing import Any
 from ..trace import Span
 from .calls import CallSummary, is_call, number, outermost_calls, summarize_calls
 from .intervals import Interval, covered, intersection, length, union
-from .reading import RankTimeline, Timeline
+from .reading import RankTimeline, Timeline, is_exchange
 
 DEVICE = "device: "
 """Prefix of the rows of a device."""
@@ -180,7 +180,7 @@ def _on_device(span: Span) -> bool:
 
 def _exchanges(spans: Iterable[Span]) -> list[Span]:
     """The exchanges: as the device ran them, if one did, and otherwise as a thread did."""
-    found = [span for span in spans if span.name == "exchange"]
+    found = list(filter(is_exchange, spans))
     return [span for span in found if _on_device(span)] or found
 
 
@@ -197,7 +197,7 @@ def _waits(spans: Sequence[Span], exchanges: Sequence[Span]) -> list[Interval]:
     return _intervals(
         span
         for span in spans
-        if span.thread in training and (span.name in ("wait for exchanges", "exchange") or is_call(span))
+        if span.thread in training and (span.name == "wait for exchanges" or is_exchange(span) or is_call(span))
     )
 
 
@@ -227,7 +227,7 @@ def _hidden(exchanged: list[Interval], waits: list[Interval]) -> float:
 
 def _sending_calls(spans: Sequence[Span]) -> list[Span]:
     """The calls within exchanges, or all calls of a program without exchanges; not those that a call makes."""
-    on_threads = [span for span in spans if span.name == "exchange" and not _on_device(span)]
+    on_threads = [span for span in spans if is_exchange(span) and not _on_device(span)]
     if not on_threads:
         return outermost_calls(spans)
     threads = {span.thread for span in on_threads}

@@ -240,6 +240,8 @@ def test_the_warm_up_can_be_stopped_and_resumed():
     def body(comm):
         with Trainer(comm, AsyncModelAverage(0, warmup_steps=4), make_plan(2), lr=0) as training:
             training.run(2)
+            for spec, x in zip(training.plan.buckets, training.weights, strict=True):
+                x[...] = start(spec, comm.rank)
             training.engine.stop()
             training.engine.resume()
             training.run(3 + comm.rank)

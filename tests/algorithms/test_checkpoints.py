@@ -25,6 +25,7 @@ from bagua_comm import (
     after,
     every,
 )
+from bagua_comm.algorithms.base import phase_of, with_defaults
 from bagua_comm.testing import run_ranks
 
 SPECS = [TensorSpec("a", (5, 6), "float32"), TensorSpec("b", (4,), "float32")]
@@ -50,9 +51,11 @@ ALIKE = [
 def make_engine(comm, algorithm, bucket_bytes=1000):
     plan = Plan.pack(SPECS, bucket_bytes=bucket_bytes, alignment=4)
     storage = {payload: plan.allocate() for payload in ("grad", "weight")}
-    for flats in storage.values():
+    alike = with_defaults(phase_of(algorithm, 0)).equal_start
+    for payload, flats in storage.items():
+        factor = 1 if alike and payload == "weight" else comm.rank + 1
         for i, flat in enumerate(flats):
-            flat[...] = np.linspace(-1, 1 + i, flat.size) * (comm.rank + 1)
+            flat[...] = np.linspace(-1, 1 + i, flat.size) * factor
     return Engine(comm, algorithm, plan, storage)
 
 

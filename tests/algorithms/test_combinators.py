@@ -1,6 +1,7 @@
 """Schedules: the same as what they are made of, in the steps where that is used."""
 
 import dataclasses
+import warnings
 from functools import partial
 
 import numpy as np
@@ -190,20 +191,22 @@ def test_the_first_algorithm_is_finished_before_the_change(ranks):
 def test_the_second_algorithm_counts_its_steps_from_0():
     algorithm = after(2, GradientAllReduce(), every(3, PAIRS))
 
-    actual = trajectories(4, algorithm)
+    actual = trajectories(4, algorithm, start=common_start)
 
     then = partial(decentralized, peers="shift_one", interval=3)
-    assert_follows(actual, partial(switched, steps=2, first=gradient_allreduce, then=then), ranks=4)
+    reference = partial(switched, steps=2, first=gradient_allreduce, then=then)
+    assert_follows(actual, reference, ranks=4, start=common_start)
 
 
 def test_schedules_nest():
     algorithm = after(2, GradientAllReduce(), after(3, every(2, Decentralized()), GradientAllReduce()))
 
-    actual = trajectories(3, algorithm)
+    actual = trajectories(3, algorithm, start=common_start)
 
     first = partial(decentralized, peers="all", interval=2)
     then = partial(switched, steps=3, first=first, then=gradient_allreduce, averaged=True)
-    assert_follows(actual, partial(switched, steps=2, first=gradient_allreduce, then=then), ranks=3)
+    reference = partial(switched, steps=2, first=gradient_allreduce, then=then)
+    assert_follows(actual, reference, ranks=3, start=common_start)
 
 
 def test_after_no_steps_is_the_second_algorithm():
@@ -448,11 +451,11 @@ def test_an_exchange_is_written_back_before_weights_are_read(algorithm, finish):
 def test_other_precisions(dtype):
     algorithm = after(4, GradientAllReduce(), every(2, Decentralized()))
 
-    actual = trajectories(4, algorithm, dtype=dtype)
+    actual = trajectories(4, algorithm, dtype=dtype, start=common_start)
 
     then = partial(decentralized, peers="all", interval=2)
     reference = partial(switched, steps=4, first=gradient_allreduce, then=then)
-    assert_follows(actual, reference, ranks=4, dtype=dtype, atol=0.1)
+    assert_follows(actual, reference, ranks=4, dtype=dtype, start=common_start, atol=0.1)
 
 
 @pytest.mark.parametrize(
@@ -472,3 +475,15 @@ def test_training_continues_in_other_buckets():
     then = partial(diloco, local_steps=3, outer_lr=0.7, outer_momentum=0.5)
     reference = partial(switched, steps=4, first=gradient_allreduce, then=then)
     assert_follows(actual, reference, ranks=3, start=common_start)
+
+
+def test_every_warns_where_gradients_are_not_averaged_in_some_steps():
+    for algorithm in (GradientAllReduce(), after(2, GradientAllReduce(), Decentralized())):
+        with pytest.warns(
+            UserWarning, match=r"every: GradientAllReduce.* averages gradients, so that ranks drift"
+        ):
+            every(2, algorithm)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        every(1, GradientAllReduce())
+        every(2, DiLoCo(2))

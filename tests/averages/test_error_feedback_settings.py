@@ -325,3 +325,11 @@ def test_the_kernel_that_adds_a_part_of_the_residual():
     host.add_scaled(x, y, 0.2, out=out)
     assert out.tobytes() == (x + y * np.float32(0.2)).tobytes()
     assert x.tobytes() == sample(0, (1003,), "float32").tobytes()
+
+
+def test_settings_may_be_numbers_of_numpy_and_inner_may_quantize_all():
+    given = ErrorFeedback(Quantized(CODEC, min_bytes=0), decay=np.float32(0.5), reset_every=np.int64(5))
+    assert given == ErrorFeedback(Quantized(CODEC, min_bytes=0), decay=0.5, reset_every=5)
+    assert "np." not in repr(given)
+    with pytest.raises(ArrayError, match=r"; or Hierarchical\(ErrorFeedback\(\)\)$"):
+        ErrorFeedback(Hierarchical(Quantized()))

@@ -221,6 +221,11 @@ def test_a_second_world_is_refused_while_the_first_is_open():
         assert again is not comm
 
 
+def test_a_transport_is_no_name():
+    with pytest.raises(BootstrapError, match="transport is 'tcp', expected a Transport"):
+        bagua_comm.connect(transport="tcp")
+
+
 def test_two_worlds_cannot_be_asked_for_at_once():
     transport = bagua_comm.transports.LocalTransport()
     with pytest.raises(BootstrapError, match=re.escape("alone=True and transport= exclude each other")):

@@ -52,6 +52,8 @@ def test_a_rank_that_exits_in_the_middle_ends_all_with_its_code(tmp_path):
         """,
     )
     assert result.returncode == 7
+    assert "rank 1 of 2 called sys.exit(7), which ends all ranks" in result.stderr
+    assert "has died" not in result.stderr
     assert seconds < SOON_S
 
 

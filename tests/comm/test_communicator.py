@@ -152,3 +152,20 @@ def test_sys_exit_without_an_error_closes():
         sys.exit(0)
     with pytest.raises(CommError, match="closed"):
         comm.barrier()
+
+
+def test_names_and_positions_of_other_libraries_get_a_hint():
+    def body(comm):
+        for name, here in {
+            "Allreduce": "allreduce",
+            "Get_rank": "rank",
+            "Barrier": "barrier",
+            "bcast": "broadcast",
+        }.items():
+            with pytest.raises(AttributeError, match=f"no attribute '{name}'; it is {here} here"):
+                getattr(comm, name)
+        assert not hasattr(comm, "nothing_of_the_sort")
+        with pytest.raises(UnsupportedError, match=r"allreduce: out is 'sum', expected an array; .* op='sum'"):
+            comm.allreduce(np.ones(3), "sum")
+
+    run_ranks(1, body)

@@ -342,6 +342,8 @@ def test_questions_without_an_answer_are_refused(options, message, capsys):
         ([*VGG16, "--bandwidth", "100"], "'100' has no unit; 100mbit or 100gbit?"),
         ([*BASE, "--parameters", "1.5"], "'1.5' has no unit; 1.5M or 1.5B?"),
         ([*BASE, "--model-bytes", "1.2"], "'1.2' has no unit; 1.2M or 1.2G?"),
+        ([*BASE, "--parameters", "20"], "'20' has no unit; 20M or 20B?"),
+        ([*BASE, "--model-bytes", "400"], "'400' has no unit; 400M or 400G?"),
         ([*BASE, "--layers", "7.1,12x7.1M"], "'7.1' has no unit; 7.1M or 7.1B?"),
         ([*BASE, "--parameters", "12x7M"], "'12x7M' is not a number of parameters; expected e.g. 124M"),
         ([*BASE, "--layers", "7M:"], "'7M:' is not [COUNTx]PARAMETERS[:WORK]; expected e.g. 12x7.1M or 38.6M:0"),

@@ -83,10 +83,35 @@ def test_run_needs_a_script_that_exists(capsys):
     assert "there is no file no_such_file.py" in capsys.readouterr().err
 
 
+def test_run_says_how_its_own_commands_run(capsys):
+    assert cli.main(["run", "-n", "2", "bagua", "doctor"]) == 2
+    assert "run -n 2 -m bagua_comm doctor" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", ["python", "python3.11", "/usr/bin/no-such-folder/python3"])
 def test_run_says_that_it_starts_python_itself(command, capsys):
     assert cli.main(["run", "-n", "2", command, __file__]) == 2
     assert f"there is no file {command}; leave it out: run itself starts Python" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"},
+        {"PMI_RANK": "1", "PMI_SIZE": "2"},
+        {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"},
+    ],
+    ids=repr,
+)
+def test_run_refuses_to_start_a_job_in_each_rank_of_another(quiet, capsys, variables):
+    for name, value in variables.items():
+        quiet.setenv(name, value)
+    quiet.setattr(run, "find_mpirun", lambda: None)
+    assert cli.main(["run", "-n", "2", __file__]) == 2
+    assert "as rank 1 already, and run would start a whole job in each rank" in capsys.readouterr().err
+    quiet.setenv(next(name for name in variables if name.endswith(("SIZE", "TASKS"))), "1")
+    quiet.setenv(next(name for name in variables if name.endswith(("RANK", "PROCID"))), "0")
+    assert cli.main(["run", "-n", "2", __file__]) == 127  # a job of one process may start another
 
 
 def test_run_without_mpirun_says_what_to_install(monkeypatch, capsys):

@@ -12,10 +12,12 @@ from bagua_comm import (
     CommAborted,
     CommMismatch,
     Decentralized,
+    DiLoCo,
     Engine,
     GradientAllReduce,
     Plan,
     Point,
+    QAdam,
     TensorSpec,
     UnsupportedError,
     Window,
@@ -442,3 +444,81 @@ def test_give_up_is_the_deprecated_name_of_abort():
         return engine.closed
 
     assert run_ranks(1, body) == [True]
+
+
+# What an engine alone says of ranks that differ ------------------------------------------------
+
+
+def train_from(comm, weight, algorithm, *, before=None, names="abc"):
+    """One step from weights that are `weight`, a number of this rank."""
+    weights = PLAN.allocate()
+    for flat in weights:
+        flat[...] = weight if before is None else before
+    with Engine(comm, algorithm, PLAN, {"weight": weights, "grad": PLAN.allocate()}) as engine:
+        for flat in weights:
+            flat[...] = weight
+        for _ in range(2):
+            engine.at(Point.FORWARD)
+            for name in names:
+                engine.ready(name)
+            engine.at(Point.BACKWARD)
+            engine.at(Point.STEP)
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [GradientAllReduce(), after(5, GradientAllReduce(), Decentralized()), QAdam(5), DiLoCo(10)],
+    ids=repr,
+)
+def test_weights_that_differ_when_training_begins_are_an_error_on_all_ranks(algorithm):
+    def body(comm):
+        with pytest.raises(CommMismatch, match=r"rank 1 and rank 0 have different weights \('a' and 2 more\)"):
+            train_from(comm, comm.rank, algorithm)
+        train_from(comm, 1.5, algorithm)
+        train_from(comm, comm.rank, Decentralized())  # exchanges weights, and needs no equal ones
+
+    run_ranks(2, body)
+
+
+def test_copies_of_weights_that_differed_when_the_engine_was_constructed_are_an_error():
+    def body(comm):
+        train_from(comm, 1.0, GradientAllReduce(), before=comm.rank)
+        with pytest.raises(CommMismatch, match=r"copy of weights that were different on rank 1 and rank 0"):
+            train_from(comm, 1.0, DiLoCo(10), before=comm.rank)
+
+    run_ranks(2, body)
+
+
+def test_weights_are_compared_again_after_a_checkpoint_was_loaded():
+    def body(comm):
+        weights = PLAN.allocate()
+        with Engine(comm, GradientAllReduce(), PLAN, {"weight": weights, "grad": PLAN.allocate()}) as engine:
+            points = Point.FORWARD, Point.BACKWARD, Point.STEP
+            for point in points:
+                engine.at(point)
+            weights[2][...] = comm.rank  # not seen: only the first step compares
+            for point in points:
+                engine.at(point)
+            engine.load_state_dict(engine.state_dict())
+            with pytest.raises(CommMismatch, match=r"different weights \('c'\)"):
+                engine.at(Point.FORWARD)
+
+    run_ranks(2, body)
+
+
+def test_a_tensor_that_is_not_ready_is_reported_once_on_the_rank_that_left_it_out():
+    text = r"in step 0, 'b' and 1 more were not ready on rank 1: zeros are averaged in place of their gradients"
+
+    with pytest.warns(UserWarning, match=text) as said:
+        run_ranks(2, lambda comm: train_from(comm, 1.0, GradientAllReduce(), names="a" if comm.rank else "abc"))
+
+    assert len(said) == 1
+
+
+def test_weights_in_the_storage_of_one_rank_alone_are_an_error_on_all_ranks():
+    def body(comm):
+        storage = {"grad": PLAN.allocate()} | ({"weight": PLAN.allocate()} if comm.rank else {})
+        with pytest.raises(CommMismatch, match=r"different storage: .*\['grad'"):
+            Engine(comm, GradientAllReduce(), PLAN, storage)
+
+    run_ranks(2, body)

@@ -12,7 +12,7 @@ from itertools import count, islice
 import numpy as np
 
 from bagua_comm import Engine, Plan, Point, TensorSpec, optim
-from bagua_comm.algorithms.base import with_defaults
+from bagua_comm.algorithms.base import phase_of, with_defaults
 from bagua_comm.arrays import dtype_named
 from bagua_comm.testing import run_ranks, sample
 from bagua_comm.topology import one_peer_exponential, shift_one
@@ -187,6 +187,11 @@ def common_start(spec, rank):
     return start(spec, 0)
 
 
+def start_of(algorithm):
+    """Weights that differ between ranks, unless the algorithm needs equal ones."""
+    return common_start if with_defaults(phase_of(algorithm, 0)).equal_start else start
+
+
 @cache
 def target(spec, rank, step):
     """The minimum of the loss: it differs between ranks, and a little between steps."""
@@ -203,8 +208,9 @@ def gradient(spec, flat, rank, step):
 class Trainer:
     """One rank of the training: an engine between a gradient and an optimizer of flat arrays."""
 
-    def __init__(self, comm, algorithm, plan, *, start=start, lr=LR):
+    def __init__(self, comm, algorithm, plan, *, start=None, lr=LR):
         self.comm, self.plan, self.lr = comm, plan, lr
+        start = start or start_of(algorithm)
         self.weights = [start(spec, comm.rank) for spec in plan.buckets]
         self.grads = plan.allocate()
         self.engine = Engine(comm, algorithm, plan, {"weight": self.weights, "grad": self.grads})

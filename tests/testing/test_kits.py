@@ -303,3 +303,24 @@ def test_a_codec_of_four_bits_passes_with_an_error_of_its_own():
     check_codec(FourBits(), error=1 / 16)
     with pytest.raises(AssertionError, match="off by"):
         check_codec(FourBits())
+
+
+@dataclass(frozen=True)
+class Zeros(Nothing):
+    def exchange(self, bucket, comm, state):
+        bucket.flat[...] = 0
+
+
+def test_check_algorithm_notices_gradients_replaced_by_zeros():
+    with pytest.raises(AssertionError, match="replaced all gradients by zeros"):
+        check_algorithm(Zeros(), sizes=(1,))
+
+
+def test_check_codec_says_that_a_repr_is_no_expression():
+    class Bare(OfYourOwn):
+        __repr__ = object.__repr__
+
+    with pytest.raises(
+        AssertionError, match=r"Bare object at .* is no expression; expected that of a frozen dataclass"
+    ):
+        check_codec(Bare())

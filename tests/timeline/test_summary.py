@@ -220,3 +220,20 @@ def test_no_smaller_buckets_are_advised_where_latency_takes_the_time():
 
     assert advises_smaller_buckets(1024)
     assert not advises_smaller_buckets(4)
+
+
+def test_a_call_of_exchange_is_no_exchange_of_a_bucket():
+    calls = [span("exchange", 40 * i + 3, 40 * i + 5, bytes=8, wire_bytes=8) for i in range(5)]
+
+    summary = summarize(timeline_of_ranks(calls))
+    assert [(each.name, each.calls, each.wire_bytes) for each in summary.calls] == [("exchange", 5, 40)]
+    assert "Calls, on the first rank" in describe(summary, [], advise(summary))
+
+    steps = [span("step", 40 * i, 40 * i + 38, step=i) for i in range(5)]
+    (rank,) = summarize(timeline_of_ranks(calls + steps)).ranks
+    assert (rank.exchange_s, rank.buckets, rank.wire_bytes) == (0, [], 8)
+    assert rank.waiting_s == pytest.approx(0.002)
+
+
+def timeline_of_ranks(spans):
+    return Timeline({0: timeline_of(spans)})

@@ -1,0 +1,121 @@
+"""The weights of an engine: compared before the first step, and averaged where ranks have trained apart."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+
+from ..algorithms.base import Algorithm, Payload, with_defaults
+from ..arrays import Array, dtype_name
+from ..bucket import Bucket, Plan
+from ..comm import Communicator
+from ..errors import CommMismatch
+from .storage import Storage, average_in_place
+
+Buckets: TypeAlias = Mapping[Payload, Sequence[Bucket]]
+"""The buckets that an engine exchanges, by payload."""
+
+
+class EngineWeights:
+    """Whether the weights are the same on all ranks, as most algorithms need them.
+
+    Args:
+        comm: The communicator of the lane; it is used while the lane is idle.
+        storage: The memory of the engine, with the weights if it has them.
+        compare: Whether to compare the weights before the first step. A program that broadcasts them need not.
+    """
+
+    def __init__(self, comm: Communicator, storage: Storage, *, compare: bool) -> None:
+        self._comm = comm
+        self._given: list[Array] = []
+        """The weights in the storage, also if the algorithm exchanges gradients alone."""
+        self.use(storage)
+        self._compare = compare and comm.size > 1
+        self._copied: dict[str, str] = {}
+        """Digests of the weights that the first algorithm copied to its state, as DiLoCo does."""
+        self.differ = False
+        """Whether they may differ between ranks; while the engine is stopped, as far as this rank knows."""
+        self.unchecked = self._compare
+        """Whether they are compared when the next step begins; the same on all ranks."""
+
+    def use(self, storage: Storage | None) -> None:
+        """Use the weights in `storage` from now on, if it has them."""
+        if isinstance(storage, Mapping) and "weight" in storage:
+            self._given = list(storage["weight"])
+
+    def note_copies(self, phase: Algorithm, plan: Plan, buckets: Buckets) -> None:
+        """Note the weights that `phase`, the first algorithm, may have copied when its state was made."""
+        if self._compare and phase.payload == "weight" and with_defaults(phase).equal_start:
+            self._copied = self._digests(plan, buckets)
+
+    def load(self, *, differ: bool) -> None:
+        """Note that a checkpoint was loaded, and whether its weights differ between ranks."""
+        self.differ, self.unchecked, self._copied = differ, self._compare, {}
+
+    def check(self, phase: Algorithm, plan: Plan, buckets: Buckets) -> None:
+        """Raise if the weights differ between ranks, and `phase`, the algorithm of this step, needs equal ones.
+
+        Collective.
+
+        Raises:
+            CommMismatch: They differ, or did when `phase` copied them.
+        """
+        self.unchecked = False
+        if self.differ or not with_defaults(phase).equal_start or not self._flats(buckets):
+            return
+        first, *others = self._comm.allgather_object(_Digests(self._digests(plan, buckets), self._copied))
+        for rank, other in enumerate(others, start=1):
+            if other != first:
+                raise CommMismatch(f"at: {phase} begins, but {_difference(first, other, rank)}")
+
+    def average(self, buckets: Buckets, make_equal: Callable[[], None] | None) -> None:
+        """Replace the weights with their mean over all ranks; by `make_equal`, see `EngineCallbacks`, if given.
+
+        Collective.
+        """
+        if make_equal is not None:
+            make_equal()
+        else:
+            average_in_place(self._comm, self._flats(buckets))
+        self.differ = False
+
+    def _flats(self, buckets: Buckets) -> list[Array]:
+        return [bucket.flat for bucket in buckets.get("weight", ())] or self._given
+
+    def _digests(self, plan: Plan, buckets: Buckets) -> dict[str, str]:
+        """Hashes of the tensors, by name; of the flat arrays, by number, if they do not fit `plan`."""
+        flats = self._flats(buckets)
+        fit = [x.shape for x in flats] == [(spec.size,) for spec in plan.buckets]
+        named = plan.cut(flats) if fit else {str(i): x for i, x in enumerate(flats)}
+        return {name: _digest(x) for name, x in named.items()}
+
+
+class _Digests(NamedTuple):
+    """Hashes of the weights of a rank, by name."""
+
+    now: dict[str, str]
+    copied: dict[str, str]
+
+
+def _difference(first: _Digests, other: _Digests, rank: int) -> str:
+    """Describe how the weights of `rank` differ from those of rank 0, and what to do."""
+    copied = first.now == other.now
+    ours, theirs = (first.copied, other.copied) if copied else (first.now, other.now)
+    unlike = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
+    names = repr(unlike[0]) + (f" and {len(unlike) - 1} more" if len(unlike) > 1 else "")
+    found = f"rank {rank} and rank 0 have different weights ({names})"
+    if copied:
+        found = f"its state has a copy of weights that were different on rank {rank} and rank 0 ({names})"
+    return (
+        f"{found}; give all ranks the same weights before the engine is constructed: "
+        "for flat in weights: comm.broadcast(flat, root=0)"
+    )
+
+
+def _digest(x: Array) -> str:
+    found = hashlib.blake2b(f"{dtype_name(x.dtype)}{x.shape}".encode(), digest_size=16)
+    found.update((x if isinstance(x, np.ndarray) else x.get()).tobytes())
+    return found.hexdigest()
