@@ -71,6 +71,8 @@ def average_in_place(average: InPlace, x: Array, bucket: Bucket) -> None:
         bucket: The bucket.
     """
     average(x)
+    if not bucket.padding.size:
+        return
     bucket.clear_padding(x)
     across = getattr(getattr(average, "average", None), "across", None)  # of `Hierarchical`
     for each in (average, across):

@@ -116,7 +116,7 @@ class Coding:
 
     def draws(self, comm: CommBase) -> Draws | None:
         """The random numbers of this rank's next call; None for a codec that draws none."""
-        return next_draws(comm, self._random_seed)
+        return None if self._random_seed is None else next_draws(comm, self._random_seed)
 
     def is_current(self, x: Array) -> bool:
         """Whether it was made for the present kernels and size of pieces of arrays like `x`."""
@@ -318,7 +318,10 @@ class Coded(Stages):
         rows[c.rank] = own[c.rank]  # encodes this rank's own chunk directly into the received ones
         for part, row in zip(parts, rows, strict=True):
             if part.nbytes:
-                self._encode(part, x[None, part.elements], row[None], part.elements.start)
+                if self._draws is None:  # the usual way, without one more call
+                    part.steps.encode(x[None, part.elements], row[None])
+                else:
+                    self._encode(part, x[None, part.elements], row[None], part.elements.start)
                 if residual is not None:
                     error = residual[part.elements]
                     self._store_error(x[None, part.elements], row[None], error, part.steps)
