@@ -36,6 +36,7 @@ INTERNAL = (  # types that signatures name, and that nobody needs to know
     *(
         "Encoding",
         "Failure",
+        "GatherByNode",
         "Hooks",
         "LaneComm",
         "Momentum",
@@ -43,6 +44,7 @@ INTERNAL = (  # types that signatures name, and that nobody needs to know
         "Ranks",
         "RecordedFailure",
         "SampleOrder",
+        "ShardsByNode",
     ),
 )
 # Backticks in docstrings are for code, too, and types may come from libraries that are not described here.
