@@ -49,6 +49,8 @@ def train(comm, algorithm, values, start):
     for name, view in weight.items():
         view[...] = values[name]
         values[name] = view
+    for flat in weights:  # a death may have come in the middle of a step
+        comm.broadcast(flat, root=0)
     with Engine(comm, algorithm, plan, {"weight": weights, "grad": grads}) as engine:
         for step in range(start, STEPS):
             engine.at(Point.FORWARD)

@@ -23,7 +23,9 @@ def test_every_codec_has_a_row_with_figures_beside_a_copy(tmp_path):
 
     rows = [line.split() for line in printed.splitlines() if not line.startswith("#")]
     modules = ["host", "compiled"] if kernels.numba_is_installed() else ["host"]
-    expected = product(["float32", "float16", "bfloat16"], ["minmax", "bagua", "float16", "bfloat16"], modules)
+    expected = product(
+        ["float32", "float16", "bfloat16"], ["minmax", "bagua", "int4", "float16", "bfloat16"], modules
+    )
     assert [tuple(row[1:4]) for row in rows] == list(expected)
     assert all(len(row) == 13 for row in rows)
     results = json.loads(path.read_text())["results"]

@@ -773,7 +773,8 @@ def test_the_whole_command_on_the_stand_in(tmp_path):
     assert {"cupy", "cuda driver", "cuda runtime", "nccl", "torch"} == set(facts["versions"])
     measured = {row["step"]: (row["measured"] or 0) > 0 for row in record["steps"]}
     assert [name for name, known in measured.items() if known] == [
-        f"{verb} float32{rows}"
+        f"{codec}{verb} float32{rows}"
+        for codec in ("", "int4 ")
         for verb, rows in (("encode", ""), ("decode", ""), *(("combine", f" p={p}") for p in (2, 4, 8)))
     ]
     assert {row["met"] for row in record["steps"]} == {None}

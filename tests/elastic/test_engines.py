@@ -31,6 +31,12 @@ def shortened(name):
     return eval(name.replace("warmup_steps=20", "warmup_steps=2").replace("0.01", "0.0"), vars(bagua_comm))
 
 
+def averaged(algorithm, step, grad, state):
+    """What the algorithm has averaged of a bucket, the same on all ranks if they train alike."""
+    is_qadam = isinstance(algorithm, bagua_comm.QAdam) and step >= algorithm.warmup_steps
+    return state.momentum if is_qadam else grad
+
+
 def training(algorithm):
     """A program that trains with this algorithm; gradients differ between ranks."""
 
@@ -57,8 +63,8 @@ def training(algorithm):
                         )
                         engine.ready(name)
                     engine.at(Point.BACKWARD)
-                    for name, view in weight.items():
-                        view -= 0.1 * grad[name]
+                    for i, flat in enumerate(flats["weight"]):
+                        flat -= 0.1 * averaged(exchanged, state.step, flats["grad"][i], engine.states[i])
                     engine.at(Point.STEP)
                     engine.settle()
                     for name, view in weight.items():

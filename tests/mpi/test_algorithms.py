@@ -72,6 +72,7 @@ TRAJECTORIES = [
     follows(
         AsyncModelAverage(0, warmup_steps=2),
         partial(switched, steps=2, first=gradient_allreduce, then=async_model_average),
+        start=common_start,
         trainer=AsyncTrainer,
     ),
     follows(

@@ -540,8 +540,8 @@ DIFFERS: Expected = {
     **_all("ddp_python_error_logged", "hook is {}, expected an Average or a function", WORDS),
     **_all(
         "ddp_static_graph_nested_types",
-        "closed, or its module was wrapped again",
-        "wraps a wrapper, and trains both; here the older one has ended",
+        "module is a DistributedDataParallel, which would be closed",
+        "wraps a wrapper, and trains both; here the older one would end",
     ),
     **_all(
         "static_graph_api_cpu", "RuntimeError not raised", "sets a private method's flag; it is an argument here"
