@@ -338,7 +338,8 @@ def test_memory_that_cannot_be_read_in_the_middle_of_a_call_is_an_error_on_all_r
             return
         if world.rank == last:
             monkeypatch.setattr(type(world.transports[0]._routes.direct.memory), "read", refuse)
-        match = "cannot read 8 bytes" if world.rank == last else f"rank {last} .* aborted.* cannot read 8 bytes"
+        # A rank that has seen the abort may itself abort first, as another one sees it.
+        match = "cannot read 8 bytes" if world.rank == last else r"rank \d+ .*aborted"
         with pytest.raises(CommError, match=match):
             world.allgather(np.ones(300_000))
 
