@@ -34,5 +34,5 @@ def test_every_codec_has_a_row_with_figures_beside_a_copy(tmp_path):
         assert result["gb_per_s"]["encode"]["median"] > 0
         assert 0 <= result["error"] < 0.11  # of four bits
         assert result["error"] > 0 or result["datatype"] != "float32"
-        assert 0 < result["error_of_mean"] < 0.05
+        assert 0 < result["error_of_mean"] < 0.2
     assert results[0]["wire_bytes_per_element"] == 1 + 8 / 512
