@@ -8,6 +8,7 @@ has. CuPy and ml_dtypes are imported only for their own arrays.
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib
 import itertools
 import math
@@ -227,6 +228,18 @@ def is_contiguous(x: Array) -> bool:
 def contiguous(x: Array) -> Array:
     """`x` itself if it is contiguous; else a contiguous copy."""
     return x if is_contiguous(x) else x.copy(order="C")
+
+
+def to_host(x: Array) -> Array:
+    """`x` itself if it is in host memory; else a copy there, for which the host waits."""
+    return x if isinstance(x, np.ndarray) else x.get()
+
+
+def digest(x: Array) -> bytes:
+    """A 128-bit BLAKE2 hash of the dtype, shape and bytes of `x`."""
+    found = hashlib.blake2b(f"{dtype_name(x.dtype)}{x.shape}".encode(), digest_size=16)
+    found.update(to_host(x).tobytes())
+    return found.digest()
 
 
 def empty(shape: tuple[int, ...], dtype: npt.DTypeLike, *, like: Array) -> Array:

@@ -206,6 +206,14 @@ def next_draws(comm: CommBase, seed: int | None) -> Draws | None:
     return Draws.of(seed, rank, *context.bucket_step, context.count_draws())
 
 
+def encode(steps: Steps, chunks: Array, wire: Array, draws: Draws | None) -> None:
+    """Encode chunks with the random numbers of a codec that draws some."""
+    if draws is None:
+        steps.encode(chunks, wire)
+    else:
+        steps.encode(chunks, wire, draws=draws)
+
+
 def as_like(call: Call, name: str, value: Any, x: Array, *, written: bool = True) -> Array:
     """View argument `name` as an array, and raise unless it is a contiguous one like `x`.
 
@@ -329,10 +337,7 @@ class Coded(Stages):
 
     def _encode(self, part: Part, chunks: Array, wire: Array, start: int) -> None:
         """Encode chunks like a part; `start` is their position in the array of all chunks."""
-        if self._draws is None:
-            part.steps.encode(chunks, wire)
-        else:
-            part.steps.encode(chunks, wire, draws=self._draws.after(start))
+        encode(part.steps, chunks, wire, None if self._draws is None else self._draws.after(start))
 
     def decode(self, i: int) -> None:
         """See `Stages.decode`: decode the results of all ranks."""

@@ -13,7 +13,7 @@ from ..comm import Communicator
 from ..comm.arguments import as_argument
 from ..errors import ArrayError
 from .base import Exact
-from .coded import next_draws
+from .coded import encode, next_draws
 from .quantized import Quantized
 from .quantized_shards import allgather, codec_for, reduce_scatter
 
@@ -129,8 +129,7 @@ class GatherByNode:
             steps, nbytes = codec.steps(x.size, x), codec.wire_nbytes(x.size, x.dtype)
             sent = comm.scratch.take("sent", (1, nbytes), np.uint8, like=x)
             rows = comm.scratch.take("received", (comm.size, nbytes), np.uint8, like=x)
-            draws = next_draws(comm, codec.random_seed)
-            steps.encode(x[None], sent, **({} if draws is None else {"draws": draws}))
+            encode(steps, x[None], sent, next_draws(comm, codec.random_seed))
             self._move(sent[0], rows)
             for place, rank in enumerate(order):
                 steps.decode(rows[place : place + 1], results[rank : rank + 1])

@@ -87,7 +87,7 @@ class ReproducibleShards:
         for each in addends:
             run.fixed_exponents(each, bounds, pieces)
         fields = np.zeros(int(self._blocks.max(initial=0)) + 1, np.uint8)
-        np.maximum.at(fields, self._blocks, _on_host(pieces))
+        np.maximum.at(fields, self._blocks, arrays.to_host(pieces))
         comm.allreduce(fields, out=fields, op="max")
         pieces = _like(fields[self._blocks], x)
         totals = comm.scratch.take("totals", (x.size,), np.int32, like=x)
@@ -134,7 +134,3 @@ def _like(host: Array, x: Array) -> Array:
     made = arrays.empty(host.shape, host.dtype, like=x)
     made.set(host)
     return made
-
-
-def _on_host(x: Array) -> Array:
-    return x if isinstance(x, np.ndarray) else x.get()

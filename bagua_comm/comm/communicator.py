@@ -7,7 +7,6 @@ moves, so that all ranks fail alike.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import sys
 import warnings
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from .. import trace
+from .. import arrays, trace
 from ..arrays import AnyArray, Array
 from ..closing import Closing
 from ..errors import ArrayError, CommError, CommMismatch, UnsupportedError
@@ -201,9 +200,7 @@ class Communicator(Collectives, UnevenCollectives, CoalescedCollectives, ObjectC
             CommMismatch: The arrays differ. The message lists the groups of ranks whose arrays are equal.
         """
         value = Call(self, "check_consistency", x).x
-        digest = hashlib.blake2b(f"{value.dtype.name}{value.shape}".encode(), digest_size=16)
-        digest.update((value if isinstance(value, np.ndarray) else value.get()).tobytes())
-        table = self.allgather(np.frombuffer(digest.digest(), np.uint8), timeout_s=timeout_s)
+        table = self.allgather(np.frombuffer(arrays.digest(value), np.uint8), timeout_s=timeout_s)
         groups: dict[bytes, list[int]] = {}
         for rank in range(self.size):
             groups.setdefault(table[rank].tobytes(), []).append(rank)

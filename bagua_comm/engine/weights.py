@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
-import numpy as np
-
+from .. import arrays
 from ..algorithms.base import Algorithm, Payload, with_defaults
-from ..arrays import Array, dtype_name
+from ..arrays import Array
 from ..bucket import Bucket, Plan
 from ..comm import Communicator
 from ..errors import CommMismatch
@@ -90,7 +88,7 @@ class EngineWeights:
         flats = self._flats(buckets)
         fit = [x.shape for x in flats] == [(spec.size,) for spec in plan.buckets]
         named = plan.cut(flats) if fit else {str(i): x for i, x in enumerate(flats)}
-        return {name: _digest(x) for name, x in named.items()}
+        return {name: arrays.digest(x).hex() for name, x in named.items()}
 
 
 class _Digests(NamedTuple):
@@ -113,9 +111,3 @@ def _difference(first: _Digests, other: _Digests, rank: int) -> str:
         f"{found}; give all ranks the same weights before the engine is constructed: "
         "for flat in weights: comm.broadcast(flat, root=0)"
     )
-
-
-def _digest(x: Array) -> str:
-    found = hashlib.blake2b(f"{dtype_name(x.dtype)}{x.shape}".encode(), digest_size=16)
-    found.update((x if isinstance(x, np.ndarray) else x.get()).tobytes())
-    return found.hexdigest()

@@ -236,6 +236,4 @@ def int4_combine(
 
 def _random(draws: Draws | None) -> tuple[int, int, int, int]:
     """Whether codes are rounded stochastically, the halves of the key, and the first counter."""
-    if draws is None:
-        return 0, 0, 0, 0
-    return 1, draws.key & 0xFFFFFFFF, draws.key >> 32, draws.counter & 0xFFFFFFFF
+    return (0, 0, 0, 0) if draws is None else (1, *draws.words)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from .. import arrays
 from ..arrays import Array
 from ..averages import quantized_allgather, quantized_allreduce, quantized_reduce_scatter
 from ..codecs import MinMaxUInt8
@@ -34,7 +35,7 @@ def check_quantized(comm: Communicator, asarray: Callable[[Array], Array]) -> No
             _assert_same(chunk, expected, f"quantized_reduce_scatter {op} of {p * count}")
             both = quantized_allgather(comm, chunk, codec=codec).reshape(-1)
             total = quantized_allreduce(comm, mine, op=op, codec=codec)
-            _assert_same(total, _on_host(both), f"quantized_allreduce {op} of {p * count}")
+            _assert_same(total, arrays.to_host(both), f"quantized_allreduce {op} of {p * count}")
         counts = [min(32 * (r + 1), count) if r != 1 else 0 for r in range(p)]
         part = quantized_reduce_scatter(comm, mine[: sum(counts)], op="sum", codec=codec, counts=counts)
         comm.check_consistency(quantized_allgather(comm, part, codec=codec, counts=counts))
@@ -44,8 +45,6 @@ def check_quantized(comm: Communicator, asarray: Callable[[Array], Array]) -> No
 
 
 def _assert_same(actual: Array, expected: Array, what: str) -> None:
-    assert _on_host(actual).tobytes() == expected.tobytes(), f"{what} differs from NumPy's, or from its parts"
-
-
-def _on_host(x: Array) -> Array:
-    return x if isinstance(x, np.ndarray) else x.get()
+    assert arrays.to_host(actual).tobytes() == expected.tobytes(), (
+        f"{what} differs from NumPy's, or from its parts"
+    )

@@ -73,13 +73,9 @@ def check_transport(
     comm.barrier()
 
 
-def _on_host(x: Array) -> Array:
-    return x if isinstance(x, np.ndarray) else x.get()
-
-
 def _assert_same(actual: Array, expected: Array, what: str) -> None:
     """Fail unless both have the same shape, dtype and bits."""
-    actual = _on_host(actual)
+    actual = arrays.to_host(actual)
     assert actual.shape == expected.shape, f"{what}: shape {actual.shape}, expected {expected.shape}"
     assert actual.dtype == expected.dtype, f"{what}: dtype {actual.dtype}, expected {expected.dtype}"
     if actual.tobytes() != expected.tobytes():
@@ -91,7 +87,7 @@ def _assert_reduced(actual: Array, expected: Array, op: str, exact: bool, what: 
 
     Unless `exact`, sums and products of floats may be rounded differently.
     """
-    actual = _on_host(actual)
+    actual = arrays.to_host(actual)
     assert actual.shape == expected.shape, f"{what}: shape {actual.shape}, expected {expected.shape}"
     assert actual.dtype == expected.dtype, f"{what}: dtype {actual.dtype}, expected {expected.dtype}"
     is_float = expected.dtype.name in FLOATS
@@ -169,7 +165,7 @@ def _check_reductions(comm: Communicator, put: Callable[[Array], Array]) -> None
             _assert_reduced(mine, expected[comm.rank : comm.rank + 1], op, exact, f"reduce_scatter {what}")
             chunk = x[comm.rank : comm.rank + 1]
             comm.reduce_scatter(x, out=chunk, op=op)
-            _assert_reduced(chunk, _on_host(mine), op, exact, f"reduce_scatter in place, {what}")
+            _assert_reduced(chunk, arrays.to_host(mine), op, exact, f"reduce_scatter in place, {what}")
 
 
 def _check_counts(comm: Communicator) -> None:
@@ -392,23 +388,23 @@ def _check_point_to_point(comm: Communicator, put: Callable[[Array], Array]) -> 
     first, second = put(np.array([rank])), put(np.array([rank, rank]))
     got_first, got_second = put(np.zeros(1, int)), put(np.zeros((2, 2), int))[:, 0]
     comm.exchange([(right, first), (right, second)], [(left, got_first), (left, got_second)])
-    assert _on_host(got_first).tolist() == [left]
-    assert _on_host(got_second.copy()).tolist() == [left, left]
+    assert arrays.to_host(got_first).tolist() == [left]
+    assert arrays.to_host(got_second.copy()).tolist() == [left, left]
 
     if p > 1:
         if rank == 0:
             comm.send(put(np.array([42.0])), dest=1)
         if rank == 1:
-            assert _on_host(comm.recv(put(np.zeros(1)), source=0)).tolist() == [42.0]
+            assert arrays.to_host(comm.recv(put(np.zeros(1)), source=0)).tolist() == [42.0]
     if p > 1 and not comm.transport_for(first).enqueues:
         # Messages of collectives don't match those of send and recv. (Where a send waits for its receive on the
         # device, this order of calls never ends, and nothing compares sizes.)
         if rank == 0:
             comm.send(put(np.array([42.0])), dest=1)
         total = comm.allreduce(put(np.full(70001, 1.0)))
-        assert _on_host(total)[0] == p
+        assert arrays.to_host(total)[0] == p
         if rank == 1:
-            assert _on_host(comm.recv(put(np.zeros(1)), source=0)).tolist() == [42.0]
+            assert arrays.to_host(comm.recv(put(np.zeros(1)), source=0)).tolist() == [42.0]
 
         if rank == 0:
             comm.send(put(np.zeros(3)), dest=1)
@@ -428,12 +424,12 @@ def _check_objects(comm: Communicator, put: Callable[[Array], Array]) -> None:
 
 def _check_groups(comm: Communicator, put: Callable[[Array], Array]) -> None:
     def count(group: Communicator) -> int:
-        return int(_on_host(group.allreduce(put(np.array(1)))))
+        return int(arrays.to_host(group.allreduce(put(np.array(1)))))
 
     halves = comm.split(comm.rank % 2, key=-comm.rank)
     members = sorted((r for r in range(comm.size) if r % 2 == comm.rank % 2), reverse=True)
     assert (halves.rank, halves.size) == (members.index(comm.rank), len(members))
-    assert _on_host(halves.allgather(put(np.array(comm.rank)))).tolist() == members
+    assert arrays.to_host(halves.allgather(put(np.array(comm.rank)))).tolist() == members
 
     twin = comm.dup()
     assert (twin.rank, twin.size) == (comm.rank, comm.size)
@@ -452,10 +448,10 @@ def _check_lane(comm: Communicator, put: Callable[[Array], Array]) -> None:
     enqueues = comm.transport_for(xs[0]).enqueues
     with comm.lane("stream" if enqueues else None) as lane:
         done = [lane.submit(lane.comm.allreduce, x, out=x) for x in xs]
-        assert int(_on_host(comm.allreduce(put(np.array(1))))) == comm.size  # beside it
+        assert int(arrays.to_host(comm.allreduce(put(np.array(1))))) == comm.size  # beside it
         lane.wait()
         for i, x in enumerate(xs):
-            assert _on_host(x)[0] == sum(r + i for r in range(comm.size))
+            assert arrays.to_host(x)[0] == sum(r + i for r in range(comm.size))
         assert all(future.done() for future in done)
 
 

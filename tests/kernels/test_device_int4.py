@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from cuda_on_cpu.build import Kernels
-from kernels.test_device import normal, special_values, twice, up
+from kernels.test_device import assert_noticed, normal, special_values, twice, up
 
 from bagua_comm import Int4, kernels, quantized_allreduce
 from bagua_comm.arrays import dtype_named
@@ -182,18 +182,7 @@ MUTANTS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_a_broken_kernel_is_noticed(device, run, mutant, monkeypatch):
-    before, after, check = MUTANTS[mutant]
-    whole = run.source
-    assert before in whole("int4.cu")
-    monkeypatch.setattr(run.launches, "source", lambda file: whole(file).replace(before, after))
-    noticed = []
-    for device.order in ("forward", "backward"):
-        try:
-            expected, actual = check(run)
-            noticed.append(expected != actual)
-        except (RuntimeError, AssertionError):
-            noticed.append(True)
-    assert any(noticed)
+    assert_noticed(device, run, monkeypatch, ("int4.cu",), MUTANTS[mutant])
 
 
 @pytest.mark.slow

@@ -90,5 +90,5 @@ def _launch(name: str, partition: Partition, dtype: DType, args: tuple[Any, ...]
         if recording is not None:
             recording.is_complete = False  # the next call draws other numbers
         name = f"{name}_stochastic"
-        args = (*args, draws.key & 0xFFFFFFFF, draws.key >> 32 & 0xFFFFFFFF, draws.counter & 0xFFFFFFFF)
+        args = (*args, *draws.words)
     launch("int4.cu", name, dtype_name(dtype), partition.grid, partition.cta, args)

@@ -37,8 +37,13 @@ class Draws(NamedTuple):
         return Draws.of(self.key)._replace(counter=self.counter)
 
     def after(self, elements: int) -> Draws:
-        """The random numbers of the elements behind the first ones."""
+        """The random numbers after those of the first `elements`."""
         return self._replace(counter=self.counter + elements)
+
+    @property
+    def words(self) -> tuple[int, int, int]:
+        """The lower and the upper half of the key, and the lower 32 bits of the counter: what kernels take."""
+        return self.key & 0xFFFFFFFF, self.key >> 32 & 0xFFFFFFFF, self.counter & 0xFFFFFFFF
 
 
 def uniform(draws: Draws, count: int) -> Array:
@@ -47,9 +52,9 @@ def uniform(draws: Draws, count: int) -> Array:
     The hash is lowbias32 of Wellons' hash-prospector (public domain), which mixes 32 bits; the upper half of
     the key is added between its two multiplications.
     """
-    low, high = np.uint32(draws.key & 0xFFFFFFFF), np.uint32(draws.key >> 32 & 0xFFFFFFFF)
+    low, high, counter = map(np.uint32, draws.words)
     x = np.arange(count, dtype=np.uint32)
-    x += np.uint32(draws.counter & 0xFFFFFFFF)
+    x += counter
     x ^= low
     x ^= x >> np.uint32(16)
     x *= np.uint32(0x7FEB352D)
