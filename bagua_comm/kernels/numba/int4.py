@@ -78,7 +78,7 @@ class _Wire(NamedTuple):
 
 
 class _Memory(NamedTuple):
-    """Addresses of memory for a strip."""
+    """Addresses of memory for a strip. Each kernel makes its own, since the stack of a function ends with it."""
 
     x: int
     """Elements, rotated."""
@@ -109,19 +109,7 @@ def encode_int4(
     counter: int,
 ) -> None:
     """Encode n rows of elements."""
-    layout = _Wire(
-        element,
-        count,
-        stride,
-        start,
-        block,
-        _logarithm(block),
-        rotate,
-        random,
-        np.uint32(low),
-        np.uint32(high),
-        counter,
-    )
+    layout = _wire(element, count, stride, start, block, rotate, random, low, high, counter)
     memory = _Memory(
         address_of(scratch(_LONGEST)),
         address_of(scratch(_LONGEST)),
@@ -157,8 +145,7 @@ def decode_int4(
     element: int, wire: int, n: int, count: int, out: int, stride: int, start: int, block: int, rotate: int
 ) -> None:
     """Decode n rows."""
-    none = np.uint32(0)
-    layout = _Wire(element, count, stride, start, block, _logarithm(block), rotate, 0, none, none, 0)
+    layout = _wire(element, count, stride, start, block, rotate, 0, 0, 0, 0)
     x, factors = address_of(scratch(_LONGEST)), address_of(scratch(_PARTS))
     spare, length, largest = address_of(scratch(UNIT)), max(block, _STRIP), LARGEST[element]
     for row in range(n):
@@ -202,19 +189,7 @@ def combine_int4(
     counter: int,
 ) -> None:
     """Add n rows of `wires`, and encode the sum."""
-    layout = _Wire(
-        FLOAT32,
-        count,
-        stride,
-        start,
-        block,
-        _logarithm(block),
-        1,
-        random,
-        np.uint32(low),
-        np.uint32(high),
-        counter,
-    )
+    layout = _wire(FLOAT32, count, stride, start, block, 1, random, low, high, counter)
     memory = _Memory(
         address_of(scratch(_LONGEST)),
         address_of(scratch(_LONGEST)),
@@ -236,6 +211,24 @@ def combine_int4(
         _find_largest(layout, memory, end - begin)
         _quantize(layout, memory, begin, end, begin, wire, _NAN_ALONE)
     _clear_padding(layout, wire)
+
+
+@inner
+def _wire(
+    element: int,
+    elements: int,
+    stride: int,
+    start: int,
+    block: int,
+    rotate: int,
+    random: int,
+    low: int,
+    high: int,
+    counter: int,
+) -> Any:
+    shift = _logarithm(block)
+    key = np.uint32(low), np.uint32(high)
+    return _Wire(element, elements, stride, start, block, shift, rotate, random, key[0], key[1], counter)
 
 
 @inner
