@@ -246,7 +246,7 @@ class ProcessGroupTransport(FramedTransport):
             out[...] = x
         options: Any = dist.AllreduceOptions()
         options.reduceOp, options.timeout = dist.ReduceOp.SUM, timedelta(seconds=self.limit_s)
-        self._wait(None, self._start(None, self._gloo.allreduce, [as_tensor(out.reshape(-1))], options))
+        self._wait_for_all(self._start(None, self._gloo.allreduce, [as_tensor(out.reshape(-1))], options))
         if op == "avg":
             kernels.host.divide(out, self.size)
         self.sent_bytes += 2 * x.nbytes * (self.size - 1) // self.size
@@ -312,6 +312,7 @@ class ProcessGroupTransport(FramedTransport):
             self._posted.clear()
             self._sent.clear()
             self._children.clear()
+            self._waiter.close()
             self._gloo = None
 
     def _say_goodbye(self) -> None:

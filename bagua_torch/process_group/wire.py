@@ -37,6 +37,7 @@ from bagua_comm.transports.base import COLLECTIVE, POINT_TO_POINT, Message
 
 from .frames import BODY_BYTES, Frame, rest_of, swaps_of
 from .verdicts import TEXT_BYTES, Verdict, as_row, calls_that_differ
+from .waiter import BUFFERED_BYTES, Pending, Waiter, wait_for_collective
 
 UNSENT_FRAMES = 64
 """How many short messages to one rank may be unreceived before `send` waits."""
@@ -75,6 +76,7 @@ class FramedTransport(Transport):
         self._posted: dict[tuple[int, int], Frame] = {}  # by (peer, tag): posted for the next message
         self._sent: dict[tuple[int, int], deque[Frame]] = {}  # by (peer, tag): may still be pending
         self._free: list[Frame] = []
+        self._waiter = Waiter()
         self._own: dict[int, deque[Array]] = {}  # by tag: messages to this rank itself
         self._interrupted: object = None  # arrays that gloo may use for as long as a connection is open
 
@@ -98,7 +100,7 @@ class FramedTransport(Transport):
         number = self._number if tag == COLLECTIVE else 0
         if first:
             number |= _FIRST
-        works: list[tuple[int, Any]] = []  # (peer, what to wait for)
+        works: list[Pending] = []
         frames = []
         for peer, out in recvs:
             frames.append(None if peer == self.rank else self._next_frame(peer, tag))
@@ -134,8 +136,8 @@ class FramedTransport(Transport):
                 begin = frame.body[: out.nbytes]
                 as_bytes(out)[: begin.size] = begin
 
-        for peer, work in works:
-            self._wait(peer, work)
+        longest = max((x.nbytes for _, x in (*sends, *recvs)), default=0)
+        self._wait_for_rests(works, longest)
         for peer, _ in sends:
             # In a collective the receiver is about to receive it.
             self._reclaim(peer, tag, 0 if tag == COLLECTIVE else UNSENT_FRAMES)
@@ -244,7 +246,8 @@ class FramedTransport(Transport):
         if not last:
             return self._close_with(error)
         if nbytes > BODY_BYTES:
-            self._wait(peer, self._receive_rest(peer, _REST_TAG + tag, np.empty(nbytes, np.uint8)))
+            rest = self._receive_rest(peer, _REST_TAG + tag, np.empty(nbytes, np.uint8))
+            self._wait_for_rests([(peer, rest)], nbytes)
         self._post_ahead(peer, tag, frame)
         return error
 
@@ -289,6 +292,29 @@ class FramedTransport(Transport):
             work.wait(min(self._timeout, wait) if self._leaving else wait)
         except RuntimeError as exc:
             raise self._translate(exc, peer) from exc
+
+    def _wait_for_rests(self, works: Sequence[Pending], longest: int) -> None:
+        """Wait for the rests of messages of at most `longest` bytes."""
+        if longest > BUFFERED_BYTES:
+            failure = self._waiter.wait(works, self.deadline_s(), self._check_connection)
+            if failure is not None:
+                peer, exc = failure
+                raise self._translate(exc, peer) from exc
+        else:
+            for peer, work in works:
+                self._wait(peer, work)
+
+    def _wait_for_all(self, work: Any) -> None:
+        """Wait for a collective of gloo."""
+        try:
+            wait_for_collective(work, self.deadline_s(), self._check_connection)
+        except RuntimeError as exc:
+            raise self._translate(exc, None) from exc
+
+    def _check_connection(self, *peers: int) -> None:
+        """Raise RuntimeError if the connection to one of `peers` is closed; to any peer if there are none."""
+        for each in peers or self.others():
+            self._gloo.recv([torch.empty(1, dtype=torch.uint8)], each, _ABORT_TAG)
 
     def _translate(self, exc: RuntimeError, peer: int | None) -> CommError:
         """Translate an error of torch.distributed to a `CommError`; the transport cannot be used after it."""

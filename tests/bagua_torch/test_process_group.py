@@ -805,10 +805,10 @@ def test_an_interrupted_call_closes_its_connections_so_that_gloo_sends_no_more_a
     def body(transport):
         comm, x = Communicator([transport]), np.ones(1 << 20)
         if comm.rank == 0:
-            transport._wait = interrupt
+            transport._waiter.wait = interrupt
             with pytest.raises(Interrupt):
                 comm.send(x, dest=1)
-            del transport._wait
+            del transport._waiter.wait
             interrupted.set()
             x[:] = 2
             with pytest.raises(CommAborted, match="interrupted"):

@@ -1,0 +1,89 @@
+"""A rank that closes its connections while a message is under way, which gloo does not report to its peers."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+from support.gloo import run_threads
+
+from bagua_comm import CommError, Communicator, RankFailed
+from bagua_torch.process_group import waiter
+
+TIMEOUT_S = 60.0
+AT_ONCE_S = 15.0
+NBYTES = 100 << 20
+"""Takes longer than `CLOSE_AFTER_S` on any machine of today."""
+
+CLOSE_AFTER_S = 0.01
+
+
+@pytest.fixture(autouse=True)
+def loopback(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+
+
+CALLS = {
+    "the sender": lambda comm, x: comm.send(x, dest=0) if comm.rank == 1 else comm.recv(x, source=1),
+    "the receiver": lambda comm, x: comm.recv(x, source=0) if comm.rank == 1 else comm.send(x, dest=1),
+    "both send": lambda comm, x: comm.alltoall(x, np.empty_like(x)),
+    "gloo's own allreduce": lambda comm, x: comm.allreduce(x),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_rank_that_closes_within_a_long_message_is_reported_at_once(name):
+    def body(transport):
+        comm, x = Communicator([transport]), np.zeros(NBYTES // 4, np.float32)
+        comm.barrier()
+        if comm.rank == 1:
+            threading.Timer(CLOSE_AFTER_S, transport.abort).start()
+        start = time.monotonic()
+        with pytest.raises(CommError) as caught:
+            CALLS[name](comm, x)
+        assert time.monotonic() - start < AT_ONCE_S
+        return caught.value
+
+    assert isinstance(run_threads(2, body, timeout_s=TIMEOUT_S)[0], RankFailed)
+
+
+class Work:
+    """An operation that ends after some time, or never."""
+
+    def __init__(self, seconds, error=None):
+        self.seconds, self.error = seconds, error
+
+    def wait(self, timeout):
+        time.sleep(min(self.seconds, timeout.total_seconds()))
+        if self.seconds > timeout.total_seconds():
+            raise RuntimeError("timed out")
+        if self.error is not None:
+            raise self.error
+
+
+def closed(peer):
+    raise RuntimeError(f"the connection to {peer} is closed")
+
+
+def test_all_operations_are_waited_for():
+    start = time.monotonic()
+    assert waiter.Waiter().wait([(1, Work(0.05)), (2, Work(0.1))], start + 10, closed) is None
+    assert time.monotonic() - start >= 0.1
+
+
+def test_the_first_operation_that_fails_is_returned():
+    error = RuntimeError("broken")
+    works = [(1, Work(0.0)), (2, Work(0.0, error)), (3, Work(5.0))]
+    assert waiter.Waiter().wait(works, time.monotonic() + 10, closed) == (2, error)
+
+
+def test_an_operation_that_ends_as_its_connection_closes_is_complete():
+    works = [(1, Work(waiter.CHECK_S + 0.02))]
+    assert waiter.Waiter().wait(works, time.monotonic() + 10, closed) is None
+
+
+def test_a_waiter_can_be_used_after_an_operation_that_never_ends():
+    waiting = waiter.Waiter()
+    peer, error = waiting.wait([(4, Work(3.0))], time.monotonic() + 10, closed)
+    assert (peer, str(error)) == (4, "the connection to 4 is closed")
+    assert waiting.wait([(1, Work(0.0))], time.monotonic() + 10, closed) is None
