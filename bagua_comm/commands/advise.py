@@ -19,6 +19,7 @@ from ..bucket import DEFAULT_BUCKET_BYTES
 from ..launch.cli import CommandError
 from ..planning.advise import (
     attachment,
+    best_in_four_bits,
     best_now_and_then,
     best_of_gradients,
     best_of_replicas,
@@ -370,6 +371,12 @@ def _advice(rows: Sequence[Advice], exact_s: float, *, guessed: bool) -> list[st
         lines.append(f"Gradients in every step: {expression(gradients.method)}; fewer bytes would gain nothing.")
     else:
         lines.append(f"Gradients in every step: {expression(gradients.method)}, {times}, about as many steps.")
+    four_bits = best_in_four_bits(rows)
+    if four_bits is not None:
+        lines.append(
+            f"In four bits: {expression(four_bits.method)}, {_ratio(exact_s, four_bits.prediction.step_s)}; "
+            "compare the loss on your own model first."
+        )
     for when, best in (("in every step", weights), ("now and then", rarely)):
         if best is not None:
             gain = gradients.prediction.step_s / best.prediction.step_s
@@ -445,6 +452,7 @@ GRADIENTS = {
     "float16": ("#7b4fa3", "--"),
     "bytegrad": ("#1f77b4", "-"),
     "error-feedback": ("#17a2b8", "--"),
+    "int4": ("#0b3d91", "-."),
     "qadam": ("#e0a100", ":"),
     "hierarchical": ("#2a9d5c", "--"),
     "hierarchical-bytes": ("#d1341f", "-"),

@@ -51,7 +51,7 @@ MOST_FAITHFUL = (
     "hierarchical-all-bytes",
     "error-feedback",
 )
-"""Averages of gradients, the one with the smallest error first."""
+"""Averages of gradients in eight bits or more, the one with the smallest error first."""
 
 AS_FAST = 1.02
 """Steps whose times differ by less than this ratio count as equally fast: the model is not more precise."""
@@ -66,6 +66,12 @@ def best_of_gradients(rows: Iterable[Advice]) -> Advice:
     fastest_s = min(row.prediction.step_s for row in known.values())
     ranked = (known[name] for name in MOST_FAITHFUL if name in known)
     return next(row for row in ranked if row.prediction.step_s <= AS_FAST * fastest_s)
+
+
+def best_in_four_bits(rows: Sequence[Advice]) -> Advice | None:
+    """The average of gradients in four bits; None if it is not faster than those in more."""
+    limit_s = best_of_gradients(rows).prediction.step_s / AS_FAST
+    return _fastest((row for row in rows if row.name == "int4"), limit_s)
 
 
 def best_of_weights(rows: Sequence[Advice]) -> Advice | None:

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from torch import nn
 
 import bagua_torch.fsdp
-from bagua_comm import Average, Communicator, ErrorFeedback, Exact, Quantized
+from bagua_comm import Average, Communicator, ErrorFeedback, Exact, Int4, Quantized
 from bagua_torch.fsdp import Attachment
 
 EIGHT_BITS = Quantized(min_bytes=0)
+FOUR_BITS = Quantized(Int4(), min_bytes=0)
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ METHODS = {
     "gradients in eight bits": Method(EIGHT_BITS, Exact()),
     "eight bits": Method(EIGHT_BITS, EIGHT_BITS),
     "eight bits, overlap": Method(EIGHT_BITS, EIGHT_BITS, overlap=True),
+    "four bits, overlap": Method(FOUR_BITS, FOUR_BITS, overlap=True),
     "PyTorch, replicas": Method(by_host=True),
     "eight bits, replicas": Method(Exact(), Exact(), by_host=True, replicas=EIGHT_BITS),
 }
