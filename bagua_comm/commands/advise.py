@@ -43,8 +43,10 @@ from ..planning.costmodel import (
     predict,
 )
 from ..planning.models import MODELS, layers_of, mixture_of_experts, sync_batchnorm
+from .advise_figure import plot
 from .quantities import (
     bandwidth,
+    duration,
     latency,
     layers,
     model_bytes,
@@ -68,9 +70,6 @@ COLUMNS = {
     "MB a node": "megabytes that a node sends to other nodes in a step",
 }
 """The columns of the first table, with their meanings."""
-
-BANDWIDTHS_GBIT = tuple(10 ** (exponent / 8) for exponent in range(-8, 25))
-"""The bandwidths of the figure: from 100 Mbit/s to 1 Tbit/s."""
 
 
 # Arguments -------------------------------------------------------------------------------------------------
@@ -244,8 +243,9 @@ def report(job: Job, cluster: Cluster, rates: Rates) -> list[str]:
     exact = predict(METHODS["exact"], job, c, rates).step_s
     for name, method, prediction in rows:
         lines.append(
-            f"{name:<24}{payload(method):<11}{_time(prediction.step_s):>10}{_ratio(exact, prediction.step_s):>10}"
-            f"{prediction.hidden:>8.0%}{prediction.wire_bytes / 1e6:>11,.1f}{prediction.node_bytes / 1e6:>11,.1f}"
+            f"{name:<24}{payload(method):<11}{duration(prediction.step_s):>10}"
+            f"{_ratio(exact, prediction.step_s):>10}{prediction.hidden:>8.0%}"
+            f"{prediction.wire_bytes / 1e6:>11,.1f}{prediction.node_bytes / 1e6:>11,.1f}"
         )
     lines += [
         "",
@@ -259,10 +259,10 @@ def report(job: Job, cluster: Cluster, rates: Rates) -> list[str]:
     rows_by_size = scaling(job, c, rates)
     for row in rows_by_size:
         best = [
-            f"{row[what].name} {_time(row[what].prediction.step_s)}" if row[what] else "-"
+            f"{row[what].name} {duration(row[what].prediction.step_s)}" if row[what] else "-"
             for what in ("gradients", "weights")
         ]
-        lines.append(f"{row['ranks']:>6}{_time(row['exact_s']):>10}  {best[0]:<34}{best[1]}")
+        lines.append(f"{row['ranks']:>6}{duration(row['exact_s']):>10}  {best[0]:<34}{best[1]}")
     if not all(row["weights"] for row in rows_by_size):
         lines.append("-: none is faster than the best with gradients.")
     return lines
@@ -272,8 +272,8 @@ def _heading(job: Job, cluster: Cluster) -> str:
     c = cluster
     nodes = f"{c.nodes} node{'s' * (c.nodes > 1)} of {c.ranks_per_node} rank{'s' * (c.ranks_per_node > 1)}"
     return (
-        f"{job.model_bytes / 1e6:,.0f} MB, {_time(job.compute_s)} a step alone; {nodes}, "
-        f"{c.bandwidth_gbit:g} Gbit/s, {_time(c.latency_s)}"
+        f"{job.model_bytes / 1e6:,.0f} MB, {duration(job.compute_s)} a step alone; {nodes}, "
+        f"{c.bandwidth_gbit:g} Gbit/s, {duration(c.latency_s)}"
     )
 
 
@@ -289,7 +289,7 @@ def report_sharded(job: Job, cluster: Cluster, rates: Rates) -> list[str]:
     for name, _, prediction, state_bytes in rows:
         sizes = (prediction.wire_bytes, prediction.node_bytes, state_bytes)
         lines.append(
-            f"{name:<24}{_time(prediction.step_s):>10}{_ratio(exact_s, prediction.step_s):>10}"
+            f"{name:<24}{duration(prediction.step_s):>10}{_ratio(exact_s, prediction.step_s):>10}"
             + "".join(f"{size / 1e6:>12,.1f}" for size in sizes)
         )
     lines += [
@@ -346,7 +346,9 @@ def _flows(job: Job, cluster: Cluster, rates: Rates) -> list[str]:
     means = (
         "the plugin for NCCL, run --net bagua, pays" if c.transport == "nccl" else f"run --links {enough} pays"
     )
-    return [f"{asked}: exact takes {_time(exact_s)} a step, and with {enough} flows {_time(faster_s)}: {means}"]
+    return [
+        f"{asked}: exact takes {duration(exact_s)} a step, and with {enough} flows {duration(faster_s)}: {means}"
+    ]
 
 
 def _held_up(job: Job, cluster: Cluster, rates: Rates, fastest_s: float) -> list[str]:
@@ -357,8 +359,8 @@ def _held_up(job: Job, cluster: Cluster, rates: Rates, fastest_s: float) -> list
     held_s = held_up_s(job, cluster, rates)
     share = held_s / fastest_s if fastest_s else 0.0
     return [
-        f"{count} calls of the model itself hold a step up for {_time(held_s)}, {share:.0%} of the fastest step, "
-        "whatever the algorithm"
+        f"{count} calls of the model itself hold a step up for {duration(held_s)}, {share:.0%} of the fastest "
+        "step, whatever the algorithm"
     ]
 
 
@@ -435,90 +437,5 @@ def _row(advice: Advice) -> dict[str, Any]:
     }
 
 
-def _time(value: float) -> str:
-    if value >= 1:
-        return f"{value:.2f} s"
-    return f"{value * 1e3:.1f} ms" if value >= 1e-3 else f"{value * 1e6:.0f} us"
-
-
 def _ratio(exact: float, step: float) -> str:
     return f"{exact / step:.2f}x" if step else "-"
-
-
-# The figure -------------------------------------------------------------------------------------------------
-
-GRADIENTS = {
-    "ddp": ("0.5", ":"),
-    "float16": ("#7b4fa3", "--"),
-    "bytegrad": ("#1f77b4", "-"),
-    "error-feedback": ("#17a2b8", "--"),
-    "int4": ("#0b3d91", "-."),
-    "qadam": ("#e0a100", ":"),
-    "hierarchical": ("#2a9d5c", "--"),
-    "hierarchical-bytes": ("#d1341f", "-"),
-}
-WEIGHTS = {
-    "decentralized": ("0.5", ":"),
-    "one-peer": ("#d95f02", "--"),
-    "low-precision-ring": ("#1f77b4", "--"),
-    "low-precision-one-peer": ("#1f77b4", "-"),
-    "low-precision-by-node": ("#17a2b8", "-."),
-    "async": ("#2a9d5c", "--"),
-    "diloco-100-bytes": ("#2a9d5c", "-"),
-}
-"""The algorithms of the two panels of the figure, with colour and line."""
-
-
-def plot(path: Path, job: Job, cluster: Cluster, rates: Rates) -> None:
-    """Draw speed-ups over exact averaging against the bandwidth, as in Bagua's figure of the trade-off.
-
-    Averages of gradients and of weights have a panel each: relaxed algorithms can be hundreds of times as fast on
-    a slow network, and on the same scale a factor of two would not be visible.
-
-    Raises:
-        CommandError: matplotlib is missing, or the file cannot be written.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as exc:
-        raise CommandError("--plot needs matplotlib: pip install matplotlib") from exc
-
-    clusters = [dataclasses.replace(cluster, bandwidth_gbit=gbit) for gbit in BANDWIDTHS_GBIT]
-    names = {advice.name for advice in advise(job, cluster, rates)}
-
-    def steps(name: str) -> list[float]:
-        return [predict(METHODS[name], job, at, rates).step_s for at in clusters]
-
-    exact = steps("exact")
-    figure = Figure(figsize=(12, 5), layout="constrained")
-    panels = {
-        "gradients, in every step": (GRADIENTS, figure.add_subplot(1, 2, 1)),
-        "weights: may need more steps": (WEIGHTS, figure.add_subplot(1, 2, 2)),
-    }
-    for title, (drawn, axes) in panels.items():
-        axes.axhline(1, color="0.2", linewidth=1, label="exact")
-        axes.axvline(cluster.bandwidth_gbit, color="0.85", zorder=0)
-        for name, (colour, line) in drawn.items():
-            if name in names:
-                ups = [one / other for one, other in zip(exact, steps(name), strict=True)]
-                axes.plot(BANDWIDTHS_GBIT, ups, line, color=colour, label=name)
-        axes.set_xscale("log")
-        axes.xaxis.set_major_formatter("{x:g}")
-        axes.set_xlabel("bandwidth of a node (Gbit/s)")
-        axes.set_title(title, loc="left", fontsize=10)
-        axes.grid(color="0.92")
-        axes.legend(frameon=False, fontsize=8)
-        axes.yaxis.set_major_formatter("{x:g}x")
-    gradients, weights = (axes for _, axes in panels.values())
-    gradients.set_ylim(bottom=0)
-    gradients.set_ylabel("speed-up of a step over exact averaging")
-    weights.set_yscale("log")
-    weights.yaxis.set_major_formatter("{x:g}x")
-    figure.suptitle(
-        f"{job.model_bytes / 1e6:,.0f} MB, {_time(job.compute_s)} a step alone, "
-        f"{cluster.nodes} nodes of {cluster.ranks_per_node}",
-    )
-    try:
-        figure.savefig(path, dpi=120)
-    except (OSError, ValueError) as exc:
-        raise CommandError(f"--plot {path}: {exc}") from exc

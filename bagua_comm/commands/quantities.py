@@ -172,3 +172,14 @@ def _quantity(
     if value > LARGEST:
         raise argparse.ArgumentTypeError(f"{text[:40]!r} is too large for {what}; expected e.g. {examples}")
     return value
+
+
+def duration(value: float) -> str:
+    """A time in seconds, as people read it.
+
+    >>> duration(0.0123), duration(2)
+    ('12.3 ms', '2.00 s')
+    """
+    if value >= 1:
+        return f"{value:.2f} s"
+    return f"{value * 1e3:.1f} ms" if value >= 1e-3 else f"{value * 1e6:.0f} us"

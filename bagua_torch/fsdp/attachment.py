@@ -19,24 +19,19 @@ from bagua_comm import (
     Hierarchical,
     Quantized,
     Reproducible,
-    UnsupportedError,
 )
-from bagua_comm.algorithms.base import check_average, check_average_argument
 from bagua_comm.averages.error_feedback import Residual
 from bagua_comm.closing import Closing
-from bagua_comm.codecs.base import codecs_in
 from bagua_comm.trace import Counters
 
-from ..arrays import as_array, as_tensor, dtype_name
+from ..arrays import as_array, as_tensor
 from ..broadcast import broadcast_tensors
 from ..entry import communicator_of, errors_on_all, raise_on_all
-from ..errors import MismatchError
+from .checks import NAME, checked_units, compare_units
 from .collectives import Gather, Reduce, Replicate
 from .groups import GroupComms, LaneComms
 from .overlap import Prefetch, Reductions
-from .torch_names import Unit, units_of
-
-_NAME = "bagua_torch.fsdp.attach"
+from .torch_names import Unit
 
 _COUNTS = "means since the last reset"
 """The key of the numbers of means in a state, by module."""
@@ -302,118 +297,13 @@ def attach(
     `Reproducible`, parameters that a step does not use get gradients of zeros instead of None, by
     `set_reduce_scatter_unused_params`, so that all steps have the same parameters.
     """
-    world = communicator_of(_NAME, comm)
+    world = communicator_of(NAME, comm)
     reduce = Quantized() if reduce is None else reduce
     gather = Exact() if gather is None else gather
     units: list[Unit] = []
     with errors_on_all(world):
-        units = _checked_units(model, reduce, gather, replicas)
+        units = checked_units(model, reduce, gather, replicas)
         if not isinstance(overlap, bool):
-            raise ArrayError(f"{_NAME}: overlap is {overlap!r}, expected True or False")
-    _compare(world, units, f"reduce={reduce}, gather={gather}, replicas={replicas}, overlap={overlap}")
+            raise ArrayError(f"{NAME}: overlap is {overlap!r}, expected True or False")
+    compare_units(world, units, f"reduce={reduce}, gather={gather}, replicas={replicas}, overlap={overlap}")
     return Attachment(world, units, reduce, gather, replicas, model, overlap)
-
-
-def _checked_units(model: Any, reduce: Any, gather: Any, replicas: Any) -> list[Unit]:
-    """Return the units of a model; raise unless they can be reduced and gathered by these methods."""
-    for name, method in (("reduce", reduce), ("replicas", replicas)):
-        if method is not None:
-            check_average_argument(_NAME, method, name)
-        if isinstance(method, Hierarchical) and isinstance(method.inner, ErrorFeedback):
-            raise ArrayError(f"{_NAME}: {name} is {method}, whose residuals cannot be saved; use {method.inner}")
-    if not isinstance(gather.inner if isinstance(gather, Hierarchical) else gather, (Exact, Quantized)):
-        raise ArrayError(
-            f"{_NAME}: gather is {gather!r}, expected Exact(), Quantized(codec), or Hierarchical of one of these"
-        )
-    if not isinstance(model, nn.Module):
-        raise ArrayError(f"{_NAME}: model is a {type(model).__name__}, expected a module")
-    try:
-        units = list(units_of(model))
-    except ValueError as exc:
-        raise UnsupportedError(
-            f"{_NAME}: module {exc.args[0]!r} has parameters on several meshes (shard_placement_fn), for which "
-            "PyTorch does not support custom communication; shard its parts by calls of their own"
-        ) from exc
-    if not units:
-        raise ArrayError(
-            f"{_NAME}: the model has no sharded parameters; call torch.distributed.fsdp.fully_shard on it first"
-        )
-    for unit in units:
-        _check_unit(unit, reduce, gather)
-        if replicas is not None:
-            _check_replicas(unit, replicas)
-    return units
-
-
-def _check_replicas(unit: Unit, replicas: Average) -> None:
-    what = f"module {unit.name!r}" if unit.name else "the root module"
-    if unit.replicas is None:
-        raise ArrayError(
-            f"{_NAME}: replicas is {replicas}, but {what} has none; give fully_shard a mesh of two dimensions, "
-            "(replicas, shards)"
-        )
-    if unit.has_hook:
-        raise ArrayError(f"{_NAME}: replicas is {replicas}, but set_all_reduce_hook was called for {what}")
-    if any(shard.is_meta for shard in unit.shards):
-        raise ArrayError(
-            f"{_NAME}: {what} has parameters on the meta device, which cannot be copied to the replicas; "
-            "initialize them first"
-        )
-    for dtype in unit.reduce_dtypes:
-        check_average(replicas, _name_of(dtype))
-
-
-def _check_unit(unit: Unit, reduce: Average, gather: Exact | Quantized | Hierarchical) -> None:
-    what = f"module {unit.name!r}" if unit.name else "the root module"
-    if not unit.process_groups:
-        raise UnsupportedError(
-            f"{_NAME}: {what} is replicated, not sharded; use fully_shard, or bagua_torch.DistributedDataParallel"
-        )
-    if unit.is_custom:
-        raise ArrayError(
-            f"{_NAME}: {what} has custom communication already; close the handle of the earlier call"
-        )
-    if isinstance(reduce, Reproducible):
-        if not unit.is_sharded_by_rows:
-            raise UnsupportedError(
-                f"{_NAME}: {what} has parameters that shard_placement_fn shards along another dimension than the "
-                f"first, which {reduce} does not take; use another average"
-            )
-        if reduce.addends is not None and unit.replicas is not None:
-            raise UnsupportedError(
-                f"{_NAME}: reduce is {reduce}, but {what} has replicas, whose addends it would not count; leave "
-                "addends out, or shard over all ranks"
-            )
-        if unit.has_hook and unit.process_groups[0].size() == 1:
-            raise ArrayError(f"{_NAME}: reduce is {reduce}, but set_all_reduce_hook was called for {what}")
-    if any(codecs_in(gather)):
-        dtypes = unit.gather_dtypes
-        if len(dtypes) > 1:
-            names = ", ".join(sorted(map(str, dtypes)))
-            raise UnsupportedError(
-                f"{_NAME}: {what} has parameters of several dtypes ({names}), which are gathered as bytes; use "
-                "gather=Exact(), shard them by calls of their own, or give MixedPrecisionPolicy(param_dtype=...)"
-            )
-        gather.check(_name_of(dtypes[0]))
-    for dtype in unit.reduce_dtypes:
-        check_average(reduce, _name_of(dtype))
-
-
-def _name_of(dtype: torch.dtype) -> str:
-    return dtype_name(torch.empty(0, dtype=dtype))
-
-
-def _compare(comm: Communicator, units: list[Unit], arguments: str) -> None:
-    """Raise `MismatchError` on all ranks unless all have the same units and arguments. Collective."""
-    mine = [arguments]
-    mine += [
-        f"{unit.name or 'the root'}: {unit.parameters}, gathered in {unit.gather_dtypes}, reduced in "
-        f"{unit.reduce_dtypes}"
-        for unit in units
-    ]
-    rows: list[list[str]] = comm.allgather_object(mine)
-    for rank, theirs in enumerate(rows):
-        if theirs != rows[0]:
-            pairs = zip([*rows[0], "nothing more"], [*theirs, "nothing more"], strict=False)
-            first, other = next(pair for pair in pairs if pair[0] != pair[1])
-            raise MismatchError(f"{_NAME}: rank 0 has {first}, but rank {rank} has {other}")

@@ -38,7 +38,7 @@ def refusals(ranks, body):
 def test_what_is_no_communicator_on_one_rank_is_refused_on_all(name, wrong, monkeypatch):
     mine = threading.local()  # ranks are threads, so each has a default communicator of its own
     monkeypatch.setattr(entry, "current", lambda: mine.comm)
-    monkeypatch.setattr("bagua_torch.fsdp.attachment._checked_units", lambda *_: [])
+    monkeypatch.setattr("bagua_torch.fsdp.attachment.checked_units", lambda *_: [])
 
     def body(comm):
         mine.comm = comm
