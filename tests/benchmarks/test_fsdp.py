@@ -80,7 +80,11 @@ def test_the_ratios_of_the_guide_are_those_that_were_measured(rate):
         assert f"over 1 Gbit/s, {ratios['exact']} and {ratios['eight bits']}." in text
 
 
-@pytest.mark.parametrize("path", sorted(RESULTS.glob("fsdp-gpt-*.json")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    sorted([*RESULTS.glob("fsdp-gpt-*.json"), *RESULTS.glob("fsdp-120m-*.json")]),
+    ids=lambda path: path.stem,
+)
 def test_the_table_of_the_guide_has_what_was_measured(path):
     record = json.loads(path.read_text())
     gbit, hosts = record["arguments"]["gbit"], "2 x 2" if path.stem.endswith("-2x2") else "4"
@@ -89,6 +93,22 @@ def test_the_table_of_the_guide_has_what_was_measured(path):
     for each in record["results"]:
         figures = f"{each['ratio']:.2f} | {each['link_bytes'] / 1e6:.0f} MB | {each['share']:.2f}"
         assert f"| {hosts} | {rate} | {each['method']} | {figures} |" in text
+
+
+def test_the_guide_says_how_much_faster_a_large_model_trains_and_what_it_needs():
+    text = " ".join((ROOT / "docs" / "guides" / "sharded.md").read_text().split())
+    ratios = {"eight bits, overlap": [], "four bits, overlap": []}
+    for path in RESULTS.glob("fsdp-120m-*.json"):
+        for each in json.loads(path.read_text())["results"][1:]:
+            ratios[each["method"]].append(1 / each["ratio"])
+    eight, four = (f"{min(found):.1f} to {max(found):.1f} times" for found in ratios.values())
+    assert f"Eight bits train {eight} as fast there, four bits {four}." in text
+    memory = json.loads((RESULTS / "fsdp-memory-120m.json").read_text())["results"]
+    peak = {each["method"]: f"{each['peak_rss_bytes'] / 1e9:.1f} GB" for each in memory}
+    said = (
+        f"{peak['PyTorch']} with PyTorch, {peak['eight bits']} with eight bits, and {peak['eight bits, overlap']}"
+    )
+    assert f"{said} with overlap" in text
 
 
 def test_eight_bits_send_what_the_goal_says():
