@@ -4,6 +4,7 @@ Tests in tests/mpi run under mpirun only; tests/test_mpirun.py starts them. `dev
 """
 
 import contextlib
+import gc
 import os
 import threading
 from pathlib import Path
@@ -72,6 +73,11 @@ def pytest_ignore_collect(collection_path, config):
     if collection_path == MPI_TESTS and not config.getoption("--with-mpi"):
         return True
     return None
+
+
+def pytest_collection_finish():
+    """Leave tests and modules, which stay to the end, out of garbage collections, which many tests ask for."""
+    gc.freeze()
 
 
 def pytest_report_collectionfinish(config):

@@ -54,7 +54,7 @@ class Work:
         self.seconds, self.error = seconds, error
 
     def wait(self, timeout):
-        time.sleep(min(self.seconds, timeout.total_seconds()))
+        time.sleep(min(self.seconds, timeout.total_seconds()))  # sleeps: as an operation takes time
         if self.seconds > timeout.total_seconds():
             raise RuntimeError("timed out")
         if self.error is not None:
