@@ -72,6 +72,22 @@ def ddp_record(model: str, rate_mbit: int, ranks_per_host: int) -> Path:
     return RESULTS / f"ddp-{model}-{rate_mbit}{'' if ranks_per_host == 1 else '-2x2'}.json"
 
 
+def few_bits_allreduce(rate: str) -> Command:
+    """The allreduce in eight and in four bits beside gloo's, in three rounds."""
+    sweep = ("--beside", "gloo", "--forms", "out-of-place", "-b", "8M", "-e", "32M", "-f", 4, "-n", 3, "-w", 1)
+    operation = ("quantized_allreduce", "--codec", "minmax", "int4", *sweep, "--rounds", 3, "--label", rate)
+    return hosts(rate, "benchmarks.collectives", *operation, "--json", RESULTS / f"few_bits-network-{rate}.json")
+
+
+def few_bits_training(model: str, rate_mbit: int) -> Command:
+    """One training step in eight and in four bits beside PyTorch's, in 32 and in 16 bits."""
+    label = f"hosts=4,rate_mbit={rate_mbit},ranks_per_host=1"
+    command: Command = ["benchmarks.training", "--model", model, "--label", label]
+    command += ["--algorithms", "ddp,ddp-fp16,bytegrad,int4", "--sequence", 32]
+    command += ["--rounds", 1, "--steps", 1, "--warmup", 1]
+    return hosts(f"{rate_mbit}mbit", *command, "--json", RESULTS / f"few_bits-training-{model}-{rate_mbit}.json")
+
+
 def shared_memory(count: int) -> Command:
     """Exact allreduce on this machine, beside MPI's and gloo's."""
     sweep = ("-b", "1M", "-e", "32M", "-f", 2, "-n", 25)
@@ -139,6 +155,10 @@ JOBS: dict[str, list[Command]] = {
             "--out",
             RESULTS / "network",
         ],
+    ],
+    "few_bits": [
+        *(few_bits_allreduce(rate) for rate in ("100mbit", "500mbit", "1gbit", "10gbit")),
+        *(few_bits_training(model, rate) for model in ("vgg16", "bert-large") for rate in (100, 500)),
     ],
     "shared": [shared_memory(2)],
     "latency": [
