@@ -1,6 +1,7 @@
 """What pages say in words and is known elsewhere is the same there."""
 
 import ast
+import json
 import re
 from types import ModuleType
 
@@ -44,6 +45,29 @@ def test_speed_ups_are_those_that_were_measured():
     for name, model in names.items():
         speed_ups = [row_of(f"{model}, 4 hosts", rate, "bytegrad")[0] for rate in (500, 1000, 10000)]
         assert f"| {name} | " + " | ".join(f"{speed_up:.2f}" for speed_up in speed_ups) + " |" in front
+
+
+def test_the_figures_of_four_bits_are_those_that_were_measured():
+    performance = (ROOT / "docs" / "how-it-works" / "performance.md").read_text()
+    four_bits = performance.partition("\n## Four bits\n")[2].partition("\n## ")[0]
+    results = ROOT / "benchmarks" / "results"
+    for codec, name in (("MinMaxUInt8", "eight bits"), ("Int4", "four bits")):
+        for mib in (8, 32):
+            cells = []
+            for rate in ("100mbit", "500mbit", "1gbit", "10gbit"):
+                rows = json.loads((results / f"few_bits-network-{rate}.json").read_text())["results"]
+                of_codec = [
+                    row for row in rows if row["codec"].startswith(codec) and row["size_bytes"] == mib << 20
+                ]
+                gloo = [row["forms"]["out-of-place"]["beside"]["gloo"]["ratio"]["median"] for row in of_codec]
+                cells.append(f"{1 / max(gloo):.1f} to {1 / min(gloo):.1f}")
+            assert f"| {name}, {mib} MiB | {' | '.join(cells)} |" in four_bits
+    for model, name in (("vgg16", "VGG16"), ("bert-large", "BERT-Large")):
+        for rate in (100, 500):
+            rows = json.loads((results / f"few_bits-training-{model}-{rate}.json").read_text())["results"]
+            step = {row["algorithm"]: row["median_s"] for row in rows}
+            ups = [f"{step['ddp'] / step[other]:.2f}" for other in ("ddp-fp16", "bytegrad", "int4")]
+            assert f"| {name}, {rate} Mbit/s | {step['ddp']:.1f} s | {' | '.join(ups)} |" in four_bits
 
 
 def row_of(where, rate_mbit, algorithm):
