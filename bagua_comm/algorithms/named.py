@@ -76,7 +76,7 @@ NAMED: Mapping[str, Callable[..., Algorithm]] = MappingProxyType(
         "diloco-100": partial(DiLoCo, 100),
         "diloco-100-bytes": partial(DiLoCo, 100, average=Quantized()),
         "streaming-diloco": StreamingDiLoCo,
-        "streaming-diloco-4bit": partial(StreamingDiLoCo, average=Quantized(Int4())),
+        "streaming-diloco-int4": partial(StreamingDiLoCo, average=Quantized(Int4())),
         # Made of other algorithms
         "every": every,
         "every-4": partial(every, 4, Decentralized("one_peer_exponential")),

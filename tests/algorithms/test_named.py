@@ -56,7 +56,7 @@ MEANT = {
     "diloco-100": DiLoCo(100),
     "diloco-100-bytes": DiLoCo(100, average=Quantized()),
     "streaming-diloco": StreamingDiLoCo(),
-    "streaming-diloco-4bit": StreamingDiLoCo(average=Quantized(Int4())),
+    "streaming-diloco-int4": StreamingDiLoCo(average=Quantized(Int4())),
     "every-4": every(4, ONE_PEER),
     "shift-one-by-node": by_node(Decentralized("shift_one")),
     "low-precision-by-node": by_node(LowPrecisionDecentralized()),
