@@ -11,7 +11,7 @@ import itertools
 import json
 import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -151,6 +151,7 @@ class Plan:
         *,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         alignment: int = 1,
+        groups: Sequence[Hashable] | None = None,
     ) -> Plan:
         """Fill buckets with `specs`, given in the order in which the tensors become ready.
 
@@ -158,8 +159,15 @@ class Plan:
         rounded up to a multiple of `alignment` elements. Buckets are in the order of
         their last tensor.
 
+        Args:
+            specs: The tensors.
+            bucket_bytes: The size at which a bucket is closed, in bytes.
+            alignment: The size of a bucket is a multiple of this number of elements.
+            groups: A value for each tensor: tensors with different values share no bucket. An algorithm that
+                needs groups gives them, as `StreamingDiLoCo.groups` does.
+
         Raises:
-            ArrayError: Two tensors have one name, or a number is not positive.
+            ArrayError: Two tensors have one name, a number is not positive, or `groups` is of another length.
         """
         if bucket_bytes < 1 or alignment < 1:
             raise ArrayError(
@@ -171,19 +179,23 @@ class Plan:
             twice = sorted({name for name in names if names.count(name) > 1})
             raise ArrayError(f"Plan.pack: names must differ, but several tensors are called {', '.join(twice)}")
 
+        if groups is not None and len(groups) != len(specs):
+            raise ArrayError(f"Plan.pack: groups has {len(groups)} values, expected {len(specs)}, one per tensor")
+
         closed: list[tuple[int, list[TensorSpec]]] = []
-        filling: dict[str, list[TensorSpec]] = {}
-        last: dict[str, int] = {}
-        nbytes: dict[str, int] = {}
+        filling: dict[Hashable, list[TensorSpec]] = {}
+        last: dict[Hashable, int] = {}
+        nbytes: dict[Hashable, int] = {}
         for position, spec in enumerate(specs):
-            bucket = filling.setdefault(spec.dtype, [])
+            key = (spec.dtype, None if groups is None else groups[position])
+            bucket = filling.setdefault(key, [])
             bucket.append(spec)
-            last[spec.dtype] = position
-            nbytes[spec.dtype] = nbytes.get(spec.dtype, 0) + spec.nbytes
-            if nbytes[spec.dtype] >= bucket_bytes:
-                nbytes[spec.dtype] = 0
-                closed.append((position, filling.pop(spec.dtype)))
-        closed += [(last[dtype], bucket) for dtype, bucket in filling.items()]
+            last[key] = position
+            nbytes[key] = nbytes.get(key, 0) + spec.nbytes
+            if nbytes[key] >= bucket_bytes:
+                nbytes[key] = 0
+                closed.append((position, filling.pop(key)))
+        closed += [(last[key], bucket) for key, bucket in filling.items()]
         return cls(
             tuple(
                 BucketSpec(tensors[0].dtype, tuple(tensors), _aligned(tensors, alignment))
@@ -276,6 +288,8 @@ class Bucket:
     """The elements after the tensors."""
     step: int = 0
     """The training step of its latest exchange, counted from 0."""
+    plan: Plan | None = field(default=None, repr=False)
+    """The plan of which it is a bucket; None for a bucket alone."""
 
     def __post_init__(self) -> None:
         wanted = dtype_named(self.spec.dtype)
@@ -309,7 +323,8 @@ def make_buckets(plan: Plan, storage: Sequence[Array]) -> list[Bucket]:
     """
     if len(storage) != len(plan.buckets):
         raise ArrayError(f"storage has {len(storage)} arrays, expected {len(plan.buckets)}")
-    return [Bucket(i, spec, flat) for i, (spec, flat) in enumerate(zip(plan.buckets, storage, strict=True))]
+    pairs = zip(plan.buckets, storage, strict=True)
+    return [Bucket(i, spec, flat, plan=plan) for i, (spec, flat) in enumerate(pairs)]
 
 
 def _check_size(what: str, value: object, *, least: int) -> None:

@@ -185,7 +185,7 @@ class DistributedDataParallel(WrapperState):
             check_others(others, ranks=self.comm.size, device=self._device)
             checks.check_optimizers(self.optimizers, self._trained, algorithm)
             checks.check_memory(self._trained)
-            check_fit(algorithm, pack(self._trained, bucket_bytes, self.comm.size), self.comm.size)
+            check_fit(algorithm, pack(self._trained, algorithm, bucket_bytes, self.comm.size), self.comm.size)
         checks.check_ranks(self.comm, self._model, self.optimizers, tuned=tuner is not None)
 
         end_older(module, self.comm)
@@ -427,7 +427,7 @@ class DistributedDataParallel(WrapperState):
             UnsupportedError: The algorithm cannot carry a parameter, which the error names.
         """
         checks.check_optimizers(self.optimizers, self._trained, algorithm)
-        check_fit(algorithm, self.engine.plan, self.comm.size)
+        check_fit(algorithm, self._steps.exchange.plan_to_switch(algorithm), self.comm.size)
         checks.check_backward_ended(self._steps.watch.unfinished)
         self._steps.complete()
         self._steps.resume()  # averages the steps that ranks made while stopped
@@ -471,7 +471,7 @@ class DistributedDataParallel(WrapperState):
         Collective.
         """
         self._steps.complete()
-        self.engine.settle()
+        self.engine.finish()
         self._steps.exchange.average_weights()
         self.copy_buffers()
 

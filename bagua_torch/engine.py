@@ -160,6 +160,13 @@ class TorchEngine(Engine):
             copy_numbers(states[-1], states[0])
         self._begin_phase(self._exchanges.began, states)
 
+    def finish(self) -> None:
+        """Wait for all exchanges between two steps, and write them back, also those that outlive steps.
+
+        Collective.
+        """
+        self._schedule.finish()
+
     def state_tensors(self) -> dict[str, Any]:
         """The result of `Engine.state_dict`, with tensors for arrays."""
         return map_leaves(self.state_dict(), _to_tensor)  # type: ignore[no-any-return]

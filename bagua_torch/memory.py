@@ -15,7 +15,8 @@ import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
-from bagua_comm import ArrayError, Plan, TensorSpec
+from bagua_comm import Algorithm, ArrayError, Plan, TensorSpec
+from bagua_comm.algorithms import base
 from bagua_comm.algorithms.base import Payload
 
 from .arrays import dtype_name
@@ -28,14 +29,16 @@ ALIGNMENT = 32
 _address = torch.Tensor.data_ptr
 
 
-def pack(parameters: Mapping[str, nn.Parameter], bucket_bytes: int, ranks: int) -> Plan:
-    """The buckets, of about `bucket_bytes`, padded for this number of ranks."""
-    return Plan.pack(specs_of(parameters), bucket_bytes=bucket_bytes, alignment=ALIGNMENT * ranks)
+def pack(parameters: Mapping[str, nn.Parameter], algorithm: Algorithm, bucket_bytes: int, ranks: int) -> Plan:
+    """The buckets for this algorithm, of about `bucket_bytes`, padded for this number of ranks."""
+    return base.pack(algorithm, specs_of(parameters), bucket_bytes=bucket_bytes, alignment=ALIGNMENT * ranks)
 
 
-def extended(plan: Plan, more: Mapping[str, nn.Parameter], bucket_bytes: int, ranks: int) -> Plan:
+def extended(
+    plan: Plan, more: Mapping[str, nn.Parameter], algorithm: Algorithm, bucket_bytes: int, ranks: int
+) -> Plan:
     """A plan with additional buckets for more parameters."""
-    return replace(plan, buckets=(*plan.buckets, *pack(more, bucket_bytes, ranks).buckets))
+    return replace(plan, buckets=(*plan.buckets, *pack(more, algorithm, bucket_bytes, ranks).buckets))
 
 
 def specs_of(parameters: Mapping[str, nn.Parameter]) -> list[TensorSpec]:
@@ -138,6 +141,15 @@ class BucketMemory:
             self.weights[name].copy_(self.parameters[name].detach())
         self._strays += [name for name in names if _shared(self.parameters[name])]
         self._attach_weights(names)
+
+    def copy(self, old: BucketMemory) -> None:
+        """Allocate memory for the payloads of `old`, with the same values, and attach it; see `replace`."""
+        for payload, flats in old.flats.items():
+            self.allocate(payload)
+            values = old.plan.cut(flats)
+            for name, view in self.plan.cut(self.flats[payload]).items():
+                view.copy_(values[name])
+        self.replace(old)
 
     def replace(self, old: BucketMemory) -> None:
         """Attach gradients and parameters to this memory, to which the engine has copied their values."""

@@ -19,7 +19,8 @@ import time
 import numpy as np
 
 import bagua_comm
-from bagua_comm import Engine, Plan, Point, RankFailed, TensorSpec
+from bagua_comm import Engine, Point, RankFailed, TensorSpec
+from bagua_comm.algorithms.base import pack
 
 ALGORITHMS = [
     "GradientAllReduce()",
@@ -36,6 +37,7 @@ ALGORITHMS = [
     "AsyncModelAverage(interval_s=0.01, warmup_steps=20)",
     "DiLoCo(local_steps=10)",
     "after(50, GradientAllReduce(), DiLoCo(local_steps=10))",
+    "StreamingDiLoCo(local_steps=10, fragments=2, delay=2)",
 ]
 RANKS, STEPS, LIMIT_S = 4, 150, 100
 SPECS = [TensorSpec(f"t{i}", (50, i + 1), "float32") for i in range(6)]
@@ -43,7 +45,7 @@ SPECS = [TensorSpec(f"t{i}", (50, i + 1), "float32") for i in range(6)]
 
 def train(comm, algorithm, values, start):
     """Train in place from step `start` to the last; each step moves `values` towards zero."""
-    plan = Plan.pack(SPECS, bucket_bytes=2000, alignment=8 * comm.size)
+    plan = pack(algorithm, SPECS, bucket_bytes=2000, alignment=8 * comm.size)
     weights, grads = plan.allocate(), plan.allocate()
     weight, grad = plan.cut(weights), plan.cut(grads)
     for name, view in weight.items():

@@ -1,7 +1,7 @@
 """Training algorithms: what ranks exchange, when, and how."""
 
 from .async_average import AsyncModelAverage
-from .base import Algorithm, Point, Rounds, Window
+from .base import Algorithm, Pending, Point, Rounds, Window
 from .by_node import by_node
 from .combinators import after, every
 from .decentralized import Decentralized
@@ -10,6 +10,7 @@ from .gradient import ByteGrad, GradientAllReduce
 from .low_precision import LowPrecisionDecentralized, LowPrecisionOnePeer
 from .named import NAMED, from_name
 from .qadam import QAdam
+from .streaming_diloco import StreamingDiLoCo
 
 __all__ = [
     "NAMED",
@@ -21,9 +22,11 @@ __all__ = [
     "GradientAllReduce",
     "LowPrecisionDecentralized",
     "LowPrecisionOnePeer",
+    "Pending",
     "Point",
     "QAdam",
     "Rounds",
+    "StreamingDiLoCo",
     "Window",
     "after",
     "by_node",

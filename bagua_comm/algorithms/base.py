@@ -7,13 +7,14 @@ and window.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Protocol, TypeAlias
 
 from ..arrays import FLOATS, Array
 from ..averages import Average
-from ..bucket import Bucket
+from ..bucket import Bucket, Plan, TensorSpec
 from ..comm import Communicator
 from ..deprecation import former_names
 from ..errors import ArrayError, UnsupportedError
@@ -63,13 +64,54 @@ class Point(Enum):
 
 @dataclass(frozen=True)
 class Window:
-    """The part of a training step in which a bucket may be exchanged: from `opens` until `closes`.
+    """The part of training in which a bucket may be exchanged: from `opens` until `closes`, `delay` steps later.
 
     Training waits for the exchange when the window closes.
+
+    With a `delay`, exchanges outlive steps, and several buckets may be under way. The window opens at `STEP` and
+    closes at `FORWARD`. A bucket leaves only in steps in which `communicates` is true for its state; `begin` is
+    called in every step. The state has a `Pending`, by the name `pending`. An exchange may neither read nor write
+    `bucket.flat`, which training changes meanwhile: `begin` copies what is sent.
+
+    Raises:
+        ArrayError: `delay` is not an integer of at least 0, or it is positive for another window.
     """
 
     opens: Point
     closes: Point
+    delay: int = 0
+
+    def __post_init__(self) -> None:
+        check_integer("Window", "delay", self.delay, least=0)
+        if self.delay and (self.opens, self.closes) != (Point.STEP, Point.FORWARD):
+            raise ArrayError(
+                f"Window: delay is {self.delay} for a window from {self.opens} to {self.closes}, expected one "
+                "from Point.STEP to Point.FORWARD"
+            )
+
+
+@dataclass
+class Pending:
+    """Whether an exchange that outlives steps is under way; a part of the state of an algorithm.
+
+    The engine counts. A checkpoint holds the number: where training continues from it, what was received before
+    is written back in the same step.
+    """
+
+    steps: int = 0
+    """How many times the optimizer has to step until the window closes, plus one; 0 if nothing is under way."""
+
+    def begin(self, delay: int) -> None:
+        """Note that an exchange begins."""
+        self.steps = delay + 1
+
+    def count(self) -> None:
+        """Note that the optimizer has stepped."""
+        self.steps -= self.steps > 1
+
+    def end(self) -> None:
+        """Note that the result has been written back."""
+        self.steps = 0
 
 
 @dataclass(frozen=True)
@@ -194,6 +236,24 @@ class WithDefaults:
         """See `Algorithm.init`. Collective."""
         return self.algorithm.init(bucket, comm)
 
+    def check_plan(self, plan: Plan) -> None:
+        """Optional: raise `ArrayError` unless it can exchange these buckets. Default: it can exchange any."""
+        self._call("check_plan", plan)
+
+    def groups(self, tensors: Sequence[TensorSpec]) -> Sequence[int]:
+        """Optional: the group of each tensor; a bucket has tensors of one group alone. Default: 0 for all."""
+        method = getattr(self.algorithm, "groups", None)
+        return [0] * len(tensors) if method is None else list(method(tensors))
+
+    def pending(self, state: State) -> Pending | None:
+        """Optional: the part of the state that says whether an exchange outlives steps; see `Window.delay`.
+
+        Default: the field `pending` of `state`; None if there is none.
+        """
+        method = getattr(self.algorithm, "pending", None)
+        found: Pending | None = getattr(state, "pending", None) if method is None else method(state)
+        return found
+
     def hold(self, bucket: Bucket, state: State) -> None:
         """Optional: keep what the bucket holds as one addend of the next exchange, and leave zeros in it.
 
@@ -305,6 +365,18 @@ class Combinator:
         """Supports the dtypes of its algorithm."""
         self._inner.check(dtype)
 
+    def check_plan(self, plan: Plan) -> None:
+        """Supports the buckets of its algorithm."""
+        self._inner.check_plan(plan)
+
+    def groups(self, tensors: Sequence[TensorSpec]) -> Sequence[int]:
+        """The groups of its algorithm."""
+        return self._inner.groups(tensors)
+
+    def pending(self, state: State) -> Pending | None:
+        """See `WithDefaults`; that of its algorithm."""
+        return self._inner.pending(state.inner)
+
     def communicates(self, step: int, state: State) -> bool:
         """Whether its algorithm communicates in this step."""
         return self._inner.communicates(step, state.inner)
@@ -342,6 +414,18 @@ def check_size(algorithm: Algorithm, size: int) -> None:
     """Raise `ArrayError` unless all phases of `algorithm` support this number of ranks."""
     for phase in phases_of(algorithm):
         with_defaults(phase).check_size(size)
+
+
+def pack(algorithm: Algorithm, tensors: Iterable[TensorSpec], *, bucket_bytes: int, alignment: int = 1) -> Plan:
+    """Fill buckets as `Plan.pack` does, so that `algorithm` can exchange them."""
+    tensors = list(tensors)
+    groups = with_defaults(algorithm).groups(tensors)
+    return Plan.pack(tensors, bucket_bytes=bucket_bytes, alignment=alignment, groups=groups)
+
+
+def needs_groups(algorithm: Algorithm, tensors: Sequence[TensorSpec]) -> bool:
+    """Whether some of these tensors may share no bucket."""
+    return len(set(with_defaults(algorithm).groups(tensors))) > 1
 
 
 # Checks of arguments --------------------------------------------------------------------------------

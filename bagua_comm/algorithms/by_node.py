@@ -35,6 +35,7 @@ from .base import (
     Algorithm,
     Combinator,
     State,
+    Window,
     check_algorithm_argument,
     core_of,
     phases_of,
@@ -90,6 +91,12 @@ class ByNode(Combinator):
                         f"by_node: {phase} {what}, but its state belongs to a chunk of the node's mean; "
                         "expected an algorithm that does not"
                     )
+            window = with_defaults(phase).window
+            if isinstance(window, Window) and window.delay:
+                raise ArrayError(
+                    f"by_node: exchanges of {phase} outlive {window.delay} steps, and the mean of a node is made "
+                    "in each; expected delay=0"
+                )
         if runs_in_rounds(self.algorithm):
             raise ArrayError(
                 f"by_node: no step waits for the rounds of {self.algorithm}, so the ranks of a node would not "
@@ -124,7 +131,8 @@ class ByNode(Combinator):
         mine = size if intra.rank < owners else 0
         spec = BucketSpec(bucket.spec.dtype, (TensorSpec("chunk", (mine,), bucket.spec.dtype),), mine)
         result = arrays.empty((owners * size,), bucket.flat.dtype, like=bucket.flat)
-        chunk = Bucket(bucket.index, spec, arrays.empty((mine,), bucket.flat.dtype, like=bucket.flat))
+        flat = arrays.empty((mine,), bucket.flat.dtype, like=bucket.flat)
+        chunk = Bucket(bucket.index, spec, flat, plan=bucket.plan)
         state = _State(None, chunk, result, _NodeComms(intra, across, owners))
         _reduce(bucket, comm, state)
         state.inner = self._inner.init(chunk, across)

@@ -9,16 +9,18 @@ For instance:
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..arrays import Array
-from ..bucket import Bucket
+from ..bucket import Bucket, Plan, TensorSpec
 from ..comm import Communicator
 from ..errors import ArrayError
 from .base import (
     Algorithm,
     Combinator,
     Payload,
+    Pending,
     Rounds,
     State,
     Window,
@@ -92,7 +94,7 @@ class Every(Combinator):
 
     def exchange(self, bucket: Bucket, comm: Communicator, state: Interval) -> None:
         """Communicate if this step does. Collective."""
-        if state.due:
+        if self._takes_part(state):
             self._inner.exchange(bucket, comm, state.inner)
         else:
             self._inner.skip(bucket, state.inner)
@@ -103,8 +105,13 @@ class Every(Combinator):
 
     def commit(self, bucket: Bucket, state: Interval) -> None:
         """Write back if this step communicated."""
-        if state.due:
+        if self._takes_part(state):
             self._inner.commit(bucket, state.inner)
+
+    def _takes_part(self, state: Interval) -> bool:
+        """Whether this step communicates, or an exchange of an earlier step is under way."""
+        pending = self.pending(state)
+        return state.due or (pending is not None and pending.steps > 0)
 
 
 @dataclass(frozen=True)
@@ -173,11 +180,26 @@ class After:
         for phase in self.phases:
             with_defaults(phase).check_size(size)
 
+    def check_plan(self, plan: Plan) -> None:
+        """Supports the buckets that both support."""
+        for phase in self.phases:
+            with_defaults(phase).check_plan(plan)
+
+    def groups(self, tensors: Sequence[TensorSpec]) -> list[int]:
+        """Tensors are in one group if they are in every phase."""
+        numbers: dict[tuple[int, ...], int] = {}
+        of_phases = (with_defaults(phase).groups(tensors) for phase in self.phases)
+        return [numbers.setdefault(row, len(numbers)) for row in zip(*of_phases, strict=True)]
+
     # The engine calls the phases themselves, each with a state of its own.
 
     def init(self, bucket: Bucket, comm: Communicator) -> State:
         """See `Algorithm.init`. Collective."""
         return with_defaults(self.phase(0)).init(bucket, comm)
+
+    def pending(self, state: State) -> Pending | None:
+        """See `WithDefaults`; that of the first step's algorithm."""
+        return with_defaults(self.phase(0)).pending(state)
 
     def hold(self, bucket: Bucket, state: State) -> None:
         """Keep an addend of the next exchange, as the phase of this step does."""

@@ -13,7 +13,7 @@ Source: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Lan
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 from .. import arrays, kernels
 from ..arrays import Array
@@ -42,6 +42,54 @@ class Outer:
     average: InPlace
     steps: int = 0
     """Number of inner steps since the last outer step."""
+
+
+class OuterSettings(Protocol):
+    """The settings that `DiLoCo` and `StreamingDiLoCo` have in common."""
+
+    @property
+    def local_steps(self) -> int:
+        """Number of inner steps between two outer steps."""
+
+    @property
+    def outer_lr(self) -> float:
+        """Learning rate of the outer optimizer."""
+
+    @property
+    def outer_momentum(self) -> float:
+        """Nesterov momentum of the outer optimizer."""
+
+    @property
+    def average(self) -> Average:
+        """How the changes are averaged."""
+
+
+def check_settings(owner: str, settings: OuterSettings) -> None:
+    """Raise `ArrayError` unless the settings are in range."""
+    check_integer(owner, "local_steps", settings.local_steps, least=1)
+    if not settings.outer_lr > 0 or not 0 <= settings.outer_momentum < 1:
+        raise ArrayError(
+            f"{owner}: outer_lr is {settings.outer_lr} and outer_momentum {settings.outer_momentum}, "
+            "expected outer_lr > 0 and 0 <= outer_momentum < 1"
+        )
+    check_average_argument(owner, settings.average)
+
+
+def step_outer(settings: OuterSettings, bucket: Bucket, state: Outer, delta: Array) -> None:
+    """Average `delta` in place, and step the outer optimizer along the mean: u and a of the equations above.
+
+    Collective.
+    """
+    average_in_place(state.average, delta, bucket)
+    kernels.of(delta).sgd_step(
+        state.anchor,
+        delta,
+        state.momentum,
+        lr=settings.outer_lr,
+        momentum=settings.outer_momentum,
+        weight_decay=0.0,
+        nesterov=True,
+    )
 
 
 @dataclass(frozen=True)
@@ -73,13 +121,7 @@ class DiLoCo:
     equal_start: ClassVar[bool] = True  # anchors are the same on all ranks
 
     def __post_init__(self) -> None:
-        check_integer("DiLoCo", "local_steps", self.local_steps, least=1)
-        if not self.outer_lr > 0 or not 0 <= self.outer_momentum < 1:
-            raise ArrayError(
-                f"DiLoCo: outer_lr is {self.outer_lr} and outer_momentum {self.outer_momentum}, "
-                "expected outer_lr > 0 and 0 <= outer_momentum < 1"
-            )
-        check_average_argument("DiLoCo", self.average)
+        check_settings("DiLoCo", self)
 
     def check(self, dtype: str) -> None:
         """Supports the floating-point dtypes of the average."""
@@ -102,16 +144,7 @@ class DiLoCo:
             return
         delta = comm.scratch.take("delta", bucket.flat.shape, bucket.flat.dtype, like=bucket.flat)
         kernels.of(delta).subtract(state.anchor, bucket.flat, out=delta)
-        average_in_place(state.average, delta, bucket)
-        kernels.of(delta).sgd_step(
-            state.anchor,
-            delta,
-            state.momentum,
-            lr=self.outer_lr,
-            momentum=self.outer_momentum,
-            weight_decay=0.0,
-            nesterov=True,
-        )
+        step_outer(self, bucket, state, delta)
 
     def commit(self, bucket: Bucket, state: Outer) -> None:
         """x <- a, after an outer step."""

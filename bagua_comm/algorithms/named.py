@@ -29,6 +29,7 @@ from .diloco import DiLoCo
 from .gradient import ByteGrad, GradientAllReduce
 from .low_precision import LowPrecisionDecentralized, LowPrecisionOnePeer
 from .qadam import QAdam
+from .streaming_diloco import StreamingDiLoCo
 
 
 def _hierarchical(inner: Average | None = None, inside: Exact | Quantized | None = None) -> GradientAllReduce:
@@ -76,6 +77,8 @@ NAMED: Mapping[str, Callable[..., Algorithm]] = MappingProxyType(
         "diloco": DiLoCo,
         "diloco-100": partial(DiLoCo, 100),
         "diloco-100-bytes": partial(DiLoCo, 100, average=Quantized()),
+        "streaming-diloco": StreamingDiLoCo,
+        "streaming-diloco-int4": partial(StreamingDiLoCo, average=Quantized(Int4())),
         # Made of other algorithms
         "every": every,
         "every-4": partial(every, 4, Decentralized("one_peer_exponential")),

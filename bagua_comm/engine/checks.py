@@ -18,7 +18,7 @@ def check_fit(algorithm: Algorithm, plan: Plan, size: int) -> None:
     """Raise unless the algorithm can exchange the tensors of `plan` over `size` ranks.
 
     Raises:
-        ArrayError: It does not support this number of ranks.
+        ArrayError: It does not support this number of ranks, or these buckets.
         UnsupportedError: It cannot exchange the dtype of a tensor; the message names the tensor.
     """
     for bucket in plan.buckets:
@@ -28,6 +28,7 @@ def check_fit(algorithm: Algorithm, plan: Plan, size: int) -> None:
             names = ", ".join(repr(tensor.name) for tensor in bucket.tensors[:3])
             raise type(exc)(f"tensor {names}: {exc}") from exc
     check_size(algorithm, size)
+    with_defaults(algorithm).check_plan(plan)
 
 
 def check_same_training(comm: Communicator, plan: Plan, algorithm: Algorithm, storage: object = None) -> str:

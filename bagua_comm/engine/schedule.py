@@ -1,4 +1,8 @@
-"""When exchanges begin and end: in every step (`StepSchedule`), or in rounds beside training (`RoundSchedule`).
+"""When exchanges begin and end.
+
+    StepSchedule       in every step, in a window of it
+    DelayedSchedule    in steps that the algorithm chooses; they outlive a number of steps
+    RoundSchedule      in rounds beside training, for which no step waits
 
 The engine reports to its schedule which tensors are ready and which points training has reached. The schedule
 decides when buckets leave and when they are written back; `Exchanges` does both.
@@ -8,13 +12,14 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from ..algorithms.base import Algorithm, Point, Rounds, State, Window, WithDefaults, with_defaults
+from ..algorithms.base import Algorithm, Pending, Point, Rounds, State, Window, WithDefaults, with_defaults
 from ..bucket import Bucket
 from ..comm import Communicator
 from ..errors import ArrayError
@@ -78,15 +83,45 @@ class Exchanges:
 
     def send(self, bucket: Bucket) -> Future[Any]:
         """Prepare the exchange of a bucket and submit it to the lane, or hold it back if stopped."""
-        state, bucket.step = self.states[bucket.index], self.step - self.began
-        bucket.padding[...] = 0  # a NaN in the last block may have spread to the padding
+        self._enter_step(bucket)
         if self.stopped:
             self.held.append(bucket)
             return Future()
         self.sent.append(bucket)
+        return self._submit(bucket)
+
+    def send_if_due(self, bucket: Bucket, delay: int) -> Future[Any] | None:
+        """Prepare a step of a bucket. If it communicates, submit an exchange that outlives `delay` steps."""
+        state = self.states[bucket.index]
+        self._enter_step(bucket)
+        if self.stopped:
+            self.algorithm.skip(bucket, state)
+        elif self.algorithm.communicates(bucket.step, state):
+            self.pending(bucket).begin(delay)
+            return self._submit(bucket)
+        else:
+            self.algorithm.begin(bucket, state)
+        return None
+
+    def pending(self, bucket: Bucket) -> Pending:
+        """Whether an exchange of this bucket outlives steps; for an algorithm whose window has a delay."""
+        found = self.algorithm.pending(self.states[bucket.index])
+        if found is None:
+            raise ArrayError(
+                f"the window of {self.algorithm.algorithm} has a delay, but its state has no Pending; expected "
+                "one as its field `pending`"
+            )
+        return found
+
+    def _enter_step(self, bucket: Bucket) -> None:
+        bucket.step = self.step - self.began
+        bucket.padding[...] = 0  # a NaN in the last block may have spread to the padding
+
+    def _submit(self, bucket: Bucket) -> Future[Any]:
+        state = self.states[bucket.index]
         self.algorithm.begin(bucket, state)
         began = time.perf_counter_ns()
-        future = self.lane.submit(self._exchange, self.algorithm, bucket, state)
+        future = self.lane.submit(self._exchange, self.algorithm, bucket, state, bucket.step)
         self.counters.wait.time_ns += time.perf_counter_ns() - began  # a lane without a thread runs it here
         return future
 
@@ -104,15 +139,15 @@ class Exchanges:
             stacklevel=5,  # the line that calls at()
         )
 
-    def _exchange(self, algorithm: WithDefaults, bucket: Bucket, state: State) -> None:
-        """Run an exchange, on the lane. Collective."""
+    def _exchange(self, algorithm: WithDefaults, bucket: Bucket, state: State, step: int) -> None:
+        """Run an exchange, on the lane; `step` is when the bucket left. Collective."""
         comm = self.lane.comm
         before, began = comm.counters.total(), time.perf_counter_ns()
-        detail = {"bucket": bucket.index, "bytes": bucket.nbytes, "step": bucket.step}
+        detail = {"bucket": bucket.index, "bytes": bucket.nbytes, "step": step}
         self.lane.note(**detail)
         context = comm.context
         try:
-            context.bucket, context.bucket_step = bucket, (bucket.index, self.began + bucket.step)
+            context.bucket, context.bucket_step = bucket, (bucket.index, self.began + step)
             with self.tracer.span("exchange", **detail):
                 algorithm.exchange(bucket, comm, state)
         finally:  # no call before these assignments: a signal handler could raise there
@@ -121,7 +156,7 @@ class Exchanges:
         if after.calls > before.calls:
             spent_ns = time.perf_counter_ns() - began
             self.counters.exchange.add(bucket.nbytes, after.wire_bytes - before.wire_bytes, spent_ns)
-            self.exchanged = self.began + bucket.step + 1
+            self.exchanged = self.began + step + 1
 
     @property
     def communicates(self) -> bool:
@@ -132,19 +167,35 @@ class Exchanges:
 
     def wait(self) -> None:
         """Wait for all tasks on the lane, and raise the first error among them."""
+        with self._waiting():
+            self.lane.wait()
+
+    def wait_for(self, futures: Sequence[Future[Any]]) -> None:
+        """Wait for these tasks on the lane, and raise the first error among them."""
+        with self._waiting():
+            for future in futures:
+                self.lane.result(future)
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Count what happens in it as a wait."""
         began = time.perf_counter_ns()
         try:
             with self.tracer.span("wait for exchanges"):
-                self.lane.wait()
+                yield
         finally:
             self.counters.wait.add(0, 0, time.perf_counter_ns() - began)
 
-    def commit(self) -> None:
-        """Write back the results of the buckets that were sent. Buckets that were held back stay local."""
-        if self.sent and self.algorithm.commits:
-            for bucket in self.sent:
+    def write_back(self, buckets: Sequence[Bucket]) -> None:
+        """Write back the results of these buckets."""
+        if buckets and self.algorithm.commits:
+            for bucket in buckets:
                 self.algorithm.commit(bucket, self.states[bucket.index])
             self.counters.commits += 1
+
+    def commit(self) -> None:
+        """Write back the results of the buckets that were sent. Buckets that were held back stay local."""
+        self.write_back(self.sent)
         for bucket in self.held:
             self.algorithm.skip(bucket, self.states[bucket.index])
         self.sent, self.held = [], []
@@ -279,6 +330,77 @@ class StepSchedule:
         self._exchanges.commit()
 
 
+class DelayedSchedule:
+    """Exchanges that outlive steps: each begins after an optimizer step, and ends a number of steps later.
+
+    Training waits for an exchange in the step in which it ends, which is the same on all ranks, and in no step
+    before. Buckets leave in the order of the plan; several may be under way.
+    """
+
+    def __init__(self, window: Window, exchanges: Exchanges) -> None:
+        self._delay, self._exchanges = window.delay, exchanges
+        self._under_way: dict[int, Future[Any]] = {}
+        """The exchanges that this rank has submitted and not written back, by the index of their bucket."""
+
+    def ready(self, name: str) -> None:
+        """Nothing: exchanges begin after the optimizer has stepped."""
+
+    def ready_bucket(self, index: int) -> None:
+        """Nothing: exchanges begin after the optimizer has stepped."""
+
+    def at(self, point: Point) -> None:
+        """At STEP, begin the exchanges that are due; at FORWARD, end those whose steps are over. Collective."""
+        if point is Point.FORWARD:
+            self.settle()
+        elif point is Point.STEP:
+            self.settle()
+            for bucket in self._exchanges.buckets:
+                self._step(bucket)
+
+    def settle(self) -> None:
+        """End the exchanges whose steps are over; the others continue while weights are read or saved."""
+        self._end(most=1)
+
+    def before_saving(self) -> None:
+        """Wait until no exchange changes the states. What is under way continues with the same steps to go."""
+        self.settle()
+        self._exchanges.wait()
+
+    def before_loading(self) -> None:
+        """Wait until the lane is idle. Nothing is written back, in case the state is refused."""
+        self._exchanges.wait()
+
+    def finish(self) -> None:
+        """End all exchanges now. Collective."""
+        self._end(most=self._delay + 1)
+
+    def stop(self) -> None:
+        """End all exchanges now. Collective."""
+        self.finish()
+
+    def resume(self) -> None:
+        """Nothing: the next exchange begins at STEP."""
+
+    def _step(self, bucket: Bucket) -> None:
+        self._exchanges.pending(bucket).count()
+        future = self._exchanges.send_if_due(bucket, self._delay)
+        if future is not None:
+            self._under_way[bucket.index] = future
+
+    def _end(self, *, most: int) -> None:
+        """Wait for the exchanges with at most `most` steps to go, see `Pending`, and write them back."""
+        ending = [b for b in self._exchanges.buckets if 0 < self._exchanges.pending(b).steps <= most]
+        if not ending:
+            return
+        # There is no future for what was received before a checkpoint.
+        futures = [self._under_way[b.index] for b in ending if b.index in self._under_way]
+        self._exchanges.wait_for(futures)
+        self._exchanges.write_back(ending)
+        for bucket in ending:
+            self._exchanges.pending(bucket).end()
+            self._under_way.pop(bucket.index, None)
+
+
 class RoundSchedule:
     """Exchanges in rounds, which begin and end after optimizer steps. No step waits for them."""
 
@@ -350,10 +472,12 @@ class RoundSchedule:
         return bool(agreed)
 
 
-ExchangeSchedule: TypeAlias = "StepSchedule | RoundSchedule"
+ExchangeSchedule: TypeAlias = "StepSchedule | DelayedSchedule | RoundSchedule"
 
 
 def schedule_of(exchanges: Exchanges) -> ExchangeSchedule:
     """Return the schedule for the algorithm of the current phase."""
     window = exchanges.algorithm.window
-    return RoundSchedule(window, exchanges) if isinstance(window, Rounds) else StepSchedule(window, exchanges)
+    if isinstance(window, Rounds):
+        return RoundSchedule(window, exchanges)
+    return DelayedSchedule(window, exchanges) if window.delay else StepSchedule(window, exchanges)

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from ..algorithms import Algorithm, Point, Rounds
-from ..algorithms.base import phases_of, runs_in_rounds, with_defaults
+from ..algorithms.base import pack, phases_of, runs_in_rounds, with_defaults
 from ..algorithms.combinators import Interval
 from ..arrays import Array
-from ..bucket import Plan, TensorSpec
+from ..bucket import TensorSpec
 from ..comm import Communicator
 from ..engine import Engine
 from ..errors import CommMismatch
@@ -63,7 +63,7 @@ _SPECS = [TensorSpec(f"t{i}", (5, i + 1), "float32") for i in range(6)]
 
 def _check_training(comm: Communicator, algorithm: Algorithm) -> None:
     def make() -> Engine:
-        plan = Plan.pack(_SPECS, bucket_bytes=200, alignment=4 * comm.size)
+        plan = pack(algorithm, _SPECS, bucket_bytes=200, alignment=4 * comm.size)
         return Engine(comm, algorithm, plan, {p.payload: plan.allocate() for p in phases_of(algorithm)})
 
     with make() as engine:

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import nn
 
-from bagua_comm import Algorithm, Communicator
-from bagua_comm.algorithms.base import phases_of
+from bagua_comm import Algorithm, Communicator, Plan
+from bagua_comm.algorithms.base import needs_groups, phases_of
 from bagua_comm.engine import EngineCallbacks
 from bagua_comm.pickling import Live
 from bagua_comm.trace import ExchangeCounters
 
 from ..broadcast import broadcast_tensors
 from ..engine import TorchEngine, average_tensors
-from ..memory import BucketMemory, extended, pack
+from ..memory import BucketMemory, extended, pack, specs_of
 from ..model_state import ModelState
 from .optimizers import attach_states, flatten
 
@@ -53,11 +52,17 @@ class BucketExchange(Live):
         self.bucket_bytes = bucket_bytes
         self._callbacks = callbacks
         self._past = ExchangeCounters()  # of earlier engines
-        self.memory = BucketMemory(model.trained, self._plan(bucket_bytes), in_buckets=in_buckets)
+        self.memory = BucketMemory(model.trained, self.plan_for(algorithm, bucket_bytes), in_buckets=in_buckets)
         self._start(algorithm)
 
-    def _plan(self, bucket_bytes: int) -> Any:
-        return pack(self.model.trained, bucket_bytes, self.comm.size)
+    def plan_for(self, algorithm: Algorithm, bucket_bytes: int) -> Plan:
+        """The buckets in which the parameters are packed for this algorithm."""
+        return pack(self.model.trained, algorithm, bucket_bytes, self.comm.size)
+
+    def plan_to_switch(self, algorithm: Algorithm) -> Plan:
+        """The buckets with which `switch` continues: the present ones, unless `algorithm` needs groups."""
+        plan = self.plan_for(algorithm, self.bucket_bytes)
+        return plan if needs_groups(algorithm, specs_of(self.model.trained)) else self.memory.plan
 
     def _start(self, algorithm: Algorithm) -> None:
         """Construct the engine for `algorithm`, and allocate missing memory. Collective."""
@@ -78,13 +83,20 @@ class BucketExchange(Live):
     def switch(self, algorithm: Algorithm) -> None:
         """Continue with another algorithm, after the engine of the last one was closed. Collective."""
         self._past += self.engine.counters
+        plan = self.plan_to_switch(algorithm)
+        if plan != self.memory.plan:
+            self.reclaim()
+            memory = BucketMemory(self.model.trained, plan, in_buckets=self.memory.in_buckets)
+            memory.copy(self.memory)
+            self.memory = memory
         self._start(algorithm)
         self.flatten()
 
     def replan(self, bucket_bytes: int, algorithm: Algorithm) -> None:
         """Continue with other buckets, and the same algorithm with other settings. Collective."""
         self.reclaim()
-        memory = BucketMemory(self.model.trained, self._plan(bucket_bytes), in_buckets=self.memory.in_buckets)
+        plan = self.plan_for(algorithm, bucket_bytes)
+        memory = BucketMemory(self.model.trained, plan, in_buckets=self.memory.in_buckets)
         for payload in {phase.payload for phase in phases_of(algorithm)}:
             memory.allocate(payload)
         self.engine.move(memory, algorithm)
@@ -97,7 +109,8 @@ class BucketExchange(Live):
         if not self.engine.awaits(unfrozen):  # otherwise loaded weights, which may differ between ranks
             broadcast_tensors(self.comm, list(unfrozen.values()), root=0)
         self.model.train(unfrozen)
-        self.memory.extend(extended(self.memory.plan, unfrozen, self.bucket_bytes, self.comm.size))
+        given = unfrozen, self.engine.algorithm, self.bucket_bytes, self.comm.size
+        self.memory.extend(extended(self.memory.plan, *given))
         self.engine.extend()
         self.note_new_weights()
 

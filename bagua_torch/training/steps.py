@@ -39,6 +39,7 @@ class TrainingSteps(TrainingStep):
         """Continue with another algorithm, after the engine of the last one was closed. Collective."""
         self._buffers.due = True  # the same on all ranks, whatever number of steps each made while stopped
         self.exchange.switch(algorithm)
+        self.watch.regroup(self.memory.names)
         self.attach_states()
 
     def replan(self, bucket_bytes: int, algorithm: Algorithm) -> None:

@@ -19,7 +19,7 @@ from bagua_comm.engine import check_fit
 from .. import checks
 from ..engine import TorchEngine
 from ..errors import MismatchError
-from ..memory import pack
+from ..memory import extended
 
 
 def check_together(
@@ -89,7 +89,8 @@ def agree(
                 )
         checks.check_optimizers(optimizers, {**trained, **unfrozen}, engine.algorithm)
         size = engine.place[1]
-        check_fit(engine.algorithm, pack(unfrozen, bucket_bytes, size), size)
+        plan = extended(engine.plan, unfrozen, engine.algorithm, bucket_bytes, size)
+        check_fit(engine.algorithm, plan, size)
         if engine.holds or (opened and engine.exchanging):
             raise ArrayError(
                 f"DistributedDataParallel: {next(iter(unfrozen))!r} was unfrozen within a step, between a "

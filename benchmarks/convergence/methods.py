@@ -96,6 +96,23 @@ FOUR_BITS = {
 }
 """Gradients of four bits. Unless algorithms are named, only the task gpt trains with them, and with some."""
 
+
+def _streaming(title: str, **arguments: Any) -> Method:
+    settings = {"local_steps": 30, "fragments": 4, "delay": 5, "outer_momentum": 0.5, **arguments}
+    title = f"streaming DiLoCo, 30 steps, 4 fragments, {title}"
+    return Method(title, lambda steps: from_name("streaming-diloco", **settings), "weights, now and then")
+
+
+STREAMING = {
+    "diloco-30": _diloco("DiLoCo, 30 steps", 30),
+    "streaming-30-at-once": _streaming("no delay", delay=0, mix=0),
+    "streaming-30": _streaming("delay 5"),
+    "streaming-30-int4": _streaming(
+        "delay 5, four bits", average={"name": "quantized", "codec": "int4", "min_bytes": 0}
+    ),
+}
+"""DiLoCo at once and in fragments, for slow links; trained only if they are named."""
+
 METHODS = {
     TORCH: _torch("torch DDP (gloo)"),
     TORCH_ADAM: _torch("torch DDP (gloo), Adam", optimizer="adam", baseline=TORCH_ADAM),
@@ -139,6 +156,7 @@ METHODS = {
         lambda steps: after(max(1, steps // 4), GradientAllReduce(), DiLoCo(100)),
         "weights, now and then",
     ),
+    **STREAMING,
     "diloco-10-momentum": _diloco("DiLoCo, 10 steps, momentum 0.9", 10, note=_MOMENTUM, outer_momentum=0.9),
     "diloco-100-momentum": _diloco("DiLoCo, 100 steps, momentum 0.9", 100, note=_MOMENTUM, outer_momentum=0.9),
 }

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..bench.report import markdown_table, or_dash
 from ..bench.timing import allreduce_factor
-from .methods import METHODS, TORCH, TORCH_ADAM, Method
+from .methods import METHODS, STREAMING, TORCH, TORCH_ADAM, Method
 from .tasks import ALL, OPTIMIZERS, TASKS, Task
 
 if TYPE_CHECKING:
@@ -157,6 +157,12 @@ def _section(record: dict[str, Any], name: str) -> list[str]:
     ]
     if TORCH_ADAM in task.methods():
         lines.append("* QAdam is compared with torch DDP with Adam.")
+    if _is_timed(rows_of(record, name)):
+        lines += [
+            "* *Most B in a step*: of all steps, the most wire bytes of exchanges that ended in it. *Time* is",
+            "  that of a step, beside the baseline's in the same run. *Waiting* is the share of it in which",
+            "  training waited for exchanges: the communication that was not hidden.",
+        ]
     return [*lines, "", *_table(record, name), *(line for note in notes(record, name) for line in ("", note))]
 
 
@@ -167,6 +173,7 @@ def rows_of(record: dict[str, Any], name: str) -> list[dict[str, Any]]:
 
 def _table(record: dict[str, Any], name: str) -> list[str]:
     task, rows = TASKS[name], rows_of(record, name)
+    timed = _is_timed(rows)
     seeds = sorted({seed for row in rows for seed in row["metrics"]}, key=int)
     titles = [
         "algorithm",
@@ -179,6 +186,7 @@ def _table(record: dict[str, Any], name: str) -> list[str]:
         "steps",
         "payload B/step",
         "wire B/step",
+        *(["most B in a step", "time", "waiting (%)"] if timed else []),
         "object",
     ]
     cells = [
@@ -192,11 +200,34 @@ def _table(record: dict[str, Any], name: str) -> list[str]:
             {True: "yes", False: "**no**", None: ""}[row["within"]],
             str(row["steps"]),
             *(f"{row['per_step'][key]:,.0f}" for key in ("payload_bytes", "wire_bytes")),
+            *(_times(row, rows) if timed else []),
             f"`{row['object']}`",
         ]
         for row in rows
     ]
-    return markdown_table(titles, cells, "lrrrr" + "r" * task.relative + "lrrrl")
+    return markdown_table(titles, cells, "lrrrr" + "r" * task.relative + "lrrr" + "rrr" * timed + "l")
+
+
+def _is_timed(rows: Sequence[dict[str, Any]]) -> bool:
+    """Whether the table has times: it has if one of the methods is meant to hide communication."""
+    return any(row["algorithm"] in STREAMING for row in rows)
+
+
+def _times(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> list[str]:
+    """The most bytes of a step, the time of a step beside that of the baseline, and the share of waiting."""
+    base = next((other["per_step"]["ms"] for other in rows if other["algorithm"] == row["baseline"]), None)
+    ratio = None if base is None else row["per_step"]["ms"] / base
+    return [f"{row['per_step']['most_wire_bytes']:,.0f}", or_dash(ratio, "{:.2f}"), waiting(row["per_step"])]
+
+
+def waiting(per_step: dict[str, Any]) -> str:
+    """The share of the time of a step in which training waits for exchanges, in per cent.
+
+    >>> waiting({"ms": 20.0, "waited_ms": 5.0}), waiting({"ms": 20.0, "waited_ms": None})
+    ('25.0', '-')
+    """
+    waited = per_step.get("waited_ms")
+    return "-" if waited is None else f"{100 * waited / per_step['ms']:.1f}"
 
 
 def _difference(row: dict[str, Any]) -> str:

@@ -5,6 +5,8 @@
     python -m bagua_comm run -n 4 -m benchmarks.convergence --resume
     python -m bagua_comm run -n 4 -m benchmarks.convergence --task text,text-sgd --algorithms torch,diloco-100
     python -m bagua_comm run -n 4 -m benchmarks.convergence --task gpt --out benchmarks/results/few_bits
+    python -m benchmarks.netlab run --hosts 4 --rate 50mbit -m benchmarks.convergence --task text \
+        --algorithms torch,exact,diloco-30,streaming-30,streaming-30-int4 --out benchmarks/results/streaming
     python -m benchmarks.convergence --report
 
 Tasks: a CNN on scikit-learn's digits, and a character-level transformer on the text of Python's standard
@@ -47,7 +49,7 @@ from ..bench.table import Column, Table, number
 from ..bench.timing import allreduce_factor
 from ..bench.torch_world import gloo
 from .methods import METHODS, Method
-from .report import NODES, draw, markdown, summarize, verdicts
+from .report import NODES, draw, markdown, summarize, verdicts, waiting
 from .tasks import ALL, MOMENTUM, TASKS, Batch, Task
 
 BUCKET_BYTES = 256 * 1024
@@ -99,7 +101,7 @@ def run_once(comm: Communicator, task: Task, method: Method, seed: int, steps: i
         )
 
     batches = data.batches(seed, comm.size * task.batch_size)
-    losses = np.empty(steps)
+    losses, ended = np.empty(steps), np.zeros(steps + 1)
     comm.barrier()
     start = time.perf_counter()
     for step in range(steps):
@@ -110,7 +112,9 @@ def run_once(comm: Communicator, task: Task, method: Method, seed: int, steps: i
         optimizer.step()
         schedule.step()
         losses[step] = loss.item()
+        ended[step + 1] = 0 if algorithm is None else wrapped.engine.counter.wire_bytes
     seconds = time.perf_counter() - start
+    waited_s = 0.0 if algorithm is None else wrapped.counters.wait.seconds
 
     if algorithm is None:
         sent = torch_sends(comm, model)
@@ -121,6 +125,8 @@ def run_once(comm: Communicator, task: Task, method: Method, seed: int, steps: i
             "payload_bytes": counter.payload_bytes / steps,
             "wire_bytes": counter.wire_bytes / steps,
             "exchanges": counter.calls / steps,
+            "waited_ms": waited_s / steps * 1e3,
+            "most_wire_bytes": float(np.diff(ended).max()),
         }
     if algorithm is not None and not method.exact:
         wrapped.average_weights()  # where gradients are averaged, weights are the same without it
@@ -142,7 +148,14 @@ def run_once(comm: Communicator, task: Task, method: Method, seed: int, steps: i
 def torch_sends(comm: Communicator, model: nn.Module) -> dict[str, float | None]:
     """Bytes that a ring allreduce of the gradients sends: computed, not measured."""
     nbytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    return {"payload_bytes": nbytes, "wire_bytes": allreduce_factor(comm.size) * nbytes, "exchanges": None}
+    wire = allreduce_factor(comm.size) * nbytes
+    return {
+        "payload_bytes": nbytes,
+        "wire_bytes": wire,
+        "exchanges": None,
+        "waited_ms": None,
+        "most_wire_bytes": wire,
+    }
 
 
 @torch.no_grad()
@@ -233,7 +246,9 @@ TABLE = Table(
         Column("metric", width=9),
         Column("payload", "(B/step)", 10),
         Column("wire", "(B/step)", 10),
+        Column("most", "(B/step)", 10),
         Column("time", "(ms/step)", 9),
+        Column("waiting", "(%)", 8),
     )
 )
 
@@ -323,8 +338,9 @@ def _cells(result: dict[str, Any]) -> list[str]:
         result["algorithm"],
         str(result["seed"]),
         f"{result['metric']:.{TASKS[result['task']].decimals}f}",
-        *(f"{per_step[key]:.0f}" for key in ("payload_bytes", "wire_bytes")),
+        *(f"{per_step[key]:.0f}" for key in ("payload_bytes", "wire_bytes", "most_wire_bytes")),
         number(per_step["ms"]),
+        waiting(per_step),
     ]
 
 

@@ -21,6 +21,7 @@ from bagua_comm import (
     Plan,
     Point,
     QAdam,
+    StreamingDiLoCo,
     TensorSpec,
     after,
     every,
@@ -42,6 +43,7 @@ ALIKE = [
     GradientAllReduce(),
     Decentralized("one_peer_exponential"),
     DiLoCo(local_steps=2),
+    StreamingDiLoCo(local_steps=2, fragments=1),
     QAdam(warmup_steps=2),
     after(1, GradientAllReduce(), Decentralized()),
 ]
@@ -154,6 +156,7 @@ def test_per_rank_state_of_four_ranks_is_refused_on_two(algorithm):
     assert_refused(algorithm, saved_by(4, algorithm)[:2], "saved by rank 0 of 4, expected rank 0 of 2")
 
 
+@pytest.mark.algorithms("all")
 @pytest.mark.parametrize("algorithm", ALIKE, ids=repr)
 def test_replicated_state_is_loaded_by_any_rank_of_any_number(algorithm):
     saved = saved_by(4, algorithm)

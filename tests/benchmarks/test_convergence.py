@@ -156,6 +156,27 @@ def test_a_ratio_is_the_mean_over_seeds_with_its_standard_deviation():
     assert "| 5.0667 | 3.5233 | 2.2000, 4.0000, 9.0000 | +3.33 | 1.0500 ± 0.0707 | **no** |" in table
 
 
+def test_rows_of_streaming_have_times_and_waits():
+    record = record_of({"torch": {0: 2.0}, "diloco-30": {0: 2.0}, "streaming-30": {0: 2.0}}, "text")
+    for row, per_step in zip(
+        record["summary"],
+        [
+            {"ms": 4.0, "waited_ms": None, "most_wire_bytes": 4000.0},
+            {"ms": 3.0, "waited_ms": 1.5, "most_wire_bytes": 4000.0},
+            {"ms": 2.0, "waited_ms": 0.1, "most_wire_bytes": 1000.0},
+        ],
+        strict=True,
+    ):
+        row["per_step"].update(per_step)
+    machine = {"cpu": "one", "cores": 2}
+    table = report.markdown({**record, "machine": machine}, None)
+    assert "| most B in a step | time | waiting (%) |" in table
+    for cells in ("| 4,000 | 1.00 | - |", "| 4,000 | 0.75 | 50.0 |", "| 1,000 | 0.50 | 5.0 |"):
+        assert cells in table
+    plain = {**record_of({"torch": {0: 2.0}}, "text"), "machine": machine}
+    assert "waiting (%)" not in report.markdown(plain, None)
+
+
 def test_each_task_has_its_own_algorithms_by_default():
     options = run.parse_arguments(["--task", "digits,gpt", "--seeds", "0"])
     wanted = run.missing({"results": []}, options)

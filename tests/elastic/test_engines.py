@@ -10,6 +10,7 @@ from support.waiting import until
 
 import bagua_comm
 from bagua_comm import ArrayError, Engine, Plan, Point, TensorSpec
+from bagua_comm.algorithms.base import pack
 from bagua_comm.elastic import State, run
 from bagua_comm.testing.fleets import ThreadJob, run_fleet
 
@@ -49,7 +50,7 @@ def training(algorithm):
             exchanged = algorithm
             if "shift_one" in repr(algorithm) and comm.size % 2:
                 exchanged = bagua_comm.Decentralized("all")  # the other pairs ranks
-            plan = Plan.pack(SPECS, bucket_bytes=100, alignment=8 * comm.size)
+            plan = pack(exchanged, SPECS, bucket_bytes=100, alignment=8 * comm.size)
             flats = {"weight": plan.allocate(), "grad": plan.allocate()}
             weight, grad = plan.cut(flats["weight"]), plan.cut(flats["grad"])
             for name, view in weight.items():

@@ -27,6 +27,7 @@ from bagua_comm import (
     QAdam,
     Quantized,
     Reproducible,
+    StreamingDiLoCo,
     TensorSpec,
     UnsupportedError,
     after,
@@ -216,6 +217,19 @@ def test_periodic_communication_costs_its_mean():
     assert predict(DiLoCo(local_steps=10), JOB, PAIR, FREE).step_s == pytest.approx(3.5 + 0.066)
 
 
+def test_fragments_are_exposed_as_far_as_they_take_longer_than_their_delay():
+    slow = dataclasses.replace(PAIR, bandwidth_gbit=0.01)
+    once = predict(DiLoCo(local_steps=1), JOB, slow, FREE)
+    for delay in (0, 1, 4):
+        method = StreamingDiLoCo(local_steps=10, fragments=4, delay=delay)
+        found = predict(method, JOB, slow, FREE)
+        expected = max(0.0, once.communication_s - 4 * delay * JOB.compute_s) / 10
+        assert found.exposed_s == pytest.approx(expected, rel=0.02), delay
+        assert found.wire_bytes == once.wire_bytes / 10
+    by_layer = StreamingDiLoCo(local_steps=10, fragments=lambda name: 0, delay=4)
+    assert predict(by_layer, JOB, slow, FREE).wire_bytes == once.wire_bytes / 10
+
+
 def test_a_warm_up_is_left_out():
     assert predict(after(9, GradientAllReduce(), ByteGrad()), JOB, PAIR) == predict(ByteGrad(), JOB, PAIR)
     assert predict(AsyncModelAverage(warmup_steps=9), JOB, PAIR) == predict(AsyncModelAverage(), JOB, PAIR)
@@ -358,6 +372,7 @@ EXCHANGED = {
     "four-bits": GradientAllReduce(Quantized(Int4())),
     "qadam": QAdam(warmup_steps=1),
     "diloco-3-bytes": DiLoCo(local_steps=3, average=Quantized()),
+    "streaming-3": StreamingDiLoCo(local_steps=3, fragments=1, delay=2, average=Quantized(Int4())),
     "every-3-ring": every(3, LowPrecisionDecentralized()),
 }
 del EXCHANGED["diloco-100"], EXCHANGED["diloco-100-bytes"]
@@ -377,6 +392,7 @@ def test_bytes_are_those_that_the_communicator_counts(nodes):
             bucket.step = step
             with_defaults(method).begin(bucket, state)
             method.exchange(bucket, comm, state)
+            with_defaults(method).commit(bucket, state)
         return comm.counters.total().wire_bytes - before
 
     counted = run_ranks(

@@ -23,6 +23,7 @@ WEIGHT_ALGORITHMS = [
     ),
     from_name("diloco", local_steps=3),
     from_name("diloco", local_steps=2, average="error-feedback"),
+    from_name("streaming-diloco", local_steps=3, fragments=2),
     from_name("every", n=2, algorithm="shift-one"),
 ]
 CHANGING_ALGORITHMS = [

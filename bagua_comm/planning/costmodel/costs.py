@@ -17,6 +17,7 @@ from ...algorithms import (
     LowPrecisionDecentralized,
     LowPrecisionOnePeer,
     QAdam,
+    StreamingDiLoCo,
 )
 from ...algorithms.by_node import ByNode
 from ...arrays import dtype_named
@@ -101,6 +102,9 @@ def exchange_of(method: Method, n: int, costs: Costs) -> BucketExchange:
         case DiLoCo(average=average):
             lane = [work(add=2 * n), *costs.average(average, n, everyone), work(add=4 * n)]
             return BucketExchange(lane, work(copy=n))
+        case StreamingDiLoCo(average=average):
+            lane = [*costs.average(average, n, everyone), work(add=4 * n)]
+            return BucketExchange(lane, work(add=4 * n))
     raise UnsupportedError(f"costmodel: the model does not know what {method!r} exchanges")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
-from ...algorithms import DiLoCo, Point, Rounds, Window
+from ...algorithms import DiLoCo, Point, Rounds, StreamingDiLoCo, Window
 from ...algorithms.base import check_size, phases_of, with_defaults
 from ...algorithms.by_node import ByNode
 from ...algorithms.combinators import Every
@@ -86,8 +86,32 @@ def _predict_averages(method: Method, job: Job, costs: Costs) -> Prediction:
     window = method.window if isinstance(method, TorchDDP) else with_defaults(method).window
     if isinstance(window, Rounds):
         return _predict_rounds(window.interval_s, job, exchanges, costs)
+    if isinstance(method, StreamingDiLoCo):
+        return _predict_fragments(method, job, costs)
     prediction = _predict_window(window, job, exchanges, costs)
     return _mean_over(method.local_steps, prediction) if isinstance(method, DiLoCo) else prediction
+
+
+def _predict_fragments(method: StreamingDiLoCo, job: Job, costs: Costs) -> Prediction:
+    """Predict the step of an algorithm whose fragments are exchanged in turn, each beside some further steps.
+
+    Where a function chooses the fragments, each bucket is counted as one.
+    """
+    count = len(job.buckets()) if callable(method.fragments) else method.fragments
+    job = dataclasses.replace(job, bucket_bytes=max(1, min(job.bucket_bytes, -(-job.model_bytes // count))))
+    exchanges = [exchange_of(method, nbytes, costs) for nbytes, _ in job.buckets()]
+    if costs.cluster.size == 1:
+        exchanges = []
+    size = max(1, -(-len(exchanges) // count))
+    fragments = [exchanges[first : first + size] for first in range(0, len(exchanges), size)]
+    steps = [_predict_window(method.window, job, fragment, costs) for fragment in fragments]
+    together = Prediction(
+        job.compute_s + sum(step.exposed_s for step in steps),
+        job.compute_s,
+        sum(step.communication_s for step in steps),
+        *_bytes_sent(exchanges),
+    )
+    return _mean_over(method.local_steps, together)
 
 
 def check_fit(method: Method, job: Job, cluster: Cluster) -> None:
@@ -106,7 +130,7 @@ def check_fit(method: Method, job: Job, cluster: Cluster) -> None:
 
 
 def _predict_window(window: Window, job: Job, exchanges: list[BucketExchange], costs: Costs) -> Prediction:
-    """Predict the step of an algorithm whose `window` opens and closes in each step."""
+    """Predict the step of an algorithm whose `window` opens in it."""
     backward_begins, backward_ends = job.forward_s, job.forward_s + job.backward_s
     at = {
         Point.FORWARD: 0.0,
@@ -117,6 +141,7 @@ def _predict_window(window: Window, job: Job, exchanges: list[BucketExchange], c
     beside_s = at[window.closes] - at[window.opens]
     if beside_s < 0:  # it closes in the next step
         beside_s += job.compute_s
+    beside_s += window.delay * job.compute_s
     by_gradient = window.opens is Point.GRADIENT
     ready = [share * job.backward_s if by_gradient else 0.0 for _, share in job.buckets()]
     overlapped_s, busy_s = costs.overlap(beside_s, list(zip(ready, (e.lane for e in exchanges), strict=False)))

@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from ...algorithms import Algorithm, DiLoCo
+from ...algorithms import Algorithm, DiLoCo, StreamingDiLoCo
+from ...algorithms.base import pack
 from ...algorithms.combinators import After, Every
 from ...averages import Average, ErrorFeedback, Hierarchical
-from ...bucket import Plan, TensorSpec
+from ...bucket import TensorSpec
 from ...codecs import MinMaxUInt8
 from ...errors import ArrayError
 
@@ -116,7 +117,8 @@ def make_grid(
                 "and let the tuner choose among averages or blocks"
             )
         sizes = {own_bytes}
-    distinct = {Plan.pack(specs, bucket_bytes=size): size for size in [*sorted(sizes, reverse=True), own_bytes]}
+    falling = [*sorted(sizes, reverse=True), own_bytes]
+    distinct = {pack(algorithm, specs, bucket_bytes=size): size for size in falling}
     return Grid(tuple(sorted(distinct.values())), families)
 
 
@@ -203,5 +205,6 @@ def period_of(algorithm: Algorithm) -> int:
     """
     period = 1
     for part in _parts(algorithm):
-        period *= part.n if isinstance(part, Every) else part.local_steps if isinstance(part, DiLoCo) else 1
+        local = isinstance(part, (DiLoCo, StreamingDiLoCo))
+        period *= part.n if isinstance(part, Every) else part.local_steps if local else 1
     return period

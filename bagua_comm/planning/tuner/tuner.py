@@ -17,11 +17,12 @@ from ...algorithms.base import (
     check_algorithm_argument,
     check_average_argument,
     check_integer,
+    pack,
     phases_of,
     runs_in_rounds,
 )
 from ...averages import Average
-from ...bucket import DEFAULT_BUCKET_BYTES, Plan, TensorSpec
+from ...bucket import DEFAULT_BUCKET_BYTES, TensorSpec
 from ...comm import Communicator
 from ...engine import check_fit
 from ...errors import ArrayError, BaguaError, CommMismatch, UnsupportedError
@@ -149,7 +150,7 @@ class Tuner:
         specs = list(specs)
         grid = make_grid(algorithm, specs, bucket_bytes, *self._choices)
         for family in grid.families:
-            check_fit(family[0], Plan.pack(specs), comm.size)
+            check_fit(family[0], pack(family[0], specs, bucket_bytes=bucket_bytes), comm.size)
         start = grid.cell_of(bucket_bytes, repr(algorithm))
         assert start is not None
         about = self._compare(comm, algorithm, specs, grid)
