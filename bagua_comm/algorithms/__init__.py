@@ -10,6 +10,7 @@ from .gradient import ByteGrad, GradientAllReduce
 from .low_precision import LowPrecisionDecentralized, LowPrecisionOnePeer
 from .named import NAMED, from_name
 from .qadam import QAdam
+from .sparse_loco import SparseLoCo
 
 __all__ = [
     "NAMED",
@@ -24,6 +25,7 @@ __all__ = [
     "Point",
     "QAdam",
     "Rounds",
+    "SparseLoCo",
     "Window",
     "after",
     "by_node",

@@ -100,9 +100,7 @@ class DiLoCo:
         state.steps = (state.steps + 1) % self.local_steps
         if state.steps:
             return
-        delta = comm.scratch.take("delta", bucket.flat.shape, bucket.flat.dtype, like=bucket.flat)
-        kernels.of(delta).subtract(state.anchor, bucket.flat, out=delta)
-        average_in_place(state.average, delta, bucket)
+        delta = mean_change(bucket, comm, state.anchor, state.average)
         kernels.of(delta).sgd_step(
             state.anchor,
             delta,
@@ -117,3 +115,11 @@ class DiLoCo:
         """x <- a, after an outer step."""
         if not state.steps:
             bucket.flat[...] = state.anchor
+
+
+def mean_change(bucket: Bucket, comm: Communicator, anchor: Array, average: InPlace) -> Array:
+    """Return the mean of anchor - weights over the ranks, in scratch memory. Collective."""
+    delta: Array = comm.scratch.take("delta", bucket.flat.shape, bucket.flat.dtype, like=bucket.flat)
+    kernels.of(delta).subtract(anchor, bucket.flat, out=delta)
+    average_in_place(average, delta, bucket)
+    return delta
