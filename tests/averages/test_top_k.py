@@ -1,7 +1,12 @@
 """The mean of the largest elements: which are sent, what arrives, and what error feedback keeps."""
 
+import json
+import subprocess
+import sys
+
 import numpy as np
 import pytest
+from support.golden import GOLDEN
 from support.references import largest
 
 from bagua_comm import (
@@ -15,6 +20,7 @@ from bagua_comm import (
     UnsupportedError,
 )
 from bagua_comm.arrays import dtype_named
+from bagua_comm.kernels import compiled, host
 from bagua_comm.testing import run_ranks
 
 DTYPES = ("float32", "float16", "bfloat16")
@@ -234,6 +240,34 @@ def test_sparse_between_nodes_and_exact_inside(nodes):
     np.testing.assert_allclose(result, sum(xs) / len(xs), atol=1e-6)
     result, _ = averaged(Hierarchical(TopK(50, 2, bits=32)), xs, nodes=nodes)
     assert 0 < np.count_nonzero(result) <= 2 * 2 * 4
+
+
+# Golden bytes --------------------------------------------------------------------------------------------
+
+
+def test_the_golden_file_equals_the_output_of_its_generator():
+    script = GOLDEN / "make_top_k.py"
+    assert subprocess.run([sys.executable, script, "--check"], timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize("module", [host, pytest.param(compiled, marks=pytest.mark.needs("numba"))])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_golden_bytes(dtype, module):
+    found = [case for case in json.loads((GOLDEN / "top_k.json").read_text()) if case["dtype"] == dtype]
+    assert len(found) > 50
+    for case in found:
+        n, m, settings = case["n"], case["m"], (case["chunk"], case["keep"], case["bits"])
+        x = np.frombuffer(bytes.fromhex(case["input"]), dtype_named(dtype)).reshape(n, m).copy()
+        wires = np.full((n, TopK(*settings).wire_nbytes(m)), 0xEE, np.uint8)
+        mean = np.empty_like(x[0])
+        for row, wire in zip(x, wires, strict=True):
+            module.top_k_encode(row, wire, *settings)
+        module.top_k_sum(wires, mean, *settings, "avg")
+        for row, wire in zip(x, wires, strict=True):
+            module.top_k_subtract(row, wire, *settings)
+        assert wires.tobytes().hex() == case["wire"], case["name"]
+        assert mean.tobytes().hex() == case["mean"], case["name"]
+        assert x.tobytes().hex() == case["left"], case["name"]
 
 
 # Bad input -----------------------------------------------------------------------------------------------
