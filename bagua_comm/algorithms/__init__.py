@@ -10,6 +10,7 @@ from .gradient import ByteGrad, GradientAllReduce
 from .low_precision import LowPrecisionDecentralized, LowPrecisionOnePeer
 from .named import NAMED, from_name
 from .qadam import QAdam
+from .sparse_loco import SparseLoCo
 from .streaming_diloco import StreamingDiLoCo
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "Point",
     "QAdam",
     "Rounds",
+    "SparseLoCo",
     "StreamingDiLoCo",
     "Window",
     "after",

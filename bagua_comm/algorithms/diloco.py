@@ -75,12 +75,8 @@ def check_settings(owner: str, settings: OuterSettings) -> None:
     check_average_argument(owner, settings.average)
 
 
-def step_outer(settings: OuterSettings, bucket: Bucket, state: Outer, delta: Array) -> None:
-    """Average `delta` in place, and step the outer optimizer along the mean: u and a of the equations above.
-
-    Collective.
-    """
-    average_in_place(state.average, delta, bucket)
+def step_outer(settings: OuterSettings, state: Outer, delta: Array) -> None:
+    """Step the outer optimizer along the mean change: u and a of the equations above."""
     kernels.of(delta).sgd_step(
         state.anchor,
         delta,
@@ -142,11 +138,18 @@ class DiLoCo:
         state.steps = (state.steps + 1) % self.local_steps
         if state.steps:
             return
-        delta = comm.scratch.take("delta", bucket.flat.shape, bucket.flat.dtype, like=bucket.flat)
-        kernels.of(delta).subtract(state.anchor, bucket.flat, out=delta)
-        step_outer(self, bucket, state, delta)
+        delta = mean_change(bucket, comm, state.anchor, state.average)
+        step_outer(self, state, delta)
 
     def commit(self, bucket: Bucket, state: Outer) -> None:
         """x <- a, after an outer step."""
         if not state.steps:
             bucket.flat[...] = state.anchor
+
+
+def mean_change(bucket: Bucket, comm: Communicator, anchor: Array, average: InPlace) -> Array:
+    """Return the mean of anchor - weights over the ranks, in scratch memory. Collective."""
+    delta: Array = comm.scratch.take("delta", bucket.flat.shape, bucket.flat.dtype, like=bucket.flat)
+    kernels.of(delta).subtract(anchor, bucket.flat, out=delta)
+    average_in_place(average, delta, bucket)
+    return delta

@@ -16,7 +16,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-from ..averages import Average, ErrorFeedback, Exact, Hierarchical, Quantized
+from ..averages import Average, ErrorFeedback, Exact, Hierarchical, Quantized, TopK
 from ..averages.reproducible import Reproducible
 from ..codecs import MXFP4, MXFP8, NVFP4, BFloat16, Codec, Float16, Int4, MinMaxUInt8
 from ..errors import ArrayError, BaguaError, shown
@@ -29,6 +29,7 @@ from .diloco import DiLoCo
 from .gradient import ByteGrad, GradientAllReduce
 from .low_precision import LowPrecisionDecentralized, LowPrecisionOnePeer
 from .qadam import QAdam
+from .sparse_loco import SparseLoCo
 from .streaming_diloco import StreamingDiLoCo
 
 
@@ -37,12 +38,13 @@ def _hierarchical(inner: Average | None = None, inside: Exact | Quantized | None
 
 
 def _error_feedback(
-    inner: Quantized | None = None,
+    inner: Quantized | TopK | None = None,
     decay: float = 0.0,
     reset_every: int | None = None,
     residual_codec: Codec | None = None,
+    retain: float = 1.0,
 ) -> GradientAllReduce:
-    return GradientAllReduce(ErrorFeedback(inner or Quantized(), decay, reset_every, residual_codec))
+    return GradientAllReduce(ErrorFeedback(inner or Quantized(), decay, reset_every, residual_codec, retain))
 
 
 def _warm_up(steps: int = 50, local_steps: int = 10) -> Algorithm:
@@ -79,6 +81,10 @@ NAMED: Mapping[str, Callable[..., Algorithm]] = MappingProxyType(
         "diloco-100-bytes": partial(DiLoCo, 100, average=Quantized()),
         "streaming-diloco": StreamingDiLoCo,
         "streaming-diloco-int4": partial(StreamingDiLoCo, average=Quantized(Int4())),
+        "sparseloco": SparseLoCo,
+        "sparseloco-hierarchical": partial(
+            SparseLoCo, average=Hierarchical(ErrorFeedback(TopK(), retain=SparseLoCo.decay))
+        ),
         # Made of other algorithms
         "every": every,
         "every-4": partial(every, 4, Decentralized("one_peer_exponential")),
@@ -99,6 +105,7 @@ AVERAGES: Mapping[str, Callable[..., Average]] = MappingProxyType(
         "quantized": Quantized,
         "error-feedback": ErrorFeedback,
         "hierarchical": Hierarchical,
+        "top-k": TopK,
     }
 )
 """Functions that make averages, by name."""

@@ -30,7 +30,7 @@ from ..comm import Communicator
 from ..errors import ArrayError, CommMismatch, shown
 from .base import TRANSIENT, Pending, Point, Window, check_average, check_floating, check_integer
 from .diloco import Outer, check_settings, step_outer
-from .residuals import bind_average
+from .residuals import average_in_place, bind_average
 
 
 @dataclass
@@ -164,7 +164,8 @@ class StreamingDiLoCo:
     def exchange(self, bucket: Bucket, comm: Communicator, state: OuterFragment) -> None:
         """Make the outer step of a fragment that is due. Collective."""
         if state.delta is not None:
-            step_outer(self, bucket, state, state.delta)
+            average_in_place(state.average, state.delta, bucket)
+            step_outer(self, state, state.delta)
 
     def commit(self, bucket: Bucket, state: OuterFragment) -> None:
         """x <- alpha x + (1 - alpha) a, after an outer step."""

@@ -3,7 +3,8 @@
     Exact()                     the mean, in the array's own precision
     Reproducible()              the mean, to bits that depend on the addends alone
     Quantized(codec)            the mean, through a lossy codec: fewer bytes on the wire
-    ErrorFeedback(inner)        `inner`, a quantized mean; its error is added to the next one
+    TopK(chunk, keep)           the mean of the largest elements of each rank
+    ErrorFeedback(inner)        `inner`, a quantized or sparse mean; its error is added to the next one
     Hierarchical(inner)         reduce inside each node, `inner` across nodes, gather inside each node
     Hierarchical(inner, inside=Quantized(codec))    the same, through a codec inside nodes too
 

@@ -1,4 +1,4 @@
-"""Error feedback: the error of a quantized mean is added to the next one."""
+"""Error feedback: the error of a quantized or sparse mean is added to the next one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from .. import arrays
+from .. import arrays, kernels
 from ..arrays import Array, Scratch
 from ..codecs import Codec
 from ..comm import Communicator
@@ -17,29 +17,31 @@ from ..errors import ArrayError, UnsupportedError
 from .base import InPlace
 from .coded import check_decay
 from .quantized import Quantized, QuantizedMean
+from .top_k import TopK, TopKMean
 
 _Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, repr=False)
 class ErrorFeedback:
-    """A quantized mean with error feedback: the error of each mean is added to the next one.
+    """A quantized or sparse mean with error feedback: the error of each mean is added to the next one.
 
-    With x the array of a rank, r its residual, Q the codec and b the `decay`:
+    With x the array of a rank, r its residual, Q the codec or the choice of `TopK`, b the `decay` and c the
+    `retain`:
 
-        v = x + (1 - b) r        mean of Q(v) over the ranks        r <- b r + v - Q(v)
+        r <- c r        v = x + (1 - b) r        mean of Q(v) over the ranks        r <- b r + v - Q(v)
 
-    Errors do not accumulate: the sum of the means, plus the mean of the ranks' residuals, equals the sum of the
-    exact means since the last reset. Both quantizations are compensated: of the array of each rank, and of the
-    mean. The cost is one more array like the averaged one, and two more decodings. The residual of an element
-    whose error is not finite is reset to zero.
+    Errors do not accumulate: if c is 1, the sum of the means, plus the mean of the ranks' residuals, equals the
+    sum of the exact means since the last reset. All quantizations are compensated: of the array of each rank,
+    and, by `Quantized`, of the mean. The cost is one more array like the averaged one, and two more decodings.
+    The residual of an element whose error is not finite is reset to zero.
 
     Each bound average serves one array; algorithms bind one for every bucket, and checkpoints hold the residuals,
     decoded, and the number of means since the last reset. Do not combine it with dynamic loss scaling, which
     changes the unit of the gradients.
 
     Args:
-        inner: The quantized mean, without `min_bytes`.
+        inner: The quantized mean, without `min_bytes`; or `TopK`, the mean of the largest elements.
         decay: The part of the residual that each mean leaves in it, at least 0 and below 1. 0 adds each error
             whole, to the next mean. Above 0 what is added, (1 - b) r, is a moving average of errors, which varies
             less: for codecs of few bits. It is the e of LoCo: e <- b e + (1 - b) (v - Q(v)).
@@ -47,13 +49,17 @@ class ErrorFeedback:
             never.
         residual_codec: Encodes the residual between two means, as `MinMaxUInt8()`, which needs a quarter of the
             memory; None to keep it as it is. Decoded, one residual at a time is in scratch memory.
+        retain: The part of the residual that is not forgotten before each mean, from 0 to 1. Below 1 what has
+            waited for long counts less: the error decay of SparseLoCo, for sparse means, which send an element
+            late.
 
     Raises:
         ArrayError: An argument is out of range.
 
     Source: Seide et al., "1-Bit Stochastic Gradient Descent", Interspeech 2014; Karimireddy et al., "Error
     Feedback Fixes SignSGD", arXiv 1901.09847; both ways: Tang et al., "DoubleSqueeze", arXiv 1905.05957; decay,
-    resets and encoded residuals: Xie et al., "LoCo: Low-Bit Communication Adaptor", arXiv 2407.04480.
+    resets and encoded residuals: Xie et al., "LoCo: Low-Bit Communication Adaptor", arXiv 2407.04480; `retain`:
+    Sarfi et al., "Communication Efficient LLM Pre-training with SparseLoCo", arXiv 2508.15706.
 
     >>> import numpy as np
     >>> from bagua_comm import MinMaxUInt8
@@ -65,25 +71,30 @@ class ErrorFeedback:
     array([  0. ,   0.3, 255. ], dtype=float32)
     """
 
-    inner: Quantized = field(default_factory=Quantized)
+    inner: Quantized | TopK = field(default_factory=Quantized)
     decay: float = 0.0
     reset_every: int | None = None
     residual_codec: Codec | None = None
+    retain: float = 1.0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.inner, Quantized):
+        if not isinstance(self.inner, (Quantized, TopK)):
             found = type(self.inner).__name__
             advice = f"; or {found}(ErrorFeedback())" if found == "Hierarchical" else ""
-            raise ArrayError(f"ErrorFeedback: inner is {self.inner!r}, expected Quantized(codec){advice}")
-        if self.inner.min_bytes:
+            raise ArrayError(
+                f"ErrorFeedback: inner is {self.inner!r}, expected Quantized(codec) or TopK(){advice}"
+            )
+        if isinstance(self.inner, Quantized) and self.inner.min_bytes:
             raise ArrayError(
                 f"ErrorFeedback: inner has min_bytes={self.inner.min_bytes}, expected None or 0 to quantize all"
             )
-        for name, kind in (("decay", np.number), ("reset_every", np.integer)):
+        for name, kind in (("decay", np.number), ("reset_every", np.integer), ("retain", np.number)):
             if isinstance(value := getattr(self, name), kind):
                 object.__setattr__(self, name, value.item())
         check_decay("ErrorFeedback", self.decay)
-        object.__setattr__(self, "decay", float(self.decay))  # ranks compare settings by their repr
+        check_retain("ErrorFeedback", "retain", self.retain)
+        for name in ("decay", "retain"):
+            object.__setattr__(self, name, float(getattr(self, name)))  # ranks compare settings by their repr
         if self.reset_every is not None and (type(self.reset_every) is not int or self.reset_every < 1):
             raise ArrayError(
                 f"ErrorFeedback: reset_every is {self.reset_every!r}, expected None or an int of at least 1"
@@ -115,13 +126,17 @@ class ErrorFeedback:
         """
         call = Call(comm, "ErrorFeedback.bind", settings=self).unchecked()
         call.run(lambda x, target: call.compare())
-        mean = QuantizedMean(comm, replace(self.inner, min_bytes=0))
+        mean: QuantizedMean | TopKMean
+        if isinstance(self.inner, TopK):
+            mean = TopKMean(comm, self.inner)
+        else:
+            mean = QuantizedMean(comm, replace(self.inner, min_bytes=0))
         if like is not None:
             mean.prepare(like)
         return _Feedback(comm, mean, residual_of(self))
 
     def check(self, dtype: str) -> None:
-        """Accept the dtypes of the codecs."""
+        """Accept the dtypes of the inner mean and of the codec of the residual."""
         self.inner.check(dtype)
         codec = self.residual_codec
         if codec is not None and dtype not in codec.dtypes:
@@ -129,6 +144,12 @@ class ErrorFeedback:
                 f"ErrorFeedback: residual_codec is {codec}, which cannot code {dtype}, only "
                 f"{', '.join(sorted(codec.dtypes))}"
             )
+
+
+def check_retain(owner: str, name: str, value: object) -> None:
+    """Raise `ArrayError` unless `value`, of the argument `name`, is a number from 0 to 1."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value <= 1:
+        raise ArrayError(f"{owner}: {name} is {value!r}, expected a number from 0 to 1")
 
 
 def residual_of(settings: ErrorFeedback) -> Residual:
@@ -169,7 +190,13 @@ class Residual:
         """
         if self._is_due:
             self._clear()
-        result = self._compensate(x, scratch, mean)
+        retain = self.settings.retain
+
+        def of_retained(residual: Array) -> _Result:
+            kernels.of(residual).scale(residual, retain)
+            return mean(residual)
+
+        result = self._compensate(x, scratch, mean if retain == 1 else of_retained)
         self.skip()
         return result
 
@@ -284,7 +311,7 @@ class _Feedback:
     """A bound `ErrorFeedback`, and its residual."""
 
     comm: Communicator
-    mean: QuantizedMean
+    mean: QuantizedMean | TopKMean
     state: Residual = field(metadata={"same_path": True})
 
     @property

@@ -234,6 +234,35 @@ def int4_combine(
     return _run.combine_int4(source, n, op == "avg", count, target, w, start, block, *_random(draws))
 
 
+def top_k_encode(x: Array, wire: Array, chunk: int, keep: int, bits: int) -> None:
+    """See `host.top_k_encode`."""
+    source, target = address(x), address(wire)
+    if not _supports(x.dtype, source) or target % 4:
+        return host.top_k_encode(x, wire, chunk, keep, bits)
+    layout, element = host.top_k_layout(x.size, chunk, keep, bits), _CODES[dtype_name(x.dtype)]
+    values = np.empty(layout.entries, np.float32)
+    return _run.encode_top_k(element, source, x.size, chunk, keep, bits, target, *layout[-3:], address(values))
+
+
+def top_k_sum(wires: Sequence[Array], out: Array, chunk: int, keep: int, bits: int, op: str) -> None:
+    """See `host.top_k_sum`."""
+    addresses, target = np.array([address(wire) for wire in wires]), address(out)
+    if not _supports(out.dtype, target) or np.bitwise_or.reduce(addresses) % 4:
+        return host.top_k_sum(wires, out, chunk, keep, bits, op)
+    layout, element = host.top_k_layout(out.size, chunk, keep, bits), _CODES[dtype_name(out.dtype)]
+    settings = out.size, chunk, keep, bits, layout.values, layout.indices
+    return _run.sum_top_k(element, address(addresses), len(wires), op == "avg", *settings, target)
+
+
+def top_k_subtract(x: Array, wire: Array, chunk: int, keep: int, bits: int) -> None:
+    """See `host.top_k_subtract`."""
+    source, target = address(wire), address(x)
+    if not _supports(x.dtype, target) or source % 4:
+        return host.top_k_subtract(x, wire, chunk, keep, bits)
+    layout, element = host.top_k_layout(x.size, chunk, keep, bits), _CODES[dtype_name(x.dtype)]
+    return _run.subtract_top_k(element, target, x.size, chunk, keep, bits, source, layout.values, layout.indices)
+
+
 def _random(draws: Draws | None) -> tuple[int, int, int, int]:
     """Whether codes are rounded stochastically, the halves of the key, and the first counter."""
     return (0, 0, 0, 0) if draws is None else (1, *draws.words)

@@ -81,7 +81,7 @@ def _renew(lease: Lease, parent: int) -> None:
 def _make(folder: Path, lease: Lease, *, urgent: bool) -> None:
     try:
         # These import Numba, and register their kernels in codegen.
-        from .numba import casts, checksums, elementwise, fixed_point, int4, minmax, sums  # noqa: F401
+        from .numba import casts, checksums, elementwise, fixed_point, int4, minmax, sums, top_k  # noqa: F401
         from .numba.codegen import object_code
 
         for name in KERNELS:
@@ -149,6 +149,15 @@ def _results_of(run: Any, dtype: str) -> list[bytes]:
         run.int4_decode(packed, decoded, **four)
         run.int4_combine(packed, mean, count, element, **four, op="avg", draws=draws)
         outs += [packed.copy(), decoded.copy(), mean.copy()]
+    sparse = np.zeros_like(x)
+    for bits in (2, 16, 32):
+        wires = np.zeros((3, host.top_k_layout(count, 1024, 32, bits).nbytes), np.uint8)
+        for row, wire in zip(x, wires, strict=True):
+            run.top_k_encode(row, wire, 1024, 32, bits)
+        run.top_k_sum(wires, sparse[0], 1024, 32, bits, "avg")
+        sparse[1] = x[1]
+        run.top_k_subtract(sparse[1], wires[1], 1024, 32, bits)
+        outs += [wires, sparse.copy()]
     words, weights, sums = coded[0].view(np.uint64), np.arange(128, dtype=np.uint64).reshape(2, 64), np.zeros(64)
     run.checksum_blocks(words, weights, sums.view(np.uint64))
     return [array.tobytes() for array in (coded, cast, *totals, *outs, fields, total, sums)]

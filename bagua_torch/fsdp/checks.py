@@ -16,6 +16,7 @@ from bagua_comm import (
     Hierarchical,
     Quantized,
     Reproducible,
+    TopK,
     UnsupportedError,
 )
 from bagua_comm.algorithms.base import check_average, check_average_argument
@@ -35,6 +36,11 @@ def checked_units(model: Any, reduce: Any, gather: Any, replicas: Any) -> list[U
             check_average_argument(NAME, method, name)
         if isinstance(method, Hierarchical) and isinstance(method.inner, ErrorFeedback):
             raise ArrayError(f"{NAME}: {name} is {method}, whose residuals cannot be saved; use {method.inner}")
+    if isinstance(reduce, ErrorFeedback) and isinstance(reduce.inner, TopK):
+        raise ArrayError(
+            f"{NAME}: reduce is {reduce}, which sends the elements of all shards to every rank, expected a mean "
+            f"that sends each to its rank, as ErrorFeedback(Quantized()); replicas={reduce} averages replicas"
+        )
     if not isinstance(gather.inner if isinstance(gather, Hierarchical) else gather, (Exact, Quantized)):
         raise ArrayError(
             f"{NAME}: gather is {gather!r}, expected Exact(), Quantized(codec), or Hierarchical of one of these"

@@ -223,7 +223,9 @@ class Reduce(_Allocating, FeedsBack, ReduceScatter):
                 out *= comm.size
         elif feedback is not None:
             fit(self._unit.name, feedback, x)
-            coder, decay = feedback.settings.inner.codec, feedback.settings.decay
+            inner, decay = feedback.settings.inner, feedback.settings.decay
+            assert isinstance(inner, Quantized)  # `attach` refuses others
+            coder = inner.codec
             feedback.compensate(
                 x,
                 comm.scratch,

@@ -32,7 +32,7 @@ top that of all blocks of the chunk without a NaN or an infinity:
 import argparse
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -200,18 +200,18 @@ def all_cases() -> Iterator[Entry]:
                 }
 
 
-def main() -> int:
-    """Write or check the golden file; return the exit code."""
-    parser = argparse.ArgumentParser(description="Make the golden file of the microscaling formats.")
+def main(file: Path, cases: Iterable[Entry]) -> int:
+    """Write or check a golden file; return the exit code."""
+    parser = argparse.ArgumentParser(description=f"Make the golden file {file.name}.")
     parser.add_argument("--check", action="store_true", help="compare with the file on disk only")
-    text = "[\n" + ",\n".join(map(json.dumps, all_cases())) + "\n]\n"
+    text = "[\n" + ",\n".join(map(json.dumps, cases)) + "\n]\n"
     if not parser.parse_args().check:
-        FILE.write_text(text)
-    elif text != FILE.read_text():
-        print(f"{FILE.name}: not what make_microscaling.py makes")
+        file.write_text(text)
+    elif text != file.read_text():
+        print(f"{file.name}: not what make_{file.stem}.py makes")
         return 1
     return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(main(FILE, all_cases()))

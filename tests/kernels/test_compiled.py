@@ -130,6 +130,56 @@ def test_errors_of_encoding(dtype, count):
         assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("dtype", CODED)
+@pytest.mark.parametrize("settings", [(4096, 64), (64, 16), (5, 2), (4096, 3000)], ids=str)
+def test_the_largest_elements(settings, dtype):
+    for m in (1, 100, 5001):
+        assert sparse(host, settings, hostile(dtype, m)) == sparse(compiled, settings, hostile(dtype, m))
+
+
+def sparse(module, settings, rows):
+    """What encoding, subtracting and adding write, by all numbers of bits."""
+    found = []
+    for bits in (2, 16, 32):
+        left, layout = rows.copy(), host.top_k_layout(rows.shape[1], *settings, bits)
+        wires, mean = np.full((len(rows), layout.nbytes), 0xEE, np.uint8), np.empty_like(rows[0])
+        for x, wire in zip(left, wires, strict=True):
+            module.top_k_encode(x, wire, *settings, bits)
+            module.top_k_subtract(x, wire, *settings, bits)
+        found += [wires.tobytes(), left.tobytes()]
+        for row in range(0, len(rows), 5):
+            module.top_k_sum(wires[row : row + 3], mean, *settings, bits, "avg" if row else "sum")
+            found.append(mean.tobytes())
+    return found
+
+
+@pytest.mark.parametrize("bits", [2, 16, 32])
+@pytest.mark.parametrize("module", [host, compiled])
+def test_the_largest_elements_of_wires_that_no_encoder_wrote(module, bits):
+    """Nothing is written beyond a chunk, of which the second one has 8 elements, wherever indices point to."""
+    settings, random = (64, 16, bits), np.random.default_rng(0)
+    wires = random.integers(0, 256, (2, host.top_k_layout(72, *settings).nbytes), np.uint8)
+    memory = np.full(72 + 4096, 7, np.float32)
+    module.top_k_sum(wires, memory[:72], *settings, "sum")
+    module.top_k_subtract(memory[:72], wires[0], *settings)
+    assert (memory[72:] == 7).all()
+
+
+def test_the_largest_elements_at_odd_addresses():
+    settings, x = (64, 16, 2), hostile("float32", 200)[0]
+    nbytes = host.top_k_layout(200, *settings).nbytes
+    aligned, odd = np.empty(nbytes, np.uint8), np.empty(nbytes + 1, np.uint8)[1:]
+    outs, left = np.empty((2, 200), np.float32), [x.copy(), x.copy()]
+    for wire, out, rest in zip((aligned, odd), outs, left, strict=True):
+        compiled.top_k_encode(x, wire, *settings)
+        compiled.top_k_sum([wire], out, *settings, "sum")
+        compiled.top_k_subtract(rest, wire, *settings)
+    assert aligned.tobytes() == odd.tobytes()
+    assert outs[0].any()
+    assert outs[0].tobytes() == outs[1].tobytes()
+    assert left[0].tobytes() == left[1].tobytes()
+
+
 def test_errors_of_elements_apart_in_memory():
     x, decoded = (row[::2] for row in hostile("float32")[:2])
     outs = [np.zeros(2 * x.size, np.float32)[::2] for _ in range(2)]

@@ -131,6 +131,37 @@ def diloco(xs, gradient, local_steps, outer_lr, outer_momentum, average=mean):
             xs = [anchor] * len(xs)
 
 
+def largest(e, chunk, keep, bits=32):
+    """`e`, (m,), with the largest elements of each chunk, coded if `bits` is 2, and zeros elsewhere."""
+    chosen = []
+    for first in range(0, len(e), chunk):
+        part = np.abs(e[first : first + chunk]).tolist()
+        order = sorted(range(len(part)), key=lambda i: (-part[i], i))[:keep]
+        chosen += [first + i for i in sorted(order)]
+    values, out = e[chosen].astype("f8"), np.zeros_like(e)
+    if bits == 2 and chosen:
+        apart = values - values.mean()
+        width = 6 * np.sqrt((apart**2).sum() / max(1, len(values) - 1)) / 4
+        codes = np.clip(np.rint(apart / width + 2), 0, 3) if width else np.full(len(values), 2.0)
+        values = np.array([values[codes == code].mean() for code in codes])
+    out[chosen] = values.astype("f4")
+    return out
+
+
+def sparse_loco(xs, gradient, local_steps, chunk, keep, bits, decay, outer_lr=1.0):
+    anchor, padding = xs[0], xs[0] == 0
+    es = [np.zeros_like(anchor) for _ in xs]
+    for t in count():
+        yield xs
+        xs = sgd(xs, gradient, t)
+        if (t + 1) % local_steps == 0:
+            es = [anchor - x + e * e.dtype.type(decay) for x, e in zip(xs, es, strict=True)]
+            sent = [largest(e, chunk, keep, bits) if len(xs) > 1 else e for e in es]
+            es = [np.where(padding, 0, e - s) for e, s in zip(es, sent, strict=True)]
+            anchor = anchor - outer_lr * np.where(padding, 0, mean(sent))
+            xs = [anchor] * len(xs)
+
+
 def async_model_average(xs, gradient):
     """A round begins at each step, and is applied to the weights after the next step's optimizer."""
     snapshots = None

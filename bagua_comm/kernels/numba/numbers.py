@@ -56,6 +56,12 @@ def ints_at(where: int, count: int) -> Array:
 
 
 @inner
+def uints_at(where: int, count: int) -> Array:
+    """`count` elements of uint32 at an address."""
+    return numba.carray(pointer(where, np.uint32), (count,))
+
+
+@inner
 def longs_at(where: int, count: int) -> Array:
     """`count` elements of int64 at an address."""
     return numba.carray(pointer(where, np.int64), (count,))
@@ -91,6 +97,18 @@ def _truncated(_: Any, x: Any) -> Any:
         return builder.bitcast(builder.fptrunc(values[0], ir.HalfType()), ir.IntType(16))
 
     return numba.types.uint16(numba.types.float32), code
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def square_root(_: Any, x: Any) -> Any:
+    """The square root of a float64; NumPy's would call the C library."""
+
+    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        double = ir.DoubleType()
+        function = builder.module.declare_intrinsic("llvm.sqrt", [double])
+        return builder.call(function, [values[0]])
+
+    return numba.types.float64(numba.types.float64), code
 
 
 @inner

@@ -200,10 +200,10 @@ def _reduce(method: Any, n: int, group: RankGroup, costs: Costs) -> list[LaneTas
             return both[:1] if costs.cluster.transport == "nccl" else both
         case Exact() | Quantized():
             return costs.reduce_scatter(_codec_of(method), n, group)
-        case ErrorFeedback(inner, decay, _, kept):
-            lost = [costs.coding(inner.codec, decode=n), costs.work(add=(6 if decay else 5) * n, copy=n)]
+        case ErrorFeedback(Quantized(codec), decay, _, kept):
+            lost = [costs.coding(codec, decode=n), costs.work(add=(6 if decay else 5) * n, copy=n)]
             held = [costs.coding(kept, decode=n, encode=n)] if kept is not None else []
-            return [*costs.reduce_scatter(inner.codec, n, group), *lost, *held]
+            return [*costs.reduce_scatter(codec, n, group), *lost, *held]
         case Reproducible(block=block):
             count = -(-n // dtype_named(costs.dtype).itemsize)
             fields = costs.average(Exact(), -(-count // block), group)
