@@ -47,6 +47,7 @@ ALGORITHMS = [
     *(from_name(name) for name in ("exact", "bytegrad", "hierarchical-bytes")),
     *(from_name(name) for name in ("decentralized", "shift-one", "one-peer", "low-precision-ring")),
     from_name("diloco", local_steps=2, average="quantized"),
+    from_name("streaming-diloco", local_steps=3, fragments=2, delay=2),
     from_name("every", n=2, algorithm="decentralized"),
     from_name("by-node", algorithm="low-precision-one-peer"),
 ]

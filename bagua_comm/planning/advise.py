@@ -21,7 +21,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ..algorithms import AsyncModelAverage, ByteGrad, DiLoCo
+from ..algorithms import AsyncModelAverage, ByteGrad, DiLoCo, StreamingDiLoCo
 from ..algorithms.by_node import ByNode
 from ..algorithms.combinators import After, Every
 from ..averages import Exact
@@ -94,7 +94,8 @@ def _fastest(rows: Iterable[Advice], limit_s: float) -> Advice | None:
 
 def _averages_weights(method: object) -> bool:
     """Whether it averages weights in every step."""
-    return payload(method) == "weights" and not isinstance(method, (Every, DiLoCo, AsyncModelAverage))
+    rarely = (Every, DiLoCo, StreamingDiLoCo, AsyncModelAverage)
+    return payload(method) == "weights" and not isinstance(method, rarely)
 
 
 def payload(method: object) -> str:

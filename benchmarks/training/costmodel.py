@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 import bagua_comm
-from bagua_comm import AsyncModelAverage, DiLoCo
+from bagua_comm import AsyncModelAverage, DiLoCo, StreamingDiLoCo
 from bagua_comm.algorithms.combinators import Every
 from bagua_comm.planning.costmodel import Cluster, Job, Method, Rates, TorchDDP, predict
 from bagua_comm.planning.models import MODELS
@@ -131,7 +131,7 @@ def method_of(row: Row) -> Method:
 
 def measured_s(row: Row, method: Method) -> float:
     """Seconds of a step: the median, or the mean where only some steps communicate."""
-    if isinstance(method, (Every, DiLoCo, AsyncModelAverage)):
+    if isinstance(method, (Every, DiLoCo, StreamingDiLoCo, AsyncModelAverage)):
         return float(np.mean(row["seconds"]))
     return float(row["median_s"])
 

@@ -39,6 +39,7 @@ from bagua_comm import (
     LowPrecisionOnePeer,
     QAdam,
     Quantized,
+    StreamingDiLoCo,
     UnsupportedError,
     after,
 )
@@ -70,8 +71,8 @@ def test_checkpoints_of_module_and_optimizer_load_into_plain_ones(algorithm):
         plain_optimizer.load_state_dict(saved["optimizer"])
 
         assert list(saved["module"]) == list(plain.state_dict())
-        # Of the asynchronous one a round may have ended in close().
-        if algorithm not in ASYNC_ALGORITHMS:
+        # Of the asynchronous one a round may have ended in close(), and of the streaming one an exchange.
+        if algorithm not in ASYNC_ALGORITHMS and not isinstance(algorithm, StreamingDiLoCo):
             for name, value in before.items():
                 assert torch.equal(plain.state_dict()[name], value)
             for each, each_optimizer in ((model, optimizer), (plain, plain_optimizer)):
@@ -483,6 +484,34 @@ def test_after_switching_gradients_are_averaged_as_if_wrapped_again():
         if switched:
             ddp.switch(ByteGrad())
         train(comm, ddp, optimizer, range(4))
+        ddp.close()
+        return weights(model)
+
+    for actual, expected in run_ranks(2, lambda comm: [trained(comm, switched=s) for s in (True, False)]):
+        assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("in_buckets", [True, False])
+def test_a_switch_to_fragments_packs_other_buckets_as_if_wrapped_again(in_buckets):
+    """One bucket becomes four, and the weights and gradients are where PyTorch expects them."""
+    streaming = StreamingDiLoCo(local_steps=3, fragments=4, delay=2)
+
+    def trained(comm, *, switched):
+        model = make_model()
+        optimizer = sgd(model.parameters())
+        first = GradientAllReduce() if switched else streaming
+        ddp = DistributedDataParallel(model, optimizer, first, comm=comm, gradient_as_bucket_view=in_buckets)
+        if switched:
+            assert len(ddp.engine.buckets) == 1
+            for number, parameter in enumerate(model.parameters()):
+                parameter.grad = torch.full_like(parameter, number)
+            ddp.switch(streaming)
+            for number, parameter in enumerate(model.parameters()):
+                assert (parameter.grad == number).all()
+        assert len(ddp.engine.buckets) == 4
+        train(comm, ddp, optimizer, range(7))
+        ddp.average_weights()
+        assert_same_on_all_ranks(comm, model)
         ddp.close()
         return weights(model)
 

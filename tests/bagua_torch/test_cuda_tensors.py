@@ -60,6 +60,7 @@ ALGORITHMS = [
     QADAM,
     *(from_name(name) for name in ("decentralized", "low-precision-ring", "low-precision-one-peer")),
     from_name("diloco", local_steps=2),
+    from_name("streaming-diloco", local_steps=3, fragments=2, delay=2),
     from_name("every", n=2, algorithm="shift-one"),
     from_name("after", steps=2, first="bytegrad", then="low-precision-ring"),
 ]

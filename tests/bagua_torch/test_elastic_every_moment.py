@@ -24,6 +24,7 @@ from bagua_comm import (
     QAdam,
     Quantized,
     Reproducible,
+    StreamingDiLoCo,
 )
 from bagua_comm.data import PlainSampler
 from bagua_comm.elastic import State, run
@@ -56,6 +57,7 @@ CASES = {
     "low precision, scaler": (LowPrecisionDecentralized(), SGD, {"scaler"}),
     "low precision, one peer": (LowPrecisionOnePeer(), fused(ADAM), set()),
     "DiLoCo": (DiLoCo(local_steps=2), ADAM, set()),
+    "streaming DiLoCo": (StreamingDiLoCo(local_steps=3, fragments=2, delay=2), ADAM, set()),
     "reproducible": (GradientAllReduce(Reproducible(addends=12)), SGD, set()),
     "reproducible, fused Adam, scaler": (GradientAllReduce(Reproducible(addends=12)), fused(ADAM), {"scaler"}),
     "asynchronous": (AsyncModelAverage(interval_s=0.005, warmup_steps=2), SGD, set()),

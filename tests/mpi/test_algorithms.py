@@ -37,6 +37,7 @@ from bagua_comm import (
     MinMaxUInt8,
     QAdam,
     Quantized,
+    StreamingDiLoCo,
     after,
     every,
 )
@@ -106,6 +107,7 @@ def runs_on(algorithm, ranks):
         *(case.values[0] for case in TRAJECTORIES),
         GradientAllReduce(ErrorFeedback()),
         DiLoCo(1, average=Quantized()),
+        StreamingDiLoCo(2, 2, 1),
         after(1, GradientAllReduce(ErrorFeedback()), every(2, LowPrecisionDecentralized())),
     ],
     ids=repr,
