@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..algorithms import DiLoCo
+from ..algorithms import DiLoCo, SparseLoCo
 from ..bucket import DEFAULT_BUCKET_BYTES
 from ..launch.cli import CommandError
 from ..planning.advise import (
@@ -26,6 +26,7 @@ from ..planning.advise import (
     best_of_weights,
     enough_flows,
     expression,
+    most_sparse_ranks,
     payload,
     scaling,
 )
@@ -248,7 +249,7 @@ def report(job: Job, cluster: Cluster, rates: Rates) -> list[str]:
         )
     lines += [
         "",
-        *_advice(rows, exact, guessed=rates == Rates.gpu()),
+        *_advice(job, rows, exact, guessed=rates == Rates.gpu()),
         "",
         "In Python, after `from bagua_comm import *`:",
         *(f"  {name:<24}{expression(method)}" for name, method, _ in rows if not isinstance(method, TorchDDP)),
@@ -361,7 +362,7 @@ def _held_up(job: Job, cluster: Cluster, rates: Rates, fastest_s: float) -> list
     ]
 
 
-def _advice(rows: Sequence[Advice], exact_s: float, *, guessed: bool) -> list[str]:
+def _advice(job: Job, rows: Sequence[Advice], exact_s: float, *, guessed: bool) -> list[str]:
     """The advice, and the limits of the model."""
     gradients, weights, rarely = best_of_gradients(rows), best_of_weights(rows), best_now_and_then(rows)
     times = _ratio(exact_s, gradients.prediction.step_s)
@@ -387,6 +388,11 @@ def _advice(rows: Sequence[Advice], exact_s: float, *, guessed: bool) -> list[st
     if rarely is not None and isinstance(rarely.method, DiLoCo):
         begun = f"after(500, GradientAllReduce(), {expression(rarely.method)})"
         lines.append(f"DiLoCo is for models that have been trained for a while; begin exactly: {begun}.")
+    if any(isinstance(row.method, SparseLoCo) for row in rows):
+        lines.append(
+            "SparseLoCo sends its changes to every other rank, or node if it is hierarchical: on more than "
+            f"{most_sparse_ranks(job)} eight bits send fewer bytes."
+        )
     return [*lines, _limits(guessed=guessed)]
 
 
@@ -457,6 +463,7 @@ WEIGHTS = {
     "low-precision-by-node": ("#17a2b8", "-."),
     "async": ("#2a9d5c", "--"),
     "diloco-100-bytes": ("#2a9d5c", "-"),
+    "sparseloco": ("#d1341f", "-"),
 }
 """The algorithms of the two panels of the figure, with colour and line."""
 

@@ -21,10 +21,12 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ..algorithms import AsyncModelAverage, ByteGrad, DiLoCo
+from ..algorithms import AsyncModelAverage, ByteGrad
 from ..algorithms.by_node import ByNode
 from ..algorithms.combinators import After, Every
-from ..averages import Exact
+from ..arrays import dtype_named
+from ..averages import Exact, TopK
+from ..codecs import MinMaxUInt8
 from .costmodel import (
     METHODS,
     MOST_FLOWS,
@@ -88,7 +90,8 @@ def _fastest(rows: Iterable[Advice], limit_s: float) -> Advice | None:
 
 def _averages_weights(method: object) -> bool:
     """Whether it averages weights in every step."""
-    return payload(method) == "weights" and not isinstance(method, (Every, DiLoCo, AsyncModelAverage))
+    now_and_then = isinstance(method, (Every, AsyncModelAverage)) or hasattr(method, "local_steps")
+    return payload(method) == "weights" and not now_and_then
 
 
 def payload(method: object) -> str:
@@ -180,6 +183,19 @@ def scaling(job: Job, cluster: Cluster, rates: Rates) -> list[dict[str, Any]]:
             }
         )
     return rows
+
+
+def most_sparse_ranks(job: Job) -> int:
+    """The largest number of ranks on which a rank sends fewer bytes by `TopK()` than in eight bits.
+
+    Each sends its record to all others, while of an array in eight bits it sends each part twice.
+
+    >>> most_sparse_ranks(Job(100_000_000))
+    74
+    """
+    dtype = dtype_named(job.dtype)
+    count = -(-job.model_bytes // dtype.itemsize)
+    return math.ceil(2 * MinMaxUInt8().wire_nbytes(count, dtype) / TopK().wire_nbytes(count)) - 1
 
 
 def enough_flows(job: Job, cluster: Cluster, rates: Rates) -> int:

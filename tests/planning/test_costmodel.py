@@ -27,7 +27,9 @@ from bagua_comm import (
     QAdam,
     Quantized,
     Reproducible,
+    SparseLoCo,
     TensorSpec,
+    TopK,
     UnsupportedError,
     after,
     every,
@@ -359,6 +361,8 @@ EXCHANGED = {
     "qadam": QAdam(warmup_steps=1),
     "diloco-3-bytes": DiLoCo(local_steps=3, average=Quantized()),
     "every-3-ring": every(3, LowPrecisionDecentralized()),
+    "sparseloco": SparseLoCo(3, 64, 16),
+    "sparseloco-hierarchical": SparseLoCo(4, average=Hierarchical(TopK(100, 10, bits=16))),
 }
 del EXCHANGED["diloco-100"], EXCHANGED["diloco-100-bytes"]
 
@@ -551,6 +555,7 @@ def test_advice_is_sorted_and_has_the_algorithms_that_apply():
         "hierarchical",
         "hierarchical-bytes",
         "hierarchical-all-bytes",
+        "sparseloco-hierarchical",
     }
 
 

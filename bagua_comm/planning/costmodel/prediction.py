@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
-from ...algorithms import DiLoCo, Point, Rounds, Window
+from ...algorithms import Point, Rounds, Window
 from ...algorithms.base import check_size, phases_of, with_defaults
 from ...algorithms.by_node import ByNode
 from ...algorithms.combinators import Every
@@ -87,7 +87,7 @@ def _predict_averages(method: Method, job: Job, costs: Costs) -> Prediction:
     if isinstance(window, Rounds):
         return _predict_rounds(window.interval_s, job, exchanges, costs)
     prediction = _predict_window(window, job, exchanges, costs)
-    return _mean_over(method.local_steps, prediction) if isinstance(method, DiLoCo) else prediction
+    return _mean_over(getattr(method, "local_steps", 1), prediction)
 
 
 def check_fit(method: Method, job: Job, cluster: Cluster) -> None:
