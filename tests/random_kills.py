@@ -35,6 +35,7 @@ ALGORITHMS = [
     "LowPrecisionOnePeer()",
     "AsyncModelAverage(interval_s=0.01, warmup_steps=20)",
     "DiLoCo(local_steps=10)",
+    "SparseLoCo(local_steps=10)",
     "after(50, GradientAllReduce(), DiLoCo(local_steps=10))",
 ]
 RANKS, STEPS, LIMIT_S = 4, 150, 100

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..algorithms import DiLoCo, SparseLoCo
+from ..algorithms import DiLoCo
 from ..bucket import DEFAULT_BUCKET_BYTES
 from ..launch.cli import CommandError
 from ..planning.advise import (
@@ -26,7 +26,7 @@ from ..planning.advise import (
     best_of_weights,
     enough_flows,
     expression,
-    most_sparse_ranks,
+    limit_of_sparse,
     payload,
     scaling,
 )
@@ -388,12 +388,7 @@ def _advice(job: Job, rows: Sequence[Advice], exact_s: float, *, guessed: bool) 
     if rarely is not None and isinstance(rarely.method, DiLoCo):
         begun = f"after(500, GradientAllReduce(), {expression(rarely.method)})"
         lines.append(f"DiLoCo is for models that have been trained for a while; begin exactly: {begun}.")
-    if any(isinstance(row.method, SparseLoCo) for row in rows):
-        lines.append(
-            "SparseLoCo sends its changes to every other rank, or node if it is hierarchical: on more than "
-            f"{most_sparse_ranks(job)} eight bits send fewer bytes."
-        )
-    return [*lines, _limits(guessed=guessed)]
+    return [*lines, *limit_of_sparse(job, rows), _limits(guessed=guessed)]
 
 
 def _limits(*, guessed: bool) -> str:

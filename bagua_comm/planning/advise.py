@@ -21,7 +21,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ..algorithms import AsyncModelAverage, ByteGrad
+from ..algorithms import AsyncModelAverage, ByteGrad, SparseLoCo
 from ..algorithms.by_node import ByNode
 from ..algorithms.combinators import After, Every
 from ..arrays import dtype_named
@@ -196,6 +196,16 @@ def most_sparse_ranks(job: Job) -> int:
     dtype = dtype_named(job.dtype)
     count = -(-job.model_bytes // dtype.itemsize)
     return math.ceil(2 * MinMaxUInt8().wire_nbytes(count, dtype) / TopK().wire_nbytes(count)) - 1
+
+
+def limit_of_sparse(job: Job, rows: Iterable[Advice]) -> list[str]:
+    """A line about the number of ranks that `SparseLoCo` is for, if it is compared."""
+    if not any(isinstance(row.method, SparseLoCo) for row in rows):
+        return []
+    return [
+        "SparseLoCo sends its changes to every other rank, or node if it is hierarchical: on more than "
+        f"{most_sparse_ranks(job)} eight bits send fewer bytes."
+    ]
 
 
 def enough_flows(job: Job, cluster: Cluster, rates: Rates) -> int:

@@ -5,6 +5,7 @@
     python -m bagua_comm run -n 4 -m benchmarks.convergence --resume
     python -m bagua_comm run -n 4 -m benchmarks.convergence --task text,text-sgd --algorithms torch,diloco-100
     python -m bagua_comm run -n 4 -m benchmarks.convergence --task gpt --out benchmarks/results/few_bits
+    python -m bagua_comm run -n 4 -m benchmarks.convergence --task digits --algorithms torch,sparseloco-10
     python -m benchmarks.convergence --report
 
 Tasks: a CNN on scikit-learn's digits, and a character-level transformer on the text of Python's standard

@@ -25,6 +25,7 @@ from bagua_comm import (
     QAdam,
     Quantized,
     Reproducible,
+    SparseLoCo,
     after,
     by_node,
     every,
@@ -51,6 +52,7 @@ WEIGHTS = [
     DiLoCo(2),
     DiLoCo(3, **MEAN_STEP),
     DiLoCo(2, **MEAN_STEP, average=ErrorFeedback()),
+    SparseLoCo(2, chunk=64, keep=8, decay=1.0),
 ]
 ROUNDS = [AsyncModelAverage(interval_s=0), AsyncModelAverage(interval_s=0, warmup_steps=2)]
 MADE = [
