@@ -36,6 +36,7 @@ ALGORITHMS = [
     "LowPrecisionOnePeer()",
     "AsyncModelAverage(interval_s=0.01, warmup_steps=20)",
     "DiLoCo(local_steps=10)",
+    "SparseLoCo(local_steps=10)",
     "after(50, GradientAllReduce(), DiLoCo(local_steps=10))",
     "StreamingDiLoCo(local_steps=10, fragments=2, delay=2)",
 ]

@@ -27,6 +27,7 @@ from ..planning.advise import (
     best_of_weights,
     enough_flows,
     expression,
+    limit_of_sparse,
     payload,
     scaling,
 )
@@ -249,7 +250,7 @@ def report(job: Job, cluster: Cluster, rates: Rates) -> list[str]:
         )
     lines += [
         "",
-        *_advice(rows, exact, guessed=rates == Rates.gpu()),
+        *_advice(job, rows, exact, guessed=rates == Rates.gpu()),
         "",
         "In Python, after `from bagua_comm import *`:",
         *(f"  {name:<24}{expression(method)}" for name, method, _ in rows if not isinstance(method, TorchDDP)),
@@ -364,7 +365,7 @@ def _held_up(job: Job, cluster: Cluster, rates: Rates, fastest_s: float) -> list
     ]
 
 
-def _advice(rows: Sequence[Advice], exact_s: float, *, guessed: bool) -> list[str]:
+def _advice(job: Job, rows: Sequence[Advice], exact_s: float, *, guessed: bool) -> list[str]:
     """The advice, and the limits of the model."""
     gradients, weights, rarely = best_of_gradients(rows), best_of_weights(rows), best_now_and_then(rows)
     times = _ratio(exact_s, gradients.prediction.step_s)
@@ -396,7 +397,7 @@ def _advice(rows: Sequence[Advice], exact_s: float, *, guessed: bool) -> list[st
     if rarely is not None and isinstance(rarely.method, (DiLoCo, StreamingDiLoCo)):
         begun = f"after(500, GradientAllReduce(), {expression(rarely.method)})"
         lines.append(f"DiLoCo is for models that have been trained for a while; begin exactly: {begun}.")
-    return [*lines, _limits(guessed=guessed)]
+    return [*lines, *limit_of_sparse(job, rows), _limits(guessed=guessed)]
 
 
 def _limits(*, guessed: bool) -> str:

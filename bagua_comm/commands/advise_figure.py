@@ -30,6 +30,7 @@ WEIGHTS = {
     "low-precision-by-node": ("#17a2b8", "-."),
     "async": ("#2a9d5c", "--"),
     "diloco-100-bytes": ("#2a9d5c", "-"),
+    "sparseloco": ("#d1341f", "-"),
 }
 """The algorithms of the two panels of the figure, with colour and line."""
 

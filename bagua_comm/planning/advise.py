@@ -21,10 +21,12 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ..algorithms import AsyncModelAverage, ByteGrad, DiLoCo, StreamingDiLoCo
+from ..algorithms import AsyncModelAverage, ByteGrad, SparseLoCo
 from ..algorithms.by_node import ByNode
 from ..algorithms.combinators import After, Every
-from ..averages import Exact
+from ..arrays import dtype_named
+from ..averages import Exact, TopK
+from ..codecs import MinMaxUInt8
 from .costmodel import (
     METHODS,
     MOST_FLOWS,
@@ -94,8 +96,8 @@ def _fastest(rows: Iterable[Advice], limit_s: float) -> Advice | None:
 
 def _averages_weights(method: object) -> bool:
     """Whether it averages weights in every step."""
-    rarely = (Every, DiLoCo, StreamingDiLoCo, AsyncModelAverage)
-    return payload(method) == "weights" and not isinstance(method, rarely)
+    now_and_then = isinstance(method, (Every, AsyncModelAverage)) or hasattr(method, "local_steps")
+    return payload(method) == "weights" and not now_and_then
 
 
 def payload(method: object) -> str:
@@ -187,6 +189,29 @@ def scaling(job: Job, cluster: Cluster, rates: Rates) -> list[dict[str, Any]]:
             }
         )
     return rows
+
+
+def most_sparse_ranks(job: Job) -> int:
+    """The largest number of ranks on which a rank sends fewer bytes by `TopK()` than in eight bits.
+
+    Each sends its record to all others, while of an array in eight bits it sends each part twice.
+
+    >>> most_sparse_ranks(Job(100_000_000))
+    74
+    """
+    dtype = dtype_named(job.dtype)
+    count = -(-job.model_bytes // dtype.itemsize)
+    return math.ceil(2 * MinMaxUInt8().wire_nbytes(count, dtype) / TopK().wire_nbytes(count)) - 1
+
+
+def limit_of_sparse(job: Job, rows: Iterable[Advice]) -> list[str]:
+    """A line about the number of ranks that `SparseLoCo` is for, if it is compared."""
+    if not any(isinstance(row.method, SparseLoCo) for row in rows):
+        return []
+    return [
+        "SparseLoCo sends its changes to every other rank, or node if it is hierarchical: on more than "
+        f"{most_sparse_ranks(job)} eight bits send fewer bytes."
+    ]
 
 
 def enough_flows(job: Job, cluster: Cluster, rates: Rates) -> int:

@@ -113,6 +113,24 @@ STREAMING = {
 }
 """DiLoCo at once and in fragments, for slow links; trained only if they are named."""
 
+
+def _sparse(title: str, local_steps: int, **arguments: Any) -> Method:
+    def make(steps: int) -> Algorithm:
+        return from_name("sparseloco", local_steps=local_steps, **arguments)
+
+    return Method(title, make, "weights, now and then")
+
+
+LARGEST = {
+    "diloco-10-mean": _diloco("DiLoCo, 10 steps, plain mean", 10, outer_lr=1.0, outer_momentum=0.0),
+    "sparseloco-10": _sparse("SparseLoCo, 10 steps", 10),
+    "sparseloco-10-256": _sparse("SparseLoCo, 10 steps, 256 of 4,096", 10, keep=256),
+    "sparseloco-10-float32": _sparse("SparseLoCo, 10 steps, float32", 10, bits=32),
+    "sparseloco-10-whole": _sparse("SparseLoCo, 10 steps, decay 1", 10, decay=1.0),
+    "sparseloco-30": _sparse("SparseLoCo, 30 steps", 30),
+}
+"""The largest changes of weights, and a dense mean of them, for as many steps; tasks train with them if named."""
+
 METHODS = {
     TORCH: _torch("torch DDP (gloo)"),
     TORCH_ADAM: _torch("torch DDP (gloo), Adam", optimizer="adam", baseline=TORCH_ADAM),
@@ -159,5 +177,6 @@ METHODS = {
     **STREAMING,
     "diloco-10-momentum": _diloco("DiLoCo, 10 steps, momentum 0.9", 10, note=_MOMENTUM, outer_momentum=0.9),
     "diloco-100-momentum": _diloco("DiLoCo, 100 steps, momentum 0.9", 100, note=_MOMENTUM, outer_momentum=0.9),
+    **LARGEST,
 }
 """The methods: algorithms of the library, with settings for short runs, and PyTorch's own."""

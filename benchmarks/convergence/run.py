@@ -7,6 +7,7 @@
     python -m bagua_comm run -n 4 -m benchmarks.convergence --task gpt --out benchmarks/results/few_bits
     python -m benchmarks.netlab run --hosts 4 --rate 50mbit -m benchmarks.convergence --task text \
         --algorithms torch,exact,diloco-30,streaming-30,streaming-30-int4 --out benchmarks/results/streaming
+    python -m bagua_comm run -n 4 -m benchmarks.convergence --task digits --algorithms torch,sparseloco-10
     python -m benchmarks.convergence --report
 
 Tasks: a CNN on scikit-learn's digits, and a character-level transformer on the text of Python's standard

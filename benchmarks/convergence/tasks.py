@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .methods import FOUR_BITS, METHODS, STREAMING, TORCH, TORCH_ADAM, Method
+from .methods import FOUR_BITS, LARGEST, METHODS, STREAMING, TORCH, TORCH_ADAM, Method
 
 Batch = tuple[Tensor, Tensor]
 
@@ -69,7 +69,9 @@ class Task:
     lr: dict[str, float]
     steps: int
     batch_size: int
-    compared: tuple[str, ...] = tuple(name for name in METHODS if name not in FOUR_BITS and name not in STREAMING)
+    compared: tuple[str, ...] = tuple(
+        name for name in METHODS if name not in {**FOUR_BITS, **LARGEST, **STREAMING}
+    )
 
     def difference(self, metric: float, baseline: float) -> float:
         """The difference to the baseline, in the unit of differences."""

@@ -21,6 +21,7 @@ from bagua_comm import (
     Plan,
     Point,
     QAdam,
+    SparseLoCo,
     StreamingDiLoCo,
     TensorSpec,
     after,
@@ -36,6 +37,7 @@ OWN = [
     every(2, LowPrecisionOnePeer()),
     GradientAllReduce(ErrorFeedback()),
     GradientAllReduce(Hierarchical(ErrorFeedback())),
+    SparseLoCo(2, chunk=16, keep=4),
 ]
 """Algorithms that keep what is a rank's own."""
 
@@ -144,6 +146,7 @@ def test_a_state_saved_by_all_ranks_is_loaded(algorithm):
     assert outcomes_of(algorithm, pickle.loads(pickle.dumps(saved))) == [None, None]
 
 
+@pytest.mark.algorithms("sample")
 @pytest.mark.parametrize("algorithm", OWN, ids=repr)
 def test_per_rank_state_of_another_rank_is_refused(algorithm):
     first, second = saved_by(2, algorithm)
@@ -151,6 +154,7 @@ def test_per_rank_state_of_another_rank_is_refused(algorithm):
     assert_refused(algorithm, [first, first], "rank 1: the state was saved by rank 0 of 2, expected rank 1 of 2")
 
 
+@pytest.mark.algorithms("sample")
 @pytest.mark.parametrize("algorithm", OWN, ids=repr)
 def test_per_rank_state_of_four_ranks_is_refused_on_two(algorithm):
     assert_refused(algorithm, saved_by(4, algorithm)[:2], "saved by rank 0 of 4, expected rank 0 of 2")

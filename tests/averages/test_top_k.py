@@ -24,7 +24,7 @@ from bagua_comm.kernels import compiled, host
 from bagua_comm.testing import run_ranks
 
 DTYPES = ("float32", "float16", "bfloat16")
-SIZES = [0, 1, 7, 15, 16, 17, 63, 64, 65, 1000]  # below, at and above a chunk of 64, of which 16 are kept
+SIZES = [0, 1, 15, 17, 64, 1000]  # below, at and above a chunk of 64, of which 16 are kept
 PLAIN = TopK(64, 16, bits=32)
 
 
@@ -64,7 +64,7 @@ def test_the_mean_of_what_ranks_send(size, dtype, bits):
         assert averaged(average, xs)[0].tobytes() == expected_mean(xs, average).tobytes()
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_any_settings(seed):
     random = np.random.default_rng(seed)
     for _ in range(10):

@@ -17,6 +17,7 @@ from bagua_comm import (
     MinMaxUInt8,
     QAdam,
     Quantized,
+    SparseLoCo,
     after,
     by_node,
     every,
@@ -29,6 +30,8 @@ from bagua_comm.planning.costmodel import METHODS, SHARDED, Cluster, Job, Rates,
 
 BASE = ["advise", "--nodes", "4", "--bandwidth", "1gbit"]
 VGG16 = [*BASE, "--model", "vgg16", "--step-time", "3s"]
+SPARSE = {name for name, method in METHODS.items() if isinstance(method, SparseLoCo)}
+"""The algorithms that are advised on CPUs only."""
 
 
 def test_it_prints_both_tables(capsys):
@@ -37,7 +40,7 @@ def test_it_prints_both_tables(capsys):
     assert lines[0] == "553 MB, 3.00 s a step alone; 4 nodes of 2 ranks, 1 Gbit/s, 50 us"
     table = lines[lines.index("") + 1 :]
     names = [line.split()[0] for line in table[1 : table.index("")]]
-    assert sorted(names) == sorted(METHODS)
+    assert sorted(names) == sorted({*METHODS} - SPARSE)
     (exact,) = [line.split() for line in table if line.startswith("exact")]
     assert exact[1:] == ["gradients", "9.16", "s", "1.00x", "25%", "968.5", "968.5"]
     ranks = [int(line.split()[0]) for line in lines[1:] if line.split() and line.split()[0].isdecimal()]
@@ -127,7 +130,7 @@ def test_traffic_of_the_model_itself_is_shown_as_a_share_of_the_fastest_step(cap
 
 
 def test_each_printed_expression_makes_the_algorithm_that_it_names(capsys):
-    assert cli.main([*VGG16, "--ranks-per-node", "2"]) == 0
+    assert cli.main([*VGG16, "--ranks-per-node", "2", "--device", "cpu"]) == 0
     lines = capsys.readouterr().out.splitlines()
     begin = lines.index("In Python, after `from bagua_comm import *`:") + 1
     printed = dict(line.split(maxsplit=1) for line in lines[begin : lines.index("", begin)])
@@ -204,6 +207,20 @@ def test_diloco_is_advised_with_an_exact_beginning(capsys):
     names = {}
     exec("from bagua_comm import *", names)
     assert eval(begun, names) == after(500, GradientAllReduce(), DiLoCo(100, average=Quantized()))
+
+
+@pytest.mark.parametrize(("nodes", "sends_less"), [(64, "sparseloco"), (80, "dense")])
+def test_above_some_ranks_sparse_changes_are_more_bytes_and_the_advice_says_so(nodes, sends_less, capsys):
+    cluster, job = Cluster(nodes), Job(100_000_000)
+    methods = {"sparseloco": METHODS["sparseloco"], "dense": DiLoCo(30, average=Quantized())}
+    sent = {name: predict(method, job, cluster).wire_bytes for name, method in methods.items()}
+    assert min(sent, key=sent.get) == sends_less
+    options = ["--model-bytes", "100M", "--step-time", "1s", "--device", "cpu"]
+    assert cli.main([*BASE, *options]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("SparseLoCo sends")]
+    assert line.endswith("on more than 74 eight bits send fewer bytes.")
+    assert cli.main([*BASE, *options, "--device", "gpu"]) == 0
+    assert "SparseLoCo" not in capsys.readouterr().out
 
 
 def test_the_help_explains_every_column_of_the_table(capsys):

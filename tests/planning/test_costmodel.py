@@ -27,8 +27,10 @@ from bagua_comm import (
     QAdam,
     Quantized,
     Reproducible,
+    SparseLoCo,
     StreamingDiLoCo,
     TensorSpec,
+    TopK,
     UnsupportedError,
     after,
     every,
@@ -374,6 +376,8 @@ EXCHANGED = {
     "diloco-3-bytes": DiLoCo(local_steps=3, average=Quantized()),
     "streaming-3": StreamingDiLoCo(local_steps=3, fragments=1, delay=2, average=Quantized(Int4())),
     "every-3-ring": every(3, LowPrecisionDecentralized()),
+    "sparseloco": SparseLoCo(3, 64, 16),
+    "sparseloco-hierarchical": SparseLoCo(4, average=Hierarchical(TopK(100, 10, bits=16))),
 }
 del EXCHANGED["diloco-100"], EXCHANGED["diloco-100-bytes"]
 
@@ -567,6 +571,7 @@ def test_advice_is_sorted_and_has_the_algorithms_that_apply():
         "hierarchical",
         "hierarchical-bytes",
         "hierarchical-all-bytes",
+        "sparseloco-hierarchical",
     }
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-from ...algorithms import from_name
+from ...algorithms import SparseLoCo, from_name
 from ...algorithms.by_node import ByNode
 from ...averages import Hierarchical
 from ...errors import ArrayError, UnsupportedError
@@ -44,6 +44,8 @@ _ADVISED = (
     "async",
     "diloco-100",
     "diloco-100-bytes",
+    "sparseloco",
+    "sparseloco-hierarchical",
 )
 
 METHODS: Mapping[str, Method] = MappingProxyType(
@@ -58,7 +60,8 @@ def advise(
     """Predict the step of every algorithm that supports this job and this cluster; the shortest comes first.
 
     Algorithms that exchange weights, or not in every step, may need more steps for the same result; only time is
-    predicted. Hierarchical averages are left out if all ranks are on one node, or each node has one rank.
+    predicted. Hierarchical averages are left out if all ranks are on one node, or each node has one rank, and
+    SparseLoCo on GPUs, for which it has no kernels.
 
     >>> [advice.name for advice in advise(Job(100_000_000, 0.1, 0.2), Cluster(4, bandwidth_gbit=1))][:2]
     ['diloco-100-bytes', 'async']
@@ -74,6 +77,8 @@ def advise(
 def _applies(method: Method, job: Job, cluster: Cluster) -> bool:
     one_level = cluster.nodes == 1 or cluster.ranks_per_node == 1
     if one_level and (isinstance(method, ByNode) or isinstance(getattr(method, "average", None), Hierarchical)):
+        return False
+    if cluster.transport == "nccl" and isinstance(method, SparseLoCo):
         return False
     try:
         check_fit(method, job, cluster)

@@ -17,15 +17,22 @@ from ...algorithms import (
     LowPrecisionDecentralized,
     LowPrecisionOnePeer,
     QAdam,
+    SparseLoCo,
     StreamingDiLoCo,
 )
 from ...algorithms.by_node import ByNode
 from ...arrays import dtype_named
-from ...averages import Average, ErrorFeedback, Exact, Hierarchical, Quantized
+from ...averages import Average, ErrorFeedback, Exact, Hierarchical, Quantized, TopK
 from ...averages.reproducible import Reproducible
-from ...codecs import BFloat16, Codec, Float16
+from ...codecs import BFloat16, Codec, Float16, MinMaxUInt8
 from ...errors import UnsupportedError
 from .inputs import Cluster, Method, Rates, TorchDDP
+
+_CHOICE = 4
+"""Choosing the largest elements takes as long as encoding this number of arrays in eight bits, as measured."""
+
+_RECORDS = 8
+"""Adding this number of records of the largest elements takes as long as decoding their array, as measured."""
 
 
 class LaneTask(NamedTuple):
@@ -105,6 +112,9 @@ def exchange_of(method: Method, n: int, costs: Costs) -> BucketExchange:
         case StreamingDiLoCo(average=average):
             lane = [*costs.average(average, n, everyone), work(add=4 * n)]
             return BucketExchange(lane, work(add=4 * n))
+        case SparseLoCo():
+            lane = [work(add=2 * n), *costs.average(method.mean, n, everyone), work(add=2 * n)]
+            return BucketExchange(lane, work(copy=n))
     raise UnsupportedError(f"costmodel: the model does not know what {method!r} exchanges")
 
 
@@ -152,6 +162,17 @@ class Costs:
                 lost = [self.coding(codec, decode=2 * n), self.work(add=(6 if decay else 5) * n, copy=n)]
                 held = [self.coding(kept, decode=n, encode=n)] if kept is not None else []
                 return [self.work(add=2 * n), *self.average(inner, n, group), *lost, *held]
+            case TopK():
+                record = average.wire_nbytes(-(-n // dtype_named(self.dtype).itemsize))
+                return [
+                    self.coding(MinMaxUInt8(), encode=_CHOICE * n),
+                    self.allgather(record, group),
+                    self.coding(MinMaxUInt8(), decode=(1 + p / _RECORDS) * n),
+                ]
+            case ErrorFeedback(TopK() as sparse, decay, _, kept, retain):
+                lost = [self.work(add=2 * n * ((decay > 0) + (retain < 1)))]
+                held = [self.coding(kept, decode=n, encode=n)] if kept is not None else []
+                return [self.work(add=2 * n), *self.average(sparse, n, group), *lost, *held]
             case Hierarchical(inner, inside=inside):
                 node, across = RankGroup(group.per_node, group.per_node), RankGroup(p // group.per_node, 1)
                 if node.size == 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
-from ...algorithms import DiLoCo, Point, Rounds, StreamingDiLoCo, Window
+from ...algorithms import Point, Rounds, StreamingDiLoCo, Window
 from ...algorithms.base import check_size, phases_of, with_defaults
 from ...algorithms.by_node import ByNode
 from ...algorithms.combinators import Every
@@ -89,7 +89,7 @@ def _predict_averages(method: Method, job: Job, costs: Costs) -> Prediction:
     if isinstance(method, StreamingDiLoCo):
         return _predict_fragments(method, job, costs)
     prediction = _predict_window(window, job, exchanges, costs)
-    return _mean_over(method.local_steps, prediction) if isinstance(method, DiLoCo) else prediction
+    return _mean_over(getattr(method, "local_steps", 1), prediction)
 
 
 def _predict_fragments(method: StreamingDiLoCo, job: Job, costs: Costs) -> Prediction:

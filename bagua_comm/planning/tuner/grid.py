@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from ...algorithms import Algorithm, DiLoCo, StreamingDiLoCo
+from ...algorithms import Algorithm
 from ...algorithms.base import pack
 from ...algorithms.combinators import After, Every
 from ...averages import Average, ErrorFeedback, Hierarchical
@@ -199,12 +199,11 @@ def warmup_of(algorithm: Algorithm) -> int:
 def period_of(algorithm: Algorithm) -> int:
     """The number of steps of which the algorithm communicates in one.
 
-    >>> from bagua_comm import Decentralized, GradientAllReduce
+    >>> from bagua_comm import Decentralized, DiLoCo, GradientAllReduce
     >>> period_of(DiLoCo(8)), period_of(Every(4, Decentralized())), period_of(GradientAllReduce())
     (8, 4, 1)
     """
     period = 1
     for part in _parts(algorithm):
-        local = isinstance(part, (DiLoCo, StreamingDiLoCo))
-        period *= part.n if isinstance(part, Every) else part.local_steps if local else 1
+        period *= part.n if isinstance(part, Every) else getattr(part, "local_steps", 1)
     return period
