@@ -26,7 +26,7 @@ LAYERS = {
         "bucket cuda kernels",
         "codecs hooks lane optim transports",
         "comm",
-        "averages bootstrap",
+        "averages bootstrap divergence",
         "algorithms data launch",
         "engine",
         "checkpoint planning",

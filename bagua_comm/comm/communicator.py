@@ -206,7 +206,10 @@ class Communicator(Collectives, UnevenCollectives, CoalescedCollectives, ObjectC
             groups.setdefault(table[rank].tobytes(), []).append(rank)
         if len(groups) > 1:
             found = "; ".join(f"ranks {ranks}" for ranks in groups.values())
-            raise CommMismatch(f"check_consistency: x differs; these agree with each other: {found}")
+            raise CommMismatch(
+                f"check_consistency: x differs; these agree with each other: {found}; to find the step and the "
+                "element, record each step by bagua_comm.divergence.DivergenceRecorder"
+            )
 
     @public_method("trace")
     def trace(self, path: str | Path) -> None:
