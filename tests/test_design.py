@@ -46,7 +46,7 @@ LAYERS = {
     ],
     "bagua_comm/transports": [
         "call_state flow notices",
-        "pipeline",
+        "pipeline rounds",
         "derived",
         "base",
         "local mpi nccl staged",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import operator
 import secrets
@@ -16,6 +15,7 @@ from .. import arrays
 from ..arrays import AnyArray, Array
 from ..closing import Closing
 from ..comm import Communicator
+from ..comm.agreement import are_equal, equality_terms
 from ..comm.public_methods import public_method
 from ..errors import ArrayError, BaguaError, CommMismatch, shown
 from .differences import difference_of, parted
@@ -196,16 +196,10 @@ def _text_of(exc: Exception) -> str:
 
 
 def _all_equal(comm: Communicator, mine: Step, *, failed: bool) -> bool:
-    """Whether all ranks have the same record, and none has failed. Collective.
-
-    All have the same number if the largest one and the smallest one, the complement of the largest complement,
-    are equal.
-    """
-    hashed = hashlib.blake2b(repr(mine).encode(), digest_size=16).digest()
-    number = np.frombuffer(hashed, np.uint64)
-    sent = np.concatenate([number, ~number, np.array([failed], np.uint64)])
-    most = comm.allreduce(sent, op="max")
-    return bool((most[:2] == ~most[2:4]).all() and not most[4])
+    """Whether all ranks have the same record, and none has failed. Collective."""
+    terms = [*equality_terms(repr(mine).encode()), np.uint64(failed)]
+    largest = comm.allreduce(np.array(terms), op="max")
+    return are_equal(largest) and not largest[4]
 
 
 def _text_and_names(rows: list[Step]) -> tuple[str, tuple[str, ...]]:
