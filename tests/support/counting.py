@@ -26,6 +26,7 @@ class CountingTransport(LocalTransport):
         super().__init__(hub, rank, timeout_s=timeout_s)
         self.total = [Count()] if total is None else total
         self.peers = set()
+        """The ranks that it has exchanged messages with."""
 
     def exchange(self, sends, recvs, **tag):
         """Count, and exchange."""
@@ -43,20 +44,29 @@ class CountingTransport(LocalTransport):
         return CountingTransport(made._hub, made.rank, timeout_s=made.timeout_s, total=self.total)
 
 
-def count_ranks(size, body, *, check=False, **settings):
+def count_ranks(size, body):
     """The `Count` of each rank over `body(comm)`, after the communicator has been made."""
+    return [count for ((count, _),) in count_each(size, [(False, body)])]
+
+
+def count_each(size, bodies):
+    """For each rank, the `Count` and the number of peers of each body, given whether calls are compared."""
 
     def count(transport):
         return CountingTransport(transport._hub, transport.rank, timeout_s=transport.timeout_s)
 
     def run(comm: Communicator):
-        transport = comm.transports[0]
-        before = transport.total[0]
-        body(comm)
-        return transport.total[0] - before
+        found, transport = [], comm.transports[0]
+        for check, body in bodies:
+            comm.check = check
+            before = transport.total[0]
+            transport.peers.clear()
+            body(comm)
+            found.append((transport.total[0] - before, len(transport.peers)))
+        return found
 
     stack = threading.stack_size(256 * 1024)
     try:
-        return run_ranks(size, run, wrap=count, check=check, **settings)
+        return run_ranks(size, run, wrap=count)
     finally:
         threading.stack_size(stack)
