@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from ._version import __version__
-from .commands import advise, completion, diagnose, doctor, info, net, run, trace
+from .commands import advise, compare, completion, diagnose, doctor, info, net, run, trace
 from .errors import ArrayError
 from .launch.cli import CommandError, program_name
 
@@ -22,6 +22,7 @@ COMMANDS: dict[str, Any] = {
     "doctor": doctor,
     "info": info,
     "diagnose": diagnose,
+    "compare": compare,
     "trace": trace,
     "advise": advise,
     "net": net,

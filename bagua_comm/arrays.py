@@ -238,7 +238,7 @@ def to_host(x: Array) -> Array:
 def digest(x: Array) -> bytes:
     """A 128-bit BLAKE2 hash of the dtype, shape and bytes of `x`."""
     found = hashlib.blake2b(f"{dtype_name(x.dtype)}{x.shape}".encode(), digest_size=16)
-    found.update(to_host(x).tobytes())
+    found.update(memoryview(as_bytes(contiguous(to_host(x)))))
     return found.digest()
 
 

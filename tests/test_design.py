@@ -26,7 +26,7 @@ LAYERS = {
         "bucket cuda kernels",
         "codecs hooks lane optim transports",
         "comm",
-        "averages bootstrap",
+        "averages bootstrap divergence",
         "algorithms data launch",
         "engine",
         "checkpoint planning",
@@ -46,7 +46,7 @@ LAYERS = {
     ],
     "bagua_comm/transports": [
         "call_state flow notices",
-        "pipeline",
+        "pipeline rounds",
         "derived",
         "base",
         "local mpi nccl staged",

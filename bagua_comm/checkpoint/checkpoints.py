@@ -206,11 +206,13 @@ class Checkpoints(Live, Closing):
             return problem
         folder = files.unfinished(job.step)
         part, problem = self._beside(lambda note: saving.write(folder, job, comm.rank, note))
-        rows = comm.allgather_object((part, problem))
+        rows = comm.gather_object((part, problem), root=0) or []
         problem = _first_problem([problem for _, problem in rows])
         parts = [part for part, _ in rows if part is not None]
-        if problem is None:
+        if problem is None and parts:
             problem = saving.first_mismatch(parts)
+        nbytes = sum(part.file["bytes"] for part in parts)
+        problem, nbytes = comm.broadcast_object((problem, nbytes), root=0)
 
         def end(_: Callable[[], None]) -> None:
             if comm.rank != 0:
@@ -234,7 +236,6 @@ class Checkpoints(Live, Closing):
         ended = comm.broadcast_object(self._beside(end)[1], root=0)
         problem = problem or ended
         if problem is None:
-            nbytes = sum(part.file["bytes"] for part in parts)
             seconds = time.monotonic() - began_s
             size = megabytes(nbytes)
             log_on_root(
@@ -254,9 +255,8 @@ class Checkpoints(Live, Closing):
         progress = _Progress()
         work = self._worker.submit(body, progress.note)
         beat_s = min(BEAT_S, self._comm.timeout_s / 4)
-        states = np.full(self._comm.size, _RUNNING)
-        state = _RUNNING
-        while (states == _RUNNING).any():
+        state, any_runs = _RUNNING, True
+        while any_runs:
             if state == _RUNNING:
                 wait([work], timeout=beat_s)
                 if work.done():
@@ -265,8 +265,8 @@ class Checkpoints(Live, Closing):
                     state = _FAILED
             else:
                 time.sleep(beat_s / 20)  # for the others
-            self._comm.allgather(np.array(state), states)
-            progress.given_up = bool((states == _FAILED).any())
+            flags = np.array([state == _RUNNING, state == _FAILED], np.uint8)
+            any_runs, progress.given_up = self._comm.allreduce(flags, op="max").astype(bool).tolist()
         if not work.done():
             return None, f"the disk has not answered for {self._stall_s:g} s"
         error = work.exception()

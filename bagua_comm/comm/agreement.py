@@ -24,11 +24,33 @@ TEXT_BYTES = 256
 _DIGEST = 16
 
 
+def equality_terms(data: bytes) -> Array:
+    """An array whose maximum over all ranks shows whether they all give the same `data`; see `are_equal`.
+
+    It has a 128-bit hash and its complement, whose maximum is the complement of the smallest hash.
+    """
+    hashed = np.frombuffer(hashlib.blake2b(data, digest_size=_DIGEST).digest(), np.uint64)
+    return np.concatenate([hashed, ~hashed])
+
+
+def are_equal(largest: Array) -> bool:
+    """Whether all ranks gave the same data, by the maximum of their `equality_terms`."""
+    return bool((largest[:2] == ~largest[2:4]).all())
+
+
 def compare_calls(host: Transport, call: str) -> None:
     """Raise `CommMismatch` on all ranks unless `call` is the same on all of them.
 
-    Collective.
+    Collective. The calls themselves are exchanged only if they differ.
     """
+    terms = equality_terms(call.encode())
+    try:
+        host.allreduce(terms, terms, "max")
+    except CommError as exc:
+        exc.args = (f"{call}: ranks were comparing their calls: {exc}",)
+        raise
+    if are_equal(terms):
+        return
     table = np.empty((host.size, TEXT_BYTES), np.uint8)
     try:
         host.allgather(_packed(call), table)
@@ -51,14 +73,16 @@ def compare_counts(host: Transport, sends: Sequence[int], recvs: Sequence[int]) 
         sends: Numbers of elements that this rank sends to each rank, (p,).
         recvs: Numbers of elements that it expects from each rank, (p,).
     """
-    table = np.empty((host.size, 2, host.size), np.int64)
-    host.allgather(np.array([sends, recvs], np.int64), table)
-    sent, expected = table[:, 0], table[:, 1].T  # (p, p): from row to column
-    for source, dest in np.argwhere(sent != expected).tolist():
-        raise CommMismatch(
-            f"rank {source} sends {sent[source, dest]} elements to rank {dest}, "
-            f"which expects {expected[source, dest]}"
-        )
+    size, sent, expected = host.size, np.empty(host.size, np.int64), np.array(recvs, np.int64)
+    host.alltoall(np.array(sends, np.int64), sent)
+    wrong = np.flatnonzero(sent != expected)
+    first = np.array([wrong[0] * size + host.rank if wrong.size else size * size], np.int64)
+    host.allreduce(first, first, "min")
+    source, dest = divmod(int(first[0]), size)
+    if source < size:
+        found = np.array([sent[source], expected[source]])
+        host.broadcast(found, dest)
+        raise CommMismatch(f"rank {source} sends {found[0]} elements to rank {dest}, which expects {found[1]}")
 
 
 def agree_on_split(host: Transport, color: object, key: object) -> int:

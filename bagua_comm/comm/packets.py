@@ -13,7 +13,8 @@ import numpy as np
 
 from ..arrays import Array
 from ..errors import ArrayError, BaguaError, UnsupportedError
-from ..transports.base import COLLECTIVE, OBJECT, Transport
+from ..transports import rounds
+from ..transports.base import COLLECTIVE, OBJECT, Flow, Transport
 
 
 class Packet(NamedTuple):
@@ -82,7 +83,11 @@ def allgather(host: Transport, packet: Packet) -> list[Packet]:
 
     Collective.
     """
-    packets = [packet if r == host.rank else empty_packet(size) for r, size in enumerate(_sizes(host, packet))]
+    sizes = _sizes(host, packet)
+    packets = [packet if r == host.rank else empty_packet(size) for r, size in enumerate(sizes)]
+    if rounds.are_fewer(host, sum(map(abs, sizes))):
+        rounds.allgather(Flow(host, None), packet.data, [each.data for each in packets])
+        return packets
     others = host.others()
     host.exchange([(r, packet.data) for r in others], [(r, packets[r].data) for r in others], tag=COLLECTIVE)
     return packets

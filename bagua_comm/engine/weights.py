@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
+import numpy as np
+
 from .. import arrays
 from ..algorithms.base import Algorithm, Payload, with_defaults
 from ..arrays import Array
 from ..bucket import Bucket, Plan
 from ..comm import Communicator
+from ..comm.agreement import are_equal, equality_terms
 from ..errors import CommMismatch
 from .storage import Storage, average_in_place
 
@@ -64,10 +67,14 @@ class EngineWeights:
         self.unchecked = False
         if self.differ or not with_defaults(phase).equal_start or not self._flats(buckets):
             return
-        first, *others = self._comm.allgather_object(_Digests(self._digests(plan, buckets), self._copied))
-        for rank, other in enumerate(others, start=1):
-            if other != first:
-                raise CommMismatch(f"at: {phase} begins, but {_difference(first, other, rank)}")
+        comm, mine = self._comm, _Digests(self._digests(plan, buckets), self._copied)
+        if are_equal(comm.allreduce(equality_terms(repr(mine).encode()), op="max")):
+            return
+        first: _Digests = comm.broadcast_object(mine, root=0)
+        rank = int(comm.allreduce(np.array(comm.rank if mine != first else comm.size), op="min"))
+        if rank < comm.size:
+            other = comm.broadcast_object(mine, root=rank)
+            raise CommMismatch(f"at: {phase} begins, but {_difference(first, other, rank)}")
 
     def average(self, buckets: Buckets, make_equal: Callable[[], None] | None) -> None:
         """Replace the weights with their mean over all ranks; by `make_equal`, see `EngineCallbacks`, if given.

@@ -69,6 +69,9 @@ class Transport(CallState, Live, ABC):
     """Whether sums and products of floats have the bytes of `kernels.host.reduce_rows`, as in the derived
     collectives; False if the library below adds in another order, even if only above some size."""
 
+    few_ranks: int = 8
+    """Among more ranks than this, small arrays are gathered in log2(p) rounds; among fewer, each rank sends its
+    array to all others at once, which takes less time."""
     late: Callable[[], object] | None = None
     """Called, if it is set, when this rank leaves in good order and others do not: in `leave` after a while, or
     in `close`. It writes the flight record, since this rank may be ended before they fail."""

@@ -3,7 +3,7 @@
 They move each byte as few times as possible, by direct exchange between all pairs of ranks, and reduce in rank
 order, in float32 where the dtype is narrower. Each chunk has one owner, which sends the same bytes to all ranks,
 so that all hold bit-identical results. Over a network they go in pieces, so that receiving, adding and sending
-overlap.
+overlap. Small arrays of many ranks take log2(p) rounds instead (`rounds`).
 
 Functions that take a `Flow` are called once the ranks have agreed on the call.
 """
@@ -16,6 +16,7 @@ import numpy as np
 
 from .. import arrays, kernels
 from ..arrays import REDUCED_PRECISION, Array, Scratch
+from . import rounds
 from .flow import COLLECTIVE, Exchanger, Flow
 from .pipeline import Exact, chunk_bounds, reduce_through, trade
 
@@ -23,6 +24,9 @@ from .pipeline import Exact, chunk_bounds, reduce_through, trade
 def allreduce(flow: Flow, x: Array, out: Array, op: str, scratch: Scratch) -> None:
     """`Transport.allreduce` by direct exchange: each rank reduces a chunk for all. Collective."""
     x, out = x.reshape(-1), out.reshape(-1)
+    if rounds.are_fewer(flow.transport, x.nbytes * flow.size):
+        rounds.allreduce(flow, x, out, op, scratch)
+        return
     bounds = chunk_bounds(x.size, flow.size)
     results = [out[chunk] for chunk in bounds]
     chunks, mine = [x[chunk] for chunk in bounds], results[flow.rank]
@@ -37,6 +41,11 @@ def reduce_scatter(flow: Flow, chunks: Sequence[Array], out: Array, op: str, scr
 def reduce(flow: Flow, x: Array, out: Array | None, root: int, op: str, scratch: Scratch) -> None:
     """`Transport.reduce`: each rank reduces a chunk, and sends it to `root`. Collective."""
     x = x.reshape(-1)
+    if rounds.are_fewer(flow.transport, x.nbytes * flow.size):
+        gathered = rounds.table(flow, x, scratch)
+        if out is not None:
+            kernels.of(out).reduce_rows(gathered, out.reshape(-1), op)
+        return
     bounds = chunk_bounds(x.size, flow.size)
     mine = scratch.take("mine", x[bounds[flow.rank]].shape, x.dtype, like=x)
     reduce_scatter(flow, [x[chunk] for chunk in bounds], mine, op, scratch)
@@ -51,6 +60,9 @@ def reduce(flow: Flow, x: Array, out: Array | None, root: int, op: str, scratch:
 def allgather(flow: Flow, x: Array, out: Array) -> None:
     """`Transport.allgather` by direct exchange. Collective."""
     mine, table = x.reshape(-1), arrays.rows(out, flow.size)
+    if rounds.are_fewer(flow.transport, out.nbytes):
+        rounds.allgather(flow, mine, list(table))
+        return
     trade(flow, [mine] * flow.size, table)
 
 
@@ -63,6 +75,11 @@ def alltoall(flow: Flow, x: Array, out: Array, scratch: Scratch) -> None:
 def scan(transport: Exchanger, x: Array, out: Array, op: str, scratch: Scratch, *, exclusive: bool) -> None:
     """`Transport.scan` by two alltoalls: each rank reduces a chunk of the array for all ranks. Collective."""
     rank, size = transport.rank, transport.size
+    if rounds.are_fewer(transport, x.nbytes * size):
+        before = rounds.table(Flow(transport, None), x, scratch)[: rank + (not exclusive)]
+        if len(before):
+            kernels.of(x).reduce_rows(before, out.reshape(-1), op)
+        return
     # (p, m) each: chunk r of this rank's array, and this rank's chunk of rank r's.
     chunks, mine = scratch.take("scan", (2, size, -(-x.size // size)), x.dtype, like=x)
     chunks.reshape(-1)[: x.size] = x.reshape(-1)

@@ -29,6 +29,7 @@ class Exchanger(Protocol):
 
     rank: int
     size: int
+    few_ranks: int
 
     def others(self) -> list[int]:
         """See `Transport.others`."""

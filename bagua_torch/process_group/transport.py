@@ -8,6 +8,7 @@ messages nor its failures affect other users of the group, and subgroups have th
 from __future__ import annotations
 
 import hashlib
+import sys
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -118,6 +119,7 @@ class ProcessGroupTransport(FramedTransport):
 
     name = "torch"
     adds_in_rank_order = False  # gloo does not, from `RING_CHUNK_BYTES` on
+    few_ranks = sys.maxsize  # a call begins with a round among all ranks, which carries small arrays as well
 
     def __init__(
         self,

@@ -43,7 +43,7 @@ def first_error(body):
     [
         (lambda comm: comm.lane(), "lane (dup() #1): "),
         (lambda comm: comm.by_node(), "by_node (split() #1): "),
-        (lambda comm: comm.check_consistency(np.ones(2)), "check_consistency (allgather("),
+        (lambda comm: comm.check_consistency(np.ones(2)), "check_consistency (allreduce("),
         (lambda comm: Checkpoints("folder", comm), "Checkpoints (dup() #1): "),
         (lambda comm: comm.barrier(), "barrier() #1: "),
     ],
