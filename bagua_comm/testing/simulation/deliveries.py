@@ -55,4 +55,4 @@ class DelayingHub(Hub):
             Hub.post(self, source, dest, tag, message)
             self.changed.notify_all()
 
-        scheduler.call_later(due_s - scheduler.now_s, arrive)
+        scheduler.call_at(due_s, arrive)

@@ -100,7 +100,9 @@ def simulate(
     def body() -> None:
         try:
             results.append(program(simulation))
-        except Exception as exc:
+        except BaseException as exc:
+            if scheduler.failure is not None:
+                raise
             errors.append(exc)
 
     main = scheduler.add("the program")
@@ -115,7 +117,7 @@ def simulate(
         finally:
             if collects:
                 gc.enable()
-    failure: BaseException | None = scheduler.failure or next(iter(errors), None)
+    failure = errors[0] if errors else scheduler.failure
     if failure is not None:
         if hasattr(failure, "add_note"):
             failure.add_note(f"in the simulation of seed {seed} ({scheduler.digest()})")

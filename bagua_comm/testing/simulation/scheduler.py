@@ -168,9 +168,9 @@ class Scheduler:
         if not task.is_over:
             task.is_ready = True
 
-    def call_later(self, delay_s: float, action: Callable[[], None]) -> None:
-        """Call `action`, which must not wait, when `delay_s` have passed."""
-        heapq.heappush(self._timers, (self.now_s + delay_s, next(self._numbers), action))
+    def call_at(self, when_s: float, action: Callable[[], None]) -> None:
+        """Call `action`, which must not wait, at that time; actions of the same time in the order of their calls."""
+        heapq.heappush(self._timers, (when_s, next(self._numbers), action))
 
     def _wake_at(self, when_s: float, task: Task) -> None:
         number = task.waits
@@ -179,7 +179,7 @@ class Scheduler:
             if task.waits == number and not task.is_ready and not task.is_over:
                 task.is_ready = task.timed_out = True
 
-        heapq.heappush(self._timers, (when_s, next(self._numbers), expire))
+        self.call_at(when_s, expire)
 
     def _mine(self) -> Task:
         if self.failure is not None:
