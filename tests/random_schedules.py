@@ -328,7 +328,7 @@ def elastic_training(sim):
     assert_equal_bytes([shared for _, shared, _, _ in ended], "shared state")
     assert all(log == ended[0][3] for *_, log in ended)
     ranks = sorted(rank for rank, *_ in ended)
-    if ranks == list(range(ended[0][3][-1])) and not warnings.has("private state of ranks"):
+    if ranks == list(range(ended[0][3][-1])) and not warnings.has("the private state of ranks"):
         total = sum(own[0] for _, _, own, _ in ended)
         expected = sum(sum(range(1, size + 1)) for size in ended[0][3])
         assert abs(total - expected) < 1e-9, f"the sum of private state is {total}, expected {expected}"

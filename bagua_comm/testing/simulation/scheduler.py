@@ -169,7 +169,7 @@ class Scheduler:
             task.is_ready = True
 
     def call_at(self, when_s: float, action: Callable[[], None]) -> None:
-        """Call `action`, which must not wait, at that time; actions of the same time in the order of their calls."""
+        """Call `action`, which must not wait, at that time; those of one time in the order of their calls."""
         heapq.heappush(self._timers, (when_s, next(self._numbers), action))
 
     def _wake_at(self, when_s: float, task: Task) -> None:
