@@ -232,6 +232,7 @@ EXITS = {
     "SpanContext": "a span is not written",
     "Barrier": "does nothing",
     "UseStream": "its __del__ does it",
+    **dict.fromkeys(["SimulatedLock", "SimulatedCondition"], "only threads of a simulation use it"),
 }
 """Classes whose `__exit__` is of Python, and what happens where a signal handler raises before it has begun."""
 

@@ -32,8 +32,8 @@ from . import start
 from .changes import Change, describe_dead
 from .fleet import Death, Fleet, Process, Rendezvous
 from .roles import choose_trainers
-from .session import INITIAL, Session
-from .snapshot.restore import newest
+from .session import Session
+from .snapshot.restore import INITIAL, newest
 from .snapshot.snapshots import Snapshot, SnapshotInfo
 from .state import State
 
@@ -308,10 +308,19 @@ class _Loop:
         hosts = [process.host for process in rendezvous.alive]
         sources = newest([row.snapshots for row in rows])
         if sources is None:
+            root, problem = ranks[0], None
             numbers = [process.number for process in rendezvous.alive]
             # A spare that is still in the first rendezvous does not know yet that others train.
             before = tuple(each.number for each in known.trainers) or max(row.first for row in rows)
             are_lost = bool(before) and not set(before) & set(numbers)
+            if known.entered > 1:
+                # The last holders of a commit died after it was restored, and before the next commit.
+                restored = [
+                    rank
+                    for rank in ranks
+                    if rendezvous.alive[rank] in known.trainers and rows[rank].entered == known.entered
+                ]
+                are_lost, root = not restored, next(iter(restored), root)
             if are_lost or any(row.trained for row in rows):
                 raise self._fatal(
                     RankFailed(
@@ -319,7 +328,12 @@ class _Loop:
                         "from a checkpoint if there is one"
                     )
                 )
-            root, problem = ranks[0], None
+            if known.entered > 1:
+                _log.warning(
+                    "no snapshot of the state is left; training continues from the state that process %d has "
+                    "restored, and the private state of ranks that have died is lost",
+                    rendezvous.alive[root].number,
+                )
             if everyone.rank == root:
                 problem = self._session.hold_initial(rows[root].run)
             snapshots = self._session.snapshots()

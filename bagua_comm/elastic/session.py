@@ -19,15 +19,12 @@ from ..flight import FlightRecorder
 from .roles import buddies
 from .snapshot import parts
 from .snapshot.commit import commit
-from .snapshot.restore import Sources, restore
+from .snapshot.restore import INITIAL, Sources, restore
 from .snapshot.slot import checksum
 from .snapshot.snapshots import Buffer, Layout, Snapshot, snapshots_in
 from .state import State
 
 _log = logging.getLogger(__name__)
-
-INITIAL = 0
-"""The number of the commit that holds the initial state, that of rank 0."""
 
 
 class RanksChange(CommAborted):
@@ -118,7 +115,6 @@ class Session:
             return
         is_source = sources.version == INITIAL and everyone.rank in sources.complete
         if is_source:
-            self._kept = []
             return
         tree = content.tree()
         given, found = ", ".join(sorted(self._parts)), ", ".join(sorted(tree["parts"]))

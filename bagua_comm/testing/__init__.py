@@ -8,6 +8,7 @@ from .algorithms import check_algorithm
 from .codecs import check_codec
 from .fleets import ThreadFleet, ThreadJob, run_fleet
 from .recording import Call, Recording
+from .simulation import Simulation, SimulationError, simulate
 from .transports import SIZES, check_transport
 from .values import reduced, sample, whole_range
 from .worlds import run_ranks
@@ -16,6 +17,8 @@ __all__ = [
     "SIZES",
     "Call",
     "Recording",
+    "Simulation",
+    "SimulationError",
     "ThreadFleet",
     "ThreadJob",
     "check_algorithm",
@@ -25,5 +28,6 @@ __all__ = [
     "run_fleet",
     "run_ranks",
     "sample",
+    "simulate",
     "whole_range",
 ]

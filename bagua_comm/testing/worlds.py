@@ -42,6 +42,9 @@ def run_ranks(
     hub = Hub(size)
     results: list[Any] = [None] * size
     failures: list[tuple[int, BaseException]] = []
+    ended: list[int] = []
+    settled = threading.Event()
+    """Set when all ranks have ended, or one has failed."""
 
     def run(rank: int) -> None:
         transport: Transport = LocalTransport(hub, rank, timeout_s=timeout_s)
@@ -53,17 +56,18 @@ def run_ranks(
         except BaseException as exc:
             failures.append((rank, exc))
             hub.abort(f"rank {rank} failed: {type(exc).__name__}: {exc}")
+        ended.append(rank)
+        if failures or len(ended) == size:
+            settled.set()
 
     threads = [
         threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(size)
     ]
     for thread in threads:
         thread.start()
-    while any(thread.is_alive() for thread in threads):
-        for thread in threads:
-            thread.join(0.05)
-        if failures and any(thread.is_alive() for thread in threads):
-            _give_up_waiting(threads, timeout_s)
+    if threads:
+        settled.wait()
+    _give_up_waiting(threads, timeout_s)
     if failures:
         # Other ranks raise CommAborted because one failed; raise the error of that one.
         first = next((f for f in failures if not isinstance(f[1], CommAborted)), failures[0])

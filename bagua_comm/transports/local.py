@@ -13,7 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 from weakref import WeakSet
 
 import numpy as np
@@ -25,6 +25,9 @@ from .base import Transport
 from .flow import POINT_TO_POINT, Message, Move
 from .notices import aborted
 
+Mail: TypeAlias = tuple[Array, Any, str]
+"""A copy of an array, the event after the copying if it is a device array, and the sender's call."""
+
 
 class Hub:
     """The state that the ranks of a local world share: mailboxes, and whether the world was aborted."""
@@ -32,9 +35,8 @@ class Hub:
     def __init__(self, size: int) -> None:
         self.size = size
         self.changed = threading.Condition()
-        self.mail: dict[tuple[int, int, int], deque[tuple[Array, Any, str]]] = {}
-        """By (source, dest, tag): a copy, the event after the copying if it is a device array, and the sender's
-        call."""
+        self.mail: dict[tuple[int, int, int], deque[Mail]] = {}
+        """By (source, dest, tag)."""
         self.forming: dict[tuple[int, int], tuple[Hub, int]] = {}
         """By (splits before, color): a group that is being formed, and how many of its members have joined."""
         self.groups: WeakSet[Hub] = WeakSet()
@@ -44,6 +46,10 @@ class Hub:
         """By the name of a group (see `Transport.notify_failure`): the rank that has aborted it, and why."""
         self.broken: dict[int, CommError] = {}
         """By rank: the error after which it makes no more calls in this group."""
+
+    def post(self, source: int, dest: int, tag: int, message: Mail) -> None:
+        """Leave a message for `dest`. The caller holds `changed`."""
+        self.mail.setdefault((source, dest, tag), deque()).append(message)
 
     def fail(self, rank: int, error: CommError) -> None:
         """Wake the ranks that wait for `rank`, which makes no more calls after `error`."""
@@ -106,7 +112,7 @@ class LocalTransport(Transport):
         with hub.changed:
             self._check_alive()
             for (peer, x), copy in zip(sends, copies, strict=True):
-                hub.mail.setdefault((self.rank, peer, tag), deque()).append((copy, mark(copy), signature))
+                hub.post(self.rank, peer, tag, (copy, mark(copy), signature))
                 self.sent_bytes += x.nbytes if peer != self.rank else 0
             hub.changed.notify_all()
         deadline_s = self.deadline_s()

@@ -28,6 +28,8 @@ from .snapshots import Layout, Snapshot, SnapshotInfo
 
 _log = logging.getLogger(__name__)
 
+INITIAL = 0
+"""The number of the commit that holds the initial state, that of rank 0, without the `Own` parts."""
 PIECE = 1 << 22
 """Bytes of one message."""
 
@@ -51,6 +53,9 @@ class Sources:
 def newest(rows: Sequence[Sequence[SnapshotInfo]]) -> Sources | None:
     """The newest commit that can be reconstructed; otherwise the newest whose shared state is left.
 
+    A commit that has lost private state is better than `INITIAL`, which has none: the other ranks would keep
+    what they have changed in a step that is undone.
+
     Args:
         rows: The snapshots of every living process.
     """
@@ -58,7 +63,7 @@ def newest(rows: Sequence[Sequence[SnapshotInfo]]) -> Sources | None:
     partial: Sources | None = None
     for version, run in sorted(found, reverse=True):
         sources = _sources(rows, version, run)
-        if sources is not None and not sources.missing:
+        if sources is not None and not sources.missing and (version != INITIAL or partial is None):
             return sources
         partial = partial or sources
     return partial
