@@ -14,7 +14,7 @@ except ModuleNotFoundError as exc:
         name="torch",
     ) from exc
 
-from . import functional, profiler
+from . import backend, functional, profiler
 from .arrays import as_array, as_tensor, torch_stream
 from .broadcast import broadcast_optimizer, broadcast_tensors
 from .checkpoint import Checkpoints
@@ -31,6 +31,7 @@ from .sync_batchnorm import SyncBatchNorm
 listen(profiler.RANGES)
 register_names()
 register_torchrun_fleet(start_fleet)
+backend.register()
 
 __all__ = [
     "Checkpoints",

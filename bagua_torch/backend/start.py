@@ -1,0 +1,82 @@
+"""How `init_process_group("bagua")` and `new_group` find their ranks, and make a group of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+from urllib.parse import parse_qs, urlparse
+
+import torch.distributed as dist
+from torch.distributed.rendezvous import _rendezvous_handlers
+
+import bagua_comm
+from bagua_comm import BootstrapError, Communicator
+from bagua_comm.bootstrap import environment
+from bagua_comm.bootstrap.world import current, default_or
+
+from ..process_group import ProcessGroupTransport, RendezvousInfo
+from ..process_group.bootstrap import serve_store, use_device
+from ..process_group.transport import count
+from .group import BaguaGroup
+
+NAME = "bagua"
+
+
+def register_backend() -> None:
+    """Register the backend "bagua", and let `init_process_group` find the ranks that MPI has started."""
+    backend: Any = dist.Backend  # torch leaves it untyped
+    backend.register_backend(NAME, _make_group, extended_api=True, devices=["cpu", "cuda"])
+    handlers: dict[str, Any] = _rendezvous_handlers
+    handlers["env"] = _EnvironmentOrMPI(handlers["env"])
+
+
+class _EnvironmentOrMPI:
+    """The rendezvous "env://": of MPI, if it started this process and no variable names another rendezvous."""
+
+    def __init__(self, without_mpi: Any) -> None:
+        self._without_mpi = without_mpi
+
+    def __call__(self, url: str, timeout: timedelta = dist.default_pg_timeout, **options: Any) -> Iterator[Any]:
+        if not _finds_ranks_by_mpi():
+            yield from self._without_mpi(url, timeout=timeout, **options)
+            return
+        world = default_or(lambda: bagua_comm.connect(timeout_s=timeout.total_seconds()))
+        query = parse_qs(urlparse(url).query)
+        for name, mine in (("rank", world.rank), ("world_size", world.size)):
+            asked = query.get(name, [str(mine)])[0]
+            if asked != str(mine):
+                raise BootstrapError(
+                    f"init_process_group: {name} is {asked}, but MPI started this process with {mine}; leave it "
+                    "out, or set MASTER_ADDR and MASTER_PORT to use the ranks of your own"
+                )
+        yield serve_store(world), world.rank, world.size
+
+
+def _finds_ranks_by_mpi() -> bool:
+    """Whether MPI started this process, and the environment variables of PyTorch name no rendezvous."""
+    named = all(os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"))
+    return not named and not environment.under_torchrun() and environment.under_mpi()
+
+
+def _make_group(opts: Any, options: Any) -> BaguaGroup:
+    """Make a group of the ranks that call this. Collective."""
+    rank, size, timeout_s = opts.group_rank, opts.group_size, opts.timeout.total_seconds()
+    if opts.global_ranks_in_group:
+        raise NotImplementedError("new_group")
+    before = current()
+    world = default_or(lambda: _connect(opts.store, rank, size, timeout_s))
+    use_device(world)
+    group = BaguaGroup(world.lane(), None if world is before else world.close)
+    group.comm.timeout_s = timeout_s
+    return group
+
+
+def _connect(store: Any, rank: int, size: int, timeout_s: float) -> Communicator:
+    """Connect the ranks of the default process group. Collective."""
+    if not environment.under_torchrun() and environment.under_mpi():
+        return bagua_comm.connect(timeout_s=timeout_s)
+    key = f"bagua/{count(store, 'bagua', rank)}"
+    transport = ProcessGroupTransport(timeout_s=timeout_s, rendezvous=RendezvousInfo(store, key, rank, size))
+    return bagua_comm.connect(timeout_s=timeout_s, transport=transport)
