@@ -58,7 +58,7 @@ LAYERS = {
         "endpoint",
         "messages native",
         "agreement link_speed",
-        "small_messages",
+        "channel small_messages",
         "routes",
         "transport",
         "__init__",

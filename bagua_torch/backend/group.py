@@ -4,59 +4,71 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
-from bagua_comm import CommError, Communicator, UnsupportedError
-from bagua_comm.arrays import Array, Op, check_reduction
+from bagua_comm import ArrayError, CommError, Communicator, UnsupportedError
+from bagua_comm.arrays import Array
 from bagua_comm.lane import Lane
 
-from ..arrays import as_array, torch_stream
+from ..arrays import torch_stream
+from .messages import Messages
+from .tensors import (
+    HOST,
+    any_dtype,
+    as_list,
+    check_dtypes,
+    check_size,
+    dense,
+    device_of,
+    divided,
+    elements,
+    joined,
+    one_of_each,
+    only,
+    pairs,
+    reduction,
+    root_of,
+    row,
+    seconds,
+)
 from .work import LaneWork
 
 _ProcessGroup: Any = dist.ProcessGroup  # torch types its methods by overloads
-
-_HOST = torch.device("cpu")
-
-
-_REDUCTIONS: dict[str, Op] = {
-    "SUM": "sum",
-    "AVG": "avg",
-    "PRODUCT": "prod",
-    "MIN": "min",
-    "MAX": "max",
-    "BAND": "band",
-    "BOR": "bor",
-    "BXOR": "bxor",
-}
-"""Our names of PyTorch's reductions."""
 
 
 class BaguaGroup(_ProcessGroup):  # type: ignore[misc]
     """The ranks of a communicator as a process group.
 
-    A call is submitted to the lane of the group, and runs there after the calls before it. So the calls of a
-    group are in order, and those of several groups run at the same time. Errors are those of bagua_comm: they
-    name the rank and the call, and no call waits longer than its time limit.
-
-    Collective.
+    Collective. A collective call is submitted to the lane of the group, and runs there after the calls before
+    it. So the calls of a group are in order, and those of several groups run at the same time. Errors are those
+    of bagua_comm: they name the rank and the call, and no call waits longer than its time limit. What a call does
+    not support, it refuses before it sends anything.
 
     Args:
         lane: The lane on whose communicator the calls run; the group owns it.
+        parent: A communicator of the same ranks, of which `new_group` makes others.
         at_close: Called when the group has been shut down.
     """
 
-    def __init__(self, lane: Lane[Communicator], at_close: Callable[[], object] | None = None) -> None:
+    supports_splitting = supports_coalescing = supports_time_estimate = False
+
+    def __init__(
+        self, lane: Lane[Communicator], parent: Communicator, at_close: Callable[[], object] | None = None
+    ) -> None:
         super().__init__(lane.comm.rank, lane.comm.size)
-        self.lane, self.comm = lane, lane.comm
+        self.lane, self.comm, self.parent = lane, lane.comm, parent
         self._at_close = at_close
         self._submits = threading.Lock()
-        self._name, self._description = "", ""
+        self._messages = Messages(self.comm.host)
         self._is_open = True
+        self._name = self._description = ""
 
     # What torch.distributed asks of a group -----------------------------------------------------------
 
@@ -72,82 +84,295 @@ class BaguaGroup(_ProcessGroup):  # type: ignore[misc]
         """Return the number of ranks."""
         return self.comm.size
 
+    def setGroupName(self, name: str) -> None:  # noqa: N802 - PyTorch's name
+        """Set the name by which torch.distributed finds the group."""
+        self._name = name
+
+    def getGroupName(self) -> str:  # noqa: N802 - PyTorch's name
+        """Return the name by which torch.distributed finds the group."""
+        return self._name
+
+    def setGroupDesc(self, description: str) -> None:  # noqa: N802 - PyTorch's name
+        """Set the description of the group."""
+        self._description = description
+
+    def getGroupDesc(self) -> str:  # noqa: N802 - PyTorch's name
+        """Return the description of the group."""
+        return self._description
+
     getRank, getSize = rank, size  # noqa: N815 - PyTorch's names
+    group_name, group_desc = property(getGroupName), property(getGroupDesc)
 
     @property
     def _device_types(self) -> list[torch.device]:
         """The devices whose tensors the group carries."""
-        return [_HOST] if self.comm.device is None else [_HOST, torch.device("cuda")]
+        return [HOST] if self.comm.device is None else [HOST, torch.device("cuda")]
 
-    # Collectives ----------------------------------------------------------------------------------------
+    def _get_backend(self, device: torch.device) -> BaguaGroup:
+        """Return the object that makes the calls for a device: the group itself."""
+        return self
 
-    def allreduce(self, tensors: Any, opts: Any = None) -> LaneWork:
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the time limit of calls, from the next one on."""
+        self.comm.timeout_s = timeout.total_seconds()
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Do nothing: calls are numbered anyway."""
+
+    # Reductions -----------------------------------------------------------------------------------------
+
+    def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> LaneWork:
         """Reduce each of `tensors` over all ranks, in place."""
-        tensors = _listed(tensors)
-        xs = [_array("allreduce", x) for x in tensors]
-        op = _op("allreduce", opts, xs)
+        name = "allreduce"
+        tensors = as_list(name, tensors)
+        op, xs = reduction(name, opts, [dense(name, x) for x in tensors])
         if len(xs) == 1:
-            return self._submit("allreduce", opts, tensors, self.comm.allreduce, xs[0], xs[0], op=op)
-        return self._submit("allreduce", opts, tensors, self.comm.allreduce_many, xs, xs, op=op)
+            return self._submit(name, timeout or opts, tensors, self.comm.allreduce, xs[0], xs[0], op=op)
+        return self._submit(name, timeout or opts, tensors, self.comm.allreduce_many, xs, xs, op=op)
 
     allreduce_coalesced = allreduce
 
-    def broadcast(self, tensors: Any, opts: Any) -> LaneWork:
-        """Copy `tensors` of the root to all ranks."""
-        tensors = _listed(tensors)
-        xs = [_array("broadcast", x) for x in tensors]
-        if len(xs) == 1:
-            return self._submit("broadcast", opts, tensors, self.comm.broadcast, xs[0], root=opts.rootRank)
-        return self._submit("broadcast", opts, tensors, self.comm.broadcast_many, xs, root=opts.rootRank)
-
-    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> LaneWork:
-        """Gather the input of each rank, in a list of tensors."""
-        outs, x = _only("allgather", outputs), _array("allgather", _only("allgather", inputs))
-        targets = [_array("allgather", out) for out in outs]
-        counts = [target.size for target in targets]
-
-        def allgather(timeout_s: float | None) -> None:
-            buffer = _empty(sum(counts), x)
-            if len(set(counts)) == 1:
-                self.comm.allgather(x, buffer, timeout_s=timeout_s)
-            else:
-                self.comm.allgatherv(x, buffer, counts, timeout_s=timeout_s)
-            _copy_parts(buffer, targets)
-
-        return self._submit("allgather", opts, outputs, allgather)
-
-    def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> LaneWork:
-        """Gather the input of each rank, in one tensor."""
-        out, x = _array("allgather", output), _array("allgather", tensor)
-        return self._submit("allgather", opts, output, self.comm.allgather, x, out)
-
-    _allgather_base = all_gather_single
+    def reduce(self, tensors: Any, opts: Any, op: Any = None, timeout: timedelta | None = None) -> LaneWork:
+        """Reduce a tensor over all ranks, in place on the root."""
+        name = "reduce"
+        tensor = only(name, tensors)
+        op, (x,) = reduction(name, opts if op is None else op, [dense(name, tensor)])
+        root = root_of(name, opts, self.size())
+        return self._submit(name, timeout or opts, tensors, self.comm.reduce, x, x, root=root, op=op)
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> LaneWork:
         """Reduce a list of one tensor for each rank, and keep this rank's."""
         name = "reduce_scatter"
-        out, parts = _array(name, _only(name, outputs)), [_array(name, x) for x in _only(name, inputs)]
-        op = _op(name, opts, parts)
+        parts = one_of_each(name, only(name, inputs), self.size(), dense)
+        op, (out, *parts) = reduction(name, opts, [dense(name, only(name, outputs)), *parts])
         counts = [part.size for part in parts]
+        check_size(name, out, counts[self.rank()])
 
         def reduce_scatter(timeout_s: float | None) -> None:
-            buffer = _joined(parts)
-            self.comm.reduce_scatter(buffer, out, op=op, counts=counts, timeout_s=timeout_s)
+            self.comm.reduce_scatter(joined(parts), out, op=op, counts=counts, timeout_s=timeout_s)
 
         return self._submit(name, opts, outputs, reduce_scatter)
 
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> LaneWork:
-        """Reduce a tensor of a chunk for each rank, and keep this rank's."""
+        """Reduce a tensor of one chunk for each rank, and keep this rank's."""
+        return self.reduce_scatter_single_coalesced([output], [tensor], opts)
+
+    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> LaneWork:
+        """`reduce_scatter_single` of each pair of tensors."""
         name = "reduce_scatter"
-        out, x = _array(name, output), _array(name, tensor)
-        op, counts = _op(name, opts, [x]), [out.size] * self.comm.size
-        return self._submit(name, opts, output, self.comm.reduce_scatter, x, out, op=op, counts=counts)
+        work = []
+        for output, tensor in pairs(name, outputs, inputs):
+            op, (out, x) = reduction(name, opts, [dense(name, output), dense(name, tensor)])
+            check_size(name, x, out.size * self.size())
+            work.append((out, x))
+
+        def reduce_scatter(timeout_s: float | None) -> None:
+            for out, x in work:
+                counts = None if out.ndim == x.ndim == 1 else [out.size] * self.size()
+                self.comm.reduce_scatter(x, out, op=op, counts=counts, timeout_s=timeout_s)
+
+        return self._submit(name, opts, outputs, reduce_scatter)
 
     _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-    def barrier(self, opts: Any = None) -> LaneWork:
+    # Collectives that move elements -----------------------------------------------------------------------
+
+    def broadcast(self, tensors: Any, opts: Any, timeout: timedelta | None = None) -> LaneWork:
+        """Copy `tensors` of the root to all ranks."""
+        name = "broadcast"
+        tensors, root = as_list(name, tensors), root_of(name, opts, self.size())
+        xs = [any_dtype(name, x) for x in tensors]
+        if len(xs) == 1:
+            return self._submit(name, timeout or opts, tensors, self.comm.broadcast, xs[0], root=root)
+        return self._submit(name, timeout or opts, tensors, self.comm.broadcast_many, xs, root=root)
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> LaneWork:
+        """Gather the tensor of each rank, in a list."""
+        return self._gather_lists([only("all_gather", outputs)], [only("all_gather", inputs)], opts, outputs)
+
+    def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> LaneWork:
+        """Gather several tensors of each rank: tensor i of rank r in outputs[r][i]."""
+        inputs = as_list("all_gather_coalesced", inputs)
+        by_tensor = [[per_rank[i] for per_rank in outputs] for i in range(len(inputs))]
+        return self._gather_lists(by_tensor, inputs, opts, outputs)
+
+    def _gather_lists(self, lists: Any, inputs: Any, opts: Any, outputs: Any) -> LaneWork:
+        name = "all_gather"
+        gathers = []
+        for outs, tensor in zip(lists, inputs, strict=True):
+            x, targets = any_dtype(name, tensor), one_of_each(name, outs, self.size(), any_dtype)
+            check_dtypes(name, x, *targets)
+            check_size(name, x, targets[self.rank()].size)
+            gathers.append((x, targets, [target.size for target in targets]))
+
+        def all_gather(timeout_s: float | None) -> None:
+            for x, targets, counts in gathers:
+                buffer = row(sum(counts), x)
+                if len(set(counts)) == 1:
+                    self.comm.allgather(x, buffer, timeout_s=timeout_s)
+                else:
+                    self.comm.allgatherv(x, buffer, counts, timeout_s=timeout_s)
+                divided(buffer, targets)
+
+        return self._submit(name, opts, outputs, all_gather)
+
+    def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> LaneWork:
+        """Gather the tensor of each rank, in one tensor."""
+        return self.all_gather_single_coalesced([output], [tensor], opts)
+
+    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> LaneWork:
+        """`all_gather_single` of each pair of tensors."""
+        name = "all_gather"
+        work = []
+        for output, tensor in pairs(name, outputs, inputs):
+            out, x = any_dtype(name, output), any_dtype(name, tensor)
+            check_dtypes(name, out, x)
+            check_size(name, out, x.size * self.size())
+            work.append((out, x))
+
+        def all_gather(timeout_s: float | None) -> None:
+            for out, x in work:
+                self.comm.allgather(x, out, timeout_s=timeout_s)
+
+        return self._submit(name, opts, outputs, all_gather)
+
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def gather(self, outputs: Any, inputs: Any, opts: Any) -> LaneWork:
+        """Gather the tensor of each rank on the root, in a list."""
+        name = "gather"
+        x, root = any_dtype(name, only(name, inputs)), root_of(name, opts, self.size())
+        targets = []
+        if self.rank() == root:
+            targets = one_of_each(name, only(name, outputs), self.size(), any_dtype)
+            check_dtypes(name, x, *targets)
+            check_size(name, x, targets[root].size)
+        counts = [target.size for target in targets]
+
+        def gather(timeout_s: float | None) -> None:
+            buffer = row(sum(counts), x) if targets else None
+            self.comm.gatherv(x, buffer, counts or None, root=root, timeout_s=timeout_s)
+            if buffer is not None:
+                divided(buffer, targets)
+
+        return self._submit(name, opts, outputs or inputs, gather)
+
+    def scatter(self, outputs: Any, inputs: Any, opts: Any) -> LaneWork:
+        """Send one tensor of a list of the root to each rank."""
+        name = "scatter"
+        out, root = any_dtype(name, only(name, outputs)), root_of(name, opts, self.size())
+        parts = []
+        if self.rank() == root:
+            parts = one_of_each(name, only(name, inputs), self.size(), any_dtype)
+            check_dtypes(name, out, *parts)
+            check_size(name, out, parts[root].size)
+        counts = [part.size for part in parts] or None
+
+        def scatter(timeout_s: float | None) -> None:
+            buffer = joined(parts) if parts else None
+            self.comm.scatterv(buffer, counts, out, root=root, timeout_s=timeout_s)
+
+        return self._submit(name, opts, outputs, scatter)
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        output_splits: Sequence[int] | None = None,
+        input_splits: Sequence[int] | None = None,
+        opts: Any = None,
+    ) -> LaneWork:
+        """Send rows of a tensor to each rank; without numbers of rows, equal ones."""
+        name = "all_to_all"
+        out, x = any_dtype(name, output), any_dtype(name, tensor)
+        check_dtypes(name, out, x)
+        sends = elements(name, "input_split_sizes", x, input_splits, self.size())
+        recvs = elements(name, "output_split_sizes", out, output_splits, self.size())
+        return self._all_to_all([x], sends, [out], recvs, opts, output, bool(input_splits or output_splits))
+
+    alltoall_base = all_to_all_single
+
+    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> LaneWork:
+        """Send one tensor of a list to each rank."""
+        name = "all_to_all"
+        xs = one_of_each(name, inputs, self.size(), any_dtype)
+        outs = one_of_each(name, outputs, self.size(), any_dtype)
+        check_dtypes(name, *xs, *outs)
+        sends, recvs = [x.size for x in xs], [out.size for out in outs]
+        return self._all_to_all(xs, sends, outs, recvs, opts, outputs, True)
+
+    def _all_to_all(
+        self,
+        xs: Sequence[Array],
+        sends: list[int],
+        outs: Sequence[Array],
+        recvs: list[int],
+        opts: Any,
+        outputs: Any,
+        uneven: bool,
+    ) -> LaneWork:
+        if sends[self.rank()] != recvs[self.rank()]:
+            raise ArrayError(
+                f"all_to_all: this rank sends {sends[self.rank()]} elements to itself, but expects "
+                f"{recvs[self.rank()]}"
+            )
+
+        def all_to_all(timeout_s: float | None) -> None:
+            x, buffer = joined(xs), row(sum(recvs), xs[0])
+            if uneven:
+                self.comm.alltoallv(x, sends, buffer, recvs, timeout_s=timeout_s)
+            else:
+                self.comm.alltoall(x, buffer, timeout_s=timeout_s)
+            divided(buffer, outs)
+
+        return self._submit("all_to_all", opts, outputs, all_to_all)
+
+    def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> LaneWork:
         """Wait until all ranks have called it."""
-        return self._submit("barrier", opts, [], self.comm.barrier)
+        return self._submit("barrier", timeout or opts, [], self.comm.barrier)
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """Wait until all ranks have called it, no longer than `timeout`; the error names the others."""
+        self.barrier(timeout=timeout).wait()
+
+    # Messages between two ranks ---------------------------------------------------------------------------
+
+    def send(self, tensors: Any, peer: int, tag: int) -> LaneWork:
+        """Send a tensor to another rank."""
+        tensor = only("send", tensors)
+        x = np.ascontiguousarray(any_dtype("send", tensor.detach().cpu()))
+        return self._message("send", peer, tag, x, tensors)
+
+    def recv(self, tensors: Any, peer: int, tag: int) -> LaneWork:
+        """Receive a tensor from another rank."""
+        tensor = only("recv", tensors)
+        x = any_dtype("recv", tensor)
+        if tensor.device.type == "cpu" and tensor.is_contiguous():
+            return self._message("recv", peer, tag, x, tensors)
+        buffer = torch.empty_like(tensor, device="cpu", memory_format=torch.contiguous_format)
+        into = any_dtype("recv", buffer)
+        return self._message("recv", peer, tag, into, tensors, lambda: tensor.detach().copy_(buffer))
+
+    def recv_anysource(self, tensors: Any, tag: int) -> LaneWork:
+        """Refuse: name the rank to receive from."""
+        raise UnsupportedError(
+            "recv: the backend bagua receives from one rank; pass src=, the rank of the sender"
+        )
+
+    def _message(
+        self,
+        name: str,
+        peer: int,
+        tag: int,
+        x: Array,
+        tensors: Any,
+        then: Callable[[], object] | None = None,
+    ) -> LaneWork:
+        self._check_open(name)
+        future = self._messages.submit(name, peer, tag, x, then)
+        return LaneWork(name, future, tensors, HOST, peer if name == "recv" else None)
 
     # The lane ---------------------------------------------------------------------------------------------
 
@@ -155,17 +380,24 @@ class BaguaGroup(_ProcessGroup):  # type: ignore[misc]
         self, name: str, opts: Any, tensors: Any, task: Callable[..., object], *args: Any, **options: Any
     ) -> LaneWork:
         """Run `task` on the lane, within the time limit of `opts`."""
+        self._check_open(name)
+        device, timeout_s = device_of(tensors), seconds(opts)
+        with torch_stream(device), self._submits:
+            future: Future[Any] = self.lane.submit(task, *args, **options, timeout_s=timeout_s)
+        return LaneWork(name, future, tensors, device)
+
+    def _check_open(self, name: str) -> None:
         if not self._is_open:
             raise CommError(f"{name}: this process group was destroyed")
-        device = _device_of(tensors)
-        with torch_stream(device), self._submits:
-            future = self.lane.submit(task, *args, **options, timeout_s=_seconds(opts))
-        return LaneWork(name, future, tensors, device)
 
     # End --------------------------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
-        """End the group, once its calls are done. Collective."""
+        """End the group, once its calls are done. Collective.
+
+        Raises:
+            BaguaError: The error of a call that nobody has waited for.
+        """
         if not self._is_open:
             return
         self._is_open = False
@@ -173,75 +405,9 @@ class BaguaGroup(_ProcessGroup):  # type: ignore[misc]
             if self._at_close is not None:
                 ends.callback(self._at_close)
             ends.callback(self.lane.close)
+            ends.callback(self._messages.drain, self.comm.timeout_s)
 
-
-def _listed(tensors: Any) -> list[torch.Tensor]:
-    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-
-
-def _only(call: str, values: Any) -> Any:
-    """Return the one value of a list; PyTorch's lists of one list for each device of a process."""
-    if isinstance(values, torch.Tensor):
-        return values
-    if len(values) != 1:
-        raise UnsupportedError(f"{call}: there are {len(values)} tensors of this rank, expected one")
-    return values[0]
-
-
-def _array(call: str, tensor: torch.Tensor) -> Array:
-    """Return a tensor as an array, which shares its memory."""
-    if tensor.layout is not torch.strided:
-        raise UnsupportedError(f"{call}: a tensor has layout {tensor.layout}, expected a dense tensor")
-    return as_array(tensor)
-
-
-def _op(call: str, opts: Any, xs: Sequence[Array]) -> Op:
-    """Return our name of the reduction of `opts`, which all of `xs` have."""
-    wanted: Any = dist.ReduceOp.SUM if opts is None else getattr(opts, "reduceOp", opts)
-    name: str = getattr(wanted, "op", wanted).name
-    op = _REDUCTIONS.get(name)
-    if op is None:
-        raise UnsupportedError(f"{call}: op is {name}, expected one of {', '.join(_REDUCTIONS)}")
-    for x in xs:
-        check_reduction(call, op, x.dtype)
-    return op
-
-
-def _seconds(opts: Any) -> float | None:
-    """Return the time limit of a call; None for that of the group."""
-    timeout = getattr(opts, "timeout", None)
-    if not isinstance(timeout, timedelta) or timeout <= timedelta(0):
-        return None
-    return timeout.total_seconds()
-
-
-def _device_of(tensors: Any) -> torch.device:
-    while isinstance(tensors, (list, tuple)):
-        if not tensors:
-            return _HOST
-        tensors = tensors[0]
-    device: torch.device = tensors.device
-    return device
-
-
-def _empty(size: int, like: Array) -> Array:
-    from bagua_comm.arrays import empty
-
-    return empty((size,), like.dtype, like=like)
-
-
-def _joined(parts: Sequence[Array]) -> Array:
-    """Return a new array of the elements of all parts."""
-    buffer = _empty(sum(part.size for part in parts), parts[0])
-    start = 0
-    for part in parts:
-        buffer[start : start + part.size] = part.reshape(-1)
-        start += part.size
-    return buffer
-
-
-def _copy_parts(buffer: Array, targets: Sequence[Array]) -> None:
-    start = 0
-    for target in targets:
-        target[...] = buffer[start : start + target.size].reshape(target.shape)
-        start += target.size
+    def abort(self) -> None:
+        """End the group at once; calls under way fail when their time limit is over."""
+        self._is_open = False
+        self.lane.abort()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 from urllib.parse import parse_qs, urlparse
@@ -15,6 +15,7 @@ import bagua_comm
 from bagua_comm import BootstrapError, Communicator
 from bagua_comm.bootstrap import environment
 from bagua_comm.bootstrap.world import current, default_or
+from bagua_comm.lane import InlineLane, Lane, ThreadLane
 
 from ..process_group import ProcessGroupTransport, RendezvousInfo
 from ..process_group.bootstrap import serve_store, use_device
@@ -63,20 +64,59 @@ def _finds_ranks_by_mpi() -> bool:
 def _make_group(opts: Any, options: Any) -> BaguaGroup:
     """Make a group of the ranks that call this. Collective."""
     rank, size, timeout_s = opts.group_rank, opts.group_size, opts.timeout.total_seconds()
-    if opts.global_ranks_in_group:
-        raise NotImplementedError("new_group")
+    name, store = f"{opts.group_id}-{count(opts.store, 'bagua', rank)}", opts.store
+    ranks = list(opts.global_ranks_in_group) or list(range(size))
+    wait_for_ranks(store, name, rank, ranks, timeout_s)
+    default: Any = dist.group.WORLD
+    if isinstance(default, BaguaGroup):
+        made = default.parent.subgroup(ranks, name)
+        return BaguaGroup(_lane_of(made, timeout_s), made)
     before = current()
-    world = default_or(lambda: _connect(opts.store, rank, size, timeout_s))
+    world = default_or(lambda: _connect(RendezvousInfo(store, f"bagua/{name}", rank, size), timeout_s))
     use_device(world)
-    group = BaguaGroup(world.lane(), None if world is before else world.close)
-    group.comm.timeout_s = timeout_s
-    return group
+    return BaguaGroup(_lane_of(world.dup(), timeout_s), world, None if world is before else world.close)
 
 
-def _connect(store: Any, rank: int, size: int, timeout_s: float) -> Communicator:
+def wait_for_ranks(store: Any, name: str, rank: int, ranks: Sequence[int], timeout_s: float) -> None:
+    """Wait until all ranks of a group have called this.
+
+    Collective.
+
+    Args:
+        store: A store that they share.
+        name: A name for the group, used once.
+        rank: This rank in the group.
+        ranks: The ranks of the group in the default group.
+        timeout_s: How long to wait.
+
+    Raises:
+        BootstrapError: Some have not called it. It names them.
+    """
+    keys = [f"bagua/{name}/{each}" for each in range(len(ranks))]
+    store.set(keys[rank], b"here")
+    try:
+        store.wait(keys, timedelta(seconds=timeout_s))
+    except RuntimeError as exc:
+        missing = [each for each, key in zip(ranks, keys, strict=True) if not store.check([key])]
+        raise BootstrapError(
+            f"the backend bagua: rank {ranks[rank]} has waited {timeout_s:g} s for ranks {missing} to make the "
+            f"group of ranks {list(ranks)}"
+        ) from exc
+
+
+def _lane_of(comm: Communicator, timeout_s: float) -> Lane[Communicator]:
+    """Return a lane whose tasks use this communicator itself."""
+    comm.timeout_s = timeout_s
+    concurrent = all(transport.concurrent for transport in comm.transports)
+    lane = ThreadLane(comm) if concurrent else InlineLane(comm)
+    comm.flight.lanes.add(lane)
+    return lane
+
+
+def _connect(info: RendezvousInfo, timeout_s: float) -> Communicator:
     """Connect the ranks of the default process group. Collective."""
     if not environment.under_torchrun() and environment.under_mpi():
         return bagua_comm.connect(timeout_s=timeout_s)
-    key = f"bagua/{count(store, 'bagua', rank)}"
-    transport = ProcessGroupTransport(timeout_s=timeout_s, rendezvous=RendezvousInfo(store, key, rank, size))
-    return bagua_comm.connect(timeout_s=timeout_s, transport=transport)
+    return bagua_comm.connect(
+        timeout_s=timeout_s, transport=ProcessGroupTransport(timeout_s=timeout_s, rendezvous=info)
+    )
