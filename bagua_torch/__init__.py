@@ -16,6 +16,7 @@ except ModuleNotFoundError as exc:
 
 from . import backend, functional, profiler
 from .arrays import as_array, as_tensor, torch_stream
+from .backend.options import BackendOptions
 from .broadcast import broadcast_optimizer, broadcast_tensors
 from .checkpoint import Checkpoints
 from .comm_hook import comm_hook
@@ -34,6 +35,7 @@ register_torchrun_fleet(start_fleet)
 backend.register()
 
 __all__ = [
+    "BackendOptions",
     "Checkpoints",
     "DistributedDataParallel",
     "MoE",

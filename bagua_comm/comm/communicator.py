@@ -134,7 +134,7 @@ class Communicator(Collectives, UnevenCollectives, CoalescedCollectives, ObjectC
 
         Args:
             ranks: The ranks, this one among them. They get the ranks 0, 1, ... in this order.
-            name: A name for the group, the same on all its ranks, which no other group of this communicator has had.
+            name: A name for the group, the same on all its ranks; no other group of this communicator has had it.
 
         Raises:
             ArrayError: `ranks` are not different ranks, or this rank is not among them.

@@ -247,8 +247,8 @@ class Transport(CallState, Live, ABC):
     def channel(self) -> Channel:
         """Another way to exchange messages with the same ranks, for another thread; freed with this transport.
 
-        Its tags begin with `FIRST_CHANNEL_TAG`, and no other channel of this rank may use the same peer, direction
-        and tag.
+        Its tags begin with `FIRST_CHANNEL_TAG`, and no other channel of this rank may use the same peer,
+        direction and tag.
 
         Raises:
             UnsupportedError: This transport has none.

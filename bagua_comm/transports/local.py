@@ -36,7 +36,7 @@ class Hub:
         """By (source, dest, tag): a copy, the event after the copying if it is a device array, and the sender's
         call."""
         self.forming: dict[Hashable, tuple[Hub, int]] = {}
-        """By (splits before, color), or by name: a group that is being formed, and how many members have joined."""
+        """By (splits before, color), or by name: a group that is being formed, and how many have joined."""
         self.groups: WeakSet[Hub] = WeakSet()
         """Groups split off from this one, as long as one of their ranks holds them."""
         self.aborted: str | None = None

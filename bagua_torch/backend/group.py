@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
-from bagua_comm import ArrayError, CommError, Communicator, UnsupportedError
-from bagua_comm.arrays import Array
-from bagua_comm.lane import Lane
+from bagua_comm import ArrayError, UnsupportedError, arrays
+from bagua_comm.arrays import Array, Op
 
-from ..arrays import torch_stream
-from .messages import Messages
+from .base import GroupBase
 from .tensors import (
     HOST,
     any_dtype,
@@ -26,7 +20,6 @@ from .tensors import (
     check_dtypes,
     check_size,
     dense,
-    device_of,
     divided,
     elements,
     joined,
@@ -36,14 +29,12 @@ from .tensors import (
     reduction,
     root_of,
     row,
-    seconds,
+    takes,
 )
 from .work import LaneWork
 
-_ProcessGroup: Any = dist.ProcessGroup  # torch types its methods by overloads
 
-
-class BaguaGroup(_ProcessGroup):  # type: ignore[misc]
+class BaguaGroup(GroupBase):
     """The ranks of a communicator as a process group.
 
     Collective. A collective call is submitted to the lane of the group, and runs there after the calls before
@@ -55,69 +46,8 @@ class BaguaGroup(_ProcessGroup):  # type: ignore[misc]
         lane: The lane on whose communicator the calls run; the group owns it.
         parent: A communicator of the same ranks, of which `new_group` makes others.
         at_close: Called when the group has been shut down.
+        options: See `BackendOptions`.
     """
-
-    supports_splitting = supports_coalescing = supports_time_estimate = False
-
-    def __init__(
-        self, lane: Lane[Communicator], parent: Communicator, at_close: Callable[[], object] | None = None
-    ) -> None:
-        super().__init__(lane.comm.rank, lane.comm.size)
-        self.lane, self.comm, self.parent = lane, lane.comm, parent
-        self._at_close = at_close
-        self._submits = threading.Lock()
-        self._messages = Messages(self.comm.host)
-        self._is_open = True
-        self._name = self._description = ""
-
-    # What torch.distributed asks of a group -----------------------------------------------------------
-
-    def getBackendName(self) -> str:  # noqa: N802 - PyTorch's name
-        """Return "bagua"."""
-        return "bagua"
-
-    def rank(self) -> int:
-        """Return this rank in the group."""
-        return self.comm.rank
-
-    def size(self) -> int:
-        """Return the number of ranks."""
-        return self.comm.size
-
-    def setGroupName(self, name: str) -> None:  # noqa: N802 - PyTorch's name
-        """Set the name by which torch.distributed finds the group."""
-        self._name = name
-
-    def getGroupName(self) -> str:  # noqa: N802 - PyTorch's name
-        """Return the name by which torch.distributed finds the group."""
-        return self._name
-
-    def setGroupDesc(self, description: str) -> None:  # noqa: N802 - PyTorch's name
-        """Set the description of the group."""
-        self._description = description
-
-    def getGroupDesc(self) -> str:  # noqa: N802 - PyTorch's name
-        """Return the description of the group."""
-        return self._description
-
-    getRank, getSize = rank, size  # noqa: N815 - PyTorch's names
-    group_name, group_desc = property(getGroupName), property(getGroupDesc)
-
-    @property
-    def _device_types(self) -> list[torch.device]:
-        """The devices whose tensors the group carries."""
-        return [HOST] if self.comm.device is None else [HOST, torch.device("cuda")]
-
-    def _get_backend(self, device: torch.device) -> BaguaGroup:
-        """Return the object that makes the calls for a device: the group itself."""
-        return self
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        """Set the time limit of calls, from the next one on."""
-        self.comm.timeout_s = timeout.total_seconds()
-
-    def _set_sequence_number_for_group(self) -> None:
-        """Do nothing: calls are numbered anyway."""
 
     # Reductions -----------------------------------------------------------------------------------------
 
@@ -126,11 +56,21 @@ class BaguaGroup(_ProcessGroup):  # type: ignore[misc]
         name = "allreduce"
         tensors = as_list(name, tensors)
         op, xs = reduction(name, opts, [dense(name, x) for x in tensors])
+        if self._average is not None and op in ("sum", "avg") and all(takes(self._average, x) for x in xs):
+            return self._submit(name, timeout or opts, tensors, self._allreduce_by_average, xs, op)
         if len(xs) == 1:
             return self._submit(name, timeout or opts, tensors, self.comm.allreduce, xs[0], xs[0], op=op)
         return self._submit(name, timeout or opts, tensors, self.comm.allreduce_many, xs, xs, op=op)
 
     allreduce_coalesced = allreduce
+
+    def _allreduce_by_average(self, xs: Sequence[Array], op: Op, timeout_s: float | None) -> None:
+        """Add or average each of `xs` by the average of the options. Collective."""
+        if self._mean is None:
+            self._mean = self._average.bind(self.comm)  # type: ignore[union-attr]
+        for x in xs:
+            mean = self._mean(arrays.contiguous(x).reshape(-1)).reshape(x.shape)
+            x[...] = mean * self.size() if op == "sum" else mean
 
     def reduce(self, tensors: Any, opts: Any, op: Any = None, timeout: timedelta | None = None) -> LaneWork:
         """Reduce a tensor over all ranks, in place on the root."""
@@ -372,42 +312,8 @@ class BaguaGroup(_ProcessGroup):  # type: ignore[misc]
     ) -> LaneWork:
         self._check_open(name)
         future = self._messages.submit(name, peer, tag, x, then)
-        return LaneWork(name, future, tensors, HOST, peer if name == "recv" else None)
-
-    # The lane ---------------------------------------------------------------------------------------------
-
-    def _submit(
-        self, name: str, opts: Any, tensors: Any, task: Callable[..., object], *args: Any, **options: Any
-    ) -> LaneWork:
-        """Run `task` on the lane, within the time limit of `opts`."""
-        self._check_open(name)
-        device, timeout_s = device_of(tensors), seconds(opts)
-        with torch_stream(device), self._submits:
-            future: Future[Any] = self.lane.submit(task, *args, **options, timeout_s=timeout_s)
-        return LaneWork(name, future, tensors, device)
-
-    def _check_open(self, name: str) -> None:
-        if not self._is_open:
-            raise CommError(f"{name}: this process group was destroyed")
-
-    # End --------------------------------------------------------------------------------------------------
-
-    def shutdown(self) -> None:
-        """End the group, once its calls are done. Collective.
-
-        Raises:
-            BaguaError: The error of a call that nobody has waited for.
-        """
-        if not self._is_open:
-            return
-        self._is_open = False
-        with ExitStack() as ends:
-            if self._at_close is not None:
-                ends.callback(self._at_close)
-            ends.callback(self.lane.close)
-            ends.callback(self._messages.drain, self.comm.timeout_s)
-
-    def abort(self) -> None:
-        """End the group at once; calls under way fail when their time limit is over."""
-        self._is_open = False
-        self.lane.abort()
+        source, limit_s = (
+            (peer if name == "recv" else None),
+            (self.comm.timeout_s if peer == self.rank() else None),
+        )
+        return LaneWork(name, future, tensors, HOST, self._callbacks, source, limit_s)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import _rendezvous_handlers
 
 import bagua_comm
-from bagua_comm import BootstrapError, Communicator
+from bagua_comm import ArrayError, BootstrapError, Communicator
 from bagua_comm.bootstrap import environment
 from bagua_comm.bootstrap.world import current, default_or
 from bagua_comm.lane import InlineLane, Lane, ThreadLane
@@ -21,6 +21,7 @@ from ..process_group import ProcessGroupTransport, RendezvousInfo
 from ..process_group.bootstrap import serve_store, use_device
 from ..process_group.transport import count
 from .group import BaguaGroup
+from .options import BackendOptions
 
 NAME = "bagua"
 
@@ -63,6 +64,8 @@ def _finds_ranks_by_mpi() -> bool:
 
 def _make_group(opts: Any, options: Any) -> BaguaGroup:
     """Make a group of the ranks that call this. Collective."""
+    if options is not None and not isinstance(options, BackendOptions):
+        raise ArrayError(f"pg_options is {options!r}, expected bagua_torch.BackendOptions for the backend bagua")
     rank, size, timeout_s = opts.group_rank, opts.group_size, opts.timeout.total_seconds()
     name, store = f"{opts.group_id}-{count(opts.store, 'bagua', rank)}", opts.store
     ranks = list(opts.global_ranks_in_group) or list(range(size))
@@ -70,11 +73,12 @@ def _make_group(opts: Any, options: Any) -> BaguaGroup:
     default: Any = dist.group.WORLD
     if isinstance(default, BaguaGroup):
         made = default.parent.subgroup(ranks, name)
-        return BaguaGroup(_lane_of(made, timeout_s), made)
+        return BaguaGroup(lane_of(made, timeout_s), made, options=options)
     before = current()
     world = default_or(lambda: _connect(RendezvousInfo(store, f"bagua/{name}", rank, size), timeout_s))
     use_device(world)
-    return BaguaGroup(_lane_of(world.dup(), timeout_s), world, None if world is before else world.close)
+    close = None if world is before else world.close
+    return BaguaGroup(lane_of(world.dup(), timeout_s), world, close, options)
 
 
 def wait_for_ranks(store: Any, name: str, rank: int, ranks: Sequence[int], timeout_s: float) -> None:
@@ -104,7 +108,7 @@ def wait_for_ranks(store: Any, name: str, rank: int, ranks: Sequence[int], timeo
         ) from exc
 
 
-def _lane_of(comm: Communicator, timeout_s: float) -> Lane[Communicator]:
+def lane_of(comm: Communicator, timeout_s: float) -> Lane[Communicator]:
     """Return a lane whose tasks use this communicator itself."""
     comm.timeout_s = timeout_s
     concurrent = all(transport.concurrent for transport in comm.transports)

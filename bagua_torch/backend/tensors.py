@@ -11,8 +11,9 @@ import torch
 
 from bagua_comm import ArrayError, UnsupportedError, arrays
 from bagua_comm.arrays import Array, Op, check_reduction
+from bagua_comm.averages import Average
 
-from ..arrays import as_array
+from ..arrays import as_array, dtype_name
 
 HOST = torch.device("cpu")
 
@@ -81,7 +82,10 @@ def dense(call: str, tensor: torch.Tensor) -> Array:
         raise UnsupportedError(f"{call}: a tensor has layout {tensor.layout}, expected a dense tensor")
     if tensor.is_conj() or tensor.is_neg():
         raise UnsupportedError(f"{call}: a tensor is a conjugate or negative view; pass tensor.resolve_conj()")
-    return as_array(tensor)
+    if tensor.device.type != "cpu" or tensor.dtype is torch.bfloat16:
+        return as_array(tensor)
+    dtype_name(tensor)
+    return np.from_dlpack(tensor.detach())  # tensor.numpy() would keep FSDP from freeing its memory
 
 
 def any_dtype(call: str, tensor: torch.Tensor) -> Array:
@@ -131,6 +135,15 @@ def reduction(call: str, opts: Any, xs: Sequence[Array]) -> tuple[Op, list[Array
     for x in xs:
         check_reduction(call, op, x.dtype)
     return op, list(xs)
+
+
+def takes(average: Average, x: Array) -> bool:
+    """Whether an average takes arrays of the dtype of `x`."""
+    try:
+        average.check(arrays.dtype_name(x.dtype))
+    except UnsupportedError:
+        return False
+    return True
 
 
 def root_of(call: str, opts: Any, size: int) -> int:

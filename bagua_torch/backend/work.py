@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from datetime import timedelta
 from typing import Any
@@ -13,6 +15,42 @@ import torch.distributed as dist
 from bagua_comm import CommTimeout
 
 from ..arrays import torch_stream
+
+
+class Callbacks:
+    """The threads that run the callbacks of the futures of a group, in the order of their calls.
+
+    A callback may make calls itself, and wait for their futures: the callbacks of these run on a thread of their
+    own.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._threads: list[ThreadPoolExecutor] = []
+        """The thread of callbacks, of callbacks of calls that callbacks make, and so on."""
+        self._current = threading.local()
+
+    def depth(self) -> int:
+        """Return 0 outside of callbacks, 1 inside of one, 2 inside of a callback of its calls, and so on."""
+        return int(getattr(self._current, "depth", 0))
+
+    def submit(self, depth: int, callback: Callable[[], object]) -> None:
+        """Run the callback of a call that was made at `depth`."""
+
+        def run() -> None:
+            self._current.depth = depth + 1
+            callback()
+
+        with self._lock:
+            while len(self._threads) <= depth:
+                self._threads.append(ThreadPoolExecutor(1, "bagua callback"))
+            self._threads[depth].submit(run)
+
+    def close(self) -> None:
+        """End the threads, after the callbacks that were submitted."""
+        for thread in self._threads:
+            thread.shutdown(wait=False)
+
 
 _Work: Any = dist.Work  # torch types it in part
 
@@ -25,7 +63,9 @@ class LaneWork(_Work):  # type: ignore[misc]
         future: The task.
         tensors: The value of `get_future`: the tensors that the call fills.
         device: The device of the tensors.
+        callbacks: Runs the callbacks of futures.
         source: The rank that a received message comes from; None if this is no `recv`.
+        limit_s: How long `wait` waits; None if the call has a time limit itself.
     """
 
     def __init__(
@@ -34,10 +74,13 @@ class LaneWork(_Work):  # type: ignore[misc]
         future: Future[Any],
         tensors: Any,
         device: torch.device,
+        callbacks: Callbacks,
         source: int | None = None,
+        limit_s: float | None = None,
     ) -> None:
         super().__init__()
         self._call, self._task, self._tensors, self._device, self._source = call, future, tensors, device, source
+        self._callbacks, self._limit_s = callbacks, limit_s
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Wait until the call is done, and raise its error; on a device, the current stream waits.
@@ -48,12 +91,12 @@ class LaneWork(_Work):  # type: ignore[misc]
         Raises:
             CommTimeout: It takes longer. The call continues.
         """
-        limit_s = timeout.total_seconds()
+        limit_s = timeout.total_seconds() if timeout > timedelta(0) else self._limit_s
         with torch_stream(self._device):
             try:
-                self._task.result(limit_s if limit_s > 0 else None)
+                self._task.result(limit_s)
             except FutureTimeout as exc:
-                raise CommTimeout(f"{self._call} is not done after the {limit_s:g} s of wait()") from exc
+                raise CommTimeout(f"{self._call} is not done after {limit_s:g} s of waiting") from exc
         return True
 
     synchronize = wait
@@ -97,5 +140,6 @@ class LaneWork(_Work):  # type: ignore[misc]
             else:
                 made.set_exception(error)
 
-        self._task.add_done_callback(finish)
+        depth = self._callbacks.depth()
+        self._task.add_done_callback(lambda task: self._callbacks.submit(depth, lambda: finish(task)))
         return made
