@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack
@@ -45,6 +46,9 @@ class GroupBase(_ProcessGroup):  # type: ignore[misc]
         self._submits = threading.Lock()
         self._messages = Messages(self.comm.host)
         self._callbacks = Callbacks()
+        self._kept: deque[LaneWork] = deque(maxlen=64)
+        """The latest allreduces of one element. PyTorch's `join` gives such a work to its reducer, which waits for
+        it in the backward pass, but does not keep the Python object: without it, that wait would never end."""
         self._is_open = True
         self._name = self._description = ""
 
@@ -107,7 +111,10 @@ class GroupBase(_ProcessGroup):  # type: ignore[misc]
         device, timeout_s = device_of(tensors), seconds(opts)
         with torch_stream(device), self._submits:
             future: Future[Any] = self.lane.submit(task, *args, **options, timeout_s=timeout_s)
-        return LaneWork(name, future, tensors, device, self._callbacks)
+        work = LaneWork(name, future, tensors, device, self._callbacks)
+        if name == "allreduce" and sum(x.numel() for x in tensors) == 1:
+            self._kept.append(work)
+        return work
 
     def _check_open(self, name: str) -> None:
         if not self._is_open:

@@ -27,7 +27,9 @@ NAME = "bagua"
 
 
 def register_backend() -> None:
-    """Register the backend "bagua", and let `init_process_group` find the ranks that MPI has started."""
+    """Register the backend "bagua", once, and let `init_process_group` find the ranks that MPI has started."""
+    if NAME.upper() in dist.Backend._plugins:
+        return
     backend: Any = dist.Backend  # torch leaves it untyped
     backend.register_backend(NAME, _make_group, extended_api=True, devices=["cpu", "cuda"])
     handlers: dict[str, Any] = _rendezvous_handlers

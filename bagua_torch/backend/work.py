@@ -140,6 +140,9 @@ class LaneWork(_Work):  # type: ignore[misc]
             else:
                 made.set_exception(error)
 
+        if self._task.done():  # PyTorch's join reads the value at once, after wait()
+            finish(self._task)
+            return made
         depth = self._callbacks.depth()
         self._task.add_done_callback(lambda task: self._callbacks.submit(depth, lambda: finish(task)))
         return made
