@@ -47,8 +47,8 @@ class GroupBase(_ProcessGroup):  # type: ignore[misc]
         self._messages = Messages(self.comm.host)
         self._callbacks = Callbacks()
         self._kept: deque[LaneWork] = deque(maxlen=64)
-        """The latest allreduces of one element. PyTorch's `join` gives such a work to its reducer, which waits for
-        it in the backward pass, but does not keep the Python object: without it, that wait would never end."""
+        """The latest allreduces of one element. PyTorch's `join` gives such a work to its reducer, which waits
+        for it in the backward pass, but does not keep the Python object: that wait would never end."""
         self._is_open = True
         self._name = self._description = ""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -60,7 +59,8 @@ class _EnvironmentOrMPI:
 
 def _finds_ranks_by_mpi() -> bool:
     """Whether MPI started this process, and the environment variables of PyTorch name no rendezvous."""
-    named = all(os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"))
+    variables = environment.torchrun_rendezvous()
+    named = all(variables.get(name) for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"))
     return not named and not environment.under_torchrun() and environment.under_mpi()
 
 
