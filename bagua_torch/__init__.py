@@ -14,8 +14,9 @@ except ModuleNotFoundError as exc:
         name="torch",
     ) from exc
 
-from . import functional, profiler
+from . import backend, functional, profiler
 from .arrays import as_array, as_tensor, torch_stream
+from .backend.options import BackendOptions
 from .broadcast import broadcast_optimizer, broadcast_tensors
 from .checkpoint import Checkpoints
 from .comm_hook import comm_hook
@@ -31,8 +32,10 @@ from .sync_batchnorm import SyncBatchNorm
 listen(profiler.RANGES)
 register_names()
 register_torchrun_fleet(start_fleet)
+backend.register()
 
 __all__ = [
+    "BackendOptions",
     "Checkpoints",
     "DistributedDataParallel",
     "MoE",

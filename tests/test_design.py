@@ -58,7 +58,7 @@ LAYERS = {
         "endpoint",
         "messages native",
         "agreement link_speed",
-        "small_messages",
+        "channel small_messages",
         "routes",
         "transport",
         "__init__",
@@ -103,7 +103,7 @@ LAYERS = {
     "bagua_torch": [
         "arrays bases errors flats optim profiler rng sharded stages torch_arguments",
         "broadcast functional fused gradients process_group",
-        "entry",
+        "backend entry",
         "comm_hook fsdp memory model_state",
         "checks engine",
         "moe sync_batchnorm training",

@@ -127,6 +127,36 @@ class Communicator(Collectives, UnevenCollectives, CoalescedCollectives, ObjectC
         derived: Communicator = Call(self, "dup").run(dup)
         return derived
 
+    def subgroup(self, ranks: Sequence[int], name: str) -> Communicator:
+        """Return a communicator of some of the ranks, which alone call this; MPI calls it Comm_create_group.
+
+        Collective among `ranks`. Another thread may be in a call of this communicator meanwhile.
+
+        Args:
+            ranks: The ranks, this one among them. They get the ranks 0, 1, ... in this order.
+            name: A name for the group, the same on all its ranks; no other group of this communicator has had it.
+
+        Raises:
+            ArrayError: `ranks` are not different ranks, or this rank is not among them.
+            CommTimeout: One of `ranks` does not call it.
+            UnsupportedError: A transport can only `split`.
+
+        >>> from bagua_comm.testing import run_ranks
+        >>> def body(comm):
+        ...     return comm.subgroup([2, 0], "ends").rank if comm.rank != 1 else None
+        >>> run_ranks(3, body)
+        [1, None, 0]
+        """
+        members = [self._check_peer("subgroup", "one of ranks", rank) for rank in ranks]
+        if self.rank not in members or len(set(members)) < len(members):
+            raise ArrayError(
+                f"subgroup: ranks are {members}, expected different ones, rank {self.rank} among them"
+            )
+        self.guard.check("subgroup")
+        host = self.host.subgroup(members, name)
+        made = [host if each is self.host else each.subgroup(members, name, host) for each in self.transports]
+        return self._derived(made, group=f"{self.group}/{name}")
+
     @public_method("by_node")
     def by_node(self) -> Nodes:
         """Return communicators inside this node, and across nodes among ranks of equal `local_rank`.
@@ -371,11 +401,16 @@ class Communicator(Collectives, UnevenCollectives, CoalescedCollectives, ObjectC
         return Communicator(transports, **settings)
 
     def _derived(
-        self, transports: Sequence[Transport], kind: str = "", make: Callable[..., Communicator] | None = None
+        self,
+        transports: Sequence[Transport],
+        kind: str = "",
+        make: Callable[..., Communicator] | None = None,
+        group: str | None = None,
     ) -> Communicator:
         """Return a communicator over transports derived from this one's, with this one's settings.
 
-        `kind` ends its name in the flight recorder, and distinguishes it from others made by the same call.
+        `kind` ends its name in the flight recorder, and distinguishes it from others made by the same call;
+        `group` is the whole name.
         """
         first = transports[0]
         former = np.empty((first.size, 1), np.int64)
@@ -389,7 +424,7 @@ class Communicator(Collectives, UnevenCollectives, CoalescedCollectives, ObjectC
             op_order=self.op_order,
         )
         comm.hooks = self.hooks
-        comm.flight, comm.group = self.flight, f"{self.group}.{self.next_id('group')}{kind}"
+        comm.flight, comm.group = self.flight, group or f"{self.group}.{self.next_id('group')}{kind}"
         members = self.flight.groups[self.group]
         comm.flight.groups[comm.group] = tuple(members[rank] for rank in former[:, 0])
         return comm

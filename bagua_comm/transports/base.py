@@ -25,15 +25,30 @@ from ..errors import CommError, UnsupportedError
 from ..pickling import Live
 from . import derived
 from .call_state import MAX_TIMEOUT_S, CallState, check_timeout
-from .flow import COLLECTIVE, DESCRIPTION, OBJECT, POINT_TO_POINT, Flow, Message, Move, Rows, Wait, ended
+from .flow import (
+    COLLECTIVE,
+    DESCRIPTION,
+    FIRST_CHANNEL_TAG,
+    OBJECT,
+    POINT_TO_POINT,
+    Channel,
+    Flow,
+    Message,
+    Move,
+    Rows,
+    Wait,
+    ended,
+)
 from .pipeline import Encoding, chunk_bounds
 
 __all__ = [
     "COLLECTIVE",
     "DESCRIPTION",
+    "FIRST_CHANNEL_TAG",
     "MAX_TIMEOUT_S",
     "OBJECT",
     "POINT_TO_POINT",
+    "Channel",
     "Encoding",
     "Flow",
     "Message",
@@ -215,6 +230,33 @@ class Transport(CallState, Live, ABC):
         Collective.
         """
         return self.split(0, self.rank)
+
+    def subgroup(self, ranks: Sequence[int], name: str, host: Transport | None = None) -> Transport:
+        """A transport over these ranks, in this order.
+
+        Collective among `ranks`, which include this one: the others need not call. Another thread may be in a
+        call of this transport meanwhile.
+
+        Args:
+            ranks: The ranks.
+            name: A name for them, the same on all, and no other group's.
+            host: A transport over them, for a transport that is set up with its help.
+
+        Raises:
+            UnsupportedError: This transport has no such call.
+        """
+        raise UnsupportedError(f"{self.name}: cannot make a group of some ranks without the others; use split")
+
+    def channel(self) -> Channel:
+        """Another way to exchange messages with the same ranks, for another thread; freed with this transport.
+
+        Its tags begin with `FIRST_CHANNEL_TAG`, and no other channel of this rank may use the same peer,
+        direction and tag.
+
+        Raises:
+            UnsupportedError: This transport has none.
+        """
+        raise UnsupportedError(f"{self.name}: has no messages beside its calls")
 
     # Hooks: checks and choices of a call ------------------------------------------------------------
 

@@ -24,6 +24,23 @@ POINT_TO_POINT, COLLECTIVE, OBJECT, DESCRIPTION = range(4)
 pickled objects, and the descriptions that `agreement` sends ahead of messages."""
 
 
+FIRST_CHANNEL_TAG = 16
+"""The first tag of messages on channels; see `Transport.channel`."""
+
+
+class Channel(Protocol):
+    """The part of a transport that sends and receives messages between two ranks."""
+
+    def begin_call(self, name: str, *, collective: bool) -> None:
+        """See `CallState.begin_call`."""
+
+    def end_call(self) -> None:
+        """See `CallState.end_call`."""
+
+    def exchange(self, sends: Sequence[Message], recvs: Sequence[Message], *, tag: int) -> None:
+        """See `Transport.exchange`."""
+
+
 class Exchanger(Protocol):
     """The part of a transport that a `Flow` and the derived collectives use."""
 

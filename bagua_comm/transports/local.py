@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from typing import Any, TypeAlias
 from weakref import WeakSet
 
@@ -37,8 +37,8 @@ class Hub:
         self.changed = threading.Condition()
         self.mail: dict[tuple[int, int, int], deque[Mail]] = {}
         """By (source, dest, tag)."""
-        self.forming: dict[tuple[int, int], tuple[Hub, int]] = {}
-        """By (splits before, color): a group that is being formed, and how many of its members have joined."""
+        self.forming: dict[Hashable, tuple[Hub, int]] = {}
+        """By (splits before, color), or by name: a group that is being formed, and how many have joined."""
         self.groups: WeakSet[Hub] = WeakSet()
         """Groups split off from this one, as long as one of their ranks holds them."""
         self.aborted: str | None = None
@@ -66,7 +66,7 @@ class Hub:
         for group in groups:
             group.abort(reason)
 
-    def join(self, key: tuple[int, int], size: int) -> Hub:
+    def join(self, key: Hashable, size: int) -> Hub:
         """Join the group of `size` ranks that forms under `key`, and return it."""
         with self.changed:
             group, joined = self.forming.get(key) or (Hub(size), 0)
@@ -182,6 +182,14 @@ class LocalTransport(Transport):
         self._splits += 1
         group = self._hub.join((self._splits, color), len(members))
         return LocalTransport(group, members.index(self.rank), timeout_s=self.timeout_s)
+
+    def subgroup(self, ranks: Sequence[int], name: str, host: Transport | None = None) -> Transport:
+        """See `Transport.subgroup`."""
+        return LocalTransport(self._hub.join(name, len(ranks)), ranks.index(self.rank), timeout_s=self.timeout_s)
+
+    def channel(self) -> LocalTransport:
+        """See `Transport.channel`."""
+        return LocalTransport(self._hub, self.rank, timeout_s=self.timeout_s)
 
     def interrupted(self, error: BaseException, arrays: object) -> None:
         """See `Transport.interrupted`. Wakes all ranks; they raise `CommAborted`."""

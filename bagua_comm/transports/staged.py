@@ -148,6 +148,10 @@ class StagedTransport(Transport):
         """See `Transport.dup`."""
         return StagedTransport(self._host.dup())
 
+    def subgroup(self, ranks: Sequence[int], name: str, host: Transport | None = None) -> Transport:
+        """See `Transport.subgroup`."""
+        return StagedTransport(self._host.subgroup(ranks, f"{name}-staged"))
+
     def shrink(self, host: Transport | None = None) -> Transport:
         """A new transport over the survivors of its own host transport."""
         return StagedTransport(self._host.shrink())

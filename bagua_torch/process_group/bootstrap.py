@@ -149,9 +149,27 @@ def provide_group(comm: Communicator) -> None:
     """
     if comm.size == 1 or not dist.is_available() or dist.is_initialized():
         return
-    stores: Any = dist  # torch does not export TCPStore to type checkers
-    wait = timedelta(seconds=comm.timeout_s)
     cuda = comm.device is not None and dist.is_nccl_available()
+    store, wait = serve_store(comm), timedelta(seconds=comm.timeout_s)
+    try:
+        backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+        dist.init_process_group(backend, store=store, rank=comm.rank, world_size=comm.size, timeout=wait)
+    except (RuntimeError, ValueError) as exc:
+        raise BootstrapError(f"torch.distributed cannot connect the ranks: {exc}") from exc
+
+
+def serve_store(comm: Communicator) -> Any:
+    """Connect the ranks of `comm` to a store of torch.distributed, which rank 0 serves; see `provide_group`.
+
+    Collective.
+
+    Raises:
+        BootstrapError: The ranks cannot connect; on all ranks alike, if rank 0 cannot serve the store.
+    """
+    stores: Any = dist  # torch does not export TCPStore to type checkers
+    if comm.size == 1:
+        return stores.HashStore()
+    wait = timedelta(seconds=comm.timeout_s)
     rows = comm.allgather_object((this_network(), socket.gethostname()))
     others = [name for network, name in rows if network != rows[0][0]]
     store: Any = None
@@ -169,10 +187,9 @@ def provide_group(comm: Communicator) -> None:
     try:
         if comm.rank != 0:
             store = stores.TCPStore(*address, is_master=False, timeout=wait)
-        backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-        dist.init_process_group(backend, store=store, rank=comm.rank, world_size=comm.size, timeout=wait)
     except (RuntimeError, ValueError) as exc:
         raise BootstrapError(f"torch.distributed cannot connect the ranks: {exc}") from exc
+    return store
 
 
 def _serve_group(others: Sequence[str], timeout_s: float) -> tuple[Any, tuple[str, int]]:

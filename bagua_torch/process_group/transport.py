@@ -29,7 +29,7 @@ from bagua_comm import (
 from bagua_comm.arrays import Array, dtype_name
 from bagua_comm.deprecation import warn_renamed
 from bagua_comm.transports import Transport
-from bagua_comm.transports.base import COLLECTIVE, POINT_TO_POINT, Flow, Message
+from bagua_comm.transports.base import COLLECTIVE, POINT_TO_POINT, Channel, Flow, Message
 
 from ..arrays import as_tensor
 from .frames import BODY_BYTES, swaps_of
@@ -110,6 +110,7 @@ class ProcessGroupTransport(FramedTransport):
         guard: Called with a function that connects the ranks, for this transport and for subgroups; returns its
             result, or raises a `CommError` sooner. None to wait for all ranks as long as a call may.
         meeting: Former name of `rendezvous`.
+        connected: A transport whose connections to use; None to connect the ranks.
 
     Raises:
         BootstrapError: torch.distributed is not initialised, or this process is not in the group.
@@ -129,6 +130,7 @@ class ProcessGroupTransport(FramedTransport):
         rendezvous: RendezvousInfo | None = None,
         guard: Callable[[Callable[[], Any]], Any] | None = None,
         meeting: RendezvousInfo | None = None,
+        connected: ProcessGroupTransport | None = None,
     ) -> None:
         if meeting is not None:
             warn_renamed("ProcessGroupTransport(meeting=)", "rendezvous=")
@@ -138,7 +140,9 @@ class ProcessGroupTransport(FramedTransport):
         self._splits = 0
         self._children: list[ProcessGroupTransport] = []  # kept alive: one may have pending messages
         self._unchecked = _COMPARED
-        if self.size > 1:
+        if connected is not None:
+            self._gloo, self._verdict = connected._gloo, connected._verdict
+        elif self.size > 1:
             self._connect()
 
     def _connect(self) -> None:
@@ -286,6 +290,16 @@ class ProcessGroupTransport(FramedTransport):
         child.late = self.late
         self._children = [each for each in self._children if each._gloo is not None] + [child]
         return child
+
+    def subgroup(self, ranks: Sequence[int], name: str, host: Transport | None = None) -> Transport:
+        """See `Transport.subgroup`."""
+        key = f"{self._rendezvous.key}/{name}"
+        info = replace(self._rendezvous, key=key, rank=list(ranks).index(self.rank), size=len(ranks))
+        return ProcessGroupTransport(timeout_s=self.timeout_s, rendezvous=info, guard=self._guard)
+
+    def channel(self) -> Channel:
+        """See `Transport.channel`. It uses the connections of this transport."""
+        return ProcessGroupTransport(timeout_s=self.timeout_s, rendezvous=self._rendezvous, connected=self)
 
     def abort(self, exit_code: int = 1) -> None:
         """Close all connections, those of subgroups included, so that waiting peers fail at once.

@@ -10,10 +10,11 @@ import pytest
 @pytest.mark.needs("expecttest")
 @pytest.mark.slow
 @pytest.mark.timeout(400)  # half a minute on two idle cores; `--mode all` has more
-def test_pytorchs_own_tests_pass_or_differ_as_the_table_says():
+@pytest.mark.parametrize("mode", ["bagua", "backend"])
+def test_pytorchs_own_tests_pass_or_differ_as_the_table_says(mode):
     script = Path(__file__).parents[1] / "support" / "pytorch_tests.py"
     done = subprocess.run(
-        [sys.executable, script, "--short"],
+        [sys.executable, script, "--short", "--mode", mode],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

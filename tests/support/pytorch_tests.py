@@ -3,6 +3,7 @@
     python tests/support/pytorch_tests.py                    # on bagua_torch.DistributedDataParallel
     python tests/support/pytorch_tests.py --mode pickled     # the same, where only pickling differs
     python tests/support/pytorch_tests.py --mode hook        # on PyTorch's, with bagua_torch.comm_hook
+    python tests/support/pytorch_tests.py --mode backend     # PyTorch's tests of a backend, on "bagua"
     python tests/support/pytorch_tests.py --mode pytorch     # on PyTorch's alone: which tests can run here at all
     python tests/support/pytorch_tests.py -v test_ddp_inference    # chosen tests, with their errors
 
@@ -152,7 +153,7 @@ class Pickled(Ours):
         return Pickled, (self.module,)
 
 
-CLASSES = {"bagua": Ours, "pickled": Pickled, "hook": Hooked, "pytorch": Plain}
+CLASSES = {"bagua": Ours, "pickled": Pickled, "hook": Hooked, "pytorch": Plain, "backend": Plain}
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -253,7 +254,7 @@ def gpus_on_the_cpu():
 
 
 def load() -> tuple[ModuleType, dict[str, Any]]:
-    """PyTorch's module of tests, and its tests that reach DistributedDataParallel."""
+    """PyTorch's module of tests, and its tests."""
     os.environ.update(
         BACKEND="gloo",
         WORLD_SIZE=str(RANKS),
@@ -284,9 +285,12 @@ def load() -> tuple[ModuleType, dict[str, Any]]:
         )
         from torch.testing._internal.distributed import distributed_test as module
     tests = vars(module.DistributedTest._DistTestBase)
-    return module, {
-        name: test for name, test in tests.items() if name.startswith("test_") and _reaches(tests, name)
-    }
+    return module, {name: test for name, test in tests.items() if name.startswith("test_")}
+
+
+def reaching_ddp(tests: dict[str, Any]) -> dict[str, Any]:
+    """The tests that reach DistributedDataParallel."""
+    return {name: test for name, test in tests.items() if _reaches(tests, name)}
 
 
 def _reaches(functions, name) -> bool:
@@ -376,7 +380,7 @@ def _run_rank(module: ModuleType, name: str, mode: str, rank: int, folder: Path,
         os.environ.update(TEMP_DIR=str(folder))
         torch.set_num_threads(1)
         dist.init_process_group(
-            "gloo",
+            "bagua" if mode == "backend" else "gloo",
             init_method=f"file://{folder}/store",
             rank=rank,
             world_size=RANKS,
@@ -413,14 +417,14 @@ def _run_test(module: ModuleType, name: str, mode: str, rank: int) -> None:
 
     case = Case(name)
     case.rank, case.file_name = rank, f"{os.environ['TEMP_DIR']}/store"
-    if mode != "pytorch":
+    if mode not in ("pytorch", "backend"):
         bagua_torch.connect(timeout_s=LIMIT_S / 2)
     case._barrier()
     set_rng_seed()
     with gpus_on_the_cpu():
         getattr(case, name)()
     case._barrier()
-    if mode != "pytorch":
+    if mode not in ("pytorch", "backend"):
         bagua_comm.default().close()
 
 
@@ -617,7 +621,63 @@ HOOK_DIFFERS: Expected = {
     ),
 }
 
+# With PyTorch's gloo on two ranks without a GPU these fail, or are skipped: they show nothing about a backend.
+CANNOT_WITH_GLOO = _all(
+    "3_level_hierarchical_model_averager "
+    "SyncBatchNorm_process_group all_gather_coalesced_group all_gather_group "
+    "all_reduce_coalesced_group_max all_reduce_coalesced_group_min all_reduce_coalesced_group_product "
+    "all_reduce_coalesced_group_sum all_reduce_group_max all_reduce_group_min all_reduce_group_product "
+    "all_reduce_group_sum all_to_all_group all_to_all_group_cuda all_to_all_single_equal_split_group "
+    "all_to_all_single_equal_split_group_cuda all_to_all_single_unequal_split_group "
+    "all_to_all_single_unequal_split_group_cuda average_parameters barrier_full_group_cuda barrier_group "
+    "barrier_group_cuda barrier_timeout_arg barrier_timeout_global barrier_timeout_group "
+    "batch_isend_irecv_mixed_backend_err batch_isend_irecv_nccl batch_isend_irecv_no_rank_zero_nccl "
+    "batch_isend_irecv_self_nccl broadcast_group ddp_apply_optim_in_backward "
+    "ddp_apply_optim_in_backward_grad_as_bucket_view_false ddp_hook_pickling_powerSGD "
+    "ddp_logging_data_gpu ddp_native_mixed_precision_grad_as_bucket_view_no_set_grad_none "
+    "ddp_native_mixed_precision_grad_as_bucket_view_set_grad_to_none "
+    "ddp_native_mixed_precision_no_grad_as_bucket_view_no_set_grad_none "
+    "ddp_native_mixed_precision_no_grad_as_bucket_view_set_grad_to_none ddp_profiling_execution_trace "
+    "gather_group get_rank level_hierarchical_model_averager monitored_barrier_allreduce_hang "
+    "monitored_barrier_allreduce_hang_wait_all_ranks monitored_barrier_failure_order "
+    "monitored_barrier_wait_all_ranks nccl_high_priority_stream new_subgroups_by_enumeration "
+    "new_subgroups_by_enumeration_input_rank_exceeds_world_size new_subgroups_overlap_not_allowed "
+    "new_subgroups_with_group_param new_subgroups_world_size_not_divisible_by_group_size reduce_group_max "
+    "reduce_group_min reduce_group_product reduce_group_sum scatter_group",
+    "",
+    "fails with gloo too",
+)
+
+ANY_SOURCE = "a message is received from a named rank"
+BACKEND_DIFFERS: Expected = {
+    **_all("get_backend", "'bagua' != 'gloo'", "compares the name of the backend"),
+    **_all("barrier_timeout_full_group", "waited 1 s for rank 1", WORDS),
+    **_all(
+        "send_recv_any_source send_recv_any_source_autograd_profiler send_recv_any_source_torch_profiler",
+        "receives from one rank; pass src=",
+        ANY_SOURCE,
+    ),
+    **_all("sparse_all_reduce_sum sparse_all_reduce_sum_cuda", "expected a dense tensor", "tensors are dense"),
+    **_all(
+        "ddp_profiling_autograd_profiler ddp_profiling_torch_profiler",
+        "Scalars are not equal",
+        "counts PyTorch's collectives in its profile; `Communicator.trace` shows ours",
+    ),
+    **_all(
+        "monitored_barrier_gloo monitored_barrier_gloo_subgroup",
+        "only implemented for GLOO",
+        "PyTorch refuses it for all other backends; barrier() names the missing rank",
+    ),
+    **_all("monitored_barrier_gloo_rank_0_timeout", "lost rank 1", WORDS),
+    **_all(
+        "ddp_compile_static_graph",
+        "RuntimeError when making fake tensor call",
+        "torch.compile does not trace the calls of this group",
+    ),
+}
+
 EXPECTED = {
+    "backend": BACKEND_DIFFERS,
     "bagua": DIFFERS,
     "hook": HOOK_DIFFERS,
     "pickled": {name: row for name, row in DIFFERS.items() if row[1] != PICKLED},
@@ -646,8 +706,12 @@ HOOK_SHORT = {
 }
 
 
-def names_of(mode: str, tests: Iterable[str], *, short: bool) -> list[str]:
+def names_of(mode: str, tests: dict[str, Any], *, short: bool) -> list[str]:
     """Return the tests to run in a mode: all in the mode of PyTorch's own class, else those that can run here."""
+    if mode == "backend":
+        names = [name for name in tests if name not in {*CANNOT_WITH_GLOO, *CANNOT}]
+        return names[::8] if short else names
+    tests = reaching_ddp(dict(tests))
     if mode == "pickled":
         return [name for name, (_, reason) in DIFFERS.items() if reason == PICKLED]
     if mode == "pytorch":

@@ -24,9 +24,10 @@ import math
 import os
 import socket
 import time
+import zlib
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from mpi4py import MPI
@@ -38,10 +39,11 @@ from ...logs import log_on_root
 from ...processes import namespace_number
 from .. import derived
 from ..base import Transport
-from ..flow import POINT_TO_POINT, Flow, Message, Move
+from ..flow import POINT_TO_POINT, Channel, Flow, Message, Move
 from ..pipeline import Encoding
 from . import tuning
 from .agreement import Agreement
+from .channel import MPIChannel
 from .counted_calls import CountedCalls
 from .endpoint import Endpoint, duplicate
 from .failure_detector import FailureDetector, ranks_in
@@ -57,6 +59,9 @@ from .time_limit import in_time
 from .world import Place, World
 
 _log = logging.getLogger(__name__)
+
+MIN_TAG_UB = 32767
+"""The largest tag that every MPI has."""
 
 
 class MPITransport(CountedCalls, Transport):
@@ -243,6 +248,38 @@ class MPITransport(CountedCalls, Transport):
         group = self.name_new_group(self._endpoint.group)
         self.barrier()
         return self._derived(self._endpoint.make(self._endpoint.duplicate), group, self.members)
+
+    def subgroup(self, ranks: Sequence[int], name: str, host: Transport | None = None) -> Transport:
+        """See `Transport.subgroup`."""
+        comm: Any = self._endpoint.comm  # of one group, as all communicators of this library are
+        tag = zlib.crc32(name.encode()) % MIN_TAG_UB
+
+        def create() -> Any:
+            everyone = comm.Get_group()
+            wanted = everyone.Incl(ranks)
+            try:
+                return comm.Create_group(wanted, tag)
+            finally:
+                wanted.Free()
+                everyone.Free()
+
+        try:
+            made = in_time(create, self.timeout_s, "MPI_Comm_create_group")
+        except MPI.Exception as exc:
+            raise self._detector.error_of_mpi(exc) from exc
+        return self._derived(made, f"{self._endpoint.group}/{name}", [self.members[rank] for rank in ranks])
+
+    def channel(self) -> Channel:
+        """See `Transport.channel`. Needs MPI_THREAD_MULTIPLE."""
+        if not self.concurrent:
+            raise UnsupportedError("mpi: messages beside its calls need MPI_THREAD_MULTIPLE")
+        comm, world, group, members = self._endpoint.comm, self._world, self._endpoint.group, self.members
+
+        def endpoint(calls: CountedCalls) -> Endpoint:
+            detector = self.detector_class(comm, calls, world, group, members)
+            return self.endpoint_class(comm, calls, world, detector, group, members)
+
+        return MPIChannel(comm, self.timeout_s, endpoint)
 
     def _derived(self, comm: MPI.Comm, group: str, members: Sequence[int]) -> MPITransport:
         return MPITransport(comm, timeout_s=self.timeout_s, world=self._world, group=group, members=members)

@@ -391,6 +391,12 @@ class NcclTransport(Transport):
             names=Names(name, family, joined),
         )
 
+    def subgroup(self, ranks: Sequence[int], name: str, host: Transport | None = None) -> Transport:
+        """See `Transport.subgroup`. A new communicator, set up over `host`."""
+        if host is None:
+            return super().subgroup(ranks, name, host)
+        return NcclTransport.connect(host, timeout_s=self.timeout_s)
+
     def shrink(self, host: Transport | None = None) -> Transport:
         """A new communicator over the survivors, set up over `host`."""
         if host is None:

@@ -1,0 +1,146 @@
+"""Messages of a process group between two ranks: `send` and `recv` that run beside each other.
+
+Messages between two ranks, in one direction and with one tag, are in order; others do not wait for them. So each
+such queue has a thread while it has messages, and a channel of the transport, which it keeps.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, NamedTuple
+
+from bagua_comm import ArrayError, CommError, CommMismatch, arrays
+from bagua_comm.arrays import Array
+from bagua_comm.transports.base import FIRST_CHANNEL_TAG, Channel, Transport
+
+_POLL_S = 0.001
+
+
+class _Queue(NamedTuple):
+    """What the messages of a queue have in common."""
+
+    call: str
+    """ "send" or "recv"."""
+    peer: int
+    tag: int
+
+
+class _Message(NamedTuple):
+    """A message to send, or to receive into `array`."""
+
+    array: Array
+    then: Callable[[], object] | None
+    future: Future[None]
+
+
+class Messages:
+    """The messages between this rank and others.
+
+    Args:
+        transport: Makes the channels.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._lock = threading.Lock()
+        self._channels: dict[_Queue, Channel] = {}
+        self._waiting: dict[_Queue, deque[_Message]] = {}
+        """By queue: the messages to come. A queue that has a thread is in it."""
+        self._sent: defaultdict[int, deque[Array]] = defaultdict(deque)
+        self._expected: defaultdict[int, deque[_Message]] = defaultdict(deque)
+        """By tag: messages of this rank to itself that it has sent, and that it expects."""
+
+    def submit(
+        self, call: str, peer: int, tag: int, array: Array, then: Callable[[], object] | None = None
+    ) -> Future[None]:
+        """Send or receive a contiguous array, after the messages of the same queue; returns at once.
+
+        `then` is called when it has been sent or received, before the future is done.
+
+        Raises:
+            ArrayError: `peer` or `tag` cannot be one.
+            UnsupportedError: The transport has no channels.
+        """
+        ranks = self._transport.size
+        if not 0 <= peer < ranks:
+            raise ArrayError(f"{call}: the peer is rank {peer} of the group, expected one from 0 to {ranks - 1}")
+        if tag < 0:
+            raise ArrayError(f"{call}: tag is {tag}, expected a number from 0 on")
+        queue, message = _Queue(call, peer, tag), _Message(array, then, Future())
+        if peer == self._transport.rank:
+            self._pass_on(call, tag, message)
+            return message.future
+        with self._lock:
+            if queue not in self._channels:
+                self._channels[queue] = self._transport.channel()
+            if queue in self._waiting:
+                self._waiting[queue].append(message)
+                return message.future
+            self._waiting[queue] = deque([message])
+        threading.Thread(target=self._run, args=(queue,), name=f"{call} {peer}", daemon=True).start()
+        return message.future
+
+    def _pass_on(self, call: str, tag: int, message: _Message) -> None:
+        """Send a message to this rank itself, or receive one from it."""
+        sent, expected = self._sent[tag], self._expected[tag]
+        with self._lock:
+            if call == "send":
+                sent.append(message.array.copy())
+                message.future.set_result(None)
+            else:
+                expected.append(message)
+            while sent and expected:
+                x, receive = sent.popleft(), expected.popleft()
+                if x.nbytes != receive.array.nbytes:
+                    error = f"recv: expected {receive.array.nbytes} bytes from itself, but sent {x.nbytes}"
+                    receive.future.set_exception(CommMismatch(error))
+                    continue
+                arrays.as_bytes(receive.array)[...] = arrays.as_bytes(x)
+                if receive.then is not None:
+                    receive.then()
+                receive.future.set_result(None)
+
+    def _run(self, queue: _Queue) -> None:
+        """Send or receive the messages of a queue until it is empty."""
+        channel = self._channels[queue]
+        while True:
+            with self._lock:
+                if not self._waiting[queue]:
+                    del self._waiting[queue]
+                    return
+                message = self._waiting[queue].popleft()
+            try:
+                _exchange(channel, queue, message)
+            except BaseException as exc:
+                message.future.set_exception(exc)
+            else:
+                message.future.set_result(None)
+
+    def drain(self, timeout_s: float) -> None:
+        """Wait until all messages have been sent and received.
+
+        Raises:
+            CommError: Some have not, within `timeout_s`.
+        """
+        until = time.monotonic() + timeout_s
+        while self._waiting:
+            if time.monotonic() > until:
+                left = ", ".join(f"{queue.call} with rank {queue.peer}" for queue in tuple(self._waiting))
+                raise CommError(f"the process group is destroyed while messages are under way: {left}")
+            time.sleep(_POLL_S)
+
+
+def _exchange(channel: Channel, queue: _Queue, message: _Message) -> None:
+    messages: Any = [(queue.peer, message.array)]
+    sends, recvs = (messages, []) if queue.call == "send" else ([], messages)
+    channel.begin_call(queue.call, collective=False)
+    try:
+        channel.exchange(sends, recvs, tag=(queue.tag + 1) * FIRST_CHANNEL_TAG)
+    finally:
+        channel.end_call()
+    if message.then is not None:
+        message.then()

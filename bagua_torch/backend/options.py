@@ -1,0 +1,38 @@
+"""`BackendOptions`: what a group of the backend "bagua" does differently from others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bagua_comm import ArrayError
+from bagua_comm.averages import Average
+
+
+@dataclass(frozen=True)
+class BackendOptions:
+    """Options of a process group of the backend "bagua", the same on all its ranks.
+
+    Give them to `init_process_group` or `new_group` as `pg_options`.
+
+    Args:
+        average: How `all_reduce` adds and averages floats: by `Quantized(codec)`, `Reproducible()`, or any other
+            average; if None, exactly. It applies to every `all_reduce` of the group with SUM or AVG of a dtype
+            that the average takes. Make a group for the gradients alone:
+            `DistributedDataParallel(model, process_group=dist.new_group(pg_options=...))`.
+
+    Raises:
+        ArrayError: `average` is no average.
+
+    >>> from bagua_comm import MinMaxUInt8, Quantized
+    >>> BackendOptions(average=Quantized(MinMaxUInt8())).average
+    Quantized(codec=MinMaxUInt8(...), ...)
+    """
+
+    average: Average | None = None
+
+    def __post_init__(self) -> None:
+        if self.average is not None and not (hasattr(self.average, "bind") and hasattr(self.average, "check")):
+            raise ArrayError(
+                f"BackendOptions: average is {self.average!r}, expected an average such as Reproducible() or "
+                "Quantized(MinMaxUInt8()), or None for the exact one"
+            )

@@ -1,0 +1,128 @@
+"""How `init_process_group("bagua")` and `new_group` find their ranks, and make a group of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+from urllib.parse import parse_qs, urlparse
+
+import torch.distributed as dist
+from torch.distributed.rendezvous import _rendezvous_handlers
+
+import bagua_comm
+from bagua_comm import ArrayError, BootstrapError, Communicator
+from bagua_comm.bootstrap import environment
+from bagua_comm.bootstrap.world import current, default_or
+from bagua_comm.lane import InlineLane, Lane, ThreadLane
+
+from ..process_group import ProcessGroupTransport, RendezvousInfo
+from ..process_group.bootstrap import serve_store, use_device
+from ..process_group.transport import count
+from .group import BaguaGroup
+from .options import BackendOptions
+
+NAME = "bagua"
+
+
+def register_backend() -> None:
+    """Register the backend "bagua", once, and let `init_process_group` find the ranks that MPI has started."""
+    if NAME.upper() in dist.Backend._plugins:
+        return
+    backend: Any = dist.Backend  # torch leaves it untyped
+    backend.register_backend(NAME, _make_group, extended_api=True, devices=["cpu", "cuda"])
+    handlers: dict[str, Any] = _rendezvous_handlers
+    handlers["env"] = _EnvironmentOrMPI(handlers["env"])
+
+
+class _EnvironmentOrMPI:
+    """The rendezvous "env://": of MPI, if it started this process and no variable names another rendezvous."""
+
+    def __init__(self, without_mpi: Any) -> None:
+        self._without_mpi = without_mpi
+
+    def __call__(self, url: str, timeout: timedelta = dist.default_pg_timeout, **options: Any) -> Iterator[Any]:
+        if not _finds_ranks_by_mpi():
+            yield from self._without_mpi(url, timeout=timeout, **options)
+            return
+        world = default_or(lambda: bagua_comm.connect(timeout_s=timeout.total_seconds()))
+        query = parse_qs(urlparse(url).query)
+        for name, mine in (("rank", world.rank), ("world_size", world.size)):
+            asked = query.get(name, [str(mine)])[0]
+            if asked != str(mine):
+                raise BootstrapError(
+                    f"init_process_group: {name} is {asked}, but MPI started this process with {mine}; leave it "
+                    "out, or set MASTER_ADDR and MASTER_PORT to use the ranks of your own"
+                )
+        yield serve_store(world), world.rank, world.size
+
+
+def _finds_ranks_by_mpi() -> bool:
+    """Whether MPI started this process, and the environment variables of PyTorch name no rendezvous."""
+    variables = environment.torchrun_rendezvous()
+    named = all(variables.get(name) for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"))
+    return not named and not environment.under_torchrun() and environment.under_mpi()
+
+
+def _make_group(opts: Any, options: Any) -> BaguaGroup:
+    """Make a group of the ranks that call this. Collective."""
+    if options is not None and not isinstance(options, BackendOptions):
+        raise ArrayError(f"pg_options is {options!r}, expected bagua_torch.BackendOptions for the backend bagua")
+    rank, size, timeout_s = opts.group_rank, opts.group_size, opts.timeout.total_seconds()
+    name, store = f"{opts.group_id}-{count(opts.store, 'bagua', rank)}", opts.store
+    ranks = list(opts.global_ranks_in_group) or list(range(size))
+    wait_for_ranks(store, name, rank, ranks, timeout_s)
+    default: Any = dist.group.WORLD
+    if isinstance(default, BaguaGroup):
+        made = default.parent.subgroup(ranks, name)
+        return BaguaGroup(lane_of(made, timeout_s), made, options=options)
+    before = current()
+    world = default_or(lambda: _connect(RendezvousInfo(store, f"bagua/{name}", rank, size), timeout_s))
+    use_device(world)
+    close = None if world is before else world.close
+    return BaguaGroup(lane_of(world.dup(), timeout_s), world, close, options)
+
+
+def wait_for_ranks(store: Any, name: str, rank: int, ranks: Sequence[int], timeout_s: float) -> None:
+    """Wait until all ranks of a group have called this.
+
+    Collective.
+
+    Args:
+        store: A store that they share.
+        name: A name for the group, used once.
+        rank: This rank in the group.
+        ranks: The ranks of the group in the default group.
+        timeout_s: How long to wait.
+
+    Raises:
+        BootstrapError: Some have not called it. It names them.
+    """
+    keys = [f"bagua/{name}/{each}" for each in range(len(ranks))]
+    store.set(keys[rank], b"here")
+    try:
+        store.wait(keys, timedelta(seconds=timeout_s))
+    except RuntimeError as exc:
+        missing = [each for each, key in zip(ranks, keys, strict=True) if not store.check([key])]
+        raise BootstrapError(
+            f"the backend bagua: rank {ranks[rank]} has waited {timeout_s:g} s for ranks {missing} to make the "
+            f"group of ranks {list(ranks)}"
+        ) from exc
+
+
+def lane_of(comm: Communicator, timeout_s: float) -> Lane[Communicator]:
+    """Return a lane whose tasks use this communicator itself."""
+    comm.timeout_s = timeout_s
+    concurrent = all(transport.concurrent for transport in comm.transports)
+    lane = ThreadLane(comm) if concurrent else InlineLane(comm)
+    comm.flight.lanes.add(lane)
+    return lane
+
+
+def _connect(info: RendezvousInfo, timeout_s: float) -> Communicator:
+    """Connect the ranks of the default process group. Collective."""
+    if not environment.under_torchrun() and environment.under_mpi():
+        return bagua_comm.connect(timeout_s=timeout_s)
+    return bagua_comm.connect(
+        timeout_s=timeout_s, transport=ProcessGroupTransport(timeout_s=timeout_s, rendezvous=info)
+    )

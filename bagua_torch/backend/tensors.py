@@ -1,0 +1,224 @@
+"""Tensors of a call as arrays, and its options."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+
+from bagua_comm import ArrayError, UnsupportedError, arrays
+from bagua_comm.arrays import Array, Op, check_reduction
+from bagua_comm.averages import Average
+
+from ..arrays import as_array, dtype_name
+
+HOST = torch.device("cpu")
+
+_REDUCTIONS: dict[str, Op] = {
+    "SUM": "sum",
+    "AVG": "avg",
+    "PRODUCT": "prod",
+    "MIN": "min",
+    "MAX": "max",
+    "BAND": "band",
+    "BOR": "bor",
+    "BXOR": "bxor",
+}
+"""Our names of PyTorch's reductions."""
+
+_OF_BOOLS: dict[Op, Op] = {op: op for op in ("min", "max", "band", "bor", "bxor")} | {"sum": "max", "prod": "min"}
+
+
+def as_list(call: str, tensors: Any) -> list[torch.Tensor]:
+    """Return the tensors of a call, which may be one tensor or a list.
+
+    Raises:
+        ArrayError: There is none.
+    """
+    found = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    if not found:
+        raise ArrayError(f"{call}: the list of tensors is empty")
+    return found
+
+
+def only(call: str, values: Any) -> Any:
+    """Return the single element of a list that has one for each device of a process.
+
+    Raises:
+        UnsupportedError: It has several, or none.
+    """
+    if isinstance(values, torch.Tensor):
+        return values
+    if len(values) != 1:
+        raise UnsupportedError(f"{call}: there are {len(values)} tensors of this rank, expected one")
+    return values[0]
+
+
+def one_of_each(call: str, tensors: Sequence[torch.Tensor], size: int, move: Callable[..., Array]) -> list[Array]:
+    """Return a list of one tensor for each rank as arrays.
+
+    Raises:
+        ArrayError: Their number is another one, or their dtypes differ.
+    """
+    if len(tensors) != size:
+        raise ArrayError(f"{call}: a list has {len(tensors)} tensors, expected {size}, one for each rank")
+    if len({tensor.dtype for tensor in tensors}) > 1:
+        raise ArrayError(f"{call}: the tensors of a list have several dtypes, expected one")
+    return [move(call, tensor) for tensor in tensors]
+
+
+def dense(call: str, tensor: torch.Tensor) -> Array:
+    """Return a tensor as an array, which shares its memory.
+
+    Raises:
+        UnsupportedError: It is sparse, or its dtype or its device are not supported.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise UnsupportedError(f"{call}: a {type(tensor).__name__} was given, expected a tensor")
+    if tensor.layout is not torch.strided:
+        raise UnsupportedError(f"{call}: a tensor has layout {tensor.layout}, expected a dense tensor")
+    if tensor.is_conj() or tensor.is_neg():
+        raise UnsupportedError(f"{call}: a tensor is a conjugate or negative view; pass tensor.resolve_conj()")
+    if tensor.device.type != "cpu" or tensor.dtype is torch.bfloat16:
+        return as_array(tensor)
+    dtype_name(tensor)
+    return np.from_dlpack(tensor.detach())  # tensor.numpy() would keep FSDP from freeing its memory
+
+
+def any_dtype(call: str, tensor: torch.Tensor) -> Array:
+    """Like `dense`, for calls that only move elements: those of a dtype without arrays are viewed as bytes."""
+    if isinstance(tensor, torch.Tensor) and tensor.dtype in _BYTES:
+        return dense(call, tensor.detach().view(torch.uint8))
+    return dense(call, tensor)
+
+
+_BYTES = {
+    getattr(torch, name)
+    for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
+    if hasattr(torch, name)
+}
+"""Dtypes of one byte that NumPy does not have."""
+
+
+def check_size(call: str, x: Array, size: int) -> None:
+    """Raise `ArrayError` unless an array has this number of elements."""
+    if x.size != size:
+        raise ArrayError(f"{call}: a tensor of this rank has {x.size} elements, expected {size}")
+
+
+def check_dtypes(call: str, *xs: Array) -> None:
+    """Raise `ArrayError` unless all arrays have the same dtype."""
+    if len({x.dtype for x in xs}) > 1:
+        raise ArrayError(f"{call}: the dtypes differ: {', '.join(dict.fromkeys(str(x.dtype) for x in xs))}")
+
+
+def reduction(call: str, opts: Any, xs: Sequence[Array]) -> tuple[Op, list[Array]]:
+    """Return our name of the reduction of the options of a call, and the arrays to reduce by it.
+
+    Bools are reduced as bytes: their sum is "or", and their product "and", as over NCCL.
+
+    Raises:
+        UnsupportedError: There is no such reduction, or not of this dtype.
+    """
+    wanted = getattr(opts, "reduceOp", opts)
+    name = "SUM" if opts is None else str(getattr(wanted, "op", wanted).name)
+    op = _REDUCTIONS.get(name)
+    if op is None:
+        raise UnsupportedError(f"{call}: op is {name}, expected one of {', '.join(_REDUCTIONS)}")
+    if call == "reduce_scatter":
+        check_dtypes(call, *xs)
+    if all(x.dtype == bool for x in xs) and op in _OF_BOOLS:
+        op, xs = _OF_BOOLS[op], [x.view(np.uint8) for x in xs]
+    for x in xs:
+        check_reduction(call, op, x.dtype)
+    return op, list(xs)
+
+
+def takes(average: Average, x: Array) -> bool:
+    """Whether an average takes arrays of the dtype of `x`."""
+    try:
+        average.check(arrays.dtype_name(x.dtype))
+    except UnsupportedError:
+        return False
+    return True
+
+
+def root_of(call: str, opts: Any, size: int) -> int:
+    """Return the root of a call.
+
+    Raises:
+        ArrayError: It is no rank of the group.
+    """
+    root = int(getattr(opts, "rootRank", opts))
+    if not 0 <= root < size:
+        raise ArrayError(f"{call}: the root is rank {root} of the group, expected one from 0 to {size - 1}")
+    return root
+
+
+def seconds(opts: Any) -> float | None:
+    """Return the time limit of a call; None for that of the group."""
+    timeout = opts if isinstance(opts, timedelta) else getattr(opts, "timeout", None)
+    if not isinstance(timeout, timedelta) or timeout <= timedelta(0):
+        return None
+    return timeout.total_seconds()
+
+
+def device_of(tensors: Any) -> torch.device:
+    """Return the device of the first tensor in nested lists; the host if there is none."""
+    while isinstance(tensors, (list, tuple)):
+        if not tensors:
+            return HOST
+        tensors = tensors[0]
+    device: torch.device = tensors.device
+    return device
+
+
+def pairs(call: str, outputs: Any, inputs: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return the outputs of a call with their inputs.
+
+    Raises:
+        ArrayError: Their numbers differ.
+    """
+    outs, xs = as_list(call, outputs), as_list(call, inputs)
+    if len(outs) != len(xs):
+        raise ArrayError(f"{call}: there are {len(outs)} outputs, expected {len(xs)}, one for each input")
+    return list(zip(outs, xs, strict=True))
+
+
+def elements(call: str, name: str, x: Array, rows: Sequence[int] | None, size: int) -> list[int]:
+    """Return the numbers of elements of `x` for each rank, from numbers of rows; of equal ones without them.
+
+    Raises:
+        ArrayError: They do not fit `x`.
+    """
+    length = x.shape[0] if x.ndim else 1
+    if not rows:
+        if length % size:
+            raise ArrayError(f"{call}: a tensor has {length} rows, expected a number divisible by {size} ranks")
+        rows = [length // size] * size
+    if len(rows) != size or sum(rows) != length or min(rows) < 0:
+        raise ArrayError(f"{call}: {name} is {list(rows)}, expected {size} numbers with sum {length}")
+    width = x.size // length if length else 0
+    return [width * n for n in rows]
+
+
+def row(size: int, like: Array) -> Array:
+    """Return a new array of `size` elements."""
+    return arrays.empty((size,), like.dtype, like=like)
+
+
+def joined(parts: Sequence[Array]) -> Array:
+    """Return the elements of all parts in one new array."""
+    buffer = row(sum(part.size for part in parts), parts[0])
+    for part, target in zip(parts, arrays.parts(buffer, [part.size for part in parts]), strict=True):
+        target[...] = part.reshape(-1)
+    return buffer
+
+
+def divided(buffer: Array, targets: Sequence[Array]) -> None:
+    """Copy the elements of `buffer` to `targets`, one after another."""
+    for target, part in zip(targets, arrays.parts(buffer, [target.size for target in targets]), strict=True):
+        target[...] = part.reshape(target.shape)

@@ -1,0 +1,364 @@
+"""The calls of a process group of the backend "bagua", on ranks that are threads."""
+
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from bagua_comm import (
+    ArrayError,
+    BootstrapError,
+    CommError,
+    CommMismatch,
+    CommTimeout,
+    MinMaxUInt8,
+    Quantized,
+    Reproducible,
+    UnsupportedError,
+)
+from bagua_comm.testing import run_ranks
+from bagua_torch import BackendOptions
+from bagua_torch.backend.group import BaguaGroup
+from bagua_torch.backend.start import lane_of, wait_for_ranks
+
+RANKS = 3
+DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8]
+MOVED = [*DTYPES, torch.bool, torch.complex64, torch.float8_e4m3fn]
+
+
+def on_groups(body, ranks=RANKS, *, options=None, timeout_s=20.0):
+    """Run `body(group)` on ranks that are threads; returns their results."""
+
+    def run(comm):
+        group = BaguaGroup(lane_of(comm.dup(), timeout_s), comm, options=options)
+        result = body(group)
+        group.shutdown()
+        return result
+
+    return run_ranks(ranks, run)
+
+
+def with_op(options, op):
+    made = options()
+    made.reduceOp = op
+    return made
+
+
+def with_root(options, root, op=None):
+    made = options()
+    made.rootRank = root
+    if op is not None:
+        made.reduceOp = op
+    return made
+
+
+def values(rank, dtype=torch.float32, shape=(2, 5), seed=0):
+    """The tensor of a rank, of small integers."""
+    generator = torch.Generator().manual_seed(100 * seed + rank)
+    return torch.randint(0, 5, shape, generator=generator).to(dtype)
+
+
+def equal(x, y):
+    assert x.dtype == y.dtype
+    assert torch.equal(x.contiguous().view(torch.uint8), y.contiguous().view(torch.uint8))
+
+
+REDUCE = {
+    "SUM": lambda xs: xs.sum(0),
+    "PRODUCT": lambda xs: xs.prod(0),
+    "MIN": lambda xs: xs.amin(0),
+    "MAX": lambda xs: xs.amax(0),
+    "AVG": lambda xs: xs.sum(0) / RANKS if xs.is_floating_point() else xs.sum(0) // RANKS,
+}
+
+
+@pytest.mark.parametrize("name", REDUCE)
+def test_reductions_of_all_dtypes(name):
+    op = getattr(dist.ReduceOp, name)
+
+    def body(group):
+        for dtype in DTYPES:
+            every = torch.stack([values(rank, dtype) for rank in range(RANKS)])
+            wide = every.double() if dtype.is_floating_point else every.long()
+            expected = REDUCE[name](wide).to(dtype)
+            x = values(group.rank(), dtype)
+            group.allreduce([x], with_op(dist.AllreduceOptions, op)).wait()
+            equal(x, expected)
+            x = values(group.rank(), dtype).t()  # not contiguous
+            group.reduce([x], with_root(dist.ReduceOptions, 1, op)).wait()
+            if group.rank() == 1:
+                equal(x, expected.t())
+            out = torch.empty(5, dtype=dtype)
+            flat = [values(rank, dtype, (RANKS * 5,), 1) for rank in range(RANKS)]
+            expected = REDUCE[name](torch.stack(flat).to(wide.dtype)).to(dtype).view(RANKS, 5)[group.rank()]
+            group.reduce_scatter_single(out, flat[group.rank()], with_op(dist.ReduceScatterOptions, op)).wait()
+            equal(out, expected)
+            parts = list(flat[group.rank()].split(5))
+            group.reduce_scatter([out.zero_()], [parts], with_op(dist.ReduceScatterOptions, op)).wait()
+            equal(out, expected)
+
+    on_groups(body)
+
+
+def test_bitwise_reductions_and_bools():
+    def body(group):
+        every = [values(rank, torch.int32) for rank in range(RANKS)]
+        expected = every[0] ^ every[1] ^ every[2]
+        x = every[group.rank()].clone()
+        group.allreduce([x], with_op(dist.AllreduceOptions, dist.ReduceOp.BXOR)).wait()
+        equal(x, expected)
+        for op, whole in [(dist.ReduceOp.SUM, True), (dist.ReduceOp.PRODUCT, False), (dist.ReduceOp.BAND, False)]:
+            x = torch.tensor([group.rank() == 1, True])
+            group.allreduce([x], with_op(dist.AllreduceOptions, op)).wait()
+            assert x.tolist() == [whole, True]
+
+    on_groups(body)
+
+
+@pytest.mark.parametrize("dtype", MOVED)
+def test_calls_that_move_elements(dtype):
+    def body(group):
+        rank, size = group.rank(), group.size()
+        every = [values(each, dtype) for each in range(size)]
+        x = every[rank].clone()
+        group.broadcast([x], with_root(dist.BroadcastOptions, 2)).wait()
+        equal(x, every[2])
+        outs = [torch.empty_like(x) for _ in range(size)]
+        group.allgather([outs], [every[rank]]).wait()
+        equal(torch.cat(outs), torch.cat(every))
+        out = torch.empty((2 * size, 5), dtype=dtype)
+        group.all_gather_single(out, every[rank]).wait()
+        equal(out, torch.cat(every))
+        outs = [torch.empty_like(x) for _ in range(size)]
+        group.gather([outs] if rank == 1 else [], [every[rank]], with_root(dist.GatherOptions, 1)).wait()
+        if rank == 1:
+            equal(torch.cat(outs), torch.cat(every))
+        group.scatter([x], [every] if rank == 0 else [], with_root(dist.ScatterOptions, 0)).wait()
+        equal(x, every[rank])
+        sends = [values(rank, dtype, (to + 1, 2), to) for to in range(size)]
+        expected = torch.cat([values(source, dtype, (rank + 1, 2), rank) for source in range(size)])
+        out = torch.empty_like(expected)
+        counts = [1, 2, 3]
+        group.all_to_all_single(out, torch.cat(sends), [rank + 1] * size, counts).wait()
+        equal(out, expected)
+        outs = list(torch.empty_like(expected).split(rank + 1))
+        group.alltoall(outs, sends).wait()
+        equal(torch.cat(outs), expected)
+
+    on_groups(body)
+
+
+def test_lists_of_different_sizes_and_coalesced_calls():
+    def body(group):
+        rank, size = group.rank(), group.size()
+        outs = [torch.empty(each) for each in range(size)]
+        group.allgather([outs], [torch.full((rank,), float(rank))]).wait()
+        assert [out.tolist() for out in outs] == [[], [1.0], [2.0, 2.0]]
+        xs = [torch.ones(2), torch.full((3,), 2.0)]
+        group.allreduce_coalesced(xs, with_op(dist.AllreduceOptions, dist.ReduceOp.SUM)).wait()
+        assert [x.tolist() for x in xs] == [[3.0] * 2, [6.0] * 3]
+        wide = [torch.empty(size * 2), torch.empty(size)]
+        group.all_gather_single_coalesced(wide, [torch.full((2,), rank * 1.0), torch.tensor([rank * 1.0])]).wait()
+        assert wide[1].tolist() == [0.0, 1.0, 2.0]
+        outs = [torch.empty(1), torch.empty(2)]
+        xs = [torch.arange(3.0), torch.arange(6.0)]
+        options = with_op(dist.ReduceScatterOptions, dist.ReduceOp.SUM)
+        group.reduce_scatter_single_coalesced(outs, xs, options).wait()
+        assert outs[1].tolist() == [6.0 * rank, 6.0 * rank + 3]
+
+    on_groups(body)
+
+
+def test_messages_by_tag_in_any_order_of_their_waits():
+    def body(group):
+        rank, size = group.rank(), group.size()
+        right, left = (rank + 1) % size, (rank - 1) % size
+        big = torch.full((200_000,), float(rank))
+        sends = [
+            group.send([big], right, 0),
+            group.send([big[:3] + 10], right, 7),
+            group.send([big[:2]], right, 0),
+        ]
+        first, second, tagged = torch.empty(200_000), torch.empty(2), torch.empty(3, 2)[:, 0]
+        receives = [group.recv([tagged], left, 7), group.recv([first], left, 0), group.recv([second], left, 0)]
+        for work in (*receives, *sends):
+            assert work.wait()
+        assert tagged.tolist() == [left + 10.0] * 3
+        assert (first == left).all()
+        assert (second == left).all()
+        assert receives[0].source_rank() == left
+
+    on_groups(body)
+
+
+def test_messages_to_this_rank_itself():
+    def body(group):
+        rank, (early, late) = group.rank(), torch.zeros(2, 2)
+        work = group.recv([early], rank, 4)
+        group.send([torch.tensor([1.0, 2.0])], rank, 4).wait()
+        group.send([torch.tensor([3.0, 4.0])], rank, 4).wait()
+        group.recv([late], rank, 4).wait()
+        assert work.wait()
+        assert (early.tolist(), late.tolist()) == ([1.0, 2.0], [3.0, 4.0])
+        group.send([torch.ones(3)], rank, 4).wait()
+        with pytest.raises(CommMismatch, match="8 bytes from itself, but sent 12"):
+            group.recv([late], rank, 4).wait()
+        with pytest.raises(CommTimeout):
+            group.recv([late], rank, 4).wait()
+
+    on_groups(body, 2, timeout_s=0.2)
+
+
+def test_callbacks_of_futures_may_call_and_wait():
+    def body(group):
+        def again(future):
+            return group.allreduce(future.value()).get_future().then(lambda inner: inner.value()[0] + 1).wait()
+
+        futures = [group.allreduce([torch.full((2,), float(i))]).get_future() for i in range(3)]
+        results = [future.then(again) for future in futures]
+        assert [result.wait().tolist() for result in results] == [[4.0 * i + 1] * 2 for i in range(3)]
+
+    on_groups(body, 2)
+
+
+def test_a_future_has_the_tensors_and_calls_run_beside_the_caller():
+    def body(group):
+        xs = [torch.ones(4) for _ in range(5)]
+        works = [group.allreduce([x]) for x in xs]
+        doubled = works[-1].get_future().then(lambda future: future.value()[0] * 2)
+        assert doubled.wait().tolist() == [2.0 * RANKS] * 4
+        assert works[0].result()[0].tolist() == [RANKS] * 4
+        assert all(work.is_completed() and work.is_success() and work.exception() is None for work in works)
+
+    on_groups(body)
+
+
+def test_another_order_of_calls_is_an_error_on_all_ranks():
+    def body(group):
+        x = torch.ones(2)
+        work = group.allreduce([x]) if group.rank() else group.all_gather_single(torch.empty(4), x)
+        with pytest.raises(CommMismatch, match="called"):
+            work.wait()
+        with pytest.raises(CommError):
+            group.barrier().wait()
+        group.abort()
+
+    run_ranks(2, lambda comm: body(BaguaGroup(lane_of(comm.dup(), 20.0), comm)))
+
+
+def test_time_limits_of_the_group_of_a_call_and_of_a_wait():
+    def body(group):
+        if group.rank() == 0:
+            group.recv([torch.empty(1)], 1, 0)  # before the time is over
+            with pytest.raises(CommTimeout, match="wait"):
+                group.recv([torch.empty(1)], 1, 3).wait(timedelta(milliseconds=1))
+            with pytest.raises(CommError, match="rank 1"):
+                group.monitored_barrier(timedelta(milliseconds=50))
+            group.abort()
+
+    begin = time.monotonic()
+    run_ranks(2, lambda comm: body(BaguaGroup(lane_of(comm.dup(), 0.3), comm)))
+    assert time.monotonic() - begin < 10
+
+
+BAD_CALLS = {
+    "premul": (UnsupportedError, "PREMUL_SUM", lambda g: g.allreduce([torch.ones(2)], premul())),
+    "sparse": (UnsupportedError, "layout", lambda g: g.allreduce([torch.eye(2).to_sparse()])),
+    "meta": (UnsupportedError, "meta", lambda g: g.allreduce([torch.ones(2, device="meta")])),
+    "band": (UnsupportedError, "band", lambda g: g.allreduce([torch.ones(2)], dist.ReduceOp.BAND)),
+    "float8": (UnsupportedError, "float8", lambda g: g.allreduce([torch.ones(2).to(torch.float8_e5m2)])),
+    "empty": (ArrayError, "empty", lambda g: g.allreduce([])),
+    "root": (
+        ArrayError,
+        "root is rank 5",
+        lambda g: g.reduce([torch.ones(2)], with_root(dist.ReduceOptions, 5)),
+    ),
+    "lengths": (
+        ArrayError,
+        "2 tensors, expected 3",
+        lambda g: g.allgather([[torch.ones(1)] * 2], [torch.ones(1)]),
+    ),
+    "size": (ArrayError, "4 elements, expected 6", lambda g: g.all_gather_single(torch.ones(4), torch.ones(2))),
+    "scattered": (ArrayError, "5 elements", lambda g: g.reduce_scatter_single(torch.ones(2), torch.ones(5))),
+    "dtypes": (ArrayError, "dtypes differ", lambda g: g.all_gather_single(torch.ones(6).half(), torch.ones(2))),
+    "splits": (
+        ArrayError,
+        "input_split",
+        lambda g: g.all_to_all_single(torch.ones(3), torch.ones(3), [], [1, 1, 2]),
+    ),
+    "rows": (ArrayError, "divisible", lambda g: g.all_to_all_single(torch.ones(4), torch.ones(4))),
+    "outside": (ArrayError, "peer is rank 3", lambda g: g.recv([torch.ones(2)], 3, 0)),
+    "tag": (ArrayError, "tag is -1", lambda g: g.send([torch.ones(2)], (g.rank() + 1) % 3, -1)),
+    "any source": (UnsupportedError, "src=", lambda g: g.recv_anysource([torch.ones(2)], 0)),
+    "several": (UnsupportedError, "2 tensors of this rank", lambda g: g.send([torch.ones(2)] * 2, 0, 0)),
+}
+
+
+def premul():
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist._make_nccl_premul_sum(2.0) if hasattr(dist, "_make_nccl_premul_sum") else Premul()
+    return options
+
+
+class Premul:
+    name = "PREMUL_SUM"
+
+
+def test_bad_calls_are_refused_before_anything_is_sent():
+    def body(group):
+        for error, text, call in BAD_CALLS.values():
+            with pytest.raises(error, match=text):
+                call(group)
+        x = torch.ones(2)
+        group.allreduce([x]).wait()  # the group still works
+        assert x.tolist() == [RANKS] * 2
+
+    on_groups(body)
+
+
+def test_a_group_that_was_destroyed_refuses_calls():
+    def body(comm):
+        group = BaguaGroup(lane_of(comm.dup(), 20.0), comm)
+        group.shutdown()
+        group.shutdown()
+        with pytest.raises(CommError, match="destroyed"):
+            group.allreduce([torch.ones(1)])
+        with pytest.raises(CommError, match="destroyed"):
+            group.send([torch.ones(1)], 1 - comm.rank, 0)
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize(
+    "average", [Reproducible(), Quantized(MinMaxUInt8(), min_bytes=0)], ids=["exact", "coded"]
+)
+def test_an_average_of_the_options_adds_floats(average):
+    def body(group):
+        x = torch.rand(3, 50, generator=torch.Generator().manual_seed(group.rank())).t()
+        whole, mean, number = x.clone(), x.clone().bfloat16(), torch.tensor([group.rank()])
+        group.allreduce([whole]).wait()
+        group.allreduce([mean], with_op(dist.AllreduceOptions, dist.ReduceOp.AVG)).wait()
+        group.allreduce([number]).wait()  # exactly
+        assert number.item() == 3
+        return x, whole, mean
+
+    xs, wholes, means = zip(*on_groups(body, options=BackendOptions(average=average)), strict=True)
+    exact = torch.stack(xs).sum(0)
+    for whole, mean in zip(wholes, means, strict=True):
+        assert torch.equal(whole, wholes[0])
+        assert torch.allclose(whole, exact, atol=0.02)
+        assert torch.allclose(mean.float(), exact / RANKS, atol=0.02)
+    assert not torch.equal(wholes[0], exact)
+
+
+def test_options_must_be_an_average():
+    with pytest.raises(ArrayError, match="expected an average"):
+        BackendOptions(average=MinMaxUInt8())
+
+
+def test_a_missing_rank_is_named_when_a_group_is_made():
+    store = dist.HashStore()
+    with pytest.raises(BootstrapError, match=r"ranks \[7\] to make the group of ranks \[5, 7\]"):
+        wait_for_ranks(store, "x", 0, [5, 7], 0.2)

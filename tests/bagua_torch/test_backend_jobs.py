@@ -1,0 +1,55 @@
+"""Programs on the backend "bagua" under mpirun and torchrun: only its name differs from one on gloo."""
+
+import pytest
+from support.launch import run_python, torchrun
+
+PROGRAM = """
+import sys, torch, torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+if sys.argv[1] == "bagua":
+    import bagua_torch
+dist.init_process_group(sys.argv[1])
+rank, size = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+def train(model):
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    data = torch.Generator().manual_seed(rank)
+    for _ in range(3):
+        model(torch.randn(4, 6, generator=data)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+plain = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+train(torch.nn.parallel.DistributedDataParallel(plain))
+sharded = torch.nn.Linear(6, 2)
+fully_shard(sharded, mesh=dist.device_mesh.init_device_mesh("cpu", (size,)))
+train(sharded)
+weights = [*plain.parameters(), *(each.full_tensor() for each in sharded.parameters())]
+group = dist.new_group([size - 1, 0])
+x, y = torch.full((3,), rank + 1.0), torch.empty(100_000)
+dist.all_reduce(x, group=group)
+send = dist.P2POp(dist.isend, torch.full_like(y, rank), (rank + 1) % size)
+for work in dist.batch_isend_irecv([send, dist.P2POp(dist.irecv, y, (rank - 1) % size)]):
+    work.wait()
+assert (y == (rank - 1) % size).all()
+objects = [None] * size
+dist.all_gather_object(objects, {"rank": rank})
+assert objects == [{"rank": each} for each in range(size)]
+if rank == 0:
+    print("weights", x.tolist(), torch.cat([each.detach().flatten() for each in weights]).tolist())
+dist.destroy_process_group()
+"""
+
+
+def weights(output):
+    return next(line for line in output.splitlines() if line.startswith("weights"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_ddp_and_fsdp2_as_over_gloo_under_mpirun_and_torchrun(tmp_path):
+    script = tmp_path / "program.py"
+    script.write_text(PROGRAM)
+    runs = [torchrun(2, script, "gloo"), torchrun(2, script, "bagua"), run_python(2, script, "bagua")]
+    assert [run.returncode for run in runs] == [0, 0, 0], "".join(run.stderr[-2000:] for run in runs)
+    expected, *found = [weights(run.stdout) for run in runs]
+    assert found == [expected, expected]
