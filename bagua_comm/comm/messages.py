@@ -98,11 +98,24 @@ class PointToPoint(CommBase):
         Between two ranks, messages match in the order of the lists; they also match `send` and `recv`. A message
         whose peer is None is left out.
 
+        On a ring of two ranks, both neighbours are the same rank. List each receive at the
+        position of the send that it answers: with sends=[(up, ...), (down, ...)], recvs=[(down, ...), (up, ...)].
+
         Raises:
             ArrayError: A peer is not a rank, or an array to receive into cannot be written to or overlaps another
                 one.
             CommMismatch: The sizes of a message and of the array that receives it differ.
             UnsupportedError: No transport takes such arrays.
+
+        >>> from bagua_comm.testing import run_ranks
+        >>> def body(comm):   # the halo of each rank of a ring
+        ...     up, down = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
+        ...     column = np.array([-1, 10 * comm.rank, 10 * comm.rank + 1, -1])
+        ...     top, bottom = column[1:2], column[2:3]
+        ...     comm.exchange([(up, top), (down, bottom)], [(down, column[3:]), (up, column[:1])])
+        ...     return column.tolist()
+        >>> run_ranks(2, body)
+        [[11, 0, 1, 10], [1, 10, 11, 0]]
         """
         self._exchange("exchange", sends, recvs, timeout_s)
 
