@@ -349,7 +349,7 @@ def check_reduction(call: str, op: str, dtype: DType) -> None:
             return
         hint = "; reduce magnitudes, or a view of its real and imaginary parts" if op in ("min", "max") else ""
     elif name == "bool":
-        hint = "; reduce a view of it as uint8"
+        hint = "; reduce a view of it as uint8, by min (all), max (any) or bor"
     else:
         hint = ""
     raise UnsupportedError(f"{call}: there is no op={op!r} for {name}{hint}")

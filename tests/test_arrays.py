@@ -260,7 +260,7 @@ def test_reductions_of_each_dtype(name):
 
 def test_dtypes_without_reductions_come_with_a_hint():
     for name, hint in (
-        ("bool", "; reduce a view of it as uint8"),
+        ("bool", "; reduce a view of it as uint8, by min (all), max (any) or bor"),
         ("complex64", "; reduce magnitudes, or a view of its real and imaginary parts"),
         ("complex128", "; reduce magnitudes, or a view of its real and imaginary parts"),
     ):

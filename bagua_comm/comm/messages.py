@@ -21,6 +21,10 @@ MaybeMessage: TypeAlias = tuple[int | None, AnyArray]
 """A message; nothing is sent or received if the peer is None."""
 
 
+_ARGUMENTS = {"sends": ("x", "dest"), "recvs": ("out", "source")}
+"""The names of an array and its peer in calls of one message each way."""
+
+
 class PointToPoint(CommBase):
     """Messages between two ranks."""
 
@@ -133,14 +137,16 @@ class PointToPoint(CommBase):
         values: list[Array] = []
         calls: list[Call] = []
         for side, (peer, x) in [("sends", m) for m in sends] + [("recvs", m) for m in recvs]:
-            call = Call(self, name, x, side, timeout_s=timeout_s, **peers).unchecked()
+            array, peer_of = _ARGUMENTS[side] if peers else (side, f"a peer in {side}")
+            call = Call(self, name, x, array, timeout_s=timeout_s, **peers).unchecked()
             if side == "recvs":
-                check_writable(name, side, x, call.x)
+                check_writable(name, array, x, call.x)
             if peer is None and name in ("sendrecv", "exchange"):
                 continue
-            peer = self._check_peer(name, f"a peer in {side}" if not peers else "peer", peer)
+            peer = self._check_peer(name, peer_of, peer)
             if side == "recvs" and any(arrays.share_elements(call.x, other) for other in values):
-                raise ArrayError(f"{name}: an array to receive into overlaps another array")
+                which = "out overlaps x" if peers else "an array to receive into overlaps another array"
+                raise ArrayError(f"{name}: {which}")
             calls.append(call)
             values.append(call.x)
             call.contiguous()

@@ -161,6 +161,12 @@ def test_names_and_positions_of_other_libraries_get_a_hint():
             "Get_rank": "rank",
             "Barrier": "barrier",
             "bcast": "broadcast",
+            "isend": r"lane\.submit\(lane\.comm\.send, \.\.\.\)",
+            "Irecv": r"lane\.submit\(lane\.comm\.recv, \.\.\.\)",
+            "Ibcast": r"lane\.submit\(lane\.comm\.broadcast, \.\.\.\)",
+            "Iallreduce": r"lane\.submit\(lane\.comm\.allreduce, \.\.\.\)",
+            "Sendrecv_replace": r"sendrecv\(x\.copy\(\), x, \.\.\.\)",
+            "Reduce_scatter_block": "reduce_scatter",
         }.items():
             with pytest.raises(AttributeError, match=f"no attribute '{name}'; it is {here} here"):
                 getattr(comm, name)
