@@ -340,7 +340,11 @@ def check_reduction(call: str, op: str, dtype: DType) -> None:
     """
     if op not in ARITHMETIC_OPS and op not in BITWISE_OPS:
         wanted = ", ".join(ARITHMETIC_OPS + BITWISE_OPS)
-        raise ArrayError(f"{call}: op is {op!r}, expected one of {wanted}")
+        name = {"mean": "avg", "average": "avg"}.get(str(op).lower(), str(op).lower())
+        hint = f"; did you mean op={name!r}?" if name in ARITHMETIC_OPS + BITWISE_OPS else ""
+        if not isinstance(op, str):
+            hint = "; ops are strings: MPI.SUM is op='sum'"
+        raise ArrayError(f"{call}: op is {op!r}, expected one of {wanted}{hint}")
     name = dtype_name(dtype)
     if name in INTEGERS or (name in FLOATS and op in ARITHMETIC_OPS):
         return
@@ -349,7 +353,7 @@ def check_reduction(call: str, op: str, dtype: DType) -> None:
             return
         hint = "; reduce magnitudes, or a view of its real and imaginary parts" if op in ("min", "max") else ""
     elif name == "bool":
-        hint = "; reduce a view of it as uint8"
+        hint = "; reduce a view of it as uint8, by min (all), max (any) or bor"
     else:
         hint = ""
     raise UnsupportedError(f"{call}: there is no op={op!r} for {name}{hint}")

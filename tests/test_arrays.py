@@ -260,7 +260,7 @@ def test_reductions_of_each_dtype(name):
 
 def test_dtypes_without_reductions_come_with_a_hint():
     for name, hint in (
-        ("bool", "; reduce a view of it as uint8"),
+        ("bool", "; reduce a view of it as uint8, by min (all), max (any) or bor"),
         ("complex64", "; reduce magnitudes, or a view of its real and imaginary parts"),
         ("complex128", "; reduce magnitudes, or a view of its real and imaginary parts"),
     ):
@@ -272,7 +272,8 @@ def test_dtypes_without_reductions_come_with_a_hint():
 def test_an_unknown_reduction_is_answered_with_the_known_ones():
     with pytest.raises(ArrayError) as caught:
         check_reduction("allreduce", "mean", np.dtype("float32"))
-    message = "allreduce: op is 'mean', expected one of sum, avg, prod, min, max, band, bor, bxor"
+    known = "sum, avg, prod, min, max, band, bor, bxor"
+    message = f"allreduce: op is 'mean', expected one of {known}; did you mean op='avg'?"
     assert message == str(caught.value)
 
 

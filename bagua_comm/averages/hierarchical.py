@@ -202,7 +202,9 @@ class _Levels:
         intra, is_even = self.intra, min(counts) == max(counts)
         if codec is not None:
             even = None if is_even else counts
-            quantized_reduce_scatter(intra, chunks.reshape(-1), mine.reshape(-1), codec=codec, counts=even)
+            quantized_reduce_scatter(
+                intra, chunks.reshape(-1), mine.reshape(-1), op="avg", codec=codec, counts=even
+            )
         elif self.sizes.owners == self.sizes.largest:
             intra.reduce_scatter(chunks.reshape(-1), out=mine, op="avg")
         else:

@@ -27,7 +27,7 @@ def quantized_reduce_scatter(
     x: A,
     out: A | None = None,
     *,
-    op: LinearOp = "avg",
+    op: LinearOp = "sum",
     codec: Codec | None = None,
     residual: AnyArray | None = None,
     decay: float = 0.0,
@@ -69,7 +69,7 @@ def quantized_reduce_scatter(
     >>> def body(comm):
     ...     return quantized_reduce_scatter(comm, np.array([0, 255 * comm.rank, 0, 510], np.float32))
     >>> run_ranks(2, body)
-    [array([  0. , 127.5], dtype=float32), array([  0., 510.], dtype=float32)]
+    [array([  0., 255.], dtype=float32), array([   0., 1020.], dtype=float32)]
     """
     name, codec = "quantized_reduce_scatter", DEFAULT_CODEC if codec is None else codec
     if op not in ("sum", "avg"):

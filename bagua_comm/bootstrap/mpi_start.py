@@ -85,7 +85,8 @@ def mpi_world(timeout_s: float, comm: MPI.Comm | None) -> tuple[Transport, list[
 
 def new_name() -> str:
     """Return a unique name for the folder of a job's flight records."""
-    return time.strftime(f"%Y%m%d-%H%M%S-{secrets.token_hex(3)}")
+    run = os.environ.get("BAGUA_RUN")
+    return time.strftime(f"%Y%m%d-%H%M%S-{secrets.token_hex(3)}") + (f"-run{run}" if run else "")
 
 
 def under_ulfm() -> bool:

@@ -306,7 +306,8 @@ def check_codec_argument(owner: str, codec: object, dtype: str | None = None) ->
         raise ArrayError(f"{owner}: codec is {codec!r}, expected a Codec such as MinMaxUInt8()")
     if dtype is not None and dtype not in codec.dtypes:
         wanted = ", ".join(sorted(codec.dtypes))
-        raise UnsupportedError(f"{owner}: {codec} cannot code {dtype}, only {wanted}")
+        cure = "; pass x.astype('float32')" if dtype == "float64" and "float32" in codec.dtypes else ""
+        raise UnsupportedError(f"{owner}: {codec} cannot code {dtype}, only {wanted}{cure}")
 
 
 def padded(nbytes: int) -> int:

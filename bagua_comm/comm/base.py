@@ -161,9 +161,13 @@ class CommBase(Shared):
         warn_renamed("Communicator.number_of", "next_id")
         return self.next_id(kind)
 
-    def _check_peer(self, call: str, name: str, peer: object) -> int:
-        if not isinstance(peer, (int, np.integer)) or not 0 <= peer < self.size:
-            raise ArrayError(f"{call}: {name} is {peer!r}, expected a rank from 0 to {self.size - 1}")
+    def _check_peer(self, call: str, name: str, peer: Any) -> int:
+        is_integer = isinstance(peer, (int, np.integer)) and not isinstance(peer, bool)
+        if not is_integer or not 0 <= peer < self.size:
+            wanted, hint = f"a rank from 0 to {self.size - 1}", ""
+            if name != "root" and (peer is None or (is_integer and peer < 0)):
+                hint = "; for MPI.PROC_NULL pass None, in sendrecv and exchange; there is no MPI.ANY_SOURCE"
+            raise ArrayError(f"{call}: {name} is {peer!r}, expected {wanted}{hint}")
         return int(peer)
 
     def _check_counts(
@@ -175,7 +179,9 @@ class CommBase(Shared):
         """
         found = list(counts)
         if len(found) != self.size or not all(isinstance(n, (int, np.integer)) and n >= 0 for n in found):
-            raise ArrayError(f"{call}: {name} is {found}, expected {self.size} numbers of elements")
+            raise ArrayError(
+                f"{call}: {name} is {found}, expected {self.size} integers of at least 0, numbers of elements"
+            )
         if own and x is not None and x.size != found[self.rank]:
             raise ArrayError(
                 f"{call}: x has {x.size} elements, expected {name}[{self.rank}] = {found[self.rank]}"

@@ -46,7 +46,15 @@ class Nodes(NamedTuple):
     inter: Communicator
 
 
-_NAMES_OF_MPI4PY = {"get_rank": "rank", "get_size": "size", "bcast": "broadcast", "free": "close"}
+_NAMES_OF_MPI4PY = {
+    "get_rank": "rank",
+    "get_size": "size",
+    "bcast": "broadcast",
+    "free": "close",
+    "sendrecv_replace": "sendrecv(x.copy(), x, ...)",
+    "reduce_scatter_block": "reduce_scatter",
+    "ssend": "send",
+}
 """Names of mpi4py in small letters that are not those here."""
 
 
@@ -384,8 +392,12 @@ class Communicator(Collectives, UnevenCollectives, CoalescedCollectives, ObjectC
     if not TYPE_CHECKING:  # it would hide wrong names from type checkers
 
         def __getattr__(self, name: str) -> Any:
-            here = _NAMES_OF_MPI4PY.get(name.lower(), name.lower())
-            known = name.lower() in _NAMES_OF_MPI4PY or hasattr(type(self), here)
+            lowered = name.lower()
+            beside = lowered.startswith("i") and hasattr(type(self), lowered[1:].replace("bcast", "broadcast"))
+            lowered = lowered[1:] if beside else lowered
+            here = _NAMES_OF_MPI4PY.get(lowered, lowered)
+            known = lowered in _NAMES_OF_MPI4PY or hasattr(type(self), here)
+            here = f"lane.submit(lane.comm.{here}, ...)" if beside else here
             hint = f"; it is {here} here, see Coming from another library" if known else ""
             text = f"{type(self).__name__!r} object has no attribute {name!r}{hint}"
             raise AttributeError(text, name=name, obj=self)

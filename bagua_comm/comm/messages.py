@@ -21,6 +21,10 @@ MaybeMessage: TypeAlias = tuple[int | None, AnyArray]
 """A message; nothing is sent or received if the peer is None."""
 
 
+_ARGUMENTS = {"sends": ("x", "dest"), "recvs": ("out", "source")}
+"""The names of an array and its peer in calls of one message each way."""
+
+
 class PointToPoint(CommBase):
     """Messages between two ranks."""
 
@@ -98,11 +102,24 @@ class PointToPoint(CommBase):
         Between two ranks, messages match in the order of the lists; they also match `send` and `recv`. A message
         whose peer is None is left out.
 
+        On a ring of two ranks, both neighbours are the same rank. List each receive at the
+        position of the send that it answers: with sends=[(up, ...), (down, ...)], recvs=[(down, ...), (up, ...)].
+
         Raises:
             ArrayError: A peer is not a rank, or an array to receive into cannot be written to or overlaps another
                 one.
             CommMismatch: The sizes of a message and of the array that receives it differ.
             UnsupportedError: No transport takes such arrays.
+
+        >>> from bagua_comm.testing import run_ranks
+        >>> def body(comm):   # the halo of each rank of a ring
+        ...     up, down = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
+        ...     column = np.array([-1, 10 * comm.rank, 10 * comm.rank + 1, -1])
+        ...     top, bottom = column[1:2], column[2:3]
+        ...     comm.exchange([(up, top), (down, bottom)], [(down, column[3:]), (up, column[:1])])
+        ...     return column.tolist()
+        >>> run_ranks(2, body)
+        [[11, 0, 1, 10], [1, 10, 11, 0]]
         """
         self._exchange("exchange", sends, recvs, timeout_s)
 
@@ -120,14 +137,16 @@ class PointToPoint(CommBase):
         values: list[Array] = []
         calls: list[Call] = []
         for side, (peer, x) in [("sends", m) for m in sends] + [("recvs", m) for m in recvs]:
-            call = Call(self, name, x, side, timeout_s=timeout_s, **peers).unchecked()
+            array, peer_of = _ARGUMENTS[side] if peers else (side, f"a peer in {side}")
+            call = Call(self, name, x, array, timeout_s=timeout_s, **peers).unchecked()
             if side == "recvs":
-                check_writable(name, side, x, call.x)
+                check_writable(name, array, x, call.x)
             if peer is None and name in ("sendrecv", "exchange"):
                 continue
-            peer = self._check_peer(name, f"a peer in {side}" if not peers else "peer", peer)
+            peer = self._check_peer(name, peer_of, peer)
             if side == "recvs" and any(arrays.share_elements(call.x, other) for other in values):
-                raise ArrayError(f"{name}: an array to receive into overlaps another array")
+                which = "out overlaps x" if peers else "an array to receive into overlaps another array"
+                raise ArrayError(f"{name}: {which}")
             calls.append(call)
             values.append(call.x)
             call.contiguous()

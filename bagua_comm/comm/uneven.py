@@ -226,7 +226,8 @@ class UnevenCollectives(CommBase):
             call.writes_to(out, given.shape)
         elif is_even:
             if given.ndim == 0 or given.shape[0] != self.size:
-                raise ArrayError(f"{name}: x has shape {given.shape}, expected ({self.size}, ...)")
+                cure = f"; pass x.reshape({self.size}, -1)" if given.size % self.size == 0 else ""
+                raise ArrayError(f"{name}: x has shape {given.shape}, expected ({self.size}, ...){cure}")
             counts = [given.size // self.size] * self.size
             call.writes_to(out, given.shape[1:])
         elif counts is None:
@@ -243,7 +244,7 @@ class UnevenCollectives(CommBase):
 
         def move(x: Array, target: Array) -> None:
             if not is_even:
-                self._compare_counts(call, counts or [], self._only(root, target.size))
+                self._compare_counts(call, (counts or []) if at_root else [], self._only(root, target.size))
             if not at_root:
                 call.transport.exchange([], [(root, target)], tag=COLLECTIVE)
             else:

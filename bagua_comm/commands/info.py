@@ -24,6 +24,7 @@ SUMMARY = DESCRIPTION = "print versions, MPI, devices, kernels and transports"
 VARIABLES = (
     "BAGUA_TRACEBACK",
     "BAGUA_FLIGHT_FOLDER",
+    "BAGUA_RUN",
     "BAGUA_NET",
     "XDG_CACHE_HOME",
     "BAGUA_NVTX",

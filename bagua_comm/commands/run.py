@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import secrets
 import shlex
 import sys
 from contextlib import suppress
@@ -173,6 +174,7 @@ def run(options: argparse.Namespace) -> int:
         return 0
     sys.stdout.flush()
     sys.stderr.flush()
+    os.environ["BAGUA_RUN"] = secrets.token_hex(3)
     if known.is_open_mpi and not options.verbose:
         filter_stderr(_note_on_records(explain_deaths=not (options.ulfm or is_supervised(options))))
     if is_supervised(options):
@@ -204,10 +206,12 @@ def _note_on_records(*, explain_deaths: bool) -> AtEnd | None:
     folder = os.environ.get("BAGUA_FLIGHT_FOLDER") or default_folder()
     if not folder:
         return None
-    before = set(Path(folder).glob("*/"))
+    before, mine = set(Path(folder).glob("*/")), f"-run{os.environ.get('BAGUA_RUN', '')}"
 
     def note(death: tuple[str, str] | None) -> str:
-        jobs = sorted(set(Path(folder).glob("*/")) - before)  # jobs that ran at the same time wrote there, too
+        new = sorted(set(Path(folder).glob("*/")) - before)  # jobs that ran at the same time wrote there, too
+        jobs = [job for job in new if job.name.endswith(mine)]
+        jobs = jobs or [job for job in new if "-run" not in job.name]  # ranks on other hosts do not get the name
         command = " or ".join(f"{program_name()} diagnose {shlex.quote(str(job))}" for job in jobs)
         if death is not None and explain_deaths:
             return f"for what ranks other than {death[0]} on {death[1]} did: {command}\n" if command else ""

@@ -19,6 +19,7 @@ from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
 from .batches import fewer_batches, more, named
+from .circles import circles
 from .entries import LEFT_WELL, Entry, RankRecord, Signature, read_folder
 from .recorder import FlightRecorder
 from .stacks import users_line
@@ -28,8 +29,8 @@ Kind: TypeAlias = Literal[
 ]
 """skipped: a rank omitted a call. swapped: it made two calls in the other order. different: it made another call.
 unlike: sizes, dtypes or arguments differ. died, left: a rank has ended. uneven: it made fewer training steps.
-crossed: ranks wait for each other in different communicators. behind: a rank did not make a call. slow: it made a
-call late."""
+crossed: ranks wait for each other, in different communicators or in messages. behind: a rank did not make a call.
+slow: it made a call late."""
 
 LATE_SHARE = 0.5
 LATE_S = 0.5
@@ -208,6 +209,8 @@ class _Analysis:
         yield from self._gone()
         crossed = self._crossed()
         yield from crossed
+        for group, ranks, text in circles({rank: each.open for rank, each in self.ranks.items()}, self.groups):
+            yield Finding("crossed", ranks, text, group)
         for group, number in differing.items():
             if number is None and not crossed:
                 yield from self._held_up(group)

@@ -75,7 +75,10 @@ def check_codec(codec: Codec, *, error: float = 1 / 64, exact_sums: bool = True)
         extremes = np.array([[1, 0.999, 0, 0.5] * 8], dtype) * bagua_comm.kernels.host.largest_finite(dtype)
         extremes = extremes.astype(dtype)
         decoded = codec.decode(codec.encode(extremes), np.empty_like(extremes))
-        assert np.isfinite(decoded.astype(np.float64)).all(), "what is finite becomes infinite"
+        for value, result in zip(extremes[0].tolist(), decoded[0].tolist(), strict=True):
+            assert np.isfinite(result), (
+                f"{value!r} of {dtype} decodes to {result}, expected a finite value, in the chunk {extremes[0]}"
+            )
     assert_raises(TypeError, lambda: codec.encode(np.zeros((1, 2), np.int32)))
     assert_raises(ArrayError, lambda: codec.encode(np.zeros(4, np.float32)))
     assert_raises(ArrayError, lambda: codec.encode(np.zeros((1, 4), np.float32), out=np.zeros((1, 1), np.uint8)))

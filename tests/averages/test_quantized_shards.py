@@ -1,5 +1,6 @@
 """Quantized reduce-scatter and allgather, over ranks that are threads."""
 
+import inspect
 from dataclasses import dataclass
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import bagua_comm
 from bagua_comm import (
     ArrayError,
     BFloat16,
@@ -128,7 +130,7 @@ def test_narrow_dtypes_are_added_in_float32(pieces, dtype):
     p, m, codec = 3, 600, MinMaxUInt8()
     xs = [normal(p * m, r, dtype) for r in range(p)]
     results = run_ranks(
-        p, lambda c: (quantized_reduce_scatter(c, xs[c.rank]), quantized_allgather(c, xs[c.rank]))
+        p, lambda c: (quantized_reduce_scatter(c, xs[c.rank], op="avg"), quantized_allgather(c, xs[c.rank]))
     )
     for wanted, (chunk, everything) in zip(scattered(xs, [m] * p, codec, "avg"), results, strict=True):
         assert_same_bytes(wanted, chunk)
@@ -138,7 +140,7 @@ def test_narrow_dtypes_are_added_in_float32(pieces, dtype):
 def test_both_by_hand():
     def body(comm):
         x = np.array([0, 1, 255, 510 * comm.rank], np.float32)
-        chunk = quantized_reduce_scatter(comm, x)
+        chunk = quantized_reduce_scatter(comm, x, op="avg")
         return chunk.tolist(), quantized_allgather(comm, chunk).tolist()
 
     everything = [[0.0, 1.0], [255.0, 255.0]]
@@ -150,7 +152,7 @@ def test_an_allreduce_is_a_reduce_scatter_and_an_allgather(pieces):
 
     def body(comm):
         parts = quantized_allgather(comm, quantized_reduce_scatter(comm, xs[comm.rank]))
-        return parts.reshape(-1).tobytes() == quantized_allreduce(comm, xs[comm.rank], op="avg").tobytes()
+        return parts.reshape(-1).tobytes() == quantized_allreduce(comm, xs[comm.rank]).tobytes()
 
     assert run_ranks(4, body) == [True] * 4
 
@@ -185,8 +187,8 @@ def test_residual_is_the_error_of_the_contribution(pieces, counts):
     chunks = [slice(starts[i], starts[i + 1]) for i in range(p)]
     errors = [np.concatenate([x[c] - decoded(x[c], codec) for c in chunks]) for x in xs]
     results = run_ranks(p, body)
-    firsts = scattered(xs, lengths, codec, "avg")
-    seconds = scattered([x + e for x, e in zip(xs, errors, strict=True)], lengths, codec, "avg")
+    firsts = scattered(xs, lengths, codec, "sum")
+    seconds = scattered([x + e for x, e in zip(xs, errors, strict=True)], lengths, codec, "sum")
     for rank, (first, kept, second) in enumerate(results):
         assert_same_bytes(firsts[rank], first)
         assert_same_bytes(errors[rank], kept)
@@ -199,7 +201,7 @@ def test_sums_of_results_with_residuals_approach_the_sum_of_means():
 
     def body(comm, feedback):
         residual = np.zeros(1024, np.float32) if feedback else None
-        steps = [quantized_reduce_scatter(comm, xs[comm.rank], residual=residual) for _ in range(100)]
+        steps = [quantized_reduce_scatter(comm, xs[comm.rank], op="avg", residual=residual) for _ in range(100)]
         wanted = exact[comm.rank * 512 : (comm.rank + 1) * 512]
         return float(np.abs(sum(steps) / 100 - wanted).max())
 
@@ -285,7 +287,7 @@ def test_tensors_in_tensors_out():
     torch = pytest.importorskip("torch")
 
     def body(comm):
-        chunk = quantized_reduce_scatter(comm, torch.arange(512.0))
+        chunk = quantized_reduce_scatter(comm, torch.arange(512.0), op="avg")
         return quantized_allgather(comm, chunk).flatten()
 
     for found in run_ranks(2, body):
@@ -377,3 +379,22 @@ def test_bad_input_is_an_error_on_every_rank(case):
     for message in refusals(kind, body):
         assert message.startswith(("quantized_reduce_scatter: ", "quantized_allgather: "))
         assert text in message
+
+
+def test_every_reduction_adds_unless_it_is_asked_to_average():
+    defaults = [
+        (function.__qualname__, parameter.default)
+        for owner in (bagua_comm, bagua_comm.Communicator)
+        for name in dir(owner)
+        if inspect.isfunction(function := getattr(owner, name))
+        and (parameter := inspect.signature(function).parameters.get("op"))
+        and not name.startswith("_")
+    ]
+    assert len(defaults) > 8
+    assert {default for _, default in defaults} == {"sum"}, defaults
+
+    def body(comm):
+        x = np.tile(np.array([0, 255], np.float32), comm.size)
+        return quantized_reduce_scatter(comm, x).tolist() == comm.reduce_scatter(x).tolist() == [0, 510]
+
+    assert run_ranks(2, body) == [True] * 2

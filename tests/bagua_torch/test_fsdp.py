@@ -194,7 +194,7 @@ def test_reduce_decays_resets_and_encodes_its_residual():
             out, x = torch.empty(600), X[comm.rank] * (1 + step)
             reduce(output_tensor=out, input_tensor=x.clone(), group=None, op=dist.ReduceOp.AVG)
             residual *= step != 2
-            expected = quantized_reduce_scatter(comm, x.numpy(), residual=residual, decay=0.8)
+            expected = quantized_reduce_scatter(comm, x.numpy(), op="avg", residual=residual, decay=0.8)
             assert out.numpy().tobytes() == expected.tobytes()
             residual = codec.decode(codec.encode(residual[None]), residual[None].copy())[0]
             found.append((reduce.feedback.means, reduce.feedback.nbytes < 1.03 * residual.size))

@@ -350,3 +350,21 @@ def test_prepared_calls_keep_no_arrays():
         assert run_ranks(2, body) == [[], []]
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("p", [1, 2, 3])
+def test_the_halos_of_a_ring_are_right_where_both_neighbours_are_one_rank(p):
+    """In one and in two dimensions, as docs/guides/arrays.md says."""
+
+    def body(comm):
+        up, down = (comm.rank - 1) % p, (comm.rank + 1) % p
+        halos = np.full(4, -1)
+        edges = np.array([0, 1, 2, 3]) + 10 * comm.rank
+        comm.exchange(
+            sends=[(up, edges[:1]), (down, edges[1:2]), (comm.rank, edges[2:3]), (comm.rank, edges[3:])],
+            recvs=[(down, halos[:1]), (up, halos[1:2]), (comm.rank, halos[2:3]), (comm.rank, halos[3:])],
+        )
+        return halos.tolist()
+
+    expected = [[10 * ((r + 1) % p), 10 * ((r - 1) % p) + 1, 10 * r + 2, 10 * r + 3] for r in range(p)]
+    assert run_ranks(p, body) == expected

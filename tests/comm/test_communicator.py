@@ -161,10 +161,23 @@ def test_names_and_positions_of_other_libraries_get_a_hint():
             "Get_rank": "rank",
             "Barrier": "barrier",
             "bcast": "broadcast",
+            "isend": r"lane\.submit\(lane\.comm\.send, \.\.\.\)",
+            "Irecv": r"lane\.submit\(lane\.comm\.recv, \.\.\.\)",
+            "Ibcast": r"lane\.submit\(lane\.comm\.broadcast, \.\.\.\)",
+            "Iallreduce": r"lane\.submit\(lane\.comm\.allreduce, \.\.\.\)",
+            "Sendrecv_replace": r"sendrecv\(x\.copy\(\), x, \.\.\.\)",
+            "Reduce_scatter_block": "reduce_scatter",
         }.items():
             with pytest.raises(AttributeError, match=f"no attribute '{name}'; it is {here} here"):
                 getattr(comm, name)
         assert not hasattr(comm, "nothing_of_the_sort")
+        for op, here in {"SUM": "sum", "mean": "avg"}.items():
+            with pytest.raises(ArrayError, match=f"did you mean op='{here}'"):
+                comm.allreduce(np.ones(3), op=op)
+        with pytest.raises(ArrayError, match=r"MPI\.SUM is op='sum'"):
+            comm.allreduce(np.ones(3), op=object())
+        with pytest.raises(ArrayError, match="root is True"):
+            comm.broadcast(np.ones(3), root=True)
         with pytest.raises(UnsupportedError, match=r"allreduce: out is 'sum', expected an array; .* op='sum'"):
             comm.allreduce(np.ones(3), "sum")
 

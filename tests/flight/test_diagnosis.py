@@ -231,6 +231,27 @@ def test_calls_of_two_communicators_in_another_order():
     assert "rank 0 is in barrier #1, and rank 1 in barrier #1 of world.1" in finding.text
 
 
+@pytest.mark.parametrize(
+    ("name", "peers", "circle", "words"),
+    [
+        ("send", (1, 0, 0), (0, 1), "ranks 0, 1 both send to each other: use sendrecv or exchange"),
+        (
+            "recv_object",
+            (2, 0, 0),
+            (0, 2),
+            "ranks 0, 2 both receive from each other: one of them must send first",
+        ),
+        ("send", (1, 2, 0), (0, 1, 2), "ranks 0, 1, 2 all send to the next one, in a circle: use sendrecv"),
+    ],
+)
+def test_ranks_that_all_send_or_all_receive_wait_for_each_other(name, peers, circle, words):
+    way = "dest" if name == "send" else "source"
+    entries = [Entry("world", 1, False, name, "float32", (4,), {way: peer}, start_ns=0) for peer in peers]
+    finding = only([record(rank, [entry]) for rank, entry in enumerate(entries)])
+    assert (finding.kind, finding.ranks) == ("crossed", circle)
+    assert finding.text.startswith(words)
+
+
 def test_the_last_call_of_a_rank_has_its_bucket_its_step_and_the_tasks_of_its_lane():
     entry = calls("allreduce", open_last=True, bucket=3, step=7)
     waiting = Entry("world", 0, True, "exchange", bucket=4, step=7)

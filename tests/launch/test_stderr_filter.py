@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from bagua_comm.bootstrap.mpi_start import new_name
 from bagua_comm.commands import run
 from bagua_comm.flight import FlightRecorder
 from bagua_comm.launch import stderr_filter
@@ -72,6 +73,22 @@ def test_after_the_first_death_comes_a_note_unless_a_rank_has_printed_it(piece):
         "for what all ranks did: python -m bagua_comm diagnose /tmp/x\n",
     ):
         assert filtered(report + DIED, piece, at_end=repr) == report + DIED
+
+
+def test_the_note_names_no_records_of_another_run_at_the_same_time(tmp_path, monkeypatch):
+    monkeypatch.setenv("BAGUA_FLIGHT_FOLDER", str(tmp_path))
+    monkeypatch.setenv("BAGUA_RUN", "abc")
+    note = run._note_on_records(explain_deaths=True)
+    (tmp_path / "of another-rundef").mkdir()
+    assert note(("1", "n2")) == ""
+    (tmp_path / "unknown").mkdir()
+    assert note(("1", "n2")).endswith(f"diagnose {tmp_path}/unknown\n")
+    name = new_name()
+    assert name.endswith("-runabc")
+    (tmp_path / name).mkdir()
+    assert note(("1", "n2")).endswith(
+        f"what ranks other than 1 on n2 did: {run.program_name()} diagnose {tmp_path}/{name}\n"
+    )
 
 
 def test_the_note_names_only_records_that_came_with_the_job(tmp_path, monkeypatch):

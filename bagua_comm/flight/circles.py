@@ -1,0 +1,48 @@
+"""Ranks that wait for each other in messages: a pure function of their open calls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from .batches import named
+from .entries import Entry
+
+_WAYS = (
+    ("send", "dest", "send to", "use sendrecv or exchange"),
+    ("recv", "source", "receive from", "one of them must send first; or use sendrecv or exchange"),
+)
+"""The call, the name of its peer, the verb, and the cure."""
+
+
+def circles(
+    calls: Mapping[int, Sequence[Entry]], groups: Mapping[str, Sequence[int]]
+) -> Iterator[tuple[str, tuple[int, ...], str]]:
+    """Circles of ranks of which each sends to the next one, or receives from it, so that none can go on.
+
+    Args:
+        calls: The calls of each rank that have not ended, or have failed.
+        groups: The members of each communicator, as ranks of the world.
+
+    Returns:
+        The communicator, the ranks and a text for each circle.
+
+    >>> calls = {rank: [Entry("world", 0, False, "send", detail={"dest": 1 - rank})] for rank in (0, 1)}
+    >>> list(circles(calls, {"world": (0, 1)}))
+    [('world', (0, 1), 'ranks 0, 1 both send to each other: use sendrecv or exchange')]
+    """
+    for name, way, does, cure in _WAYS:
+        waits = {
+            (entry.group, rank): (entry.group, groups[entry.group][entry.detail[way]])
+            for rank, entries in calls.items()
+            for entry in entries
+            if entry.name.removesuffix("_object") == name
+        }
+        for start, following in waits.items():
+            path = [start]
+            while following in waits and following not in path:
+                path.append(following)
+                following = waits[following]
+            if following == start == min(path):
+                ranks = tuple(rank for _, rank in path)
+                verb = f"both {does} each other" if len(ranks) == 2 else f"all {does} the next one, in a circle"
+                yield start[0], ranks, f"{named(ranks)} {verb}: {cure}"
