@@ -17,7 +17,7 @@ from ..engine import TorchEngine
 from ..memory import BucketMemory
 from ..model_state import ModelState
 from ..stages import StageSpan
-from . import unfreezing
+from . import unaveraged, unfreezing
 from .backward import BackwardWatch, queue_callback
 from .buffers import SharedBuffers
 from .exchange import BucketExchange
@@ -180,7 +180,7 @@ class TrainingStep(Live):
         self.exchange.reclaim()
         self.memory.check()
         if self.watch.strays and not self.optimizers and self.exchange.averages_gradients:
-            checks.check_none_stepped(self.watch.strays, self._trained)
+            unaveraged.check_none_stepped(self.watch.strays, self._trained)
         if self._join is not None:
             self._join.forwards += 1
 
@@ -335,10 +335,10 @@ class TrainingStep(Live):
         self._check_outputs(optimizer)
         self.end_backward()
         if self.watch.strays and self.exchange.averages_gradients:
-            checks.check_averaged(self.watch.strays, self._trained, optimizer)
+            unaveraged.check_averaged(self.watch.strays, self._trained, optimizer)
         if self.watch.left and not self._used:
             self._used = True  # one warning is enough
-            checks.warn_not_called(optimizer)
+            unaveraged.warn_not_called(optimizer)
         self.engine.settle()  # if this step was counted already
         self.exchange.reclaim()
         self.spans["optimizer"].begin()
@@ -357,10 +357,10 @@ class TrainingStep(Live):
             self._warned = True
             # Without optimizers, steps are not counted.
             step = self.engine.step if self.optimizers else self.averages - 1
-            checks.warn_backward_left_out(self.comm.rank, step)
+            unaveraged.warn_backward_left_out(self.comm.rank, step)
         elif self.stage is Stage.OPEN and optimizer is not None and self.exchange.averages_gradients:
             self._warned = True
-            checks.warn_zeros_averaged(self.comm.rank, self.engine.step, optimizer)
+            unaveraged.warn_zeros_averaged(self.comm.rank, self.engine.step, optimizer)
 
     def _after_optimizer_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self.spans["optimizer"].end()
