@@ -105,8 +105,8 @@ class Checkpoints(Live, Closing):
             objects.
 
         Raises:
-            ArrayError: There is no such checkpoint, or it lacks one of these names; or an optimizer was saved from
-                one of another class, with other settings. Nothing is loaded then.
+            ArrayError: There is no such checkpoint, or it lacks one of these names; or an optimizer was saved
+                from one of another class, with other settings. Nothing is loaded then.
             CheckpointError: It is damaged or foreign, or has state that does not load on this number of ranks.
             RuntimeError: An object refuses its state; earlier objects are loaded already.
         """

@@ -122,7 +122,8 @@ class WrapperState(nn.Module):
         if strict and all(name in state_dict and f"module.{name}" not in state_dict for name in names):
             raise MisuseError(
                 "DistributedDataParallel.load_state_dict: these are the names of the plain module, such as "
-                f"{names[0]!r}, expected 'module.{names[0]}'; use ddp.module.load_state_dict, or save ddp.state_dict()"
+                f"{names[0]!r}, expected 'module.{names[0]}'; use ddp.module.load_state_dict, or "
+                "save ddp.state_dict()"
             )
         return super().load_state_dict(state_dict, strict=strict, assign=assign)
 
