@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -36,7 +37,7 @@ SIGPIPE_EXIT_CODE = 141
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code."""
-    parser = make_parser()
+    parser = make_parser(sys.argv[1:] if argv is None else argv)
     completion.complete(parser)
     options, unknown = parser.parse_known_args(argv)
     if unknown:
@@ -57,13 +58,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 class Parser(argparse.ArgumentParser):
     """A parser whose errors are short; its subcommands have the same class."""
 
+    given: Sequence[str] = ()
+    """The arguments of the program."""
+
     def error(self, message: str) -> NoReturn:
         """Exit with an error, and the command that shows the arguments, in place of a list of them."""
+        if message.startswith("the following arguments are required"):
+            message += _advice(self.given, self)
+        elif found := re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message):
+            similar = difflib.get_close_matches(found[1], re.findall(r"[\w.-]+", found[2]), n=1)
+            message += f"; did you mean {similar[0]!r}?" if similar else ""
         self.exit(2, f"{self.prog}: error: {message}\n  for the arguments: {self.prog} --help\n")
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of all commands."""
+def make_parser(given: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """Return the parser of all commands; errors look in `given` for misspelled options."""
     parser = Parser(prog=program_name(), description=DESCRIPTION)
     parser.add_argument("--version", action="version", version=f"bagua_comm {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -71,6 +80,7 @@ def make_parser() -> argparse.ArgumentParser:
         command_parser = commands.add_parser(
             name, help=command.SUMMARY, description=command.DESCRIPTION, allow_abbrev=False
         )
+        command_parser.given = given
         command_parser.set_defaults(parser=command_parser)
         command.add_arguments(command_parser)
     return parser
@@ -78,10 +88,22 @@ def make_parser() -> argparse.ArgumentParser:
 
 def refuse(unknown: Sequence[str], parser: argparse.ArgumentParser) -> NoReturn:
     """Exit with an error that names the unknown arguments, and a similar known one."""
-    option = next((text.partition("=")[0] for text in unknown if text.startswith("-")), "")
-    similar = difflib.get_close_matches(option, parser._option_string_actions, n=1)
-    advice = f"; did you mean {similar[0]}?" if similar else ""
-    parser.error(f"unrecognized arguments: {' '.join(unknown)}{advice}")
+    parser.error(f"unrecognized arguments: {' '.join(unknown)}{_advice(unknown, parser)}")
+
+
+OF_OTHERS = {"--nproc-per-node": "-n", "--nproc_per_node": "-n", "--np": "-n", "-np": "-n"}
+"""Options of torchrun and mpirun, and the corresponding ones of this library."""
+
+
+def _advice(given: Sequence[str], parser: argparse.ArgumentParser) -> str:
+    """A known option in place of the first unknown one among the arguments; empty without one."""
+    known = parser._option_string_actions
+    for option in (text.partition("=")[0] for text in given):
+        if option.startswith("-") and option not in known:
+            meant = [OF_OTHERS[option]] if OF_OTHERS.get(option) in known else []
+            similar = meant or difflib.get_close_matches(option, known, n=1)
+            return f"; did you mean {similar[0]}?" if similar else ""
+    return ""
 
 
 if __name__ == "__main__":

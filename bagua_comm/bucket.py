@@ -169,10 +169,9 @@ class Plan:
         Raises:
             ArrayError: Two tensors have one name, a number is not positive, or `groups` is of another length.
         """
-        if bucket_bytes < 1 or alignment < 1:
-            raise ArrayError(
-                f"Plan.pack: bucket_bytes is {bucket_bytes} and alignment {alignment}, expected positive numbers"
-            )
+        for name, number in (("bucket_bytes", bucket_bytes), ("alignment", alignment)):
+            if number < 1:
+                raise ArrayError(f"Plan.pack: {name} is {number}, expected a positive number")
         specs = list(specs)
         names = [spec.name for spec in specs]
         if len(set(names)) < len(names):

@@ -21,7 +21,7 @@ from bagua_comm import ArrayError, Communicator, Own
 from bagua_comm.algorithms.base import exchanges_weights
 from bagua_comm.arrays import Array
 from bagua_comm.checkpoint import Loaded
-from bagua_comm.checkpoint.optimizers import is_optimizer, load_in_place, with_dtype
+from bagua_comm.checkpoint.optimizers import check_settings, is_optimizer, load_in_place, with_dtype
 from bagua_comm.checkpoint.trees import as_tagged, from_tagged
 from bagua_comm.closing import Closing
 from bagua_comm.comm.public_methods import public_method
@@ -30,6 +30,7 @@ from bagua_comm.pickling import Live
 from . import sharded
 from .arrays import as_array, as_tensor, torch_stream
 from .ddp import DistributedDataParallel
+from .entry import errors_on_all
 
 
 class Checkpoints(Live, Closing):
@@ -59,6 +60,7 @@ class Checkpoints(Live, Closing):
         self, folder: str | Path, comm: Communicator, *, keep: int | None = 3, stall_s: float = 600.0
     ) -> None:
         self._checkpoints = _OfTensors(folder, comm, keep=keep, stall_s=stall_s)
+        self._comm = comm
         self._device = torch.device("cpu" if comm.device is None else f"cuda:{comm.device}")
 
     @public_method("Checkpoints.save")
@@ -103,7 +105,8 @@ class Checkpoints(Live, Closing):
             objects.
 
         Raises:
-            ArrayError: There is no such checkpoint, or it lacks one of these names.
+            ArrayError: There is no such checkpoint, or it lacks one of these names; or an optimizer was saved
+                from one of another class, with other settings. Nothing is loaded then.
             CheckpointError: It is damaged or foreign, or has state that does not load on this number of ranks.
             RuntimeError: An object refuses its state; earlier objects are loaded already.
         """
@@ -115,6 +118,10 @@ class Checkpoints(Live, Closing):
                 f"load: the checkpoint of step {loaded.step} has no {', '.join(map(repr, missing))}, only "
                 f"{', '.join(map(repr, tree))}"
             )
+        with errors_on_all(self._comm):
+            for name, target in objects.items():
+                if is_optimizer(_bare(target)) and _is_state(tree[name]):
+                    check_settings(name, _bare(target), tree[name]["state"])
         for name in sorted(objects, key=lambda name: _order(objects[name])):
             _load_into(name, _bare(objects[name]), tree.pop(name))
         rest = {name: saved["state"] if _is_state(saved) else saved["value"] for name, saved in tree.items()}

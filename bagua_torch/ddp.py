@@ -13,6 +13,7 @@ Other files: `model_state`, the parameters and buffers that all ranks share; `ch
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -182,7 +183,8 @@ class DistributedDataParallel(WrapperState):
             self._trained = self._model.trained
             self._device = checks.check_module(self.comm, self._model)
             self._inputs_to = device_of_inputs(device_ids, self._device)
-            check_others(others, ranks=self.comm.size, device=self._device)
+            own = inspect.signature(DistributedDataParallel).parameters
+            check_others(others, ranks=self.comm.size, device=self._device, own=own)
             checks.check_optimizers(self.optimizers, self._trained, algorithm)
             checks.check_memory(self._trained)
             check_fit(algorithm, pack(self._trained, algorithm, bucket_bytes, self.comm.size), self.comm.size)
@@ -457,7 +459,7 @@ class DistributedDataParallel(WrapperState):
             UnsupportedError: The algorithm cannot carry a parameter, which the error names.
         """
         algorithm = algorithm if algorithm is not None else self.engine.algorithm
-        bucket_bytes = bucket_bytes if bucket_bytes is not None else self.bucket_bytes
+        bucket_bytes = bytes_of_cap(bucket_bytes, None, self.bucket_bytes)
         checks.check_optimizers(self.optimizers, self._trained, algorithm)
         checks.check_backward_ended(self._steps.watch.unfinished)
         self._steps.complete()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, SupportsIndex
 
 import torch
@@ -24,13 +25,16 @@ REFUSED = {
 """Unsupported arguments, and the alternative to each."""
 
 
-def check_others(others: Mapping[str, Any], *, ranks: int, device: torch.device) -> None:
+def check_others(
+    others: Mapping[str, Any], *, ranks: int, device: torch.device, own: Collection[str] = ()
+) -> None:
     """Check other arguments of PyTorch's wrapper: each must have no effect here, or a fitting value.
 
     Args:
         others: The arguments, by name.
         ranks: The number of ranks.
         device: The device of the module.
+        own: The names of the other arguments, to suggest one in place of an unknown name.
 
     Raises:
         ArrayError: `output_device` is not the module's device.
@@ -49,7 +53,9 @@ def check_others(others: Mapping[str, Any], *, ranks: int, device: torch.device)
             if value is not None:
                 raise UnsupportedError(f"DistributedDataParallel: {name} is not supported; {REFUSED[name]}")
         elif name not in HARMLESS:
-            raise TypeError(f"DistributedDataParallel: there is no argument {name!r}")
+            close = difflib.get_close_matches(name, [*own, *HARMLESS, "output_device", "process_group"], n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise TypeError(f"DistributedDataParallel: there is no argument {name!r}{hint}")
 
 
 def device_of_inputs(device_ids: Sequence[Any] | None, device: torch.device) -> torch.device | None:
@@ -89,12 +95,16 @@ def bytes_of_cap(bucket_bytes: int | None, bucket_cap_mb: float | None, default:
     """The size of buckets in bytes, from one of two arguments or the default.
 
     Raises:
-        ArrayError: Both are given, `bucket_bytes` is no integer, or `bucket_cap_mb` is not positive.
+        ArrayError: Both are given, `bucket_bytes` is no integer, or one is not positive.
     """
     if bucket_bytes is not None and not isinstance(bucket_bytes, SupportsIndex):
         raise ArrayError(
             f"DistributedDataParallel: bucket_bytes is {bucket_bytes!r}, expected a number of bytes, an int; "
             "bucket_cap_mb is in MiB"
+        )
+    if bucket_bytes is not None and operator.index(bucket_bytes) < 1:
+        raise ArrayError(
+            f"DistributedDataParallel: bucket_bytes is {bucket_bytes}, expected a positive number of bytes"
         )
     if bucket_cap_mb is None:
         return default if bucket_bytes is None else operator.index(bucket_bytes)

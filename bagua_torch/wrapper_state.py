@@ -14,6 +14,7 @@ from bagua_comm.checkpoint.engines import state_of_tree, tree_of_engine
 
 from . import checks
 from .comm_hook import HookAlgorithm
+from .errors import MisuseError
 from .model_state import ModelState
 from .training.steps import TrainingSteps
 
@@ -110,6 +111,21 @@ class WrapperState(nn.Module):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.tuner is None and not self.keeps_state():  # a tuner may try an algorithm with state
             del destination[prefix + EXTRA_STATE]
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load the result of `state_dict()`. Collective.
+
+        Raises:
+            ArrayError: With `strict`, it is that of the plain module. A RuntimeError as well.
+        """
+        names = [name for name, _ in self.module.named_parameters()]
+        if strict and all(name in state_dict and f"module.{name}" not in state_dict for name in names):
+            raise MisuseError(
+                "DistributedDataParallel.load_state_dict: these are the names of the plain module, such as "
+                f"{names[0]!r}, expected 'module.{names[0]}'; use ddp.module.load_state_dict, or "
+                "save ddp.state_dict()"
+            )
+        return super().load_state_dict(state_dict, strict=strict, assign=assign)
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args)

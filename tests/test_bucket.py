@@ -125,7 +125,8 @@ def test_names_must_differ():
 
 @pytest.mark.parametrize(("bucket_bytes", "alignment"), [(0, 1), (-5, 1), (1, 0)])
 def test_numbers_must_be_positive(bucket_bytes, alignment):
-    message = f"bucket_bytes is {bucket_bytes} and alignment {alignment}, expected positive numbers"
+    wrong = f"bucket_bytes is {bucket_bytes}" if bucket_bytes < 1 else f"alignment is {alignment}"
+    message = f"Plan.pack: {wrong}, expected a positive number"
     with pytest.raises(ArrayError, match=message):
         Plan.pack(MIXED, bucket_bytes=bucket_bytes, alignment=alignment)
 

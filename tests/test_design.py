@@ -113,7 +113,7 @@ LAYERS = {
         "__init__",
     ],
     "bagua_torch/training": [
-        "__init__ backward buffers join optimizers stage timing unfreezing unused versions",
+        "__init__ backward buffers join optimizers stage timing unaveraged unfreezing unused versions",
         "exchange hooks",
         "step",
         "steps",

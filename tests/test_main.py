@@ -23,12 +23,20 @@ def test_messages_name_the_program_as_it_was_called(called, name, monkeypatch, c
     assert (hint, more) == (f"  for the arguments: {name} --help", [])
 
 
+def test_a_misspelled_command_is_answered_by_the_one_that_was_meant(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["runn"])
+    assert capsys.readouterr().err.splitlines()[0].endswith("; did you mean 'run'?")
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
         (["run", "--hosts", "a:2", "x.py"], "run: error: unrecognized arguments: --hosts; did you mean --host?"),
         (["trace", "t.json", "t2.json"], "trace: error: unrecognized arguments: t2.json"),
         (["run", "--n=2", "x.py"], "run: error: unrecognized arguments: --n=2; did you mean -n?"),
+        (["run", "--nproc-per-node", "2", "x.py"], "unrecognized arguments: --nproc-per-node; did you mean -n?"),
+        (["advise", "--nodes", "4", "--bandwith", "1gbit"], "--bandwidth; did you mean --bandwidth?"),
         (["doctor", "plot.png"], "doctor: error: unrecognized arguments: plot.png"),
     ],
 )

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from ..arrays import is_tensor
+from ..errors import ArrayError
 
 Restore: TypeAlias = Callable[[Any, Any], Any]
 """Maps a tensor as loaded by the optimizer, and as saved, to the tensor to keep."""
@@ -27,6 +28,47 @@ def is_sharded(value: object) -> bool:
     """Whether a value is PyTorch's ZeroRedundancyOptimizer, where each rank holds only a share of the states."""
     module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     return module is not None and isinstance(value, module.ZeroRedundancyOptimizer)
+
+
+def check_settings(name: str, optimizer: Any, saved: Any) -> None:
+    """Raise `ArrayError` if a state is of an optimizer of another class, whose step would lack settings.
+
+    Settings that only one of both has are no error, as schedulers and releases of PyTorch add some: an optimizer
+    of another class both lacks some and has others.
+
+    Args:
+        name: The name under which the optimizer was saved.
+        optimizer: The optimizer to load into.
+        saved: The argument of its `load_state_dict`.
+    """
+    groups = saved.get("param_groups") if isinstance(saved, Mapping) else None
+    expected = getattr(optimizer, "defaults", None)
+    if not isinstance(groups, list) or not isinstance(expected, Mapping):
+        return
+    for group in groups:
+        if not isinstance(group, Mapping):
+            return
+        missing = [key for key in expected if key not in group]
+        others = [key for key in group if key not in expected and key not in _NOT_SETTINGS]
+        if missing and others:
+            raise ArrayError(
+                f"load: {name!r} was saved from an optimizer with {', '.join(map(repr, others))}, but "
+                f"{type(optimizer).__name__} has {', '.join(map(repr, missing))} instead; load it into an "
+                "optimizer of the class that saved it, or leave it out to start with a new one"
+            )
+
+
+_NOT_SETTINGS = {
+    "params",
+    "param_names",
+    "initial_lr",
+    "max_lr",
+    "min_lr",
+    "base_momentum",
+    "max_momentum",
+    "swa_lr",
+}
+"""Keys of a group that PyTorch and its schedulers add to the settings of any optimizer."""
 
 
 def with_dtype(loaded: Any, saved: Any) -> Any:

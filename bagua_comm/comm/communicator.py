@@ -257,7 +257,7 @@ class Communicator(Collectives, UnevenCollectives, CoalescedCollectives, ObjectC
         """Write the latest spans of all ranks to `path`, as a Chrome trace, which Perfetto opens.
 
         Collective. Rank 0 writes the file, compressed if its name ends in ".gz". The trace shows each rank as a
-        process, and each thread as a row.
+        process, and each thread as a row. A missing folder is made.
 
         Raises:
             ArrayError: `path` is not a path, or a span of a rank cannot be written as JSON. Raised on all ranks.

@@ -402,7 +402,10 @@ def _advice(job: Job, rows: Sequence[Advice], exact_s: float, *, guessed: bool) 
 
 def _limits(*, guessed: bool) -> str:
     return "Not known here: how many steps an algorithm needs to the same loss, slow ranks, other traffic" + (
-        ".\nRates of GPUs are guesses; --rates takes measured ones." if guessed else "."
+        ".\nOf the rates of GPUs, those of eight-bit codecs and copies are of one H100, the others are guesses; "
+        "--rates takes measured ones."
+        if guessed
+        else "."
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
 from ..launch.cli import CommandError
@@ -49,6 +50,7 @@ def run(options: argparse.Namespace) -> int:
             options.html.write_text(page, encoding="utf-8")
         except OSError as exc:
             raise CommandError(f"--html {options.html}: {exc.strerror or exc}") from exc
+        print(f"wrote {options.html}", file=sys.stderr)  # so that JSON stays alone
     if options.json:
         print(json.dumps({**summary.as_dict(), "notes": timeline.notes, "advice": advice}, indent=2))
     else:

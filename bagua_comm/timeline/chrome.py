@@ -62,7 +62,8 @@ def chrome_trace(
 
 
 def write_trace(path: str | Path, trace: Mapping[str, Any]) -> None:
-    """Write the result of `chrome_trace` as JSON, compressed by gzip if the path ends in ".gz"."""
+    """Write the result of `chrome_trace` as JSON, gzipped if the path ends in ".gz"; makes the folder."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
     data = json.dumps(trace).encode()
     Path(path).write_bytes(gzip.compress(data) if str(path).endswith(".gz") else data)
 

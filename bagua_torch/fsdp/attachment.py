@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
@@ -31,7 +32,7 @@ from .checks import NAME, checked_units, compare_units
 from .collectives import Gather, Reduce, Replicate
 from .groups import GroupComms, LaneComms
 from .overlap import Prefetch, Reductions
-from .torch_names import Unit
+from .torch_names import Unit, observe_forward, sharded_modules
 
 _COUNTS = "means since the last reset"
 """The key of the numbers of means in a state, by module."""
@@ -84,6 +85,7 @@ class Attachment(Closing):
             raise
         feeding = {*self._feeding.values()}
         self._prefetch = Prefetch(model) if overlaps else None
+        self._unwatch = observe_forward(model, lambda: self._warn_of_others(model), lambda: None)
         for unit, reducer, average in zip(units, reducers, averages, strict=True):
             if average is not None:
                 unit.use_for_replicas(average)
@@ -92,6 +94,20 @@ class Attachment(Closing):
             unit.use(Gather(gathering, unit, gather, self._prefetch), reducer, include_unused=include_unused)
             if is_reproducible and average is None and unit.process_groups[0].size() == 1:
                 unit.use_alone(reducer.alone)
+
+    def _warn_of_others(self, model: nn.Module) -> None:
+        """In the first forward pass, warn of modules that were sharded after `attach`."""
+        self._unwatch()
+        known = {unit.name for unit in self._units}
+        others = [name for name in sharded_modules(model) if name not in known]
+        if others:
+            found = ", ".join(repr(name) if name else "the root module" for name in others[:3])
+            found += " and others" * (len(others) > 3)
+            warnings.warn(
+                f"{NAME}: fully_shard was called after attach for {found}, whose parameters and "
+                "gradients PyTorch itself exchanges; call attach after all calls of fully_shard",
+                stacklevel=2,
+            )
 
     def _reduced(self, comms: GroupComms, unit: Unit, method: Average) -> Reduce:
         """Return the reduce-scatter of a unit. Collective."""
@@ -228,6 +244,7 @@ class Attachment(Closing):
             each.wait()
 
     def _restore(self) -> None:
+        self._unwatch()
         if self._prefetch is not None:
             self._prefetch.close()
         for unit in self._units:

@@ -38,6 +38,7 @@ __all__ = [
     "after_backward",
     "observe_forward",
     "op_of",
+    "sharded_modules",
     "units_of",
 ]
 
@@ -244,6 +245,20 @@ def units_of(model: nn.Module) -> Iterator[Unit]:
     Raises:
         ValueError: A module has several, sharded over different meshes, as `shard_placement_fn` can make them.
     """
+    for name, (module, groups) in _groups_of(model).items():
+        if len(groups) > 1:
+            raise ValueError(name)
+        yield from (Unit(name, module, group) for group in groups)
+
+
+def sharded_modules(model: nn.Module) -> list[str]:
+    """The names of all modules of which `fully_shard` has grouped parameters, in the order of the modules."""
+    return list(_groups_of(model))
+
+
+def _groups_of(model: nn.Module) -> dict[str, tuple[Any, list[Any]]]:
+    """Each module with groups of parameters by name, and PyTorch's objects of these, each once."""
+    found: dict[str, tuple[Any, list[Any]]] = {}
     seen: set[int] = set()
     for name, module in model.named_modules():
         if not isinstance(module, FSDPModule):
@@ -252,12 +267,11 @@ def units_of(model: nn.Module) -> Iterator[Unit]:
         groups = getattr(state, "_fsdp_param_groups", None)
         if groups is None:  # PyTorch 2.11
             groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
-        if len(groups) > 1:
-            raise ValueError(name)
-        for group in groups:
-            if id(group) not in seen:  # `fully_shard` of a list of modules
-                seen.add(id(group))
-                yield Unit(name, module, group)
+        new = [group for group in groups if id(group) not in seen]  # `fully_shard` of a list of modules
+        seen.update(map(id, new))
+        if new:
+            found[name] = module, new
+    return found
 
 
 def op_of(op: Any) -> str:

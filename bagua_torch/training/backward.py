@@ -32,8 +32,8 @@ class BackwardWatch:
     within another one (as of reentrant checkpoints) counts separately, if it computes a gradient before the outer
     pass does.
 
-    Gradients that a pass accumulates while the watch is not armed are in `strays`, unless the pass goes through
-    an output given to `leave_at`, or `leaves` is set.
+    Gradients that a pass accumulates while the watch is not armed are in `local` if the pass goes through an
+    output given to `leave_at`, or `leaves` is set, and otherwise in `strays`.
 
     Bound methods among the callbacks are held weakly, so that a watch keeps no object alive. Once the object is
     gone, its callback does nothing. An exception in a callback is raised by `backward()`. `torch.autograd.grad`
@@ -67,6 +67,8 @@ class BackwardWatch:
         """Whether passes that are not followed are intended."""
         self.strays: dict[str, int] = {}
         """Parameters with a gradient of a pass that should have been followed, and their versions then."""
+        self.local: dict[str, int] = {}
+        """The same for passes that are not followed by intention: these gradients stay on this rank."""
         self._begun = self._computed = False  # whether `began` was called, and a gradient computed
         self.outputs: dict[int, bool] = {}
         """Whether a pass has reached each output, by number, of those for which `arm_at` expects one."""
@@ -143,15 +145,23 @@ class BackwardWatch:
 
         _hook(output, reached)
 
-    def stray(self, name: str, parameter: torch.Tensor) -> None:
-        """Record a gradient of a pass that is not followed, unless that is intended."""
+    def record(self, name: str, parameter: torch.Tensor) -> None:
+        """Record a gradient of a pass that this watch does not follow, unless another watch does."""
         task = torch._C._current_graph_task_id()
-        if task == self._ignored_task or any(watch.follows(task) for watch in watches_of(parameter)):
+        hooks: Any = parameter._backward_hooks
+        if len(hooks) > 1 and any(watch.follows(task) for watch in watches_of(parameter)):
             return
-        if _inside_a_pass():  # as in a reentrant checkpoint of a pass that need not be followed
-            self._ignored_task = task
-            return
-        self.strays[name] = parameter._version
+        if not self.leaves and task != self._ignored_task:
+            if not _inside_a_pass():
+                self.strays[name] = parameter._version
+                return
+            self._ignored_task = task  # as in a reentrant checkpoint of a pass that need not be followed
+        self.local[name] = parameter._version
+
+    def forget_gradients(self) -> None:
+        """Forget the gradients of passes that were not followed."""
+        self.strays.clear()
+        self.local.clear()
 
     def follows(self, task: int) -> bool:
         """Whether this watch follows, or followed, the pass with this id."""
@@ -270,8 +280,8 @@ class _Hooks:
                 watch.after(group.index)
                 if len(complete) == watch.count:
                     watch.end()
-        elif not watch.leaves:
-            watch.stray(self._name, parameter)
+        else:
+            watch.record(self._name, parameter)
 
 
 def watches_of(parameter: torch.Tensor) -> list[BackwardWatch]:

@@ -17,7 +17,7 @@ from ..engine import TorchEngine
 from ..memory import BucketMemory
 from ..model_state import ModelState
 from ..stages import StageSpan
-from . import unfreezing
+from . import unaveraged, unfreezing
 from .backward import BackwardWatch, queue_callback
 from .buffers import SharedBuffers
 from .exchange import BucketExchange
@@ -77,6 +77,7 @@ class TrainingStep(Live):
         self._stays = False  # a backward pass since the last step was not averaged
         self._used = False  # a forward pass went through the wrapper, or a backward pass was announced
         self._warned = False  # of a forward pass without a backward pass
+        self._warned_local = False  # of a step by gradients that are not averaged
         self._fresh: set[str] = set()  # parameters without a gradient before the present backward pass
         self._trained = model.trained
         self._unused = UnusedParameters(comm, self._trained, find=find_unused, static=static)
@@ -180,9 +181,17 @@ class TrainingStep(Live):
         self.exchange.reclaim()
         self.memory.check()
         if self.watch.strays and not self.optimizers and self.exchange.averages_gradients:
-            checks.check_none_stepped(self.watch.strays, self._trained)
+            unaveraged.check_none_stepped(self.watch.strays, self._trained)
+        self.warn_if_stepped()
         if self._join is not None:
             self._join.forwards += 1
+
+    def warn_if_stepped(self) -> None:
+        """Without optimizers, whose steps are observed: warn once if one has stepped by local gradients."""
+        if not self.watch.local or self.optimizers or self._warned_local:
+            return
+        if self.exchange.averages_gradients:
+            self._warned_local = unaveraged.warn_if_stepped(self.watch.local, self._trained)
 
     def _begin_to_train(self, unfrozen: Mapping[str, torch.nn.Parameter], *, late: bool) -> None:
         """Train parameters that were frozen until now, in additional buckets; see `unfreezing`. Collective."""
@@ -302,7 +311,7 @@ class TrainingStep(Live):
         self.averages += 1
         self._stays = False
         self._stepped.clear()
-        self.watch.strays.clear()  # those gradients were in the buckets, too
+        self.watch.forget_gradients()  # they were in the buckets, too
         self._fetch_buffers()
         if not inner:
             queue_callback(self._buffers.write)
@@ -335,13 +344,26 @@ class TrainingStep(Live):
         self._check_outputs(optimizer)
         self.end_backward()
         if self.watch.strays and self.exchange.averages_gradients:
-            checks.check_averaged(self.watch.strays, self._trained, optimizer)
-        if self.watch.left and not self._used:
-            self._used = True  # one warning is enough
-            checks.warn_not_called(optimizer)
+            unaveraged.check_averaged(self.watch.strays, self._trained, optimizer)
+        self._check_local(optimizer)
         self.engine.settle()  # if this step was counted already
         self.exchange.reclaim()
         self.spans["optimizer"].begin()
+
+    def _check_local(self, optimizer: torch.optim.Optimizer) -> None:
+        """Warn once if `optimizer` is about to step by gradients that no average of this step has."""
+        if self._warned_local or not (self.watch.local or self.watch.left):
+            return
+        if self.watch.left and not self._used:
+            self._warned_local = True
+            unaveraged.warn_not_called(optimizer)
+        elif self.exchange.averages_gradients or self._exchanges_no_weights():
+            self._warned_local = unaveraged.warn_local(self.watch.local, self._trained, optimizer)
+
+    def _exchanges_no_weights(self) -> bool:
+        """Whether this step would exchange weights, but has had no backward pass that allows it."""
+        alone = self.comm.size == 1 or self.engine.stopped or self.engine.payload == "grad"
+        return not alone and self.stage not in (Stage.AVERAGED, Stage.REOPENED)
 
     def _check_outputs(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Warn once if this rank has left out a backward pass, which puts it a step behind the others.
@@ -357,10 +379,10 @@ class TrainingStep(Live):
             self._warned = True
             # Without optimizers, steps are not counted.
             step = self.engine.step if self.optimizers else self.averages - 1
-            checks.warn_backward_left_out(self.comm.rank, step)
+            unaveraged.warn_backward_left_out(self.comm.rank, step)
         elif self.stage is Stage.OPEN and optimizer is not None and self.exchange.averages_gradients:
             self._warned = True
-            checks.warn_zeros_averaged(self.comm.rank, self.engine.step, optimizer)
+            unaveraged.warn_zeros_averaged(self.comm.rank, self.engine.step, optimizer)
 
     def _after_optimizer_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self.spans["optimizer"].end()
@@ -395,7 +417,7 @@ class TrainingStep(Live):
         """Drop the present step: the next pass begins a new one."""
         self.watch.reset()
         self.watch.forget_outputs(reached=False)
-        self.watch.strays.clear()
+        self.watch.forget_gradients()
         self._buffers.due = False
         for span in self.spans.values():
             span.forget()

@@ -54,6 +54,7 @@ class TrainingSteps(TrainingStep):
         if self.stage is Stage.CLOSED:
             return
         try:
+            self.warn_if_stepped()
             self.complete()
             together = not self.engine.stopped
             self.engine.close()
@@ -76,6 +77,7 @@ class TrainingSteps(TrainingStep):
         if self.engine.stopped:
             self.finish()
             self.engine.resume()
+            self.watch.forget_gradients()  # each rank was alone with them
             self._buffers.due = True  # the same on all ranks, whatever number of steps each has made
 
     def detach(self) -> None:
@@ -158,6 +160,7 @@ class TrainingSteps(TrainingStep):
         """
         if self.model.module.training and torch.is_grad_enabled():
             self._complete_repeated()
+            self.warn_if_stepped()
         self.settle()
         if self._opened:
             self._opened = False
@@ -188,7 +191,7 @@ class TrainingSteps(TrainingStep):
 
     def _before_loading(self, *_: Any) -> None:
         self.settle()
-        self.watch.strays.clear()  # gradients of weights that are replaced
+        self.watch.forget_gradients()  # of weights that are replaced
 
     @property
     def hooked(self) -> bool:

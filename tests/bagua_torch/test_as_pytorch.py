@@ -110,6 +110,8 @@ def test_an_optimizer_that_steps_within_the_backward_pass_is_refused(wrapped_fir
         ({"process_group": object()}, UnsupportedError, "process_group is not the group of all ranks; give comm"),
         ({"device_ids": [0]}, ArrayError, r"device_ids is \[0\], but the module is on cpu"),
         ({"output_device": 0}, ArrayError, "output_device is 0, but the module is on cpu"),
+        ({"bucket_byte": 25}, TypeError, "there is no argument 'bucket_byte'; did you mean 'bucket_bytes'"),
+        ({"bucket_bytes": -1}, ArrayError, "DistributedDataParallel: bucket_bytes is -1, expected a positive"),
         ({"bucket_bytes": 25.0}, ArrayError, "bucket_bytes is 25.0, expected a number of bytes"),
         ({"bucket_cap_mb": 0}, ArrayError, "bucket_cap_mb is 0, expected a positive number"),
         ({"bucket_cap_mb": 1, "bucket_bytes": 1}, ArrayError, "not both"),

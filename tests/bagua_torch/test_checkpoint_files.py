@@ -515,3 +515,29 @@ def test_ranks_that_train_alike_stay_alike(tmp_path):
         training.close()
 
     run_ranks(4, body)
+
+
+@pytest.mark.parametrize("other", [torch.optim.Adam, torch.optim.RMSprop], ids=lambda each: each.__name__)
+def test_the_state_of_an_optimizer_of_another_class_is_refused_before_anything_is_loaded(other, tmp_path):
+    def body(comm):
+        model = torch.nn.Linear(2, 1)
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(sgd, 0.2, total_steps=3)
+        ddp = DistributedDataParallel(model, sgd, comm=comm)
+        with Checkpoints(tmp_path, comm) as kept:
+            ddp(torch.ones(1, 2)).sum().backward()
+            sgd.step()
+            scheduler.step()
+            kept.save(1, model=ddp, optimizer=sgd, wait=True)
+            kept.load(optimizer=torch.optim.SGD(model.parameters(), lr=0.2))  # a scheduler has added keys
+            before = torch.nn.utils.parameters_to_vector(model.parameters()).detach().add_(1)
+            torch.nn.utils.vector_to_parameters(before, model.parameters())
+            mine = other(model.parameters()) if comm.rank else sgd
+            with pytest.raises(
+                ArrayError, match=f"'optimizer' was saved from .*'dampening'.*{other.__name__} has"
+            ):
+                kept.load(model=ddp, optimizer=mine)
+            assert torch.equal(torch.nn.utils.parameters_to_vector(model.parameters()), before)
+        ddp.close()
+
+    run_ranks(2, body)

@@ -97,6 +97,19 @@ def test_close_gives_the_model_back_to_pytorch(alone):
     assert (group._all_gather_comm, group._reduce_scatter_comm) == before
 
 
+def test_modules_that_are_sharded_after_attach_are_named_in_the_first_forward_pass(alone):
+    def body(comm):
+        model = nn.Sequential(fully_shard(nn.Linear(4, 4)), nn.ReLU(), nn.Linear(4, 4))
+        with fsdp.attach(model, comm=comm):
+            fully_shard(model)
+            with pytest.warns(UserWarning, match="was called after attach for the root module, whose"):
+                model(torch.ones(1, 4))
+            model(torch.ones(1, 4))  # warnings are errors here
+        fsdp.attach(model, comm=comm).close()
+
+    run_ranks(1, body)
+
+
 class FailsForTheSecond(Reproducible):
     """An average that can be bound once."""
 

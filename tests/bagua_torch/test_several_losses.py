@@ -457,18 +457,56 @@ def test_a_step_warns_if_the_wrapper_was_never_called(algorithm):
     assert len(warned) == 2  # once on each rank
 
 
-def test_a_step_by_the_module_alone_does_not_warn_after_the_wrapper_was_called():
-    def train(comm):
-        model = nn.Linear(4, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        ddp = DistributedDataParallel(model, [optimizer], comm=comm)
-        with ddp.no_sync():
-            model(torch.ones(2, 4)).sum().backward()
+def train_in(ways, *, comm, algorithm=None, given=True):
+    """Steps of a model, whose gradient comes from each of these ways."""
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ddp = DistributedDataParallel(model, [optimizer] if given else None, algorithm, comm=comm)
+    x = torch.full((2, 4), comm.rank + 1.0)
+    for way in ways:
+        if "stop" in way:
+            ddp.stop()
+        if "average" in way:
+            ddp(x).sum().backward()
+        if "raw" in way:
+            model(x).sum().backward()
+        if "no_sync" in way:
+            with ddp.no_sync():
+                ddp(x).sum().backward()
+        if "zero" not in way:
             optimizer.step()
-        for run in (ddp, model):
-            optimizer.zero_grad()
-            run(torch.ones(2, 4)).sum().backward()
-            optimizer.step()
-        ddp.close()
+        optimizer.zero_grad()
+        if "stop" in way:
+            ddp.resume()
+    ddp.close()
 
-    run_ranks(2, train)  # warnings are errors here
+
+LOCAL = [("average", "average", "raw", "raw"), ("no_sync", "no_sync"), ("average", "average no_sync")]
+
+
+@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.parametrize("ways", LOCAL)
+def test_a_step_by_gradients_of_this_rank_alone_warns_once(ways, given):
+    with pytest.warns(UserWarning, match="by a gradient of this rank alone, so weights differ") as warned:
+        run_ranks(2, lambda comm: train_in(ways, comm=comm, given=given))
+    assert len(warned) == 2  # once on each rank
+    assert not given or {each.filename for each in warned} == {__file__}
+
+
+def test_a_step_of_weights_that_are_not_exchanged_warns():
+    with pytest.warns(UserWarning, match="by a gradient of this rank alone, so weights differ"):
+        run_ranks(2, lambda comm: train_in(["average", "raw"], comm=comm, algorithm=Decentralized()))
+
+
+@pytest.mark.filterwarnings("error::UserWarning")
+def test_a_step_of_weights_that_are_exchanged_does_not_warn():
+    exchanged = ["average", "average no_sync", "raw zero", "average"]
+    run_ranks(2, lambda comm: train_in(exchanged, comm=comm, algorithm=Decentralized()))
+
+
+@pytest.mark.filterwarnings("error::UserWarning")
+@pytest.mark.parametrize("given", [True, False])
+def test_gradients_that_are_not_stepped_or_stay_on_purpose_do_not_warn(given):
+    ways = ["average", "raw zero", "no_sync zero", "average", "stop raw", "stop no_sync", "average"]
+    run_ranks(2, lambda comm: train_in(ways, comm=comm, given=given))
+    run_ranks(1, lambda comm: train_in(["average", "raw", "no_sync"], comm=comm, given=given))

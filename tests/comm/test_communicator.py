@@ -85,7 +85,7 @@ def test_check_consistency_names_the_ranks_that_agree():
 
 
 def test_trace_file_has_a_process_per_rank_and_a_row_per_thread(tmp_path):
-    path = tmp_path / "trace.json"
+    path = tmp_path / "a" / "new" / "folder" / "trace.json"
 
     def body(comm):
         with comm.lane() as lane:

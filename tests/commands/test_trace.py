@@ -53,7 +53,9 @@ def test_all_numbers_as_json(file, capsys):
 
 def test_a_page_is_written(file, tmp_path, capsys):
     assert cli.main(["trace", str(file), "--html", str(tmp_path / "page.html")]) == 0
-    assert "Mean of 4 steps" in capsys.readouterr().out
+    printed = capsys.readouterr()
+    assert "Mean of 4 steps" in printed.out
+    assert printed.err == f"wrote {tmp_path / 'page.html'}\n"
     assert (tmp_path / "page.html").read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
     assert cli.main(["trace", str(file), "--html", str(tmp_path)]) == 2
     assert "Is a directory" in capsys.readouterr().err
