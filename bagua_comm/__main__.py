@@ -64,7 +64,9 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Exit with an error, and the command that shows the arguments, in place of a list of them."""
         if message.startswith("the following arguments are required"):
-            message += _advice(self.given, self)
+            options = (text.partition("=")[0] for text in self.given if text.startswith("--"))
+            if unknown := next((each for each in options if each not in self._option_string_actions), None):
+                message += f", and {unknown} is unrecognized{_advice([unknown], self)}"
         elif found := re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message):
             similar = difflib.get_close_matches(found[1], re.findall(r"[\w.-]+", found[2]), n=1)
             message += f"; did you mean {similar[0]!r}?" if similar else ""

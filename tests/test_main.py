@@ -36,7 +36,10 @@ def test_a_misspelled_command_is_answered_by_the_one_that_was_meant(capsys):
         (["trace", "t.json", "t2.json"], "trace: error: unrecognized arguments: t2.json"),
         (["run", "--n=2", "x.py"], "run: error: unrecognized arguments: --n=2; did you mean -n?"),
         (["run", "--nproc-per-node", "2", "x.py"], "unrecognized arguments: --nproc-per-node; did you mean -n?"),
-        (["advise", "--nodes", "4", "--bandwith", "1gbit"], "--bandwidth; did you mean --bandwidth?"),
+        (
+            ["advise", "--nodes", "4", "--bandwith", "1gbit"],
+            ", and --bandwith is unrecognized; did you mean --bandwidth?",
+        ),
         (["doctor", "plot.png"], "doctor: error: unrecognized arguments: plot.png"),
     ],
 )

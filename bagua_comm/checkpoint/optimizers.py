@@ -45,11 +45,12 @@ def check_settings(name: str, optimizer: Any, saved: Any) -> None:
     expected = getattr(optimizer, "defaults", None)
     if not isinstance(groups, list) or not isinstance(expected, Mapping):
         return
+    known = {*_NOT_SETTINGS, *expected}.union(*optimizer.param_groups)
     for group in groups:
         if not isinstance(group, Mapping):
             return
         missing = [key for key in expected if key not in group]
-        others = [key for key in group if key not in expected and key not in _NOT_SETTINGS]
+        others = [key for key in group if key not in known]
         if missing and others:
             raise ArrayError(
                 f"load: {name!r} was saved from an optimizer with {', '.join(map(repr, others))}, but "

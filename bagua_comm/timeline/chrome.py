@@ -6,6 +6,7 @@ import gzip
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,8 @@ def chrome_trace(
 
 def write_trace(path: str | Path, trace: Mapping[str, Any]) -> None:
     """Write the result of `chrome_trace` as JSON, gzipped if the path ends in ".gz"; makes the folder."""
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    with suppress(FileExistsError):  # if it is a file, the next line says so
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
     data = json.dumps(trace).encode()
     Path(path).write_bytes(gzip.compress(data) if str(path).endswith(".gz") else data)
 

@@ -182,16 +182,18 @@ class TrainingStep(Live):
         self.memory.check()
         if self.watch.strays and not self.optimizers and self.exchange.averages_gradients:
             unaveraged.check_none_stepped(self.watch.strays, self._trained)
-        self.warn_if_stepped()
+        self.warn_if_stepped(stacklevel=12)  # the line that calls the wrapper
         if self._join is not None:
             self._join.forwards += 1
 
-    def warn_if_stepped(self) -> None:
+    def warn_if_stepped(self, *, stacklevel: int) -> None:
         """Without optimizers, whose steps are observed: warn once if one has stepped by local gradients."""
         if not self.watch.local or self.optimizers or self._warned_local:
             return
         if self.exchange.averages_gradients:
-            self._warned_local = unaveraged.warn_if_stepped(self.watch.local, self._trained)
+            self._warned_local = unaveraged.warn_if_stepped(
+                self.watch.local, self._trained, stacklevel=stacklevel
+            )
 
     def _begin_to_train(self, unfrozen: Mapping[str, torch.nn.Parameter], *, late: bool) -> None:
         """Train parameters that were frozen until now, in additional buckets; see `unfreezing`. Collective."""

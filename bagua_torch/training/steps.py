@@ -54,7 +54,7 @@ class TrainingSteps(TrainingStep):
         if self.stage is Stage.CLOSED:
             return
         try:
-            self.warn_if_stepped()
+            self.warn_if_stepped(stacklevel=7)  # the line that calls close()
             self.complete()
             together = not self.engine.stopped
             self.engine.close()
@@ -160,7 +160,7 @@ class TrainingSteps(TrainingStep):
         """
         if self.model.module.training and torch.is_grad_enabled():
             self._complete_repeated()
-            self.warn_if_stepped()
+            self.warn_if_stepped(stacklevel=10)  # the line that calls the module
         self.settle()
         if self._opened:
             self._opened = False

@@ -77,11 +77,11 @@ def warn_local(
     return name is not None
 
 
-def warn_if_stepped(local: Mapping[str, int], trained: Mapping[str, nn.Parameter]) -> bool:
+def warn_if_stepped(local: Mapping[str, int], trained: Mapping[str, nn.Parameter], *, stacklevel: int) -> bool:
     """As `warn_local`, after a step of an unknown optimizer; `local` has earlier versions."""
     name = next(_changed(local, trained), None)
     if name is not None:
-        _warn_local(f"{name!r} was stepped", stacklevel=5)
+        _warn_local(f"{name!r} was stepped", stacklevel=stacklevel)
     return name is not None
 
 

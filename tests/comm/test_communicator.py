@@ -106,8 +106,8 @@ def test_a_trace_holds_any_argument_and_a_wrong_path_is_an_error_on_all_ranks(tm
     def body(comm):
         comm.broadcast(np.zeros(1), root=np.int64(0))
         comm.trace(tmp_path / "trace.json")
-        with pytest.raises(OSError, match="no_such_folder"):
-            comm.trace(tmp_path / "no_such_folder" / "trace.json")
+        with pytest.raises(NotADirectoryError, match=r"trace\.json/b\.json"):
+            comm.trace(tmp_path / "trace.json" / "b.json")
         with pytest.raises(ValueError, match="null byte"):
             comm.trace("a\0b")
         comm.tracer.add("odd", 0, 1, {"shapes": {(1, 2): 3}})

@@ -169,7 +169,7 @@ def test_what_cannot_be_pickled_is_written_as_text(tmp_path):
 
 @pytest.mark.parametrize(
     "name",
-    ["a\0b", "none/such", ".", "", "x" * 5000, "\ud800", None, 3, b"trace.json", ["trace.json"], object(), 1.5],
+    ["a\0b", ".", "", "x" * 5000, "\ud800", None, 3, b"trace.json", ["trace.json"], object(), 1.5],
     ids=lambda name: repr(name)[:20],
 )
 def test_a_path_that_cannot_be_written_is_an_error_on_all_ranks(tmp_path, monkeypatch, name):
