@@ -319,6 +319,6 @@ class BaguaGroup(GroupBase):
         return LaneWork(name, future, tensors, HOST, self._callbacks, source, limit_s)
 
 
-# torch.compile leaves the calls as they are: they need the memory of tensors, which it does not have as it traces.
+# torch.compile leaves the calls as they are: they need the memory of tensors, which it lacks as it traces.
 for _name in [name for name, value in vars(BaguaGroup).items() if callable(value) and not name.startswith("__")]:
     setattr(BaguaGroup, _name, torch.compiler.disable(getattr(BaguaGroup, _name)))
