@@ -317,3 +317,8 @@ class BaguaGroup(GroupBase):
             (self.comm.timeout_s if peer == self.rank() else None),
         )
         return LaneWork(name, future, tensors, HOST, self._callbacks, source, limit_s)
+
+
+# torch.compile leaves the calls as they are: they need the memory of tensors, which it lacks as it traces.
+for _name in [name for name, value in vars(BaguaGroup).items() if callable(value) and not name.startswith("__")]:
+    setattr(BaguaGroup, _name, torch.compiler.disable(getattr(BaguaGroup, _name)))  # type: ignore[no-untyped-call]

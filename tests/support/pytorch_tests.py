@@ -669,11 +669,6 @@ BACKEND_DIFFERS: Expected = {
         "PyTorch refuses it for all other backends; barrier() names the missing rank",
     ),
     **_all("monitored_barrier_gloo_rank_0_timeout", "lost rank 1", WORDS),
-    **_all(
-        "ddp_compile_static_graph",
-        "RuntimeError when making fake tensor call",
-        "torch.compile does not trace the calls of this group",
-    ),
 }
 
 EXPECTED = {
