@@ -58,7 +58,7 @@ LAYERS = {
         "endpoint",
         "messages native",
         "agreement link_speed",
-        "channel small_messages",
+        "pair_channel small_messages",
         "routes",
         "transport",
         "__init__",

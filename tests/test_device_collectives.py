@@ -121,7 +121,7 @@ def test_each_half_of_a_quantized_allreduce_is_few_kernels_and_one_exchange(devi
         for waits in (True, False):
             before = len(device.names(thread=mine))
             with contextlib.nullcontext() if waits else device.forbid_host_sync(this_thread=True):
-                quantized_reduce_scatter(comm, x, out)
+                quantized_reduce_scatter(comm, x, out, op="avg")
                 middle = len(device.names(thread=mine))
                 quantized_allgather(comm, out, whole)
             names = device.names(thread=mine)

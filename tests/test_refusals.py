@@ -120,7 +120,7 @@ def test_objects_that_cannot_be_sent_are_refused_with_what_to_pass_instead(name)
             (lambda: comm.allreduce(x), "x"),
             (lambda: comm.allreduce_many([np.ones(1), x]), r"xs\[1\]"),
             (lambda: comm.broadcast(x, root=0), "x"),
-            (lambda: comm.send(x, dest=1 - comm.rank), "sends"),
+            (lambda: comm.send(x, dest=1 - comm.rank), "x"),
         ):
             with pytest.raises(UnsupportedError, match=rf"^\w+: {argument}:? .*{remedy}"):
                 call()

@@ -11,7 +11,8 @@ import os
 import secrets
 import shlex
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import get_args
 
@@ -174,12 +175,22 @@ def run(options: argparse.Namespace) -> int:
         return 0
     sys.stdout.flush()
     sys.stderr.flush()
+    with _named_run():
+        if known.is_open_mpi and not options.verbose:
+            filter_stderr(_note_on_records(explain_deaths=not (options.ulfm or is_supervised(options))))
+        if is_supervised(options):
+            return supervise(options, lambda placement, job: make_plan(options, known, placement, job))
+        return os.execve(mpirun, plan.command, {**os.environ, **plan.variables})
+
+
+@contextmanager
+def _named_run() -> Iterator[None]:
+    """Give this run a name in the environment of all that it starts."""
     os.environ["BAGUA_RUN"] = secrets.token_hex(3)
-    if known.is_open_mpi and not options.verbose:
-        filter_stderr(_note_on_records(explain_deaths=not (options.ulfm or is_supervised(options))))
-    if is_supervised(options):
-        return supervise(options, lambda placement, job: make_plan(options, known, placement, job))
-    return os.execve(mpirun, plan.command, {**os.environ, **plan.variables})
+    try:
+        yield
+    finally:
+        del os.environ["BAGUA_RUN"]
 
 
 def _check_alone(script: str) -> None:

@@ -264,7 +264,7 @@ def test_nothing_moves_where_there_is_nothing_to_do(p, count):
 def test_dtypes_that_the_codec_does_not_take_are_refused(dtype):
     message = (
         f"quantized_allreduce: MinMaxUInt8(block=512, eps=0.0) cannot code {dtype}, "
-        "only bfloat16, float16, float32"
+        "only bfloat16, float16, float32" + "; pass x.astype('float32')" * (dtype == "float64")
     )
     x = np.ones(4, dtype)
     assert refusals(UnsupportedError, lambda comm: quantized_allreduce(comm, x)) == [message] * 2
@@ -552,12 +552,14 @@ def test_averages_refuse_dtypes_by_name():
         (
             Quantized(),
             "float64",
-            f"Quantized: {MinMaxUInt8()} cannot code float64, only bfloat16, float16, float32",
+            f"Quantized: {MinMaxUInt8()} cannot code float64, only bfloat16, float16, float32; "
+            "pass x.astype('float32')",
         ),
         (
             Hierarchical(Quantized()),
             "float64",
-            f"Quantized: {MinMaxUInt8()} cannot code float64, only bfloat16, float16, float32",
+            f"Quantized: {MinMaxUInt8()} cannot code float64, only bfloat16, float16, float32; "
+            "pass x.astype('float32')",
         ),
         (Hierarchical(), "bool", "Exact() cannot average bool; expected a floating-point or complex dtype"),
         (

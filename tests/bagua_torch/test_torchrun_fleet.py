@@ -215,6 +215,7 @@ def test_a_spare_is_called_when_one_dies_and_released_at_the_end(processes):
     assert run(processes, 4, body, spares=2) == [([], 3.0), None, ([True], 3.0), [True, False]]
 
 
+@pytest.mark.slow
 def test_a_process_that_is_started_again_alone_is_admitted(processes):
     def old(fleet):
         comm = connect_all(fleet, fleet.rendezvous())
@@ -250,7 +251,8 @@ def test_this_fleet_starts_no_processes():
     fleet.end()
 
 
-@pytest.mark.parametrize("end", [pytest.param("fleet.end()", marks=pytest.mark.slow), ""])
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["fleet.end()", ""])
 def test_a_process_ends_well_while_its_fleet_looks_in_the_store(end):
     """A thread that is in the store when Python ends would abort the process: "terminate called ..."."""
     code = f"""

@@ -56,6 +56,7 @@ def test_sizes_reach_from_nothing_to_the_largest_and_have_the_mean():
     assert 8_000 < np.mean(sizes) < 32_000
 
 
+@pytest.mark.slow
 def test_a_short_trial_finds_no_wrong_byte(tmp_path):
     path = tmp_path / "net_check.json"
     options = ["--messages", "800", "--builds", "short", "--json", str(path)]

@@ -240,7 +240,8 @@ def test_an_object_that_is_no_communicator_of_mpi4py_is_refused(comm):
         bagua_comm.connect(comm=comm)
 
 
-@pytest.mark.parametrize("module", ["bagua_comm", pytest.param("bagua_torch", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("module", ["bagua_comm", "bagua_torch"])
 def test_under_a_foreign_mpirun_every_process_says_so(module):
     result = subprocess.run(
         [sys.executable, "-c", f"import {module}; {module}.connect()"],

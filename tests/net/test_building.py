@@ -33,6 +33,7 @@ def test_it_is_found_again_where_files_are_made_for_a_whole_group(tmp_path):
     assert net.path(tmp_path) == library
 
 
+@pytest.mark.slow
 def test_many_at_once_get_one_whole_file(tmp_path):
     code = "import sys; from pathlib import Path; from bagua_comm import net; print(net.build(Path(sys.argv[1])))"
     command = [sys.executable, "-c", code, tmp_path]

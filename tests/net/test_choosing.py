@@ -191,6 +191,7 @@ SCRIPT = """
 """
 
 
+@pytest.mark.slow
 def test_run_net_sets_the_network_of_the_ranks(tmp_path):
     result = run_python(2, script=(tmp_path / "script.py", SCRIPT), flags=["--net", "auto"])
     assert result.returncode == 0, result.stderr

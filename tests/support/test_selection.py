@@ -80,7 +80,8 @@ def test_many_algorithms_need_the_mark():
     assert len(stay(cases(algorithm=ALGORITHMS[: MANY - 1]))) == MANY - 1
     assert len(stay(cases(pytest.mark.slow, algorithm=ALGORITHMS))) == len(ALGORITHMS)
     with pytest.raises(
-        pytest.UsageError, match=r'14 algorithms; mark it with @pytest.mark.algorithms\("sample"\)'
+        pytest.UsageError,
+        match=rf'{len(ALGORITHMS)} algorithms; mark it with @pytest.mark.algorithms\("sample"\)',
     ):
         stay(cases(algorithm=ALGORITHMS))
     with pytest.raises(pytest.UsageError, match="'some'"):

@@ -25,7 +25,7 @@ def predict(method: Method, job: Job, cluster: Cluster, rates: Rates | None = No
     >>> from bagua_comm.algorithms import from_name
     >>> job, cluster = Job(100_000_000, 0.1, 0.2), Cluster(nodes=4, bandwidth_gbit=1)
     >>> exact, bytegrad = (predict(from_name(name), job, cluster) for name in ("exact", "bytegrad"))
-    >>> exact.wire_bytes, round(exact.step_s / bytegrad.step_s, 1)
+    >>> round(exact.wire_bytes), round(exact.step_s / bytegrad.step_s, 1)
     (150000000, 2.6)
     """
     check_fit(method, job, cluster)
