@@ -291,7 +291,7 @@ def test_a_call_after_an_interrupted_exchange_is_not_made_for_its_bucket():
     def check():
         assert (comm.context.bucket, comm.context.bucket_step) == (None, None)
 
-    assert interrupted_everywhere(lambda: exchanges._exchange(Noting(), bucket, None), check) > 3
+    assert interrupted_everywhere(lambda: exchanges._exchange(Noting(), bucket, None, bucket.step), check) > 3
     assert seen[-1] == (0, bucket.step)
 
 
