@@ -337,6 +337,12 @@ class InlineLane(Lane[C]):
         super().wait()
         self._follow()
 
+    def result(self, future: Future[R]) -> R:
+        """See `Lane.result`."""
+        found = super().result(future)
+        self._follow()
+        return found
+
     def _follow(self) -> None:
         if _device_of(self.comm) is not None:
             self._order.follow()
@@ -366,4 +372,5 @@ def _entry_of(task: Task, group: str) -> Entry:
     bucket = next((arg for arg in args if isinstance(arg, Bucket)), None)
     if bucket is None:
         return Entry(group, 0, True, name)
-    return Entry(group, 0, True, name, bucket.spec.dtype, (bucket.spec.size,), {}, bucket.index, bucket.step)
+    step = next((arg for arg in args if type(arg) is int), bucket.step)
+    return Entry(group, 0, True, name, bucket.spec.dtype, (bucket.spec.size,), {}, bucket.index, step)

@@ -249,7 +249,10 @@ class Engine(Live, Closing):
             with_defaults(self._phase).hold(bucket, state)
 
     def settle(self) -> None:
-        """Wait for exchanges between two steps, and write them back; call it before weights are read or saved."""
+        """Wait for exchanges between two steps, and write them back; call it before weights are read or saved.
+
+        Those that outlive further steps continue.
+        """
         self._schedule.settle()
 
     def flush(self) -> None:
@@ -383,7 +386,7 @@ class Engine(Live, Closing):
         Call it between steps, and before the weights are copied: exchanges since the last step are written back
         to them first.
         """
-        self._schedule.before_saving()
+        self._schedule.before_saving(phase_ends=phase_of(self.algorithm, self.step) != self._phase)
         tensors = self._saved()
         rank, size = self._comm.rank, self._comm.size
         header = StateHeader(

@@ -121,7 +121,7 @@ class Exchanges:
         state = self.states[bucket.index]
         self.algorithm.begin(bucket, state)
         began = time.perf_counter_ns()
-        future = self.lane.submit(self._exchange, self.algorithm, bucket, state, bucket.step)
+        future = self.lane.submit(self._exchange, self.algorithm, bucket, state, self.began + bucket.step)
         self.counters.wait.time_ns += time.perf_counter_ns() - began  # a lane without a thread runs it here
         return future
 
@@ -140,14 +140,14 @@ class Exchanges:
         )
 
     def _exchange(self, algorithm: WithDefaults, bucket: Bucket, state: State, step: int) -> None:
-        """Run an exchange, on the lane; `step` is when the bucket left. Collective."""
+        """Run an exchange, on the lane; `step` is the training step in which the bucket left. Collective."""
         comm = self.lane.comm
         before, began = comm.counters.total(), time.perf_counter_ns()
         detail = {"bucket": bucket.index, "bytes": bucket.nbytes, "step": step}
         self.lane.note(**detail)
         context = comm.context
         try:
-            context.bucket, context.bucket_step = bucket, (bucket.index, self.began + step)
+            context.bucket, context.bucket_step = bucket, (bucket.index, step)
             with self.tracer.span("exchange", **detail):
                 algorithm.exchange(bucket, comm, state)
         finally:  # no call before these assignments: a signal handler could raise there
@@ -156,7 +156,7 @@ class Exchanges:
         if after.calls > before.calls:
             spent_ns = time.perf_counter_ns() - began
             self.counters.exchange.add(bucket.nbytes, after.wire_bytes - before.wire_bytes, spent_ns)
-            self.exchanged = self.began + step + 1
+            self.exchanged = step + 1
 
     @property
     def communicates(self) -> bool:
@@ -263,7 +263,7 @@ class StepSchedule:
         if self._window.closes is Point.FORWARD:
             self._close()
 
-    def before_saving(self) -> None:
+    def before_saving(self, *, phase_ends: bool) -> None:
         """Wait until no exchange changes the states."""
         self.settle()
         self._exchanges.wait()
@@ -361,8 +361,13 @@ class DelayedSchedule:
         """End the exchanges whose steps are over; the others continue while weights are read or saved."""
         self._end(most=1)
 
-    def before_saving(self) -> None:
-        """Wait until no exchange changes the states. What is under way continues with the same steps to go."""
+    def before_saving(self, *, phase_ends: bool) -> None:
+        """Wait until no exchange changes the states. What is under way continues with the same steps to go.
+
+        It ends if the phase does: a state of the next phase has no place for it.
+        """
+        if phase_ends:
+            self.finish()
         self.settle()
         self._exchanges.wait()
 
@@ -430,7 +435,7 @@ class RoundSchedule:
     def settle(self) -> None:
         """Nothing: a round continues while weights are read or saved."""
 
-    def before_saving(self) -> None:
+    def before_saving(self, *, phase_ends: bool) -> None:
         """Nothing: a round changes no state that checkpoints hold."""
 
     def before_loading(self) -> None:

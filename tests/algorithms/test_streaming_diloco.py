@@ -11,6 +11,7 @@ from support.references import assert_restarts, bits, common_start, trajectories
 from bagua_comm import (
     ArrayError,
     CommMismatch,
+    Decentralized,
     DiLoCo,
     Engine,
     ErrorFeedback,
@@ -22,6 +23,7 @@ from bagua_comm import (
     StreamingDiLoCo,
     TensorSpec,
     UnsupportedError,
+    after,
     every,
 )
 from bagua_comm.elastic import State, run
@@ -286,6 +288,12 @@ def test_what_is_under_way_is_written_back_when_training_stops(action):
 def test_training_continues_after_a_restart(algorithm):
     """What is under way is in the checkpoint, and saving changes nothing."""
     assert_restarts(2, algorithm, at=(3, 5, 8), start=common_start)
+
+
+@pytest.mark.parametrize("at", [(5,), (6,), (7,)])
+def test_a_state_at_the_end_of_a_phase_has_what_was_under_way(at):
+    algorithm = after(6, StreamingDiLoCo(4, 2, 2, mix=0.0), Decentralized())
+    assert_restarts(2, algorithm, at=at, start=common_start)
 
 
 def test_a_state_with_a_fragment_under_way_loads_on_another_number_of_ranks():

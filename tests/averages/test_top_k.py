@@ -80,6 +80,19 @@ def test_values_of_sixteen_bits_are_rounded_half_to_even_and_stay_finite():
     assert (2 * result).tolist() == [1.0, 1 + 2**-6, -(2.0**128 - 2.0**120), 0.0]
 
 
+def test_a_residual_of_finite_numbers_is_finite():
+    x = np.full(64, -65000, np.float16)
+    x[:6], x[0] = -30000, 65504  # of another sign than the value that is sent for it
+
+    def body(comm):
+        mean = ErrorFeedback(TopK(64, 64, 2)).bind(comm)
+        return [
+            np.isfinite(mean(y)).all() for y in (x.copy(), np.zeros(64, np.float16), np.zeros(64, np.float16))
+        ]
+
+    assert run_ranks(2, body) == [[True] * 3] * 2
+
+
 def test_of_equal_magnitudes_those_of_lower_indices_are_sent():
     x = np.array([1, -2, 2, 2, -1, 1, 2, 0], np.float32)
     result, _ = averaged(TopK(8, 2, bits=32), [x, x])

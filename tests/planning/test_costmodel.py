@@ -225,7 +225,8 @@ def test_fragments_are_exposed_as_far_as_they_take_longer_than_their_delay():
     for delay in (0, 1, 4):
         method = StreamingDiLoCo(local_steps=10, fragments=4, delay=delay)
         found = predict(method, JOB, slow, FREE)
-        expected = max(0.0, once.communication_s - 4 * delay * JOB.compute_s) / 10
+        beside = min(4 * delay, 10)  # one lane sends all fragments, in 10 steps
+        expected = max(0.0, once.communication_s - beside * JOB.compute_s) / 10
         assert found.exposed_s == pytest.approx(expected, rel=0.02), delay
         assert found.wire_bytes == once.wire_bytes / 10
     by_layer = StreamingDiLoCo(local_steps=10, fragments=lambda name: 0, delay=4)

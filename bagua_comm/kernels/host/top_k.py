@@ -115,8 +115,9 @@ def top_k_subtract(x: Array, wire: Array, chunk: int, keep: int, bits: int) -> N
     widen(x[positions], wide)
     with np.errstate(all="ignore"):
         lost = wide - values
-        lost[~np.isfinite(lost)] = 0
-        x[positions] = lost.astype(x.dtype)
+        narrow = lost.astype(x.dtype)
+        narrow[~np.isfinite(narrow)] = 0
+        x[positions] = narrow
         if np.isnan(values).any():  # then there may be more, since these are the largest
             x[~np.isfinite(x)] = 0
 

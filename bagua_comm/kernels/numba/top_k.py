@@ -141,7 +141,9 @@ def subtract_top_k(
                 value = _value(bits, wire, values_at, k)
                 broken |= value != value
                 lost = _read(element, x, first + i) - value
-                _write(element, x, first + i, lost if abs(lost) < np.float32(np.inf) else ZERO)
+                _write(element, x, first + i, lost)
+                if not abs(_read(element, x, first + i)) < np.float32(np.inf):  # of its own dtype
+                    _write(element, x, first + i, ZERO)
         begin = end
     if broken:
         for i in range(count):

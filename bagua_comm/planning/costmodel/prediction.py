@@ -105,10 +105,13 @@ def _predict_fragments(method: StreamingDiLoCo, job: Job, costs: Costs) -> Predi
     size = max(1, -(-len(exchanges) // count))
     fragments = [exchanges[first : first + size] for first in range(0, len(exchanges), size)]
     steps = [_predict_window(method.window, job, fragment, costs) for fragment in fragments]
+    busy_s = sum(step.communication_s for step in steps)
+    # One lane sends all fragments in turn, also those whose windows overlap.
+    exposed_s = max(sum(step.exposed_s for step in steps), busy_s - method.local_steps * job.compute_s)
     together = Prediction(
-        job.compute_s + sum(step.exposed_s for step in steps),
+        job.compute_s + exposed_s,
         job.compute_s,
-        sum(step.communication_s for step in steps),
+        busy_s,
         *_bytes_sent(exchanges),
     )
     return _mean_over(method.local_steps, together)

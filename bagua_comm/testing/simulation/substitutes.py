@@ -211,6 +211,16 @@ class SimulatedSemaphore(threading.Semaphore):
         super().__init__(value)
         self._cond = SimulatedCondition(SimulatedLock())
 
+    def acquire(self, blocking: bool = True, timeout: float | None = None) -> bool:
+        """See `threading.Semaphore.acquire`, which measures with the real clock."""
+        with self._cond:
+            free = (lambda: self._value > 0) if blocking else None
+            got = self._cond.wait_for(free, timeout) if free else self._value > 0
+            self._value -= bool(got)
+            return bool(got)
+
+    __enter__ = acquire
+
 
 class SimulatedBarrier(threading.Barrier):
     """`threading.Barrier`."""
