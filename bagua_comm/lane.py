@@ -132,13 +132,17 @@ class Lane(Live, Closing, ABC, Generic[C]):
             CommTimeout: No task and no call of the lane's communicator has ended within its `timeout_s`.
         """
         error = self._outcome(future)
+        self.forget(future)
+        if error is not None:
+            raise error
+        return future.result()
+
+    def forget(self, future: Future[Any]) -> None:
+        """Let `wait` raise the error of this task no more."""
         for each in self._pending:
             if each[0] is future:
                 self._pending.remove(each)
                 break
-        if error is not None:
-            raise error
-        return future.result()
 
     def _outcome(self, future: Future[Any]) -> BaseException | None:
         """Wait until `future` is done; return its error, or None."""

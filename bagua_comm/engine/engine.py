@@ -249,10 +249,7 @@ class Engine(Live, Closing):
             with_defaults(self._phase).hold(bucket, state)
 
     def settle(self) -> None:
-        """Wait for exchanges between two steps, and write them back; call it before weights are read or saved.
-
-        Those that outlive further steps continue.
-        """
+        """Write back exchanges before weights are read or saved; those that outlive further steps continue."""
         self._schedule.settle()
 
     def flush(self) -> None:

@@ -31,6 +31,8 @@ FIRST_CHANNEL_TAG = 16
 class Channel(Protocol):
     """The part of a transport that sends and receives messages between two ranks."""
 
+    timeout_s: float
+
     def begin_call(self, name: str, *, collective: bool) -> None:
         """See `CallState.begin_call`."""
 

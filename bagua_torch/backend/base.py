@@ -20,7 +20,7 @@ from bagua_comm.lane import Lane
 from ..arrays import torch_stream
 from .messages import Messages
 from .options import BackendOptions
-from .tensors import HOST, device_of, seconds
+from .tensors import HOST, check_memory, device_of, seconds
 from .work import Callbacks, LaneWork
 
 _ProcessGroup: Any = dist.ProcessGroup  # torch types its methods by overloads
@@ -108,13 +108,18 @@ class GroupBase(_ProcessGroup):  # type: ignore[misc]
     ) -> LaneWork:
         """Run `task` on the lane, within the time limit of `opts`."""
         self._check_open(name)
+        check_memory(name, tensors)
         device, timeout_s = device_of(tensors), seconds(opts)
         with torch_stream(device), self._submits:
             future: Future[Any] = self.lane.submit(task, *args, **options, timeout_s=timeout_s)
-        work = LaneWork(name, future, tensors, device, self._callbacks)
+        work = LaneWork(name, future, tensors, device, self._callbacks, forget=self._forget)
         if name == "allreduce" and sum(x.numel() for x in tensors) == 1:
             self._kept.append(work)
         return work
+
+    def _forget(self, future: Future[Any]) -> None:
+        with self._submits:
+            self.lane.forget(future)
 
     def _check_open(self, name: str) -> None:
         if not self._is_open:

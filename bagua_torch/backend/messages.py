@@ -19,6 +19,9 @@ from bagua_comm.transports.base import FIRST_CHANNEL_TAG, Channel, Transport
 
 _POLL_S = 0.001
 
+LARGEST_TAG = (2**31 - 1) // FIRST_CHANNEL_TAG - 2
+"""The largest tag of a message: tags of the connections are integers of 32 bits."""
+
 
 class _Queue(NamedTuple):
     """What the messages of a queue have in common."""
@@ -68,8 +71,8 @@ class Messages:
         ranks = self._transport.size
         if not 0 <= peer < ranks:
             raise ArrayError(f"{call}: the peer is rank {peer} of the group, expected one from 0 to {ranks - 1}")
-        if tag < 0:
-            raise ArrayError(f"{call}: tag is {tag}, expected a number from 0 on")
+        if not 0 <= tag <= LARGEST_TAG:
+            raise ArrayError(f"{call}: tag is {tag}, expected a number from 0 to {LARGEST_TAG}")
         queue, message = _Queue(call, peer, tag), _Message(array, then, Future())
         if peer == self._transport.rank:
             self._pass_on(call, tag, message)
@@ -114,6 +117,7 @@ class Messages:
                     return
                 message = self._waiting[queue].popleft()
             try:
+                channel.timeout_s = self._transport.timeout_s  # it may have been set since
                 _exchange(channel, queue, message)
             except BaseException as exc:
                 message.future.set_exception(exc)

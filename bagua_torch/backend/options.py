@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bagua_comm import ArrayError
+from bagua_comm import ArrayError, ErrorFeedback, Hierarchical
 from bagua_comm.averages import Average
 
 
@@ -15,13 +15,14 @@ class BackendOptions:
     Give them to `init_process_group` or `new_group` as `pg_options`.
 
     Args:
-        average: How `all_reduce` adds and averages floats: by `Quantized(codec)`, `Reproducible()`, or any other
-            average; if None, exactly. It applies to every `all_reduce` of the group with SUM or AVG of a dtype
-            that the average takes. Make a group for the gradients alone:
+        average: How `all_reduce` adds and averages floats: by `Quantized(codec)`, `Reproducible()`, or another
+            average without a residual; if None, exactly. It applies to every `all_reduce` of the group with SUM
+            or AVG of a dtype that the average takes; the time limit is that of the group, whatever the call says.
+            Make a group for the gradients alone:
             `DistributedDataParallel(model, process_group=dist.new_group(pg_options=...))`.
 
     Raises:
-        ArrayError: `average` is no average.
+        ArrayError: `average` is no average, or keeps a residual, which belongs to one array.
 
     >>> from bagua_comm import MinMaxUInt8, Quantized
     >>> BackendOptions(average=Quantized(MinMaxUInt8())).average
@@ -35,4 +36,10 @@ class BackendOptions:
             raise ArrayError(
                 f"BackendOptions: average is {self.average!r}, expected an average such as Reproducible() or "
                 "Quantized(MinMaxUInt8()), or None for the exact one"
+            )
+        inner = self.average.inner if isinstance(self.average, Hierarchical) else self.average
+        if isinstance(inner, ErrorFeedback):
+            raise ArrayError(
+                f"BackendOptions: average is {self.average}, which keeps a residual of one array, but a group "
+                f"averages many; use {inner.inner}, or bagua_torch.DistributedDataParallel"
             )

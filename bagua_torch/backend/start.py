@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 from urllib.parse import parse_qs, urlparse
+from weakref import WeakSet
 
 import torch.distributed as dist
 from torch.distributed.rendezvous import _rendezvous_handlers
@@ -23,6 +24,9 @@ from .group import BaguaGroup
 from .options import BackendOptions
 
 NAME = "bagua"
+
+_connected: WeakSet[Communicator] = WeakSet()
+"""The worlds that a rendezvous has connected, which the end of the group closes."""
 
 
 def register_backend() -> None:
@@ -45,7 +49,10 @@ class _EnvironmentOrMPI:
         if not _finds_ranks_by_mpi():
             yield from self._without_mpi(url, timeout=timeout, **options)
             return
+        before = current()
         world = default_or(lambda: bagua_comm.connect(timeout_s=timeout.total_seconds()))
+        if world is not before:
+            _connected.add(world)
         query = parse_qs(urlparse(url).query)
         for name, mine in (("rank", world.rank), ("world_size", world.size)):
             asked = query.get(name, [str(mine)])[0]
@@ -76,10 +83,20 @@ def _make_group(opts: Any, options: Any) -> BaguaGroup:
     if isinstance(default, BaguaGroup):
         made = default.parent.subgroup(ranks, name)
         return BaguaGroup(lane_of(made, timeout_s), made, options=options)
+    if default is not None and ranks != list(range(default.size())):
+        raise BootstrapError(
+            f"new_group: the backend bagua makes a group of ranks {ranks} only of a default group with the same "
+            "backend; call init_process_group('bagua')"
+        )
     before = current()
     world = default_or(lambda: _connect(RendezvousInfo(store, f"bagua/{name}", rank, size), timeout_s))
+    if (world.rank, world.size) != (rank, size):
+        raise BootstrapError(
+            f"the backend bagua: the group has rank {rank} of {size}, but this process is connected as rank "
+            f"{world.rank} of {world.size}; give init_process_group these numbers, or neither"
+        )
     use_device(world)
-    close = None if world is before else world.close
+    close = None if world is before and world not in _connected else world.close
     return BaguaGroup(lane_of(world.dup(), timeout_s), world, close, options)
 
 

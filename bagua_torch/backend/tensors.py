@@ -103,6 +103,18 @@ _BYTES = {
 """Dtypes of one byte that NumPy does not have."""
 
 
+def check_memory(call: str, tensors: Any) -> None:
+    """Raise `ArrayError` if elements of a tensor that a call fills share memory; looks in nested lists."""
+    if isinstance(tensors, (list, tuple)):
+        for each in tensors:
+            check_memory(call, each)
+    elif any(n > 1 and not step for n, step in zip(tensors.shape, tensors.stride(), strict=True)):
+        raise ArrayError(
+            f"{call}: elements of a tensor of shape {tuple(tensors.shape)} share memory, as after expand(); pass "
+            "tensor.contiguous()"
+        )
+
+
 def check_size(call: str, x: Array, size: int) -> None:
     """Raise `ArrayError` unless an array has this number of elements."""
     if x.size != size:

@@ -28,6 +28,7 @@ class Callbacks:
         self._lock = threading.Lock()
         self._threads: list[ThreadPoolExecutor] = []
         """The thread of callbacks, of callbacks of calls that callbacks make, and so on."""
+        self._closed = False
         self._current = threading.local()
 
     def depth(self) -> int:
@@ -42,14 +43,19 @@ class Callbacks:
             callback()
 
         with self._lock:
-            while len(self._threads) <= depth:
-                self._threads.append(ThreadPoolExecutor(1, "bagua callback"))
-            self._threads[depth].submit(run)
+            if not self._closed:
+                while len(self._threads) <= depth:
+                    self._threads.append(ThreadPoolExecutor(1, "bagua callback"))
+                self._threads[depth].submit(run)
+                return
+        run()  # the group has ended
 
     def close(self) -> None:
         """End the threads, after the callbacks that were submitted."""
-        for thread in self._threads:
-            thread.shutdown(wait=False)
+        with self._lock:
+            self._closed = True
+            for thread in self._threads:
+                thread.shutdown(wait=False)
 
 
 _Work: Any = dist.Work  # torch types it in part
@@ -66,6 +72,7 @@ class LaneWork(_Work):  # type: ignore[misc]
         callbacks: Runs the callbacks of futures.
         source: The rank that a received message comes from; None if this is no `recv`.
         limit_s: How long `wait` waits; None if the call has a time limit itself.
+        forget: Called with the task when `wait` raises its error, which the lane then raises no more.
     """
 
     def __init__(
@@ -77,10 +84,11 @@ class LaneWork(_Work):  # type: ignore[misc]
         callbacks: Callbacks,
         source: int | None = None,
         limit_s: float | None = None,
+        forget: Callable[[Future[Any]], object] | None = None,
     ) -> None:
         super().__init__()
         self._call, self._task, self._tensors, self._device, self._source = call, future, tensors, device, source
-        self._callbacks, self._limit_s = callbacks, limit_s
+        self._callbacks, self._limit_s, self._forget = callbacks, limit_s, forget
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Wait until the call is done, and raise its error; on a device, the current stream waits.
@@ -95,7 +103,11 @@ class LaneWork(_Work):  # type: ignore[misc]
         with torch_stream(self._device):
             try:
                 self._task.result(limit_s)
-            except FutureTimeout as exc:
+            except BaseException as exc:
+                if self._task.done() and self._forget is not None:
+                    self._forget(self._task)
+                if self._task.done() or not isinstance(exc, FutureTimeout):
+                    raise
                 raise CommTimeout(f"{self._call} is not done after {limit_s:g} s of waiting") from exc
         return True
 
@@ -129,20 +141,19 @@ class LaneWork(_Work):  # type: ignore[misc]
     def get_future(self) -> torch.futures.Future[Any]:
         """Return a future of PyTorch, whose value is the tensors that the call fills."""
         devices: Any = None if self._device.type == "cpu" else [self._device]
-        made: torch.futures.Future[Any] = torch.futures.Future(devices=devices)
+        done: torch.futures.Future[None] = torch.futures.Future(devices=devices)
 
-        def finish(task: Future[Any]) -> None:
-            error = task.exception()
-            if error is None:
-                with torch_stream(self._device):
-                    task.result()
-                    made.set_result(self._tensors)
-            else:
-                made.set_exception(error)
+        def value(_: object) -> Any:
+            with torch_stream(self._device):
+                self._task.result()
+                return self._tensors
 
+        # A callback that raises gives PyTorch's future an error. `set_exception` gives it the exception as its
+        # value, which DistributedDataParallel then reads as tensors.
+        made: torch.futures.Future[Any] = done.then(value)
         if self._task.done():  # PyTorch's join reads the value at once, after wait()
-            finish(self._task)
+            done.set_result(None)
             return made
         depth = self._callbacks.depth()
-        self._task.add_done_callback(lambda task: self._callbacks.submit(depth, lambda: finish(task)))
+        self._task.add_done_callback(lambda _: self._callbacks.submit(depth, lambda: done.set_result(None)))
         return made

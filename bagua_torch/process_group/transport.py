@@ -139,6 +139,7 @@ class ProcessGroupTransport(FramedTransport):
         self._guard, self._rendezvous = guard, info
         self._splits = 0
         self._children: list[ProcessGroupTransport] = []  # kept alive: one may have pending messages
+        self._channels: list[ProcessGroupTransport] = []  # messages that they have sent may be pending
         self._unchecked = _COMPARED
         if connected is not None:
             self._gloo, self._verdict = connected._gloo, connected._verdict
@@ -299,7 +300,9 @@ class ProcessGroupTransport(FramedTransport):
 
     def channel(self) -> Channel:
         """See `Transport.channel`. It uses the connections of this transport."""
-        return ProcessGroupTransport(timeout_s=self.timeout_s, rendezvous=self._rendezvous, connected=self)
+        made = ProcessGroupTransport(timeout_s=self.timeout_s, rendezvous=self._rendezvous, connected=self)
+        self._channels.append(made)
+        return made
 
     def abort(self, exit_code: int = 1) -> None:
         """Close all connections, those of subgroups included, so that waiting peers fail at once.
@@ -318,8 +321,9 @@ class ProcessGroupTransport(FramedTransport):
         """
         try:
             if self._broken is None:
-                for peer, tag in self._sent:
-                    self._reclaim(peer, tag, 0)
+                for each in (self, *self._channels):
+                    for peer, tag in each._sent if each._broken is None else ():
+                        each._reclaim(peer, tag, 0)
                 self._say_goodbye()
         except (RankFailed, CommMismatch):
             pass  # the peer left without receiving everything, or calls differ
@@ -328,6 +332,9 @@ class ProcessGroupTransport(FramedTransport):
             self._posted.clear()
             self._sent.clear()
             self._children.clear()
+            for each in self._channels:
+                each._gloo = None
+            self._channels.clear()
             self._waiter.close()
             self._gloo = None
 

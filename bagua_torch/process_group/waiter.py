@@ -36,14 +36,14 @@ class _Batch:
     def __init__(self, works: Sequence[Pending], until: float) -> None:
         self.works, self.until = works, until
         self.complete = 0
-        self.result: queue.SimpleQueue[RuntimeError | None] = queue.SimpleQueue()
+        self.result: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
 
     def wait(self) -> None:
         try:
             for _, work in self.works:
                 work.wait(timedelta(seconds=max(self.until - time.monotonic(), 0.001)))
                 self.complete += 1
-        except RuntimeError as exc:
+        except BaseException as exc:
             self.result.put(exc)
         else:
             self.result.put(None)
@@ -75,9 +75,13 @@ class Waiter:
         except BaseException:
             self.close()  # the thread may wait until the timeout
             raise
-        return None if exc is None else (works[batch.complete][0], exc)
+        if exc is None:
+            return None
+        if not isinstance(exc, RuntimeError):
+            raise exc
+        return works[batch.complete][0], exc
 
-    def _result_of(self, batch: _Batch, check: Callable[[int], None]) -> RuntimeError | None:
+    def _result_of(self, batch: _Batch, check: Callable[[int], None]) -> BaseException | None:
         while True:
             with contextlib.suppress(queue.Empty):
                 return batch.result.get(timeout=CHECK_S)
@@ -120,7 +124,10 @@ def wait_for_collective(work: Any, until: float, check: Callable[[], None]) -> N
             work.wait(timedelta(seconds=max(min(left_s, CHECK_S), 0.001)))
             return
         except RuntimeError:
-            if work.is_completed() or left_s <= CHECK_S:
+            if work.is_completed():  # it failed, or ended just after this wait
+                work.wait()
+                return
+            if left_s <= CHECK_S:
                 raise
         check()
 
