@@ -20,7 +20,7 @@ from bagua_comm.lane import Lane
 from ..arrays import torch_stream
 from .messages import Messages
 from .options import BackendOptions
-from .tensors import HOST, check_memory, device_of, seconds
+from .tensors import HOST, check_filled, device_of, seconds
 from .work import Callbacks, LaneWork
 
 _ProcessGroup: Any = dist.ProcessGroup  # torch types its methods by overloads
@@ -104,11 +104,19 @@ class GroupBase(_ProcessGroup):  # type: ignore[misc]
     # The lane ---------------------------------------------------------------------------------------------
 
     def _submit(
-        self, name: str, opts: Any, tensors: Any, task: Callable[..., object], *args: Any, **options: Any
+        self,
+        name: str,
+        opts: Any,
+        tensors: Any,
+        task: Callable[..., object],
+        *args: Any,
+        fills: bool = True,
+        **options: Any,
     ) -> LaneWork:
-        """Run `task` on the lane, within the time limit of `opts`."""
+        """Run `task` on the lane, within the time limit of `opts`; `fills` if it writes to `tensors`."""
         self._check_open(name)
-        check_memory(name, tensors)
+        if fills:
+            check_filled(name, tensors)
         device, timeout_s = device_of(tensors), seconds(opts)
         with torch_stream(device), self._submits:
             future: Future[Any] = self.lane.submit(task, *args, **options, timeout_s=timeout_s)

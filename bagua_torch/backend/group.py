@@ -78,7 +78,8 @@ class BaguaGroup(GroupBase):
         tensor = only(name, tensors)
         op, (x,) = reduction(name, opts if op is None else op, [dense(name, tensor)])
         root = root_of(name, opts, self.size())
-        return self._submit(name, timeout or opts, tensors, self.comm.reduce, x, x, root=root, op=op)
+        fills = self.rank() == root
+        return self._submit(name, timeout or opts, tensors, self.comm.reduce, x, x, root=root, op=op, fills=fills)
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> LaneWork:
         """Reduce a list of one tensor for each rank, and keep this rank's."""
@@ -122,10 +123,10 @@ class BaguaGroup(GroupBase):
         """Copy `tensors` of the root to all ranks."""
         name = "broadcast"
         tensors, root = as_list(name, tensors), root_of(name, opts, self.size())
-        xs = [any_dtype(name, x) for x in tensors]
+        xs, fills, limit = [any_dtype(name, x) for x in tensors], self.rank() != root, timeout or opts
         if len(xs) == 1:
-            return self._submit(name, timeout or opts, tensors, self.comm.broadcast, xs[0], root=root)
-        return self._submit(name, timeout or opts, tensors, self.comm.broadcast_many, xs, root=root)
+            return self._submit(name, limit, tensors, self.comm.broadcast, xs[0], root=root, fills=fills)
+        return self._submit(name, limit, tensors, self.comm.broadcast_many, xs, root=root, fills=fills)
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> LaneWork:
         """Gather the tensor of each rank, in a list."""
@@ -197,7 +198,7 @@ class BaguaGroup(GroupBase):
             if buffer is not None:
                 divided(buffer, targets)
 
-        return self._submit(name, opts, outputs or inputs, gather)
+        return self._submit(name, opts, outputs or inputs, gather, fills=bool(targets))
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any) -> LaneWork:
         """Send one tensor of a list of the root to each rank."""

@@ -12,6 +12,7 @@ import torch
 from bagua_comm import ArrayError, UnsupportedError, arrays
 from bagua_comm.arrays import Array, Op, check_reduction
 from bagua_comm.averages import Average
+from bagua_comm.comm.arguments import check_writable
 
 from ..arrays import as_array, dtype_name
 
@@ -103,16 +104,13 @@ _BYTES = {
 """Dtypes of one byte that NumPy does not have."""
 
 
-def check_memory(call: str, tensors: Any) -> None:
+def check_filled(call: str, tensors: Any) -> None:
     """Raise `ArrayError` if elements of a tensor that a call fills share memory; looks in nested lists."""
     if isinstance(tensors, (list, tuple)):
         for each in tensors:
-            check_memory(call, each)
-    elif any(n > 1 and not step for n, step in zip(tensors.shape, tensors.stride(), strict=True)):
-        raise ArrayError(
-            f"{call}: elements of a tensor of shape {tuple(tensors.shape)} share memory, as after expand(); pass "
-            "tensor.contiguous()"
-        )
+            check_filled(call, each)
+    elif 0 in tensors.stride():
+        check_writable(call, "a tensor", tensors, any_dtype(call, tensors))
 
 
 def check_size(call: str, x: Array, size: int) -> None:

@@ -102,13 +102,12 @@ class LaneWork(_Work):  # type: ignore[misc]
         limit_s = timeout.total_seconds() if timeout > timedelta(0) else self._limit_s
         with torch_stream(self._device):
             try:
-                self._task.result(limit_s)
-            except BaseException as exc:
-                if self._task.done() and self._forget is not None:
-                    self._forget(self._task)
-                if self._task.done() or not isinstance(exc, FutureTimeout):
-                    raise
+                error = self._task.exception(limit_s)
+            except FutureTimeout as exc:
                 raise CommTimeout(f"{self._call} is not done after {limit_s:g} s of waiting") from exc
+            if error is not None and self._forget is not None:
+                self._forget(self._task)
+            self._task.result()
         return True
 
     synchronize = wait

@@ -13,6 +13,8 @@ from bagua_comm import (
     CommError,
     CommMismatch,
     CommTimeout,
+    ErrorFeedback,
+    Hierarchical,
     MinMaxUInt8,
     Quantized,
     Reproducible,
@@ -291,6 +293,13 @@ BAD_CALLS = {
     "rows": (ArrayError, "divisible", lambda g: g.all_to_all_single(torch.ones(4), torch.ones(4))),
     "outside": (ArrayError, "peer is rank 3", lambda g: g.recv([torch.ones(2)], 3, 0)),
     "tag": (ArrayError, "tag is -1", lambda g: g.send([torch.ones(2)], (g.rank() + 1) % 3, -1)),
+    "large tag": (ArrayError, "from 0 to", lambda g: g.send([torch.ones(2)], (g.rank() + 1) % 3, 2**30)),
+    "expanded": (ArrayError, "one place", lambda g: g.allreduce([torch.ones(1).expand(4)])),
+    "expanded, in a list": (
+        ArrayError,
+        "one place",
+        lambda g: g.allgather([[torch.ones(1).expand(2)] * 3], [torch.ones(2)]),
+    ),
     "any source": (UnsupportedError, "src=", lambda g: g.recv_anysource([torch.ones(2)], 0)),
     "several": (UnsupportedError, "2 tensors of this rank", lambda g: g.send([torch.ones(2)] * 2, 0, 0)),
 }
@@ -316,6 +325,48 @@ def test_bad_calls_are_refused_before_anything_is_sent():
         assert x.tolist() == [RANKS] * 2
 
     on_groups(body)
+
+
+def test_tensors_that_are_only_read_may_share_memory_between_elements():
+    def body(group):
+        x, root = torch.full((1,), float(group.rank())), RANKS - 1
+        tensor = x.expand(2) if group.rank() == root else torch.empty(2)
+        group.broadcast([tensor], with_root(dist.BroadcastOptions, root)).wait()
+        rows = [[torch.empty(2) for _ in range(RANKS)]] if group.rank() == root else []
+        group.gather(rows, [x.expand(2)], with_root(dist.GatherOptions, root)).wait()
+        return tensor.tolist(), [row.tolist() for row in rows[0]] if rows else None
+
+    *others, (tensor, rows) = on_groups(body)
+    assert [found for found, _ in others] == [tensor] * (RANKS - 1) == [[RANKS - 1.0] * 2] * (RANKS - 1)
+    assert rows == [[float(rank)] * 2 for rank in range(RANKS)]
+
+
+def test_an_error_that_a_wait_has_raised_does_not_come_back_at_the_end():
+    def body(comm):
+        group = BaguaGroup(lane_of(comm.dup(), 20.0), comm)
+        work = group.allreduce([torch.ones(2 + comm.rank)])
+        with pytest.raises(CommMismatch):
+            work.wait()
+        group.shutdown()
+
+    run_ranks(2, body)
+
+
+def test_the_future_of_a_call_that_fails_has_its_error():
+    """And no value: DistributedDataParallel would read an exception as tensors."""
+
+    def body(comm):
+        group = BaguaGroup(lane_of(comm.dup(), 20.0), comm)
+        work = group.allreduce([torch.ones(2 + comm.rank)])
+        with pytest.raises(RuntimeError, match="CommMismatch"):
+            work.get_future().wait()
+        with pytest.raises(CommMismatch):
+            work.wait()
+        with pytest.raises(RuntimeError, match="CommMismatch"):
+            work.get_future().value()
+        group.shutdown()
+
+    run_ranks(2, body)
 
 
 def test_a_group_that_was_destroyed_refuses_calls():
@@ -356,6 +407,9 @@ def test_an_average_of_the_options_adds_floats(average):
 def test_options_must_be_an_average():
     with pytest.raises(ArrayError, match="expected an average"):
         BackendOptions(average=MinMaxUInt8())
+    for average in (ErrorFeedback(), Hierarchical(ErrorFeedback())):
+        with pytest.raises(ArrayError, match="residual of one array"):
+            BackendOptions(average=average)
 
 
 def test_a_missing_rank_is_named_when_a_group_is_made():

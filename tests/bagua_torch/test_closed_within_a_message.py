@@ -91,3 +91,20 @@ def test_a_waiter_can_be_used_after_an_operation_that_never_ends():
     peer, error = waiting.wait([(4, Work(3.0))], time.monotonic() + 10, closed)
     assert (peer, str(error)) == (4, "the connection to 4 is closed")
     assert waiting.wait([(1, Work(0.0))], time.monotonic() + 10, closed) is None
+
+
+def test_a_collective_that_ends_just_after_a_wait_for_it_is_complete():
+    class Late:
+        waits = 0
+
+        def wait(self, timeout=None):
+            self.waits += 1
+            if timeout is not None:
+                raise RuntimeError("timed out")
+
+        def is_completed(self):
+            return True
+
+    work = Late()
+    waiter.wait_for_collective(work, time.monotonic() + 10, closed)
+    assert work.waits == 2
