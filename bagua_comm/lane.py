@@ -371,10 +371,10 @@ def _device_of(comm: LaneComm) -> int | None:
 
 def _entry_of(task: Task, group: str) -> Entry:
     """Return a waiting task as an entry; a task of an engine has a bucket among its arguments."""
-    call, args, _ = task
+    call, args, options = task
     name = getattr(call, "__name__", type(call).__name__).strip("_")
     bucket = next((arg for arg in args if isinstance(arg, Bucket)), None)
     if bucket is None:
         return Entry(group, 0, True, name)
-    step = next((arg for arg in args if type(arg) is int), bucket.step)
+    step = options.get("step", bucket.step)  # the bucket's own goes on while the task waits
     return Entry(group, 0, True, name, bucket.spec.dtype, (bucket.spec.size,), {}, bucket.index, step)

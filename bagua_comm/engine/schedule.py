@@ -121,7 +121,7 @@ class Exchanges:
         state = self.states[bucket.index]
         self.algorithm.begin(bucket, state)
         began = time.perf_counter_ns()
-        future = self.lane.submit(self._exchange, self.algorithm, bucket, state, self.began + bucket.step)
+        future = self.lane.submit(self._exchange, self.algorithm, bucket, state, step=self.began + bucket.step)
         self.counters.wait.time_ns += time.perf_counter_ns() - began  # a lane without a thread runs it here
         return future
 
