@@ -214,10 +214,10 @@ class SimulatedSemaphore(threading.Semaphore):
     def acquire(self, blocking: bool = True, timeout: float | None = None) -> bool:
         """See `threading.Semaphore.acquire`, which measures with the real clock."""
         with self._cond:
-            free = (lambda: self._value > 0) if blocking else None
-            got = self._cond.wait_for(free, timeout) if free else self._value > 0
-            self._value -= bool(got)
-            return bool(got)
+            if not self._value and not (blocking and self._cond.wait_for(lambda: self._value, timeout)):
+                return False
+            self._value -= 1
+            return True
 
     __enter__ = acquire
 
