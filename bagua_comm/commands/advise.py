@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..algorithms import DiLoCo, StreamingDiLoCo
+from ..algorithms import DiLoCo
 from ..bucket import DEFAULT_BUCKET_BYTES
 from ..launch.cli import CommandError
 from ..planning.advise import (
@@ -394,7 +394,7 @@ def _advice(job: Job, rows: Sequence[Advice], exact_s: float, *, guessed: bool) 
         lines.append(
             "The fewer steps communicate, the worse training may end. Compare it on your own model first."
         )
-    if rarely is not None and isinstance(rarely.method, (DiLoCo, StreamingDiLoCo)):
+    if rarely is not None and isinstance(rarely.method, DiLoCo):
         begun = f"after(500, GradientAllReduce(), {expression(rarely.method)})"
         lines.append(f"DiLoCo is for models that have been trained for a while; begin exactly: {begun}.")
     return [*lines, *limit_of_sparse(job, rows), _limits(guessed=guessed)]
