@@ -129,6 +129,16 @@ def test_objects_that_cannot_be_sent_are_refused_with_what_to_pass_instead(name)
     assert run_ranks(2, body) == [2, 2]
 
 
+def test_a_mapping_of_arrays_is_refused_where_a_list_is_expected():
+    def body(comm):
+        for call in (comm.allreduce_many, lambda xs: comm.broadcast_many(xs, root=0)):
+            with pytest.raises(ArrayError, match=r"xs is a dict, expected a list of arrays: .*xs.values"):
+                call({"a": np.ones(1)})
+        return comm.allreduce(np.array(1)).item()
+
+    assert run_ranks(2, body) == [2, 2]
+
+
 NO_TARGETS = {
     "read-only": (lambda: np.frombuffer(b"01234567"), "out is read-only; pass a writable array"),
     "scalar": (lambda: np.float64(0), "NumPy scalar, which cannot be written to; use a 0-d array"),

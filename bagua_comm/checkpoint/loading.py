@@ -16,7 +16,7 @@ from ..errors import BaguaError, CheckpointError
 from . import tensorfile
 from .folders import file_name
 from .texts import shortened
-from .trees import FromArray, Json, Rule, Unpacker
+from .trees import RULES, FromArray, Json, Rule, Unpacker
 
 _OPEN = 32
 """How many files are kept open."""
@@ -120,7 +120,8 @@ class Reader:
         if rule is None:
             raise CheckpointError(
                 f"{path} is a rank's own, and was saved by {self._world} ranks, but {self._ranks} load it; load "
-                "it on as many, or save it as Own(..., reshape=...), or of a MoE what moe.global_state_dict gives"
+                'it on as many, or save it with a rule: Own(value, reshape="first"), or another of '
+                f"{', '.join(map(repr, RULES))}"
             )
         return self._combined(number, rule, path)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 from .. import arrays
 from ..arrays import A, Array, Op, as_real
@@ -48,6 +48,7 @@ class CoalescedCollectives(CommBase):
         [array([2., 2.]), array(1)]
         """
         name = "allreduce_many"
+        _check_list(name, xs)
         sends = [Call(self, name, x, f"xs[{i}]", op=op, timeout_s=timeout_s) for i, x in enumerate(xs)]
         for send in sends:
             send.check_reduction(op)
@@ -87,6 +88,7 @@ class CoalescedCollectives(CommBase):
         """
         name = "broadcast_many"
         self._check_peer(name, "root", root)
+        _check_list(name, xs)
         sends = [Call(self, name, x, f"xs[{i}]", root=root, timeout_s=timeout_s) for i, x in enumerate(xs)]
         check = check_mutable if self.rank == root else check_writable
         for i, send in enumerate(sends):
@@ -100,6 +102,13 @@ class CoalescedCollectives(CommBase):
                 [values[i] for i in members] if self.rank != root else [],
             )
         return list(xs)
+
+
+def _check_list(call: str, xs: object) -> None:
+    """Raise `ArrayError` if `xs` is a mapping, of which only the keys would be seen."""
+    if isinstance(xs, Mapping):
+        what = f"a {type(xs).__name__}, expected a list of arrays: pass list(xs.values())"
+        raise ArrayError(f"{call}: xs is {what}")
 
 
 def _group(calls: Sequence[Call]) -> list[list[int]]:

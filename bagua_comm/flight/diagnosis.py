@@ -36,6 +36,9 @@ LATE_SHARE = 0.5
 LATE_S = 0.5
 """A rank is late if all others waited at least this long, and this part of the longest wait, for it."""
 
+_RECEIVED_BY = {"send": "recv", "send_object": "recv_object"}
+"""The call that receives what another one sends."""
+
 SHOWN_RANKS = 8
 """The number of ranks that a short text describes."""
 
@@ -327,7 +330,9 @@ class _Analysis:
         """A phrase on the last call of a rank, from its record or those of its peers."""
         if rank in self.ranks:
             last = self.ranks[rank].last
-            return f"; its last call was {last.short}" if last is not None else "; it has made no call"
+            if last is None:
+                return "; it has made no call"
+            return f"; its last call was {last.short}{self._unlike_message(rank, last)}"
         shared = [
             entry
             for each in self.ranks.values()
@@ -337,6 +342,19 @@ class _Analysis:
         if not shared:
             return "; nobody has ended a call together with it"
         return f"; the last call that it was needed for, and that has ended, is {max(shared, key=_end).short}"
+
+    def _unlike_message(self, rank: int, last: Entry) -> str:
+        """A phrase if another rank receives by the wrong call what `rank` sent last."""
+        if last.name in _RECEIVED_BY:
+            for other, each in self.ranks.items():
+                wait = each.last
+                if wait is None or wait.group != last.group or wait.name not in _RECEIVED_BY.values():
+                    continue
+                group = self.groups[last.group]
+                ends = group[last.detail["dest"]], group[wait.detail["source"]]
+                if ends == (other, rank) and wait.name != _RECEIVED_BY[last.name]:
+                    return f"; {_RECEIVED_BY[last.name]} receives it, not {wait.name}"
+        return ""
 
     # Ranks that wait for each other -----------------------------------------------------------------
 

@@ -106,8 +106,14 @@ def _train(comm: Communicator, engine: Engine, step: int) -> None:
         for spec in reversed(_SPECS):  # not in the order of the plan
             engine.ready(spec.name)
         engine.at(Point.BACKWARD)
-        for bucket, state in zip(engine.buckets, engine.states, strict=True):
-            _assert_averaged(comm, bucket.flat, state)
+        for number, (bucket, state) in enumerate(zip(engine.buckets, engine.states, strict=True)):
+            try:
+                _assert_averaged(comm, bucket.flat, state)
+            except CommMismatch as exc:
+                raise CommMismatch(
+                    f"step {step}, bucket {number}: after the exchange, ranks hold different gradients; the "
+                    f"algorithm must give the same average to all ({exc})"
+                ) from exc
     engine.at(Point.STEP)
     assert all(np.isfinite(bucket.flat).all() for bucket in engine.buckets)
 

@@ -9,6 +9,7 @@ from support.own_algorithms import OWN_ALGORITHMS, Beside, Half, Plain, RandomPe
 from bagua_comm import (
     ArrayError,
     ByteGrad,
+    CommMismatch,
     Decentralized,
     DiLoCo,
     Engine,
@@ -165,6 +166,16 @@ def test_check_algorithm_refuses_a_window_that_opens_or_closes_at_no_point_of_a_
 
     with pytest.raises(AssertionError, match="expected a Point of a step"):
         check_algorithm(Odd())
+
+
+def test_check_algorithm_names_the_step_and_the_bucket_of_gradients_that_differ():
+    @dataclass(frozen=True)
+    class Alone(Plain):
+        def exchange(self, bucket, comm, state):
+            pass
+
+    with pytest.raises(CommMismatch, match=r"step 0, bucket 0: .* ranks hold different gradients"):
+        check_algorithm(Alone(), sizes=(2,))
 
 
 def test_check_algorithm_refuses_classes_that_are_no_dataclass():

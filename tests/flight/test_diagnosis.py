@@ -252,6 +252,15 @@ def test_ranks_that_all_send_or_all_receive_wait_for_each_other(name, peers, cir
     assert finding.text.startswith(words)
 
 
+@pytest.mark.parametrize(("sent", "received"), [("send", "recv_object"), ("send_object", "recv")])
+def test_an_object_that_is_received_as_an_array_is_named_and_vice_versa(sent, received):
+    send = Entry("world", 1, False, sent, "float32", (4,), {"dest": 1}, start_ns=0, end_ns=1)
+    recv = Entry("world", 1, False, received, "float32", (4,), {"source": 0}, start_ns=0)
+    right = "recv_object" if received == "recv" else "recv"
+    finding = only([record(0, [send], left=LEFT_WELL, size=2), record(1, [recv], size=2)])
+    assert finding.text.endswith(f"its last call was {sent} #1; {right} receives it, not {received}")
+
+
 def test_the_last_call_of_a_rank_has_its_bucket_its_step_and_the_tasks_of_its_lane():
     entry = calls("allreduce", open_last=True, bucket=3, step=7)
     waiting = Entry("world", 0, True, "exchange", bucket=4, step=7)
