@@ -9,17 +9,49 @@ They are frozen dataclasses of settings; the formulas are those of `torch.optim`
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from . import arrays, kernels
 from .arrays import Array
 from .errors import ArrayError
 
 
+class _Saved:
+    """The state of an optimizer for one array, which `elastic.State` and `Checkpoints` can hold."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Its fields by name; the arrays are its own, not copies."""
+        return dict(vars(self))
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Continue from the result of `state_dict`, whose arrays are copied.
+
+        Raises:
+            ArrayError: It is of another optimizer, or for an array of another shape.
+        """
+        fields = vars(self)
+        if set(saved) != set(fields):
+            raise ArrayError(
+                f"{type(self).__name__}: the saved state has {', '.join(sorted(saved)) or 'nothing'}, expected "
+                f"{', '.join(sorted(fields))}; load it into the optimizer that saved it"
+            )
+        for name, value in fields.items():
+            ours, shape = np.shape(value), np.shape(saved[name])
+            if ours != shape:
+                raise ArrayError(f"{type(self).__name__}: {name} has shape {ours}, but {shape} was saved")
+        for name, value in fields.items():
+            if isinstance(value, int):
+                setattr(self, name, int(saved[name]))
+            else:
+                value[...] = saved[name]
+
+
 @dataclass
-class SGDState:
+class SGDState(_Saved):
     """State of `SGD`."""
 
     buffer: Array
@@ -64,7 +96,7 @@ class SGD:
 
 
 @dataclass
-class AdamState:
+class AdamState(_Saved):
     """State of `Adam`."""
 
     momentum: Array
@@ -100,7 +132,7 @@ class Adam:
 
 
 @dataclass
-class QAdamState:
+class QAdamState(_Saved):
     """State of `QAdam`; the momentum is in the algorithm's state."""
 
     variance: Array

@@ -146,3 +146,20 @@ def test_qadam_needs_a_warm_up(warmup_steps):
 def test_a_setting_out_of_range_is_named(make, message):
     with pytest.raises(ArrayError, match=message):
         make()
+
+
+def test_a_state_is_loaded_in_place_and_refuses_another_optimizers():
+    weight = np.ones(3)
+    saved, loaded = optim.Adam().init(weight), optim.Adam().init(weight)
+    optim.Adam().step(weight, np.ones(3), saved)
+    momentum = loaded.momentum
+    loaded.load_state_dict(saved.state_dict())
+    assert loaded.momentum is momentum
+    assert loaded.step == 1
+    np.testing.assert_array_equal(momentum, saved.momentum)
+    with pytest.raises(
+        ArrayError, match="AdamState: the saved state has buffer, expected momentum, step, variance"
+    ):
+        loaded.load_state_dict(optim.SGD(lr=1).init(weight).state_dict())
+    with pytest.raises(ArrayError, match=r"momentum has shape \(3,\), but \(2,\) was saved"):
+        loaded.load_state_dict(optim.Adam().init(np.ones(2)).state_dict())

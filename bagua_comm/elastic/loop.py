@@ -336,7 +336,7 @@ class _Loop:
                 )
             if everyone.rank == root:
                 problem = self._session.hold_initial(rows[root].run)
-            snapshots = self._session.snapshots()
+                snapshots = self._session.snapshots()  # others do not read: they might find it half written
             held = everyone.allgather_object((problem, [each.info for each in snapshots]))
             if (problem := held[root][0]) is not None:
                 name = f"process {rendezvous.alive[root].number}"

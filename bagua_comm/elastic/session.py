@@ -113,9 +113,8 @@ class Session:
         self._newest = next((buffer for buffer in self._buffers if _holds(buffer, sources)), None)
         if content is None:
             return
-        is_source = sources.version == INITIAL and everyone.rank in sources.complete
-        if is_source:
-            return
+        if sources.version == INITIAL and self._newest is not None:
+            return  # it is the initial state of this process itself
         tree = content.tree()
         given, found = ", ".join(sorted(self._parts)), ", ".join(sorted(tree["parts"]))
         if given != found:

@@ -67,8 +67,9 @@ class State:
     Args:
         parts: Objects with `state_dict` and `load_state_dict` (modules, optimizers, schedulers, samplers); arrays
             of NumPy or CuPy and tensors, which are restored in place; plain values: None, bool, int, float,
-            complex, str, bytes, and lists, tuples and dicts of these and of arrays. Wrap private state of a rank
-            in `Own(value, rule)`.
+            complex, str, bytes; and lists, tuples and dicts of all these. Such a container is replaced by one
+            with the same objects and arrays, whose values are restored. Wrap private state of a rank in
+            `Own(value, rule)`.
 
     Raises:
         ArrayError: A name is taken by this class, or an `Own` has no rule.

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import bagua_comm
-from bagua_comm import ArrayError, BootstrapError, RankFailed
+from bagua_comm import ArrayError, BootstrapError, RankFailed, optim
 from bagua_comm.elastic import State, run
 from bagua_comm.elastic.loop import _without_frames
 from bagua_comm.flight import read_folder
@@ -50,6 +50,41 @@ def test_a_rank_dies_and_the_others_end_with_the_values_of_an_undisturbed_run():
         assert change.commit == 4  # the first commit is that of the start
         assert [death.process.number for death in change.dead] == [1]
         assert change.recovery_s > 0
+
+
+@pytest.mark.parametrize("wrap", [lambda x: [x], lambda x: {"a": {"b": x}, "n": 1}, lambda x: (1, [x])])
+def test_arrays_and_optimizers_in_containers_are_restored_in_place(wrap):
+    """Training holds them by names of its own, as `plan.allocate` and `plan.cut` return them."""
+    job = ThreadJob(4, wanted=3)
+
+    def body(fleet):
+        total, sgd = np.full(3, 100.0 * fleet.me), optim.SGD(lr=1.0, momentum=0.5)
+        memory = sgd.init(total)
+        state = State(arrays=wrap(total), states=wrap(memory), step=0, losses=[])
+
+        @run(state, fleet=fleet)
+        def train(comm):
+            while state.step < STEPS:
+                sgd.step(total, comm.allreduce(np.full(3, -1.0), op="avg"), memory)
+                state.step += 1
+                state.losses.append(float(total[0]))
+                if (fleet.me, state.step) == (1, 4):
+                    job.kill(fleet.me)
+                state.commit()
+            return total.copy(), state.losses
+
+        return train
+
+    expected, momentum, losses = 0.0, 0.0, []
+    for _ in range(STEPS):
+        momentum = 0.5 * momentum + 1
+        expected += momentum
+        losses.append(expected)
+    outcomes = [outcome["result"] for outcome in run_fleet(job, body) if "result" in outcome]
+    assert len(outcomes) == 3
+    for total, seen in outcomes:
+        np.testing.assert_allclose(total, expected)
+        np.testing.assert_allclose(seen, losses)
 
 
 @pytest.mark.parametrize("goes_on", [True, False])

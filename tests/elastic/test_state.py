@@ -1,5 +1,6 @@
 """The values that users put into a state, and those that they find there."""
 
+import collections
 import itertools
 import threading
 
@@ -55,7 +56,7 @@ def test_names_of_the_class_are_refused(name):
     [
         (object(), "x cannot be kept: tree is a builtins.object"),
         ({"a": [1, {2}]}, r"x cannot be kept: tree\['a'\]\[1\] is a builtins.set"),
-        (Counter, "x is the class Counter; give an object of it"),
+        (Counter, "x cannot be kept: x is the class Counter; give an object of it"),
         (np.array(["a"]), "x cannot be kept: tree is an array of <U1"),
     ],
 )
@@ -255,6 +256,33 @@ def test_processes_that_wait_are_admitted_at_a_commit():
     first, _, third = run_fleet(job, body)
     assert first["result"] == ((0, 3), [2, 3])
     assert third["result"] == ((1, 3), [2, 3])
+
+
+def test_all_ranks_begin_with_the_values_of_rank_0_also_when_they_read_its_memory(tmp_path, monkeypatch):
+    monkeypatch.setenv("BAGUA_JOB", "test")
+    monkeypatch.setenv("BAGUA_JOB_FOLDER", str(tmp_path))
+    written, hold, read = threading.Event(), Session.hold_initial, Session.snapshots
+    calls = collections.Counter()
+
+    def hold_initial(self, run):
+        problem = hold(self, run)
+        written.set()
+        return problem
+
+    def snapshots(self):
+        calls[self] += 1
+        if calls[self] == 2:  # a process that reads again, while rank 0 writes
+            written.wait(10)
+        return read(self)
+
+    monkeypatch.setattr(Session, "hold_initial", hold_initial)
+    monkeypatch.setattr(Session, "snapshots", snapshots)
+
+    def body(fleet):
+        state = State(x=np.full(2, 7.0 * (fleet.me + 1)), mark=fleet.me)
+        return run(state, fleet=fleet)(lambda comm: (state.x.tolist(), state.mark))
+
+    assert [outcome["result"] for outcome in run_fleet(ThreadJob(3), body)] == [([7.0, 7.0], 0)] * 3
 
 
 def test_a_training_continues_from_the_files_of_one_that_is_gone(tmp_path, monkeypatch):

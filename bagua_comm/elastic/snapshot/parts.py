@@ -3,12 +3,14 @@
 object        has `state_dict` and `load_state_dict`: modules, optimizers, schedulers, samplers
 array         of NumPy or CuPy, or a tensor: restored in place
 plain value   anything else that a checkpoint can hold: replaced
+container     a list, tuple or dict of all these: replaced by one with the same objects and arrays
 Own(...)      one of these that is private to its rank
 """
 
 from __future__ import annotations
 
 import sys
+from collections import OrderedDict
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,7 @@ import numpy as np
 from ... import arrays
 from ...arrays import Array
 from ...checkpoint.optimizers import is_optimizer, is_sharded, load_in_place, with_dtype
-from ...checkpoint.trees import Own, Packed, as_tagged, from_tagged, pack
+from ...checkpoint.trees import DEEPEST, Own, Packed, as_tagged, from_tagged, pack
 from ...errors import ArrayError, UnsupportedError
 
 
@@ -65,16 +67,11 @@ class Part:
         self.name = name
         self._own = given if isinstance(given, Own) else None
         self.value: Any = given.value if isinstance(given, Own) else given
-        if is_sharded(self.value):
-            raise UnsupportedError(
-                f"State: {name} is a {type(self.value).__name__}, of which each rank holds the states of its "
-                "share alone: when a rank dies, they are lost, and on another number of ranks the shares differ. "
-                "Give a plain optimizer, which every rank has as a whole; or train without elastic.run, and save "
-                "this one by bagua_torch.Checkpoints"
-            )
-        self.is_object = _is_object(name, self.value)
-        self.is_array = not self.is_object and _is_array(self.value)
+        self._kept: Any = None
+        """The value when `tree` was called last, with containers of its own: what is restored in place."""
         try:
+            self.is_object = _is_object(name, self.value)
+            self.is_array = not self.is_object and _is_array(self.value)
             if len(packed(self.tree()).own_trees) != self.is_own:
                 raise ArrayError("it has an Own inside; mark the whole of it, or make it two parts")
         except (ArrayError, UnsupportedError) as exc:
@@ -92,31 +89,81 @@ class Part:
 
     def tree(self) -> Any:
         """The part as a tree, which shares memory with the object."""
-        bare = self.value.state_dict() if self.is_object else self.value
+        self._kept, bare = _split(self.name, self.value)
         return bare if self._own is None else Own(bare, self._own.reshape)
 
     def load(self, saved: Any) -> None:
         """Restore a result of `tree`. Dropped objects and arrays, for which it is None, are left unchanged."""
         saved = saved.value if isinstance(saved, Own) else saved
-        if self.is_object:
-            if saved is not None and is_optimizer(self.value):
-                load_in_place(self.value, saved, with_dtype)
-            elif saved is not None:
-                self.value.load_state_dict(_with_metadata(saved, self.value))
-        elif self.is_array:
-            if saved is not None:
-                _assign(self.name, self.value, saved)
-        else:
-            self.value = saved
+        if not self.is_array:
+            self.value = _restored(self._kept, saved)
+        elif saved is not None:
+            ours, shape = tuple(self.value.shape), tuple(saved.shape)
+            if ours != shape:
+                raise ArrayError(f"State: {self.name} has shape {ours}, but {shape} was committed")
+            _assign(self.value, saved)
+
+
+def _split(path: str, value: Any, depth: int = 0) -> tuple[Any, ...]:
+    """Return `value` with containers of its own, and with state dicts in place of its objects."""
+    if depth <= DEEPEST and type(value) in (list, tuple):
+        pairs = [_split(f"{path}[{n}]", item, depth + 1) for n, item in enumerate(value)]
+        return type(value)(pair[0] for pair in pairs), type(value)(pair[1] for pair in pairs)
+    if depth <= DEEPEST and type(value) in (dict, OrderedDict):
+        split = {key: _split(f"{path}[{key!r}]", item, depth + 1) for key, item in value.items()}
+        return tuple(type(value)((key, pair[side]) for key, pair in split.items()) for side in (0, 1))
+    if _is_object(path, value):
+        _check_whole(path, value)
+        return value, value.state_dict()
+    return value, value
+
+
+def _restored(kept: Any, saved: Any) -> Any:
+    """The value that was saved, made of the objects and arrays that were kept, where these fit."""
+    if isinstance(saved, (list, tuple)) and type(kept) is type(saved):
+        rest = saved[len(kept) :]
+        return type(saved)([*(_restored(k, s) for k, s in zip(kept, saved, strict=False)), *rest])
+    if isinstance(saved, dict) and type(kept) is type(saved):
+        return type(saved)((key, _restored(kept.get(key), value)) for key, value in saved.items())
+    if _is_object("", kept):
+        if saved is not None:
+            _load(kept, saved)
+        return kept
+    if _is_array(kept):
+        if saved is None:
+            return kept
+        if _is_array(saved) and _fits(kept, saved):
+            _assign(kept, saved)
+            return kept
+    return saved
+
+
+def _load(target: Any, saved: Any) -> None:
+    """Load a state dict into its object."""
+    if is_optimizer(target):
+        load_in_place(target, saved, with_dtype)
+    else:
+        target.load_state_dict(_with_metadata(saved, target))
+
+
+def _check_whole(path: str, value: Any) -> None:
+    """Raise `UnsupportedError` if `value` is an optimizer that is sharded over the ranks."""
+    if is_sharded(value):
+        raise UnsupportedError(
+            f"{path} is a {type(value).__name__}, of which each rank holds the states of its "
+            "share alone: when a rank dies, they are lost, and on another number of ranks the shares differ. "
+            "Give a plain optimizer, which every rank has as a whole; or train without elastic.run, and save "
+            "this one by bagua_torch.Checkpoints"
+        )
 
 
 def _is_object(name: str, value: Any) -> bool:
     if isinstance(value, type):
-        raise UnsupportedError(f"State: {name} is the class {value.__qualname__}; give an object of it")
+        raise UnsupportedError(f"{name} is the class {value.__qualname__}; give an object of it")
     saves, loads = (callable(getattr(value, method, None)) for method in ("state_dict", "load_state_dict"))
     if saves != loads:
         has, lacks = ("state_dict", "load_state_dict") if saves else ("load_state_dict", "state_dict")
-        raise UnsupportedError(f"State: {name} is a {type(value).__name__} with {has} but without {lacks}")
+        raise UnsupportedError(f"{name} is a {type(value).__name__} with {has} but without {lacks}")
     return saves
 
 
@@ -124,11 +171,14 @@ def _is_array(value: Any) -> bool:
     return arrays.is_tensor(value) or (not isinstance(value, np.generic) and as_tagged(value) is not None)
 
 
-def _assign(name: str, target: Any, saved: Any) -> None:
+def _fits(target: Any, saved: Any) -> bool:
+    """Whether `target` can be assigned to, and has the dtype and the shape of `saved`."""
+    writable = arrays.is_tensor(target) or getattr(target.flags, "writeable", True)  # CuPy's have no such flag
+    return writable and target.dtype == saved.dtype and tuple(target.shape) == tuple(saved.shape)
+
+
+def _assign(target: Any, saved: Any) -> None:
     """Assign to an array or a tensor, in place."""
-    shape = tuple(saved.shape)
-    if tuple(target.shape) != shape:
-        raise ArrayError(f"State: {name} has shape {tuple(target.shape)}, but {shape} was committed")
     if arrays.is_tensor(target):
         target.detach().copy_(saved if arrays.is_tensor(saved) else arrays.as_tensor(saved, sys.modules["torch"]))
         return
