@@ -88,8 +88,8 @@ LAYERS = {
         "measure_links supervisor",
     ],
     "bagua_comm/engine": [
-        "callbacks checks progress schedule storage",
-        "restore weights",
+        "callbacks checks points schedule storage",
+        "progress restore weights",
         "engine",
         "__init__",
     ],

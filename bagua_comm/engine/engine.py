@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import difflib
 import logging
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -42,6 +41,7 @@ from ..pickling import Live
 from ..trace import Counter, ExchangeCounters, Tracer
 from .callbacks import EngineCallbacks
 from .checks import check_fit, check_same_training
+from .points import PointOrder
 from .progress import Progress
 from .restore import (
     check_same_types,
@@ -94,8 +94,7 @@ class Engine(Live, Closing):
     """
 
     _alone = True
-    """Whether it is used without a wrapper, which adds its own spans of the stages of a step, broadcasts the
-    weights, and reports gradients that are missing."""
+    """Whether it has no wrapper, which adds spans of its own, broadcasts weights, reports missing gradients."""
 
     @public_method("Engine")
     def __init__(
@@ -121,9 +120,8 @@ class Engine(Live, Closing):
         self._weights = EngineWeights(self._comm, storage, compare=self._alone)
         self._exchanges = Exchanges(self._lane, self._tracer, warn=self._alone)
         counters, on_device = self._exchanges.counters, isinstance(self._lane, StreamLane)
-        self._progress = Progress(
-            self._tracer, _log, comm.rank, counters, stages=self._alone, on_device=on_device
-        )
+        order = PointOrder(algorithm) if self._alone else None
+        self._progress = Progress(self._tracer, _log, comm.rank, counters, on_device=on_device, order=order)
         self._closed = False
         prepare_codecs(algorithm, self._buckets)
         self._begin_phase(began=0)
@@ -193,17 +191,17 @@ class Engine(Live, Closing):
         weights differ between ranks then, and the next algorithm needs equal ones, they become their mean.
 
         Raises:
+            ArrayError: A point was left out, on which the algorithm depends.
             CommError: An exchange failed.
-            CommMismatch: At the first `FORWARD`: the weights in the storage differ between ranks, and the
-                algorithm needs equal ones.
+            CommMismatch: The weights in the storage differ between ranks, and the algorithm needs equal ones.
         """
         if not isinstance(point, Point):
             raise ArrayError(f"at: point is {point!r}, expected a Point")
-        began_ns, step = time.perf_counter_ns(), self.step
+        began_ns, step = self._progress.begin(point, self.step), self.step
         if point is Point.FORWARD and not self.stopped and phase_of(self.algorithm, self.step) != self._phase:
             self._change_phase()
         if point is Point.FORWARD:
-            if self._weights.unchecked and not self.stopped and not self._in_step:
+            if self._weights.is_due(self.step) and not self.stopped and not self._in_step:
                 self._lane.wait()
                 self._weights.check(self._phase, self.plan, self._buckets)
             self._comm.flight.steps[self._comm.group] = self.step + 1
@@ -260,8 +258,7 @@ class Engine(Live, Closing):
     def stop(self) -> None:
         """Finish the exchanges under way, and start none until `resume`. Stopping twice does nothing.
 
-        Collective: returns when all ranks have stopped. If the algorithm exchanges in `Rounds`, the rounds
-        continue until then, and the last one leaves all ranks with the same weights, up to rounding.
+        Collective: returns when all ranks have stopped. The last of `Rounds` leaves equal weights, rounded.
 
         Until `resume`, each rank trains as a single process does, and `at` is not collective: ranks may make
         different numbers of steps. Steps are counted, but the next phase of `after` begins only after `resume`.
@@ -445,10 +442,12 @@ class Engine(Live, Closing):
         if self._closed:
             return
         self._closed = True
-        differ = self._drifts and not self.stopped and self._comm.size > 1
+        was_stopped = self.stopped
         try:
             self.stop()
-            if differ:
+            if not self._drifts and not was_stopped:
+                self._weights.report_unlike(self._phase, self.plan, self._buckets)
+            elif not was_stopped and self._comm.size > 1:
                 self._progress.report_alone(self.algorithm, self.step - self._exchanges.exchanged)
         finally:
             self._lane.close()
@@ -484,6 +483,7 @@ class Engine(Live, Closing):
             self._schedule.finish()
         self._make_equal()
         self._begin_phase(self.step)
+        self._weights.compare_at(self.step + 1)
         log_on_root(_log, self._comm.rank, "from step %d on: %s", self.step, self._phase)
 
     def _make_equal(self, following: Algorithm | None = None) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from ..algorithms.base import Algorithm, Point
 from ..logs import log_on_root, megabytes
 from ..trace import ExchangeCounters, Tracer
+from .points import PointOrder
 
 INTERVAL_S = 60.0
 """Seconds between two lines in the log about the steps under way."""
@@ -30,9 +31,9 @@ class Progress:
         logger: Receives a line every `INTERVAL_S` seconds.
         rank: This rank. Rank 0 logs at INFO, others at DEBUG.
         counters: The exchanges of the engine.
-        stages: Whether to add spans of the stages of a step: "forward and backward", from `FORWARD` to
-            `BACKWARD`, and "optimizer", from there to `STEP`. False if the program that trains adds its own.
         on_device: Whether a device exchanges, for which the host does not wait.
+        order: Checks the order of the points; None for a wrapper, which has its own spans of the stages of a
+            step: "forward and backward", from `FORWARD` to `BACKWARD`, and "optimizer", from there to `STEP`.
     """
 
     def __init__(
@@ -42,11 +43,12 @@ class Progress:
         rank: int,
         counters: ExchangeCounters,
         *,
-        stages: bool,
         on_device: bool,
+        order: PointOrder | None,
     ) -> None:
+        self._order = order
         self._tracer, self._logger, self._rank, self._counters = tracer, logger, rank, counters
-        self._stages, self._on_device = stages, on_device
+        self._on_device = on_device
         self._began_ns = self._stage_ns = 0  # of this step, and of its present stage; 0: not begun
         self._passed = False  # whether this step has had a backward pass
         self._has_step = False  # whether STEP is reported
@@ -54,15 +56,26 @@ class Progress:
         self._warm = self._since = _Reading()  # after the first step, and when the last line was logged
         self._next_line_ns = time.perf_counter_ns() + round(INTERVAL_S * 1e9)
 
+    def begin(self, point: Point, step: int) -> int:
+        """Note that training has reached `point`, after `step` steps; return the time, by `time.perf_counter_ns`.
+
+        Raises:
+            ArrayError: A point was left out before.
+        """
+        if self._order is not None:
+            self._order.check(point, step)
+        return time.perf_counter_ns()
+
     def reach(self, point: Point, began_ns: int, step: int) -> None:
         """Note that the engine's work at `point`, which began at `began_ns`, has ended.
 
         Args:
             point: The point that training has reached.
-            began_ns: When it did, by `time.perf_counter_ns`.
+            began_ns: The result of `begin`.
             step: The number of steps that had ended by then.
         """
-        if self._stages:
+        if self._order is not None:
+            self._order.reach(point)
             self._add_stage(point, began_ns)
         if point is BACKWARD:
             self._passed = True

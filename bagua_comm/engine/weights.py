@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -18,6 +19,16 @@ from .storage import Storage, average_in_place
 
 Buckets: TypeAlias = Mapping[Payload, Sequence[Bucket]]
 """The buckets that an engine exchanges, by payload."""
+
+
+_SAME_START = (
+    "give all ranks the same weights before the engine is constructed: "
+    "for flat in weights: comm.broadcast(flat, root=0)"
+)
+_SAME_STEPS = (
+    "step by the optimizer that the algorithm needs, with the same settings on all ranks; for QAdam it is "
+    "optim.QAdam, with the same warmup_steps and the momentum in engine.states"
+)
 
 
 class EngineWeights:
@@ -41,6 +52,8 @@ class EngineWeights:
         """Whether they may differ between ranks; while the engine is stopped, as far as this rank knows."""
         self.unchecked = self._compare
         """Whether they are compared when the next step begins; the same on all ranks."""
+        self._again_at = -1
+        """The number of steps after which they are compared once more."""
 
     def use(self, storage: Storage | None) -> None:
         """Use the weights in `storage` from now on, if it has them."""
@@ -56,6 +69,15 @@ class EngineWeights:
         """Note that a checkpoint was loaded, and whether its weights differ between ranks."""
         self.differ, self.unchecked, self._copied = differ, self._compare, {}
 
+    def compare_at(self, step: int) -> None:
+        """Compare the weights once more when `step` begins: a wrong optimizer shows one step into a phase."""
+        if self._compare:
+            self._again_at = step
+
+    def is_due(self, step: int) -> bool:
+        """Whether the weights are compared when `step` begins; the same on all ranks."""
+        return self.unchecked or step == self._again_at
+
     def check(self, phase: Algorithm, plan: Plan, buckets: Buckets) -> None:
         """Raise if the weights differ between ranks, and `phase`, the algorithm of this step, needs equal ones.
 
@@ -64,7 +86,7 @@ class EngineWeights:
         Raises:
             CommMismatch: They differ, or did when `phase` copied them.
         """
-        self.unchecked = False
+        trained, self.unchecked, self._again_at = not self.unchecked, False, -1
         if self.differ or not with_defaults(phase).equal_start or not self._flats(buckets):
             return
         comm, mine = self._comm, _Digests(self._digests(plan, buckets), self._copied)
@@ -74,7 +96,24 @@ class EngineWeights:
         rank = int(comm.allreduce(np.array(comm.rank if mine != first else comm.size), op="min"))
         if rank < comm.size:
             other = comm.broadcast_object(mine, root=rank)
-            raise CommMismatch(f"at: {phase} begins, but {_difference(first, other, rank)}")
+            when, cure = (
+                (f"{phase} keeps weights equal, but", _SAME_STEPS)
+                if trained
+                else (f"{phase} begins, but", _SAME_START)
+            )
+            raise CommMismatch(f"{when} {_difference(first, other, rank)}; {cure}")
+
+    def report_unlike(self, phase: Algorithm, plan: Plan, buckets: Buckets) -> None:
+        """Warn if training by `phase`, which keeps weights equal, ends with weights that differ between ranks.
+
+        Collective.
+        """
+        if not self._compare or self.unchecked:
+            return
+        try:
+            self.check(phase, plan, buckets)
+        except CommMismatch as exc:
+            warnings.warn(f"close: {exc}", stacklevel=5)  # the line that calls close()
 
     def average(self, buckets: Buckets, make_equal: Callable[[], None] | None) -> None:
         """Replace the weights with their mean over all ranks; by `make_equal`, see `EngineCallbacks`, if given.
@@ -106,7 +145,7 @@ class _Digests(NamedTuple):
 
 
 def _difference(first: _Digests, other: _Digests, rank: int) -> str:
-    """Describe how the weights of `rank` differ from those of rank 0, and what to do."""
+    """Describe how the weights of `rank` differ from those of rank 0."""
     copied = first.now == other.now
     ours, theirs = (first.copied, other.copied) if copied else (first.now, other.now)
     unlike = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
@@ -114,7 +153,4 @@ def _difference(first: _Digests, other: _Digests, rank: int) -> str:
     found = f"rank {rank} and rank 0 have different weights ({names})"
     if copied:
         found = f"its state has a copy of weights that were different on rank {rank} and rank 0 ({names})"
-    return (
-        f"{found}; give all ranks the same weights before the engine is constructed: "
-        "for flat in weights: comm.broadcast(flat, root=0)"
-    )
+    return found

@@ -1,6 +1,7 @@
 """The engine: when buckets leave, what happens when things go wrong, and what is kept."""
 
 import time
+import warnings
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,6 +16,7 @@ from bagua_comm import (
     DiLoCo,
     Engine,
     GradientAllReduce,
+    LowPrecisionOnePeer,
     Plan,
     Point,
     QAdam,
@@ -22,6 +24,7 @@ from bagua_comm import (
     UnsupportedError,
     Window,
     after,
+    every,
 )
 from bagua_comm.engine import EngineCallbacks
 from bagua_comm.testing import run_ranks
@@ -502,6 +505,91 @@ def test_weights_are_compared_again_after_a_checkpoint_was_loaded():
             engine.load_state_dict(engine.state_dict())
             with pytest.raises(CommMismatch, match=r"different weights \('c'\)"):
                 engine.at(Point.FORWARD)
+            weights[2][...] = 0
+
+    run_ranks(2, body)
+
+
+WHOLE = (Point.FORWARD, Point.BACKWARD, Point.STEP)
+
+
+def make_steps(engine, count, points):
+    for _ in range(count):
+        for point in points:
+            engine.at(point)
+
+
+@pytest.mark.algorithms("all")
+@pytest.mark.parametrize(
+    ("algorithm", "left_out"),
+    [
+        *((Decentralized("all"), point) for point in WHOLE),
+        *((DiLoCo(2), point) for point in (Point.FORWARD, Point.STEP)),
+        (LowPrecisionOnePeer(), Point.FORWARD),
+        *((QAdam(2), point) for point in (Point.STEP, Point.BACKWARD)),
+        *((every(2, ByteGrad()), point) for point in WHOLE),
+        *((after(2, ByteGrad(), Decentralized("all")), point) for point in WHOLE),
+    ],
+    ids=str,
+)
+def test_a_point_that_is_left_out_is_an_error_where_the_algorithm_depends_on_it(algorithm, left_out):
+    def body(comm):
+        storage = {"grad": PLAN.allocate(), "weight": PLAN.allocate()}
+        with Engine(comm, algorithm, PLAN, storage) as engine:
+            with pytest.raises(ArrayError, match=rf"expected {left_out} before, in step \d; call engine.at"):
+                make_steps(engine, 2, [point for point in WHOLE if point is not left_out])
+            engine.stop()
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize(("algorithm", "points"), [(ByteGrad(), WHOLE[1:2]), (DiLoCo(2), WHOLE[::2])])
+def test_a_point_may_be_left_out_where_the_algorithm_does_not_depend_on_it(algorithm, points):
+    def body(comm):
+        with Engine(comm, algorithm, PLAN, {"grad": PLAN.allocate(), "weight": PLAN.allocate()}) as engine:
+            make_steps(engine, 4, points)
+            return engine.counter.calls
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert min(run_ranks(2, body)) > 0
+
+
+def test_weights_that_a_wrong_optimizer_makes_differ_are_reported_at_the_end():
+    def body(comm):
+        weights, grads = PLAN.allocate(), PLAN.allocate()
+        with Engine(comm, QAdam(1), PLAN, {"weight": weights, "grad": grads}) as engine:
+            for _ in range(3):
+                engine.at(Point.FORWARD)
+                for grad in grads:
+                    grad[...] = comm.rank + 1
+                for name in PLAN.cut(grads):
+                    engine.ready(name)
+                engine.at(Point.BACKWARD)
+                for weight, grad in zip(weights, grads, strict=True):
+                    weight -= grad
+                engine.at(Point.STEP)
+
+    with pytest.warns(
+        UserWarning, match=r"close: QAdam.* keeps weights equal, but rank 1 .* optim.QAdam, with the same"
+    ):
+        run_ranks(2, body)
+
+
+def test_weights_are_compared_one_step_after_another_algorithm_began():
+    def body(comm):
+        weights = PLAN.allocate()
+        algorithm = after(1, ByteGrad(), GradientAllReduce())
+        with Engine(comm, algorithm, PLAN, {"weight": weights, "grad": PLAN.allocate()}) as engine:
+            for step in range(2):
+                for point in WHOLE:
+                    engine.at(point)
+                weights[0][...] = step * comm.rank
+            with pytest.raises(
+                CommMismatch, match="keeps weights equal, but rank 1 and rank 0 have different weights"
+            ):
+                engine.at(Point.FORWARD)
+            weights[0][...] = 0
 
     run_ranks(2, body)
 

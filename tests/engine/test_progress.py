@@ -8,8 +8,9 @@ import torch
 from support.engine_steps import exchange_in_three_steps
 from support.torch_training import make_model
 
-from bagua_comm import ByteGrad, Point
+from bagua_comm import ByteGrad, GradientAllReduce, Point
 from bagua_comm.engine import progress
+from bagua_comm.engine.points import PointOrder
 from bagua_comm.engine.progress import Progress, describe
 from bagua_comm.testing import run_ranks
 from bagua_comm.trace import Counter, ExchangeCounters, Recorder
@@ -21,7 +22,8 @@ LOGGER = logging.getLogger("bagua_comm.engine.test")
 def make_progress(*, stages=True, rank=0, counters=None):
     recorder = Recorder()
     counters = counters or ExchangeCounters()
-    return recorder, Progress(recorder, LOGGER, rank, counters, stages=stages, on_device=False)
+    order = PointOrder(GradientAllReduce()) if stages else None
+    return recorder, Progress(recorder, LOGGER, rank, counters, on_device=False, order=order)
 
 
 def seen(recorder):
