@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import logging
+import sys
 import time
 import warnings
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
@@ -115,6 +119,9 @@ class Checkpoints(Live, Closing):
         self._worker = ThreadPoolExecutor(1, "checkpoints")
         self._saving: tuple[int, Future[str | None]] | None = None
         """The step of the save in progress, and its future error."""
+        comm.ends_before.append(weakref.ref(self))
+        self._at_exit = functools.partial(_report_unsaved, weakref.ref(self))
+        atexit.register(self._at_exit)
 
     # Saving -----------------------------------------------------------------------------------------
 
@@ -408,15 +415,30 @@ class Checkpoints(Live, Closing):
             self.wait()
         finally:
             self._closed = True
+            atexit.unregister(self._at_exit)
             self._worker.shutdown(wait=False)
             self._files.close()
             self._lane.close()
 
     def _leave(self, error: BaseException) -> None:
         self._closed = True  # other ranks may never call: a save in progress ends by itself
+        atexit.unregister(self._at_exit)
         self._worker.shutdown(wait=False)
         with contextlib.suppress(BaguaError):
             self._lane.__exit__(type(error), error, error.__traceback__)
+
+
+def _report_unsaved(ref: weakref.ref[Checkpoints]) -> None:
+    """Print that the program ends while a checkpoint is not known to be complete."""
+    found = ref()
+    saving = None if found is None else found._saving
+    if found is not None and saving is not None:
+        print(
+            f"bagua_comm: the program ends, and the checkpoint of step {saving[0]} in {found.folder} may be "
+            "incomplete, because Checkpoints was not closed: use `with Checkpoints(...)`, or call close()",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 class _Progress:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from typing import Any, Protocol, get_args
@@ -10,6 +11,7 @@ import numpy as np
 
 from .. import trace
 from ..arrays import AnyArray, Array, OpOrder
+from ..closing import Closing
 from ..cuda import SharedScratch
 from ..deprecation import warn_renamed
 from ..errors import ArrayError
@@ -74,6 +76,8 @@ class CommBase(Shared):
         self.context = CallContext()
         self.scratch = SharedScratch()
         self.engine_registry: EngineRegistry | None = None
+        self.ends_before: list[weakref.ref[Closing]] = []
+        """What `close` closes first, in the order in which all ranks have made it: checkpoints."""
         """Registry of the engines that are made on this very communicator."""
         self.call_cache = CallCache()
         self.agreed: set[Hashable] = set()

@@ -355,10 +355,19 @@ class Communicator(Collectives, UnevenCollectives, CoalescedCollectives, ObjectC
     def close(self) -> None:
         """Free the resources of this communicator; closing it again does nothing.
 
-        Collective.
+        Collective. `Checkpoints` of this communicator that are open are closed before.
+
+        Raises:
+            CheckpointError: A checkpoint could not be saved; the communicator is closed all the same.
         """
         if self.guard.closed or not self.guard.is_of_this_process:
             return
+        with ExitStack() as ends:
+            ends.callback(self._free)
+            for each in [found for ref in self.ends_before if (found := ref()) is not None]:
+                ends.callback(each.close)
+
+    def _free(self) -> None:
         self.guard.close()
         for comm in self._nodes or ():
             comm.close()

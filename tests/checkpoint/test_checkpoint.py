@@ -463,6 +463,40 @@ def test_ranks_must_name_one_folder(tmp_path):
     run_ranks(2, body)
 
 
+def test_closing_the_communicator_completes_the_last_checkpoint_and_raises_its_error(tmp_path):
+    (tmp_path / "file").write_text("not a folder")
+
+    def body(comm):
+        mine = comm.dup()
+        good = Checkpoints(tmp_path / "good", mine)
+        good.save(1, {"x": np.arange(4)})
+        bad = Checkpoints(tmp_path / "file" / "bad", mine)
+        bad.save(2, {"x": np.arange(4)})
+        with pytest.raises(CheckpointError, match="saving step 2 in"):
+            mine.close()
+        good.close()  # again: nothing to do
+        with pytest.raises(CheckpointError, match="closed"):
+            bad.wait()
+
+    run_ranks(2, body)
+    assert (tmp_path / "good" / "step-1").is_dir()
+
+
+def test_a_program_that_ends_with_a_save_in_progress_is_warned(tmp_path, capfd):
+    def body(comm):
+        checkpoints = Checkpoints(tmp_path, comm)
+        checkpoints._at_exit()
+        assert capfd.readouterr().err == ""
+        checkpoints.save(3, {"x": np.arange(4)})
+        checkpoints._at_exit()
+        assert "the checkpoint of step 3 in" in capfd.readouterr().err
+        checkpoints.close()
+        checkpoints._at_exit()
+        assert capfd.readouterr().err == ""
+
+    run_ranks(1, body)
+
+
 def test_a_closed_one_says_so(tmp_path):
     def body(comm):
         checkpoints = Checkpoints(tmp_path, comm)
