@@ -441,7 +441,7 @@ def check_algorithm_argument(owner: str, name: str, value: object) -> None:
 def _how_to_make_an_algorithm(value: object) -> str:
     """How to make an algorithm of a value that is none, as the end of a message; "" if that is not known."""
     if isinstance(value, str):
-        return f"; bagua_comm.algorithms.from_name({value!r}) makes one of a name"
+        return f"; bagua_comm.algorithms.from_name({value!r}) makes one of a known name, such as 'bytegrad'"
     if isinstance(value, type) or (callable(value) and not hasattr(value, "bind")):
         return f"; make one by {getattr(value, '__name__', 'it')}()"
     if hasattr(value, "bind"):

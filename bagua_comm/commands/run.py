@@ -159,6 +159,12 @@ def run(options: argparse.Namespace) -> int:
         return 0
     if options.force:
         raise CommandError("--force is for --write")
+    if options.ranks is None and {"-n", "-np", "--ranks"} & set(options.args):
+        print(
+            f"{program_name()} run: -n after {options.script} is an argument of the script; to set the number of "
+            f"ranks, put it before: {program_name()} run -n 2 {options.script}",
+            file=sys.stderr,
+        )
     if not options.dry_run:
         _check_alone(options.script)
     mpirun = find_mpirun()

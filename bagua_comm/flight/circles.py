@@ -44,5 +44,7 @@ def circles(
                 following = waits[following]
             if following == start == min(path):
                 ranks = tuple(rank for _, rank in path)
+                if calls[ranks[0]][-1].name.endswith("_object"):
+                    cure = cure.replace("sendrecv or exchange", "a lane, or allgather_object")
                 verb = f"both {does} each other" if len(ranks) == 2 else f"all {does} the next one, in a circle"
                 yield start[0], ranks, f"{named(ranks)} {verb}: {cure}"

@@ -339,7 +339,7 @@ class TrainingStep(Live):
 
     # The optimizers' step --------------------------------------------------------------------------------
 
-    def _before_optimizer_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _before_optimizer_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Complete a backward pass that reached no parameter and so ran no hook, as other ranks do."""
         checks.check_not_within_backward()
         checks.check_backward_ended(self.watch.unfinished)
@@ -347,7 +347,8 @@ class TrainingStep(Live):
         self.end_backward()
         if self.watch.strays and self.exchange.averages_gradients:
             unaveraged.check_averaged(self.watch.strays, self._trained, optimizer)
-        self._check_local(optimizer)
+        if not _has_closure(args, kwargs):
+            self._check_local(optimizer)
         self.engine.settle()  # if this step was counted already
         self.exchange.reclaim()
         self.spans["optimizer"].begin()
@@ -386,8 +387,10 @@ class TrainingStep(Live):
             self._warned = True
             unaveraged.warn_zeros_averaged(self.comm.rank, self.engine.step, optimizer)
 
-    def _after_optimizer_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _after_optimizer_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self.spans["optimizer"].end()
+        if _has_closure(args, kwargs):  # which has made the backward pass
+            self._check_local(optimizer)
         self._stepped.add(id(optimizer))
         averaged = self.stage in (Stage.AVERAGED, Stage.REOPENED)
         if len(self._stepped) == len(self.optimizers) and (averaged or self.engine.payload == "grad"):
@@ -434,3 +437,8 @@ class TrainingStep(Live):
             self.exchange.detach_states()
         else:
             self.exchange.attach_states()
+
+
+def _has_closure(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether these arguments of `Optimizer.step`, the optimizer included, have a closure."""
+    return any(callable(value) for value in (*args[1:], *kwargs.values()))

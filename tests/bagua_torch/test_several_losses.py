@@ -2,6 +2,7 @@
 
 import contextlib
 import types
+import warnings
 
 import pytest
 import torch
@@ -491,6 +492,35 @@ def test_a_step_by_gradients_of_this_rank_alone_warns_once(ways, given):
         run_ranks(2, lambda comm: train_in(ways, comm=comm, given=given))
     assert len(warned) == 2  # once on each rank
     assert not given or {each.filename for each in warned} == {__file__}
+
+
+@pytest.mark.parametrize("averaged", [True, False])
+def test_a_closure_makes_the_averaged_pass_of_its_step(averaged):
+    def body(comm):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        ddp = DistributedDataParallel(model, [optimizer], comm=comm)
+
+        def closure():
+            loss = (ddp if averaged else model)(torch.full((2, 3), 1.0 + comm.rank)).square().sum()
+            loss.backward()
+            return loss
+
+        for _ in range(2):
+            optimizer.zero_grad()
+            with ddp.no_sync():
+                ddp(torch.ones(2, 3)).sum().backward()
+            optimizer.step(closure)
+        ddp.close()
+
+    if averaged:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            run_ranks(2, body)
+    else:
+        with pytest.warns(UserWarning, match="by a gradient of this rank alone, so weights differ"):
+            run_ranks(2, body)
 
 
 def test_a_step_of_weights_that_are_not_exchanged_warns():

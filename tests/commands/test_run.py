@@ -344,6 +344,13 @@ def test_spares_and_restarts_start_more_ranks_which_may_die():
         plan("--restarts", "1", mpirun=MPICH)
 
 
+@pytest.mark.parametrize(("before", "notice"), [([], True), (["-n", "2"], False)])
+def test_a_number_of_ranks_after_the_script_is_noticed(capsys, before, notice):
+    assert cli.main(["run", *before, "--dry-run", __file__, "-n", "4"]) == 0
+    printed = capsys.readouterr().err
+    assert ("is an argument of the script; to set the number of ranks, put it before" in printed) is notice
+
+
 def test_a_dry_run_of_a_supervised_job_prints_how_its_ranks_are_started(capsys):
     assert cli.main(["run", "-n", "2", "--spares", "1", "--restarts", "1", "--dry-run", __file__]) == 0
     out = capsys.readouterr().out

@@ -239,7 +239,7 @@ def test_calls_of_two_communicators_in_another_order():
             "recv_object",
             (2, 0, 0),
             (0, 2),
-            "ranks 0, 2 both receive from each other: one of them must send first",
+            "ranks 0, 2 both receive from each other: one of them must send first; or use a lane",
         ),
         ("send", (1, 2, 0), (0, 1, 2), "ranks 0, 1, 2 all send to the next one, in a circle: use sendrecv"),
     ],
