@@ -75,6 +75,16 @@ def pytest_ignore_collect(collection_path, config):
     return None
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Collect no garbage meanwhile: nearly all objects stay, and each collection of garbage would visit them."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 def pytest_collection_finish():
     """Leave tests and modules, which stay to the end, out of garbage collections, which many tests ask for."""
     gc.freeze()
