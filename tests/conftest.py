@@ -44,7 +44,11 @@ def pytest_sessionstart(session):
     """Compile kernels once, so that all processes find them on disk, and while the processes collect."""
     if hasattr(session.config, "workerinput"):
         return  # the process that started this one does it
-    os.environ[build.FOLDER] = str(build.folder())  # all processes find the stand-in's kernels here
+    os.environ[build.FOLDER] = str(build.folder())  # all processes find the stand-in's files here
+    cache = getattr(session.config, "cache", None)  # not there with `-p no:cacheprovider`
+    if cache is not None:
+        with contextlib.suppress(OSError):  # a checkout that cannot be written
+            build.keep_in(cache.mkdir("cuda_on_cpu"))
     _compiling.start()
     if not getattr(session.config.option, "numprocesses", None):
         _compiling.join()
