@@ -44,7 +44,11 @@ def pytest_sessionstart(session):
     """Compile kernels once, so that all processes find them on disk, and while the processes collect."""
     if hasattr(session.config, "workerinput"):
         return  # the process that started this one does it
-    os.environ[build.FOLDER] = str(build.folder())  # all processes find the stand-in's kernels here
+    os.environ[build.FOLDER] = str(build.folder())  # all processes find the stand-in's files here
+    cache = getattr(session.config, "cache", None)  # not there with `-p no:cacheprovider`
+    if cache is not None:
+        with contextlib.suppress(OSError):  # a checkout that cannot be written
+            build.keep_in(cache.mkdir("cuda_on_cpu"))
     _compiling.start()
     if not getattr(session.config.option, "numprocesses", None):
         _compiling.join()
@@ -73,6 +77,16 @@ def pytest_ignore_collect(collection_path, config):
     if collection_path == MPI_TESTS and not config.getoption("--with-mpi"):
         return True
     return None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Collect no garbage meanwhile: nearly all objects stay, and each collection of garbage would visit them."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_finish():

@@ -1,4 +1,4 @@
-"""Type checkers accept programs that use the library: typing/program.py, and the documentation's code."""
+"""Type checkers accept the packages, and programs that use them: typing/program.py and the code of the pages."""
 
 import json
 import os
@@ -53,9 +53,9 @@ def check(command, programs, cwd):
 @pytest.mark.needs("mypy")
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_mypy_accepts_programs_and_the_documentation(programs):
+def test_mypy_accepts_the_packages_programs_and_the_documentation(programs):
     """Without mypy's cache from the last run, this takes a minute."""
-    check(["mypy", "--strict", "--scripts-are-modules"], programs, ROOT)
+    check(["mypy", "--strict", "--scripts-are-modules", "bagua_comm", "bagua_torch"], programs, ROOT)
 
 
 @pytest.mark.needs("pyright")

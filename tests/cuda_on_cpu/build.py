@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
 import os
+import platform
 import re
 import subprocess
 import tempfile
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +22,13 @@ import numpy as np
 HEADER = Path(__file__).with_name("cuda_on_cpu.h")
 COMPILER = "g++"
 FOLDER = "CUDA_ON_CPU_FOLDER"
-"""The environment variable that names the folder of compiled kernels."""
+"""The environment variable that names the folder of this run."""
+
+KERNELS = "CUDA_ON_CPU_KERNELS"
+"""The environment variable that names the folder of compiled kernels, which later runs use, too."""
+
+KEPT_S = 30 * 24 * 3600
+"""How long a compiled kernel is kept."""
 
 FLAGS = ("-std=c++20", "-Og", "-fPIC", "-ffp-contract=off", "-fwrapv", "-w", "-fno-gnu-unique")
 """Without symbols that are unique in a process: shared memory in a template would be that of all compilations."""
@@ -66,8 +75,9 @@ class Kernels:
 
 @functools.cache
 def _compiled(source: str, defines: tuple[str, ...]) -> Path:
-    key = hashlib.sha256(f"{HEADER.read_text()}{FLAGS}{defines}{source}".encode()).hexdigest()[:20]
-    library = folder() / f"{key}.so"
+    what = f"{_compiler()}{HEADER.read_text()}{FLAGS}{defines}{source}"
+    key = hashlib.sha256(what.encode()).hexdigest()[:20]
+    library = Path(os.environ.get(KERNELS) or folder()) / f"{key}.so"
     if not library.exists():
         compiler = [COMPILER, *FLAGS, *defines, "-x", "c++", "-"]
         kernels = re.findall(r'extern "C" void\s+(\w+)', _run([*compiler, "-include", str(HEADER), "-E"], source))
@@ -76,6 +86,27 @@ def _compiled(source: str, defines: tuple[str, ...]) -> Path:
         _run([*compiler, *LINK, "-include", str(_header()), "-o", str(complete)], code)
         complete.replace(library)  # atomically: other processes may be looking
     return library
+
+
+@functools.cache
+def _compiler() -> str:
+    """The compiler and its version, the machine and the C library."""
+    version = _run([COMPILER, "-dumpfullversion", "-dumpmachine"], "")
+    return f"{version}{platform.machine()}{platform.libc_ver()}"
+
+
+def keep_in(kernels: Path) -> None:
+    """Keep compiled kernels in a folder, where later runs find them; old ones are removed.
+
+    Raises:
+        OSError: No file can be written there.
+    """
+    tempfile.TemporaryFile(dir=kernels).close()
+    for library in kernels.iterdir():
+        with contextlib.suppress(FileNotFoundError):  # another run has removed it
+            if library.stat().st_mtime < time.time() - KEPT_S:
+                library.unlink()
+    os.environ[KERNELS] = str(kernels)
 
 
 @functools.cache
@@ -103,7 +134,7 @@ def _temporary() -> tempfile.TemporaryDirectory[str]:
 
 
 def folder() -> Path:
-    """The folder of compiled kernels, kept as long as the process lives; children find it through `FOLDER`."""
+    """A folder that is kept as long as the process lives; children find it through `FOLDER`."""
     return Path(os.environ.get(FOLDER) or _temporary().name)
 
 

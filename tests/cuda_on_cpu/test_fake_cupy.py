@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+import os
 import subprocess
 import sys
 import threading
@@ -12,9 +13,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from cuda_on_cpu import build, fake_cupyx, machine
 from cuda_on_cpu import fake_cuda as cuda
 from cuda_on_cpu import fake_cupy as cupy
-from cuda_on_cpu import fake_cupyx, machine
 from cuda_on_cpu import fake_nccl as nccl
 from cuda_on_cpu.machine import CUDARuntimeError, Hang, Machine
 
@@ -324,6 +325,32 @@ def kernel(tmp_path):
     path = tmp_path / "kernels.cubin"
     path.write_bytes(binary + b"\0")
     return cupy.RawModule(path=str(path)).get_function
+
+
+def test_later_runs_find_compiled_kernels_unless_they_are_old_or_of_another_compiler(tmp_path, monkeypatch):
+    compiled = []
+
+    def compiler(command, code):
+        if "-o" in command:
+            compiled.append(command)
+            Path(command[command.index("-o") + 1]).touch()
+        return ""
+
+    def library():
+        return build._compiled.__wrapped__(KERNELS, ())  # as another process does, which remembers nothing
+
+    monkeypatch.setenv(build.KERNELS, "elsewhere")
+    monkeypatch.setattr(build, "_run", compiler)
+    monkeypatch.setattr(build, "_header", lambda: "header")
+    monkeypatch.setattr(build, "_compiler", lambda: "g++ 12")
+    build.keep_in(tmp_path)
+    first = library()
+    assert (library(), first.parent, len(compiled)) == (first, tmp_path, 1)
+    monkeypatch.setattr(build, "_compiler", lambda: "g++ 13")
+    assert (library() != first, len(compiled)) == (True, 2)
+    os.utime(first, (0, 0))
+    build.keep_in(tmp_path)
+    assert [*tmp_path.iterdir()] == [library()]
 
 
 def test_kernels_run_in_their_stream_with_cupys_arguments(device, kernel):

@@ -97,34 +97,38 @@ def test_a_page_does_what_its_reader_does(page, folder):
                 file.write(step.code)
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=[block.place for block in BLOCKS])
-def test_every_block_has_a_language(block):
+def test_every_block_has_a_language():
     """So that none goes unchecked because of a slip of the pen."""
-    assert block.language in LANGUAGES
-    if block.language == "python":
-        assert block.comment != "run", "python blocks run without this comment"
-        assert block.ranks or not re.match(r"# *ranks?\b", block.code), "expected `# ranks: N`"
-    said = block.comment.startswith(("run", "not run", "save", "example"))
-    known = block.comment == "run" or block.reason or block.saved or block.example
-    assert known or not said, "expected `<!-- run -->`, or `not run: reason`, `save: name` or `example: path`"
-    assert not re.search(r"\b(slow|long|hours?|minutes?)\b", block.reason or ""), "expected another reason"
-    if block.language == "sh" and not known:
-        examples = {command for commands in OF_EXAMPLES.values() for command in commands}
-        rest = [command for command in block.commands if not ELSEWHERE.match(command) and command not in examples]
-        assert not rest, "expected `<!-- run -->`, or a command from the docstring of an example"
+    examples = {command for commands in OF_EXAMPLES.values() for command in commands}
+    for block in BLOCKS:
+        place = block.place
+        assert block.language in LANGUAGES, place
+        if block.language == "python":
+            assert block.comment != "run", f"{place}: python blocks run without this comment"
+            assert block.ranks or not re.match(r"# *ranks?\b", block.code), f"{place}: expected `# ranks: N`"
+        said = block.comment.startswith(("run", "not run", "save", "example"))
+        known = block.comment == "run" or block.reason or block.saved or block.example
+        wanted = "`<!-- run -->`, or `not run: reason`, `save: name` or `example: path`"
+        assert known or not said, f"{place}: expected {wanted}"
+        assert not re.search(r"\b(slow|long|hours?|minutes?)\b", block.reason or ""), (
+            f"{place}: expected another reason"
+        )
+        if block.language == "sh" and not known:
+            rest = [line for line in block.commands if not ELSEWHERE.match(line) and line not in examples]
+            assert not rest, f"{place}: expected `<!-- run -->`, or a command from the docstring of an example"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
-def test_a_program_that_is_saved_is_started_as_the_page_says(page):
-    commands = [step.code for step in page.steps if step.name is None]
-    for block in page.blocks:
-        if block.saved:
-            starts = [line for line in "\n".join(commands).splitlines() if block.saved in line.split()]
-            assert starts, f"{block.place}: no command starts {block.saved}"
-            if block.ranks:
-                assert any(f"-n {block.ranks} " in line for line in starts), (
-                    f"{block.place}: expected -n {block.ranks}"
-                )
+def test_a_program_that_is_saved_is_started_as_the_page_says():
+    for page in PAGES:
+        commands = [step.code for step in page.steps if step.name is None]
+        for block in page.blocks:
+            if block.saved:
+                starts = [line for line in "\n".join(commands).splitlines() if block.saved in line.split()]
+                assert starts, f"{block.place}: no command starts {block.saved}"
+                if block.ranks:
+                    assert any(f"-n {block.ranks} " in line for line in starts), (
+                        f"{block.place}: expected -n {block.ranks}"
+                    )
 
 
 @pytest.mark.parametrize("example", OF_EXAMPLES)
@@ -137,16 +141,16 @@ def test_blocks_of_an_example_are_its_code(example):
     assert {block.example for block in BLOCKS} <= {None, *(f"examples/{name}.py" for name in OF_EXAMPLES)}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
-def test_links_lead_to_pages_headings_and_files_that_exist(page):
-    for line, target in page.links:
-        if re.match(r"[a-z]+:", target):
-            continue  # `python -m sphinx -b linkcheck docs docs/_build/links` tries these
-        place = f"{page.name}:{line}: {target}"
-        name, _, anchor = target.partition("#")
-        found = (page.path.parent / name).resolve() if name else page.path
-        assert found.exists(), f"{place}: there is no such file"
-        assert found.is_relative_to(ROOT), f"{place}: leads out of the repository"
-        if anchor and found.suffix == ".md":
-            anchors = read(found).anchors
-            assert anchor in anchors, f"{place}: no such heading; there are {sorted(anchors)}"
+def test_links_lead_to_pages_headings_and_files_that_exist():
+    for page in PAGES:
+        for line, target in page.links:
+            if re.match(r"[a-z]+:", target):
+                continue  # `python -m sphinx -b linkcheck docs docs/_build/links` tries these
+            place = f"{page.name}:{line}: {target}"
+            name, _, anchor = target.partition("#")
+            found = (page.path.parent / name).resolve() if name else page.path
+            assert found.exists(), f"{place}: there is no such file"
+            assert found.is_relative_to(ROOT), f"{place}: leads out of the repository"
+            if anchor and found.suffix == ".md":
+                anchors = read(found).anchors
+                assert anchor in anchors, f"{place}: no such heading; there are {sorted(anchors)}"
