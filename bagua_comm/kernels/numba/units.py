@@ -41,7 +41,7 @@ def rotate_unit(_: Any, source: Any, target: Any, rotate: Any, factor: Any, bloc
     def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         source, target, rotate, factor, block, largest = values
         factors, zeros = _splat(builder, factor), _constant(_FLOATS, [0.0] * UNIT)
-        factors = builder.select(_signs(builder, rotate), builder.fsub(zeros, factors), factors)
+        factors = builder.select(_negative_in(builder, rotate), builder.fsub(zeros, factors), factors)
         x = _rotated(builder, builder.fmul(_read(builder, source, _FLOATS), factors), rotate)
         _write(builder, x, target)
         _write_largest(builder, x, block, largest)
@@ -131,7 +131,7 @@ def decode_unit(_: Any, codes: Any, factors: Any, block: Any, rotate: Any, large
         codes, factors, block, rotate, largest, target = values
         x = _rotated_codes(builder, _read_codes(builder, codes), rotate)
         negated = builder.sub(_constant(_SHORTS, [0] * UNIT), x)
-        x = builder.sitofp(builder.select(_signs(builder, rotate), negated, x), _FLOATS)
+        x = builder.sitofp(builder.select(_negative_in(builder, rotate), negated, x), _FLOATS)
         x = builder.fmul(x, _of_blocks(builder, factors, block))
         _write(builder, _clipped(builder, x, _splat(builder, largest)), target)
 
@@ -157,8 +157,8 @@ def scale_unit(_: Any, x: Any, factor: Any, largest: Any, target: Any) -> Any:
     def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         x, factor, largest, target = values
         x = _read(builder, x, _FLOATS)
-        negative = _constant(_BITS, [_SIGNS >> i % 16 & 1 for i in range(UNIT)])
-        x = builder.select(negative, builder.fsub(_constant(_FLOATS, [0.0] * UNIT), x), x)  # 0 stays 0
+        negated = builder.fsub(_constant(_FLOATS, [0.0] * UNIT), x)  # 0 stays 0
+        x = builder.select(_negative(), negated, x)
         product = builder.fmul(x, _splat(builder, factor))
         _write(builder, _clipped(builder, product, _splat(builder, largest)), target)
 
@@ -183,7 +183,7 @@ def _rotated(builder: Any, x: Any, rotate: Any) -> Any:
 
     def butterflies(x: Any, stride: int) -> Any:
         partners = _shuffled(builder, x, x, [i ^ stride for i in range(UNIT)])
-        signs = _constant(_FLOATS, [-1.0 if i & stride else 1.0 for i in range(UNIT)])
+        signs = _constant(_FLOATS, [-1.0 if i & stride else 1.0 for i in range(UNIT)])  # so products are exact
         return _call(builder, f"llvm.fmuladd.v{UNIT}f32", _FLOATS, x, signs, partners)
 
     return _in_stages(builder, x, rotate, butterflies)
@@ -200,11 +200,15 @@ def _rotated_codes(builder: Any, codes: Any, rotate: Any) -> Any:
     return _in_stages(builder, codes, rotate, butterflies)
 
 
-def _signs(builder: Any, rotate: Any) -> Any:
-    """Whether D negates elements, which it does if they are rotated."""
-    negative = _constant(_BITS, [_SIGNS >> i % 16 & 1 for i in range(UNIT)])
+def _negative() -> Any:
+    """Which elements D negates."""
+    return _constant(_BITS, [_SIGNS >> i % 16 & 1 for i in range(UNIT)])
+
+
+def _negative_in(builder: Any, rotate: Any) -> Any:
+    """`_negative()`, or none if no elements are rotated."""
     is_rotated = builder.icmp_signed(">", rotate, ir.Constant(rotate.type, 1))
-    return builder.select(is_rotated, negative, _constant(_BITS, [0] * UNIT))
+    return builder.select(is_rotated, _negative(), _constant(_BITS, [0] * UNIT))
 
 
 def _write_largest(builder: Any, x: Any, block: Any, target: Any) -> None:
