@@ -767,6 +767,7 @@ SMALL = {
         "PIECE_BYTES": 300,
         "FAST_PIECE_BYTES": 300,
         "PACED_BYTES": 300,
+        "PACED_CODED_BYTES": 300,
         "LONG_BYTES": 2000,
         "LONG_PIECE_BYTES": 400,
         "SHOWN_BYTES": 1000,

@@ -67,6 +67,7 @@ NAMED: Mapping[str, Callable[..., Algorithm]] = MappingProxyType(
         "hierarchical": _hierarchical,
         "hierarchical-bytes": partial(_hierarchical, Quantized()),
         "hierarchical-all-bytes": partial(_hierarchical, Quantized(), Quantized()),
+        "hierarchical-int4": partial(_hierarchical, Quantized(Int4())),
         "qadam": QAdam,
         # Weights
         "decentralized": Decentralized,

@@ -76,6 +76,8 @@ class Coding:
         """The parts of all ranks, by piece."""
         self.at_once = False
         """Whether a single piece holds all chunks, of equal size, so that they are encoded at once."""
+        self.in_rows = False
+        """Whether pieces hold equal parts of all chunks, which the codec takes in one call."""
         self.is_trivial = comm.size == 1 or self.size == 0
         """Whether nothing is encoded."""
         self._is_recorded = False
@@ -100,6 +102,7 @@ class Coding:
                 at += nbytes
             self.pieces.append(parts)
         self.at_once = len(cuts) == 1 and min(counts) == longest
+        self.in_rows = min(counts) == longest and all(each.takes_rows_apart for each in steps.values())
         self.wires = [[part.wire for part in parts] for parts in self.pieces]
         self.sent_nbytes = max(parts[-1].wire.stop for parts in self.pieces)
         """Size of the encoded parts of all ranks, in the largest piece."""
@@ -111,7 +114,7 @@ class Coding:
             and self.at_once
             and like.size == self.size  # no chunk is padded by a copy
             and codec.random_seed is None  # each call draws other random numbers
-            and all(map(kernels.only_launches, steps[longest]))
+            and all(map(kernels.only_launches, steps[longest].all()))
         )
 
     def draws(self, comm: CommBase) -> Draws | None:
@@ -323,6 +326,12 @@ class Coded(Stages):
                 self._store_error(chunks, sent, residual, mine.steps)
             return sent, into
         rows, own = list(sent), list(into)
+        if c.in_rows:
+            self._encode(mine, x.reshape(c.p, -1)[:, mine.local], self._table(i), mine.local.start)
+            if residual is not None:
+                for part, row in zip(parts, rows, strict=True):
+                    self._store_error(x[None, part.elements], row[None], residual[part.elements], part.steps)
+            return rows, own
         rows[c.rank] = own[c.rank]  # encodes this rank's own chunk directly into the received ones
         for part, row in zip(parts, rows, strict=True):
             if part.nbytes:
@@ -347,6 +356,9 @@ class Coded(Stages):
         if c.at_once:
             parts[0].steps.decode(rows, results.reshape(c.p, -1))
             return
+        if c.in_rows:
+            parts[0].steps.decode(self._table(i), results.reshape(c.p, -1)[:, parts[0].local])
+            return
         for part, row in zip(parts, rows, strict=True):
             if part.nbytes:
                 part.steps.decode(row[None], results[None, part.elements])
@@ -355,6 +367,11 @@ class Coded(Stages):
         """Return the memory of the encoded parts of piece i, one row for each rank."""
         c, memory = self._coding, self._sent[i % len(self._sent)]
         return memory.reshape(c.p, -1) if c.at_once else [*map(memory.__getitem__, c.wires[i])]
+
+    def _table(self, i: int) -> Array:
+        """Return the memory of the encoded parts of piece i, which are of one size, (p, m)."""
+        c, memory = self._coding, self._sent[i % len(self._sent)]
+        return memory[: c.pieces[i][-1].wire.stop].reshape(c.p, -1)
 
     def _store_error(self, chunks: Array, wire: Array, error: Array, steps: Steps) -> None:
         """Store the error of encoding these chunks; `error` is shorter if the last chunk is padded."""

@@ -45,6 +45,13 @@ class Steps(NamedTuple):
     combine: Callable[..., object]
     """combine(wire, out, op=op), or combine(wire, out, op=op, draws=draws) if the codec has a `random_seed`"""
 
+    takes_rows_apart: bool = False
+    """Whether `encode` and `decode` take chunks that are contiguous each, but apart from each other."""
+
+    def all(self) -> tuple[Callable[..., object], ...]:
+        """Return the three steps."""
+        return self.encode, self.decode, self.combine
+
 
 class Codec(ABC):
     """A lossy coder of chunks.

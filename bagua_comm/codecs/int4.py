@@ -40,6 +40,8 @@ import functools
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+
 from .. import kernels
 from ..arrays import Array, DType
 from ..errors import ArrayError
@@ -121,6 +123,7 @@ class Int4(Codec):
             functools.partial(run.int4_encode, **layout),
             functools.partial(run.int4_decode, **layout),
             functools.partial(run.int4_combine, count=count, dtype=like.dtype, **layout),
+            takes_rows_apart=isinstance(like, np.ndarray),
         )
 
     def _encode(self, chunks: Array, wire: Array, draws: Draws | None = None) -> None:

@@ -92,6 +92,7 @@ class MinMaxUInt8(Codec):
             functools.partial(run.minmax_encode, **layout),
             functools.partial(run.minmax_decode, **layout),
             functools.partial(run.minmax_combine, count=count, dtype=like.dtype, **layout),
+            takes_rows_apart=isinstance(like, np.ndarray),
         )
 
     def _encode(self, chunks: Array, wire: Array) -> None:

@@ -162,22 +162,22 @@ def _are_rows(*arrays: Array) -> bool:
 
 def minmax_encode(chunks: Array, wire: Array, start: int, block: int, eps: float) -> None:
     """See `host.minmax_encode`."""
-    (n, m), w, dtype = chunks.shape, wire.shape[1], chunks.dtype
-    source, target = chunks.__array_interface__["data"][0], wire.__array_interface__["data"][0]
-    element = _CODES.get(dtype_name(dtype))
-    if element is None or (source | target | w) % dtype.itemsize:
+    (n, m), w, dtype, between = chunks.shape, wire.shape[1], chunks.dtype, chunks.strides[0]
+    source, target = address(chunks), address(wire)
+    if not _supports(dtype, source | between | target | w):
         return host.minmax_encode(chunks, wire, start, block, eps)
-    return _run.encode_rows(element, source, n, m, target, w, start, min(block, m or 1), float(eps))
+    element, apart = _CODES[dtype_name(dtype)], between // dtype.itemsize
+    return _run.encode_rows(element, source, apart, n, m, target, w, start, min(block, m or 1), float(eps))
 
 
 def minmax_decode(wire: Array, out: Array, start: int, block: int, eps: float) -> None:
     """See `host.minmax_decode`."""
-    (n, m), w, dtype = out.shape, wire.shape[1], out.dtype
-    source, target = wire.__array_interface__["data"][0], out.__array_interface__["data"][0]
-    element = _CODES.get(dtype_name(dtype))
-    if element is None or (source | target | w) % dtype.itemsize:
+    (n, m), w, dtype, between = out.shape, wire.shape[1], out.dtype, out.strides[0]
+    source, target = address(wire), address(out)
+    if not _supports(dtype, source | between | target | w):
         return host.minmax_decode(wire, out, start, block, eps)
-    return _run.decode_rows(element, source, n, m, target, w, start, min(block, m or 1), float(eps))
+    element, apart = _CODES[dtype_name(dtype)], between // dtype.itemsize
+    return _run.decode_rows(element, source, n, m, target, apart, w, start, min(block, m or 1), float(eps))
 
 
 def minmax_combine(
@@ -198,21 +198,22 @@ def int4_encode(
     chunks: Array, wire: Array, start: int, block: int, rotate: int, draws: Draws | None = None
 ) -> None:
     """See `host.int4_encode`."""
-    (n, m), w, dtype = chunks.shape, wire.shape[1], chunks.dtype
+    (n, m), w, dtype, between = chunks.shape, wire.shape[1], chunks.dtype, chunks.strides[0]
     source, target = address(chunks), address(wire)
-    if not _supports(dtype, source) or target % 2:
+    if not _supports(dtype, source | between) or target % 2:
         return host.int4_encode(chunks, wire, start, block, rotate, draws)
-    element = _CODES[dtype_name(dtype)]
-    return _run.encode_int4(element, source, n, m, target, w, start, block, rotate, *_random(draws))
+    element, apart = _CODES[dtype_name(dtype)], between // dtype.itemsize
+    return _run.encode_int4(element, source, apart, n, m, target, w, start, block, rotate, *_random(draws))
 
 
 def int4_decode(wire: Array, out: Array, start: int, block: int, rotate: int) -> None:
     """See `host.int4_decode`."""
-    (n, m), w, dtype = out.shape, wire.shape[1], out.dtype
+    (n, m), w, dtype, between = out.shape, wire.shape[1], out.dtype, out.strides[0]
     source, target = address(wire), address(out)
-    if not _supports(dtype, target) or source % 2:
+    if not _supports(dtype, target | between) or source % 2:
         return host.int4_decode(wire, out, start, block, rotate)
-    return _run.decode_int4(_CODES[dtype_name(dtype)], source, n, m, target, w, start, block, rotate)
+    element, apart = _CODES[dtype_name(dtype)], between // dtype.itemsize
+    return _run.decode_int4(element, source, n, m, target, apart, w, start, block, rotate)
 
 
 def int4_combine(

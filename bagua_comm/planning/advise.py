@@ -55,6 +55,9 @@ MOST_FAITHFUL = (
 )
 """Averages of gradients in eight bits or more, the one with the smallest error first."""
 
+IN_FOUR_BITS = "int4", "hierarchical-int4"
+"""Averages of gradients in four bits, without error feedback."""
+
 AS_FAST = 1.02
 """Steps whose times differ by less than this ratio count as equally fast: the model is not more precise."""
 
@@ -73,7 +76,7 @@ def best_of_gradients(rows: Iterable[Advice]) -> Advice:
 def best_in_four_bits(rows: Sequence[Advice]) -> Advice | None:
     """The average of gradients in four bits; None if it is not faster than those in more."""
     limit_s = best_of_gradients(rows).prediction.step_s / AS_FAST
-    return _fastest((row for row in rows if row.name == "int4"), limit_s)
+    return _fastest((row for row in rows if row.name in IN_FOUR_BITS), limit_s)
 
 
 def best_of_weights(rows: Sequence[Advice]) -> Advice | None:

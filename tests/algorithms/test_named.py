@@ -48,6 +48,7 @@ MEANT = {
     "hierarchical": GradientAllReduce(Hierarchical()),
     "hierarchical-bytes": GradientAllReduce(Hierarchical(Quantized())),
     "hierarchical-all-bytes": GradientAllReduce(Hierarchical(Quantized(), inside=Quantized())),
+    "hierarchical-int4": GradientAllReduce(Hierarchical(Quantized(Int4()))),
     "qadam": QAdam(),
     "decentralized": Decentralized(),
     "shift-one": Decentralized("shift_one"),

@@ -129,6 +129,17 @@ def test_traffic_of_the_model_itself_is_shown_as_a_share_of_the_fastest_step(cap
     assert line.endswith(" s, 100% of the fastest step, whatever the algorithm")
 
 
+@pytest.mark.parametrize(
+    ("ranks_per_node", "best"),
+    [("1", "GradientAllReduce(Quantized(Int4()))"), ("2", "GradientAllReduce(Hierarchical(Quantized(Int4())))")],
+)
+def test_the_advice_in_four_bits_depends_on_the_ranks_of_a_node(ranks_per_node, best, capsys):
+    options = ["--nodes", "4", "--ranks-per-node", ranks_per_node, "--bandwidth", "500mbit", "--model", "vgg16"]
+    assert cli.main(["advise", *options, "--cores-per-rank", "4", "--step-time", "1s"]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("In four bits: ")]
+    assert line.startswith(f"In four bits: {best}, ")
+
+
 def test_each_printed_expression_makes_the_algorithm_that_it_names(capsys):
     assert cli.main([*VGG16, "--ranks-per-node", "2", "--device", "cpu"]) == 0
     lines = capsys.readouterr().out.splitlines()

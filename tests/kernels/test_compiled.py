@@ -12,6 +12,7 @@ from hypothesis.extra.numpy import arrays
 
 from bagua_comm import BFloat16, Float16, Int4, MinMaxUInt8, kernels
 from bagua_comm.arrays import address, dtype_named
+from bagua_comm.codecs import Draws
 from bagua_comm.kernels import compiled, host
 
 pytestmark = pytest.mark.needs("numba")
@@ -255,6 +256,50 @@ def test_wires_that_no_encoder_wrote(dtype, eps):
             module.minmax_combine(wire, out, m, dtype, start, 8, eps, op)
         assert backs[0].tobytes() == backs[1].tobytes()
         assert outs[0].tobytes() == outs[1].tobytes()
+
+
+@pytest.mark.parametrize("dtype", CODED)
+@pytest.mark.parametrize("codec", [Int4(), Int4(8, 1), Int4(16, 4), Int4(128, 64)], ids=repr)
+def test_four_bit_wires_that_no_encoder_wrote(codec, dtype):
+    m, random, dtype = 1000, np.random.default_rng(0), dtype_named(dtype)
+    wire = random.integers(0, 256, (4, codec.wire_nbytes(m, dtype)), np.uint8)
+    wire[1, : 2 * m // codec.block] = 0  # scales of 0, of codes that are not
+    found = []
+    for module in (host, compiled):
+        with kernels.use(module):
+            back = codec.decode(wire, np.empty((4, m), dtype))
+            totals = [codec.combine(wire, op=op, count=m, dtype=dtype) for op in ("sum", "avg")]
+            found.append([x.tobytes() for x in (back, *totals)])
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("module", ["host", "compiled"])
+@pytest.mark.parametrize("codec", [c for c in CODECS if isinstance(c, (Int4, MinMaxUInt8))], ids=repr)
+def test_rows_that_are_apart_are_coded_as_those_that_are_not(codec, module):
+    table = hostile("bfloat16", 3000)
+    part = table[:, 7:2500]
+    alone = part.copy()
+    with kernels.use(module):
+        steps = codec.steps(part.shape[1], part)
+        assert steps.takes_rows_apart
+        wire, back = codec.encode(alone), np.zeros_like(table)
+        expected = codec.decode(wire, np.empty_like(alone))
+        found = np.empty_like(wire)
+        if codec.random_seed is None:
+            steps.encode(part, found)
+            assert found.tobytes() == wire.tobytes()
+        else:  # each element draws by its place in the table
+            draws = Draws.of(1)
+            steps.encode(part, found, draws=draws)
+            rows = [
+                codec.encode(row[None], draws=draws.after(i * table.shape[1])).tobytes()
+                for i, row in enumerate(alone)
+            ]
+            assert found.tobytes() == b"".join(rows)
+        steps.decode(wire, back[:, 7:2500])
+        assert back[:, 7:2500].tobytes() == expected.tobytes()
+        assert not back[:, :7].any()
+        assert not back[:, 2500:].any()
 
 
 @pytest.mark.parametrize("dtype", CODED)

@@ -144,7 +144,7 @@ def test_longer_arrays_go_in_longer_messages_on_slow_networks(comm, monkeypatch)
     transport, long = comm.transports[0], tuning.LONG_BYTES
     monkeypatch.setattr(transport._agreement, "_coded_piece_bytes", None)
     found = [transport.coded_piece_bytes(nbytes) for nbytes in (long, long + 1)]
-    assert found == [tuning.PACED_BYTES, tuning.LONG_PIECE_BYTES]
+    assert found == [tuning.PACED_CODED_BYTES, tuning.LONG_PIECE_BYTES]
 
 
 def test_a_network_stays_fast_for_some_calls_in_which_a_rank_is_slow(comm, monkeypatch):

@@ -572,6 +572,7 @@ def test_advice_is_sorted_and_has_the_algorithms_that_apply():
         "hierarchical",
         "hierarchical-bytes",
         "hierarchical-all-bytes",
+        "hierarchical-int4",
         "sparseloco-hierarchical",
     }
 

@@ -124,3 +124,17 @@ def address_of(_: Any, pointer: Any) -> Any:
     return numba.types.int64(pointer), lambda context, builder, signature, values: builder.ptrtoint(
         values[0], ir.IntType(64)
     )
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def prefetch(_: Any, address: Any) -> Any:
+    """Begin to load the cache line at an address, which need not exist."""
+
+    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        line, number = ir.IntType(8).as_pointer(), ir.IntType(32)
+        prototype = ir.FunctionType(ir.VoidType(), [line, number, number, number])
+        function = cgutils.get_or_insert_function(builder.module, prototype, "llvm.prefetch.p0i8")
+        flags = (ir.Constant(number, flag) for flag in (0, 3, 1))  # to read, for all caches, data
+        builder.call(function, [builder.inttoptr(values[0], line), *flags])
+
+    return numba.types.void(numba.types.int64), code

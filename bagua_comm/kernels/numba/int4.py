@@ -23,6 +23,7 @@ from .numbers import (
     halves_at,
     itemsize,
     load,
+    load_ahead,
     store,
 )
 from .units import (
@@ -40,7 +41,7 @@ from .units import (
     unpack_unit,
 )
 
-_STRIP = 1024
+_STRIP = 2048
 """The number of elements in a strip, unless one block is longer."""
 
 _LONGEST = 4096
@@ -96,6 +97,7 @@ class _Memory(NamedTuple):
 def encode_int4(
     element: int,
     x: int,
+    apart: int,
     n: int,
     count: int,
     wire: int,
@@ -108,7 +110,7 @@ def encode_int4(
     high: int,
     counter: int,
 ) -> None:
-    """Encode n rows of elements."""
+    """Encode n rows of elements; each begins `apart` elements after the one before."""
     layout = _wire(element, count, stride, start, block, rotate, random, low, high, counter)
     memory = _Memory(
         address_of(scratch(_LONGEST)),
@@ -119,7 +121,7 @@ def encode_int4(
     )
     factor, length = _ONE / np.float32(rotate), max(block, _STRIP)
     for row in range(n):
-        source, target = x + row * count * itemsize(element), wire + row * stride
+        source, target = x + row * apart * itemsize(element), wire + row * stride
         for begin in range(0, count, length):
             where, size = source + begin * itemsize(element), min(length, count - begin)
             whole = _rounded_up(size, block)
@@ -127,6 +129,7 @@ def encode_int4(
                 _rotate(layout, where, memory, whole, factor)
             else:
                 wide = floats_at(memory.x, _rounded_up(whole, UNIT))
+                load_ahead(where, size * itemsize(element))
                 values = load(element, where, size, wide)
                 if element == FLOAT32:
                     for i in range(size):
@@ -136,20 +139,29 @@ def encode_int4(
             if rotate > UNIT:
                 _rotate_units(memory.x, whole, rotate)
                 _find_largest(layout, memory, whole)
-            _quantize(layout, memory, begin, begin + whole, row * count + begin, target, _INFINITY)
+            _quantize(layout, memory, begin, begin + whole, row * apart + begin, target, _INFINITY)
         _clear_padding(layout, target)
 
 
 @kernel
 def decode_int4(
-    element: int, wire: int, n: int, count: int, out: int, stride: int, start: int, block: int, rotate: int
+    element: int,
+    wire: int,
+    n: int,
+    count: int,
+    out: int,
+    apart: int,
+    stride: int,
+    start: int,
+    block: int,
+    rotate: int,
 ) -> None:
-    """Decode n rows."""
+    """Decode n rows; see `encode_int4`."""
     layout = _wire(element, count, stride, start, block, rotate, 0, 0, 0, 0)
     x, factors = address_of(scratch(_LONGEST)), address_of(scratch(_PARTS))
     spare, length, largest = address_of(scratch(UNIT)), max(block, _STRIP), LARGEST[element]
     for row in range(n):
-        source, target = wire + row * stride, out + row * count * itemsize(element)
+        source, target = wire + row * stride, out + row * apart * itemsize(element)
         for begin in range(0, count, length):
             where, size = target + begin * itemsize(element), min(length, count - begin)
             end = begin + _rounded_up(size, block)
@@ -256,6 +268,7 @@ def _rotate(layout: Any, source: int, memory: Any, count: int, factor: Any) -> N
     """Rotate the elements of each unit of a strip from `source`, and find the largest magnitudes."""
     for at in range(0, count, UNIT):
         largest = _largest_of(layout, memory, at)
+        load_ahead(source + at * 4, UNIT * 4)
         rotate_unit(source + at * 4, memory.x + at * 4, layout.rotate, factor, layout.block, largest)
 
 
@@ -324,7 +337,7 @@ def _quantize(layout: Any, memory: Any, begin: int, end: int, index: int, row: i
         memory: Memory with the elements.
         begin: The first element.
         end: The element after the last one.
-        index: The number of the first element in all rows.
+        index: The position of the first element after the first one of all rows.
         row: The address of the row.
         limit: Bits; a block is NaN if the bits of its largest magnitude are not less.
     """
@@ -368,14 +381,14 @@ def _find_largest_of_blocks(largest: int, blocks: int, parts: int) -> None:
 
 
 @inner
-def _write_scales(layout: Any, memory: Any, blocks: int, scales: Array, limit: Any) -> int:
+def _write_scales(layout: Any, memory: Any, blocks: int, scales: Array, limit: Any) -> Any:
     """Write the scales of blocks, and their inverses as factors; 0 where the scale is 0 or NaN.
 
-    Returns the number of those that are NaN.
+    Returns whether any are NaN, as 0 or 1.
     """
     largest, factors = floats_at(memory.largest, blocks).view(np.uint32), floats_at(memory.factors, blocks)
     up = np.uint32(0xFFFF) if layout.random else np.uint32(0x7FFF)
-    even, broken = np.uint32(0) if layout.random else np.uint32(1), 0
+    even, broken = np.uint32(0) if layout.random else np.uint32(1), np.uint32(0)
     for i in range(blocks):
         most = min(largest[i], bits_of(LARGEST[FLOAT32]))
         quotient = bits_of(float_of(most) / _SEVEN)
@@ -386,7 +399,7 @@ def _write_scales(layout: Any, memory: Any, blocks: int, scales: Array, limit: A
         inverse = _ONE / float_of(np.uint32(bits << 16))
         bits, inverse = (bits, inverse) if is_large else (np.uint32(0), ZERO)
         is_broken = largest[i] >= limit
-        broken += is_broken
+        broken |= np.uint32(is_broken)
         factors[i] = ZERO if is_broken else inverse
         scales[i] = np.uint16(_NAN_SCALE if is_broken else bits)
     if layout.block < UNIT:

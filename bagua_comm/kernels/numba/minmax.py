@@ -10,6 +10,7 @@ import numpy as np
 from ...arrays import Array
 from .codegen import STRIP, inner, kernel, scratch
 from .numbers import (
+    AHEAD,
     FLOAT16,
     FLOAT32,
     LARGEST,
@@ -30,6 +31,7 @@ from .numbers import (
     halves_at,
     itemsize,
     load,
+    load_ahead,
     round_to,
     store,
     to_bfloat16,
@@ -64,15 +66,25 @@ class _Decoding(NamedTuple):
 
 @kernel
 def encode_rows(
-    element: int, x: int, n: int, count: int, wire: int, stride: int, start: int, block: int, eps: float
+    element: int,
+    x: int,
+    apart: int,
+    n: int,
+    count: int,
+    wire: int,
+    stride: int,
+    start: int,
+    block: int,
+    eps: float,
 ) -> None:
-    """Encode n rows of elements."""
+    """Encode n rows of elements; each begins `apart` elements after the one before."""
     layout = _Wire(element, count, stride, start, block, np.float32(eps))
     pair = numba.carray(scratch(2), (2,))
     for row in range(n):
-        source, target = x + row * count * itemsize(element), wire + row * stride
+        source, target = x + row * apart * itemsize(element), wire + row * stride
         for begin in range(0, count, block):
             where, length = source + begin * itemsize(element), min(block, count - begin)
+            load_ahead(where, min(length * itemsize(element), AHEAD))
             if element == FLOAT32:
                 _encode_floats(layout, floats_at(where, length).view(np.uint32), begin, target, pair)
             elif element == FLOAT16:
@@ -105,13 +117,22 @@ def combine_rows(
 
 @kernel
 def decode_rows(
-    element: int, wire: int, n: int, count: int, out: int, stride: int, start: int, block: int, eps: float
+    element: int,
+    wire: int,
+    n: int,
+    count: int,
+    out: int,
+    apart: int,
+    stride: int,
+    start: int,
+    block: int,
+    eps: float,
 ) -> None:
-    """Decode n rows."""
+    """Decode n rows; see `encode_rows`."""
     layout = _Wire(element, count, stride, start, block, np.float32(eps))
     pair = numba.carray(scratch(2), (2,))
     for row in range(n):
-        source, target = wire + row * stride, out + row * count * itemsize(element)
+        source, target = wire + row * stride, out + row * apart * itemsize(element)
         for begin in range(0, count, block):
             decoding = _read_decoding(layout, source, begin, pair)
             where, length = target + begin * itemsize(element), min(block, count - begin)

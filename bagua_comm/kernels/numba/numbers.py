@@ -14,7 +14,7 @@ from llvmlite import ir
 from numba.extending import intrinsic
 
 from ...arrays import Array
-from .codegen import inner, pointer
+from .codegen import inlined, inner, pointer, prefetch
 
 FLOAT32, FLOAT16, BFLOAT16 = range(3)
 """The numbers of element dtypes (see `compiled`)."""
@@ -29,6 +29,13 @@ MINUS_ZERO = np.float32(-0.0)
 ZERO, LEVELS = np.float32(0), np.float32(255)
 NOT_FINITE = 255
 """The exponent field of infinities and NaN."""
+
+AHEAD = 4096
+"""How many bytes ahead of their use elements are loaded into caches, by kernels that read a few of them and then
+compute: a processor by itself loads ahead only within pages of this size."""
+
+_LINE = 64
+"""The bytes of a cache line."""
 
 
 @inner
@@ -243,6 +250,13 @@ def divide(values: Array, divisor: int) -> None:
     """Divide float32 values in place."""
     for i in range(len(values)):
         values[i] /= np.float32(divisor)
+
+
+@inlined
+def load_ahead(where: int, nbytes: int) -> None:
+    """Begin to load the bytes that follow these ones after `AHEAD`."""
+    for line in range(0, nbytes, _LINE):
+        prefetch(where + AHEAD + line)
 
 
 @inner

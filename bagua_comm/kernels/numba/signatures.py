@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 KERNELS = {
-    "encode_rows": "iiiiiiiif",
-    "decode_rows": "iiiiiiiif",
+    "encode_rows": "iiiiiiiiif",
+    "decode_rows": "iiiiiiiiif",
     "combine_rows": "iiiiiiiiif",
-    "encode_int4": "iiiiiiiiiiiii",
-    "decode_int4": "iiiiiiiii",
+    "encode_int4": "iiiiiiiiiiiiii",
+    "decode_int4": "iiiiiiiiii",
     "combine_int4": "iiiiiiiiiiii",
     "encode_top_k": "iiiiiiiiiii",
     "sum_top_k": "iiiiiiiiiii",

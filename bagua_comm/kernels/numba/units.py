@@ -27,8 +27,10 @@ _ROUNDER = 3.0 * 2**22
 """Added to a small float32, it makes the last byte of the bits the nearest integer, in two's complement."""
 
 _FLOAT, _INT, _BYTE = ir.FloatType(), ir.IntType(32), ir.IntType(8)
-_FLOATS, _INTS, _BYTES = (ir.VectorType(element, UNIT) for element in (_FLOAT, _INT, _BYTE))
-_PACKED = ir.VectorType(_BYTE, UNIT // 2)
+_FLOATS, _INTS, _SHORTS, _BITS = (
+    ir.VectorType(element, UNIT) for element in (_FLOAT, _INT, ir.IntType(16), ir.IntType(1))
+)
+_PACKED, _HALF_INTS, _PAIRS = (ir.VectorType(element, UNIT // 2) for element in (_BYTE, _INT, ir.IntType(64)))
 _VOID, _INT64, _FLOAT32 = numba.types.void, numba.types.int64, numba.types.float32
 
 
@@ -38,8 +40,9 @@ def rotate_unit(_: Any, source: Any, target: Any, rotate: Any, factor: Any, bloc
 
     def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         source, target, rotate, factor, block, largest = values
-        x = builder.fmul(_read(builder, source, _FLOATS), _splat(builder, factor))
-        x = _rotated(builder, _signed(builder, x, rotate), rotate)
+        factors, zeros = _splat(builder, factor), _constant(_FLOATS, [0.0] * UNIT)
+        factors = builder.select(_negative_in(builder, rotate), builder.fsub(zeros, factors), factors)
+        x = _rotated(builder, builder.fmul(_read(builder, source, _FLOATS), factors), rotate)
         _write(builder, x, target)
         _write_largest(builder, x, block, largest)
 
@@ -113,7 +116,8 @@ def add_codes(_: Any, codes: Any, factors: Any, block: Any, total: Any) -> Any:
 
     def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         codes, factors, block, total = values
-        terms = builder.fmul(_read_codes(builder, codes), _of_blocks(builder, factors, block))
+        terms = builder.sitofp(_read_codes(builder, codes), _FLOATS)
+        terms = builder.fmul(terms, _of_blocks(builder, factors, block))
         _write(builder, builder.fadd(_read(builder, total, _FLOATS), terms), total)
 
     return _VOID(_INT64, _INT64, _INT64, _INT64), code
@@ -125,7 +129,9 @@ def decode_unit(_: Any, codes: Any, factors: Any, block: Any, rotate: Any, large
 
     def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         codes, factors, block, rotate, largest, target = values
-        x = _signed(builder, _rotated(builder, _read_codes(builder, codes), rotate), rotate)
+        x = _rotated_codes(builder, _read_codes(builder, codes), rotate)
+        negated = builder.sub(_constant(_SHORTS, [0] * UNIT), x)
+        x = builder.sitofp(builder.select(_negative_in(builder, rotate), negated, x), _FLOATS)
         x = builder.fmul(x, _of_blocks(builder, factors, block))
         _write(builder, _clipped(builder, x, _splat(builder, largest)), target)
 
@@ -138,7 +144,8 @@ def unpack_unit(_: Any, codes: Any, rotate: Any, target: Any) -> Any:
 
     def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         codes, rotate, target = values
-        _write(builder, _rotated(builder, _read_codes(builder, codes), rotate), target)
+        x = _rotated_codes(builder, _read_codes(builder, codes), rotate)
+        _write(builder, builder.sitofp(x, _FLOATS), target)
 
     return _VOID(_INT64, _INT64, _INT64), code
 
@@ -149,7 +156,10 @@ def scale_unit(_: Any, x: Any, factor: Any, largest: Any, target: Any) -> Any:
 
     def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         x, factor, largest, target = values
-        product = builder.fmul(_with_signs(builder, _read(builder, x, _FLOATS)), _splat(builder, factor))
+        x = _read(builder, x, _FLOATS)
+        negated = builder.fsub(_constant(_FLOATS, [0.0] * UNIT), x)  # 0 stays 0
+        x = builder.select(_negative(), negated, x)
+        product = builder.fmul(x, _splat(builder, factor))
         _write(builder, _clipped(builder, product, _splat(builder, largest)), target)
 
     return _VOID(_INT64, _FLOAT32, _FLOAT32, _INT64), code
@@ -173,23 +183,32 @@ def _rotated(builder: Any, x: Any, rotate: Any) -> Any:
 
     def butterflies(x: Any, stride: int) -> Any:
         partners = _shuffled(builder, x, x, [i ^ stride for i in range(UNIT)])
-        signs = _constant(_INTS, [0x80000000 if i & stride else 0 for i in range(UNIT)])
-        signed = builder.bitcast(builder.xor(builder.bitcast(x, _INTS), signs), _FLOATS)
-        return builder.fadd(partners, signed)
+        signs = _constant(_FLOATS, [-1.0 if i & stride else 1.0 for i in range(UNIT)])  # so products are exact
+        return _call(builder, f"llvm.fmuladd.v{UNIT}f32", _FLOATS, x, signs, partners)
 
     return _in_stages(builder, x, rotate, butterflies)
 
 
-def _with_signs(builder: Any, x: Any) -> Any:
-    """D x: each element times its sign. 0 stays 0."""
-    negative = _constant(ir.VectorType(ir.IntType(1), UNIT), [_SIGNS >> i % 16 & 1 for i in range(UNIT)])
-    return builder.select(negative, builder.fsub(_constant(_FLOATS, [0.0] * UNIT), x), x)
+def _rotated_codes(builder: Any, codes: Any, rotate: Any) -> Any:
+    """H codes, for each group of `rotate` codes; no sum needs more than 16 bits."""
+
+    def butterflies(codes: Any, stride: int) -> Any:
+        partners = _shuffled(builder, codes, codes, [i ^ stride for i in range(UNIT)])
+        signs = _constant(_SHORTS, [-1 if i & stride else 1 for i in range(UNIT)])
+        return builder.add(builder.mul(codes, signs), partners)
+
+    return _in_stages(builder, codes, rotate, butterflies)
 
 
-def _signed(builder: Any, x: Any, rotate: Any) -> Any:
-    """D x, if elements are rotated."""
+def _negative() -> Any:
+    """Which elements D negates."""
+    return _constant(_BITS, [_SIGNS >> i % 16 & 1 for i in range(UNIT)])
+
+
+def _negative_in(builder: Any, rotate: Any) -> Any:
+    """`_negative()`, or none if no elements are rotated."""
     is_rotated = builder.icmp_signed(">", rotate, ir.Constant(rotate.type, 1))
-    return builder.select(is_rotated, _with_signs(builder, x), x)
+    return builder.select(is_rotated, _negative(), _constant(_BITS, [0] * UNIT))
 
 
 def _write_largest(builder: Any, x: Any, block: Any, target: Any) -> None:
@@ -264,16 +283,17 @@ def _clipped(builder: Any, x: Any, largest: Any) -> Any:
 def _write_codes(builder: Any, levels: Any, address: Any) -> None:
     """Round levels half to even, and write them two a byte; anything for NaN."""
     shifted = builder.fadd(levels, _constant(_FLOATS, [_ROUNDER] * UNIT))
-    codes = builder.trunc(builder.bitcast(shifted, _INTS), _BYTES)
-    even, odd = (_shuffled(builder, codes, codes, list(range(first, UNIT, 2))) for first in (0, 1))
-    low = builder.and_(even, _constant(_PACKED, [15] * (UNIT // 2)))
-    high = builder.shl(odd, _constant(_PACKED, [4] * (UNIT // 2)))
-    _write(builder, builder.or_(low, high), address)
+    pairs = builder.bitcast(shifted, _PAIRS)  # an even element, and above it an odd one
+    low = builder.and_(pairs, _constant(_PAIRS, [0x0F] * (UNIT // 2)))
+    high = builder.and_(
+        builder.lshr(pairs, _constant(_PAIRS, [28] * (UNIT // 2))), _constant(_PAIRS, [0xF0] * (UNIT // 2))
+    )
+    _write(builder, builder.trunc(builder.or_(low, high), _PACKED), address)
 
 
 def _read_codes(builder: Any, address: Any) -> Any:
-    """Codes, two a byte, as floats."""
-    packed, four = _read(builder, address, _PACKED), _constant(_PACKED, [4] * (UNIT // 2))
-    low, high = builder.ashr(builder.shl(packed, four), four), builder.ashr(packed, four)
-    order = [i // 2 + UNIT // 2 * (i % 2) for i in range(UNIT)]
-    return builder.sitofp(_shuffled(builder, low, high, order), _FLOATS)
+    """Codes, two a byte, as integers of 16 bits."""
+    packed = builder.zext(_read(builder, address, _PACKED), _HALF_INTS)
+    twice = builder.or_(packed, builder.shl(packed, _constant(_HALF_INTS, [16] * (UNIT // 2))))
+    high = builder.shl(builder.bitcast(twice, _SHORTS), _constant(_SHORTS, [12, 8] * (UNIT // 2)))
+    return builder.ashr(high, _constant(_SHORTS, [12] * UNIT))

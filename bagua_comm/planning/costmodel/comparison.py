@@ -32,6 +32,7 @@ _ADVISED = (
     "hierarchical",
     "hierarchical-bytes",
     "hierarchical-all-bytes",
+    "hierarchical-int4",
     "qadam",
     "decentralized",
     "shift-one",

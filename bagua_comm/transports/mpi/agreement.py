@@ -62,11 +62,11 @@ class Agreement:
         self._coded_piece_bytes = None
         sleeping = x.nbytes > tuning.LONG_BYTES
         paced = PacedMessages(self._comm, tuning.MAX_MESSAGES_AHEAD, sleeping_wait=sleeping)
-        return self._flow(paced_bytes(x.nbytes), paced)
+        return self._flow(paced_bytes(x.nbytes, tuning.PACED_BYTES), paced)
 
     def coded_piece_bytes(self, nbytes: int) -> int:
         """See `Transport.coded_piece_bytes`."""
-        return self._coded_piece_bytes or paced_bytes(nbytes)
+        return self._coded_piece_bytes or paced_bytes(nbytes, tuning.PACED_CODED_BYTES)
 
     def flow(self, piece_bytes: int) -> Flow:
         """The exchanges of a call whose messages are sent at once."""
@@ -150,6 +150,6 @@ def call_name(name: str, op: str = "", root: int | None = None) -> str:
     return " ".join(words)
 
 
-def paced_bytes(nbytes: int) -> int:
-    """Bytes of a message on slow networks, in a call on an array of `nbytes`."""
-    return tuning.LONG_PIECE_BYTES if nbytes > tuning.LONG_BYTES else tuning.PACED_BYTES
+def paced_bytes(nbytes: int, shorter: int) -> int:
+    """Bytes of a message on slow networks, in a call on an array of `nbytes`; `shorter` if it is not large."""
+    return tuning.LONG_PIECE_BYTES if nbytes > tuning.LONG_BYTES else shorter

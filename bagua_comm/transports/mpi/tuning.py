@@ -31,6 +31,12 @@ Quantized averages do not detect a fast network. At 10 Gbit/s they take a third 
 in pieces of 128 KiB, and 4 % longer in messages of 48 KiB.
 """
 
+PACED_CODED_BYTES = 15 << 12
+"""`PACED_BYTES` of encoded elements, of which each message also costs two calls of the codec. A message with its
+header is within the 64 KiB that TCP passes on at once. With it, averages of 8 MiB by 4 emulated hosts on two
+overloaded cores took 0.87 of the time in eight bits and 0.82 in four, at 1 Gbit/s; in 80 KiB they took longer.
+"""
+
 LONG_BYTES = 8 << 20
 LONG_PIECE_BYTES = 1 << 18
 """Calls on arrays larger than the first use messages of the second size, and waits sleep at once, and longer,
