@@ -236,8 +236,8 @@ class ProcessGroupTransport(FramedTransport):
             super().allreduce(x, out, op)
 
     def _allreduce_at_once(self, x: Array, out: Array, op: str) -> None:
-        rows = self._scratch.take("rows", (self.size, x.size), x.dtype, like=x)
-        rows[self.rank] = x.reshape(-1)
+        rows = list(self._scratch.take("rows", (self.size - 1, x.size), x.dtype, like=x))
+        rows.insert(self.rank, x.reshape(-1))
         self.agree_on_call(f"allreduce {op}", x)
         self.exchange(
             [(peer, x) for peer in self.others()],

@@ -1,9 +1,9 @@
 """The message protocol over gloo: frames, mismatches, and failures.
 
 Gloo ends the process when a message is longer than the posted array, and reports nothing when it is shorter. So
-every message begins with a frame of a fixed size, which holds the size of the message and its first bytes. The
-receiver posts the frame of the next message ahead, so that a short message is sent at once, whatever the
-receiver is doing. The rest of a long message follows once both ends are known to expect the same size:
+every message begins with a frame, which holds the size of the message and its first bytes. The receiver posts
+memory for the largest frame ahead, so that a short message is sent at once, whatever the receiver is doing. The
+rest of a long message follows once both ends are known to expect the same size:
 
     one way    sender   -- frame --> receiver     which then posts the array for the rest
                         -- rest -->
@@ -35,7 +35,7 @@ from bagua_comm.errors import WHICH_CALLS
 from bagua_comm.transports import Transport
 from bagua_comm.transports.base import COLLECTIVE, POINT_TO_POINT, Message
 
-from .frames import BODY_BYTES, Frame, rest_of, swaps_of
+from .frames import BODY_BYTES, HEADER_BYTES, Frame, rest_of, swaps_of
 from .verdicts import TEXT_BYTES, Verdict, as_row, calls_that_differ
 from .waiter import BUFFERED_BYTES, Pending, Waiter, wait_for_collective
 
@@ -203,7 +203,8 @@ class FramedTransport(Transport):
         if x.nbytes:
             begin = as_bytes(x)[:BODY_BYTES]
             frame.body[: begin.size] = begin
-        frame.work = self._start(peer, self._gloo.send, [frame.tensor], peer, tag)
+        written = frame.tensor[: HEADER_BYTES + min(x.nbytes, BODY_BYTES)]
+        frame.work = self._start(peer, self._gloo.send, [written], peer, tag)
         self._sent.setdefault((peer, tag), deque()).append(frame)
 
     def _send_rest(self, peer: int, wire_tag: int, x: Array) -> Any:
