@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 from bagua_comm import CommError, Communicator
-from bagua_comm.averages import InPlace
 from bagua_comm.lane import Lane
 
 from ..arrays import torch_stream
+from .averaging import GroupAverage
 from .messages import Messages
 from .options import BackendOptions
 from .tensors import HOST, check_filled, device_of, seconds
@@ -40,8 +40,7 @@ class GroupBase(_ProcessGroup):  # type: ignore[misc]
         super().__init__(lane.comm.rank, lane.comm.size)
         self.lane, self.comm, self.parent = lane, lane.comm, parent
         self._at_close = at_close
-        self._average = (options or BackendOptions()).average
-        self._mean: InPlace | None = None
+        self._average = GroupAverage((options or BackendOptions()).average, self.comm)
         self._messages = Messages(self.comm.host)
         self._callbacks = Callbacks()
         self._kept: deque[LaneWork] = deque(maxlen=64)

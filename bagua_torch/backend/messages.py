@@ -1,7 +1,8 @@
 """Messages of a process group between two ranks: `send` and `recv` that run beside each other.
 
 Messages between two ranks, in one direction and with one tag, are in order; others do not wait for them. So each
-such queue has a thread while it has messages, and a channel of the transport, which it keeps.
+such queue has a thread and a channel of the transport while it has messages. A queue whose message has failed
+keeps its channel, which refuses the next ones.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ class Messages:
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self._lock = threading.Lock()
-        self._channels: dict[_Queue, Channel] = {}
+        self._idle: list[Channel] = []
+        self._failed: dict[_Queue, Channel] = {}
         self._waiting: dict[_Queue, deque[_Message]] = {}
         """By queue: the messages to come. A queue that has a thread is in it."""
         self._sent: defaultdict[int, deque[Array]] = defaultdict(deque)
@@ -78,13 +80,14 @@ class Messages:
             self._pass_on(call, tag, message)
             return message.future
         with self._lock:
-            if queue not in self._channels:
-                self._channels[queue] = self._transport.channel()
             if queue in self._waiting:
                 self._waiting[queue].append(message)
                 return message.future
+            channel = self._failed.pop(queue, None)
+            if channel is None:
+                channel = self._idle.pop() if self._idle else self._transport.channel()
             self._waiting[queue] = deque([message])
-        threading.Thread(target=self._run, args=(queue,), name=f"{call} {peer}", daemon=True).start()
+        threading.Thread(target=self._run, args=(queue, channel), name=f"{call} {peer}", daemon=True).start()
         return message.future
 
     def _pass_on(self, call: str, tag: int, message: _Message) -> None:
@@ -107,12 +110,16 @@ class Messages:
                     receive.then()
                 receive.future.set_result(None)
 
-    def _run(self, queue: _Queue) -> None:
+    def _run(self, queue: _Queue, channel: Channel) -> None:
         """Send or receive the messages of a queue until it is empty."""
-        channel = self._channels[queue]
+        failed = False
         while True:
             with self._lock:
                 if not self._waiting[queue]:
+                    if failed:
+                        self._failed[queue] = channel
+                    else:
+                        self._idle.append(channel)
                     del self._waiting[queue]
                     return
                 message = self._waiting[queue].popleft()
@@ -120,6 +127,7 @@ class Messages:
                 channel.timeout_s = self._transport.timeout_s  # it may have been set since
                 _exchange(channel, queue, message)
             except BaseException as exc:
+                failed = True
                 message.future.set_exception(exc)
             else:
                 message.future.set_result(None)

@@ -301,6 +301,7 @@ class ProcessGroupTransport(FramedTransport):
     def channel(self) -> Channel:
         """See `Transport.channel`. It uses the connections of this transport."""
         made = ProcessGroupTransport(timeout_s=self.timeout_s, rendezvous=self._rendezvous, connected=self)
+        made._sent = self._sent  # another channel may have sent with the same tag before
         self._channels.append(made)
         return made
 
@@ -321,9 +322,9 @@ class ProcessGroupTransport(FramedTransport):
         """
         try:
             if self._broken is None:
-                for each in (self, *self._channels):
-                    for peer, tag in each._sent if each._broken is None else ():
-                        each._reclaim(peer, tag, 0)
+                if all(each._broken is None for each in self._channels):
+                    for peer, tag in tuple(self._sent):
+                        self._reclaim(peer, tag, 0)
                 self._say_goodbye()
         except (RankFailed, CommMismatch):
             pass  # the peer left without receiving everything, or calls differ

@@ -33,7 +33,7 @@ from bagua_comm import CommAborted, CommError, CommMismatch, CommTimeout, RankFa
 from bagua_comm.arrays import Array, as_bytes
 from bagua_comm.errors import WHICH_CALLS
 from bagua_comm.transports import Transport
-from bagua_comm.transports.base import COLLECTIVE, POINT_TO_POINT, Message
+from bagua_comm.transports.base import COLLECTIVE, FIRST_CHANNEL_TAG, POINT_TO_POINT, Message
 
 from .frames import BODY_BYTES, HEADER_BYTES, Frame, rest_of, swaps_of
 from .verdicts import TEXT_BYTES, Verdict, as_row, calls_that_differ
@@ -185,7 +185,7 @@ class FramedTransport(Transport):
         return frame
 
     def _post_ahead(self, peer: int, tag: int, frame: Frame) -> None:
-        if (peer, tag) in self._posted or self._leaving:
+        if (peer, tag) in self._posted or self._leaving or tag >= FIRST_CHANNEL_TAG:  # there may be many tags
             self._free.append(frame)
             return
         try:
