@@ -146,7 +146,8 @@ class GroupBase(_ProcessGroup):  # type: ignore[misc]
             ends.callback(self._messages.drain, self.comm.timeout_s)
 
     def abort(self) -> None:
-        """End the group at once; calls under way fail when their time limit is over."""
+        """End the group at once; collective calls under way fail when their time limit is over."""
         self._is_open = False
         self.lane.abort()
+        self._messages.stop()
         self._callbacks.close()

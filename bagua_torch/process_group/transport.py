@@ -305,6 +305,11 @@ class ProcessGroupTransport(FramedTransport):
         self._channels.append(made)
         return made
 
+    def stop(self, reason: str) -> None:
+        """See `CallState.stop`. Closes the connections, which a channel shares with its transport."""
+        self._break(reason)
+        self._hang_up()
+
     def abort(self, exit_code: int = 1) -> None:
         """Close all connections, those of subgroups included, so that waiting peers fail at once.
 
@@ -330,14 +335,10 @@ class ProcessGroupTransport(FramedTransport):
             pass  # the peer left without receiving everything, or calls differ
         finally:
             self._break("closed")
-            self._posted.clear()
-            self._sent.clear()
-            self._children.clear()
-            for each in self._channels:
-                each._gloo = None
+            for each in (self, *self._channels):
+                each._drop()
             self._channels.clear()
-            self._waiter.close()
-            self._gloo = None
+            self._children.clear()
 
     def _say_goodbye(self) -> None:
         """Exchange a last frame with each rank, after which nothing is sent.

@@ -280,6 +280,17 @@ class FramedTransport(Transport):
                 with contextlib.suppress(RuntimeError):
                     work.wait(timedelta(milliseconds=1))
 
+    def _drop(self) -> None:
+        """Free the connections and their threads, which end when nothing refers to them any more.
+
+        A thread of gloo that still runs when Python ends may end the process by a signal.
+        """
+        self._posted.clear()
+        self._sent.clear()
+        self._free.clear()
+        self._waiter.close()
+        self._gloo = None
+
     def _start(self, peer: int | None, call: Callable[..., Any], *arguments: Any) -> Any:
         try:
             return call(*arguments)
