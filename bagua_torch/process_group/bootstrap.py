@@ -199,7 +199,7 @@ def _serve_group(others: Sequence[str], timeout_s: float) -> tuple[Any, tuple[st
         names = ", ".join(sorted(set(others)))
         raise OSError(
             f"{socket.gethostname()} has no address by which {names} reach it: neither its own name nor theirs "
-            "lead to one; write them into /etc/hosts"
+            "lead to one; write them into /etc/hosts, or set MASTER_ADDR to an address of this host"
         )
     store = serving.serve(address, timeout_s=timeout_s)
     return store, (address, store.port)

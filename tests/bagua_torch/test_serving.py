@@ -121,6 +121,7 @@ def test_rank_0_serves_at_the_address_that_all_ranks_are_given(names, name, loca
 
 
 def test_for_other_hosts_it_is_the_one_of_the_hosts_name_or_that_by_which_they_are_reached(names, monkeypatch):
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
     assert serving.address_for(["peer"]) is None
     with pytest.raises(OSError, match=r"mine has no address by which peer reach it.*write them into /etc/hosts"):
         bootstrap._serve_group(["peer"], 10)
@@ -129,6 +130,11 @@ def test_for_other_hosts_it_is_the_one_of_the_hosts_name_or_that_by_which_they_a
     assert serving.address_for(["peer"]) is None
     monkeypatch.setattr(serving, "_is_loopback", lambda address: False)
     assert serving.address_for(["unknown", "peer"]) == "127.0.1.1"
+    names["master"] = ["127.0.2.1"]
+    monkeypatch.setenv("MASTER_ADDR", "master")
+    assert serving.address_for(["peer"]) == "127.0.2.1"
+    names["master"] = ["192.0.2.1"]  # another host
+    assert serving.address_for(["peer"]) == "127.0.1.1"
     names["mine"] = []
     assert serving.address_for(["unknown", "peer"]) == HERE
 
