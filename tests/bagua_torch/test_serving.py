@@ -130,9 +130,9 @@ def test_for_other_hosts_it_is_the_one_of_the_hosts_name_or_that_by_which_they_a
     assert serving.address_for(["peer"]) is None
     monkeypatch.setattr(serving, "_is_loopback", lambda address: False)
     assert serving.address_for(["unknown", "peer"]) == "127.0.1.1"
-    names["master"] = ["127.0.2.1"]
+    names["master"] = ["10.0.0.1"]
     monkeypatch.setenv("MASTER_ADDR", "master")
-    assert serving.address_for(["peer"]) == "127.0.2.1"
+    assert serving.address_for(["peer"]) == "10.0.0.1"
     names["master"] = ["192.0.2.1"]  # another host
     assert serving.address_for(["peer"]) == "127.0.1.1"
     names["mine"] = []
