@@ -301,7 +301,6 @@ class ProcessGroupTransport(FramedTransport):
     def channel(self) -> Channel:
         """See `Transport.channel`. It uses the connections of this transport."""
         made = ProcessGroupTransport(timeout_s=self.timeout_s, rendezvous=self._rendezvous, connected=self)
-        made._sent = self._sent  # another channel may have sent with the same tag before
         self._channels.append(made)
         return made
 
@@ -327,9 +326,8 @@ class ProcessGroupTransport(FramedTransport):
         """
         try:
             if self._broken is None:
-                if all(each._broken is None for each in self._channels):
-                    for peer, tag in tuple(self._sent):
-                        self._reclaim(peer, tag, 0)
+                for peer, tag in tuple(self._sent):
+                    self._reclaim(peer, tag, 0)
                 self._say_goodbye()
         except (RankFailed, CommMismatch):
             pass  # the peer left without receiving everything, or calls differ

@@ -139,8 +139,8 @@ class FramedTransport(Transport):
         longest = max((x.nbytes for _, x in (*sends, *recvs)), default=0)
         self._wait_for_rests(works, longest)
         for peer, _ in sends:
-            # In a collective the receiver is about to receive it.
-            self._reclaim(peer, tag, 0 if tag == COLLECTIVE else UNSENT_FRAMES)
+            # In a collective the receiver is about to receive it. On a channel, other messages do not wait for it.
+            self._reclaim(peer, tag, 0 if tag == COLLECTIVE or tag >= FIRST_CHANNEL_TAG else UNSENT_FRAMES)
         # Not earlier: if the peer has left meanwhile, its last message would be lost.
         for (peer, _), frame in zip(recvs, frames, strict=True):
             if frame is not None:
@@ -220,6 +220,8 @@ class FramedTransport(Transport):
             frame = frames.popleft()
             self._wait(peer, frame.work)
             self._free.append(frame)
+        if not frames:
+            self._sent.pop((peer, tag), None)
 
     def _receive_own(self, out: Array, tag: int) -> None:
         messages = self._own.get(tag)
