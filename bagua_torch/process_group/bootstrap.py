@@ -194,7 +194,8 @@ def serve_store(comm: Communicator) -> Any:
 
 def _serve_group(others: Sequence[str], timeout_s: float) -> tuple[Any, tuple[str, int]]:
     """Serve a store for the ranks of this host and of `others`; returns it with its address and port."""
-    address = serving.address_for(others) if others else serving.LOOPBACK
+    wanted = environment.torchrun_rendezvous().get("MASTER_ADDR", "")
+    address = serving.address_for(others, wanted) if others else serving.LOOPBACK
     if address is None:
         names = ", ".join(sorted(set(others)))
         raise OSError(

@@ -139,7 +139,7 @@ class FramedTransport(Transport):
         longest = max((x.nbytes for _, x in (*sends, *recvs)), default=0)
         self._wait_for_rests(works, longest)
         for peer, _ in sends:
-            # In a collective the receiver is about to receive it. On a channel, other messages do not wait for it.
+            # In a collective the receiver is about to receive it; on a channel, no other message waits for it.
             self._reclaim(peer, tag, 0 if tag == COLLECTIVE or tag >= FIRST_CHANNEL_TAG else UNSENT_FRAMES)
         # Not earlier: if the peer has left meanwhile, its last message would be lost.
         for (peer, _), frame in zip(recvs, frames, strict=True):
