@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
@@ -93,6 +94,8 @@ class Lane(Live, Closing, ABC, Generic[C]):
         self._side = SideStream(device) if device is not None else None
         self._pending: deque[tuple[Future[Any], Task]] = deque()
         """Futures and their tasks, whose arguments stay in memory until they are done."""
+        self._lock = threading.RLock()
+        """Held while tasks are added and forgotten: several threads may submit."""
         self._failure: BaseException | None = None
         self._closed = False
         self._note: dict[str, Any] = {}
@@ -100,6 +103,13 @@ class Lane(Live, Closing, ABC, Generic[C]):
     @abstractmethod
     def submit(self, task: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
         """Schedule `task(*args, **kwargs)` after all tasks submitted before; return at once."""
+
+    def run_or_submit(self, task: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
+        """Run a task on the calling thread if the lane has no other one, else submit it; for callers that wait.
+
+        Handing a short task to a thread and back takes longer than the task.
+        """
+        return self.submit(task, *args, **kwargs)
 
     def wait(self) -> None:
         """Wait until all tasks are done; raise the first error among them.
@@ -139,10 +149,11 @@ class Lane(Live, Closing, ABC, Generic[C]):
 
     def forget(self, future: Future[Any]) -> None:
         """Let `wait` raise the error of this task no more."""
-        for each in self._pending:
-            if each[0] is future:
-                self._pending.remove(each)
-                break
+        with self._lock:
+            for each in self._pending:
+                if each[0] is future:
+                    self._pending.remove(each)
+                    break
 
     def _outcome(self, future: Future[Any]) -> BaseException | None:
         """Wait until `future` is done; return its error, or None."""
@@ -242,6 +253,16 @@ class Lane(Live, Closing, ABC, Generic[C]):
             self._failure = exc
             raise
 
+    def _run_here(self, future: Future[Any], task: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        """Run a task on the calling thread."""
+        try:
+            future.set_result(self._run(task, args, kwargs))
+        except BaseException as exc:
+            future.set_exception(exc)
+            if not isinstance(exc, Exception):
+                self.forget(future)  # the caller gets it now
+                raise
+
     def _run_on_side(
         self, side: SideStream, future: SideFuture, task: Callable[..., Any], args: Any, kwargs: Any
     ) -> None:
@@ -281,6 +302,8 @@ class ThreadLane(Lane[C]):
 
     def __init__(self, comm: C, name: str = "lane") -> None:
         super().__init__(comm, name, device=_device_of(comm))
+        self._here: Future[Any] | None = None
+        """The latest task that a caller runs itself; those submitted meanwhile run after it."""
         if self._side is None:
             self._executor = ThreadPoolExecutor(1, self.name)
         else:
@@ -290,13 +313,31 @@ class ThreadLane(Lane[C]):
         """See `Lane.submit`."""
         self._check_submit(task)
         if self._side is None:
-            future = self._executor.submit(self._run, task, args, kwargs)
-            self._add_pending(future, (task, args, kwargs))
+            with self._lock:
+                future = self._executor.submit(self._run_after, self._here, task, args, kwargs)
+                self._add_pending(future, (task, args, kwargs))
             return future
         on_side = self._side.future()
         self._executor.submit(self._run_on_side, self._side, on_side, task, args, kwargs)
         self._add_pending(on_side, (task, args, kwargs))
         return on_side
+
+    def run_or_submit(self, task: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
+        """See `Lane.run_or_submit`."""
+        self._check_submit(task)
+        future: Future[R] = Future()
+        with self._lock:
+            if self._side is not None or not all(each.done() for each, _ in self._pending):
+                return self.submit(task, *args, **kwargs)
+            self._here = future
+            self._add_pending(future, (task, args, kwargs))
+        self._run_here(future, task, args, kwargs)
+        return future
+
+    def _run_after(self, before: Future[Any] | None, task: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if before is not None:
+            self._outcome(before)
+        return self._run(task, args, kwargs)
 
     def _close_after_tasks(self) -> None:
         self._executor.submit(super()._close_after_tasks)
@@ -354,13 +395,11 @@ class InlineLane(Lane[C]):
     def submit(self, task: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
         """Run the task now; see `Lane.submit`."""
         self._check_submit(task)
-        self._follow()
         future: Future[R] = Future()
-        try:
-            future.set_result(self._run(task, args, kwargs))
-        except Exception as exc:
-            future.set_exception(exc)
-        self._add_pending(future, (task, args, kwargs))
+        with self._lock:
+            self._follow()
+            self._run_here(future, task, args, kwargs)
+            self._add_pending(future, (task, args, kwargs))
         return future
 
 

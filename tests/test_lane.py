@@ -96,6 +96,48 @@ def test_all_tasks_of_a_lane_run_on_one_thread_of_its_own():
     assert len({mine[0], other, threading.get_ident()}) == 3
 
 
+def test_a_task_of_a_caller_that_waits_runs_on_its_thread_if_the_lane_is_idle():
+    go, order = threading.Event(), []
+
+    def note(name):
+        order.append(name)
+        return threading.get_ident()
+
+    with ThreadLane(FakeComm()) as lane:
+        assert lane.run_or_submit(note, "alone").result(0) == threading.get_ident()
+        lane.submit(go.wait, PATIENCE_S)
+        behind = lane.run_or_submit(note, "behind")
+        assert order == ["alone"]  # it waits for the task before it
+        go.set()
+        assert behind.result(PATIENCE_S) != threading.get_ident()
+        lane.wait()
+
+        def meanwhile():
+            submitted = lane.submit(note, "after")
+            with pytest.raises(FutureTimeout):
+                submitted.result(0.05)
+            order.append("here")
+            return submitted
+
+        lane.run_or_submit(meanwhile).result(0).result(PATIENCE_S)
+    assert order == ["alone", "behind", "here", "after"]
+
+
+def test_an_error_of_a_task_on_the_callers_thread_is_that_of_its_future():
+    lane = ThreadLane(FakeComm())
+    future = lane.run_or_submit(fail, ValueError("in the task"))
+    with pytest.raises(ValueError, match="in the task"):
+        future.result(0)
+    with pytest.raises(CommAborted, match="an earlier task on this lane failed"):
+        lane.submit(print).result(PATIENCE_S)
+    with pytest.raises(ValueError, match="in the task"):
+        lane.close()
+    lane = ThreadLane(FakeComm())
+    with pytest.raises(KeyboardInterrupt):
+        lane.run_or_submit(fail, KeyboardInterrupt())
+    lane.close()  # the caller has had it
+
+
 def test_the_inline_lane_works_on_the_callers_thread():
     with InlineLane(FakeComm()) as lane:
         future = lane.submit(threading.get_ident)

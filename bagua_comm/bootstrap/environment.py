@@ -150,6 +150,13 @@ def torchrun_rendezvous() -> dict[str, str]:
     return {name: os.environ[name] for name in names if name in os.environ}
 
 
+def torch_ranks_by_mpi() -> bool:
+    """Whether MPI started this process, and PyTorch's environment variables name no rendezvous."""
+    variables = torchrun_rendezvous()
+    named = all(variables.get(name) for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"))
+    return not named and not under_torchrun() and under_mpi()
+
+
 def keep_gloo_on_this_host() -> None:
     """Have gloo listen on 127.0.0.1, unless the user has chosen an interface."""
     if "lo" in (name for _, name in socket.if_nameindex()):

@@ -19,6 +19,8 @@ from ..launch.cli import cores
 from ..launch.mpirun import find_mpirun
 from ..net import building, choosing
 
+NOT_INSTALLED = "not installed"
+
 SUMMARY = DESCRIPTION = "print versions, MPI, devices, kernels and transports"
 
 VARIABLES = (
@@ -110,12 +112,22 @@ def collect_info() -> dict[str, dict[str, Any]]:
             "staged": "the same for ranks that share GPUs, through host memory",
             "dtypes": ", ".join(sorted(arrays.MOVABLE)),
         },
+        "torch.distributed": {"backend bagua": torch_backend()},
         "environment": {
             name: value
             for name, value in sorted(os.environ.items())
             if name in VARIABLES or name.startswith(BEGINNINGS)
         },
     }
+
+
+def torch_backend() -> str:
+    """Return how programs on torch.distributed get the backend "bagua", or what they lack."""
+    if installed("torch") == NOT_INSTALLED:
+        return "needs PyTorch: pip install 'bagua-comm[torch]'"
+    found = importlib.metadata.entry_points(group="torch.distributed.backends")
+    known = "" if "bagua" in found.names else "; not found by its entry point: install bagua-comm again"
+    return f'import bagua_torch; init_process_group("bagua"){known}'
 
 
 def plugin_facts() -> dict[str, Any]:
@@ -139,7 +151,7 @@ def installed(*distributions: str) -> str:
         except importlib.metadata.PackageNotFoundError:
             continue
         return version if len(distributions) == 1 else f"{version} ({name})"
-    return "not installed"
+    return NOT_INSTALLED
 
 
 def _device_side() -> str:

@@ -54,6 +54,10 @@ class CallState:
         self._in_collective = False
         self.end_call()
 
+    def stop(self, reason: str) -> None:
+        """Let the call in progress fail soon, and refuse all later ones; any thread may call it."""
+        self._break(reason)
+
     def set_timeout(self, timeout_s: float) -> None:
         """Set the time limit of calls, in seconds, from the next one on."""
         self.timeout_s = timeout_s

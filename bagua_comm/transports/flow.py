@@ -42,6 +42,9 @@ class Channel(Protocol):
     def exchange(self, sends: Sequence[Message], recvs: Sequence[Message], *, tag: int) -> None:
         """See `Transport.exchange`."""
 
+    def stop(self, reason: str) -> None:
+        """See `CallState.stop`."""
+
 
 class Exchanger(Protocol):
     """The part of a transport that a `Flow` and the derived collectives use."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -14,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 from bagua_comm import CommError, Communicator
-from bagua_comm.averages import InPlace
 from bagua_comm.lane import Lane
 
 from ..arrays import torch_stream
+from .averaging import GroupAverage
 from .messages import Messages
 from .options import BackendOptions
 from .tensors import HOST, check_filled, device_of, seconds
@@ -41,9 +40,7 @@ class GroupBase(_ProcessGroup):  # type: ignore[misc]
         super().__init__(lane.comm.rank, lane.comm.size)
         self.lane, self.comm, self.parent = lane, lane.comm, parent
         self._at_close = at_close
-        self._average = (options or BackendOptions()).average
-        self._mean: InPlace | None = None
-        self._submits = threading.Lock()
+        self._average = GroupAverage((options or BackendOptions()).average, self.comm)
         self._messages = Messages(self.comm.host)
         self._callbacks = Callbacks()
         self._kept: deque[LaneWork] = deque(maxlen=64)
@@ -118,16 +115,13 @@ class GroupBase(_ProcessGroup):  # type: ignore[misc]
         if fills:
             check_filled(name, tensors)
         device, timeout_s = device_of(tensors), seconds(opts)
-        with torch_stream(device), self._submits:
-            future: Future[Any] = self.lane.submit(task, *args, **options, timeout_s=timeout_s)
-        work = LaneWork(name, future, tensors, device, self._callbacks, forget=self._forget)
+        submit = self.lane.submit if getattr(opts, "asyncOp", True) else self.lane.run_or_submit
+        with torch_stream(device):
+            future: Future[Any] = submit(task, *args, **options, timeout_s=timeout_s)
+        work = LaneWork(name, future, tensors, device, self._callbacks, forget=self.lane.forget)
         if name == "allreduce" and sum(x.numel() for x in tensors) == 1:
             self._kept.append(work)
         return work
-
-    def _forget(self, future: Future[Any]) -> None:
-        with self._submits:
-            self.lane.forget(future)
 
     def _check_open(self, name: str) -> None:
         if not self._is_open:
@@ -152,7 +146,8 @@ class GroupBase(_ProcessGroup):  # type: ignore[misc]
             ends.callback(self._messages.drain, self.comm.timeout_s)
 
     def abort(self) -> None:
-        """End the group at once; calls under way fail when their time limit is over."""
+        """End the group at once; collective calls under way fail when their time limit is over."""
         self._is_open = False
         self.lane.abort()
+        self._messages.stop()
         self._callbacks.close()

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from bagua_comm import ArrayError, UnsupportedError, arrays
-from bagua_comm.arrays import Array, Op
+from bagua_comm import ArrayError, UnsupportedError
+from bagua_comm.arrays import Array
 
 from .base import GroupBase
 from .tensors import (
@@ -19,6 +19,7 @@ from .tensors import (
     as_list,
     check_dtypes,
     check_size,
+    copying,
     dense,
     divided,
     elements,
@@ -29,7 +30,6 @@ from .tensors import (
     reduction,
     root_of,
     row,
-    takes,
 )
 from .work import LaneWork
 
@@ -56,21 +56,13 @@ class BaguaGroup(GroupBase):
         name = "allreduce"
         tensors = as_list(name, tensors)
         op, xs = reduction(name, opts, [dense(name, x) for x in tensors])
-        if self._average is not None and op in ("sum", "avg") and all(takes(self._average, x) for x in xs):
-            return self._submit(name, timeout or opts, tensors, self._allreduce_by_average, xs, op)
+        if self._average.takes(op, xs):
+            return self._submit(name, timeout or opts, tensors, self._average.allreduce, xs, op)
         if len(xs) == 1:
             return self._submit(name, timeout or opts, tensors, self.comm.allreduce, xs[0], xs[0], op=op)
         return self._submit(name, timeout or opts, tensors, self.comm.allreduce_many, xs, xs, op=op)
 
     allreduce_coalesced = allreduce
-
-    def _allreduce_by_average(self, xs: Sequence[Array], op: Op, timeout_s: float | None) -> None:
-        """Add or average each of `xs` by the average of the options. Collective."""
-        if self._mean is None:
-            self._mean = self._average.bind(self.comm)  # type: ignore[union-attr]
-        for x in xs:
-            mean = self._mean(arrays.contiguous(x).reshape(-1)).reshape(x.shape)
-            x[...] = mean * self.size() if op == "sum" else mean
 
     def reduce(self, tensors: Any, opts: Any, op: Any = None, timeout: timedelta | None = None) -> LaneWork:
         """Reduce a tensor over all ranks, in place on the root."""
@@ -88,8 +80,12 @@ class BaguaGroup(GroupBase):
         op, (out, *parts) = reduction(name, opts, [dense(name, only(name, outputs)), *parts])
         counts = [part.size for part in parts]
         check_size(name, out, counts[self.rank()])
+        averaged = self._average.takes(op, [out]) and len(set(counts)) == 1
 
         def reduce_scatter(timeout_s: float | None) -> None:
+            if averaged:
+                self._average.reduce_scatter([(out, joined(parts))], op, timeout_s)
+                return
             self.comm.reduce_scatter(joined(parts), out, op=op, counts=counts, timeout_s=timeout_s)
 
         return self._submit(name, opts, outputs, reduce_scatter)
@@ -106,6 +102,8 @@ class BaguaGroup(GroupBase):
             op, (out, x) = reduction(name, opts, [dense(name, output), dense(name, tensor)])
             check_size(name, x, out.size * self.size())
             work.append((out, x))
+        if self._average.takes(op, [x for _, x in work]):
+            return self._submit(name, opts, outputs, self._average.reduce_scatter, work, op)
 
         def reduce_scatter(timeout_s: float | None) -> None:
             for out, x in work:
@@ -294,7 +292,7 @@ class BaguaGroup(GroupBase):
             return self._message("recv", peer, tag, x, tensors)
         buffer = torch.empty_like(tensor, device="cpu", memory_format=torch.contiguous_format)
         into = any_dtype("recv", buffer)
-        return self._message("recv", peer, tag, into, tensors, lambda: tensor.detach().copy_(buffer))
+        return self._message("recv", peer, tag, into, tensors, copying(tensor.detach(), buffer))
 
     def recv_anysource(self, tensors: Any, tag: int) -> LaneWork:
         """Refuse: name the rank to receive from."""

@@ -15,9 +15,10 @@ class BackendOptions:
     Give them to `init_process_group` or `new_group` as `pg_options`.
 
     Args:
-        average: How `all_reduce` adds and averages floats: by `Quantized(codec)`, `Reproducible()`, or another
-            average without a residual; if None, exactly. It applies to every `all_reduce` of the group with SUM
-            or AVG of a dtype that the average takes; the time limit is that of the group, whatever the call says.
+        average: How `all_reduce` and `reduce_scatter` add and average floats: by `Quantized(codec)`,
+            `Reproducible()`, or another average without a residual; if None, exactly. It applies to every such
+            call of the group with SUM or AVG of a dtype that the average takes, except to a `reduce_scatter` of
+            parts that differ in size; the time limit is that of the group, whatever the call says.
             Make a group for the gradients alone:
             `DistributedDataParallel(model, process_group=dist.new_group(pg_options=...))`.
 

@@ -46,7 +46,7 @@ class _EnvironmentOrMPI:
         self._without_mpi = without_mpi
 
     def __call__(self, url: str, timeout: timedelta = dist.default_pg_timeout, **options: Any) -> Iterator[Any]:
-        if not _finds_ranks_by_mpi():
+        if not environment.torch_ranks_by_mpi():
             yield from self._without_mpi(url, timeout=timeout, **options)
             return
         before = current()
@@ -62,13 +62,6 @@ class _EnvironmentOrMPI:
                     "out, or set MASTER_ADDR and MASTER_PORT to use the ranks of your own"
                 )
         yield serve_store(world), world.rank, world.size
-
-
-def _finds_ranks_by_mpi() -> bool:
-    """Whether MPI started this process, and the environment variables of PyTorch name no rendezvous."""
-    variables = environment.torchrun_rendezvous()
-    named = all(variables.get(name) for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"))
-    return not named and not environment.under_torchrun() and environment.under_mpi()
 
 
 def _make_group(opts: Any, options: Any) -> BaguaGroup:

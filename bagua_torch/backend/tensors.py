@@ -11,7 +11,6 @@ import torch
 
 from bagua_comm import ArrayError, UnsupportedError, arrays
 from bagua_comm.arrays import Array, Op, check_reduction
-from bagua_comm.averages import Average
 from bagua_comm.comm.arguments import check_writable
 
 from ..arrays import as_array, dtype_name
@@ -147,15 +146,6 @@ def reduction(call: str, opts: Any, xs: Sequence[Array]) -> tuple[Op, list[Array
     return op, list(xs)
 
 
-def takes(average: Average, x: Array) -> bool:
-    """Whether an average takes arrays of the dtype of `x`."""
-    try:
-        average.check(arrays.dtype_name(x.dtype))
-    except UnsupportedError:
-        return False
-    return True
-
-
 def root_of(call: str, opts: Any, size: int) -> int:
     """Return the root of a call.
 
@@ -213,6 +203,23 @@ def elements(call: str, name: str, x: Array, rows: Sequence[int] | None, size: i
         raise ArrayError(f"{call}: {name} is {list(rows)}, expected {size} numbers with sum {length}")
     width = x.size // length if length else 0
     return [width * n for n in rows]
+
+
+def copying(target: torch.Tensor, buffer: torch.Tensor) -> Callable[[], None]:
+    """Return a function that copies `buffer`, on the host, to `target`; another thread may call it.
+
+    On a CUDA device, it copies in the order of the stream that is current now, so after the work that the caller
+    has submitted for `target`. The copy is complete when it returns.
+    """
+    stream: Any = torch.cuda.current_stream(target.device) if target.device.type == "cuda" else None
+
+    def copy() -> None:
+        with torch.cuda.stream(stream):  # does nothing without a stream
+            target.copy_(buffer)
+        if stream is not None:
+            stream.synchronize()
+
+    return copy
 
 
 def row(size: int, like: Array) -> Array:

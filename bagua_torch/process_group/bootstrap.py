@@ -194,12 +194,13 @@ def serve_store(comm: Communicator) -> Any:
 
 def _serve_group(others: Sequence[str], timeout_s: float) -> tuple[Any, tuple[str, int]]:
     """Serve a store for the ranks of this host and of `others`; returns it with its address and port."""
-    address = serving.address_for(others) if others else serving.LOOPBACK
+    wanted = environment.torchrun_rendezvous().get("MASTER_ADDR", "")
+    address = serving.address_for(others, wanted) if others else serving.LOOPBACK
     if address is None:
         names = ", ".join(sorted(set(others)))
         raise OSError(
             f"{socket.gethostname()} has no address by which {names} reach it: neither its own name nor theirs "
-            "lead to one; write them into /etc/hosts"
+            "lead to one; write them into /etc/hosts, or set MASTER_ADDR to an address of this host"
         )
     store = serving.serve(address, timeout_s=timeout_s)
     return store, (address, store.port)

@@ -53,13 +53,14 @@ def serve(address: str, port: int = 0, *, timeout_s: float, ranks: int | None = 
         )
 
 
-def address_for(peers: Iterable[str]) -> str | None:
+def address_for(peers: Iterable[str], wanted: str = "") -> str | None:
     """The address at which other hosts, given by name, reach this one; None if none is found.
 
-    It is the address of the name of this host, unless that is a loopback address; otherwise the source address
-    of the route to the first of them.
+    It is that of the name `wanted`, or else of the name of this host, unless it is a loopback address or another
+    host's; otherwise the source address of the route to the first of them.
     """
-    for address in _addresses_of(socket.gethostname()):
+    names = wanted, socket.gethostname()
+    for address in (address for name in names for address in _addresses_of(name)):
         if not _is_loopback(address) and _is_here(address):
             return address
     for peer in peers:

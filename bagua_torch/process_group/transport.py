@@ -236,8 +236,8 @@ class ProcessGroupTransport(FramedTransport):
             super().allreduce(x, out, op)
 
     def _allreduce_at_once(self, x: Array, out: Array, op: str) -> None:
-        rows = self._scratch.take("rows", (self.size, x.size), x.dtype, like=x)
-        rows[self.rank] = x.reshape(-1)
+        rows = list(self._scratch.take("rows", (self.size - 1, x.size), x.dtype, like=x))
+        rows.insert(self.rank, x.reshape(-1))
         self.agree_on_call(f"allreduce {op}", x)
         self.exchange(
             [(peer, x) for peer in self.others()],
@@ -304,6 +304,11 @@ class ProcessGroupTransport(FramedTransport):
         self._channels.append(made)
         return made
 
+    def stop(self, reason: str) -> None:
+        """See `CallState.stop`. Closes the connections, which a channel shares with its transport."""
+        self._break(reason)
+        self._hang_up()
+
     def abort(self, exit_code: int = 1) -> None:
         """Close all connections, those of subgroups included, so that waiting peers fail at once.
 
@@ -321,22 +326,17 @@ class ProcessGroupTransport(FramedTransport):
         """
         try:
             if self._broken is None:
-                for each in (self, *self._channels):
-                    for peer, tag in each._sent if each._broken is None else ():
-                        each._reclaim(peer, tag, 0)
+                for peer, tag in tuple(self._sent):
+                    self._reclaim(peer, tag, 0)
                 self._say_goodbye()
         except (RankFailed, CommMismatch):
             pass  # the peer left without receiving everything, or calls differ
         finally:
             self._break("closed")
-            self._posted.clear()
-            self._sent.clear()
-            self._children.clear()
-            for each in self._channels:
-                each._gloo = None
+            for each in (self, *self._channels):
+                each._drop()
             self._channels.clear()
-            self._waiter.close()
-            self._gloo = None
+            self._children.clear()
 
     def _say_goodbye(self) -> None:
         """Exchange a last frame with each rank, after which nothing is sent.

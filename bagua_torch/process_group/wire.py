@@ -1,9 +1,9 @@
 """The message protocol over gloo: frames, mismatches, and failures.
 
 Gloo ends the process when a message is longer than the posted array, and reports nothing when it is shorter. So
-every message begins with a frame of a fixed size, which holds the size of the message and its first bytes. The
-receiver posts the frame of the next message ahead, so that a short message is sent at once, whatever the
-receiver is doing. The rest of a long message follows once both ends are known to expect the same size:
+every message begins with a frame, which holds the size of the message and its first bytes. The receiver posts
+memory for the largest frame ahead, so that a short message is sent at once, whatever the receiver is doing. The
+rest of a long message follows once both ends are known to expect the same size:
 
     one way    sender   -- frame --> receiver     which then posts the array for the rest
                         -- rest -->
@@ -33,9 +33,9 @@ from bagua_comm import CommAborted, CommError, CommMismatch, CommTimeout, RankFa
 from bagua_comm.arrays import Array, as_bytes
 from bagua_comm.errors import WHICH_CALLS
 from bagua_comm.transports import Transport
-from bagua_comm.transports.base import COLLECTIVE, POINT_TO_POINT, Message
+from bagua_comm.transports.base import COLLECTIVE, FIRST_CHANNEL_TAG, POINT_TO_POINT, Message
 
-from .frames import BODY_BYTES, Frame, rest_of, swaps_of
+from .frames import BODY_BYTES, HEADER_BYTES, Frame, rest_of, swaps_of
 from .verdicts import TEXT_BYTES, Verdict, as_row, calls_that_differ
 from .waiter import BUFFERED_BYTES, Pending, Waiter, wait_for_collective
 
@@ -139,8 +139,8 @@ class FramedTransport(Transport):
         longest = max((x.nbytes for _, x in (*sends, *recvs)), default=0)
         self._wait_for_rests(works, longest)
         for peer, _ in sends:
-            # In a collective the receiver is about to receive it.
-            self._reclaim(peer, tag, 0 if tag == COLLECTIVE else UNSENT_FRAMES)
+            # In a collective the receiver is about to receive it; on a channel, no other message waits for it.
+            self._reclaim(peer, tag, 0 if tag == COLLECTIVE or tag >= FIRST_CHANNEL_TAG else UNSENT_FRAMES)
         # Not earlier: if the peer has left meanwhile, its last message would be lost.
         for (peer, _), frame in zip(recvs, frames, strict=True):
             if frame is not None:
@@ -185,7 +185,7 @@ class FramedTransport(Transport):
         return frame
 
     def _post_ahead(self, peer: int, tag: int, frame: Frame) -> None:
-        if (peer, tag) in self._posted or self._leaving:
+        if (peer, tag) in self._posted or self._leaving or tag >= FIRST_CHANNEL_TAG:  # there may be many tags
             self._free.append(frame)
             return
         try:
@@ -203,7 +203,8 @@ class FramedTransport(Transport):
         if x.nbytes:
             begin = as_bytes(x)[:BODY_BYTES]
             frame.body[: begin.size] = begin
-        frame.work = self._start(peer, self._gloo.send, [frame.tensor], peer, tag)
+        written = frame.tensor[: HEADER_BYTES + min(x.nbytes, BODY_BYTES)]
+        frame.work = self._start(peer, self._gloo.send, [written], peer, tag)
         self._sent.setdefault((peer, tag), deque()).append(frame)
 
     def _send_rest(self, peer: int, wire_tag: int, x: Array) -> Any:
@@ -219,6 +220,8 @@ class FramedTransport(Transport):
             frame = frames.popleft()
             self._wait(peer, frame.work)
             self._free.append(frame)
+        if not frames:
+            self._sent.pop((peer, tag), None)
 
     def _receive_own(self, out: Array, tag: int) -> None:
         messages = self._own.get(tag)
@@ -278,6 +281,17 @@ class FramedTransport(Transport):
                     break
                 with contextlib.suppress(RuntimeError):
                     work.wait(timedelta(milliseconds=1))
+
+    def _drop(self) -> None:
+        """Free the connections and their threads, which end when nothing refers to them any more.
+
+        A thread of gloo that still runs when Python ends may end the process by a signal.
+        """
+        self._posted.clear()
+        self._sent.clear()
+        self._free.clear()
+        self._waiter.close()
+        self._gloo = None
 
     def _start(self, peer: int | None, call: Callable[..., Any], *arguments: Any) -> Any:
         try:

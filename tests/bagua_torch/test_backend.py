@@ -195,6 +195,22 @@ def test_messages_by_tag_in_any_order_of_their_waits():
     on_groups(body)
 
 
+def test_many_tags_need_no_more_channels_than_messages_at_a_time(monkeypatch):
+    def body(group):
+        made, channel = [], group.comm.host.channel
+        monkeypatch.setattr(group.comm.host, "channel", lambda: made.append(channel()) or made[-1])
+        x, peer = torch.empty(3), 1 - group.rank()
+        for tag in range(40):
+            receive = group.recv([x], peer, tag)
+            group.send([torch.full((3,), float(tag))], peer, tag).wait()
+            receive.wait()
+            assert x.tolist() == [tag] * 3
+            group._messages.drain(20.0)
+        return len(made)
+
+    assert max(on_groups(body, 2)) <= 2
+
+
 def test_messages_to_this_rank_itself():
     def body(group):
         rank, (early, late) = group.rank(), torch.zeros(2, 2)
@@ -383,7 +399,9 @@ def test_a_group_that_was_destroyed_refuses_calls():
 
 
 @pytest.mark.parametrize(
-    "average", [Reproducible(), Quantized(MinMaxUInt8(), min_bytes=0)], ids=["exact", "coded"]
+    "average",
+    [Reproducible(), Quantized(MinMaxUInt8(), min_bytes=0), Hierarchical(Quantized(MinMaxUInt8(), min_bytes=0))],
+    ids=["exact", "coded", "by node"],
 )
 def test_an_average_of_the_options_adds_floats(average):
     def body(group):
@@ -393,10 +411,25 @@ def test_an_average_of_the_options_adds_floats(average):
         group.allreduce([mean], with_op(dist.AllreduceOptions, dist.ReduceOp.AVG)).wait()
         group.allreduce([number]).wait()  # exactly
         assert number.item() == 3
-        return x, whole, mean
+        shards, before = torch.empty(4, 50), x.clone()
+        group.reduce_scatter_single(shards[0], x).wait()
+        group.reduce_scatter_single(shards[1], x, with_op(dist.ReduceScatterOptions, dist.ReduceOp.AVG)).wait()
+        group.reduce_scatter([shards[2]], [list(x.reshape(RANKS, 50).unbind())]).wait()
+        group.reduce_scatter_single_coalesced([shards.t()[:, 3]], [x]).wait()  # not contiguous
+        assert torch.equal(x, before)
+        assert torch.equal(shards[2], shards[0])
+        assert torch.equal(shards[3], shards[0])
+        assert torch.allclose(shards[1], shards[0] / RANKS, atol=0.01)
+        number = torch.arange(RANKS)
+        group.reduce_scatter_single(number[:1], number.clone()).wait()
+        assert number[0].item() == RANKS * group.rank()
+        return x, whole, mean, shards[0]
 
-    xs, wholes, means = zip(*on_groups(body, options=BackendOptions(average=average)), strict=True)
+    xs, wholes, means, shards = zip(*on_groups(body, options=BackendOptions(average=average)), strict=True)
     exact = torch.stack(xs).sum(0)
+    summed = torch.stack(shards).reshape(exact.shape)
+    assert torch.allclose(summed, exact, atol=0.02)
+    assert not torch.equal(summed, exact)
     for whole, mean in zip(wholes, means, strict=True):
         assert torch.equal(whole, wholes[0])
         assert torch.allclose(whole, exact, atol=0.02)

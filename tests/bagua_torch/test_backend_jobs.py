@@ -39,6 +39,14 @@ if rank == 0:
 dist.destroy_process_group()
 """
 
+PENDING = """
+import torch, torch.distributed as dist, bagua_torch
+dist.init_process_group("bagua")
+dist.barrier()
+if dist.get_rank() == 0:
+    work = dist.irecv(torch.empty(3), 1, tag=5)
+"""
+
 
 def weights(output):
     return next(line for line in output.splitlines() if line.startswith("weights"))
@@ -53,3 +61,14 @@ def test_ddp_and_fsdp2_as_over_gloo_under_mpirun_and_torchrun(tmp_path):
     assert [run.returncode for run in runs] == [0, 0, 0], "".join(run.stderr[-2000:] for run in runs)
     expected, *found = [weights(run.stdout) for run in runs]
     assert found == [expected, expected]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("launch", [torchrun, run_python])
+def test_a_program_may_end_while_it_waits_for_a_message(launch, tmp_path):
+    """The thread that waited returned from the library below while Python ended: SIGABRT, or exit code 14."""
+    script = tmp_path / "pending.py"
+    script.write_text(PENDING)
+    run = launch(2, script)
+    assert run.returncode == 0, run.stderr[-2000:]

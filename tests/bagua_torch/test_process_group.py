@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from support.gloo import run_threads
 from support.launch import torchrun
+from support.waiting import until
 
 import bagua_comm
 import bagua_torch
@@ -37,7 +38,7 @@ from bagua_comm import (
 from bagua_comm.errors import WHICH_CALLS
 from bagua_comm.flight import diagnose, read_folder
 from bagua_comm.testing import check_transport, reduced, sample
-from bagua_comm.transports.base import COLLECTIVE
+from bagua_comm.transports.base import COLLECTIVE, FIRST_CHANNEL_TAG
 from bagua_torch import ProcessGroupTransport
 from bagua_torch.process_group import bootstrap
 from bagua_torch.process_group.frames import BODY_BYTES
@@ -827,3 +828,26 @@ def test_former_names_of_a_rendezvous_warn():
     assert warned[0].filename == __file__
     with pytest.warns(DeprecationWarning, match=r"\(meeting=\) is now rendezvous="):
         ProcessGroupTransport(timeout_s=1, meeting=former(dist.HashStore(), "former", 0, 1)).close()
+
+
+def loops():
+    """How many threads of gloo's connections this process has."""
+    names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
+    return names.count("gloo_tcp_loop\n")
+
+
+def test_the_threads_of_connections_end_with_the_transport():
+    """A thread that still ran while Python ended has ended a program by SIGABRT."""
+    gc.collect()
+    kept, before = [], loops()
+
+    def body(transport):
+        kept.append(transport)
+        channel, peer, x = transport.channel(), 1 - transport.rank, np.zeros(3)
+        channel.exchange([(peer, np.ones(3))], [(peer, x)], tag=FIRST_CHANNEL_TAG)
+        transport.allreduce(x, x, "sum")
+        assert x.tolist() == [2.0] * 3
+        assert loops() > before
+
+    run_threads(2, body)
+    until(lambda: loops() <= before)

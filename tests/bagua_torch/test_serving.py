@@ -3,6 +3,7 @@
 import functools
 import json
 import socket
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -121,6 +122,7 @@ def test_rank_0_serves_at_the_address_that_all_ranks_are_given(names, name, loca
 
 
 def test_for_other_hosts_it_is_the_one_of_the_hosts_name_or_that_by_which_they_are_reached(names, monkeypatch):
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
     assert serving.address_for(["peer"]) is None
     with pytest.raises(OSError, match=r"mine has no address by which peer reach it.*write them into /etc/hosts"):
         bootstrap._serve_group(["peer"], 10)
@@ -129,8 +131,17 @@ def test_for_other_hosts_it_is_the_one_of_the_hosts_name_or_that_by_which_they_a
     assert serving.address_for(["peer"]) is None
     monkeypatch.setattr(serving, "_is_loopback", lambda address: False)
     assert serving.address_for(["unknown", "peer"]) == "127.0.1.1"
-    names["mine"] = []
+    names["master"] = ["10.0.0.1"]
+    assert serving.address_for(["peer"], "master") == "10.0.0.1"
+    names["master"] = ["192.0.2.1"]  # another host
+    assert serving.address_for(["peer"], "master") == "127.0.1.1"
+    names["master"], names["mine"] = ["10.0.0.1"], []
     assert serving.address_for(["unknown", "peer"]) == HERE
+    served = []
+    monkeypatch.setattr(serving, "serve", lambda address, **_: served.append(address) or SimpleNamespace(port=1))
+    monkeypatch.setenv("MASTER_ADDR", "master")
+    assert bootstrap._serve_group(["peer"], 10)[1] == ("10.0.0.1", 1)
+    assert served == ["10.0.0.1"]
 
 
 def test_where_rank_0_cannot_serve_all_ranks_raise(monkeypatch):

@@ -26,6 +26,20 @@ with bagua_comm.connect(timeout_s=60) as comm:
         print(comm.size, *places)
 """
 
+BACKEND = """
+import torch, torch.distributed as dist
+import bagua_torch
+
+dist.init_process_group("bagua")
+x = torch.full((300_000,), dist.get_rank() + 1.0)
+dist.all_reduce(x)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 1))
+model(torch.ones(2, 3)).sum().backward()
+if dist.get_rank() == 0:
+    print(dist.get_world_size(), x[0].item(), model.module.weight.grad.tolist())
+dist.destroy_process_group()
+"""
+
 ON_TWO_NODES = "2 ('n1', 0, 0, 1) ('n2', 1, 0, 1)\n"
 
 
@@ -43,6 +57,14 @@ def mpi4py_needs_open_mpi():
 
     if MPI.get_vendor()[0] != "Open MPI":
         pytest.skip(f"mpi4py uses {MPI.get_vendor()[0]}, which Slurm's PMI2 serves; this is about Open MPI")
+
+
+def test_the_backend_of_torch_distributed_under_srun(slurm, tmp_path):
+    script = tmp_path / "backend.py"
+    script.write_text(BACKEND)
+    result = slurm.run("srun", "--mpi=pmix", "-N2", "-n2", sys.executable, script)
+    assert result.returncode == 0, result.stderr + slurm.logs()
+    assert result.stdout == "2 3.0 [[2.0, 2.0, 2.0]]\n"
 
 
 @pytest.mark.parametrize(

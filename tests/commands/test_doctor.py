@@ -33,6 +33,7 @@ HEALTHY = {
     "interfaces": {"eth0": {"address": "10.0.0.1", "Mbit/s": 10000}},
     "InfiniBand": [],
     "gpu": {"driver": False, "count": 0},
+    "torch.distributed": {"by": "MPI", "variables": []},
     "plugin": {"built": True, "source": "01", "compilers": "/usr/bin/cc", "kept away by": "nothing", "net": None},
 }
 
@@ -86,6 +87,16 @@ def test_the_plugin_has_no_effect_on_one_host_and_is_not_mentioned_without_gpus(
     one.facts[0]["plugin"] = HEALTHY["plugin"] | {"net": "bagua"}
     assert found("note", "BAGUA_NET=bagua has no effect: on one host, NCCL uses shared memory", one)
     assert not any("plugin" in each.what for each in examine(world()))
+
+
+def test_how_the_backend_of_torch_distributed_connects_is_shown():
+    found("ok", 'init_process_group("bagua") works over MPI', world())
+    mixed = world(**{"torch.distributed": {"by": "gloo", "variables": ["MASTER_ADDR", "RANK"]}})
+    assert found("problem", "some ranks would be connected by MPI", mixed).do.startswith(
+        "set MASTER_ADDR, RANK on"
+    )
+    without = {finding.what for finding in examine(world(**{"torch.distributed": None}))}
+    assert not any("init_process_group" in what for what in without)
 
 
 def test_healthy_hosts_have_nothing_to_be_done():

@@ -27,6 +27,7 @@ def test_info_prints_versions_mpi_and_transports():
     assert facts["devices"]["CUDA devices"] == 0
     assert facts["devices"]["device arrays"] == "not carried: there is no device"
     assert "nccl" in facts["transports carry"]
+    assert facts["torch.distributed"] == {"backend bagua": 'import bagua_torch; init_process_group("bagua")'}
     assert facts["NCCL's network plugin"]["source"] == net.source_hash()
     assert facts["NCCL's network plugin"]["kept away by"] == "nothing"
     assert facts["kernels"] == {"of NumPy arrays": kernels.state()}
@@ -43,6 +44,11 @@ def test_info_prints_each_variable_of_the_page_that_is_set(monkeypatch):
     shown = collect_info()["environment"]
     assert named <= shown.keys()
     assert "HOME_OF_OTHERS" not in shown
+
+
+def test_info_names_what_the_backend_of_torch_distributed_lacks(monkeypatch):
+    monkeypatch.setattr(info, "installed", lambda *_: "not installed")
+    assert info.torch_backend() == "needs PyTorch: pip install 'bagua-comm[torch]'"
 
 
 @pytest.mark.needs("cupy")

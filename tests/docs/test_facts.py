@@ -70,6 +70,23 @@ def test_the_figures_of_four_bits_are_those_that_were_measured():
             assert f"| {name}, {rate} Mbit/s | {step['ddp']:.1f} s | {' | '.join(ups)} |" in four_bits
 
 
+def test_the_figures_of_the_backend_are_those_that_were_measured():
+    performance = (ROOT / "docs" / "how-it-works" / "performance.md").read_text()
+    section = performance.partition("\n## The backend of torch.distributed\n")[2].partition("\n## ")[0]
+    columns = []
+    for where in ("host", "1gbit"):
+        for launcher in ("mpi", "torchrun"):
+            runs = [ROOT / "benchmarks" / "results" / f"backend-{launcher}-{where}-{run}.json" for run in (1, 2)]
+            columns.append([json.loads(run.read_text())["results"] for run in runs])
+    sizes = {0: "", 1 << 10: ", 1 KiB", 1 << 16: ", 64 KiB", 1 << 20: ", 1 MiB", 1 << 24: ", 16 MiB"}
+    for i, row in enumerate(columns[0][0]):
+        ratios = [sorted(run[i]["ratio"] for run in runs) for runs in columns]
+        cells = " | ".join(f"{least:.2f} to {most:.2f}" for least, most in ratios)
+        assert f"| {row['call']}{sizes[row['bytes']]} | {cells} |" in section
+    assert section.count(" to ") >= 4 * len(columns[0][0]) == 4 * 14
+    assert min(row["ratio"] for run in columns[0] for row in run) > 1  # "faster in all rows"
+
+
 def row_of(where, rate_mbit, algorithm):
     """The speed-up of an algorithm in the record, and its share of the limit."""
     table = (ROOT / "benchmarks" / "results" / "ddp.md").read_text()

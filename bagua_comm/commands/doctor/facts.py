@@ -22,7 +22,7 @@ from ...launch.cli import cores
 from ...launch.mpirun import OPEN_MPI
 from ...net import choosing
 from ...processes import this_host
-from ..info import installed, mpi_facts, plugin_facts
+from ..info import NOT_INSTALLED, installed, mpi_facts, plugin_facts
 
 LIMITS = {
     "memlock": resource.RLIMIT_MEMLOCK,
@@ -50,6 +50,7 @@ def collect() -> dict[str, Any]:
         "InfiniBand": _names_in("/sys/class/infiniband"),
         "gpu": gpu(),
         "plugin": plugin(),
+        "torch.distributed": torch_distributed(),
     }
 
 
@@ -94,6 +95,14 @@ def gpu() -> dict[str, Any]:
 def plugin() -> dict[str, Any]:
     """Return the facts of `info` about NCCL's network plugin, and the network that is chosen."""
     return {**plugin_facts(), "built": net.path() is not None, "net": choosing.asked_for(None)}
+
+
+def torch_distributed() -> dict[str, Any] | None:
+    """Return by what the backend "bagua" of torch.distributed would connect the ranks; None without PyTorch."""
+    if installed("torch") == NOT_INSTALLED:
+        return None
+    by_mpi = environment.torch_ranks_by_mpi()
+    return {"by": "MPI" if by_mpi else "gloo", "variables": sorted(environment.torchrun_rendezvous())}
 
 
 def mpi() -> dict[str, Any]:

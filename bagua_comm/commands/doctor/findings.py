@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ...launch.mpirun import OPEN_MPI, SEGMENT_BYTES
+from ..info import NOT_INSTALLED
 from .measure import Pair
 
 FILES_PER_RANK, THREADS_PER_RANK = 4, 64
@@ -22,8 +23,6 @@ SLOW = 3.0
 
 MUST_BE_EQUAL = ("bagua_comm", "MPI")
 """Packages that need the same version on all ranks; versions of other packages may differ."""
-
-NOT_INSTALLED = "not installed"
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,20 @@ def examine(world: World) -> list[Finding]:
     """Return all findings."""
     if world.is_mixed:
         return list(_versions(world))
-    checks = (_versions, _mpi, _nodes, _cores, _memory, _limits, _networks, _clocks, _speeds, _gpus, _plugin)
+    checks = (
+        _versions,
+        _mpi,
+        _nodes,
+        _cores,
+        _memory,
+        _limits,
+        _networks,
+        _clocks,
+        _speeds,
+        _gpus,
+        _plugin,
+        _torch,
+    )
     return [finding for check in checks for finding in check(world)]
 
 
@@ -152,6 +164,22 @@ def _mpi(world: World) -> Iterator[Finding]:
             "to let the others continue: python -m bagua_comm run --ulfm (--spares and --restarts imply it), or "
             "mpirun --with-ft ulfm (Open MPI 5)",
         )
+
+
+def _torch(world: World) -> Iterator[Finding]:
+    each = [facts.get("torch.distributed") for facts in world.facts]
+    if None in each:
+        return  # differing versions are reported, and without PyTorch there is nothing to say
+    over = {backend["by"] for backend in each if backend is not None}
+    if len(over) > 1:
+        variables = sorted({name for backend in each if backend is not None for name in backend["variables"]})
+        yield Finding(
+            "problem",
+            "torch.distributed: some ranks would be connected by MPI, and others by environment variables",
+            f"set {', '.join(variables)} on all ranks, or on none",
+        )
+    elif len(each) > 1:
+        yield Finding("ok", f'torch.distributed: init_process_group("bagua") works over {over.pop()}')
 
 
 def _nodes(world: World) -> Iterator[Finding]:

@@ -162,7 +162,11 @@ class Endpoint:
         self.poll(done, lambda: self.comm.Iprobe(MPI.ANY_SOURCE, COLLECTIVE))
 
     def listen(self, peers: Collection[int] | None) -> None:
-        """Raise if a rank that this one waits for takes no part in the call; `peers` are all others if None."""
+        """Raise if a rank that this one waits for takes no part in the call; `peers` are all others if None.
+
+        Also raises if another thread has stopped the calls.
+        """
+        self.calls._check_usable()
         self._listen(peers)
 
     def _listen(self, peers: Collection[int] | None) -> None:

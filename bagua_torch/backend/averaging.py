@@ -1,0 +1,76 @@
+"""The average of `BackendOptions` in the reductions of a group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from bagua_comm import Communicator, Exact, Hierarchical, Quantized, UnsupportedError, arrays
+from bagua_comm.arrays import Array, LinearOp, Op
+from bagua_comm.averages import Average, InPlace
+from bagua_comm.averages.quantized_shards import codec_for, reduce_scatter
+
+
+class GroupAverage:
+    """Adds and averages arrays of one communicator by an average.
+
+    Args:
+        average: The average; None to take no array.
+        comm: The communicator.
+    """
+
+    def __init__(self, average: Average | None, comm: Communicator) -> None:
+        self._average, self._comm = average, comm
+        self._mean: InPlace | None = None
+        self._shards: Callable[[Array, Array, LinearOp], object] | None = None
+
+    def takes(self, op: Op, xs: Sequence[Array]) -> bool:
+        """Whether arrays of these dtypes are reduced here by `op`."""
+        if self._average is None or op not in ("sum", "avg"):
+            return False
+        try:
+            for dtype in {arrays.dtype_name(x.dtype) for x in xs}:
+                self._average.check(dtype)
+        except UnsupportedError:
+            return False
+        return True
+
+    def allreduce(self, xs: Sequence[Array], op: Op, timeout_s: float | None) -> None:
+        """Reduce each of `xs` over all ranks, in place. Collective."""
+        for x in xs:
+            mean = self._averaged(x).reshape(x.shape)
+            x[...] = mean * self._comm.size if op == "sum" else mean
+
+    def reduce_scatter(self, work: Sequence[tuple[Array, Array]], op: Op, timeout_s: float | None) -> None:
+        """For each (out, x), reduce `x`, (p * m,), over all ranks, and keep this rank's chunk in `out`, (m,).
+
+        Collective.
+        """
+        if self._shards is None:
+            self._shards = self._bind_shards()
+        for out, x in work:
+            target = out if arrays.is_contiguous(out) else arrays.contiguous(out)
+            self._shards(arrays.contiguous(x).reshape(-1), target.reshape(-1), "avg" if op == "avg" else "sum")
+            if target is not out:
+                out[...] = target.reshape(out.shape)
+
+    def _bind_shards(self) -> Callable[[Array, Array, LinearOp], object]:
+        """The function that reduces an array of which each rank keeps a chunk. Collective."""
+        average, comm = self._average, self._comm
+        if isinstance(average, Quantized):
+            return lambda x, out, op: reduce_scatter(comm, x, out, op=op, codec=codec_for(average, comm, x))
+        if isinstance(average, Hierarchical) and isinstance(average.inner, (Exact, Quantized)):
+            return average.bind_shards(comm)
+
+        def cut(x: Array, out: Array, op: LinearOp) -> None:
+            mean = arrays.rows(self._averaged(x.copy()), comm.size)[comm.rank]
+            out[...] = mean * comm.size if op == "sum" else mean
+
+        return cut
+
+    def _averaged(self, x: Array) -> Array:
+        """The average of `x` over all ranks, flat; may overwrite `x`. Collective."""
+        assert self._average is not None
+        if self._mean is None:
+            self._mean = self._average.bind(self._comm)
+        mean: Array = self._mean(arrays.contiguous(x).reshape(-1))
+        return mean
