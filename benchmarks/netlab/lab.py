@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -18,6 +19,7 @@ from pathlib import Path
 from bagua_comm.launch.mpirun import find_mpirun
 
 from ..bench import ROOT
+from ..bench.record import NETWORK_VARIABLE
 from .flows import flow_commands
 from .latency import delayed
 from .tools import LabError, do
@@ -163,7 +165,20 @@ class Lab:
             "GLOO_SOCKET_IFNAME": "eth0",
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
             "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+            NETWORK_VARIABLE: self.network(),
         }
+
+    def network(self) -> str:
+        """The hosts and their links, for the records of programs: a JSON object of text and arguments of `run`."""
+        text = f"{self.hosts} emulated hosts, links of {self.rate}"
+        arguments = f"--hosts {self.hosts} --rate {self.rate}"
+        if self.flow_rate:
+            text += f", each flow at most {self.flow_rate}"
+            arguments += f" --flow-bandwidth {self.flow_rate}"
+        if self.latency_s:
+            text += f", latency {1e3 * self.latency_s:g} ms one way"
+            arguments += f" --latency {1e3 * self.latency_s:g}ms"
+        return json.dumps({"text": text, "arguments": arguments})
 
     def environment(self) -> dict[str, str]:
         """The whole environment to start the commands in."""
