@@ -196,8 +196,8 @@ class StreamingDiLoCo:
             packed = [{of_tensor[tensor.name] for tensor in bucket.tensors} for bucket in plan.buckets]
             if all(len(numbers) == 1 for numbers in packed):
                 return [number for numbers in packed for number in numbers]
-            names = [bucket.tensors[0].name for bucket in plan.buckets]  # packed without `groups`
-            return _divide([(bucket.nbytes, name) for bucket, name in zip(plan.buckets, names)], self.fragments)
+            sizes = [(bucket.nbytes, bucket.tensors[0].name) for bucket in plan.buckets]
+            return _divide(sizes, self.fragments)  # packed without `groups`
         found: list[int] = []
         for bucket in plan.buckets:
             numbers: dict[int, str] = {}
@@ -226,9 +226,8 @@ class StreamingDiLoCo:
 def _divide(items: Sequence[tuple[int, str]], parts: int) -> list[int]:
     """Divide items, of bytes and a name, into parts of about equal size: the number of each item's part.
 
-    The largest first, each joins the smallest part, so that parts differ by less than the smallest item of the
-    largest one. The order of the items does not matter. No part is empty; there are fewer parts if there are fewer
-    items.
+    The largest first, each joins the smallest part, so that two parts differ by one item at most. The order of
+    the items does not matter. No part is empty; there are fewer parts if there are fewer items.
 
     >>> _divide([(50, "a"), (10, "b"), (10, "c"), (10, "d"), (10, "e"), (10, "f")], 4)
     [0, 1, 2, 3, 1, 2]

@@ -169,7 +169,7 @@ class Lab:
         }
 
     def network(self) -> str:
-        """The hosts and their links, for the records of programs: a JSON object of text and arguments of `run`."""
+        """The hosts and their links, for records of programs: JSON, of a text and the arguments of `run`."""
         text = f"{self.hosts} emulated hosts, links of {self.rate}"
         arguments = f"--hosts {self.hosts} --rate {self.rate}"
         if self.flow_rate:
