@@ -37,6 +37,9 @@ _HEADER_BYTES = 10
 _RECEIVER = slice(_HEADER_BYTES, _HEADER_BYTES + 6)
 _SENDER = slice(_HEADER_BYTES + 6, _HEADER_BYTES + 12)
 _MOST_BYTES = _HEADER_BYTES + 18 + (1 << 16)
+START_S = 180
+"""Seconds that the process may take to start, also on a busy machine."""
+
 _AT_ONCE = 64
 """Packets that are read of a host before those that are due are sent."""
 
@@ -54,7 +57,7 @@ def delayed(latency_s: float, devices: Sequence[str]) -> Iterator[None]:
         assert switch.stdin is not None
         assert switch.stdout is not None
         try:
-            ready, _, _ = select.select([switch.stdout], [], [], 60)
+            ready, _, _ = select.select([switch.stdout], [], [], START_S)
             if not ready or not switch.stdout.readline():
                 raise LabError("this machine does not allow TAP devices, by which packets are delayed; see above")
             yield
@@ -64,6 +67,8 @@ def delayed(latency_s: float, devices: Sequence[str]) -> Iterator[None]:
             switch.stdin.close()
             try:
                 waits = switch.stdout.read() if switch.wait(30) == 0 else ""
+            except subprocess.TimeoutExpired:
+                waits = ""
             finally:
                 switch.kill()
         if waits:
