@@ -5,7 +5,7 @@
 
 Each job is one command, which is printed before it runs. It writes its figures to benchmarks/results, with the
 machine and the versions: JSON, and where there is a report, Markdown and a plot. Emulated hosts need root; see
-netlab.py.
+netlab/.
 """
 
 from __future__ import annotations

@@ -58,9 +58,10 @@ class StreamingDiLoCo:
 
     Args:
         local_steps: Number of inner steps between two outer steps of a fragment.
-        fragments: The number of fragments, of consecutive tensors and about equal bytes. Or a function that
-            returns the fragment of a tensor by its name, from 0 on; all ranks give the same one, and buckets are
-            packed with `groups`: see `Plan.pack`.
+        fragments: The number of fragments, of whole tensors and about equal bytes: the largest tensors first,
+            each joins the fragment that has the fewest bytes. Or a function that returns the fragment of a
+            tensor by its name, from 0 on; all ranks give the same one. Buckets are packed with `groups`: see
+            `Plan.pack`.
         delay: Number of inner steps that an exchange may take before training waits for it; below `local_steps`.
         mix: The weight of this rank's weights, against those of the outer step, when these arrive. At 0, inner
             steps that were made meanwhile are lost.
@@ -122,7 +123,7 @@ class StreamingDiLoCo:
     def groups(self, tensors: Sequence[TensorSpec]) -> list[int]:
         """The fragment of each tensor: tensors of different fragments share no bucket."""
         if not callable(self.fragments):
-            return _divide([tensor.nbytes for tensor in tensors], self.fragments)
+            return _divide([(tensor.nbytes, tensor.name) for tensor in tensors], self.fragments)
         return [self._named(tensor.name) for tensor in tensors]
 
     def offsets(self, fragments: int) -> list[int]:
@@ -190,8 +191,13 @@ class StreamingDiLoCo:
                     "buckets; expected at most one fragment per bucket: give fewer, or pack smaller buckets, by "
                     "Plan.pack(tensors, groups=algorithm.groups(tensors))"
                 )
-            nbytes = [sum(tensor.nbytes for tensor in bucket.tensors) for bucket in plan.buckets]
-            return _divide(nbytes, self.fragments)
+            tensors = [tensor for bucket in plan.buckets for tensor in bucket.tensors]
+            of_tensor = dict(zip([tensor.name for tensor in tensors], self.groups(tensors), strict=True))
+            packed = [{of_tensor[tensor.name] for tensor in bucket.tensors} for bucket in plan.buckets]
+            if all(len(numbers) == 1 for numbers in packed):
+                return [number for numbers in packed for number in numbers]
+            sizes = [(bucket.nbytes, bucket.tensors[0].name) for bucket in plan.buckets]
+            return _divide(sizes, self.fragments)  # packed without `groups`
         found: list[int] = []
         for bucket in plan.buckets:
             numbers: dict[int, str] = {}
@@ -217,23 +223,18 @@ class StreamingDiLoCo:
         return int(number)
 
 
-def _divide(sizes: Sequence[int], parts: int) -> list[int]:
-    """Divide consecutive items into parts of about equal size: the number of each item's part.
+def _divide(items: Sequence[tuple[int, str]], parts: int) -> list[int]:
+    """Divide items, of bytes and a name, into parts of about equal size: the number of each item's part.
 
-    No part is empty; there are fewer parts if there are fewer items.
+    The largest first, each joins the smallest part, so that two parts differ by one item at most. The order of
+    the items does not matter. No part is empty; there are fewer parts if there are fewer items.
 
-    >>> _divide([50, 10, 10, 10, 10, 10], 4)
-    [0, 1, 1, 2, 2, 3]
+    >>> _divide([(50, "a"), (10, "b"), (10, "c"), (10, "d"), (10, "e"), (10, "f")], 4)
+    [0, 1, 2, 3, 1, 2]
     """
-    numbers: list[int] = []
-    parts = min(parts, max(len(sizes), 1))
-    part = size = 0
-    rest, share = sum(sizes), sum(sizes) / parts
-    for i, nbytes in enumerate(sizes):
-        left = parts - 1 - part
-        if numbers and left and (size >= share or len(sizes) - i == left):
-            part, size = part + 1, 0
-            share = rest / left
-        numbers.append(part)
-        size, rest = size + nbytes, rest - nbytes
+    sizes = [0] * max(1, min(parts, len(items)))
+    numbers = [0] * len(items)
+    for i in sorted(range(len(items)), key=lambda i: (-items[i][0], items[i][1])):
+        numbers[i] = sizes.index(min(sizes))
+        sizes[numbers[i]] += items[i][0]
     return numbers

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..algorithms import DiLoCo
+from ..algorithms import DiLoCo, StreamingDiLoCo
 from ..bucket import DEFAULT_BUCKET_BYTES
 from ..launch.cli import CommandError
 from ..planning.advise import (
@@ -44,6 +44,7 @@ from ..planning.costmodel import (
     predict,
 )
 from ..planning.models import MODELS, layers_of, mixture_of_experts, sync_batchnorm
+from ..planning.sites import LEAST_WAITING, exposed_share, most_communication
 from .advise_figure import plot
 from .quantities import (
     bandwidth,
@@ -250,7 +251,10 @@ def report(job: Job, cluster: Cluster, rates: Rates) -> list[str]:
         )
     lines += [
         "",
-        *_advice(job, rows, exact, guessed=rates == Rates.gpu()),
+        *_advice(job, rows, exact),
+        *_for_sites(job, c, rates),
+        *limit_of_sparse(job, rows),
+        _limits(guessed=rates == Rates.gpu()),
         "",
         "In Python, after `from bagua_comm import *`:",
         *(f"  {name:<24}{expression(method)}" for name, method, _ in rows if not isinstance(method, TorchDDP)),
@@ -365,8 +369,20 @@ def _held_up(job: Job, cluster: Cluster, rates: Rates, fastest_s: float) -> list
     ]
 
 
-def _advice(job: Job, rows: Sequence[Advice], exact_s: float, *, guessed: bool) -> list[str]:
-    """The advice, and the limits of the model."""
+def _for_sites(job: Job, cluster: Cluster, rates: Rates) -> list[str]:
+    """A line about the algorithm that communicates most among those that hardly wait."""
+    found = most_communication(job, cluster, rates)
+    if found is None:
+        return [f"Every algorithm for links between sites waits {LEAST_WAITING:.0%} of the time or more."]
+    algorithm, prediction = found
+    return [
+        f"Waits less than {LEAST_WAITING:.0%} of the time, and communicates most: {expression(algorithm)}, "
+        f"{exposed_share(prediction):.1%}."
+    ]
+
+
+def _advice(job: Job, rows: Sequence[Advice], exact_s: float) -> list[str]:
+    """The advice about the algorithms in the table."""
     gradients, weights, rarely = best_of_gradients(rows), best_of_weights(rows), best_now_and_then(rows)
     times = _ratio(exact_s, gradients.prediction.step_s)
     lines = ["Speed-ups are over exact, per step.", ""]
@@ -394,10 +410,10 @@ def _advice(job: Job, rows: Sequence[Advice], exact_s: float, *, guessed: bool) 
         lines.append(
             "The fewer steps communicate, the worse training may end. Compare it on your own model first."
         )
-    if rarely is not None and isinstance(rarely.method, DiLoCo):
+    if rarely is not None and isinstance(rarely.method, (DiLoCo, StreamingDiLoCo)):
         begun = f"after(500, GradientAllReduce(), {expression(rarely.method)})"
         lines.append(f"DiLoCo is for models that have been trained for a while; begin exactly: {begun}.")
-    return [*lines, *limit_of_sparse(job, rows), _limits(guessed=guessed)]
+    return lines
 
 
 def _limits(*, guessed: bool) -> str:
@@ -411,8 +427,10 @@ def _limits(*, guessed: bool) -> str:
 
 def _record(job: Job, cluster: Cluster, rates: Rates) -> dict[str, Any]:
     """The report as plain data for JSON, with null for infinity."""
+    sites = most_communication(job, cluster, rates)
     return {
         **_given(job, cluster, rates),
+        "sites": None if sites is None else {"python": expression(sites[0]), **dataclasses.asdict(sites[1])},
         "enough_flows": enough_flows(job, cluster, rates),
         "algorithms": [_row(advice) for advice in advise(job, cluster, rates)],
         "scaling": [

@@ -18,6 +18,9 @@ from bagua_comm import Communicator
 
 Record = dict[str, Any]
 
+NETWORK_VARIABLE = "BENCHMARKS_NETWORK"
+"""The environment variable in which `benchmarks.netlab` describes the network of its hosts."""
+
 
 def begin_record(
     benchmark: str,

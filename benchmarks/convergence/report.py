@@ -106,7 +106,13 @@ def command_of(record: dict[str, Any]) -> str:
         arguments += ["--seeds", ",".join(map(str, seeds))]
     if any(TASKS[name].steps != task["steps"] for name, task in tasks.items()):
         arguments += ["--steps", str(steps.pop())]
-    return f"python -m bagua_comm run -n {record['ranks']} -m benchmarks.convergence {' '.join(arguments)}"
+    arguments += [
+        f"--device-time {task['device_ms']:g}ms" for task in list(tasks.values())[:1] if "device_ms" in task
+    ]
+    launcher = f"bagua_comm run -n {record['ranks']}"
+    if "network" in record:
+        launcher = f"benchmarks.netlab run {record['network']['arguments']}"
+    return f"python -m {launcher} -m benchmarks.convergence {' '.join(arguments)}"
 
 
 def markdown(record: dict[str, Any], picture: str | None) -> str:
@@ -120,6 +126,7 @@ def markdown(record: dict[str, Any], picture: str | None) -> str:
         "",
         f"* Machine: {machine['cpu']}, {machine['cores']} cores, {ranks} ranks.",
         f"* Versions: {versions}.",
+        *([f"* Network: {record['network']['text']}."] if "network" in record else []),
         "* For one seed, all algorithms of a task begin with the same weights and see the same batches in the",
         "  same order. Optimizer, learning rate, schedule and bucket size are the same too, but for what an",
         "  algorithm itself needs, which stands in its row.",
@@ -152,6 +159,11 @@ def _section(record: dict[str, Any], name: str) -> list[str]:
         "a rank.",
         f"* Learning rate: {rates}; {said['schedule']}.",
         f"* Buckets: {said['bucket_bytes']:,} bytes.",
+        *(
+            [f"* Each step sleeps {said['device_ms']:g} ms, as if a device computed."]
+            if "device_ms" in said
+            else []
+        ),
         f"* Difference: of the means, to torch DDP, in {task.unit}; {task.better} is better. *Exact?* allows "
         f"{task.tolerance:g} {task.unit}.",
     ]

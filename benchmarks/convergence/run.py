@@ -5,8 +5,11 @@
     python -m bagua_comm run -n 4 -m benchmarks.convergence --resume
     python -m bagua_comm run -n 4 -m benchmarks.convergence --task text,text-sgd --algorithms torch,diloco-100
     python -m bagua_comm run -n 4 -m benchmarks.convergence --task gpt --out benchmarks/results/few_bits
-    python -m benchmarks.netlab run --hosts 4 --rate 50mbit -m benchmarks.convergence --task text \
+    python -m bagua_comm run -n 4 -m benchmarks.convergence --task text \
         --algorithms torch,exact,diloco-30,streaming-30,streaming-30-int4 --out benchmarks/results/streaming
+    python -m benchmarks.netlab run --rate 50mbit --latency 50ms -m benchmarks.convergence --task text \
+        --algorithms torch,exact,diloco-30,streaming-30,streaming-30-int4 --steps 90 --seeds 0 \
+        --device-time 400ms --out benchmarks/results/streaming-50mbit
     python -m bagua_comm run -n 4 -m benchmarks.convergence --task digits --algorithms torch,sparseloco-10
     python -m benchmarks.convergence --report
 
@@ -15,6 +18,10 @@ library; digits-adam and text-sgd are the same with another optimizer, and gpt i
 steps, for gradients of few bits. For one seed, all algorithms begin with the same weights and see the same
 batches in the same order, with the same optimizer and learning rates. All run in turn in the same processes; so
 does PyTorch's, on gloo.
+
+Ranks share the cores of this machine, so that the time of a step depends on its load. With `--device-time` each
+step also sleeps so long before its forward pass, as if a device of the rank's own computed: communication may
+go on meanwhile, as beside a GPU, and the load matters less.
 
 The record goes to `--out` with the ending .json, the report with .md, and its figure with .png. The record is
 written after every run; `--resume` makes the missing runs, and `--report` only writes the report, without MPI.
@@ -25,6 +32,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import sys
 import time
 import warnings
@@ -41,10 +49,11 @@ from torch.nn import functional
 import bagua_comm
 import bagua_torch
 from bagua_comm import Communicator
+from bagua_comm.commands.quantities import seconds
 
 from ..bench import RESULTS
 from ..bench.arguments import add_out_argument, at_least, comma_list, one_of
-from ..bench.record import begin_record, header_lines, write_json
+from ..bench.record import NETWORK_VARIABLE, begin_record, header_lines, write_json
 from ..bench.report import write_report
 from ..bench.table import Column, Table, number
 from ..bench.timing import allreduce_factor
@@ -83,7 +92,9 @@ def learning_rate(step: int, steps: int) -> float:
     return min(1.0, (step + 1) / max(1, steps // 10)) * 0.5 * (1 + math.cos(math.pi * min(1.0, step / steps)))
 
 
-def run_once(comm: Communicator, task: Task, method: Method, seed: int, steps: int) -> dict[str, Any]:
+def run_once(
+    comm: Communicator, task: Task, method: Method, seed: int, steps: int, device_s: float = 0.0
+) -> dict[str, Any]:
     """Train one model from one seed; returns its metric, its bytes and its losses.
 
     Collective.
@@ -106,6 +117,7 @@ def run_once(comm: Communicator, task: Task, method: Method, seed: int, steps: i
     comm.barrier()
     start = time.perf_counter()
     for step in range(steps):
+        time.sleep(device_s)
         x, y = (part.chunk(comm.size)[comm.rank] for part in next(batches))
         loss = functional.cross_entropy(wrapped(x).flatten(0, -2), y.flatten())
         optimizer.zero_grad()
@@ -114,7 +126,7 @@ def run_once(comm: Communicator, task: Task, method: Method, seed: int, steps: i
         schedule.step()
         losses[step] = loss.item()
         ended[step + 1] = 0 if algorithm is None else wrapped.engine.counter.wire_bytes
-    seconds = time.perf_counter() - start
+    elapsed_s = time.perf_counter() - start
     waited_s = 0.0 if algorithm is None else wrapped.counters.wait.seconds
 
     if algorithm is None:
@@ -141,7 +153,7 @@ def run_once(comm: Communicator, task: Task, method: Method, seed: int, steps: i
         "object": method.object_name(steps),
         "steps": steps,
         "metric": metric,
-        "per_step": {**sent, "ms": seconds / steps * 1e3},
+        "per_step": {**sent, "ms": elapsed_s / steps * 1e3},
         "train_loss": [round(float(part.mean()), 4) for part in np.array_split(curve, min(steps, CURVE_POINTS))],
     }
 
@@ -177,7 +189,7 @@ def evaluate(comm: Communicator, task: Task, model: nn.Module, held_out: Batch) 
 # ---------------------------------------------------------------------------------------------------
 
 
-def describe(task: Task, steps: int | None) -> dict[str, Any]:
+def describe(task: Task, steps: int | None, device_s: float = 0.0) -> dict[str, Any]:
     """A task in the record: everything that two runs must have in common to be compared."""
     return {
         "data": task.data,
@@ -191,6 +203,7 @@ def describe(task: Task, steps: int | None) -> dict[str, Any]:
         "steps": steps or task.steps,
         "batch_size": task.batch_size,
         "bucket_bytes": BUCKET_BYTES,
+        **({"device_ms": 1e3 * device_s} if device_s else {}),
     }
 
 
@@ -200,9 +213,9 @@ def resume(record: dict[str, Any], former: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: Its ranks, versions or settings were others.
     """
-    for key in ("versions", "ranks"):
-        if record[key] != former[key]:
-            raise ValueError(f"{key} were {former[key]}, and now are {record[key]}")
+    for key in ("versions", "ranks", "network"):
+        if record.get(key) != former.get(key):
+            raise ValueError(f"{key} was {former.get(key)}, and now is {record.get(key)}")
     for name, task in record["tasks"].items():
         was = former["tasks"].setdefault(name, task)
         changed = [key for key in task if task[key] != was.get(key)]
@@ -273,6 +286,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--seeds", type=comma_list(at_least(0)), default=[0, 1, 2], metavar="NUMBERS")
     parser.add_argument("--steps", type=at_least(1), help="steps of every run; by default the task's")
+    parser.add_argument("--device-time", type=seconds, default=0.0, metavar="TIME", help="400ms; none by default")
     add_out_argument(parser, RESULTS / "algorithms", "json", "md", "png")
     parser.add_argument("--resume", action="store_true", help="make only the runs that the record lacks")
     parser.add_argument("--report", action="store_true", help="only make the report of the record")
@@ -307,7 +321,11 @@ def run_missing(comm: Communicator, options: argparse.Namespace) -> int:
         record = begin_record("algorithms", options, comm=comm, packages=["torch", "scikit-learn"])
         del record["arguments"]
         record["results"] = []
-        record["tasks"] = {name: describe(TASKS[name], options.steps) for name in options.tasks}
+        record["tasks"] = {
+            name: describe(TASKS[name], options.steps, options.device_time) for name in options.tasks
+        }
+        if NETWORK_VARIABLE in os.environ:
+            record["network"] = json.loads(os.environ[NETWORK_VARIABLE])
         former = json_file(options)
         if options.resume and former.exists():
             try:
@@ -323,7 +341,8 @@ def run_missing(comm: Communicator, options: argparse.Namespace) -> int:
         print(*header_lines(record), f"# nodes     : {NODES}, emulated", f"# runs      : {len(runs)}", sep="\n")
         print(*TABLE.header(), sep="\n", flush=True)
     for task, name, seed in runs:
-        result = run_once(comm, TASKS[task], METHODS[name], seed, options.steps or TASKS[task].steps)
+        steps = options.steps or TASKS[task].steps
+        result = run_once(comm, TASKS[task], METHODS[name], seed, steps, options.device_time)
         if comm.rank == 0:
             result = {"task": task, "algorithm": name, "seed": seed, **result}
             record["results"].append(result)

@@ -4,7 +4,7 @@
     python -m benchmarks.net --only capped slow
     python -m benchmarks.net --report            # writes the table and the figure from the record again
 
-Two emulated hosts (see netlab.py), and on the link between them one class of tc's htb for each source port, so
+Two emulated hosts (see netlab/), and on the link between them one class of tc's htb for each source port, so
 that a flow has a rate of its own: `capped`, all alike; `free`, the link's; `slow`, four flows of which one is ten
 times slower; `uneven`, rates from a quarter of the cap to all of it, so that flows overtake each other.
 

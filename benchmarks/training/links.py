@@ -3,7 +3,7 @@
     python -m benchmarks.training.links                          # VGG16, ten minutes; as root
     python -m benchmarks.training.links --links 1,9 --model resnet50 --rounds 1
 
-Four emulated hosts (see ../netlab.py) have links of `--rate`, and every flow `--flow-bandwidth`. On them
+Four emulated hosts (see ../netlab/) have links of `--rate`, and every flow `--flow-bandwidth`. On them
 `python -m bagua_comm run --links N` starts benchmarks.training, once for each number of links, and so on in turn
 for several rounds; `auto` has `run` measure how many to take. Writes STEM.json and STEM.md.
 """

@@ -150,9 +150,9 @@ def assert_same(actual, expected):
 
 BY_COUNT = {  # the tensors have 6, 9, 12, 15 and 18 elements
     1: dict.fromkeys(NAMES, 0),
-    2: dict(zip(NAMES, (0, 0, 0, 0, 1), strict=True)),
-    3: dict(zip(NAMES, (0, 0, 0, 1, 2), strict=True)),
-    5: dict(zip(NAMES, range(5), strict=True)),
+    2: dict(zip(NAMES, (0, 0, 1, 1, 0), strict=True)),
+    3: dict(zip(NAMES, (1, 2, 2, 1, 0), strict=True)),
+    5: dict(zip(NAMES, (4, 3, 2, 1, 0), strict=True)),
 }
 
 
@@ -250,7 +250,7 @@ def test_several_fragments_are_under_way_at_once_and_leave_in_order():
 
     mine, other = run_ranks(2, body)
     assert mine == other
-    assert mine[4:] == [[0, 2, 3, 4], [0, 1, 3, 4], [0, 1, 2, 4], [0, 1, 2, 3], [1, 2, 3, 4], [0, 2, 3, 4]]
+    assert mine[4:] == [[0, 1, 2, 4], [0, 1, 3, 4], [0, 2, 3, 4], [1, 2, 3, 4], [0, 1, 2, 3], [0, 1, 2, 4]]
 
 
 @pytest.mark.parametrize("action", ["stop", "close", "replan", "after"])
@@ -341,7 +341,9 @@ def test_a_state_with_a_fragment_under_way_does_not_load_into_buckets_of_other_f
             saved = engine.state_dict()
         plan = Plan.pack(SPECS, bucket_bytes=230, groups=[0, 0, 0, 1, 1])
         with Engine(comm, algorithm, plan, plan.allocate()) as engine:
-            with pytest.raises(ArrayError, match=r"'pending.steps' of 'head' is .*, as for the other tensors"):
+            with pytest.raises(
+                ArrayError, match=r"'pending.steps' of 'layer.1' is 0, expected 2, as for the other tensors"
+            ):
                 engine.load_state_dict(saved)
             engine.stop()
 
@@ -476,6 +478,22 @@ def test_settings_that_differ_between_ranks_are_refused_on_all_ranks():
 def test_conformance():
     for algorithm in (StreamingDiLoCo(), StreamingDiLoCo(2, 2, 1), StreamingDiLoCo(3, 1, 0, average=Quantized())):
         check_algorithm(algorithm, sizes=(1, 2, 3))
+
+
+def test_fragments_have_about_equal_bytes_whichever_order_tensors_are_in():
+    """Those of the character-level transformer of the benchmarks; a bucket of others joins a fragment whole."""
+    block = {"norm": 96, "project": 96 * 288, "mix": 96 * 96, "up": 96 * 384, "down": 384 * 96}
+    sizes = {"symbols": 97 * 96, "places": 64 * 96, "logits": 96 * 97}
+    sizes |= {f"blocks.{i}.{name}": size for i in range(2) for name, size in block.items()}
+    specs = [TensorSpec(name, (size,), "float32") for name, size in sizes.items()]
+    algorithm = StreamingDiLoCo(fragments=4)
+    numbers = dict(zip(sizes, algorithm.groups(specs), strict=True))
+    totals = [sum(4 * sizes[name] for name in sizes if numbers[name] == p) for p in range(4)]
+    assert max(totals) < 1.05 * sum(totals) / 4
+    assert algorithm.groups(specs[::-1]) == list(numbers.values())[::-1]
+    plan = Plan.pack(specs, bucket_bytes=100_000, groups=algorithm.groups(specs))
+    assert [numbers[bucket.tensors[0].name] for bucket in plan.buckets] == algorithm._of_buckets(plan)
+    assert sorted(set(algorithm._of_buckets(Plan.pack(specs, bucket_bytes=100_000)))) == [0, 1, 2, 3]
 
 
 def test_the_largest_message_is_a_fragment():

@@ -6,8 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import figures, netlab
+from benchmarks import figures
 from benchmarks.bench import RESULTS
+from benchmarks.netlab import run
 
 PROGRAMS = {
     "benchmarks.collectives": "benchmarks.collectives.run",
@@ -53,9 +54,9 @@ def test_a_pattern_selects_the_files_that_match(tmp_path):
 
 def test_hosts_are_those_of_netlab(monkeypatch):
     seen = []
-    monkeypatch.setattr(netlab, "_run_command", lambda options: seen.append(options) or 0)
+    monkeypatch.setattr(run, "_run_command", lambda options: seen.append(options) or 0)
     for job in (figures.network("1gbit"), figures.training("vgg16", 500)):
-        assert [*job[:2], netlab.main(list(map(str, job[2:])))] == ["-m", "benchmarks.netlab", 0]
+        assert [*job[:2], run.main(list(map(str, job[2:])))] == ["-m", "benchmarks.netlab", 0]
     assert [(options.hosts, options.rate, options.module, options.script) for options in seen] == [
         (4, "1gbit", True, "benchmarks.collectives"),
         (4, "500mbit", True, "benchmarks.training"),

@@ -2,12 +2,14 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 
 import pytest
 
 from benchmarks import netlab
+from benchmarks.netlab import flows, latency, run
 
 SCRIPT = """
 import socket
@@ -30,10 +32,10 @@ def left_over():
     return [line for line in spaces.splitlines() if line.startswith(f"{netlab.PREFIX}{os.getpid()}")]
 
 
-def refusal():
+def refusal(latency_s=0.0):
     """Why hosts cannot be emulated here (not root, or a kernel without something), if so."""
     try:
-        with netlab.build(1, "1gbit", "50mbit"):
+        with netlab.build(1, "1gbit", "50mbit", latency_s):
             return ""
     except netlab.LabError as exc:
         reason = str(exc)
@@ -128,14 +130,34 @@ def test_each_flow_is_held_to_its_rate_and_several_links_are_several_flows(tmp_p
     assert left_over() == []
 
 
+@pytest.mark.slow
+def test_packets_wait_and_the_rate_stays(capfd):
+    if refusal(latency_s=0.02):
+        return
+    with netlab.build(2, "50mbit", latency_s=0.02) as lab:
+        round_trip_s = netlab.measure_round_trip(lab)
+        rate = netlab.measure_rate(lab, seconds=1.5)
+    assert 0.04 <= round_trip_s < 0.08
+    assert 0.5 * 50e6 / 8 < rate < 1.1 * 50e6 / 8
+    packets = re.findall(r"netlab: ([\d,]+) packets waited 20 ms", capfd.readouterr().err)[-1]
+    assert int(packets.replace(",", "")) > 100
+    assert left_over() == []
+
+
+def test_a_switch_that_has_ended_is_an_error(monkeypatch):
+    monkeypatch.setattr(latency.sys, "executable", shutil.which("false"))
+    with pytest.raises(netlab.LabError, match="TAP devices"), latency.delayed(0.02, ["none"]):
+        pass
+
+
 def test_the_hash_of_flows_spreads_the_ports_that_clients_get():
     """The kernel gives clients of one server every second port, one after another."""
-    program = netlab._hash_of_flow()
+    program = flows.hash_of_flow()
     classes = [run_filter(program, packet(40000 + 2 * client, 1024)) for client in range(100)]
     back = [run_filter(program, packet(1024, 40000 + 2 * client)) for client in range(100)]
-    first = (netlab.FLOW_MAJOR << 16) + netlab.FIRST_FLOW_CLASS
+    first = (flows.FLOW_MAJOR << 16) + flows.FIRST_FLOW_CLASS
     for found in (classes, back):
-        assert all(first <= number < first + (1 << netlab.FLOW_CLASS_BITS) for number in found)
+        assert all(first <= number < first + (1 << flows.FLOW_CLASS_BITS) for number in found)
         assert len(set(found)) > 85  # of 100 in 1,024 classes, about five meet
     assert run_filter(program, packet(1, 2, protocol=17)) == run_filter(program, bytes(64)) == 0
 
@@ -175,7 +197,7 @@ def test_hosts_are_removed_after_an_error():
 
 def test_a_user_who_is_not_root_gets_an_error_that_says_so(monkeypatch, capsys):
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert netlab.main(["rate"]) == 1
+    assert run.main(["rate"]) == 1
     message = capsys.readouterr().err
     assert message.startswith("netlab: ")
     assert "root" in message or "install" in message

@@ -7,6 +7,9 @@ from types import ModuleType
 
 from support.pages import ROOT, pages, read
 
+from bagua_comm.planning.advise import expression
+from bagua_comm.planning.costmodel import Cluster, Job, Rates
+from bagua_comm.planning.sites import most_communication
 from bagua_torch.lightning import names
 
 README = (ROOT / "README.md").read_text()
@@ -85,6 +88,20 @@ def test_the_figures_of_the_backend_are_those_that_were_measured():
         assert f"| {row['call']}{sizes[row['bytes']]} | {cells} |" in section
     assert section.count(" to ") >= 4 * len(columns[0][0]) == 4 * 14
     assert min(row["ratio"] for run in columns[0] for row in run) > 1  # "faster in all rows"
+
+
+def test_what_to_type_between_sites_is_what_advise_says():
+    guide = (ROOT / "docs" / "guides" / "slow-networks.md").read_text()
+    number = r"([\d.]+)"
+    rows = re.findall(rf"^\| {number} ([MG])bit/s \| {number} ms \| (.*) \|$", guide, re.MULTILINE)
+    assert len(rows) == 8
+    job, sites = Job(400_000_000, 0.1, 0.2), (2, 4, 16)
+    for bandwidth, unit, latency_ms, cells in rows:
+        gbit = float(bandwidth) / (1000 if unit == "M" else 1)
+        link = {"bandwidth_gbit": gbit, "latency_s": float(latency_ms) / 1e3, "intra_gbs": 200.0}
+        for count, cell in zip(sites, cells.split(" | "), strict=True):
+            found = most_communication(job, Cluster(count, **link, transport="nccl"), Rates.gpu())
+            assert cell == (f"`{expression(found[0])}`" if found else "-")
 
 
 def row_of(where, rate_mbit, algorithm):

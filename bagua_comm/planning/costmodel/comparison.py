@@ -45,6 +45,8 @@ _ADVISED = (
     "async",
     "diloco-100",
     "diloco-100-bytes",
+    "streaming-diloco",
+    "streaming-diloco-int4",
     "sparseloco",
     "sparseloco-hierarchical",
 )

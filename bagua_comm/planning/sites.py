@@ -1,0 +1,66 @@
+"""The algorithm to begin with between sites: the one that communicates most, among those that hardly wait for it.
+
+The candidates average gradients in every step, or changes of weights every so many steps: at once, beside further
+steps, in fewer bits, and the largest alone. Fewer steps between exchanges come first; among as many, more precise
+averages, and averages without delay. The first of which a training waits less than a share of its time is chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ..algorithms import Algorithm, ByteGrad, DiLoCo, GradientAllReduce, SparseLoCo, StreamingDiLoCo
+from ..averages import Hierarchical, Quantized
+from ..codecs import Int4
+from .costmodel import Cluster, Job, Prediction, Rates, predict
+
+LEAST_WAITING = 0.05
+"""The share of the time of a step that may be exposed communication."""
+
+LOCAL_STEPS = (10, 30, 100, 300)
+"""Steps between two exchanges: DiLoCo's paper has up to 500, and SparseLoCo's up to 250."""
+
+FRAGMENTS, DELAY = (4, 16, 64), 5
+"""Of `StreamingDiLoCo`: the paper sees no loss with delays of up to five steps."""
+
+
+def candidates(cluster: Cluster) -> Iterator[Algorithm]:
+    """The algorithms for sites, in the order in which they are preferred."""
+    two_levels = cluster.nodes > 1 and cluster.ranks_per_node > 1
+    exact = GradientAllReduce(Hierarchical()) if two_levels else GradientAllReduce()
+    yield exact
+    yield GradientAllReduce(Hierarchical(Quantized())) if two_levels else ByteGrad()
+    for local_steps in LOCAL_STEPS:
+        yield DiLoCo(local_steps)
+        yield DiLoCo(local_steps, average=Quantized())
+        for average in (Quantized(), Quantized(Int4())):
+            for fragments in FRAGMENTS:
+                if fragments <= local_steps:
+                    yield StreamingDiLoCo(local_steps, fragments, DELAY, average=average)
+        if cluster.transport != "nccl":
+            sparse = SparseLoCo(local_steps)
+            yield replace(sparse, average=Hierarchical(sparse.mean)) if two_levels else sparse
+
+
+def exposed_share(prediction: Prediction) -> float:
+    """The share of the time of a step in which training waits for communication."""
+    return prediction.exposed_s / prediction.step_s if prediction.step_s else 0.0
+
+
+def most_communication(
+    job: Job, cluster: Cluster, rates: Rates | None = None, least_waiting: float = LEAST_WAITING
+) -> tuple[Algorithm, Prediction] | None:
+    """The first of `candidates` whose steps wait less than this share of the time; None if all wait longer.
+
+    >>> job = Job(400_000_000, 0.1, 0.2)
+    >>> most_communication(job, Cluster(4, bandwidth_gbit=100))[0]
+    GradientAllReduce(average=Exact())
+    >>> most_communication(job, Cluster(4, bandwidth_gbit=0.5, latency_s=0.05))[0].local_steps
+    30
+    """
+    for algorithm in candidates(cluster):
+        prediction = predict(algorithm, job, cluster, rates)
+        if exposed_share(prediction) < least_waiting:
+            return algorithm, prediction
+    return None
