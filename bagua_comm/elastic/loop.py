@@ -257,7 +257,8 @@ class _Loop:
             _report_restart(comm, commit)
         self._dead = []
         run = rows[rendezvous.alive.index(trainers[0])].run
-        self._session.enter(comm, [process.host for process in trainers], run, newest_version + 1)
+        hosts = [process.host for process in trainers]
+        self._session.enter(comm, hosts, run, newest_version + 1, living=numbers)
         return self._train(train, comm)
 
     def _rendezvous(self, failure: _Failure | None) -> Rendezvous:

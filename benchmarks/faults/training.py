@@ -43,6 +43,9 @@ def train(comm: Any, model: Model, state: Any, options: argparse.Namespace, send
         if comm.size < options.ranks and step >= options.steps - LAST_STEPS:
             hold(comm, lambda: commit(steps, model, state, send))
             options.ranks = 0  # no process was admitted: end without
+        if options.until and comm.broadcast_object(time.monotonic() > options.until, root=0):
+            break
+        time.sleep(options.pause_s)
         steps.take(step)
         state.step += 1
         send("step", step=state.step)
@@ -50,10 +53,10 @@ def train(comm: Any, model: Model, state: Any, options: argparse.Namespace, send
             commit(steps, model, state, send)
     steps.close()
     model.average(comm)
-    ended = {"rank": comm.rank, "size": comm.size, "began": began, "digest": model.digest()}
+    ended = {"rank": comm.rank, "size": comm.size, "began": began, "step": state.step, "digest": model.digest()}
     send("trained", **ended)
     if options.replay:
-        ended["replayed"] = replay(comm, model, restored, range(began, options.steps))
+        ended["replayed"] = replay(comm, model, restored, range(began, state.step))
     return ended
 
 
@@ -150,6 +153,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--optimizer", default="sgd", help="one of `torch_model.OPTIMIZERS`")
     parser.add_argument("--extras", default="", help="in PyTorch; names with commas between, see `plans.Case`")
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--pause-s", type=float, default=0.0, help="seconds of rest before each step")
+    parser.add_argument("--until", type=float, default=0.0, help="end at this time of time.monotonic()")
     parser.add_argument("--commit-every", type=int, default=1)
     parser.add_argument("--min-ranks", type=int, default=1)
     parser.add_argument("--timeout-s", type=float, default=15.0)

@@ -108,3 +108,27 @@ def test_without_memory_for_the_first_snapshot_all_ranks_raise(full):
         "elastic.run: process 0 cannot keep the initial state: OSError: [Errno 28] No space left on device"
     }
     assert {type(error) for error in errors} == {ArrayError}
+
+
+def test_snapshots_of_dead_processes_are_removed_once_the_others_have_committed(tmp_path):
+    job, found = ThreadJob(3), []
+
+    def body(fleet):
+        state = State(step=0, own=Own([np.zeros(2)], "sum"))
+
+        @run(state, fleet=fleet)
+        def train(comm):
+            if comm.rank == 0:
+                found.append(sorted({int(path.name.split("-")[1]) for path in tmp_path.glob("slot-*")}))
+            comm.barrier()
+            while state.step < 4:
+                state.step += 1
+                if state.step == 3:
+                    job.kill(1)
+                state.commit()
+
+        return train
+
+    run_fleet(job, body)
+    assert found == [[0, 1, 2], [0, 2]]
+    assert list(tmp_path.glob("slot-*")) == []
