@@ -201,8 +201,7 @@ class Session:
 
     def note_recovery(self) -> None:
         """Note, the first time after a change, that training has resumed, and how long that took."""
-        now_s = time.time()
-        change = self._state._internals.history.recovered(now_s)
+        change = self._state._internals.history.recovered()
         if change is not None and self._comm is not None:
             seconds = change.recovery_s or 0.0
             facts = {"meeting": change.number, "seconds": seconds, "commit": change.commit}

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from .events import EventWriter
+from .means import obey
 from .model import Data, Model, Steps
 
 LAST_STEPS, HOLD_S = 10, 20.0
@@ -100,6 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     stacks = open(options.pipe.with_name(f"stacks-{os.getpid()}"), "w")  # noqa: SIM115 - open until the end
     faulthandler.enable(stacks)
     faulthandler.register(signal.SIGUSR1, stacks)
+    obey()
     if not options.compiled:  # NumPy's kernels give the same bytes, and importing Numba takes seconds
         sys.modules["numba"] = None  # type: ignore[assignment]
     import bagua_comm

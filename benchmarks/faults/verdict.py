@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 from .events import Event
 from .plans import Trial
-from .trial import LIMIT_S, Seen
+from .trial import Seen
 
 END_WITHIN_S = 5.0
 
@@ -54,7 +54,7 @@ def judge(trial: Trial, seen: Seen, undisturbed: str | None = None) -> Verdict:
         undisturbed: The digest of an undisturbed training, for algorithms whose sums are reproducible.
     """
     if seen.exit_code is None:
-        return Verdict("failed", [f"did not end in {LIMIT_S:.0f} s", *_where(seen)])
+        return Verdict("failed", [f"did not end in {trial.limit_s:.0f} s", *_where(seen)])
     if not seen.strokes:
         problems = [] if seen.exit_code == 0 else [f"exit code {seen.exit_code} before any blow"]
         return Verdict("failed" if problems else "missed", problems)
@@ -96,8 +96,13 @@ def _of_the_end(trial: Trial, seen: Seen, alive: list[int]) -> Iterator[str]:
     sizes = {e.facts["size"] for e in done}
     if len(sizes) != 1:
         yield f"ranks ended among {sorted(sizes)} ranks"
-    elif not (size := sizes.pop()) >= least or (size > least and trial.kind != "spawn" and not _late(seen)):
+    elif not (size := sizes.pop()) >= least or (size > least and not _may_return(trial) and not _late(seen)):
         yield f"{size} ranks trained to the end, expected {least}"
+
+
+def _may_return(trial: Trial) -> bool:
+    """Whether dead processes are replaced by new ones, or hosts are used again."""
+    return trial.kind == "spawn" or trial.uses("link")
 
 
 def _late(seen: Seen) -> bool:

@@ -39,8 +39,14 @@ PAUSE_S = 0.2
 STALL_S = 60.0
 """The training has failed if no step beyond the last is committed for so long."""
 
+GIVE_UP_S = 300.0
+"""After so long without a step it is ended."""
+
 LOOK_S = 2.0
 """Seconds between two looks at the resources."""
+
+TRAINS_S = 5.0
+"""The job trains if its last step was not longer ago."""
 
 QUIET_S = 5.0
 """Seconds before the end in which nothing is disturbed."""
@@ -173,12 +179,12 @@ def _watch(
         if over:
             seen.exit_code = process.returncode
             return
-        since = seen.committed[-1][0] if seen.committed else START_S - STALL_S
-        if seen.seconds - since > STALL_S:
+        since = seen.committed[-1][0] if seen.committed else START_S - GIVE_UP_S
+        if seen.seconds - since > GIVE_UP_S:
             return
         disturber.undo(now)
         if seen.committed and now < until - QUIET_S:
-            disturber.act(now)
+            disturber.act(now, trains=seen.seconds - since < TRAINS_S)
         if now > look:
             look = now + LOOK_S
             disturber.look(now)
@@ -208,12 +214,12 @@ class _Disturber:
         while self._undo and self._undo[0][0] <= now:
             heapq.heappop(self._undo)[2]()
 
-    def act(self, now: float) -> None:
-        """Begin the next disturbance if it is due."""
+    def act(self, now: float, *, trains: bool) -> None:
+        """Begin the next disturbance if it is due; while the job starts again or recovers, it waits."""
         if self._next is None:
             upcoming = next(self._plan)
             self._next = (now + upcoming.after_s, upcoming)
-        elif self._next[0] <= now:
+        elif trains and self._next[0] <= now:
             what, self._next = self._next[1], None
             hit = self._strike(what, now)
             row = {"t": round(now - self._seen.began, 1), "kind": what.kind, "hit": hit}

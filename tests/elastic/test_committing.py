@@ -1,6 +1,7 @@
 """Commits for which a rank has no room: an error on all ranks alike, and the commit before stays whole."""
 
 import errno
+import gc
 import os
 import re
 
@@ -10,6 +11,7 @@ import pytest
 from bagua_comm import ArrayError, Own
 from bagua_comm.elastic import State, run
 from bagua_comm.elastic.snapshot import slot as slots
+from bagua_comm.elastic.snapshot.snapshots import Snapshot
 from bagua_comm.testing.fleets import ThreadJob, run_fleet
 
 OWN, COPY = "slot-1-[ab]-own", "slot-1-[ab]-for-0"
@@ -111,15 +113,17 @@ def test_without_memory_for_the_first_snapshot_all_ranks_raise(full):
 
 
 def test_snapshots_of_dead_processes_are_removed_once_the_others_have_committed(tmp_path):
-    job, found = ThreadJob(3), []
+    job, found, kept = ThreadJob(3), [], []
 
     def body(fleet):
         state = State(step=0, own=Own([np.zeros(2)], "sum"))
 
         @run(state, fleet=fleet)
         def train(comm):
+            comm.barrier()
             if comm.rank == 0:
                 found.append(sorted({int(path.name.split("-")[1]) for path in tmp_path.glob("slot-*")}))
+                kept.append([thing for thing in gc.get_objects() if isinstance(thing, Snapshot)])
             comm.barrier()
             while state.step < 4:
                 state.step += 1
@@ -131,4 +135,5 @@ def test_snapshots_of_dead_processes_are_removed_once_the_others_have_committed(
 
     run_fleet(job, body)
     assert found == [[0, 1, 2], [0, 2]]
+    assert kept == [[], []], "whoever trains has no use for what it has read, and would keep its memory"
     assert list(tmp_path.glob("slot-*")) == []
