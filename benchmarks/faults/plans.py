@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from .means import Means
+from .model import MICROBATCHES
 
 Kind = Literal["spare", "fewer", "spawn", "too few", "host"]
 """The expected result of a death: a spare replaces the rank; fewer ranks continue; fewer continue until a new
@@ -152,6 +153,7 @@ class Trial:
     blows: tuple[Blow, ...]
     timeout_s: float = 15.0
     ranks: int = RANKS
+    microbatches: int = MICROBATCHES
     limit_s: float = LIMIT_S
     fault: str = ""
     """The class of the fault, in tables; by default that of its kind."""

@@ -24,7 +24,7 @@ from typing import Any
 
 from .events import EventWriter
 from .means import obey
-from .model import Data, Model, Steps
+from .model import MICROBATCHES, Data, Model, Steps
 
 LAST_STEPS, HOLD_S = 10, 20.0
 """A training that starts processes waits before its last steps until all ranks are back, at most this long."""
@@ -134,7 +134,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def make_model(options: argparse.Namespace, algorithm: Any) -> Model:
     """The model of the chosen framework."""
-    data = Data(options.data)
+    data = Data(options.data, options.microbatches)
     if options.framework == "torch":
         from .torch_model import TorchModel
 
@@ -154,6 +154,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--framework", choices=["numpy", "torch"], default="numpy")
     parser.add_argument("--optimizer", default="sgd", help="one of `torch_model.OPTIMIZERS`")
     parser.add_argument("--extras", default="", help="in PyTorch; names with commas between, see `plans.Case`")
+    parser.add_argument("--microbatches", type=int, default=MICROBATCHES, help="of a step, over all ranks")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--pause-s", type=float, default=0.0, help="seconds of rest before each step")
     parser.add_argument("--until", type=float, default=0.0, help="end at this time of time.monotonic()")

@@ -96,7 +96,7 @@ def training_of(trial: Trial, folder: TrialFolder, data: Path) -> list[str]:
     arguments += ["--framework", trial.case.framework, "--steps", trial.steps]
     arguments += ["--optimizer", trial.case.optimizer, "--extras", ",".join(trial.case.extras)]
     arguments += ["--commit-every", trial.commit_every, "--min-ranks", trial.min_ranks]
-    arguments += ["--timeout-s", trial.timeout_s]
+    arguments += ["--timeout-s", trial.timeout_s, "--microbatches", trial.microbatches]
     arguments += ["--alike" if trial.case.alike else "--no-alike"]
     arguments += ["--replay" if trial.case.repeats else "--no-replay"]
     arguments += ["--regrow", "--ranks", trial.ranks] if trial.kind == "spawn" else []

@@ -39,7 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         with tempfile.TemporaryDirectory() as folder, netlab.build(job.HOSTS, job.RATE) as lab:
             data, entries_file = write_digits(Path(folder, "digits.npz")), Path(folder, "record")
             seconds = options.minutes * 60
-            seen = job.soak(lab, data, entries_file, seconds=seconds, seed=options.seed, every_s=options.every)
+            how = {"seconds": seconds, "seed": options.seed, "every_s": options.every, "least": options.min_ranks}
+            seen = job.soak(lab, data, entries_file, **how)
             expected = job.undisturbed(data, seen.last_step())
             happened = summary(entries_file)
     except netlab.LabError as exc:
@@ -76,6 +77,9 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--every", type=_positive, default=20.0, help="seconds between two disturbances, on average (20)"
+    )
+    parser.add_argument(
+        "--min-ranks", type=at_least(1), default=2, help="of the job; with fewer it starts again (2)"
     )
     parser.add_argument("--seed", type=at_least(0), default=1)
     parser.add_argument("--out", type=Path, metavar="STEM", help="write STEM.json and STEM.md")

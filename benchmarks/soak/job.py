@@ -32,7 +32,7 @@ from .resources import History, files_in
 ALGORITHM = "GradientAllReduce(Reproducible(addends=12))"
 """Its bytes depend on neither the number of ranks nor their order: those of a run that nobody disturbs."""
 
-RANKS, SPARES, LEAST, HOSTS, RATE = 3, 1, 2, 2, "1gbit"
+RANKS, SPARES, HOSTS, RATE = 3, 1, 2, "1gbit"
 PAUSE_S = 0.2
 """Seconds of rest before each step."""
 
@@ -70,6 +70,8 @@ class Soak:
     members: dict[int, Member] = field(default_factory=dict)
     files: list[tuple[float, float, int]] = field(default_factory=list)
     """The time, the size in MiB and the number of all files in memory, over all hosts."""
+    loads: list[tuple[float, float]] = field(default_factory=list)
+    """The time, and the load of the machine: how many processes wanted to run in the last minute."""
     committed: list[tuple[float, int]] = field(default_factory=list)
     """When the commits of steps returned that nobody had committed before."""
     digests: dict[int, set[str]] = field(default_factory=dict)
@@ -111,7 +113,7 @@ class Soak:
                 self.final.append((event.facts["step"], event.facts["digest"]))
 
 
-def soak(lab: Lab, data: Path, record: Path, *, seconds: float, seed: int, every_s: float) -> Soak:
+def soak(lab: Lab, data: Path, record: Path, *, seconds: float, seed: int, every_s: float, least: int) -> Soak:
     """Train for so long, disturbed, or until it stalls.
 
     Args:
@@ -121,6 +123,7 @@ def soak(lab: Lab, data: Path, record: Path, *, seconds: float, seed: int, every
         seconds: How long it trains.
         seed: Of the disturbances.
         every_s: Seconds between two of them, on average.
+        least: With fewer ranks than this, the job is started again.
     """
     with (
         TrialFolder(f"soak-{seed}") as folder,
@@ -130,7 +133,7 @@ def soak(lab: Lab, data: Path, record: Path, *, seconds: float, seed: int, every
         folder.own_memory = False  # each host has its own
         until = time.monotonic() + seconds
         process = subprocess.Popen(
-            _command(lab, folder, data, record, until),
+            _command(lab, folder, data, record, until, least),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -152,13 +155,13 @@ def soak(lab: Lab, data: Path, record: Path, *, seconds: float, seed: int, every
     return seen
 
 
-def _command(lab: Lab, folder: TrialFolder, data: Path, record: Path, until: float) -> list[str]:
+def _command(lab: Lab, folder: TrialFolder, data: Path, record: Path, until: float, least: int) -> list[str]:
     run = [*lab.run_command(ranks_per_host=-(-(RANKS + SPARES) // HOSTS)), "-n", str(RANKS)]
-    run += ["--spares", str(SPARES), "--min-ranks", str(LEAST), "--restarts", "100000", "--env", "TMPDIR"]
+    run += ["--spares", str(SPARES), "--min-ranks", str(least), "--restarts", "100000", "--env", "TMPDIR"]
     run += ["--record", str(record)]
     training = ["-m", "benchmarks.faults.training", "--pipe", folder.path / "events", "--data", data]
     training += ["--algorithm", ALGORITHM, "--steps", 10**9, "--until", until, "--pause-s", PAUSE_S]
-    training += ["--timeout-s", 10, "--min-ranks", LEAST, "--regrow", "--no-replay"]
+    training += ["--timeout-s", 10, "--min-ranks", least, "--regrow", "--no-replay"]
     return lab.inside(0, *run, *map(str, training))
 
 
@@ -230,6 +233,7 @@ class _Disturber:
         t = now - self._seen.began
         self._seen.history.add(self._folder.processes(), t)
         self._seen.files.append((t, *files_in(self._lab.memory)))
+        self._seen.loads.append((t, os.getloadavg()[0]))
 
     def _strike(self, what: Disturbance, now: float) -> list[str]:
         if what.kind == "slow":

@@ -60,6 +60,8 @@ def windows(seen: Soak) -> list[dict[str, Any]]:
         row: dict[str, Any] = {"until_s": round(end)}
         row["step"] = max((step for t, step in seen.committed if t < end), default=0)
         row["disturbances"] = sum(begin <= each["t"] < end for each in seen.disturbed)
+        loads = [load for t, load in seen.loads if begin <= t < end]
+        row["load"] = round(statistics.median(loads), 1) if loads else None
         for role in ROLES:
             uses = [asdict(use) for use in seen.history.between(role, begin, end)]
             for name in ("mib", "threads", "descriptors"):
@@ -117,7 +119,7 @@ def markdown(record: dict[str, Any]) -> str:
         "Medians of each part of the run. Memory is that of a process alone, in MiB.",
         "",
     ]
-    titles = ["until (min)", "step", "disturbed"]
+    titles = ["until (min)", "step", "disturbed", "load of the machine"]
     titles += [f"{role}: MiB, threads, descriptors" for role in ROLES]
     titles += ["/dev/shm: MiB, files"]
     rows = [
@@ -125,6 +127,7 @@ def markdown(record: dict[str, Any]) -> str:
             f"{row['until_s'] / 60:.1f}",
             row["step"],
             row["disturbances"],
+            or_dash(row.get("load"), "{:.0f}"),
             *(
                 ", ".join(or_dash(row[f"{role} {name}"], "{:g}") for name in ("mib", "threads", "descriptors"))
                 for role in ROLES
