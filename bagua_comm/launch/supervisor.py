@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from ..bootstrap.job import COMMITTED, RECORD, Job, add_lines, entries
+from ..files import shared_memory, shared_memory_is_full
 from ..processes import pid_namespace, state_of
 from . import job_folder
 from .cli import CommandError, count, program_name
@@ -189,11 +190,17 @@ class _Supervisor:
         self.job.record("end", code=code)
         mine = self._entries_of_attempt()
         self.entries += mine
+        is_full = shared_memory_is_full()
         for file in self.segments(socket.gethostname()):
             Path(file).unlink(missing_ok=True)
         if signals.first is not None:
             return _stopped(signals.first)
         verdict = judge(mine, code, gone=gone)
+        if is_full and not verdict.succeeded:
+            room = (
+                f"{shared_memory()} is full, so that processes that need more of it are killed; make room there"
+            )
+            verdict = replace(verdict, why=f"{verdict.why}; {room}")
         self.dead += len(deaths(mine)) or (len(unfinished(mine)) if verdict.outcome == "lost" else 0)
         return verdict
 

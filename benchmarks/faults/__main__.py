@@ -118,7 +118,7 @@ def tried(trial: Trial, data: Path, record: dict[str, Any]) -> dict[str, Any]:
     """Run a trial; its row of the record."""
     undisturbed, case = record["undisturbed"], f"{trial.case.framework}: {trial.case.name}"
     if trial.case.reproducible and not undisturbed.get(case):
-        undisturbed[case] = digest_undisturbed(trial.case, data)
+        undisturbed[case] = digest_undisturbed(trial.case, data, trial.limit_s)
     seen = hosts.run_on_hosts(trial, data) if trial.kind == "host" else run_trial(trial, data)
     verdict = judge(trial, seen, undisturbed.get(case))
     return {
@@ -147,9 +147,9 @@ def group_of(trial: Trial) -> str:
     return f"stop, {trial.kind}" if stopped else trial.kind
 
 
-def digest_undisturbed(case: Case, data: Path) -> str:
+def digest_undisturbed(case: Case, data: Path, limit_s: float) -> str:
     """The digest of a training of two ranks that nobody disturbs; empty if that fails."""
-    trial = Trial("undisturbed", "fewer", case, 0, 1, plans.STEPS, 1, (), ranks=2)
+    trial = Trial("undisturbed", "fewer", case, 0, 1, plans.STEPS, 1, (), ranks=2, limit_s=limit_s)
     seen: Seen = run_trial(trial, data)
     digests = {event.facts["digest"] for event in seen.of("done")}
     if len(digests) != 1:

@@ -41,11 +41,9 @@ def lines(record: dict[str, Any]) -> list[str]:
     start = record["start"]
     said = [f"{record['ranks']} ranks: {', '.join(f'{name} {value}' for name, value in start.items())}"]
     for row in record["results"]:
-        said.append(
-            f"{row['name']:>14}: a step {row['step_ms']['median']:.1f} ms, a call "
-            f"{row['call_ms']['median']:.1f} ms, {row['mib']['median']:.1f} MiB a rank, loss {row['loss'][0]:.3f} to {row['loss'][1]:.3f}; "
-            f"{'; '.join(row['problems']) or 'no failure'}"
-        )
+        times = f"a step {row['step_ms']['median']:.1f} ms, a call {row['call_ms']['median']:.1f} ms"
+        rest = f"{row['mib']['median']:.1f} MiB a rank, loss {row['loss'][0]:.3f} to {row['loss'][1]:.3f}"
+        said.append(f"{row['name']:>14}: {times}, {rest}; {'; '.join(row['problems']) or 'no failure'}")
     return [*said, *record["problems"]]
 
 

@@ -4,6 +4,7 @@ import errno
 import gc
 import os
 import re
+import threading
 
 import numpy as np
 import pytest
@@ -137,3 +138,39 @@ def test_snapshots_of_dead_processes_are_removed_once_the_others_have_committed(
     assert found == [[0, 1, 2], [0, 2]]
     assert kept == [[], []], "whoever trains has no use for what it has read, and would keep its memory"
     assert list(tmp_path.glob("slot-*")) == []
+
+
+def test_a_process_that_can_open_no_more_files_leaves_out_the_snapshots_of_others(monkeypatch, caplog):
+    """It still trains on: the others have the same commit."""
+    job, mapped, is_out = ThreadJob(3), slots._mapped, threading.Event()
+
+    def map_own(path, size):
+        if is_out.is_set() and threading.current_thread() in seen:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(path))
+        return mapped(path, size)
+
+    monkeypatch.setattr(slots, "_mapped", map_own)
+    seen = []
+
+    def body(fleet):
+        state = State(step=0, total=np.zeros(2))
+        if fleet.me == 0:
+            seen.append(threading.current_thread())
+
+        @run(state, fleet=fleet)
+        def train(comm):
+            while state.step < 5:
+                state.step += 1
+                state.total += comm.allreduce(np.ones(2), op="avg")
+                if state.step == 3 and fleet.me == 1:
+                    is_out.set()
+                    job.kill(1)
+                state.commit()
+            return state.total.tolist()
+
+        return train
+
+    first, second, third = run_fleet(job, body)
+    assert [first.get("result", first), third.get("result", third)] == [[5.0] * 2] * 2
+    assert "killed" in second
+    assert re.search("slot-[12]-[ab]-own cannot be read, and is left out: .*Too many open files", caplog.text)

@@ -1,6 +1,8 @@
 """Training on threads that die: the ranks that continue, their commit, and their state."""
 
+import itertools
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -50,6 +52,17 @@ def test_a_rank_dies_and_the_others_end_with_the_values_of_an_undisturbed_run():
         assert change.commit == 4  # the first commit is that of the start
         assert [death.process.number for death in change.dead] == [1]
         assert change.recovery_s > 0
+
+
+@pytest.mark.parametrize("step_s", [86400.0, -86400.0])
+def test_a_clock_that_is_set_during_a_recovery_changes_no_time_that_is_measured(monkeypatch, step_s):
+    clock = itertools.count(1e9, step_s)  # set by a day between any two looks at it
+    monkeypatch.setattr(time, "time", lambda: next(clock))
+    job = ThreadJob(3)
+    first, _, third = run_fleet(job, counting(job, kills=[(1, 4)]))
+    for outcome in (first, third):
+        _, (change,) = outcome["result"]
+        assert 0 < change.recovery_s < 60
 
 
 @pytest.mark.parametrize("goes_on", [True, False])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -236,6 +237,8 @@ class PendingSnapshot:
         }
 
 
+_log = logging.getLogger(__name__)
+
 _NAME = re.compile(r"slot-(\d+)-[ab]-(own|for-\d+)")
 
 
@@ -250,12 +253,23 @@ def _slot_files(folder: Path) -> Iterator[tuple[Path, int]]:
 def snapshots_in(folder: Path, except_of: int) -> list[Snapshot]:
     """The snapshots in a folder that other processes have written, dead ones included.
 
+    Those that this process cannot open are left out, with a warning: others may have the same commit.
+
     Args:
         folder: The folder of the slots of all processes of this host.
         except_of: The number of this process, whose slots are skipped.
     """
-    contents = [Slot(path).read() for path, number in _slot_files(folder) if number != except_of]
-    return [snapshot_of(content) for content in contents if content is not None]
+    found = []
+    for path, number in _slot_files(folder):
+        if number != except_of:
+            try:
+                content = Slot(path).read()
+            except OSError as exc:  # too many open files, say
+                _log.warning("the snapshot %s cannot be read, and is left out: %s", path, exc)
+                continue
+            if content is not None:
+                found.append(snapshot_of(content))
+    return found
 
 
 def remove_slots(folder: Path, except_of: Collection[int]) -> None:
