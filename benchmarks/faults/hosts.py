@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ..netlab import Direction, Lab, build
 from .leftovers import TrialFolder
-from .plans import CASES, STEPS, Blow, LinkFault, Phase, Trial
+from .plans import CASES, STEPS, Blow, LinkFault, Phase, Trial, draw_numpy_case
 from .trial import Seen, run_trial, training_of
 
 HOSTS, RATE = 3, "1gbit"
@@ -59,7 +59,7 @@ def bad_links(count: int, seed: int) -> Iterator[Trial]:
             chance = random.Random(name)
             step, delay_s = chance.randrange(2, STEPS - 10), chance.uniform(0, 0.02)
             blow = Blow(fault, step, delay_s, "host", (chance.random(),), means="link", seconds=BAD_S)
-            case = chance.choice([case for case in CASES if case.framework == "numpy"])
+            case = draw_numpy_case(chance)
             yield Trial(name, "host", case, 0, 1, STEPS, 1, (blow,), timeout_s=3.0, ranks=HOSTS, fault=fault)
 
 

@@ -287,8 +287,14 @@ def classes(count: int, seed: int) -> Iterator[Trial]:
                     Blow("step", step + 5, delay_s, choices=(chance.random(),)),
                 ]
             spares = int(kind == "spare")
-            case = chance.choice([case for case in CASES if case.framework == "numpy"])
+            case = draw_numpy_case(chance)
             yield Trial(name, kind, case, spares, 1, STEPS, 1, tuple(blows), timeout_s=5.0, fault=fault)
+
+
+def draw_numpy_case(chance: random.Random) -> Case:
+    """An algorithm, without PyTorch, which takes long to import."""
+    case = CASES[chance.randrange(len(CASES))]
+    return case if case.framework == "numpy" else CASES[0]
 
 
 _WITH_A_DEATH: dict[str, tuple[Means, float]] = {

@@ -36,6 +36,9 @@ RANKS, SPARES, HOSTS, RATE = 3, 1, 2, "1gbit"
 PAUSE_S = 0.2
 """Seconds of rest before each step."""
 
+TIMEOUT_S = 20.0
+"""How long a rank waits for another one, in a call and at a start."""
+
 STALL_S = 60.0
 """The training has failed if no step beyond the last is committed for so long."""
 
@@ -103,6 +106,7 @@ class Soak:
             self.members[event.pid] = Member(event.pid, start_of(event.pid))
         elif event.what == "enter" and event.pid in self.members:
             self.members[event.pid].rank = event.facts["rank"]
+            self.history.begin(event.pid, event.t - self.began)
         elif event.what == "commit":
             self.digests.setdefault(int(step or 0), set()).add(event.facts["digest"])
         elif event.what == "committed" and (not self.committed or step > self.committed[-1][1]):
@@ -161,7 +165,7 @@ def _command(lab: Lab, folder: TrialFolder, data: Path, record: Path, until: flo
     run += ["--record", str(record)]
     training = ["-m", "benchmarks.faults.training", "--pipe", folder.path / "events", "--data", data]
     training += ["--algorithm", ALGORITHM, "--steps", 10**9, "--until", until, "--pause-s", PAUSE_S]
-    training += ["--timeout-s", 10, "--min-ranks", least, "--regrow", "--no-replay"]
+    training += ["--timeout-s", TIMEOUT_S, "--min-ranks", least, "--regrow", "--no-replay"]
     return lab.inside(0, *run, *map(str, training))
 
 

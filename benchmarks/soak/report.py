@@ -35,7 +35,7 @@ def problems(seen: Soak, expected: Sequence[str], grown: Sequence[dict[str, Any]
     for row in grown:
         for name in ("mib", "threads", "descriptors"):
             if row[name] > getattr(limit, name):
-                yield f"{row['role']} {row['pid']} has {row[name]} {name} more after {row['lived_s']} s"
+                yield f"{row['role']} {row['pid']} has {row[name]:g} {name} more after {row['lived_s']} s"
     if seen.files:
         mib, files = files_growth(seen)
         if mib > limit.shm_mib or files > limit.shm_files:

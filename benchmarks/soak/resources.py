@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 WARM_UP_S = 30.0
-"""Seconds of a process's life that do not count: it imports, connects, and makes its first buffers."""
+"""Seconds that do not count after a rank has begun to train, or another process has started: buffers are made."""
 
 LEAST_S = 90.0
 """A process that lived for less than this after `WARM_UP_S` is not judged: too short to see anything grow."""
@@ -70,10 +70,10 @@ def role_of(pid: int) -> str:
 def files_in(folder: Path) -> tuple[float, int]:
     """The size in MiB of all files in a folder and below, and their number."""
     sizes = []
-    for path in folder.rglob("*"):
-        with suppress(OSError):
-            if path.is_file():
-                sizes.append(path.stat().st_blocks * 512)
+    for parent, _, names in os.walk(folder):  # which does not mind that some vanish meanwhile
+        for name in names:
+            with suppress(OSError):
+                sizes.append(os.lstat(os.path.join(parent, name)).st_blocks * 512)
     return sum(sizes) / 2**20, len(sizes)
 
 
@@ -83,6 +83,11 @@ class History:
     def __init__(self) -> None:
         self._uses: dict[int, list[Use]] = {}
         self._roles: dict[int, str] = {}
+        self._begun: dict[int, float] = {}
+
+    def begin(self, pid: int, t: float) -> None:
+        """Note that a process begins to train; what it used before is not compared."""
+        self._begun.setdefault(pid, t)
 
     def add(self, pids: Sequence[int], t: float) -> None:
         """Look at these processes now."""
@@ -104,6 +109,8 @@ class History:
     def grown(self) -> Iterator[dict[str, Any]]:
         """By how much each process that lived long enough has grown, see `growth`."""
         for pid, uses in self._uses.items():
+            if self._roles[pid] == "rank":
+                uses = [use for use in uses if use.t >= self._begun.get(pid, float("inf"))]
             found = growth(uses)
             if found is not None:
                 yield {"pid": pid, "role": self._roles[pid], "lived_s": round(uses[-1].t - uses[0].t), **found}

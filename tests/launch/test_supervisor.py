@@ -312,6 +312,7 @@ OTHERS = entry("error", 0, error="RankFailed", text="rank 1 died", due_to_others
         ([*START, OTHERS, OWN], 137, [], ("failed", 1)),
         ([*START, OTHERS], 1, [], ("lost", 1)),
         ([*START, OTHERS], 0, [], ("lost", 1)),
+        ([OTHERS], 1, [], ("lost", 1)),  # it waited for ranks that did not start in time
         ([*START, EXIT[0]], 0, [], ("lost", 1)),
         (START, 137, [], ("lost", 137)),
         ([UNCONNECTED, UNCONNECTED], 1, [], ("lost", 1)),
