@@ -10,6 +10,8 @@ A trial that continues must:
 * end with those bytes again when the steps since the last failure are repeated, undisturbed, if the steps of the
   algorithm can be repeated; and with the bytes of an undisturbed training, if its sums are reproducible.
 
+Where /dev/shm is full, a trial may also end, with that as the reason.
+
 A trial with too few ranks left must end on all of them within 5 seconds, with an error that names every process
 that died, except one that dies at the last moment.
 """
@@ -58,6 +60,9 @@ def judge(trial: Trial, seen: Seen, undisturbed: str | None = None) -> Verdict:
     if not seen.strokes:
         problems = [] if seen.exit_code == 0 else [f"exit code {seen.exit_code} before any blow"]
         return Verdict("failed" if problems else "missed", problems)
+    if trial.uses("full memory") and seen.exit_code:  # SIGBUS ends whoever writes there; `run` has to say why
+        problems = [] if "is full, and processes" in seen.output else ["nothing named the full /dev/shm"]
+        return Verdict("failed" if problems else "ended", problems)
     alive = [pid for pid in seen.pids() if pid not in seen.gone()]
     if trial.kind == "host":  # all are started again
         alive = [e.pid for e in seen.of("hello") if e.t > seen.strokes[-1].t] or alive
