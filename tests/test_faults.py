@@ -149,7 +149,7 @@ def test_who_was_only_late_or_harmed_without_need_to_die_is_not_gone():
 def test_a_full_shared_memory_may_end_a_training_if_that_is_named():
     trial = next(trial for trial in plans.classes(1, 1) if trial.uses("full memory"))
     stroke = Stroke(1.0, 10, 0, 0, signal.SIGKILL, "full memory")
-    named = Seen(0.0, [], [stroke], exit_code=1, output="lost: /dev/shm is full, and processes that need more")
+    named = Seen(0.0, [], [stroke], exit_code=1, output="lost: /dev/shm was full, and processes that need more")
     assert judge(trial, named).outcome == "ended"
     unnamed = Seen(0.0, [], [stroke], exit_code=1, output="lost: rank 1 did not finish")
     assert judge(trial, unnamed).problems == ["nothing named the full /dev/shm"]

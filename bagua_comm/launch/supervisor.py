@@ -49,6 +49,9 @@ OVER_S = 3.0
 LOST_END_S = 1.0
 """The time that mpirun has to end its ranks where it may wait for a host that is lost."""
 
+FULL_S = 5.0
+"""How long before the end of an attempt a full `shared_memory` is taken for its reason."""
+
 SEGMENTS = "/dev/shm/sm_segment."
 """The prefix of the files by which ranks of Open MPI share memory."""
 
@@ -114,6 +117,8 @@ class _Supervisor:
     """The numbers of the last commits on other hosts."""
     shown: set[tuple[Any, ...]] = field(default_factory=set)
     """The keys of the entries that were printed, since several ranks record the same event."""
+    was_full: bool = False
+    """Whether the memory that processes of this host share was full when the last attempt ended."""
     shown_bytes: int = 0
     """The number of bytes of the record that were printed."""
 
@@ -190,16 +195,13 @@ class _Supervisor:
         self.job.record("end", code=code)
         mine = self._entries_of_attempt()
         self.entries += mine
-        is_full = shared_memory_is_full()
         for file in self.segments(socket.gethostname()):
             Path(file).unlink(missing_ok=True)
         if signals.first is not None:
             return _stopped(signals.first)
         verdict = judge(mine, code, gone=gone)
-        if is_full and not verdict.succeeded:
-            room = (
-                f"{shared_memory()} is full, so that processes that need more of it are killed; make room there"
-            )
+        if self.was_full and not verdict.succeeded:
+            room = f"{shared_memory()} was full, and processes that need more of it are killed: make room there"
             verdict = replace(verdict, why=f"{verdict.why}; {room}")
         self.dead += len(deaths(mine)) or (len(unfinished(mine)) if verdict.outcome == "lost" else 0)
         return verdict
@@ -214,12 +216,16 @@ class _Supervisor:
             signals.forward_to(process)
         heartbeat = Heartbeat(self.shell, [host.name for host in placement.hosts if host.name in self.others])
         lost: list[str] = []
+        full_s = -FULL_S
         deadline, look_s, over = float("inf"), time.monotonic() + OVER_S, False
         try:
             while True:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(LOOK_S)
                 self._print_news()
+                if process.returncode is None:  # ranks that have ended leave some room
+                    full_s = time.monotonic() if shared_memory_is_full() else full_s
+                self.was_full = time.monotonic() - full_s < FULL_S
                 if process.returncode is not None:
                     return process.returncode, lost
                 if not lost and (lost := heartbeat.lost()):

@@ -61,7 +61,7 @@ def judge(trial: Trial, seen: Seen, undisturbed: str | None = None) -> Verdict:
         problems = [] if seen.exit_code == 0 else [f"exit code {seen.exit_code} before any blow"]
         return Verdict("failed" if problems else "missed", problems)
     if trial.uses("full memory") and seen.exit_code:  # SIGBUS ends whoever writes there; `run` has to say why
-        problems = [] if "is full, and processes" in seen.output else ["nothing named the full /dev/shm"]
+        problems = [] if "was full, and processes" in seen.output else ["nothing named the full /dev/shm"]
         return Verdict("failed" if problems else "ended", problems)
     alive = [pid for pid in seen.pids() if pid not in seen.gone()]
     if trial.kind == "host":  # all are started again

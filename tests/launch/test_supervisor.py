@@ -127,10 +127,10 @@ def test_a_job_that_is_lost_while_there_is_no_shared_memory_left_says_so(mpirun,
     monkeypatch.setattr(supervise, "shared_memory_is_full", lambda: True)
     code, _ = supervised(tmp_path, "die()", "--restarts", "0")
     assert code == 137
-    assert re.search("did not finish; /.* is full, and processes that need more", capsys.readouterr().err)
+    assert re.search("did not finish; /.* was full, and processes that need more", capsys.readouterr().err)
     code, _ = supervised(tmp_path, "record('exit')", "--restarts", "0")
     assert code == 0
-    assert "is full" not in capsys.readouterr().err
+    assert "was full" not in capsys.readouterr().err
 
 
 def test_an_error_of_the_programs_own_is_not_started_again(mpirun, tmp_path, capsys):
