@@ -63,6 +63,10 @@ def judge(trial: Trial, seen: Seen, undisturbed: str | None = None) -> Verdict:
     if trial.uses("full memory") and seen.exit_code:  # SIGBUS ends whoever writes there; `run` has to say why
         problems = [] if "was full, and processes" in seen.output else ["nothing named the full /dev/shm"]
         return Verdict("failed" if problems else "ended", problems)
+    if trial.uses("full memory"):  # it may have ended others than those that were struck
+        problems = [*_of_restoring(seen), *_of_weights(trial, seen, undisturbed)]
+        problems += [] if seen.of("done") else ["no rank trained to the end"]
+        return Verdict("failed" if problems else "went on", problems)
     alive = [pid for pid in seen.pids() if pid not in seen.gone()]
     if trial.kind == "host":  # all are started again
         alive = [e.pid for e in seen.of("hello") if e.t > seen.strokes[-1].t] or alive
