@@ -81,6 +81,11 @@ def shared_memory() -> Path:
     return memory if os.access(memory, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
 
 
+def shared_memory_is_full() -> bool:
+    """Whether `shared_memory` has no room: SIGBUS ends a process that writes to a new part of a file there."""
+    return shutil.disk_usage(shared_memory()).free < 1 << 16
+
+
 @functools.cache
 def private_folder() -> Path:
     """A new folder that only this user can read; the process that made it removes it at its end.

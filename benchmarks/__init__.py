@@ -14,6 +14,8 @@
     benchmarks.convergence          quality of the models that each algorithm trains
     benchmarks.data                 balance of work by samplers, and time that a cache of samples saves
     benchmarks.faults               whether trainings continue when ranks and hosts die, and how soon
+    benchmarks.soak                 an hour of training under kills, stops and bad links; whether anything grows
+    benchmarks.many                 64 and 128 ranks on this machine: start, steps, memory
     benchmarks.net                  the network plugin beside NCCL's socket scheme
     benchmarks.net_check            a million messages through the plugin, also through checked builds
     benchmarks.gpu                  all checks and measurements that need a GPU

@@ -197,6 +197,24 @@ def test_environment_variables_are_read_only_where_they_may_be():
             assert "getenv" not in source, path
 
 
+DATES = {
+    "elastic/loop.py": "Change.time_s",
+    "bootstrap/job.py": "the record of a job",
+    "launch/job_folder.py": "the age of a folder, whose date the file system has noted",
+    "commands/doctor/measure.py": "by how much the clocks of hosts differ",
+    "trace.py": "the date of a time of the other clock",
+    "flight/recorder.py": "when calls began, among ranks of several hosts",
+    "testing/simulation/substitutes.py": "the clock of a simulation replaces it",
+}
+"""Files of bagua_comm that use the clock that can be set, and for what."""
+
+
+def test_only_dates_come_from_the_clock_that_can_be_set():
+    """Limits and durations are measured by `time.monotonic` and `time.perf_counter`."""
+    found = [path for path in FILES if re.search(r"\btime\.time(_ns)?\b|datetime\.now", path.read_text())]
+    assert {str(path.relative_to(ROOT / "bagua_comm")) for path in found} == set(DATES)
+
+
 def test_only_cuda_passed_asks_events_because_their_done_hides_errors():
     for path in FILES:
         tree = ast.parse(path.read_text())

@@ -1,17 +1,23 @@
 """Trainings that lose ranks at random moments; `python -m benchmarks.faults --trials 200` tries more."""
 
 import os
+import resource
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+from typing import get_args
 
 import pytest
+from support.waiting import until
 
-from benchmarks.faults import plans, report
+from benchmarks.faults import hosts, means, plans, report
 from benchmarks.faults.__main__ import main, tried, write_digits
 from benchmarks.faults.events import Event, EventReader, EventWriter
 from benchmarks.faults.leftovers import MARK, TrialFolder
+from benchmarks.faults.means import Means
 from benchmarks.faults.plans import Blow, Case, Trial
 from benchmarks.faults.trial import Seen, Stroke, timeline
 from benchmarks.faults.verdict import judge
@@ -65,6 +71,88 @@ def test_new_processes_are_admitted_after_all_kinds_of_deaths():
     blows = [blow for trial in trials for blow in trial.blows]
     assert {blow.phase for blow in blows} == {"construct", "step", "commit", "regrow"}
     assert {blow.whom for blow in blows} == {"rank", "newcomer"}
+
+
+def test_every_class_of_faults_has_trials_that_a_seed_repeats():
+    first, again = list(plans.classes(2, 1)), list(plans.classes(2, 1))
+    assert first == again
+    faults = {trial.fault for trial in first}
+    assert faults == {"GIL, long", "GIL, short", "SIGSEGV", "out of memory", *plans._WITH_A_DEATH}
+    assert {blow.means for trial in first for blow in trial.blows} == set(get_args(Means)) - {"link"}
+    links = list(hosts.bad_links(1, 1))
+    assert {trial.fault for trial in links} == set(get_args(plans.LinkFault))
+    assert all(blow.seconds > trial.timeout_s for trial in links for blow in trial.blows)
+    names = [trial.name for trial in [*first, *links]]
+    assert len(set(names)) == len(names)
+
+
+# Means ------------------------------------------------------------------------------------------------------
+
+
+def test_whoever_keeps_the_gil_lets_no_other_thread_run_and_no_signal_ends_it():
+    ticks, over = [], threading.Event()
+
+    def tick():
+        while not over.wait(0.005):
+            ticks.append(time.monotonic())
+
+    other = threading.Thread(target=tick)
+    other.start()
+    until(lambda: ticks)
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
+    before = signal.signal(signal.SIGALRM, lambda *_: None)
+    began = time.monotonic()
+    means.keep_gil(0.3)
+    ended = time.monotonic()
+    over.set()
+    other.join()
+    signal.signal(signal.SIGALRM, before)
+    assert ended - began > 0.25
+    assert sum(began + 0.02 < tick < ended - 0.02 for tick in ticks) <= 1
+
+
+def test_the_clock_of_a_trial_is_set_and_the_monotonic_one_is_not(tmp_path):
+    if shutil.which("cc") is None and shutil.which("gcc") is None:
+        with pytest.raises(RuntimeError, match="needs a C compiler"):
+            means.make_clock(tmp_path)
+        return
+    environment = {**os.environ, **means.make_clock(tmp_path)}
+    show = "import time; input(); print(time.time(), time.monotonic())"
+    ask = {"input": "\n", "env": environment, "text": True, "capture_output": True, "check": True}
+    for shift in (0, -86400, 86400):
+        means.set_clock(tmp_path, shift)
+        date, monotonic = map(float, subprocess.run([sys.executable, "-S", "-c", show], **ask).stdout.split())
+        assert abs(date - time.time() - shift) < 60
+        assert abs(monotonic - time.monotonic()) < 60
+
+
+def test_all_room_is_used_up(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3 * (1 << 19) + 100, hard))  # as on a file system of that size
+    try:
+        means.fill(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert (tmp_path / "filler").stat().st_size == 3 * (1 << 19) + 100
+
+
+def test_who_was_only_late_or_harmed_without_need_to_die_is_not_gone():
+    seen = Seen(0.0, [Event(9.0, 10, "done", {})])
+    harmed = {"GIL": (10, 11), "link": (10, 11), "descriptors": (12,), "clock": (12,), "out of memory": (10, 13)}
+    for by, pids in harmed.items():
+        seen.strokes = [Stroke(1.0, pid, 0, 0, signal.SIGKILL, by) for pid in pids]
+        assert seen.gone() == {"GIL": {11}, "link": {11}, "out of memory": {10, 13}}.get(by, set())
+    seen.strokes = [Stroke(1.0, 10, 0, 0, signal.SIGSEGV)]
+    assert seen.gone() == {10}
+
+
+def test_a_full_shared_memory_may_end_a_training_if_that_is_named():
+    trial = next(trial for trial in plans.classes(1, 1) if trial.uses("full memory"))
+    stroke = Stroke(1.0, 10, 0, 0, signal.SIGKILL, "full memory")
+    named = Seen(0.0, [], [stroke], exit_code=1, output="lost: /dev/shm was full, and processes that need more")
+    assert judge(trial, named).outcome == "ended"
+    unnamed = Seen(0.0, [], [stroke], exit_code=1, output="lost: rank 1 did not finish")
+    assert judge(trial, unnamed).problems == ["nothing named the full /dev/shm"]
 
 
 # How it is judged -------------------------------------------------------------------------------------------

@@ -212,6 +212,9 @@ class ExitHandler:
             for rank in wait.ended:
                 dead = {"number": rank, "host": socket.gethostname()}
                 self._job.record("death", dead=dead, reason="ended without calling connect")
+            if self._job.attempt and not wait.ended:  # they have started before, so to start them again may help
+                facts = {"error": "CommTimeout", "text": message, "due_to_others": True}
+                self._job.record("error", rank=wait.rank, **facts)
             self.abort.with_message(message)
 
         return Deadline(wait.complaint, end).run(body)

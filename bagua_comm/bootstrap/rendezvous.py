@@ -77,6 +77,8 @@ class Wait:
 
     def __init__(self, log: JoinLog, timeout_s: float) -> None:
         self._log, self._timeout_s = log, timeout_s
+        self.rank = log.rank
+        """The rank that waits."""
         self._start_s = time.monotonic()
         self._look_s = self._start_s + timeout_s
         self._ended_s = self._start_s + ENDED_S

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
@@ -49,17 +50,18 @@ class History:
 
     def __init__(self) -> None:
         self._changes: list[Change] = []
+        self._noticed_s = 0.0
 
-    def add(self, change: Change) -> None:
-        """Append a change from which this process has not recovered yet."""
+    def add(self, change: Change, noticed_s: float) -> None:
+        """Append a change from which this process has not recovered yet; it was noticed at `time.monotonic()`."""
         self._changes.append(change)
+        self._noticed_s = noticed_s
 
-    def recovered(self, now_s: float) -> Change | None:
-        """Note that training has resumed at `now_s`; returns the change that it has recovered from, once."""
+    def recovered(self) -> Change | None:
+        """Note that training has resumed; returns the change that it has recovered from, once."""
         if not self._changes or self._changes[-1].recovery_s is not None:
             return None
-        last = self._changes[-1]
-        self._changes[-1] = replace(last, recovery_s=now_s - last.time_s)
+        self._changes[-1] = replace(self._changes[-1], recovery_s=time.monotonic() - self._noticed_s)
         return self._changes[-1]
 
     def as_list(self) -> list[Change]:

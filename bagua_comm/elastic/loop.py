@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar, get_args
 
 from ..arrays import OpOrder
@@ -169,7 +169,9 @@ class _Failure:
     """Why and when this process starts or joins a rendezvous."""
 
     error: CommError | None
-    time_s: float
+    time_s: float = field(default_factory=time.time)
+    noticed_s: float = field(default_factory=time.monotonic)
+    """The same by a clock that cannot be set."""
 
 
 class _Loop:
@@ -199,13 +201,13 @@ class _Loop:
                 try:
                     outcome = self._round(train, failure)
                 except RECOVERABLE as exc:
-                    failure = _Failure(_without_frames(exc), time.time())
+                    failure = _Failure(_without_frames(exc))
                     self._session.leave()
                 else:
                     if outcome.finished:
                         self._session.close()
                         return outcome.result
-                    failure = _Failure(None, time.time())
+                    failure = _Failure(None)
         except _FatalError as exc:
             raise exc.error from None
         except BaseException as exc:
@@ -239,6 +241,7 @@ class _Loop:
             return _Outcome(finished=True, result=self._result)
         trainers = self._choose(rendezvous, known)
         commit = self._restore(everyone, rendezvous, rows, known, trainers, snapshots)
+        del snapshots  # those of dead processes would keep their memory and descriptors while this one trains
         newest_version = max((each.version for row in rows for each in row.snapshots), default=INITIAL)
         everyone.close()
         before, self._trainers, self._entered = known.trainers, trainers, known.entered + 1
@@ -257,7 +260,8 @@ class _Loop:
             _report_restart(comm, commit)
         self._dead = []
         run = rows[rendezvous.alive.index(trainers[0])].run
-        self._session.enter(comm, [process.host for process in trainers], run, newest_version + 1)
+        hosts = [process.host for process in trainers]
+        self._session.enter(comm, hosts, run, newest_version + 1, living=numbers)
         return self._train(train, comm)
 
     def _rendezvous(self, failure: _Failure | None) -> Rendezvous:
@@ -356,10 +360,11 @@ class _Loop:
         commit: int,
     ) -> None:
         """Add a change of the ranks to the history, and call the callbacks."""
-        error = failure.error if failure is not None else None
+        failure = failure or _Failure(None)
+        error = failure.error
         change = Change(
             number=rendezvous.number,
-            time_s=time.time() if failure is None else failure.time_s,
+            time_s=failure.time_s,
             cause="joined a rendezvous" if error is None else f"{type(error).__name__}: {error}",
             dead=tuple(self._dead),
             before=before,
@@ -367,7 +372,7 @@ class _Loop:
             commit=commit,
         )
         internals = self._state._internals
-        internals.history.add(change)
+        internals.history.add(change, failure.noticed_s)
         log_on_root(_log, comm.rank, "ranks have changed: %s", change)
         for callback in internals.callbacks:
             callback(change)

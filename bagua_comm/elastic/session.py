@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from .snapshot import parts
 from .snapshot.commit import commit
 from .snapshot.restore import INITIAL, Sources, restore
 from .snapshot.slot import checksum
-from .snapshot.snapshots import Buffer, Layout, Snapshot, snapshots_in
+from .snapshot.snapshots import Buffer, Layout, Snapshot, remove_slots, snapshots_in
 from .state import State
 
 _log = logging.getLogger(__name__)
@@ -129,8 +129,12 @@ class Session:
 
     # Training ---------------------------------------------------------------------------------------
 
-    def enter(self, comm: Communicator, hosts: Sequence[Hashable], run: str, version: int) -> None:
+    def enter(
+        self, comm: Communicator, hosts: Sequence[Hashable], run: str, version: int, living: Collection[int]
+    ) -> None:
         """Commit the restored state on the present ranks, before training is entered.
+
+        After that nobody needs the snapshots of processes that have died, and they are removed.
 
         Collective.
 
@@ -141,10 +145,13 @@ class Session:
                 dead may still write the next commit of the previous run, which has the same number as that of
                 this run.
             version: A number larger than those of all commits so far.
+            living: The numbers of all living processes.
         """
         self._comm, self._buddies, self._engines = comm, buddies(hosts), []
         self._run, self._version = run, version - 1
         self._commit(flag=False)
+        if self._folder is not None:
+            remove_slots(self._folder, except_of=living)
         comm.engine_registry = self
 
     def already_broadcast(self, *things: object) -> bool:
@@ -193,8 +200,7 @@ class Session:
 
     def note_recovery(self) -> None:
         """Note, the first time after a change, that training has resumed, and how long that took."""
-        now_s = time.time()
-        change = self._state._internals.history.recovered(now_s)
+        change = self._state._internals.history.recovered()
         if change is not None and self._comm is not None:
             seconds = change.recovery_s or 0.0
             facts = {"meeting": change.number, "seconds": seconds, "commit": change.commit}

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from ..bootstrap.job import COMMITTED, RECORD, Job, add_lines, entries
+from ..files import shared_memory, shared_memory_is_full
 from ..processes import pid_namespace, state_of
 from . import job_folder
 from .cli import CommandError, count, program_name
@@ -47,6 +48,9 @@ OVER_S = 3.0
 
 LOST_END_S = 1.0
 """The time that mpirun has to end its ranks where it may wait for a host that is lost."""
+
+FULL_S = 5.0
+"""How long before the end of an attempt a full `shared_memory` is taken for its reason."""
 
 SEGMENTS = "/dev/shm/sm_segment."
 """The prefix of the files by which ranks of Open MPI share memory."""
@@ -113,6 +117,8 @@ class _Supervisor:
     """The numbers of the last commits on other hosts."""
     shown: set[tuple[Any, ...]] = field(default_factory=set)
     """The keys of the entries that were printed, since several ranks record the same event."""
+    was_full: bool = False
+    """Whether the memory that processes of this host share was full when the last attempt ended."""
     shown_bytes: int = 0
     """The number of bytes of the record that were printed."""
 
@@ -194,6 +200,9 @@ class _Supervisor:
         if signals.first is not None:
             return _stopped(signals.first)
         verdict = judge(mine, code, gone=gone)
+        if self.was_full and not verdict.succeeded:
+            room = f"{shared_memory()} was full, and processes that need more of it are killed: make room there"
+            verdict = replace(verdict, why=f"{verdict.why}; {room}")
         self.dead += len(deaths(mine)) or (len(unfinished(mine)) if verdict.outcome == "lost" else 0)
         return verdict
 
@@ -207,12 +216,16 @@ class _Supervisor:
             signals.forward_to(process)
         heartbeat = Heartbeat(self.shell, [host.name for host in placement.hosts if host.name in self.others])
         lost: list[str] = []
+        full_s = -FULL_S
         deadline, look_s, over = float("inf"), time.monotonic() + OVER_S, False
         try:
             while True:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(LOOK_S)
                 self._print_news()
+                if process.returncode is None:  # ranks that have ended leave some room
+                    full_s = time.monotonic() if shared_memory_is_full() else full_s
+                self.was_full = time.monotonic() - full_s < FULL_S
                 if process.returncode is not None:
                     return process.returncode, lost
                 if not lost and (lost := heartbeat.lost()):

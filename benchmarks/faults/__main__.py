@@ -12,6 +12,7 @@ must, and left nothing behind.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 import tempfile
@@ -68,8 +69,10 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--torch", type=at_least(0), default=0, help="the same with DistributedDataParallel (0)")
     parser.add_argument("--regrow", type=at_least(0), default=0, help="the same, and newcomers are let in (0)")
     parser.add_argument("--stops", type=at_least(0), default=0, help="trainings whose ranks are stopped (0)")
+    parser.add_argument("--classes", type=at_least(0), default=0, help="other faults, each so often (0); root")
     parser.add_argument("--hosts", type=at_least(0), default=0, help="trainings that lose a host (0); needs root")
     parser.add_argument("--commits", action="store_true", help="what it costs to commit 100 MB; needs root")
+    parser.add_argument("--limit", type=at_least(1), default=60, help="seconds that a training may take (60)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", metavar="NAME", help="the trial of this name alone")
     parser.add_argument("--out", type=Path, metavar="STEM", help="write STEM.json, STEM.md and STEM.png")
@@ -87,8 +90,11 @@ def planned(options: argparse.Namespace) -> list[Trial]:
         *plans.torch_kills(options.torch, options.seed),
         *plans.newcomers(options.regrow, options.seed),
         *plans.stops(options.stops, options.seed),
+        *plans.classes(options.classes, options.seed),
     ]
     trials += hosts.deaths(options.hosts, options.seed)
+    trials += hosts.bad_links(options.classes, options.seed)
+    trials = [dataclasses.replace(trial, limit_s=options.limit) for trial in trials]
     if options.only is not None:
         trials = [trial for trial in trials if trial.name == options.only]
         if not trials:
@@ -112,7 +118,7 @@ def tried(trial: Trial, data: Path, record: dict[str, Any]) -> dict[str, Any]:
     """Run a trial; its row of the record."""
     undisturbed, case = record["undisturbed"], f"{trial.case.framework}: {trial.case.name}"
     if trial.case.reproducible and not undisturbed.get(case):
-        undisturbed[case] = digest_undisturbed(trial.case, data)
+        undisturbed[case] = digest_undisturbed(trial.case, data, trial.limit_s)
     seen = hosts.run_on_hosts(trial, data) if trial.kind == "host" else run_trial(trial, data)
     verdict = judge(trial, seen, undisturbed.get(case))
     return {
@@ -131,6 +137,8 @@ def tried(trial: Trial, data: Path, record: dict[str, Any]) -> dict[str, Any]:
 
 def group_of(trial: Trial) -> str:
     """The group of a table that a trial belongs to."""
+    if trial.fault:
+        return trial.fault
     if trial.kind == "host":
         return trial.blows[0].phase
     if trial.kind == "spawn":
@@ -139,9 +147,9 @@ def group_of(trial: Trial) -> str:
     return f"stop, {trial.kind}" if stopped else trial.kind
 
 
-def digest_undisturbed(case: Case, data: Path) -> str:
+def digest_undisturbed(case: Case, data: Path, limit_s: float) -> str:
     """The digest of a training of two ranks that nobody disturbs; empty if that fails."""
-    trial = Trial("undisturbed", "fewer", case, 0, 1, plans.STEPS, 1, (), ranks=2)
+    trial = Trial("undisturbed", "fewer", case, 0, 1, plans.STEPS, 1, (), ranks=2, limit_s=limit_s)
     seen: Seen = run_trial(trial, data)
     digests = {event.facts["digest"] for event in seen.of("done")}
     if len(digests) != 1:

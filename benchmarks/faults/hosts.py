@@ -1,21 +1,38 @@
-"""Trainings on emulated hosts, one of which dies: `run --restarts` starts them again on the others.
+"""Trainings on emulated hosts, one of which dies or has a bad link: `run --restarts` starts them again.
 
 A host dies in one of two ways. All of its processes are killed and its memory is lost; or its link goes down,
-and its processes live on, and reach nobody. The first host, where `run` was called, stays.
+and its processes live on, and reach nobody. A link may also be bad for a while: what the host sends or is sent
+comes at one byte a millisecond, or is lost, or the host is cut off and comes back. `run` starts processes by
+another way than this link, except where the host is cut off. The first host, where `run` was called, stays.
 """
 
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..netlab import Lab, build
+from ..netlab import Direction, Lab, build
 from .leftovers import TrialFolder
-from .plans import CASES, STEPS, Blow, Trial
+from .plans import CASES, STEPS, Blow, LinkFault, Phase, Trial, draw_numpy_case
 from .trial import Seen, run_trial, training_of
 
 HOSTS, RATE = 3, "1gbit"
+
+BYTE_A_MS = "8kbit"
+
+BAD_S = 12.0
+"""How long a link is bad: four times the timeout of the trials."""
+
+LINK_FAULTS: dict[LinkFault, Direction] = {
+    "slow sender": "out",
+    "slow reader": "in",
+    "half-open, out": "out",
+    "half-open, in": "in",
+    "split brain": "both",
+}
+"""The direction in which a link is bad, as its host sees it."""
 
 
 def deaths(count: int, seed: int) -> Iterator[Trial]:
@@ -34,6 +51,18 @@ def deaths(count: int, seed: int) -> Iterator[Trial]:
         yield Trial(name, "host", case, 0, 1, STEPS, 1, (blow,), timeout_s=3.0, ranks=HOSTS)
 
 
+def bad_links(count: int, seed: int) -> Iterator[Trial]:
+    """Trials with each kind of a bad link, `count` times each."""
+    for number in range(count):
+        for fault in LINK_FAULTS:
+            name = f"{fault.replace(', ', '-').replace(' ', '-')}-{seed}-{number}"
+            chance = random.Random(name)
+            step, delay_s = chance.randrange(2, STEPS - 10), chance.uniform(0, 0.02)
+            blow = Blow(fault, step, delay_s, "host", (chance.random(),), means="link", seconds=BAD_S)
+            case = draw_numpy_case(chance)
+            yield Trial(name, "host", case, 0, 1, STEPS, 1, (blow,), timeout_s=3.0, ranks=HOSTS, fault=fault)
+
+
 def run_on_hosts(trial: Trial, data: Path) -> Seen:
     """Run a trial on hosts of its own.
 
@@ -44,7 +73,7 @@ def run_on_hosts(trial: Trial, data: Path) -> Seen:
 
         def command(trial: Trial, folder: TrialFolder, data: Path) -> list[str]:
             folder.own_memory = False  # each host has its own
-            run = [*lab.run_command(), "--restarts", "2", *trial.flags(), "--env", "TMPDIR"]
+            run = [*lab.run_command(), "--restarts", "9", *trial.flags(), "--env", "TMPDIR"]
             return lab.inside(0, *run, *training_of(trial, folder, data))
 
         def fail(blow: Blow, seen: Seen) -> list[int]:
@@ -52,15 +81,34 @@ def run_on_hosts(trial: Trial, data: Path) -> Seen:
             if blow.phase == "dead host":
                 ended.extend(lab.fail(host))
             else:
-                lab.cut(host)
+                _break_link(lab, host, blow.phase)
+            if blow.means == "link":
+                mend = lab.mend if blow.phase == "split brain" else lambda host: lab.limit(host, RATE)
+                timers.append(threading.Timer(blow.seconds, mend, [host]))
+                timers[-1].start()
             return [event.pid for event in seen.of("hello") if event.facts["host"] == f"h{host}"]
 
         ended: list[int] = []
-        seen = run_trial(trial, data, command, fail)
+        timers: list[threading.Timer] = []
+        try:
+            seen = run_trial(trial, data, command, fail)
+        finally:
+            for timer in timers:
+                timer.cancel()
+                timer.join()
         # Hosts share the folder of temporary files; those that carry the number of a process are its own.
         seen.left = [path for path in seen.left if not path.endswith(tuple(f".{pid}" for pid in ended))]
         seen.left += left_on(lab)
         return seen
+
+
+def _break_link(lab: Lab, host: int, phase: Phase) -> None:
+    if phase in ("cut host", "split brain"):
+        lab.cut(host)
+    elif phase in ("slow sender", "slow reader"):
+        lab.limit(host, BYTE_A_MS, LINK_FAULTS[phase])
+    elif phase in ("half-open, out", "half-open, in"):
+        lab.lose(host, LINK_FAULTS[phase])
 
 
 def left_on(lab: Lab) -> list[str]:

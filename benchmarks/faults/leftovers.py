@@ -12,6 +12,7 @@ import os
 import shlex
 import shutil
 import signal
+import subprocess
 import tempfile
 import time
 from pathlib import Path
@@ -23,6 +24,9 @@ MARK = "BENCHMARK_FAULTS_TRIAL"
 """The variable whose value names the trial."""
 
 SHARED_MEMORY = Path("/dev/shm")
+FILLER = "filler"
+"""The file that a trial itself fills a /dev/shm with."""
+
 GRACE_S = 3.0
 """Seconds that processes may take to end after their parent."""
 
@@ -32,9 +36,10 @@ class TrialFolder:
 
     Args:
         name: The name of the trial, unique among those that run at the same time.
+        memory_bytes: The size of its /dev/shm, which needs root; by default that of the machine.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, memory_bytes: int | None = None) -> None:
         self.name = f"{name}-{os.getpid()}"
         self.path = Path(tempfile.mkdtemp(prefix="faults-"))  # short: sockets lie in it
         self.temporary = self.path / "tmp"
@@ -44,6 +49,10 @@ class TrialFolder:
         self.memory = SHARED_MEMORY
         if self.own_memory:
             self.memory = Path(tempfile.mkdtemp(prefix="faults-", dir=SHARED_MEMORY))
+        self._mounted = memory_bytes is not None
+        if self._mounted:
+            mount = ["mount", "-t", "tmpfs", "-o", f"size={memory_bytes}", "faults", str(self.memory)]
+            subprocess.run(mount, check=True)
 
     def __enter__(self) -> TrialFolder:
         return self
@@ -58,6 +67,8 @@ class TrialFolder:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         shutil.rmtree(self.path, ignore_errors=True)
+        if self._mounted:
+            subprocess.run(["umount", "--lazy", str(self.memory)], check=False)
         if self.memory != SHARED_MEMORY:
             shutil.rmtree(self.memory, ignore_errors=True)
 
@@ -87,7 +98,7 @@ class TrialFolder:
             time.sleep(0.05)
         found = [f"process {pid}: {_command_of(pid)}" for pid in pids]
         found += [f"{self.temporary.name}/{path.name}" for path in self.temporary.iterdir()]
-        memory = set(os.listdir(self.memory)) - (set() if self.own_memory else self._before)
+        memory = set(os.listdir(self.memory)) - (set() if self.own_memory else self._before) - {FILLER}
         return found + [f"{SHARED_MEMORY}/{name}" for name in sorted(memory)]
 
 

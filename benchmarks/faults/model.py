@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 MICROBATCHES, IMAGES = 12, 8
-"""Microbatches of a step, over all ranks, and images of one: 12 are shared evenly by 1, 2, 3, 4 and 6 ranks."""
+"""Microbatches of a step, over all ranks, by default, and images of one: 12 are shared evenly by 1, 2, 3, 4 and 6
+ranks."""
 
 LR, MOMENTUM, ADAM_LR = 0.1, 0.9, 3e-3
 
@@ -20,16 +21,18 @@ class Data:
 
     Args:
         file: An npz file with both.
+        microbatches: How many a step has, over all ranks; at least one for each.
     """
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: Path, microbatches: int = MICROBATCHES) -> None:
+        self.microbatches = microbatches
         with np.load(file) as digits:
             self.images, self.labels = digits["images"], digits["labels"]
 
     def microbatch(self, step: int, number: int) -> tuple[np.ndarray, np.ndarray]:
         """The images and labels of one microbatch of a step."""
         count = len(self.labels) // IMAGES
-        begin = (step * MICROBATCHES + number) % count * IMAGES
+        begin = (step * self.microbatches + number) % count * IMAGES
         return self.images[begin : begin + IMAGES], self.labels[begin : begin + IMAGES]
 
 

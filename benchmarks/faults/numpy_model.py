@@ -8,7 +8,7 @@ import numpy as np
 
 from bagua_comm import Engine, Plan, Point, QAdam, TensorSpec, elastic, optim
 
-from .model import ADAM_LR, LR, MICROBATCHES, MOMENTUM, Data, Model, Steps
+from .model import ADAM_LR, LR, MOMENTUM, Data, Model, Steps
 
 SHAPES = {"output.bias": (10,), "output.weight": (48, 10), "hidden.bias": (48,), "hidden.weight": (64, 48)}
 """Tensors in the order of their gradients."""
@@ -93,7 +93,7 @@ class NumpySteps(Steps):
     def take(self, step: int) -> None:
         """See `Steps.take`."""
         model, engine = self._model, self.engine
-        mine = elastic.share(MICROBATCHES, self._comm)
+        mine = elastic.share(self._model.data.microbatches, self._comm)
         engine.at(Point.FORWARD)
         for grad in model.grads:
             grad[...] = 0

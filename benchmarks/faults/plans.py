@@ -11,15 +11,25 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from .means import Means
+from .model import MICROBATCHES
+
 Kind = Literal["spare", "fewer", "spawn", "too few", "host"]
 """The expected result of a death: a spare replaces the rank; fewer ranks continue; fewer continue until a new
 process is admitted; all end; all are started again on the hosts that are alive."""
 
-Phase = Literal["construct", "step", "commit", "recover", "regrow", "leave", "dead host", "cut host"]
+LinkFault = Literal["slow sender", "slow reader", "half-open, out", "half-open, in", "split brain"]
+"""What happens to a host's link: it sends or is sent one byte a millisecond; what it sends or is sent is lost; it
+is cut. It ends after a while."""
+
+Phase = Literal["construct", "step", "commit", "recover", "regrow", "leave", "dead host", "cut host"] | LinkFault
 """When a blow falls: while an engine is made, in a step, in a commit, in a recovery, while a process is started
 to replace a dead one, after the last step; or in a step on all processes of a host, or on its link."""
 
 RANKS = 3
+LIMIT_S = 60.0
+"""Time limit of a trial once training has begun."""
+
 SIGKILL, SIGSTOP = int(signal.SIGKILL), int(signal.SIGSTOP)
 
 
@@ -114,6 +124,8 @@ class Blow:
         choices: A number from 0 to 1 for each victim, which selects it among the candidates.
         signal: SIGKILL or SIGSTOP.
         resume_s: After SIGSTOP, seconds until SIGCONT; None for never.
+        means: How the victim is harmed; see `means`.
+        seconds: How long the GIL is kept, or a link is bad; by how much the clock is set.
     """
 
     phase: Phase
@@ -123,6 +135,8 @@ class Blow:
     choices: tuple[float, ...] = (0.0,)
     signal: int = SIGKILL
     resume_s: float | None = None
+    means: Means = "signal"
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -139,6 +153,14 @@ class Trial:
     blows: tuple[Blow, ...]
     timeout_s: float = 15.0
     ranks: int = RANKS
+    microbatches: int = MICROBATCHES
+    limit_s: float = LIMIT_S
+    fault: str = ""
+    """The class of the fault, in tables; by default that of its kind."""
+
+    def uses(self, means: Means) -> bool:
+        """Whether a process is harmed by these means."""
+        return any(blow.means == means for blow in self.blows)
 
     def flags(self) -> list[str]:
         """Arguments of `run`."""
@@ -226,3 +248,59 @@ def draw(name: str, case: Case) -> Trial:
     spares = 1 if kind == "spare" else 0
     least = RANKS if kind == "too few" else max(1, RANKS + spares - deaths)
     return Trial(name, kind, case, spares, least, STEPS, chance.choice([1, 1, 3]), tuple(blows))
+
+
+# Classes of faults --------------------------------------------------------------------------------------------
+
+LONG_GIL_S, SHORT_GIL_S = 60.0, 1.0
+"""How long a process keeps the GIL: longer than the timeout of a trial, or not."""
+
+DAY_S = 86400.0
+
+
+def classes(count: int, seed: int) -> Iterator[Trial]:
+    """Trials of every class of faults, `count` times each, on one host."""
+    for number in range(count):
+        for fault in ("GIL, long", "GIL, short", "SIGSEGV", "out of memory", *_WITH_A_DEATH):
+            name = f"{fault.replace(', ', '-').replace(' ', '-')}-{seed}-{number}"
+            chance = random.Random(name)
+            step, choices = chance.randrange(5, STEPS // 2), (chance.random(),)
+            delay_s = chance.uniform(0, _DELAYS["step"])
+            kind: Kind = "spare" if fault in ("GIL, short", "descriptors") else chance.choice(["spare", "fewer"])
+            if fault.startswith("GIL"):
+                seconds = LONG_GIL_S if fault == "GIL, long" else SHORT_GIL_S
+                blows = [Blow("step", step, delay_s, choices=choices, seconds=seconds, means="GIL")]
+            elif fault == "SIGSEGV":
+                blows = [Blow("step", step, delay_s, choices=choices, signal=int(signal.SIGSEGV))]
+            elif fault == "out of memory":
+                blows = [Blow("step", step, delay_s, choices=choices, means="out of memory")]
+            else:  # and then a rank dies, so that the others have to recover in that state
+                blows = [
+                    Blow(
+                        "step",
+                        step,
+                        delay_s,
+                        choices=choices,
+                        means=_WITH_A_DEATH[fault][0],
+                        seconds=_WITH_A_DEATH[fault][1],
+                    ),
+                    Blow("step", step + 5, delay_s, choices=(chance.random(),)),
+                ]
+            spares = int(kind == "spare")
+            case = draw_numpy_case(chance)
+            yield Trial(name, kind, case, spares, 1, STEPS, 1, tuple(blows), timeout_s=5.0, fault=fault)
+
+
+def draw_numpy_case(chance: random.Random) -> Case:
+    """An algorithm, without PyTorch, which takes long to import."""
+    case = CASES[chance.randrange(len(CASES))]
+    return case if case.framework == "numpy" else CASES[0]
+
+
+_WITH_A_DEATH: dict[str, tuple[Means, float]] = {
+    "descriptors": ("descriptors", 0.0),
+    "full memory": ("full memory", 0.0),
+    "clock, ahead": ("clock", DAY_S),
+    "clock, back": ("clock", -DAY_S),
+}
+"""Faults by which no process dies: their means, and by how many seconds the clock is set."""

@@ -13,7 +13,7 @@ from bagua_comm import elastic
 from bagua_comm.data import PlainSampler
 from bagua_torch import DistributedDataParallel, QAdamOptimizer, fuse, sync_batchnorm
 
-from .model import ADAM_LR, IMAGES, LR, MICROBATCHES, MOMENTUM, Data, Model, Steps
+from .model import ADAM_LR, IMAGES, LR, MOMENTUM, Data, Model, Steps
 
 WARMUP_STEPS = 20
 """Warm-up steps of QAdam's optimizer; those of the algorithm."""
@@ -102,7 +102,7 @@ class TorchSteps(Steps):
             batch = self._next_batch(model.sampler)
             self._backward(model.data.images[batch], model.data.labels[batch])
         else:
-            mine = elastic.share(MICROBATCHES, self._comm)
+            mine = elastic.share(self._model.data.microbatches, self._comm)
             parts = zip(*(model.data.microbatch(step, microbatch) for microbatch in mine), strict=True)
             self._backward(*map(np.concatenate, parts))
         model.scaler.step(model.optimizer)

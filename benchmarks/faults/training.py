@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from .events import EventWriter
-from .model import Data, Model, Steps
+from .means import obey
+from .model import MICROBATCHES, Data, Model, Steps
 
 LAST_STEPS, HOLD_S = 10, 20.0
 """A training that starts processes waits before its last steps until all ranks are back, at most this long."""
@@ -43,6 +44,9 @@ def train(comm: Any, model: Model, state: Any, options: argparse.Namespace, send
         if comm.size < options.ranks and step >= options.steps - LAST_STEPS:
             hold(comm, lambda: commit(steps, model, state, send))
             options.ranks = 0  # no process was admitted: end without
+        if options.until and comm.broadcast_object(time.monotonic() > options.until, root=0):
+            break
+        time.sleep(options.pause_s)
         steps.take(step)
         state.step += 1
         send("step", step=state.step)
@@ -50,10 +54,10 @@ def train(comm: Any, model: Model, state: Any, options: argparse.Namespace, send
             commit(steps, model, state, send)
     steps.close()
     model.average(comm)
-    ended = {"rank": comm.rank, "size": comm.size, "began": began, "digest": model.digest()}
+    ended = {"rank": comm.rank, "size": comm.size, "began": began, "step": state.step, "digest": model.digest()}
     send("trained", **ended)
     if options.replay:
-        ended["replayed"] = replay(comm, model, restored, range(began, options.steps))
+        ended["replayed"] = replay(comm, model, restored, range(began, state.step))
     return ended
 
 
@@ -97,6 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     stacks = open(options.pipe.with_name(f"stacks-{os.getpid()}"), "w")  # noqa: SIM115 - open until the end
     faulthandler.enable(stacks)
     faulthandler.register(signal.SIGUSR1, stacks)
+    obey()
     if not options.compiled:  # NumPy's kernels give the same bytes, and importing Numba takes seconds
         sys.modules["numba"] = None  # type: ignore[assignment]
     import bagua_comm
@@ -129,7 +134,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def make_model(options: argparse.Namespace, algorithm: Any) -> Model:
     """The model of the chosen framework."""
-    data = Data(options.data)
+    data = Data(options.data, options.microbatches)
     if options.framework == "torch":
         from .torch_model import TorchModel
 
@@ -149,7 +154,10 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--framework", choices=["numpy", "torch"], default="numpy")
     parser.add_argument("--optimizer", default="sgd", help="one of `torch_model.OPTIMIZERS`")
     parser.add_argument("--extras", default="", help="in PyTorch; names with commas between, see `plans.Case`")
+    parser.add_argument("--microbatches", type=int, default=MICROBATCHES, help="of a step, over all ranks")
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--pause-s", type=float, default=0.0, help="seconds of rest before each step")
+    parser.add_argument("--until", type=float, default=0.0, help="end at this time of time.monotonic()")
     parser.add_argument("--commit-every", type=int, default=1)
     parser.add_argument("--min-ranks", type=int, default=1)
     parser.add_argument("--timeout-s", type=float, default=15.0)

@@ -12,20 +12,22 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import get_args
 
 from ..bench import ROOT
 from .events import Event, EventReader
 from .leftovers import TrialFolder
-from .plans import Blow, Trial
-
-LIMIT_S = 60.0
-"""Time limit of a trial once training has begun."""
+from .means import GIL_S, HARMLESS, Means, forget_groups, harm, make_clock
+from .plans import Blow, LinkFault, Trial
 
 START_S = 180.0
 """Time limit before that: importing PyTorch is slow on a busy machine."""
 
+FULL_MEMORY = 24 << 20
+"""Bytes of the /dev/shm of a trial in which it becomes full: enough for a start."""
+
 BEGINS = {"construct": "enter", "step": "step", "commit": "commit", "recover": "failed", "leave": "trained"}
-BEGINS |= {"dead host": "step", "cut host": "step"}
+BEGINS |= dict.fromkeys(["dead host", "cut host", *get_args(LinkFault)], "step")
 """Events by which a process reports a phase."""
 
 
@@ -40,6 +42,12 @@ class Stroke:
     rank: int | None
     """Its rank then; None for a spare or a new process."""
     signal: int
+    means: Means = "signal"
+
+    @property
+    def kills(self) -> bool:
+        """Whether the process is dead then, and not only late."""
+        return self.signal != signal.SIGSTOP and self.means not in ("GIL", "link")
 
 
 @dataclass
@@ -68,9 +76,8 @@ class Seen:
     def gone(self) -> set[int]:
         """Processes that were killed, or were stopped and not admitted again in time."""
         back = {e.pid for e in self.events if e.what in ("done", "stood by")}
-        return {
-            stroke.pid for stroke in self.strokes if stroke.signal != signal.SIGSTOP or stroke.pid not in back
-        }
+        harmed = [stroke for stroke in self.strokes if stroke.means not in HARMLESS]
+        return {stroke.pid for stroke in harmed if stroke.kills or stroke.pid not in back}
 
     def ranks(self) -> dict[int, int]:
         """The current or last rank of each process that has trained."""
@@ -89,7 +96,7 @@ def training_of(trial: Trial, folder: TrialFolder, data: Path) -> list[str]:
     arguments += ["--framework", trial.case.framework, "--steps", trial.steps]
     arguments += ["--optimizer", trial.case.optimizer, "--extras", ",".join(trial.case.extras)]
     arguments += ["--commit-every", trial.commit_every, "--min-ranks", trial.min_ranks]
-    arguments += ["--timeout-s", trial.timeout_s]
+    arguments += ["--timeout-s", trial.timeout_s, "--microbatches", trial.microbatches]
     arguments += ["--alike" if trial.case.alike else "--no-alike"]
     arguments += ["--replay" if trial.case.repeats else "--no-replay"]
     arguments += ["--regrow", "--ranks", trial.ranks] if trial.kind == "spawn" else []
@@ -110,8 +117,9 @@ def run_trial(
         command: Makes the command that starts the training.
         fail: Strikes instead of a signal, and returns the processes that it hit.
     """
+    memory = FULL_MEMORY if trial.uses("full memory") else None
     with (
-        TrialFolder(trial.name) as folder,
+        TrialFolder(trial.name, memory) as folder,
         EventReader(folder.path / "events") as listener,
         open(folder.path / "output", "w+b") as output,
     ):
@@ -121,15 +129,16 @@ def run_trial(
             stdout=output,
             stderr=subprocess.STDOUT,
             cwd=ROOT,
-            env=folder.environment(),
+            env=folder.environment() | _variables_of(trial, folder),
             start_new_session=True,
         )
         try:
-            seen = _watch(trial, process, listener, fail)
+            seen = _watch(trial, process, listener, folder, fail)
             if seen.exit_code is None:
                 _ask_for_stacks(folder)
         finally:
             _end(process)
+            forget_groups()
         seen.left = [] if seen.exit_code is None else folder.left()
         files = [file for file in sorted(folder.path.glob("stacks-*")) if file.stat().st_size]
         seen.stacks = "\n".join(f"{file.name}\n{file.read_text()}" for file in files)
@@ -138,10 +147,18 @@ def run_trial(
     return seen
 
 
+def _variables_of(trial: Trial, folder: TrialFolder) -> dict[str, str]:
+    """The environment variables that the means of a trial need."""
+    seconds = [blow.seconds for blow in trial.blows if blow.means == "GIL"]
+    found = {GIL_S: str(max(seconds))} if seconds else {}
+    return found | (make_clock(folder.path) if trial.uses("clock") else {})
+
+
 def _watch(
     trial: Trial,
     process: subprocess.Popen[bytes],
     listener: EventReader,
+    folder: TrialFolder,
     fail: Callable[[Blow, Seen], list[int]] | None,
 ) -> Seen:
     """Read events and strike until the training has ended."""
@@ -157,11 +174,11 @@ def _watch(
         ended = process.poll() is not None  # before listening, so that its last events are not missed
         for event in listener.listen(0.0 if ended else min(0.05, due[0][0] - now if due else 0.05)):
             if event.what == "enter" and not seen.of("enter"):
-                until = event.t + LIMIT_S
+                until = event.t + trial.limit_s
             seen.events.append(event)
             if waiting and not due and _comes(event, waiting[0][1], seen):
                 number, blow = waiting.pop(0)
-                strike = _striker(number, blow, seen, due, fail)
+                strike = _striker(number, blow, seen, due, folder, fail)
                 heapq.heappush(due, (event.t + blow.delay_s, len(seen.events), strike))
         while due and due[0][0] <= time.monotonic():
             heapq.heappop(due)[2]()
@@ -183,6 +200,7 @@ def _striker(
     blow: Blow,
     seen: Seen,
     due: list[tuple[float, int, Callable[[], None]]],
+    folder: TrialFolder,
     fail: Callable[[Blow, Seen], list[int]] | None,
 ) -> Callable[[], None]:
     """Return the function that strikes this blow."""
@@ -190,7 +208,9 @@ def _striker(
     def strike() -> None:
         if fail is not None:
             now, ranks = time.monotonic(), seen.ranks()
-            seen.strokes += [Stroke(now, pid, number, ranks.get(pid), blow.signal) for pid in fail(blow, seen)]
+            seen.strokes += [
+                Stroke(now, pid, number, ranks.get(pid), blow.signal, blow.means) for pid in fail(blow, seen)
+            ]
             return
         targets = _targets(blow, seen)
         for choice in blow.choices:
@@ -198,9 +218,9 @@ def _striker(
                 return
             pid = targets.pop(int(choice * len(targets)))
             rank = seen.ranks().get(pid)
-            stroke = Stroke(time.monotonic(), pid, number, rank, blow.signal)
+            stroke = Stroke(time.monotonic(), pid, number, rank, blow.signal, blow.means)
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, blow.signal)
+                harm(blow.means, pid, blow.signal, blow.seconds, folder)
                 seen.strokes.append(stroke)
                 if blow.resume_s is not None:
                     heapq.heappush(due, (stroke.t + blow.resume_s, -pid, lambda pid=pid: _resume(pid)))
@@ -254,7 +274,10 @@ DULL = ("step", "commit", "committed")
 def timeline(seen: Seen) -> list[str]:
     """The events without successful steps and commits, one a line."""
     shown = [e for i, e in enumerate(seen.events) if e.what not in DULL or _is_last(seen.events, i)]
-    struck = [Event(s.t, s.pid, f"STRUCK by {s.signal}", {"rank": s.rank}) for s in seen.strokes]
+    struck = [
+        Event(s.t, s.pid, f"STRUCK by {s.signal if s.means == 'signal' else s.means}", {"rank": s.rank})
+        for s in seen.strokes
+    ]
     return [
         f"{event.t - seen.began:8.3f} {event.pid:>7} {event.what:>11} {str(event.facts)[:300]}"
         for event in sorted([*shown, *struck])

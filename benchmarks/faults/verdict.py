@@ -10,6 +10,8 @@ A trial that continues must:
 * end with those bytes again when the steps since the last failure are repeated, undisturbed, if the steps of the
   algorithm can be repeated; and with the bytes of an undisturbed training, if its sums are reproducible.
 
+Where /dev/shm is full, a trial may also end, with that as the reason.
+
 A trial with too few ranks left must end on all of them within 5 seconds, with an error that names every process
 that died, except one that dies at the last moment.
 """
@@ -22,7 +24,7 @@ from dataclasses import dataclass, field
 
 from .events import Event
 from .plans import Trial
-from .trial import LIMIT_S, Seen
+from .trial import Seen
 
 END_WITHIN_S = 5.0
 
@@ -54,10 +56,17 @@ def judge(trial: Trial, seen: Seen, undisturbed: str | None = None) -> Verdict:
         undisturbed: The digest of an undisturbed training, for algorithms whose sums are reproducible.
     """
     if seen.exit_code is None:
-        return Verdict("failed", [f"did not end in {LIMIT_S:.0f} s", *_where(seen)])
+        return Verdict("failed", [f"did not end in {trial.limit_s:.0f} s", *_where(seen)])
     if not seen.strokes:
         problems = [] if seen.exit_code == 0 else [f"exit code {seen.exit_code} before any blow"]
         return Verdict("failed" if problems else "missed", problems)
+    if trial.uses("full memory") and seen.exit_code:  # SIGBUS ends whoever writes there; `run` has to say why
+        problems = [] if "was full, and processes" in seen.output else ["nothing named the full /dev/shm"]
+        return Verdict("failed" if problems else "ended", problems)
+    if trial.uses("full memory"):  # it may have ended others than those that were struck
+        problems = [*_of_restoring(seen), *_of_weights(trial, seen, undisturbed)]
+        problems += [] if seen.of("done") else ["no rank trained to the end"]
+        return Verdict("failed" if problems else "went on", problems)
     alive = [pid for pid in seen.pids() if pid not in seen.gone()]
     if trial.kind == "host":  # all are started again
         alive = [e.pid for e in seen.of("hello") if e.t > seen.strokes[-1].t] or alive
@@ -96,8 +105,13 @@ def _of_the_end(trial: Trial, seen: Seen, alive: list[int]) -> Iterator[str]:
     sizes = {e.facts["size"] for e in done}
     if len(sizes) != 1:
         yield f"ranks ended among {sorted(sizes)} ranks"
-    elif not (size := sizes.pop()) >= least or (size > least and trial.kind != "spawn" and not _late(seen)):
+    elif not (size := sizes.pop()) >= least or (size > least and not _may_return(trial) and not _late(seen)):
         yield f"{size} ranks trained to the end, expected {least}"
+
+
+def _may_return(trial: Trial) -> bool:
+    """Whether dead processes are replaced by new ones, or hosts are used again."""
+    return trial.kind == "spawn" or trial.uses("link")
 
 
 def _late(seen: Seen) -> bool:

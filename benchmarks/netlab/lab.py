@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from bagua_comm.launch.mpirun import find_mpirun
 
@@ -42,6 +43,8 @@ SUBNET = "10.99.0"
 CONGESTION = "cubic"
 """How TCP between hosts finds its rate: as Linux does unless it is told otherwise. With the machine's own way,
 figures would depend on the machine: bbr slows each connection down for 0.2 s in every 10 s."""
+
+Direction = Literal["in", "out", "both"]
 
 _AGENT = """#!/bin/sh
 # Stands in for ssh: enters the namespace of the host that mpirun names, unless that host is dead.
@@ -139,6 +142,22 @@ class Lab:
             with contextlib.suppress(OSError):
                 if Path(f"/proc/{pid}/comm").read_text() == "sh\n":
                     os.kill(pid, signal.SIGSTOP)
+
+    def mend(self, host: int) -> None:
+        """Undo `cut`, or `fail` so that new processes can be started on this host."""
+        (self.memory / f"dead-h{host}").unlink(missing_ok=True)
+        do(f"ip link set {self.prefix}v{host} up")
+        for pid in _processes_in(f"{self.prefix}-h{host}"):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+
+    def limit(self, host: int, rate: str, direction: Direction = "both") -> None:
+        """Hold what a host sends ("out"), what it is sent ("in"), or both to another rate, also during a run."""
+        _shape(self, host, rate, BURST_BYTES, direction)
+
+    def lose(self, host: int, direction: Direction) -> None:
+        """Lose all that a host sends or is sent, without an error; `limit` ends it."""
+        _shape(self, host, self.rate, 1, direction)  # tbf drops a packet that is larger than the burst
 
     def torchrun(self, script: Sequence[str], *, ranks_per_host: int = 1) -> list[list[str]]:
         """The commands, one for each rank, that run Python as torchrun would; see `mpirun`."""
@@ -309,8 +328,15 @@ def _build(lab: Lab) -> None:
         do(f"ip -n {space} addr add {lab.address(host)}/24 dev eth0")
         do(f"ip -n {space} link set eth0 up")
         do(f"ip -n {space} route replace {SUBNET}.0/24 dev eth0 src {lab.address(host)} congctl {CONGESTION}")
-        shape = f"root handle 1: tbf rate {lab.rate} burst {BURST_BYTES} latency {QUEUE}"
-        do(f"tc -n {space} qdisc replace dev eth0 {shape}")
-        do(f"tc qdisc replace dev {outside} {shape}")
+        _shape(lab, host, lab.rate, BURST_BYTES, "both")
         if lab.flow_rate is not None:
             do(f"tc -n {space} -batch -", "\n".join(flow_commands(lab.flow_rate)))
+
+
+def _shape(lab: Lab, host: int, rate: str, burst: int, direction: Direction) -> None:
+    """Give the ends of a host's link a token bucket."""
+    shape = f"root handle 1: tbf rate {rate} burst {burst} latency {QUEUE}"
+    if direction != "in":
+        do(f"tc -n {lab.prefix}-h{host} qdisc replace dev eth0 {shape}")
+    if direction != "out":
+        do(f"tc qdisc replace dev {lab.prefix}v{host} {shape}")

@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import socket
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,9 +12,11 @@ import pytest
 from support.launch import run_timed
 from support.waiting import until
 
+from bagua_comm.bootstrap.job import entries
 from bagua_comm.bootstrap.rank_exit import ExitHandler
 from bagua_comm.bootstrap.rendezvous import JoinLog
 from bagua_comm.flight import FlightRecorder, diagnose, read_folder
+from bagua_comm.launch.verdict import judge
 from bagua_comm.processes import ProcessId
 
 SOON_S = 55
@@ -550,3 +553,18 @@ def test_ranks_that_end_long_after_the_others_are_waited_for(tmp_path):
     assert re.search(
         r"rank 0 of 2 .* has waited 1 s .*it continues to wait.* rank 1 \(process \d+, running\)", result.stderr
     )
+
+
+@pytest.mark.parametrize("attempt", ["0", "1"])
+def test_ranks_that_are_late_after_a_restart_are_no_failure_of_the_program(tmp_path, monkeypatch, attempt):
+    """Under `run --restarts`: the machine is busy, since they have connected before."""
+    for name, value in {"BAGUA_JOB": "job", "BAGUA_JOB_FOLDER": str(tmp_path), "BAGUA_ATTEMPT": attempt}.items():
+        monkeypatch.setenv(name, value)
+    handler, over = ExitHandler(), threading.Event()
+    monkeypatch.setattr(handler.abort, "with_message", lambda message: over.set())
+    text = "connect: rank 1 of 2 waited 15 s for the other ranks: rank 0 runs, but has not called connect"
+    handler.limit(SimpleNamespace(complaint=lambda: text, ended=[], rank=1), lambda: over.wait(30))
+    record = tmp_path / "record"
+    found = list(entries(record.read_text().splitlines())) if record.exists() else []
+    assert [each["text"] for each in found] == ([text] if attempt == "1" else [])
+    assert judge(found, 1).outcome == ("lost" if attempt == "1" else "failed")

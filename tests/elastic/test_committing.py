@@ -1,8 +1,10 @@
 """Commits for which a rank has no room: an error on all ranks alike, and the commit before stays whole."""
 
 import errno
+import gc
 import os
 import re
+import threading
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from bagua_comm import ArrayError, Own
 from bagua_comm.elastic import State, run
 from bagua_comm.elastic.snapshot import slot as slots
+from bagua_comm.elastic.snapshot.snapshots import Snapshot
 from bagua_comm.testing.fleets import ThreadJob, run_fleet
 
 OWN, COPY = "slot-1-[ab]-own", "slot-1-[ab]-for-0"
@@ -108,3 +111,66 @@ def test_without_memory_for_the_first_snapshot_all_ranks_raise(full):
         "elastic.run: process 0 cannot keep the initial state: OSError: [Errno 28] No space left on device"
     }
     assert {type(error) for error in errors} == {ArrayError}
+
+
+def test_snapshots_of_dead_processes_are_removed_once_the_others_have_committed(tmp_path):
+    job, found, kept = ThreadJob(3), [], []
+
+    def body(fleet):
+        state = State(step=0, own=Own([np.zeros(2)], "sum"))
+
+        @run(state, fleet=fleet)
+        def train(comm):
+            comm.barrier()
+            if comm.rank == 0:
+                found.append(sorted({int(path.name.split("-")[1]) for path in tmp_path.glob("slot-*")}))
+                kept.append([thing for thing in gc.get_objects() if isinstance(thing, Snapshot)])
+            comm.barrier()
+            while state.step < 4:
+                state.step += 1
+                if state.step == 3:
+                    job.kill(1)
+                state.commit()
+
+        return train
+
+    run_fleet(job, body)
+    assert found == [[0, 1, 2], [0, 2]]
+    assert kept == [[], []], "whoever trains has no use for what it has read, and would keep its memory"
+    assert list(tmp_path.glob("slot-*")) == []
+
+
+def test_a_process_that_can_open_no_more_files_leaves_out_the_snapshots_of_others(monkeypatch, caplog):
+    """It still trains on: the others have the same commit."""
+    job, mapped, is_out = ThreadJob(3), slots._mapped, threading.Event()
+
+    def map_own(path, size):
+        if is_out.is_set() and threading.current_thread() in seen:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(path))
+        return mapped(path, size)
+
+    monkeypatch.setattr(slots, "_mapped", map_own)
+    seen = []
+
+    def body(fleet):
+        state = State(step=0, total=np.zeros(2))
+        if fleet.me == 0:
+            seen.append(threading.current_thread())
+
+        @run(state, fleet=fleet)
+        def train(comm):
+            while state.step < 5:
+                state.step += 1
+                state.total += comm.allreduce(np.ones(2), op="avg")
+                if state.step == 3 and fleet.me == 1:
+                    is_out.set()
+                    job.kill(1)
+                state.commit()
+            return state.total.tolist()
+
+        return train
+
+    first, second, third = run_fleet(job, body)
+    assert [first.get("result", first), third.get("result", third)] == [[5.0] * 2] * 2
+    assert "killed" in second
+    assert re.search("slot-[12]-[ab]-own cannot be read, and is left out: .*Too many open files", caplog.text)

@@ -1,6 +1,8 @@
 """Training on threads that die: the ranks that continue, their commit, and their state."""
 
+import itertools
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -85,6 +87,17 @@ def test_arrays_and_optimizers_in_containers_are_restored_in_place(wrap):
     for total, seen in outcomes:
         np.testing.assert_allclose(total, expected)
         np.testing.assert_allclose(seen, losses)
+
+
+@pytest.mark.parametrize("step_s", [86400.0, -86400.0])
+def test_a_clock_that_is_set_during_a_recovery_changes_no_time_that_is_measured(monkeypatch, step_s):
+    clock = itertools.count(1e9, step_s)  # set by a day between any two looks at it
+    monkeypatch.setattr(time, "time", lambda: next(clock))
+    job = ThreadJob(3)
+    first, _, third = run_fleet(job, counting(job, kills=[(1, 4)]))
+    for outcome in (first, third):
+        _, (change,) = outcome["result"]
+        assert 0 < change.recovery_s < 60
 
 
 @pytest.mark.parametrize("goes_on", [True, False])

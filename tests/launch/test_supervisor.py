@@ -4,6 +4,7 @@ mpirun is a stand-in here, which starts processes that know their rank; test_los
 """
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -120,6 +121,16 @@ def test_a_job_is_started_again_no_more_often_than_was_asked_for(mpirun, tmp_pat
     assert len(kinds(record, "attempt")) == 2
     assert not record[-1]["well"]
     assert "the job failed: ranks " in capsys.readouterr().err
+
+
+def test_a_job_that_is_lost_while_there_is_no_shared_memory_left_says_so(mpirun, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(supervise, "shared_memory_is_full", lambda: True)
+    code, _ = supervised(tmp_path, "die()", "--restarts", "0")
+    assert code == 137
+    assert re.search("did not finish; /.* was full, and processes that need more", capsys.readouterr().err)
+    code, _ = supervised(tmp_path, "record('exit')", "--restarts", "0")
+    assert code == 0
+    assert "was full" not in capsys.readouterr().err
 
 
 def test_an_error_of_the_programs_own_is_not_started_again(mpirun, tmp_path, capsys):
@@ -301,6 +312,7 @@ OTHERS = entry("error", 0, error="RankFailed", text="rank 1 died", due_to_others
         ([*START, OTHERS, OWN], 137, [], ("failed", 1)),
         ([*START, OTHERS], 1, [], ("lost", 1)),
         ([*START, OTHERS], 0, [], ("lost", 1)),
+        ([OTHERS], 1, [], ("lost", 1)),  # it waited for ranks that did not start in time
         ([*START, EXIT[0]], 0, [], ("lost", 1)),
         (START, 137, [], ("lost", 137)),
         ([UNCONNECTED, UNCONNECTED], 1, [], ("lost", 1)),

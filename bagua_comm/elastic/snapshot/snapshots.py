@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -236,21 +237,43 @@ class PendingSnapshot:
         }
 
 
+_log = logging.getLogger(__name__)
+
 _NAME = re.compile(r"slot-(\d+)-[ab]-(own|for-\d+)")
+
+
+def _slot_files(folder: Path) -> Iterator[tuple[Path, int]]:
+    """The files of slots in a folder, and the number of the process to which each belongs."""
+    for path in sorted(folder.glob("slot-*")):
+        name = _NAME.fullmatch(path.name)
+        if name is not None:
+            yield path, int(name[1])
 
 
 def snapshots_in(folder: Path, except_of: int) -> list[Snapshot]:
     """The snapshots in a folder that other processes have written, dead ones included.
+
+    Those that this process cannot open are left out, with a warning: others may have the same commit.
 
     Args:
         folder: The folder of the slots of all processes of this host.
         except_of: The number of this process, whose slots are skipped.
     """
     found = []
-    for path in sorted(folder.glob("slot-*")):
-        name = _NAME.fullmatch(path.name)
-        if name is not None and int(name[1]) != except_of:
-            content = Slot(path).read()
+    for path, number in _slot_files(folder):
+        if number != except_of:
+            try:
+                content = Slot(path).read()
+            except OSError as exc:  # too many open files, say
+                _log.warning("the snapshot %s cannot be read, and is left out: %s", path, exc)
+                continue
             if content is not None:
                 found.append(snapshot_of(content))
     return found
+
+
+def remove_slots(folder: Path, except_of: Collection[int]) -> None:
+    """Remove the slots of all processes but these from a folder. Whoever has mapped one can still use it."""
+    for path, number in _slot_files(folder):
+        if number not in except_of:
+            path.unlink(missing_ok=True)

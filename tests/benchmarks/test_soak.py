@@ -1,0 +1,132 @@
+"""The soak: its disturbances, what counts as growth, and what it calls wrong."""
+
+import itertools
+import os
+import re
+
+import numpy as np
+import pytest
+
+from benchmarks.bench.record import begin_record
+from benchmarks.faults.events import Event
+from benchmarks.soak import job, report
+from benchmarks.soak.__main__ import main, parse_arguments, summary
+from benchmarks.soak.plan import WEIGHTS, disturbances
+from benchmarks.soak.resources import Limit, Use, files_in, growth, role_of, use_of
+
+EXPECTED = ["zero", "one", "two", "three"]
+
+
+def a_soak(**changes):
+    """Two processes that train three steps, and nothing happens."""
+    seen = job.Soak(began=100.0)
+    for pid in (10, 11):
+        seen.take(Event(100.0, pid, "hello", {}))
+        seen.take(Event(100.5, pid, "enter", {"rank": pid - 10, "size": 2, "step": 0}))
+    for step, pid in itertools.product((1, 2, 3), (10, 11)):
+        digest = changes.get("digests", EXPECTED)[step]
+        seen.take(Event(100.0 + step, pid, "commit", {"step": step, "digest": digest}))
+        seen.take(Event(100.0 + changes.get("times", (0, 1, 2, 3))[step], pid, "committed", {"step": step}))
+    for pid in (10, 11):
+        seen.take(Event(104.0, pid, "done", {"step": 3, "digest": changes.get("final", "three")}))
+    seen.exit_code, seen.seconds = changes.get("exit_code", 0), changes.get("seconds", 4.0)
+    seen.files = [(float(t), 1.0 + t * changes.get("mib", 0.0), 10) for t in range(30)]
+    seen.left = changes.get("left", [])
+    return seen
+
+
+def test_nothing_is_wrong_with_a_run_in_which_nothing_happens():
+    seen = a_soak()
+    assert list(report.problems(seen, EXPECTED, [], Limit())) == []
+    assert (seen.last_step(), seen.members) == (3, {})
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"exit_code": 3}, "exit code 3 at step 3"),
+        ({"exit_code": None, "seconds": 90.0}, "it stalled at step 3"),
+        ({"times": (0, 1, 70, 71), "seconds": 72.0}, "69 s passed without a step"),
+        ({"digests": ["zero", "one", "other", "three"]}, "1 commits have other bytes .* the first at step 2"),
+        ({"final": "other"}, r"ranks ended with the bytes \[\(3, 'other'\)\], expected three of step 3"),
+        ({"mib": 0.5}, "/dev/shm has 10.0 MiB and 0 files more"),
+        ({"left": ["process 10"]}, "left process 10"),
+    ],
+)
+def test_each_thing_that_is_wrong_is_named(changes, problem):
+    found = list(report.problems(a_soak(**changes), EXPECTED, [], Limit()))
+    assert any(re.match(problem, each) for each in found), found
+
+
+def test_a_process_that_grows_is_named():
+    uses = [Use(float(t), 40.0 + 0.1 * t, 3 + t // 100, 20) for t in range(331)]
+    found = growth(uses)
+    assert found == {"mib": 20.1, "threads": 2, "descriptors": 0}
+    row = {"pid": 7, "role": "rank", "lived_s": 330, **found}
+    limit = Limit(mib=8.0, threads=1.0)
+    problems = list(report.problems(a_soak(), EXPECTED, [row], limit))
+    assert problems == ["rank 7 has 20.1 mib more after 330 s", "rank 7 has 2 threads more after 330 s"]
+    assert growth(uses[:60]) is None, "too short a life to see anything grow"
+
+
+def test_what_this_process_uses_is_read_from_linux(tmp_path):
+    before = use_of(os.getpid(), 0.0)
+    (tmp_path / "file").write_bytes(bytes(1 << 20))
+    with open(tmp_path / "file", "rb"):
+        kept = np.ones(1 << 21)
+        after = use_of(os.getpid(), 1.0)
+    assert after.descriptors == before.descriptors + 1
+    assert after.mib >= before.mib + 15
+    assert files_in(tmp_path) == (pytest.approx(1.0, abs=0.1), 1)
+    assert (role_of(os.getpid()), use_of(1 << 30, 0.0), kept[0]) == ("", None, 1)
+
+
+def test_a_seed_gives_the_same_disturbances_and_another_one_others():
+    first, again, other = (list(itertools.islice(disturbances(seed, 20.0), 300)) for seed in (1, 1, 2))
+    assert first == again != other
+    assert {each.kind for each in first} == set(WEIGHTS)
+    assert np.mean([each.after_s for each in first]) == pytest.approx(20.0, rel=0.1)
+    assert 0 < sum(each.oldest_too for each in first) < 75
+
+
+def test_the_oldest_process_is_spared_unless_the_plan_says_otherwise(tmp_path):
+    seen = a_soak()
+    seen.members = {
+        pid: job.Member(pid, job.start_of(pid), rank) for pid, rank in ((os.getppid(), 0), (os.getpid(), 1))
+    }
+    disturber = job._Disturber(None, None, seen, iter([]))
+    for what in itertools.islice(disturbances(3, 1.0), 40):
+        hit = [member.pid for member in disturber._victims(what)]
+        if what.kind == "all":
+            assert set(hit) == {os.getppid(), os.getpid()}
+        elif not what.oldest_too:
+            assert hit == [os.getpid()]
+
+
+def test_the_expected_bytes_are_those_of_any_number_of_ranks(tmp_path):
+    images = np.random.default_rng(0).random((960, 64), dtype=np.float32)
+    np.savez(tmp_path / "digits.npz", images=images, labels=np.arange(960) % 10)
+    digests = job.undisturbed(tmp_path / "digits.npz", 3)
+    assert len(set(digests)) == 4
+    assert digests == job.undisturbed(tmp_path / "digits.npz", 3)
+
+
+def test_the_report_names_what_happened_and_what_is_wrong(tmp_path):
+    options = parse_arguments(["--minutes", "1", "--seed", "4"])
+    record = begin_record("soak", options)
+    seen = a_soak(final="other")
+    seen.disturbed = [{"t": 1.0, "kind": "kill", "hit": ["rank 1"]}]
+    record["results"] = report.results(seen, EXPECTED, Limit()) | {"job": summary(tmp_path / "no record")}
+    text = report.markdown(record)
+    assert "Disturbances: 1 x kill." in text
+    assert "Problems: ranks ended with the bytes" in text
+    assert "seed 4" in text
+
+
+@pytest.mark.parametrize(
+    "wrong", [["--minutes", "0"], ["--minutes", "soon"], ["--every", "-1"], ["--min-ranks", "0"]]
+)
+def test_settings_out_of_range_are_refused(wrong, capsys):
+    with pytest.raises(SystemExit):
+        main(wrong)
+    assert "is not a" in capsys.readouterr().err
