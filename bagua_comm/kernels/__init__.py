@@ -73,8 +73,8 @@ def compile_now(timeout_s: float = 600.0) -> None:
 def use(name: Literal["host", "compiled"] | object) -> Iterator[None]:
     """Choose the kernels of NumPy arrays in the body of `with`, to compare the two or to exclude one.
 
-    An object that has functions of these names takes their place; see `planning.simulator`. The choice holds in this thread and context (see `contextvars`); threads started in the body do not inherit
-    it.
+    An object that has functions of these names takes their place; see `planning.simulator`. The choice holds in
+    this thread and context (see `contextvars`); threads started in the body do not inherit it.
 
     Raises:
         ImportError: `name` is "compiled", and Numba is not installed.

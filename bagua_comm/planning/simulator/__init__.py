@@ -1,4 +1,4 @@
-"""Simulated training on any number of ranks: the code that trains, with links, slow ranks and deaths of a cluster.
+"""Simulated training on any number of ranks: the code that trains, with the links and deaths of a cluster.
 
 shapes        arrays without values, on which the code runs
 transport     a transport that records the messages of a rank
@@ -6,8 +6,9 @@ tracing       the program of a rank, recorded from the engine's schedule, the pl
 replay        the program on all ranks, with time
 failures      deaths, and the steps that are lost by them
 
-The cost model (`costmodel`) answers in microseconds, by formulas of its own for each algorithm. The simulator knows
-no algorithm: it runs them, so that it also predicts one of your own. It takes the same job, cluster and rates.
+The cost model (`costmodel`) answers in microseconds, by formulas of its own for each algorithm. The simulator
+knows no algorithm: it runs them, so that it also predicts one of your own. It takes the same job, cluster and
+rates.
 """
 
 from .failures import Failures, Goodput, goodput

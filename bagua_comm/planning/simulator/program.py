@@ -41,6 +41,8 @@ class Exchange(NamedTuple):
     """Messages that follow one another."""
     is_ring: bool = False
     """Whether bytes pass from rank to rank, so that the share of the line rate of a ring is reached."""
+    is_whole: bool = False
+    """Whether long messages are sent at once, in place of in pieces."""
     wire_bytes: float = 0.0
     """Bytes that the rank sends."""
 

@@ -1,10 +1,10 @@
 """Runs the program of a rank on all ranks of a cluster, with time.
 
 Each rank has a training thread and a lane, which share its cores, and each node a link, which its ranks share.
-Messages leave a node one after the other, at the rate of the link; a rank waits until all messages that it expects
-have left the nodes of their senders, and for the latency. The events of all ranks are computed together, one
-operation after the other, as arrays with an element for each rank. Where nothing is drawn at random, all ranks do
-the same at the same time, and one of them is enough.
+Messages leave a node one after the other, at the rate of the link; a rank waits until all messages that it
+expects have left the nodes of their senders, and for the latency. The events of all ranks are computed together,
+one operation after the other, as arrays with an element for each rank. Where nothing is drawn at random, all
+ranks do the same at the same time, and one of them is enough.
 
 While computation and the lane both run, they share the cores as in the cost model: a busy lane takes up to one
 core, and at most half of them.
@@ -13,6 +13,7 @@ core, and at most half of them.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
@@ -23,6 +24,9 @@ from .program import Exchange, Op, Program
 
 Vector: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
 """A number for each rank; or a single one, if all ranks are alike."""
+
+WHOLE = 0.55
+"""The share of the rate that messages reach which are sent whole in both directions, in place of in pieces."""
 
 Factors: TypeAlias = Callable[[int], "Vector | float"]
 """By step: by how much the computation of each rank is slower than that of the job."""
@@ -61,7 +65,10 @@ def replay(
         links: Factors on the bandwidth of each node's link, (nodes,).
         repeats: How often the steps of the program are repeated.
     """
-    run = _Ranks(program, cluster, rates, ranks, slower or (lambda step: 1.0), links)
+    if ranks == 1:
+        run: _Ranks = _OneRank(program, cluster, rates)
+    else:
+        run = _Ranks(program, cluster, rates, slower or (lambda step: 1.0), links)
     return run.rounds() if program.interval_s is not None else run.steps(repeats)
 
 
@@ -73,23 +80,21 @@ class _Ranks:
         program: Program,
         cluster: Cluster,
         rates: Rates,
-        ranks: int,
-        slower: Factors,
-        links: Vector | float,
+        slower: Factors = lambda step: 1.0,
+        links: Vector | float = 1.0,
     ) -> None:
         self._program, self._cluster, self._rates, self._slower = program, cluster, rates, slower
-        self._is_one = ranks == 1
-        nodes = 1 if self._is_one else cluster.nodes
-        self._now, self._done, self._end = np.zeros(ranks), np.zeros(ranks), np.zeros(ranks)
+        self._now: Any = np.zeros(cluster.size)
+        self._done: Any = np.zeros(cluster.size)
+        self._end: Any = np.zeros(cluster.size)
         """When the lane's latest operation ended; how much computation was done then, and how much there is."""
-        self._link_free = np.zeros(nodes)
-        self._links = np.broadcast_to(np.asarray(links, float), nodes)
+        self._link_free: Any = np.zeros(cluster.nodes)
+        self._links: Any = np.broadcast_to(np.asarray(links, float), cluster.nodes)
         cores = cluster.cores_per_rank
         self._free, self._alone = min(1.0, cores / 2), min(1.0, cores)
-        self._busy = np.zeros(ranks)
-        self._left: dict[int, Vector] = {}
+        self._busy: Any = np.zeros(cluster.size)
+        self._left: dict[int, Any] = {}
         """When the messages of an exchange under way have left each rank's node."""
-        self._seconds: dict[int, list[Op]] = {}
 
     # The training thread --------------------------------------------------------------------------------
 
@@ -97,7 +102,7 @@ class _Ranks:
         """Run the steps of the program, `repeats` times."""
         program, ended, step = self._program, [0.0], 0
         for _ in range(repeats):
-            waiting: list[tuple[int, Vector]] = []
+            waiting: list[tuple[int, Any]] = []
             factor = self._slower(step)
             for op in program.trainer:
                 match op[0]:
@@ -113,14 +118,14 @@ class _Ranks:
                     case "step":
                         step += 1
                         factor = self._slower(step)
-                        ended.append(float((self._now + self._end - self._done).max()))
+                        ended.append(self._last())
             for task in waiting:
                 self._run_task(*task)
         # The exchanges that the last step has left under way belong to the steps.
-        last, count = float((self._now + self._end - self._done).max()), program.steps * repeats
+        last, count = self._last(), program.steps * repeats
         ended[-1] = last
-        times = [after - before for before, after in zip(ended, ended[1:], strict=False)]
-        return Timing(last / count, times, float(self._busy.mean()) / count)
+        times = [after - before for before, after in itertools.pairwise(ended)]
+        return Timing(last / count, times, float(np.mean(self._busy)) / count)
 
     def rounds(self) -> Timing:
         """Run one round of exchanges beside as many steps as it takes; no step waits for it."""
@@ -133,8 +138,8 @@ class _Ranks:
             return Timing(compute_s, [compute_s], 0.0)
         self._end = self._end + np.inf  # training goes on meanwhile
         for task in begins:
-            self._run_task(task, np.zeros(1))
-        round_s, computed_s = float(self._now.max()), float(self._done.min())
+            self._run_task(task, 0.0)
+        round_s, computed_s = float(np.max(self._now)), float(np.min(self._done))
         interval_s = program.interval_s or 0.0
         if not compute_s:
             return Timing(round_s + copies_s, [round_s + copies_s], round_s)
@@ -143,11 +148,18 @@ class _Ranks:
         step_s = compute_s + (lost_s + copies_s) / count
         return Timing(step_s, [step_s] * count, round_s / count)
 
+    def _last(self) -> float:
+        """When the last rank has computed all that it has begun, if its lane does nothing more."""
+        return float(np.max(self._now + self._end - self._done))
+
+    def _later(self, one: Any, other: Any) -> Any:
+        return np.maximum(one, other)
+
     # The lane -------------------------------------------------------------------------------------------
 
-    def _run_task(self, task: int, submitted: Vector) -> None:
+    def _run_task(self, task: int, submitted: Any) -> None:
         """Run a task after the computation before its submission."""
-        behind = np.maximum(submitted - self._done, 0.0)
+        behind = self._later(submitted, self._done) - self._done
         self._now, self._done = self._now + behind, self._done + behind
         before = self._now
         for op in self._program.tasks[task]:
@@ -161,36 +173,38 @@ class _Ranks:
                     self._finish(op[1])
         self._busy = self._busy + self._now - before
 
-    def _spend(self, spent: Any, lane_cores: Any, alone: Any) -> None:
+    def _spend(self, spent: Any, lane_cores: float, alone: Any) -> None:
         """Let the lane use `lane_cores` for `spent` seconds beside computation; `alone`, after it has ended."""
         speed = 1 - lane_cores / self._cluster.cores_per_rank
-        room = self._end - self._done
-        done = spent * speed
-        fits = done <= room
+        done = self._done + spent * speed
+        if (done <= self._end).all():
+            self._now, self._done = self._now + spent, done
+            return
         with np.errstate(invalid="ignore", divide="ignore"):
-            first = np.where(fits, 0.0, room / speed)
-            rest = np.where(fits, 0.0, (1 - first / spent) * alone)
-        self._now = self._now + np.where(fits, spent, first + rest)
-        self._done = np.where(fits, self._done + done, self._end)
+            first = (self._end - self._done) / speed
+            rest = np.where(done <= self._end, 0.0, (1 - first / spent) * alone)
+        self._now = self._now + np.where(done <= self._end, spent, first + rest)
+        self._done = np.minimum(done, self._end)
 
     def _begin(self, number: int) -> None:
         """Queue the messages of an exchange on the links of the nodes."""
         exchange, c = self._program.exchanges[number], self._cluster
-        start = self._now
-        inside_s = exchange.inside_bytes / (c.intra_gbs * 1e9)
-        left = start + inside_s
+        left = self._now + exchange.inside_bytes / (c.intra_gbs * 1e9)
         if exchange.node_bytes:
-            share = self._rates.ring if exchange.is_ring else self._rates.direct
-            rate = c.reached_gbit(exchange.pairs) / 8e-9 * share
-            by_node = start.reshape(len(self._link_free), -1)
-            ranks = 1 if self._is_one else c.ranks_per_node
-            whole_s = exchange.node_bytes / rate / self._links
+            whole_s = exchange.node_bytes / self._link_rate(exchange) / self._links
+            by_node = self._now.reshape(c.nodes, -1)
             # The link is free for the first rank's messages, and the last rank's follow when it begins.
             free = np.maximum(self._link_free, by_node.min(axis=1)) + whole_s
-            free = np.maximum(free, by_node.max(axis=1) + whole_s / ranks)
-            self._link_free = free
-            left = np.maximum(left, np.repeat(free, by_node.shape[1]))
+            self._link_free = free = np.maximum(free, by_node.max(axis=1) + whole_s / c.ranks_per_node)
+            left = np.maximum(left, np.repeat(free, c.ranks_per_node))
         self._left[number] = left
+
+    def _link_rate(self, exchange: Exchange) -> float:
+        """Bytes a second that leave a node."""
+        share = self._rates.ring if exchange.is_ring else self._rates.direct
+        if exchange.is_whole:
+            share *= WHOLE
+        return self._cluster.reached_gbit(exchange.pairs) / 8e-9 * share
 
     def _finish(self, number: int) -> None:
         """Wait for the messages of an exchange, and do the work that they cost."""
@@ -204,14 +218,11 @@ class _Ranks:
         self._spend(work_s / self._free, self._free, work_s / self._alone)
         latency_s = c.latency_s if exchange.node_bytes else c.intra_latency_s
         at = self._last_of(self._left.pop(number), exchange) + exchange.hops * latency_s
-        wait_s = np.maximum(at - self._now, 0.0)
-        polling = 0.0 if exchange.is_ring else min(self._free, rates.polling)
-        self._spend(wait_s, polling, wait_s)
+        wait_s = self._later(at, self._now) - self._now
+        self._spend(wait_s, 0.0 if exchange.is_ring else min(self._free, rates.polling), wait_s)
 
-    def _last_of(self, left: Vector, exchange: Exchange) -> Vector:
+    def _last_of(self, left: Any, exchange: Exchange) -> Any:
         """When the last message has left that each rank waits for."""
-        if self._is_one:
-            return left
         k = self._cluster.ranks_per_node
         if exchange.group == "all":
             if exchange.peers is None:
@@ -230,6 +241,41 @@ class _Ranks:
     def _work_s(self, op: Op) -> float:
         """Seconds of a core that work takes."""
         return float(op[2]) / _rate(self._rates, op[1])
+
+
+class _OneRank(_Ranks):
+    """A rank for all, which are alike. Numbers in place of arrays take a twentieth of the time."""
+
+    def __init__(self, program: Program, cluster: Cluster, rates: Rates) -> None:
+        super().__init__(program, cluster, rates)
+        self._now = self._done = self._end = self._busy = self._link_free = 0.0
+
+    def _last(self) -> float:
+        return float(self._now + self._end - self._done)
+
+    def _later(self, one: float, other: float) -> float:
+        return max(one, other)
+
+    def _spend(self, spent: float, lane_cores: float, alone: float) -> None:
+        speed = 1 - lane_cores / self._cluster.cores_per_rank
+        done = self._done + spent * speed
+        if done <= self._end:
+            self._now, self._done = self._now + spent, done
+        else:
+            first = (self._end - self._done) / speed
+            self._now, self._done = self._now + first + (1 - first / spent) * alone, self._end
+
+    def _begin(self, number: int) -> None:
+        exchange = self._program.exchanges[number]
+        left = self._now + exchange.inside_bytes / (self._cluster.intra_gbs * 1e9)
+        if exchange.node_bytes:
+            link_s = exchange.node_bytes / self._link_rate(exchange)
+            self._link_free = max(self._link_free, self._now) + link_s
+            left = max(left, self._link_free)
+        self._left[number] = left
+
+    def _last_of(self, left: Any, exchange: Exchange) -> Any:
+        return left
 
 
 def _rate(rates: Rates, name: str) -> float:

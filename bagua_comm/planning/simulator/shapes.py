@@ -1,8 +1,8 @@
 """Arrays that have a shape and no values: the work on them is recorded in place of being done.
 
 The averages, algorithms and collectives of this library run on such arrays as on any other. So a program of one
-rank is recorded from the code that trains, for models and numbers of ranks that no machine here has. The memory of
-an array is never written, so that it occupies none.
+rank is recorded from the code that trains, for models and numbers of ranks that no machine here has. The memory
+of an array is never written, so that it occupies none.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ import numpy as np
 
 from ...arrays import Array
 
-Rate: TypeAlias = Literal["encode", "decode", "combine", "cast_encode", "cast_decode", "cast_combine", "add", "copy"]
+Rate: TypeAlias = Literal[
+    "encode", "decode", "combine", "cast_encode", "cast_decode", "cast_combine", "add", "copy"
+]
 """The work that a number of bytes is for; see `costmodel.Rates`."""
 
 Note: TypeAlias = Callable[[Rate, float], None]

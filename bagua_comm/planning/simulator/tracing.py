@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -32,7 +32,7 @@ from ...lane import Lane
 from ...trace import NULL
 from ..costmodel import Cluster, Job, Method, TorchDDP
 from ..tuner.grid import period_of, warmup_of
-from .program import Program
+from .program import Op, Program
 from .shapes import Kernels, noting, of_size
 from .transport import Recorder, SimulatedCommunicator
 
@@ -46,11 +46,11 @@ _EVEN_TENSORS = 16
 def trace(method: Method, job: Job, cluster: Cluster) -> Program:
     """Record the program of a rank that trains `job` on `cluster`, after the warm-up of its algorithm.
 
-    It has as many steps as the algorithm takes to repeat what it sends. Which arguments fit together is checked by
-    `costmodel.check_fit`.
+    It has as many steps as the algorithm takes to repeat what it sends. Which arguments fit together is checked
+    by `costmodel.check_fit`.
     """
-    ring = "gloo" if isinstance(method, TorchDDP) else "nccl" if cluster.transport == "nccl" else None
-    recorder = Recorder(cluster, ring=ring)
+    over_gloo: Literal["gloo"] | None = "gloo" if isinstance(method, TorchDDP) else None
+    recorder = Recorder(cluster, ring="nccl" if cluster.transport == "nccl" else over_gloo)
     with kernels.use(Kernels()), noting(recorder.note):
         _Tracing(recorder, method, job).run()
     return recorder.program
@@ -117,7 +117,8 @@ class _RecordingLane(Lane[Communicator]):
     def submit(self, task: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
         """Record the operations of a task; see `Lane.submit`."""
         recorder, program = self._recorder, self._recorder.program
-        trainer, ops = recorder.ops, []
+        trainer = recorder.ops
+        ops: list[Op] = []
         future: _RecordedFuture[R] = _RecordedFuture()
         if trainer is not None:
             future.number = len(program.tasks)
@@ -149,7 +150,7 @@ class _Tracing:
         self._job = job
         if isinstance(method, TorchDDP):
             job = dataclasses.replace(job, bucket_bytes=method.bucket_bytes)
-            phase: Algorithm = _RingAverage(method.dtype)  # type: ignore[assignment]
+            phase: Algorithm = _RingAverage(method.dtype)
         else:
             phase = phases_of(method)[-1]
         plan, self._shares = _plan_of(job, phase)

@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal
-
-import numpy as np
+from typing import Literal
 
 from ...arrays import Array
 from ...comm import Communicator
@@ -89,7 +87,7 @@ class SimulatedTransport(Transport):
 
     def exchange(self, sends: Sequence[Message], recvs: Sequence[Message], *, tag: int = POINT_TO_POINT) -> None:
         """See `Transport.exchange`."""
-        self.begin(sends, recvs)()
+        self.begin(sends, recvs, whole=True)()
 
     def split(self, color: int, key: int) -> Transport:
         """Not needed: `SimulatedCommunicator.by_node` knows both groups."""
@@ -149,15 +147,17 @@ class SimulatedTransport(Transport):
 
     # What is recorded -----------------------------------------------------------------------------------
 
-    def begin(self, sends: Sequence[Message], recvs: Sequence[Message]) -> Wait:
+    def begin(self, sends: Sequence[Message], recvs: Sequence[Message], *, whole: bool = False) -> Wait:
         """Record the beginning of an exchange; the result records its end."""
         sends = [(peer, x) for peer, x in sends if peer != self.rank]
         if not sends and not [peer for peer, _ in recvs if peer != self.rank]:
             return lambda: None
         self.sent_bytes += sum(x.nbytes for _, x in sends)
-        return self.recorder.begin(self._exchange(sends, [peer for peer, _ in recvs]))
+        is_long = any(x.nbytes > tuning.LONG_PIECE_BYTES for _, x in sends)
+        is_whole = whole and is_long and self.recorder.ring is None
+        return self.recorder.begin(self._exchange(sends, [peer for peer, _ in recvs], is_whole))
 
-    def _exchange(self, sends: Sequence[Message], sources: Sequence[int]) -> Exchange:
+    def _exchange(self, sends: Sequence[Message], sources: Sequence[int], is_whole: bool) -> Exchange:
         c, size = self.recorder.cluster, self.size
         k = c.ranks_per_node
         inside = node = pairs = 0.0
@@ -183,6 +183,7 @@ class SimulatedTransport(Transport):
             node,
             pairs,
             len(sends),
+            is_whole=is_whole,
             wire_bytes=sum(per_peer.values()),
         )
 
@@ -226,12 +227,12 @@ class SimulatedCommunicator(Communicator):
     def __init__(self, recorder: Recorder, group: Group = "all") -> None:
         c = recorder.cluster
         transport = SimulatedTransport(recorder, group)
-        labels: Sequence[Any] = {
-            "all": np.arange(c.size) // c.ranks_per_node,
+        labels: dict[str, list[int]] = {
+            "all": [rank // c.ranks_per_node for rank in range(c.size)],
             "inside": [0] * c.ranks_per_node,
-            "across": range(c.nodes),
-        }[group]
-        super().__init__([transport], nodes=list(labels), tracer=NULL)
+            "across": list(range(c.nodes)),
+        }
+        super().__init__([transport], nodes=labels[group], tracer=NULL)
         self._recorder, self._levels = recorder, None
 
     def by_node(self) -> Nodes:
