@@ -39,6 +39,10 @@ class Predicted(Protocol):
     def step_s(self) -> float:
         """Seconds of the step."""
 
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes that a rank sends in a step."""
+
 
 Predictor: TypeAlias = "Callable[[Method, Job, Cluster, Rates], Predicted]"
 
