@@ -20,6 +20,8 @@ from .quantities import duration, whole_number
 SIZES = (16, 64, 256, 1024, 4096)
 """The numbers of ranks that are simulated besides those of the cluster."""
 
+_KINDS = {int: "an integer", float: "a number", str: "a word"}
+
 S = TypeVar("S", Variation, Failures)
 
 
@@ -93,7 +95,7 @@ def settings_of(kind: type[S]) -> Callable[[str], S]:
             try:
                 given[name] = type(known[name])(value)
             except ValueError as exc:
-                raise argparse.ArgumentTypeError(f"{part!r}: expected a {type(known[name]).__name__}") from exc
+                raise argparse.ArgumentTypeError(f"{part!r}: expected {_KINDS[type(known[name])]}") from exc
         try:
             return kind(**given)
         except ArrayError as exc:

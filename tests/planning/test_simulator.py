@@ -129,7 +129,9 @@ def test_exchanges_hide_behind_the_backward_pass():
 
 
 def test_ranks_that_share_cores_with_their_lane_take_longer():
-    steps = [simulate(ByteGrad(), JOB, dataclasses.replace(FOUR, cores_per_rank=c)).step_s for c in (0.5, 2, math.inf)]
+    steps = [
+        simulate(ByteGrad(), JOB, dataclasses.replace(FOUR, cores_per_rank=c)).step_s for c in (0.5, 2, math.inf)
+    ]
     assert steps == sorted(steps, reverse=True)
     assert steps[0] > steps[-1]
 
@@ -148,7 +150,9 @@ def test_one_rank_stands_for_all_where_they_are_alike(name):
 
 def test_calls_of_the_model_hold_the_step_up():
     blocking = (Blocking("allgather", 1 << 20, 3), Blocking("alltoall", 1 << 20, 2, None))
-    held = [simulate(GradientAllReduce(), dataclasses.replace(JOB, blocking=b), FOUR, FREE) for b in ((), blocking)]
+    held = [
+        simulate(GradientAllReduce(), dataclasses.replace(JOB, blocking=b), FOUR, FREE) for b in ((), blocking)
+    ]
     expected = 3 * simulate_call("allgather", 1 << 20, FOUR, FREE) + 2 * simulate_call(
         "alltoall", 1 << 20, FOUR, FREE
     )
@@ -172,7 +176,8 @@ def test_pytorchs_averages_pass_along_a_ring():
 
 def test_a_seed_gives_the_same_steps():
     first, again, other = (
-        simulate(GradientAllReduce(), JOB, FOUR, variation=Variation(compute=0.2), seed=seed) for seed in (1, 1, 2)
+        simulate(GradientAllReduce(), JOB, FOUR, variation=Variation(compute=0.2), seed=seed)
+        for seed in (1, 1, 2)
     )
     assert first == again
     assert first.step_s != other.step_s
@@ -193,7 +198,8 @@ def test_all_wait_for_the_slowest_rank_and_gossip_does_so_less():
 def test_a_slow_link_slows_all_down():
     slow = Job(64 << 20)
     alike, drawn = (
-        simulate(GradientAllReduce(), slow, Cluster(16), FREE, variation=Variation(links=v)).step_s for v in (0, 0.5)
+        simulate(GradientAllReduce(), slow, Cluster(16), FREE, variation=Variation(links=v)).step_s
+        for v in (0, 0.5)
     )
     slowest = np.exp(0.5 * seeded_links(16)).min()
     assert drawn / alike == pytest.approx(1 / slowest, rel=0.05)
@@ -249,7 +255,7 @@ def test_elastic_training_loses_less_and_spares_help():
         (lambda: Variation(slow_factor=0.5), "slow_factor is 0.5, expected a number from 1"),
         (lambda: Variation(links=math.nan), "links is nan"),
         (lambda: Failures(mtbf_hours=0), "mtbf_hours is 0, expected a number from 0.001"),
-        (lambda: Failures(recovery="hope"), "recovery is 'hope', expected \"elastic\" or \"restart\""),
+        (lambda: Failures(recovery="hope"), 'recovery is \'hope\', expected "elastic" or "restart"'),
         (lambda: Failures(spares=-1), "spares is -1, expected an integer from 0"),
         (lambda: simulate(ByteGrad(), JOB, FOUR, steps=0), "steps is 0, expected an integer from 1"),
         (lambda: simulate(ByteGrad(), JOB, FOUR, seed=-1), "seed is -1"),
