@@ -137,7 +137,7 @@ def bytes_held(size, make):
 def test_a_communicator_holds_a_few_numbers_of_each_member():
     few, many = (bytes_held(size, lambda comm: [comm.dup() for _ in range(8)])[0] / 8 for size in (4, 32))
     assert 8 < (many - few) / 28 < 100
-    assert "| about 50 bytes for each" in PAGE.read_text().split("## Memory\n")[1]
+    assert "about 50 bytes for each of its members" in PAGE.read_text().split("## Memory\n")[1]
 
 
 def test_the_flight_recorder_holds_as_much_on_any_number_of_ranks():
