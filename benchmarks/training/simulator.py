@@ -76,7 +76,7 @@ def is_seen(name: str, point: Point) -> bool:
         return False
     if name.startswith("scaling"):
         return row["hosts"] in (2, 4)
-    return name in ("training-vgg16-1000", "training-vgg16-10000", "ddp-vgg16-1000", "ddp-vgg16-10000")
+    return name in ("ddp-vgg16-500", "ddp-vgg16-1000", "ddp-vgg16-10000")
 
 
 # Calls -----------------------------------------------------------------------------------------------------
