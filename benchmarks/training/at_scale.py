@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from bagua_comm.planning.advise import payload
@@ -10,6 +11,8 @@ from bagua_comm.planning.costmodel import METHODS, Cluster, Job, Rates, predict
 from bagua_comm.planning.costmodel.comparison import applies
 from bagua_comm.planning.models import MODELS
 from bagua_comm.planning.simulator import Failures, Variation, goodput, simulate
+
+from ..bench.report import markdown_table
 
 RANKS = (8, 64, 512, 4096)
 VARIATION = Variation(compute=0.03, rare=0.0005, rare_factor=3.0, links=0.05)
@@ -103,3 +106,41 @@ def draw_scale(axes: Any, scale: dict[str, Any]) -> None:
     axes.set_title(scale["scenario"], fontsize=9)
     axes.grid(color="0.92")
     axes.legend(frameon=False, fontsize=7)
+
+
+# The page "At scale" ---------------------------------------------------------------------------------------
+
+DIFFERS = 0.1
+"""The cost model disagrees if its step differs by more than this share."""
+
+
+def table(scale: dict[str, Any]) -> list[str]:
+    """The lines of the table of a scenario: `exact`, and the fastest algorithms, with the speed of a rank."""
+    titles = ["ranks", "`exact`", "fastest with gradients", "fastest with weights"]
+    cells = []
+    for ranks in RANKS:
+        here = [row for row in scale["results"] if row["ranks"] == ranks]
+        exact = next(row for row in here if row["algorithm"] == "exact")
+        best = [
+            max((row for row in here if row["averages"] == what), key=lambda row: row["speed"])
+            for what in ("gradients", "weights")
+        ]
+        cells.append([f"{ranks:,}", _cell(exact), *(f"`{row['algorithm']}`: {_cell(row)}" for row in best)])
+    return markdown_table(titles, cells, "rlll")
+
+
+def _cell(row: dict[str, Any]) -> str:
+    return f"{row['varied_s']:.2f} s, {row['speed']:.0%}"
+
+
+def disagreements(scales: Sequence[dict[str, Any]]) -> list[str]:
+    """The lines of the table of steps about which the cost model and the simulator disagree."""
+    cells = []
+    for scale in scales:
+        for name in dict.fromkeys(row["algorithm"] for row in scale["results"]):
+            mine = [row for row in scale["results"] if row["algorithm"] == name]
+            differ = [f"{row['costmodel_s'] / row['step_s'] - 1:+.0%}" for row in mine]
+            if any(abs(row["costmodel_s"] / row["step_s"] - 1) > DIFFERS for row in mine):
+                of_ranks = dict(zip([row["ranks"] for row in mine], differ, strict=True))
+                cells.append([scale["scenario"], f"`{name}`", *(of_ranks.get(ranks, "-") for ranks in RANKS)])
+    return markdown_table(["cluster", "algorithm", *(f"{ranks:,}" for ranks in RANKS)], cells, "llrrrr")

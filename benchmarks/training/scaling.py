@@ -86,8 +86,8 @@ def measure(comm: Communicator, name: str, options: argparse.Namespace) -> dict[
     }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure all algorithms, and write the record."""
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The arguments."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--algorithms", type=comma_list(str), default=list(ALGORITHMS), metavar="A,B")
     parser.add_argument("--model-bytes", type=parse_size, default=8 << 20, metavar="SIZE")
@@ -95,7 +95,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=at_least(1), default=3)
     parser.add_argument("--rate-mbit", type=at_least(1), required=True, help="of each link, for the record")
     add_json_argument(parser)
-    options = parser.parse_args(argv)
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure all algorithms, and write the record."""
+    options = parse_arguments(argv)
     with bagua_comm.connect() as comm:
         record = begin_record("scaling", options, comm=comm)
         same: dict[str, Any] = {
