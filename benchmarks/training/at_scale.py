@@ -90,11 +90,11 @@ def draw_scale(axes: Any, scale: dict[str, Any]) -> None:
     """Draw the speed of a rank against the number of ranks, of the algorithms that are fastest somewhere."""
     rows = scale["results"]
     fastest = {
-        max((row for row in rows if row["ranks"] == ranks and row["averages"] == what), key=lambda r: r["speed"])[
+        max((row for row in rows if row["ranks"] == ranks and _averages(row) == what), key=lambda r: r["speed"])[
             "algorithm"
         ]
         for ranks in RANKS
-        for what in ("gradients", "weights")
+        for what in PAYLOADS
     }
     for name in sorted(fastest | {"exact"}):
         mine = [row for row in rows if row["algorithm"] == name]
@@ -114,19 +114,35 @@ DIFFERS = 0.1
 """The cost model disagrees if its step differs by more than this share."""
 
 
+def heading(scale: dict[str, Any]) -> str:
+    """The heading of the section of a scenario."""
+    name: str = scale["scenario"]
+    return f"{name[0].upper()}{name[1:]} (simulated)"
+
+
 def table(scale: dict[str, Any]) -> list[str]:
     """The lines of the table of a scenario: `exact`, and the fastest algorithms, with the speed of a rank."""
-    titles = ["ranks", "`exact`", "fastest with gradients", "fastest with weights"]
+    titles = ["ranks", "`exact`", *(f"fastest with {what}" for what in PAYLOADS)]
     cells = []
     for ranks in RANKS:
         here = [row for row in scale["results"] if row["ranks"] == ranks]
         exact = next(row for row in here if row["algorithm"] == "exact")
         best = [
-            max((row for row in here if row["averages"] == what), key=lambda row: row["speed"])
-            for what in ("gradients", "weights")
+            max((row for row in here if _averages(row) == what), key=lambda row: row["speed"])
+            for what in PAYLOADS
         ]
         cells.append([f"{ranks:,}", _cell(exact), *(f"`{row['algorithm']}`: {_cell(row)}" for row in best)])
-    return markdown_table(titles, cells, "rlll")
+    return markdown_table(titles, cells, "rllll")
+
+
+PAYLOADS = ("gradients", "weights in every step", "weights now and then")
+
+
+def _averages(row: dict[str, Any]) -> str:
+    if row["averages"] == "gradients":
+        return "gradients"
+    rarely = row["algorithm"].startswith(("async", "diloco", "sparseloco")) or "every" in row["algorithm"]
+    return "weights now and then" if rarely else "weights in every step"
 
 
 def _cell(row: dict[str, Any]) -> str:

@@ -17,9 +17,28 @@ RECORD = json.loads((RESULTS / "simulator.json").read_text())
 def test_the_page_has_the_tables_of_the_record():
     assert RECORD["simulator"] == VERSION
     for scale in RECORD["at_scale"]:
-        _, after = PAGE.split(f"### {scale['scenario'].capitalize()} (simulated)\n\n")
+        _, after = PAGE.split(f"### {at_scale.heading(scale)}\n\n")
         assert after.startswith("\n".join(at_scale.table(scale)) + "\n")
     assert "\n".join(at_scale.disagreements(RECORD["at_scale"])) in PAGE
+
+
+def test_the_advice_has_the_figures_of_the_record():
+    text = " ".join(PAGE.split())
+    fast, slow, hosts = RECORD["at_scale"]
+
+    def step_s(scale, ranks, name):
+        (row,) = (row for row in scale["results"] if (row["ranks"], row["algorithm"]) == (ranks, name))
+        return row["varied_s"]
+
+    def ratio(scale, ranks, name):
+        return f"{step_s(scale, ranks, 'exact') / step_s(scale, ranks, name):.1f} times as fast"
+
+    assert f"`ByteGrad()` is {ratio(hosts, 8, 'bytegrad')}" in text
+    assert f"`GradientAllReduce(Hierarchical(Quantized()))` is {ratio(slow, 64, 'hierarchical-bytes')}" in text
+    assert f"at 100 Gbit/s {ratio(fast, 64, 'hierarchical-bytes')}" in text
+    assert f'`by_node(Decentralized("shift_one"))` is {ratio(fast, 512, "shift-one-by-node")}' in text
+    assert f"no more than {ratio(fast, 4096, 'hierarchical-bytes')}" in text
+    assert f"`DiLoCo(100)` is {ratio(fast, 4096, 'diloco-100')}" in text
 
 
 def test_the_page_says_how_far_the_simulator_is_right():

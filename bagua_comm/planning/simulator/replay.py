@@ -132,7 +132,8 @@ class _Ranks:
         """Run one round of exchanges beside as many steps as it takes; no step waits for it."""
         program, ops = self._program, self._program.trainer
         first = ops.index(("step",))
-        compute_s = float(np.mean(sum(op[1] for op in ops[:first] if op[0] == "compute") * self._slower(0)))
+        slower = np.mean([np.mean(self._slower(step)) for step in range(_DRAWN)])
+        compute_s = float(slower * sum(op[1] for op in ops[:first] if op[0] == "compute"))
         begins = [op[1] for op in ops[:first] if op[0] == "submit"]
         copies_s = sum(self._work_s(op) for op in ops if op[0] == "work") / self._alone
         if not begins or not any(program.tasks[task] for task in begins):
@@ -243,6 +244,10 @@ class _Ranks:
     def _work_s(self, op: Op) -> float:
         """Seconds of a core that work takes."""
         return float(op[2]) / _rate(self._rates, op[1])
+
+
+_DRAWN = 100
+"""The number of steps over which the computation of ranks that do not wait for each other is averaged."""
 
 
 class _OneRank(_Ranks):
