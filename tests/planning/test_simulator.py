@@ -195,6 +195,19 @@ def test_all_wait_for_the_slowest_rank_and_gossip_does_so_less():
     assert local < 1.5
 
 
+@pytest.mark.parametrize(("second", "steps"), [(2, 20), (4, 11), (3, 20)])
+def test_a_rank_waits_for_those_whose_messages_it_expects_and_no_others(second, steps):
+    """Rank 3 is slow first, and rank 2 waits for it; then `second` is, which begins as late as it has waited."""
+    job, cluster = dataclasses.replace(JOB, model_bytes=8), Cluster(8, latency_s=0)
+
+    def slower(step):
+        return np.where(np.arange(8) == (3, second, -1)[step], 10.0, 1.0)
+
+    program = trace(SwapWithNext(), job, cluster)
+    two = replay(program, cluster, FREE, ranks=8, slower=slower, repeats=2)
+    assert sum(two.steps_s) == pytest.approx(steps * job.compute_s, rel=1e-3)
+
+
 def test_a_slow_link_slows_all_down():
     slow = Job(64 << 20)
     alike, drawn = (
