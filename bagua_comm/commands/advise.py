@@ -238,6 +238,8 @@ def run(options: argparse.Namespace) -> int:
 def _simulate(options: argparse.Namespace, job: Job, cluster: Cluster, rates: Rates) -> int:
     if options.sharded:
         raise CommandError("--simulate knows no sharded models; leave --sharded out")
+    if options.rates:
+        advise_simulated.check_version(options.rates, json.loads(options.rates.read_text()))
     asked = advise_simulated.settings(options, cluster)
     if options.json:
         if options.plot:

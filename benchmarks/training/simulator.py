@@ -25,6 +25,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import bagua_comm
+from bagua_comm.commands.advise_simulated import read_record
+from bagua_comm.launch.cli import CommandError
 from bagua_comm.planning.costmodel import Cluster, Rates, predict
 from bagua_comm.planning.simulator import VERSION, simulate, simulate_call
 
@@ -226,13 +228,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_out_argument(parser, RESULTS / "simulator", "json", "md", "png")
     options = parser.parse_args(argv)
     try:
+        given = read_record(options.rates) if options.rates else {}
         named = read_points(options.files)
+    except CommandError as exc:
+        print(f"simulator: {exc}", file=sys.stderr)
+        return 2
     except (OSError, ValueError, KeyError) as exc:
         print(f"simulator: expected JSON files of benchmarks.training: {exc!r}", file=sys.stderr)
         return 2
     chosen = [point for name, point in named if is_seen(name, point)]
     if options.rates:
-        rates = Rates.from_dict(read_records([options.rates])[0]["rates"])
+        rates = Rates.from_dict(given["rates"])
     elif chosen:
         rates = calibrate((point.measurement for point in chosen), predict=simulate)
     else:

@@ -86,6 +86,13 @@ def test_bad_input_is_named(capsys, options, message):
     assert message in " ".join(capsys.readouterr().err.split())
 
 
+def test_rates_that_were_calibrated_for_another_version_are_refused(capsys, tmp_path):
+    path = tmp_path / "simulator.json"
+    path.write_text(json.dumps({"simulator": VERSION + 1, "rates": {}}))
+    assert cli.main([*SIMULATE, "--rates", str(path)]) == 2
+    assert f"was written by version {VERSION + 1} of the simulator" in capsys.readouterr().err
+
+
 def test_settings_without_simulate_are_refused(capsys):
     without = [option for option in SIMULATE if option != "--simulate"]
     assert cli.main(without) == 2
