@@ -117,7 +117,10 @@ def library(x: Array) -> str:
 
 
 def namespace(x: Array) -> ModuleType:
-    """The module of `x`: numpy or cupy."""
+    """The module of `x`: numpy or cupy; for a subclass of NumPy's array, what it names itself."""
+    if type(x) is not np.ndarray and isinstance(x, np.ndarray):
+        own: ModuleType | None = getattr(x, "__array_namespace__", lambda: None)()
+        return own or np
     return sys.modules[library(x)]
 
 

@@ -10,6 +10,8 @@
     benchmarks.training.links       training speed over several TCP connections between two ranks
     benchmarks.training.tuner       whether the tuner finds the fastest settings
     benchmarks.training.costmodel   whether the cost model predicts what was measured
+    benchmarks.training.scaling     steps on 2 to 8 emulated hosts, whose computation is a sleep
+    benchmarks.training.simulator   whether the simulator predicts what was measured, and steps on 4,096 ranks
     benchmarks.hooks                the cost of the hooks of DistributedDataParallel, beside PyTorch's
     benchmarks.convergence          quality of the models that each algorithm trains
     benchmarks.data                 balance of work by samplers, and time that a cache of samples saves

@@ -102,6 +102,13 @@ def tuner(model: str, bucket_bytes: str) -> Command:
     return hosts("1gbit", "benchmarks.training.tuner", *grid, *search, "--out", RESULTS / "tuner")
 
 
+def scaling(count: int, ranks_per_host: int) -> Command:
+    """Steps of an engine whose computation is a sleep, on emulated hosts."""
+    command = ("benchmarks.training.scaling", "--rate-mbit", 100, "--rounds", 5, "--model-bytes", "16M")
+    record = ("--json", RESULTS / f"scaling-100-{count}x{ranks_per_host}.json")
+    return hosts("100mbit", *command, *record, count=count, ranks_per_host=ranks_per_host)
+
+
 MEASURED = [
     RESULTS / f"training-{name}.json"
     for name in (
@@ -142,6 +149,18 @@ JOBS: dict[str, list[Command]] = {
             "Training beside PyTorch's DistributedDataParallel",
             "--out",
             RESULTS / "ddp",
+        ],
+    ],
+    "scaling": [
+        *(scaling(count, each) for count, each in ((2, 1), (4, 1), (8, 1), (2, 2), (4, 2))),
+        [
+            "-m",
+            "benchmarks.training.simulator",
+            *(RESULTS / f"{name}-*.json" for name in ("scaling", "training", "ddp", "few_bits-training")),
+            "--calls",
+            *(RESULTS / f"{name}-*.json" for name in ("network", "few_bits-network")),
+            "--out",
+            RESULTS / "simulator",
         ],
     ],
     "links": [["-m", "benchmarks.training.links", "--out", RESULTS / "links"]],

@@ -18,6 +18,7 @@ import sys
 import time
 
 import numpy as np
+import torch
 from random_calls import RandomCalls
 from support import references
 
@@ -34,6 +35,7 @@ from bagua_comm import (
     elastic,
 )
 from bagua_comm.testing import ThreadJob, run_fleet, run_ranks, simulate
+from bagua_torch import DistributedDataParallel
 
 TIMEOUT_S = 5.0
 """The limit of a call, in virtual seconds."""
@@ -251,6 +253,39 @@ def async_average(sim):
     limits.check()
 
 
+def join(sim):
+    """Ranks with different numbers of batches join: the sum over all of them, and equal bytes at the end."""
+    size = sim.random.randint(2, 4)
+    batches = [sim.random.randint(0, 4) for _ in range(size)]
+    pauses = [sim.random.choice([0.0, 1e-4, 1e-2]) for _ in range(size)]
+    of_active = sim.random.random() < 0.5
+    limits = Limits()
+
+    def body(comm):
+        module = torch.nn.Linear(3, 2, bias=False)
+        torch.nn.init.zeros_(module.weight)
+        sgd = torch.optim.SGD(module.parameters(), lr=1.0)
+        ddp = DistributedDataParallel(module, [sgd], GradientAllReduce(), comm=limits.watch(comm))
+        with ddp.join(divide_by_initial_size=not of_active):
+            for step in range(batches[comm.rank]):
+                sim.sleep(pauses[comm.rank])
+                sgd.zero_grad()
+                ddp(torch.full((1, 3), float(size * 12 * (comm.rank + step + 1)))).sum().backward()
+                sgd.step()
+        ddp.close()
+        return module.weight.detach().numpy().copy()
+
+    results = run_ranks(size, body, timeout_s=TIMEOUT_S)
+    assert_equal_bytes(results, "weights after join")
+    expected = 0.0
+    for step in range(max(batches)):
+        active = [rank for rank in range(size) if step < batches[rank]]
+        total = sum(size * 12 * (rank + step + 1) for rank in active)
+        expected -= total / (len(active) if of_active else size)
+    np.testing.assert_allclose(results[0], np.full((2, 3), expected), rtol=1e-5)
+    limits.check()
+
+
 # Elastic training -------------------------------------------------------------------------------------
 
 STEPS = 3
@@ -341,6 +376,7 @@ PROGRAMS = {
     "diloco": diloco,
     "async_average": async_average,
     "elastic": elastic_training,
+    "join": join,
 }
 """By name; seed n runs program n modulo their number."""
 
@@ -350,14 +386,14 @@ def program_of(seed):
     return list(PROGRAMS)[seed % len(PROGRAMS)]
 
 
-def run_seed(seed, program=None):
+def run_seed(seed, program=None, limit_s=60.0):
     """Run the program of a seed, or another one; return the digest of its course."""
 
     def run(sim):
         PROGRAMS[program or program_of(seed)](sim)
         return sim.digest
 
-    return simulate(run, seed, packages=PACKAGES)
+    return simulate(run, seed, packages=PACKAGES, limit_s=limit_s)
 
 
 def main():
@@ -366,12 +402,13 @@ def main():
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--program", choices=PROGRAMS, help="run this one with every seed")
     parser.add_argument("--digests", action="store_true", help="print the digest of each run")
+    parser.add_argument("--limit", type=float, default=60.0, help="seconds of real time for each run")
     options = parser.parse_args()
     failed, start_s = [], time.monotonic()
     for seed in range(options.first, options.first + options.seeds):
         name = options.program or program_of(seed)
         try:
-            digest = run_seed(seed, options.program)
+            digest = run_seed(seed, options.program, options.limit)
             if options.digests:
                 print(seed, name, digest)
         except Exception as exc:

@@ -1,7 +1,9 @@
 """How messages, bytes and peers grow with the number of ranks: the formulas of docs/how-it-works/growth.md."""
 
+import gc
 import pickle
 import re
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +12,7 @@ from support.counting import count_each
 
 from bagua_comm import GradientAllReduce, Plan, TensorSpec
 from bagua_comm.engine.weights import EngineWeights
+from bagua_comm.testing import run_ranks
 from bagua_comm.transports import LocalTransport
 
 PAGE = Path(__file__).parent.parent / "docs" / "how-it-works" / "growth.md"
@@ -102,3 +105,57 @@ def test_each_communicator_keeps_the_numbers_of_its_members():
         assert len(comm.flight.groups[made.group]) == made.size == 4
 
     count_each(8, [(False, body)])
+
+
+# Memory -----------------------------------------------------------------------------------------------
+
+
+def bytes_held(size, make):
+    """Bytes that each of `size` ranks holds of what `make` returns, and the most that it holds meanwhile."""
+    held = [0.0, 0.0]
+
+    def body(comm):
+        make(comm)  # caches and lazily imported modules do not count
+        comm.barrier()
+        if comm.rank == 0:
+            gc.collect()
+            tracemalloc.start()
+        comm.barrier()
+        made = make(comm)
+        comm.barrier()
+        if comm.rank == 0:
+            gc.collect()
+            held[:] = [n / size for n in tracemalloc.get_traced_memory()]
+            tracemalloc.stop()
+        comm.barrier()
+        return made
+
+    run_ranks(size, body)
+    return held
+
+
+def test_a_communicator_holds_a_few_numbers_of_each_member():
+    few, many = (bytes_held(size, lambda comm: [comm.dup() for _ in range(8)])[0] / 8 for size in (4, 32))
+    assert 8 < (many - few) / 28 < 100
+    assert "about 50 bytes for each of its members" in PAGE.read_text().split("## Memory\n")[1]
+
+
+def test_the_flight_recorder_holds_as_much_on_any_number_of_ranks():
+    def fill(comm):
+        for _ in range(100):
+            comm.barrier()
+
+    few, many = (bytes_held(size, fill)[0] for size in (2, 16))
+    assert many < 2 * few + 20_000
+
+
+@pytest.mark.parametrize("size", [2, 4, 16])
+def test_an_allreduce_holds_one_array_more(size):
+    m = 1 << 20
+
+    def reduce(comm):
+        x = np.zeros(m // 8)
+        return comm.allreduce(x, out=x)
+
+    _, most = bytes_held(size, reduce)
+    assert 1.5 * m < most < 2.5 * m

@@ -435,7 +435,9 @@ class Communicator(Collectives, UnevenCollectives, CoalescedCollectives, ObjectC
         """
         first = transports[0]
         former = np.empty((first.size, 1), np.int64)
+        first.begin_call_within(self.transports[0])  # else both could wait for their limit, one after the other
         first.allgather(np.array([self.rank], np.int64), former)
+        first.end_call()
         comm = (make or Communicator)(
             transports,
             nodes=[self._labels[rank] for rank in former[:, 0]],

@@ -45,6 +45,7 @@ from ..planning.costmodel import (
 )
 from ..planning.models import MODELS, layers_of, mixture_of_experts, sync_batchnorm
 from ..planning.sites import LEAST_WAITING, exposed_share, most_communication
+from . import advise_simulated
 from .advise_figure import plot
 from .quantities import (
     bandwidth,
@@ -160,6 +161,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="compare how a sharded model (PyTorch's fully_shard, FSDP2) may communicate, instead of algorithms",
     )
     parser.add_argument("--json", action="store_true", help="as JSON")
+    advise_simulated.add_arguments(parser)
 
 
 def read_rates(path: Path) -> Rates:
@@ -212,6 +214,9 @@ def run(options: argparse.Namespace) -> int:
         ArrayError: An argument is out of range.
     """
     job, cluster, rates = _inputs(options)
+    if options.simulate:
+        return _simulate(options, job, cluster, rates)
+    advise_simulated.check_unused(options)
     if options.sharded and options.plot:
         raise CommandError("--plot draws algorithms; leave it out with --sharded")
     if options.sharded:
@@ -228,6 +233,23 @@ def run(options: argparse.Namespace) -> int:
     print(*report(job, cluster, rates), sep="\n")
     if options.plot:
         print(f"\n{options.plot} shows it over bandwidths.")
+    return 0
+
+
+def _simulate(options: argparse.Namespace, job: Job, cluster: Cluster, rates: Rates) -> int:
+    if options.sharded:
+        raise CommandError("--simulate knows no sharded models; leave --sharded out")
+    if options.rates:
+        advise_simulated.check_version(options.rates, json.loads(options.rates.read_text()))
+    asked = advise_simulated.settings(options, cluster)
+    if options.json:
+        if options.plot:
+            raise CommandError("--simulate draws or writes JSON; give --plot or --json")
+        print(json.dumps(advise_simulated.record(job, cluster, rates, asked), indent=1))
+        return 0
+    print(*advise_simulated.report(job, cluster, rates, asked, options.plot), sep="\n")
+    if options.plot:
+        print(f"\n{options.plot} shows it.")
     return 0
 
 

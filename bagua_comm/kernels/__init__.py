@@ -12,7 +12,7 @@ import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from types import ModuleType
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
@@ -70,11 +70,11 @@ def compile_now(timeout_s: float = 600.0) -> None:
 
 
 @contextlib.contextmanager
-def use(name: Literal["host", "compiled"]) -> Iterator[None]:
+def use(name: Literal["host", "compiled"] | object) -> Iterator[None]:
     """Choose the kernels of NumPy arrays in the body of `with`, to compare the two or to exclude one.
 
-    The choice holds in this thread and context (see `contextvars`); threads started in the body do not inherit
-    it.
+    An object that has functions of these names takes their place; see `planning.simulator`. The choice holds in
+    this thread and context (see `contextvars`); threads started in the body do not inherit it.
 
     Raises:
         ImportError: `name` is "compiled", and Numba is not installed.
@@ -86,7 +86,8 @@ def use(name: Literal["host", "compiled"]) -> Iterator[None]:
     """
     if name == "compiled":
         compile_now()
-    token = _chosen.set(host if name == "host" else compiled)
+    chosen: Any = {"host": host, "compiled": compiled}.get(name, name) if isinstance(name, str) else name
+    token = _chosen.set(chosen)
     try:
         yield
     finally:

@@ -44,6 +44,11 @@ class CallState:
         self._call, self._in_collective, self._deadline_s = name, collective, None
         self._describe = describe
 
+    def begin_call_within(self, other: CallState) -> None:
+        """Begin a part of the call of another transport: the waits of both together take at most its limit."""
+        self._call, self._in_collective = other._call, False
+        self._deadline_s = other.deadline_s() if other._call is not None else None
+
     def end_call(self) -> None:
         """End the call. Outside of calls, each wait may take `timeout_s`."""
         self._call, self._in_collective = None, False

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
@@ -32,13 +32,30 @@ _SPREADS = np.array([1.0, 1.0, 1.0, 0.3, 0.3])
 """How far, in natural logarithms, calibration expects each factor of `_scaled` to be from 1."""
 
 
-def calibrate(measurements: Iterable[Measurement], start: Rates | None = None) -> Rates:
+class Predicted(Protocol):
+    """The prediction of a step."""
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of the step."""
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes that a rank sends in a step."""
+
+
+Predictor: TypeAlias = "Callable[[Method, Job, Cluster, Rates], Predicted]"
+
+
+def calibrate(
+    measurements: Iterable[Measurement], start: Rates | None = None, predict: Predictor = predict
+) -> Rates:
     """The rates that explain measured step times best.
 
     Five factors on `start` are fitted: on the work of network bytes, on that of codecs, on that of sums and
     copies, and on the two shares of the line rate. A factor stays 1 where the measurements do not depend on it.
-    The fit is least squares of the logarithms of step times by the Levenberg-Marquardt method, with Huber's loss
-    and a normal prior.
+    `predict` is the model to calibrate: the cost model, or the simulator. The fit is least squares of the
+    logarithms of step times by the Levenberg-Marquardt method, with Huber's loss and a normal prior.
 
     Raises:
         ArrayError: There is no measurement, or a time is not positive.

@@ -33,7 +33,7 @@ from ..bench import RESULTS
 from ..bench.arguments import add_out_argument, comma_list
 from ..bench.record import write_json
 from ..bench.report import markdown_table, read_records, write_report
-from .calibration import Measurement, calibrate
+from .calibration import Measurement, Predictor, calibrate
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -141,7 +141,9 @@ def measured_s(row: Row, method: Method) -> float:
 # ---------------------------------------------------------------------------------------------------
 
 
-def compare(points: Sequence[Point], chosen: Sequence[Point], rates: Rates) -> list[Row]:
+def compare(
+    points: Sequence[Point], chosen: Sequence[Point], rates: Rates, predict: Predictor = predict
+) -> list[Row]:
     """Predicted beside measured; the rows that rates were calibrated on are marked."""
     seen = {id(point.row) for point in chosen}
     rows = []
@@ -163,14 +165,14 @@ def compare(points: Sequence[Point], chosen: Sequence[Point], rates: Rates) -> l
     return rows
 
 
-def summarize(rows: Sequence[Row]) -> dict[str, Any]:
+def summarize(rows: Sequence[Row], target: float = TARGET) -> dict[str, Any]:
     """How good the predictions are for the rows that were not calibrated on."""
     errors = np.abs([row["error"] for row in rows if not row["calibrated"]])
     if not len(errors):
         return {"predicted": 0, "within": 0, "median": None, "worst": None}
     return {
         "predicted": len(errors),
-        "within": int((errors <= TARGET).sum()),
+        "within": int((errors <= target).sum()),
         "median": float(np.median(errors)),
         "worst": float(errors.max()),
     }

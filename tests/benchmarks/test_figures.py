@@ -15,6 +15,7 @@ PROGRAMS = {
     "benchmarks.training": "benchmarks.training.run",
     "benchmarks.training.tuner": "benchmarks.training.tuner",
     "benchmarks.training.links": "benchmarks.training.links",
+    "benchmarks.training.scaling": "benchmarks.training.scaling",
     "benchmarks.codecs": "benchmarks.codecs",
     "benchmarks.first_run": "benchmarks.first_run",
 }

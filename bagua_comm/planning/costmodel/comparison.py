@@ -72,12 +72,13 @@ def advise(
     found = [
         Advice(name, method, predict(method, job, cluster, rates))
         for name, method in methods.items()
-        if _applies(method, job, cluster)
+        if applies(method, job, cluster)
     ]
     return sorted(found, key=lambda advice: advice.prediction.step_s)
 
 
-def _applies(method: Method, job: Job, cluster: Cluster) -> bool:
+def applies(method: Method, job: Job, cluster: Cluster) -> bool:
+    """Whether `advise` compares a method for this job on this cluster."""
     one_level = cluster.nodes == 1 or cluster.ranks_per_node == 1
     if one_level and (isinstance(method, ByNode) or isinstance(getattr(method, "average", None), Hierarchical)):
         return False

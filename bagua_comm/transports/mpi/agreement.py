@@ -37,7 +37,7 @@ class Agreement:
         self._speeds: deque[float] = deque([0.0], maxlen=tuning.FAST_CALLS)
         """Bytes per second that this rank sent in its latest large calls."""
         self._coded_piece_bytes: int | None = tuning.PIECE_BYTES
-        """None on slow networks, where the size of the array decides; see `paced_bytes`."""
+        """None on slow networks, where the size of the array decides; see `tuning.paced_bytes`."""
 
     def expect_slow_network(self) -> None:
         """Choose messages for a slow network until a call has shown that it is fast."""
@@ -62,11 +62,11 @@ class Agreement:
         self._coded_piece_bytes = None
         sleeping = x.nbytes > tuning.LONG_BYTES
         paced = PacedMessages(self._comm, tuning.MAX_MESSAGES_AHEAD, sleeping_wait=sleeping)
-        return self._flow(paced_bytes(x.nbytes, tuning.PACED_BYTES), paced)
+        return self._flow(tuning.paced_bytes(x.nbytes, tuning.PACED_BYTES), paced)
 
     def coded_piece_bytes(self, nbytes: int) -> int:
         """See `Transport.coded_piece_bytes`."""
-        return self._coded_piece_bytes or paced_bytes(nbytes, tuning.PACED_CODED_BYTES)
+        return self._coded_piece_bytes or tuning.paced_bytes(nbytes, tuning.PACED_CODED_BYTES)
 
     def flow(self, piece_bytes: int) -> Flow:
         """The exchanges of a call whose messages are sent at once."""
@@ -148,8 +148,3 @@ def call_name(name: str, op: str = "", root: int | None = None) -> str:
     if root is not None:
         words += ["from" if name == "broadcast" else "to", str(root)]
     return " ".join(words)
-
-
-def paced_bytes(nbytes: int, shorter: int) -> int:
-    """Bytes of a message on slow networks, in a call on an array of `nbytes`; `shorter` if it is not large."""
-    return tuning.LONG_PIECE_BYTES if nbytes > tuning.LONG_BYTES else shorter

@@ -143,3 +143,8 @@ TABLES = 64
 
 RANKS_NAMED = 8
 """How many ranks an error names one by one."""
+
+
+def paced_bytes(nbytes: int, shorter: int) -> int:
+    """Bytes of a message on slow networks, in a call on an array of `nbytes`; `shorter` if it is not large."""
+    return LONG_PIECE_BYTES if nbytes > LONG_BYTES else shorter

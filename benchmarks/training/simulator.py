@@ -1,0 +1,277 @@
+r"""The simulator against all measured steps and calls, and its steps on 8 to 4,096 ranks.
+
+    python -m benchmarks.training.simulator results/scaling-*.json results/training-*.json results/ddp-*.json \\
+        --calls results/network-*.json --out results/simulator
+
+reads JSON files of benchmarks.training, benchmarks.training.scaling and benchmarks.collectives, and writes
+simulator.json, simulator.md and simulator.png. Calibration sees the rows `exact` and `bytegrad` of `scaling` on 2
+and 4 ranks, which show the share of the line rate that is reached, and those of vgg16 on 4 ranks at 1 and 10
+Gbit/s, which show the work. All other rows are predicted, those on 8 ranks among them.
+
+Where a file does not say how long computation alone takes, it is that of the same model in another file. Of the
+rounds of `scaling` the fastest counts: other work on the machine only makes them longer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+import bagua_comm
+from bagua_comm.commands.advise_simulated import read_record
+from bagua_comm.launch.cli import CommandError
+from bagua_comm.planning.costmodel import Cluster, Rates, predict
+from bagua_comm.planning.simulator import VERSION, simulate, simulate_call
+
+from ..bench import RESULTS
+from ..bench.arguments import add_out_argument
+from ..bench.record import write_json
+from ..bench.report import markdown_table, read_records, write_report
+from .at_scale import draw_scale, simulate_scale
+from .calibration import Measurement, calibrate
+from .costmodel import ALONE, LATENCY_S, Point, Row, compare, network_of, points_of, summarize
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+TARGET = 0.15
+"""The largest relative error of a prediction that is good enough, and the share of rows that should have it."""
+SHARE = 0.9
+
+Record = dict[str, Any]
+
+
+def read_points(paths: Sequence[Path]) -> list[tuple[str, Point]]:
+    """The measured rows of all files, each with the name of its file.
+
+    Raises:
+        ValueError: No file says how long computation takes.
+    """
+    records = read_records(paths)
+    alone = [{**r, "results": [row for row in r["results"] if row["algorithm"] == ALONE]} for r in records]
+    found = []
+    for path, record in zip(paths, records, strict=True):
+        sleeps = record["benchmark"] == "scaling"
+        others = [] if sleeps else alone
+        points = points_of([*others, record], math.inf if sleeps else None)
+        if sleeps:  # nothing but the machine differs between rounds
+            points = [point._replace(measurement=_fastest(point)) for point in points]
+        found += [(path.stem, point) for point in points]
+    return found
+
+
+def _fastest(point: Point) -> Measurement:
+    return point.measurement._replace(step_s=min(point.row["seconds"]))
+
+
+def is_seen(name: str, point: Point) -> bool:
+    """Whether calibration sees a row; see the docstring of this module."""
+    row = point.row
+    if row["algorithm"] not in ("exact", "bytegrad", "ddp") or row["ranks_per_host"] != 1:
+        return False
+    if name.startswith("scaling"):
+        return row["hosts"] in (2, 4)
+    return name in ("ddp-vgg16-500", "ddp-vgg16-1000", "ddp-vgg16-10000")
+
+
+# Calls -----------------------------------------------------------------------------------------------------
+
+
+def compare_calls(paths: Sequence[Path], rates: Rates) -> list[Row]:
+    """The calls of JSON files of benchmarks.collectives on emulated hosts, simulated beside measured."""
+    rows = []
+    for path, record in zip(paths, read_records(paths), strict=True):
+        gbit = _gbit(path.stem)
+        ranks = record["ranks"]
+        cluster = Cluster(ranks, 1, gbit, LATENCY_S, cores_per_rank=record["machine"]["cores"] / ranks)
+        times: dict[tuple[str, str | None, int], list[float]] = {}
+        for row in record["results"]:
+            median_us = row["forms"]["out-of-place"]["time_us"]["median"]
+            times.setdefault((row["operation"], row["codec"], row["size_bytes"]), []).append(median_us)
+        for (operation, codec, nbytes), medians in times.items():
+            call: Any = operation.removeprefix("quantized_")
+            made = None if codec is None else eval(codec, {"__builtins__": {}}, vars(bagua_comm))
+            mine = nbytes // ranks if call == "allgather" else nbytes
+            measured_s = float(np.median(medians)) / 1e6
+            simulated_s = simulate_call(call, mine, cluster, rates, codec=made)
+            rows.append(
+                {
+                    "file": path.stem,
+                    "operation": operation,
+                    "codec": codec,
+                    "bytes": nbytes,
+                    "measured_s": measured_s,
+                    "predicted_s": simulated_s,
+                    "error": simulated_s / measured_s - 1,
+                    "calibrated": False,
+                }
+            )
+    return rows
+
+
+def _gbit(name: str) -> float:
+    """The rate of the links in the name of a file: network-10gbit, few_bits-network-100mbit."""
+    rate = name.rpartition("-")[2]
+    return float(rate.removesuffix("gbit")) if rate.endswith("gbit") else float(rate.removesuffix("mbit")) / 1e3
+
+
+# Report ----------------------------------------------------------------------------------------------------
+
+
+def summary_of(rows: Sequence[Row]) -> Record:
+    """How good the predictions of rows are that were not calibrated on, and how good they should be."""
+    found = summarize(rows, TARGET)
+    return {**found, "target": TARGET, "share": found["within"] / found["predicted"] if found["predicted"] else 0}
+
+
+def markdown(record: Record, picture: str | None) -> str:
+    """The report, with the name of its figure if there is one."""
+    steps, calls, eight = (record["summary"][name] for name in ("steps", "calls", "eight_ranks"))
+    rates = record["rates"]
+    lines = [
+        "# Simulated and measured steps",
+        "",
+        "* Calibrated on 2 and 4 ranks; these rows are marked with a star.",
+        *(
+            f"* {what}: {each['within']} of {each['predicted']} are predicted within {TARGET:.0%} "
+            f"({each['share']:.0%}; the aim is {SHARE:.0%}); the median error is {each['median']:.0%}, "
+            f"the largest {each['worst']:.0%}."
+            for what, each in (("Steps", steps), ("Of these, steps on 8 ranks", eight), ("Calls", calls))
+            if each["predicted"]
+        ),
+        f"* Rates: {rates['direct']:.2f} of the line rate with many peers, {rates['ring']:.2f} on a ring, "
+        f"{rates['network_s_per_byte'] * 1e9:.2f} ns of work for a byte.",
+        "* The cost model's error is beside that of the simulator, by the same rates.",
+    ]
+    if picture is not None:
+        lines += ["", f"![Simulated against measured, and at scale]({picture})"]
+    cells = [
+        [
+            row["file"],
+            row["model"],
+            f"{row['hosts']} x {row['ranks_per_host']}, {network_of(row)}",
+            row["algorithm"],
+            *(f"{row[name]:.3f}" for name in ("alone_s", "measured_s", "predicted_s")),
+            f"{row['error']:+.0%}",
+            f"{row['costmodel_error']:+.0%}",
+            "*" * row["calibrated"],
+        ]
+        for row in record["results"]
+    ]
+    titles = [
+        "record",
+        "model",
+        "network",
+        "algorithm",
+        "alone (s)",
+        "measured (s)",
+        "simulated (s)",
+        "error",
+        "cost model's",
+        "calibrated on",
+    ]
+    lines += ["", *markdown_table(titles, cells, "llllrrrrrl"), "", "## Calls", ""]
+    cells = [
+        [
+            row["file"],
+            row["operation"],
+            f"{row['bytes']:,}",
+            f"{row['measured_s'] * 1e3:.2f}",
+            f"{row['predicted_s'] * 1e3:.2f}",
+            f"{row['error']:+.0%}",
+        ]
+        for row in record["calls"]
+    ]
+    titles = ["record", "call", "bytes", "measured (ms)", "simulated (ms)", "error"]
+    return "\n".join([*lines, *markdown_table(titles, cells, "llrrrr")]) + "\n"
+
+
+def draw(record: Record) -> Figure:
+    """Draw simulated against measured steps, and steps at scale."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(13, 5), layout="constrained")
+    axes, *scales = figure.subplots(1, 1 + len(record["at_scale"]))
+    rows = record["results"]
+    times = [row[name] for row in rows for name in ("measured_s", "predicted_s")]
+    ends = np.array([min(times) / 1.3, max(times) * 1.3])
+    axes.fill_between(ends, ends * (1 - TARGET), ends * (1 + TARGET), color="0.92")
+    for ranks in sorted({row["hosts"] * row["ranks_per_host"] for row in rows}):
+        mine = [row for row in rows if row["hosts"] * row["ranks_per_host"] == ranks]
+        places = [[row[name] for row in mine] for name in ("measured_s", "predicted_s")]
+        axes.plot(*places, ".", alpha=0.7, label=f"{ranks} ranks")
+    axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
+    axes.set_xlabel("measured step (s)")
+    axes.set_ylabel("simulated step (s)")
+    axes.legend(frameon=False, fontsize=8)
+    for scale, each in zip(scales, record["at_scale"], strict=True):
+        draw_scale(scale, each)
+    return figure
+
+
+# The command line ------------------------------------------------------------------------------------------
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Calibrate, compare, simulate at scale, and write the report."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("files", nargs="+", type=Path, help="of benchmarks.training, and its `scaling`")
+    parser.add_argument("--calls", nargs="*", type=Path, default=[], help="of benchmarks.collectives")
+    parser.add_argument("--rates", type=Path, help="a record of this program: its rates, in place of calibration")
+    add_out_argument(parser, RESULTS / "simulator", "json", "md", "png")
+    options = parser.parse_args(argv)
+    try:
+        given = read_record(options.rates) if options.rates else {}
+        named = read_points(options.files)
+    except CommandError as exc:
+        print(f"simulator: {exc}", file=sys.stderr)
+        return 2
+    except (OSError, ValueError, KeyError) as exc:
+        print(f"simulator: expected JSON files of benchmarks.training: {exc!r}", file=sys.stderr)
+        return 2
+    chosen = [point for name, point in named if is_seen(name, point)]
+    if options.rates:
+        rates = Rates.from_dict(given["rates"])
+    elif chosen:
+        rates = calibrate((point.measurement for point in chosen), predict=simulate)
+    else:
+        print("simulator: the files have no row to calibrate on, of 2 or 4 ranks", file=sys.stderr)
+        return 2
+    points = [point for _, point in named]
+    rows = compare(points, chosen, rates, simulate)
+    formulas = compare(points, chosen, rates, predict)
+    for (name, _), row, other in zip(named, rows, formulas, strict=True):
+        row.update(file=name, costmodel_s=other["predicted_s"], costmodel_error=other["error"])
+    calls = compare_calls(options.calls, rates)
+    record = {
+        "benchmark": "simulator",
+        "simulator": VERSION,
+        "rates": dataclasses.asdict(rates),
+        "summary": {
+            "steps": summary_of(rows),
+            "eight_ranks": summary_of(_of_ranks(rows, 8)),
+            "calls": summary_of(calls),
+            "costmodel": summary_of([{**row, "error": row["costmodel_error"]} for row in rows]),
+        },
+        "results": rows,
+        "calls": calls,
+        "at_scale": simulate_scale(rates),
+    }
+    write_json(options.out.with_name(f"{options.out.name}.json"), record)
+    print(write_report(options.out, lambda picture: markdown(record, picture), lambda: draw(record)))
+    return 0
+
+
+def _of_ranks(rows: Iterable[Row], ranks: int) -> list[Row]:
+    return [row for row in rows if row["hosts"] * row["ranks_per_host"] == ranks]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
