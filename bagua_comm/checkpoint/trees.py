@@ -54,14 +54,15 @@ class Own:
         "sum"      every rank gets an equal share of the sum, which stays the same
         "drop"     every rank gets None, and recreates it
 
-    Means and sums are of floats and complex numbers, computed in double precision; integers must be equal.
+    Means and sums are of arrays of floats and complex numbers, computed in double precision. Integers must be
+    equal for a mean, and are refused for a sum: count in an array of float64.
 
     Args:
         value: A tree, or a part of one.
         reshape: The rule for another number of ranks.
 
     Raises:
-        ArrayError: `reshape` is not one of these.
+        ArrayError: `reshape` is not one of these; or it is "sum", and `value` has a number that is no such array.
 
     >>> Own([1.0, 2.0], "first").reshape
     'first'
@@ -73,6 +74,24 @@ class Own:
     def __post_init__(self) -> None:
         if self.reshape is not None and self.reshape not in RULES:
             raise ArrayError(f"Own: reshape is {self.reshape!r}, expected None or one of {', '.join(RULES)}")
+        if self.reshape == "sum" and (found := _not_summed(self.value)) is not None:
+            raise ArrayError(
+                f'Own: value has {found}, and "sum" shares arrays of floats and complex numbers alone; '
+                "count in an array, as np.zeros(1)"
+            )
+
+
+def _not_summed(value: Any, depth: int = 0) -> str | None:
+    """What in a tree is a number, but no array of floats or complex numbers."""
+    if type(value) in (int, float, complex):
+        return f"a plain {type(value).__name__}"
+    dtype = getattr(value, "dtype", None)
+    if dtype is not None:
+        name = str(dtype).removeprefix("torch.")
+        return None if name in arrays.FLOATS | arrays.COMPLEX else f"an array of {name}"
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    found = (_not_summed(item, depth + 1) for item in items) if depth <= DEEPEST else ()
+    return next(filter(None, found), None)
 
 
 class Leaf(NamedTuple):
@@ -204,9 +223,10 @@ def _plain(value: Any, path: str, depth: int) -> Json:
         return {"bytes": base64.b64encode(value).decode()}
     if kind is tuple and depth < DEEPEST:  # as a key
         return {"tuple": [_plain(item, path, depth + 1) for item in value]}
+    cure = "; pass its state_dict()" if callable(getattr(value, "state_dict", None)) else ""
     raise UnsupportedError(
         f"{shortened(path)} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold; expected "
-        "arrays, None, bool, int, float, complex, str, bytes, and lists, tuples and dicts of these"
+        f"arrays, None, bool, int, float, complex, str, bytes, and lists, tuples and dicts of these{cure}"
     )
 
 

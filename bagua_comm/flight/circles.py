@@ -30,6 +30,7 @@ def circles(
     >>> list(circles(calls, {"world": (0, 1)}))
     [('world', (0, 1), 'ranks 0, 1 both send to each other: use sendrecv or exchange')]
     """
+    yield from _apart(calls, groups)
     for name, way, does, cure in _WAYS:
         waits = {
             (entry.group, rank): (entry.group, groups[entry.group][entry.detail[way]])
@@ -48,3 +49,24 @@ def circles(
                     cure = cure.replace("sendrecv or exchange", "a lane, or allgather_object")
                 verb = f"both {does} each other" if len(ranks) == 2 else f"all {does} the next one, in a circle"
                 yield start[0], ranks, f"{named(ranks)} {verb}: {cure}"
+
+
+def _apart(
+    calls: Mapping[int, Sequence[Entry]], groups: Mapping[str, Sequence[int]]
+) -> Iterator[tuple[str, tuple[int, ...], str]]:
+    """Pairs of a rank that sends and one that receives from it, in different communicators or on other lanes."""
+    ends: dict[str, list[tuple[int, int, str]]] = {"send": [], "recv": []}
+    for rank, entries in calls.items():
+        for entry in entries:
+            name = entry.name.removesuffix("_object")
+            if name in ends:
+                peer = groups[entry.group][entry.detail["dest" if name == "send" else "source"]]
+                ends[name].append((rank, peer, entry.group))
+    for rank, peer, group in ends["send"]:
+        for other, source, received in ends["recv"]:
+            if (other, source) == (peer, rank) and received != group:
+                text = (
+                    f"rank {rank} sends to rank {peer} in {group}, and rank {peer} receives from it in "
+                    f"{received}: use the same communicator, or the same lane, on both ranks"
+                )
+                yield group, (rank, peer), text

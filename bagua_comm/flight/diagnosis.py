@@ -83,7 +83,9 @@ class Diagnosis:
     stacks: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        found = [f"* {finding.text}" for finding in self.findings] or ["Nothing wrong was found."]
+        failed = any(": failed in " in text for text in self.ranks)
+        none = "No cause of the failed calls was found." if failed else "Nothing wrong was found."
+        found = [f"* {finding.text}" for finding in self.findings] or [none]
         return "\n".join([*found, "", *self._with_lines(self.ranks)])
 
     def brief(self) -> str:

@@ -53,10 +53,11 @@ def most_communication(
 ) -> tuple[Algorithm, Prediction] | None:
     """The first of `candidates` whose steps wait less than this share of the time; None if all wait longer.
 
-    >>> job = Job(400_000_000, 0.1, 0.2)
-    >>> most_communication(job, Cluster(4, bandwidth_gbit=100))[0]
+    >>> job, rates = Job(400_000_000, 0.1, 0.2), Rates.gpu()
+    >>> most_communication(job, Cluster(4, bandwidth_gbit=100, transport="nccl"), rates)[0]
     GradientAllReduce(average=Exact())
-    >>> most_communication(job, Cluster(4, bandwidth_gbit=0.5, latency_s=0.05))[0].local_steps
+    >>> slow = Cluster(4, bandwidth_gbit=0.5, latency_s=0.05, transport="nccl")
+    >>> most_communication(job, slow, rates)[0].local_steps
     30
     """
     for algorithm in candidates(cluster):

@@ -27,8 +27,18 @@ This needs root, iproute2, and a kernel with network namespaces, veth, bridges a
 It removes everything when it ends, also after an error or Ctrl-C; `clean` removes what a killed run has left.
 """
 
-from .lab import PREFIX, Lab, build, check_machine, remove
+from .lab import PREFIX, Direction, Lab, build, check_machine, remove
 from .rate import measure_rate, measure_round_trip
 from .tools import LabError
 
-__all__ = ["PREFIX", "Lab", "LabError", "build", "check_machine", "measure_rate", "measure_round_trip", "remove"]
+__all__ = [
+    "PREFIX",
+    "Direction",
+    "Lab",
+    "LabError",
+    "build",
+    "check_machine",
+    "measure_rate",
+    "measure_round_trip",
+    "remove",
+]

@@ -508,6 +508,21 @@ def test_a_closed_one_says_so(tmp_path):
     run_ranks(2, body)
 
 
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [
+        (3, "a plain int"),
+        ({"a": [0.5]}, "a plain float"),
+        (np.zeros(2, np.int64), "an array of int64"),
+        ([np.zeros(2), (np.float32(1), np.uint8(1))], "an array of uint8"),
+    ],
+)
+def test_a_sum_of_numbers_that_cannot_be_shared_is_refused(value, found):
+    with pytest.raises(ArrayError, match=f'Own: value has {found}, and "sum" shares'):
+        Own(value, "sum")
+    Own(value, "first")
+
+
 @pytest.mark.parametrize("rule", ["max", 1, ""])
 def test_an_unknown_rule_is_refused(rule):
     with pytest.raises(ArrayError, match=r"Own: reshape is .*expected None or one of first, mean, sum, drop"):

@@ -252,6 +252,23 @@ def test_ranks_that_all_send_or_all_receive_wait_for_each_other(name, peers, cir
     assert finding.text.startswith(words)
 
 
+def test_a_message_that_is_received_in_another_communicator_is_named():
+    groups = {"world.1": (0, 1), "world.2": (0, 1)}
+    send = Entry("world.2", 1, False, "send", "float32", (4,), {"dest": 1}, start_ns=0)
+    recv = Entry("world.1", 1, False, "recv", "float32", (4,), {"source": 0}, start_ns=0)
+    finding = only([record(rank, [entry], groups=groups, size=2) for rank, entry in enumerate((send, recv))])
+    assert (finding.kind, finding.ranks) == ("crossed", (0, 1))
+    assert "rank 0 sends to rank 1 in world.2, and rank 1 receives from it in world.1" in finding.text
+
+
+def test_failed_calls_without_a_cause_are_not_called_right():
+    failed = Entry(
+        "world", 1, False, "send", "float32", (4,), {"dest": 1}, start_ns=0, end_ns=1, error="CommError"
+    )
+    text = str(diagnose([record(0, [failed], size=2), record(1, [], size=2)]))
+    assert text.startswith("No cause of the failed calls was found.")
+
+
 @pytest.mark.parametrize(("sent", "received"), [("send", "recv_object"), ("send_object", "recv")])
 def test_an_object_that_is_received_as_an_array_is_named_and_vice_versa(sent, received):
     send = Entry("world", 1, False, sent, "float32", (4,), {"dest": 1}, start_ns=0, end_ns=1)

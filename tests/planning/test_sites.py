@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from bagua_comm import DiLoCo, GradientAllReduce, SparseLoCo, StreamingDiLoCo
-from bagua_comm.planning.costmodel import Cluster, Job, predict
+from bagua_comm.planning.costmodel import Cluster, Job, Rates, predict
 from bagua_comm.planning.sites import candidates, exposed_share, most_communication
 
 JOB = Job(400_000_000, 0.1, 0.2)
@@ -30,7 +30,9 @@ def test_the_first_that_hardly_waits_is_chosen_and_all_before_it_wait():
 
 def test_slower_links_have_more_steps_between_exchanges():
     links = (between(100, latency_s=1e-5), between(1), between(0.05))
-    chosen = [most_communication(JOB, link)[0] for link in links]
+    chosen = [
+        most_communication(JOB, dataclasses.replace(link, transport="nccl"), Rates.gpu())[0] for link in links
+    ]
     assert chosen[0] == GradientAllReduce()
     assert isinstance(chosen[1], (DiLoCo, StreamingDiLoCo))
     assert chosen[1].local_steps < chosen[2].local_steps
