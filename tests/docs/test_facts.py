@@ -50,6 +50,19 @@ def test_speed_ups_are_those_that_were_measured():
         assert f"| {name} | " + " | ".join(f"{speed_up:.2f}" for speed_up in speed_ups) + " |" in front
 
 
+def test_the_figures_of_the_largest_changes_are_those_that_were_measured():
+    rows = json.loads((ROOT / "benchmarks" / "results" / "sparse.json").read_text())["results"]
+    found = {"sparseloco": [], "diloco": []}
+    for task in ("digits", "digits-adam"):
+        for name in ("sparseloco-10", "sparseloco-30", "diloco-10", "diloco-10-mean"):
+            metrics = [row["metric"] for row in rows if (row["task"], row["algorithm"]) == (task, name)]
+            assert len(metrics) == 3
+            found[name.partition("-")[0]].append(sum(metrics) / 3)
+    sparse, dense = (f"{min(each):.1f} to {max(each):.1f} %" for each in found.values())
+    text = " ".join((ROOT / "docs" / "guides" / "choose.md").read_text().split())
+    assert f"ends after 400 steps at {sparse} where DiLoCo has {dense}" in text
+
+
 def test_the_figures_of_four_bits_are_those_that_were_measured():
     performance = (ROOT / "docs" / "how-it-works" / "performance.md").read_text()
     four_bits = performance.partition("\n## Four bits\n")[2].partition("\n## ")[0]
