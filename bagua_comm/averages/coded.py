@@ -327,7 +327,11 @@ class Coded(Stages):
             return sent, into
         rows, own = list(sent), list(into)
         if c.in_rows:
-            self._encode(mine, x.reshape(c.p, -1)[:, mine.local], self._table(i), mine.local.start)
+            chunks, table = x.reshape(c.p, -1)[:, mine.local], self._table(i)
+            if self._draws is None:
+                mine.steps.encode(chunks, table)
+            else:
+                self._encode(mine, chunks, table, mine.local.start)
             if residual is not None:
                 for part, row in zip(parts, rows, strict=True):
                     self._store_error(x[None, part.elements], row[None], residual[part.elements], part.steps)

@@ -163,20 +163,20 @@ def _are_rows(*arrays: Array) -> bool:
 def minmax_encode(chunks: Array, wire: Array, start: int, block: int, eps: float) -> None:
     """See `host.minmax_encode`."""
     (n, m), w, dtype, between = chunks.shape, wire.shape[1], chunks.dtype, chunks.strides[0]
-    source, target = address(chunks), address(wire)
-    if not _supports(dtype, source | between | target | w):
+    source, target = chunks.__array_interface__["data"][0], wire.__array_interface__["data"][0]
+    element, apart = _CODES.get(dtype_name(dtype)), between // dtype.itemsize
+    if element is None or (source | between | target | w) % dtype.itemsize:
         return host.minmax_encode(chunks, wire, start, block, eps)
-    element, apart = _CODES[dtype_name(dtype)], between // dtype.itemsize
     return _run.encode_rows(element, source, apart, n, m, target, w, start, min(block, m or 1), float(eps))
 
 
 def minmax_decode(wire: Array, out: Array, start: int, block: int, eps: float) -> None:
     """See `host.minmax_decode`."""
     (n, m), w, dtype, between = out.shape, wire.shape[1], out.dtype, out.strides[0]
-    source, target = address(wire), address(out)
-    if not _supports(dtype, source | between | target | w):
+    source, target = wire.__array_interface__["data"][0], out.__array_interface__["data"][0]
+    element, apart = _CODES.get(dtype_name(dtype)), between // dtype.itemsize
+    if element is None or (source | between | target | w) % dtype.itemsize:
         return host.minmax_decode(wire, out, start, block, eps)
-    element, apart = _CODES[dtype_name(dtype)], between // dtype.itemsize
     return _run.decode_rows(element, source, n, m, target, apart, w, start, min(block, m or 1), float(eps))
 
 

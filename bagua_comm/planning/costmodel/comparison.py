@@ -67,7 +67,7 @@ def advise(
     SparseLoCo on GPUs, for which it has no kernels.
 
     >>> [advice.name for advice in advise(Job(100_000_000, 0.1, 0.2), Cluster(4, bandwidth_gbit=1))][:2]
-    ['diloco-100-bytes', 'async']
+    ['streaming-diloco-int4', 'diloco-100-bytes']
     """
     found = [
         Advice(name, method, predict(method, job, cluster, rates))
