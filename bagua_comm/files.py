@@ -83,7 +83,10 @@ def shared_memory() -> Path:
 
 def shared_memory_is_full() -> bool:
     """Whether `shared_memory` has no room: SIGBUS ends a process that writes to a new part of a file there."""
-    return shutil.disk_usage(shared_memory()).free < 1 << 16
+    try:
+        return shutil.disk_usage(shared_memory()).free < 1 << 16
+    except OSError:  # it is gone, or cannot be read
+        return False
 
 
 @functools.cache

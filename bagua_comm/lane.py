@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
+from concurrent.futures import wait as wait_for_futures
 from contextlib import suppress
 from typing import Any, ClassVar, Generic, ParamSpec, Protocol, TypeAlias, TypeVar
 
@@ -326,6 +327,7 @@ class ThreadLane(Lane[C]):
         """See `Lane.run_or_submit`."""
         self._check_submit(task)
         future: Future[R] = Future()
+        future.set_running_or_notify_cancel()  # so that it does not count as queued
         with self._lock:
             if self._side is not None or not all(each.done() for each, _ in self._pending):
                 return self.submit(task, *args, **kwargs)
@@ -340,7 +342,14 @@ class ThreadLane(Lane[C]):
         return self._run(task, args, kwargs)
 
     def _close_after_tasks(self) -> None:
-        self._executor.submit(super()._close_after_tasks)
+        close, here = super()._close_after_tasks, self._here
+
+        def close_after() -> None:
+            if here is not None:
+                wait_for_futures([here])  # a caller runs it; its call has a time limit
+            close()
+
+        self._executor.submit(close_after)
 
     def _stop(self) -> None:
         self._executor.shutdown(wait=False)

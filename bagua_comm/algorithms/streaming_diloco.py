@@ -232,9 +232,11 @@ def _divide(items: Sequence[tuple[int, str]], parts: int) -> list[int]:
     >>> _divide([(50, "a"), (10, "b"), (10, "c"), (10, "d"), (10, "e"), (10, "f")], 4)
     [0, 1, 2, 3, 1, 2]
     """
-    sizes = [0] * max(1, min(parts, len(items)))
+    sizes = [(0, 0)] * max(1, min(parts, len(items)))
+    """Bytes and items of each part: an empty item joins the part with the fewest."""
     numbers = [0] * len(items)
     for i in sorted(range(len(items)), key=lambda i: (-items[i][0], items[i][1])):
         numbers[i] = sizes.index(min(sizes))
-        sizes[numbers[i]] += items[i][0]
+        nbytes, count = sizes[numbers[i]]
+        sizes[numbers[i]] = nbytes + items[i][0], count + 1
     return numbers

@@ -119,7 +119,8 @@ class Checkpoints(Live, Closing):
         self._worker = ThreadPoolExecutor(1, "checkpoints")
         self._saving: tuple[int, Future[str | None]] | None = None
         """The step of the save in progress, and its future error."""
-        comm.ends_before.append(weakref.ref(self))
+        self._parent = comm
+        comm.ends_before.append(self)
         self._at_exit = functools.partial(_report_unsaved, weakref.ref(self))
         atexit.register(self._at_exit)
 
@@ -415,14 +416,20 @@ class Checkpoints(Live, Closing):
             self.wait()
         finally:
             self._closed = True
-            atexit.unregister(self._at_exit)
+            self._forget()
             self._worker.shutdown(wait=False)
             self._files.close()
             self._lane.close()
 
+    def _forget(self) -> None:
+        """Let nothing close it, or speak of it, any more."""
+        atexit.unregister(self._at_exit)
+        with contextlib.suppress(ValueError):
+            self._parent.ends_before.remove(self)
+
     def _leave(self, error: BaseException) -> None:
         self._closed = True  # other ranks may never call: a save in progress ends by itself
-        atexit.unregister(self._at_exit)
+        self._forget()
         self._worker.shutdown(wait=False)
         with contextlib.suppress(BaguaError):
             self._lane.__exit__(type(error), error, error.__traceback__)
@@ -432,13 +439,17 @@ def _report_unsaved(ref: weakref.ref[Checkpoints]) -> None:
     """Print that the program ends while a checkpoint is not known to be complete."""
     found = ref()
     saving = None if found is None else found._saving
-    if found is not None and saving is not None:
+    if found is not None and saving is not None and not _is_complete(saving[1]):
         print(
             f"bagua_comm: the program ends, and the checkpoint of step {saving[0]} in {found.folder} may be "
             "incomplete, because Checkpoints was not closed: use `with Checkpoints(...)`, or call close()",
             file=sys.stderr,
             flush=True,
         )
+
+
+def _is_complete(save: Future[str | None]) -> bool:
+    return save.done() and not save.cancelled() and save.exception() is None and save.result() is None
 
 
 class _Progress:

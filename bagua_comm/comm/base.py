@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from typing import Any, Protocol, get_args
@@ -76,9 +75,9 @@ class CommBase(Shared):
         self.context = CallContext()
         self.scratch = SharedScratch()
         self.engine_registry: EngineRegistry | None = None
-        self.ends_before: list[weakref.ref[Closing]] = []
-        """What `close` closes first, in the order in which all ranks have made it: checkpoints."""
         """Registry of the engines that are made on this very communicator."""
+        self.ends_before: list[Closing] = []
+        """What `close` closes first, in the order in which all ranks have made it: checkpoints."""
         self.call_cache = CallCache()
         self.agreed: set[Hashable] = set()
         """Settings that all ranks have compared and found equal. Unlike the cache, the same on all ranks."""

@@ -11,7 +11,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -364,8 +364,8 @@ class Communicator(Collectives, UnevenCollectives, CoalescedCollectives, ObjectC
             return
         with ExitStack() as ends:
             ends.callback(self._free)
-            for each in [found for ref in self.ends_before if (found := ref()) is not None]:
-                ends.callback(each.close)
+            for each in self.ends_before:
+                ends.callback(_close_first, each)
 
     def _free(self) -> None:
         self.guard.close()
@@ -436,8 +436,10 @@ class Communicator(Collectives, UnevenCollectives, CoalescedCollectives, ObjectC
         first = transports[0]
         former = np.empty((first.size, 1), np.int64)
         first.begin_call_within(self.transports[0])  # else both could wait for their limit, one after the other
-        first.allgather(np.array([self.rank], np.int64), former)
-        first.end_call()
+        try:
+            first.allgather(np.array([self.rank], np.int64), former)
+        finally:
+            first.end_call()
         comm = (make or Communicator)(
             transports,
             nodes=[self._labels[rank] for rank in former[:, 0]],
@@ -451,3 +453,9 @@ class Communicator(Collectives, UnevenCollectives, CoalescedCollectives, ObjectC
         members = self.flight.groups[self.group]
         comm.flight.groups[comm.group] = tuple(members[rank] for rank in former[:, 0])
         return comm
+
+
+def _close_first(each: Closing) -> None:
+    """Close an object that uses a duplicate of a communicator which may not work any more."""
+    with suppress(CommError):  # the calls that failed have raised it
+        each.close()

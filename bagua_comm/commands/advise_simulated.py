@@ -122,7 +122,7 @@ def settings(options: argparse.Namespace, cluster: Cluster) -> Settings:
     if unknown:
         raise CommandError(f"--algorithms: there is no {unknown[0]!r}; expected some of {', '.join(METHODS)}")
     if not 0 <= options.seed < 2**63:
-        raise CommandError(f"--seed is {options.seed}, expected an integer of at least 0")
+        raise CommandError(f"--seed is {options.seed}, expected an integer from 0 to below 2**63")
     k = cluster.ranks_per_node
     sizes = sorted({cluster.size, *(n for n in SIZES if n <= options.most_ranks and n % k == 0 and n > k)})
     return Settings(

@@ -122,9 +122,14 @@ class Session:
                 f"elastic.run: the state has the parts {given}, but the commit that is left in memory has "
                 f"{found}: start another program as another job"
             )
-        for name, part in self._parts.items():
-            if sources.version != INITIAL or not part.is_own:
-                part.load(tree["parts"][name])
+        loaded = [
+            (part, tree["parts"][name])
+            for name, part in self._parts.items()
+            if sources.version != INITIAL or not part.is_own
+        ]
+        conflicts = parts.conflicts_of(pair for part, saved in loaded for pair in part.memory(saved))
+        for part, saved in loaded:
+            part.load(saved, conflicts)
         self._kept = tree["engines"]
 
     # Training ---------------------------------------------------------------------------------------

@@ -420,6 +420,7 @@ class Engine(Live, Closing):
         loaded = check_state_dict(self._comm, self.algorithm, self._buckets, names, saved)
         self._training = loaded.training
         self._exchanges.set_step(loaded.header.step)
+        self._progress.restart()
         self._begin_phase(loaded.header.phase_began, loaded.states)
         self._weights.load(differ=self._drifts and loaded.continues)
         if loaded.continues:
@@ -442,12 +443,10 @@ class Engine(Live, Closing):
         if self._closed:
             return
         self._closed = True
-        was_stopped = self.stopped
+        differ = self._drifts and not self.stopped and self._comm.size > 1
         try:
             self.stop()
-            if not self._drifts and not was_stopped:
-                self._weights.report_unlike(self._phase, self.plan, self._buckets)
-            elif not was_stopped and self._comm.size > 1:
+            if differ:
                 self._progress.report_alone(self.algorithm, self.step - self._exchanges.exchanged)
         finally:
             self._lane.close()
@@ -483,7 +482,8 @@ class Engine(Live, Closing):
             self._schedule.finish()
         self._make_equal()
         self._begin_phase(self.step)
-        self._weights.compare_at(self.step + 1)
+        if not self._drifts:
+            self._weights.compare_at(self.step + 1)
         log_on_root(_log, self._comm.rank, "from step %d on: %s", self.step, self._phase)
 
     def _make_equal(self, following: Algorithm | None = None) -> None:

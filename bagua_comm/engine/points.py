@@ -31,17 +31,30 @@ def needed_points(algorithm: Algorithm) -> tuple[Point, ...]:
 
 
 class PointOrder:
-    """Checks that no point is left out on which the algorithm depends. A repeated `FORWARD` begins a step again.
+    """Checks that no point is left out on which the algorithm depends.
+
+    Several passes may come before a `STEP`, as for microbatches.
 
     Args:
         algorithm: The algorithm of the engine.
     """
 
     def __init__(self, algorithm: Algorithm) -> None:
-        needed = needed_points(algorithm)
+        self._needed = needed = needed_points(algorithm)
         self._before = dict(zip(needed, (*needed[-1:], *needed[:-1]), strict=True))
-        self._last = self._any = needed[-1]
-        """The last of these points, and the last of all points."""
+        self._last = needed[-1]
+        """The last of these points."""
+        self._passes = 0
+        self._has_step = Point.STEP not in needed
+
+    @property
+    def lacks_step(self) -> bool:
+        """Whether there were several passes, but no `STEP`, on which the algorithm depends."""
+        return self._passes > 1 and not self._has_step
+
+    def restart(self) -> None:
+        """Expect the first point next."""
+        self._last = self._needed[-1]
 
     def check(self, point: Point, step: int) -> None:
         """Raise if a point was left out before this one.
@@ -50,14 +63,15 @@ class PointOrder:
             ArrayError: It was.
         """
         missing = self._before.get(point, self._last)
-        if self._last is not missing and not (point is self._any is Point.FORWARD):
+        if self._last is not missing and point is not self._needed[0]:
             raise ArrayError(
-                f"at({point}): the last point was {self._last}, expected {missing} before, in step {step}; call "
-                f"engine.at({missing}) in every step"
+                f"at(Point.{point.name}): the last point was Point.{self._last.name}, expected "
+                f"Point.{missing.name} before, in step {step}; call engine.at(Point.{missing.name}) in every step"
             )
 
     def reach(self, point: Point) -> None:
         """Note that the engine's work at `point` has ended."""
-        self._any = point
+        self._passes += point is Point.BACKWARD
+        self._has_step |= point is Point.STEP
         if point in self._before:
             self._last = point

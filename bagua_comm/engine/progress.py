@@ -66,6 +66,11 @@ class Progress:
             self._order.check(point, step)
         return time.perf_counter_ns()
 
+    def restart(self) -> None:
+        """Expect the first point of a step next, as after a checkpoint was loaded."""
+        if self._order is not None:
+            self._order.restart()
+
     def reach(self, point: Point, began_ns: int, step: int) -> None:
         """Note that the engine's work at `point`, which began at `began_ns`, has ended.
 
@@ -127,7 +132,13 @@ class Progress:
             log_on_root(self._logger, self._rank, text, steps, "s" * (steps > 1))
 
     def close(self) -> None:
-        """Log all steps but the first, in one line."""
+        """Log all steps but the first, in one line, and warn if steps were not reported as such."""
+        if self._order is not None and self._order.lacks_step:
+            warnings.warn(
+                "Engine: engine.at(Point.STEP) was never called, so all steps counted as one; call it after each "
+                "step of the optimizer",
+                stacklevel=4,  # the line that calls close()
+            )
         if self._steps > 1:
             text = self._describe(self._warm)
             log_on_root(self._logger, self._rank, "%d steps, %s", self._steps, text)

@@ -75,16 +75,23 @@ class EngineWeights:
             self._again_at = step
 
     def is_due(self, step: int) -> bool:
-        """Whether the weights are compared when `step` begins; the same on all ranks."""
-        return self.unchecked or step == self._again_at
+        """Whether the weights are compared when `step` begins; the same on all ranks.
+
+        After the first comparison, one step after a new algorithm began, and at steps 16, 32, 64 and so on, where
+        a wrong optimizer shows.
+        """
+        doubled = step >= 16 and not step & (step - 1)
+        return self.unchecked or (self._compare and (step == self._again_at or doubled))
 
     def check(self, phase: Algorithm, plan: Plan, buckets: Buckets) -> None:
         """Raise if the weights differ between ranks, and `phase`, the algorithm of this step, needs equal ones.
 
         Collective.
 
+        After the first steps it warns instead, once: processors of different types may round differently.
+
         Raises:
-            CommMismatch: They differ, or did when `phase` copied them.
+            CommMismatch: They differ when training begins, or did when `phase` copied them.
         """
         trained, self.unchecked, self._again_at = not self.unchecked, False, -1
         if self.differ or not with_defaults(phase).equal_start or not self._flats(buckets):
@@ -96,24 +103,13 @@ class EngineWeights:
         rank = int(comm.allreduce(np.array(comm.rank if mine != first else comm.size), op="min"))
         if rank < comm.size:
             other = comm.broadcast_object(mine, root=rank)
-            when, cure = (
-                (f"{phase} keeps weights equal, but", _SAME_STEPS)
-                if trained
-                else (f"{phase} begins, but", _SAME_START)
-            )
-            raise CommMismatch(f"{when} {_difference(first, other, rank)}; {cure}")
-
-    def report_unlike(self, phase: Algorithm, plan: Plan, buckets: Buckets) -> None:
-        """Warn if training by `phase`, which keeps weights equal, ends with weights that differ between ranks.
-
-        Collective.
-        """
-        if not self._compare or self.unchecked:
-            return
-        try:
-            self.check(phase, plan, buckets)
-        except CommMismatch as exc:
-            warnings.warn(f"close: {exc}", stacklevel=5)  # the line that calls close()
+            found = _difference(first, other, rank)
+            if not trained:
+                raise CommMismatch(f"at: {phase} begins, but {found}; {_SAME_START}")
+            self._compare = False
+            if comm.rank == 0:
+                text = f"at: {phase} keeps weights equal, but {found}; {_SAME_STEPS}"
+                warnings.warn(text, stacklevel=4)  # the line that calls at()
 
     def average(self, buckets: Buckets, make_equal: Callable[[], None] | None) -> None:
         """Replace the weights with their mean over all ranks; by `make_equal`, see `EngineCallbacks`, if given.

@@ -45,10 +45,12 @@ def circles(
                 following = waits[following]
             if following == start == min(path):
                 ranks = tuple(rank for _, rank in path)
-                if calls[ranks[0]][-1].name.endswith("_object"):
-                    cure = cure.replace("sendrecv or exchange", "a lane, or allgather_object")
+                if any(each.name == f"{name}_object" for each in calls[ranks[0]]):
+                    advice = cure.replace("sendrecv or exchange", "a lane, or allgather_object")
+                else:
+                    advice = cure
                 verb = f"both {does} each other" if len(ranks) == 2 else f"all {does} the next one, in a circle"
-                yield start[0], ranks, f"{named(ranks)} {verb}: {cure}"
+                yield start[0], ranks, f"{named(ranks)} {verb}: {advice}"
 
 
 def _apart(
@@ -57,7 +59,7 @@ def _apart(
     """Pairs of a rank that sends and one that receives from it, in different communicators or on other lanes."""
     ends: dict[str, list[tuple[int, int, str]]] = {"send": [], "recv": []}
     for rank, entries in calls.items():
-        for entry in entries:
+        for entry in entries[-1:]:  # an earlier one may be that of a lane, which receives ahead of time
             name = entry.name.removesuffix("_object")
             if name in ends:
                 peer = groups[entry.group][entry.detail["dest" if name == "send" else "source"]]
@@ -67,6 +69,6 @@ def _apart(
             if (other, source) == (peer, rank) and received != group:
                 text = (
                     f"rank {rank} sends to rank {peer} in {group}, and rank {peer} receives from it in "
-                    f"{received}: use the same communicator, or the same lane, on both ranks"
+                    f"{received}; if this is one message, use the same communicator, or lane, on both ranks"
                 )
                 yield group, (rank, peer), text

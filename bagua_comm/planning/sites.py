@@ -14,6 +14,7 @@ from ..algorithms import Algorithm, ByteGrad, DiLoCo, GradientAllReduce, SparseL
 from ..averages import Hierarchical, Quantized
 from ..codecs import Int4
 from .costmodel import Cluster, Job, Prediction, Rates, predict
+from .costmodel.comparison import applies
 
 LEAST_WAITING = 0.05
 """The share of the time of a step that may be exposed communication."""
@@ -61,6 +62,8 @@ def most_communication(
     30
     """
     for algorithm in candidates(cluster):
+        if not applies(algorithm, job, cluster):
+            continue
         prediction = predict(algorithm, job, cluster, rates)
         if exposed_share(prediction) < least_waiting:
             return algorithm, prediction

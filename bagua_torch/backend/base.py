@@ -148,6 +148,6 @@ class GroupBase(_ProcessGroup):  # type: ignore[misc]
     def abort(self) -> None:
         """End the group at once; collective calls under way fail when their time limit is over."""
         self._is_open = False
+        self._messages.stop()  # before the lane closes the connections that they share
         self.lane.abort()
-        self._messages.stop()
         self._callbacks.close()

@@ -95,10 +95,14 @@ class Messages:
             channel = self._failed.pop(queue, None)
             if channel is None:
                 channel = self._idle.pop() if self._idle else self._transport.channel()
-            self._waiting[queue] = deque([message])
             thread = threading.Thread(target=self._run, args=(queue, channel), name=f"{call} {peer}", daemon=True)
-            self._threads[queue] = thread, channel
-        thread.start()
+            self._waiting[queue], self._threads[queue] = deque([message]), (thread, channel)
+            try:
+                thread.start()  # it waits for the lock
+            except RuntimeError:  # Python ends, or there are too many threads
+                del self._waiting[queue], self._threads[queue]
+                self._idle.append(channel)
+                raise
         return message.future
 
     def _pass_on(self, call: str, tag: int, message: _Message) -> None:

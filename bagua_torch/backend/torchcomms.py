@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -45,6 +46,8 @@ class TorchCommBagua:
     _lock: ClassVar = threading.Lock()
     _open: ClassVar[Counter[Communicator]] = Counter()
     """The worlds that were connected here, and how many of these objects use each."""
+    _splits: ClassVar[WeakKeyDictionary[Communicator, Counter[Any]]] = WeakKeyDictionary()
+    """How many groups of the same ranks and name were split from each world."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +55,6 @@ class TorchCommBagua:
         self._world: Communicator | None = None
         self._name = ""
         self._device, self._options = torch.device("cpu"), None
-        self._splits: Counter[tuple[Any, ...]] = Counter()
 
     # Start and end ----------------------------------------------------------------------------------
 
@@ -117,8 +119,9 @@ class TorchCommBagua:
                 f"{group.rank()}; ranks without a part pass none"
             )
         key = (name, *ranks)
-        self._splits[key] += 1
-        made = group.parent.subgroup(ranks, f"torchcomms/{key}/{self._splits[key]}")
+        counts = self._splits.setdefault(group.parent, Counter())
+        counts[key] += 1
+        made = group.parent.subgroup(ranks, f"torchcomms/{key}/{counts[key]}")
         timeout = getattr(options, "timeout", None)
         timeout_s = group.comm.timeout_s if timeout is None else timeout.total_seconds()
         child = type(self)()
@@ -130,7 +133,9 @@ class TorchCommBagua:
 
     def _used(self, call: str) -> BaguaGroup:
         if self._group is None:
-            raise CommError(f"{call}: this communicator of torchcomms is not initialised, or was finalised")
+            raise CommError(
+                f"{call}: this communicator of torchcomms is not initialised, or was finalised; call init before"
+            )
         return self._group
 
     # What it is -------------------------------------------------------------------------------------

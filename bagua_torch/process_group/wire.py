@@ -327,6 +327,8 @@ class FramedTransport(Transport):
 
     def _check_connection(self, *peers: int) -> None:
         """Raise RuntimeError if the connection to one of `peers` is closed; to any peer if there are none."""
+        if self._gloo is None:
+            raise RuntimeError("connection closed")
         for each in peers or self.others():
             self._gloo.recv([torch.empty(1, dtype=torch.uint8)], each, _ABORT_TAG)
 

@@ -141,7 +141,9 @@ PAYLOADS = ("gradients", "weights in every step", "weights now and then")
 def _averages(row: dict[str, Any]) -> str:
     if row["averages"] == "gradients":
         return "gradients"
-    rarely = row["algorithm"].startswith(("async", "diloco", "sparseloco")) or "every" in row["algorithm"]
+    rarely = (
+        row["algorithm"].startswith(("async", "diloco", "sparseloco", "streaming")) or "every" in row["algorithm"]
+    )
     return "weights now and then" if rarely else "weights in every step"
 
 

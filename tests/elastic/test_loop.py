@@ -89,6 +89,49 @@ def test_arrays_and_optimizers_in_containers_are_restored_in_place(wrap):
         np.testing.assert_allclose(seen, losses)
 
 
+def test_arrays_that_shared_memory_when_the_state_was_made_get_their_own_values():
+    """As in State(w=w, best=[w]), where best is a copy later: a process that joins has one array twice."""
+    job = ThreadJob(4, wanted=3)
+
+    def body(fleet):
+        total = np.zeros(3)
+        state = State(total=total, best=[total], same=[total], sums=[np.zeros(2)] * 2, step=0)
+
+        @run(state, fleet=fleet)
+        def train(comm):
+            while state.step < STEPS:
+                total[...] += comm.allreduce(np.ones(3), op="avg")
+                state.step += 1
+                if state.step == 2:
+                    state.best = [total.copy()]
+                    state.sums = [np.full(2, 5.0), np.full(2, 6.0)]
+                if (fleet.me, state.step) == (1, 4):
+                    job.kill(fleet.me)
+                state.commit()
+            return total.tolist(), state.best[0].tolist(), state.sums[0][0], state.sums[1][0]
+
+        return train
+
+    outcomes = [outcome["result"] for outcome in run_fleet(job, body) if "result" in outcome]
+    assert outcomes == [([float(STEPS)] * 3, [2.0] * 3, 5.0, 6.0)] * 3
+
+
+def test_an_object_that_is_put_into_the_state_later_is_refused_on_all_ranks():
+    def body(fleet):
+        state = State(kept=[])
+
+        @run(state, fleet=fleet)
+        def train(comm):
+            state.kept.append(optim.SGD(lr=1.0).init(np.zeros(2)))
+            with pytest.raises(ArrayError, match=r"kept\[0\] is an object that was put into the state later"):
+                state.commit()
+            return True
+
+        return train
+
+    assert all(outcome["result"] for outcome in run_fleet(ThreadJob(2), body))
+
+
 @pytest.mark.parametrize("step_s", [86400.0, -86400.0])
 def test_a_clock_that_is_set_during_a_recovery_changes_no_time_that_is_measured(monkeypatch, step_s):
     clock = itertools.count(1e9, step_s)  # set by a day between any two looks at it

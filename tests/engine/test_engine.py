@@ -523,12 +523,12 @@ def make_steps(engine, count, points):
 @pytest.mark.parametrize(
     ("algorithm", "left_out"),
     [
-        *((Decentralized("all"), point) for point in WHOLE),
-        *((DiLoCo(2), point) for point in (Point.FORWARD, Point.STEP)),
+        *((Decentralized("all"), point) for point in WHOLE[:2]),
+        (DiLoCo(2), Point.FORWARD),
         (LowPrecisionOnePeer(), Point.FORWARD),
-        *((QAdam(2), point) for point in (Point.STEP, Point.BACKWARD)),
-        *((every(2, ByteGrad()), point) for point in WHOLE),
-        *((after(2, ByteGrad(), Decentralized("all")), point) for point in WHOLE),
+        (QAdam(2), Point.BACKWARD),
+        *((every(2, ByteGrad()), point) for point in WHOLE[:2]),
+        *((after(2, ByteGrad(), Decentralized("all")), point) for point in WHOLE[:2]),
     ],
     ids=str,
 )
@@ -543,6 +543,29 @@ def test_a_point_that_is_left_out_is_an_error_where_the_algorithm_depends_on_it(
     run_ranks(2, body)
 
 
+@pytest.mark.parametrize("algorithm", [QAdam(2), DiLoCo(1), after(2, ByteGrad(), Decentralized("all"))], ids=str)
+def test_steps_that_are_never_reported_are_warned_of(algorithm):
+    def body(comm):
+        with Engine(comm, algorithm, PLAN, {"grad": PLAN.allocate(), "weight": PLAN.allocate()}) as engine:
+            make_steps(engine, 2, WHOLE[:2])
+
+    with pytest.warns(UserWarning, match=r"engine.at\(Point.STEP\) was never called"):
+        run_ranks(2, body)
+
+
+def test_several_passes_may_come_before_a_step_and_a_step_begins_anew_after_a_checkpoint_is_loaded():
+    def body(comm):
+        with Engine(comm, DiLoCo(1), PLAN, {"weight": PLAN.allocate(), "grad": PLAN.allocate()}) as engine:
+            make_steps(engine, 1, (*WHOLE[:2], *WHOLE[:2], Point.STEP))
+            saved = engine.state_dict()
+            make_steps(engine, 1, WHOLE[:2])
+            engine.load_state_dict(saved)
+            make_steps(engine, 1, WHOLE)
+            return engine.step
+
+    assert run_ranks(2, body) == [2, 2]
+
+
 @pytest.mark.parametrize(("algorithm", "points"), [(ByteGrad(), WHOLE[1:2]), (DiLoCo(2), WHOLE[::2])])
 def test_a_point_may_be_left_out_where_the_algorithm_does_not_depend_on_it(algorithm, points):
     def body(comm):
@@ -555,11 +578,11 @@ def test_a_point_may_be_left_out_where_the_algorithm_does_not_depend_on_it(algor
         assert min(run_ranks(2, body)) > 0
 
 
-def test_weights_that_a_wrong_optimizer_makes_differ_are_reported_at_the_end():
+def test_weights_that_a_wrong_optimizer_makes_differ_are_reported_once():
     def body(comm):
         weights, grads = PLAN.allocate(), PLAN.allocate()
         with Engine(comm, QAdam(1), PLAN, {"weight": weights, "grad": grads}) as engine:
-            for _ in range(3):
+            for _ in range(34):
                 engine.at(Point.FORWARD)
                 for grad in grads:
                     grad[...] = comm.rank + 1
@@ -571,7 +594,7 @@ def test_weights_that_a_wrong_optimizer_makes_differ_are_reported_at_the_end():
                 engine.at(Point.STEP)
 
     with pytest.warns(
-        UserWarning, match=r"close: QAdam.* keeps weights equal, but rank 1 .* optim.QAdam, with the same"
+        UserWarning, match=r"at: QAdam.* keeps weights equal, but rank 1 .* optim.QAdam, with the same"
     ):
         run_ranks(2, body)
 
@@ -585,13 +608,10 @@ def test_weights_are_compared_one_step_after_another_algorithm_began():
                 for point in WHOLE:
                     engine.at(point)
                 weights[0][...] = step * comm.rank
-            with pytest.raises(
-                CommMismatch, match="keeps weights equal, but rank 1 and rank 0 have different weights"
-            ):
-                engine.at(Point.FORWARD)
-            weights[0][...] = 0
+            engine.at(Point.FORWARD)
 
-    run_ranks(2, body)
+    with pytest.warns(UserWarning, match="keeps weights equal, but rank 1 and rank 0 have different"):
+        run_ranks(2, body)
 
 
 def test_a_tensor_that_is_not_ready_is_reported_once_on_the_rank_that_left_it_out():

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from typing import Any
+from collections.abc import Container, Iterable, Iterator
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -20,6 +21,9 @@ from ...arrays import Array
 from ...checkpoint.optimizers import is_optimizer, is_sharded, load_in_place, with_dtype
 from ...checkpoint.trees import DEEPEST, Own, Packed, as_tagged, from_tagged, pack
 from ...errors import ArrayError, UnsupportedError
+
+Memory: TypeAlias = tuple[int, int]
+"""The address and the bytes of an array."""
 
 
 def packed(tree: Any) -> Packed:
@@ -69,6 +73,8 @@ class Part:
         self.value: Any = given.value if isinstance(given, Own) else given
         self._kept: Any = None
         """The value when `tree` was called last, with containers of its own: what is restored in place."""
+        self._objects: frozenset[str] | None = None
+        """The paths of the objects that were given."""
         try:
             self.is_object = _is_object(name, self.value)
             self.is_array = not self.is_object and _is_array(self.value)
@@ -88,15 +94,37 @@ class Part:
         return not self.is_object and not self.is_array
 
     def tree(self) -> Any:
-        """The part as a tree, which shares memory with the object."""
-        self._kept, bare = _split(self.name, self.value)
+        """The part as a tree, which shares memory with the object.
+
+        Raises:
+            UnsupportedError: An object was put into it later.
+        """
+        found: list[str] = []
+        kept, bare = _split(self.name, self.value, found)
+        if self._objects is None:
+            self._objects = frozenset(found)
+        if new := sorted(set(found) - self._objects):
+            raise UnsupportedError(
+                f"{new[0]} is an object that was put into the state later; a process that joins would have none "
+                "to restore: give it to State(...)"
+            )
+        self._kept = kept
         return bare if self._own is None else Own(bare, self._own.reshape)
 
-    def load(self, saved: Any) -> None:
-        """Restore a result of `tree`. Dropped objects and arrays, for which it is None, are left unchanged."""
+    def memory(self, saved: Any) -> Iterator[tuple[Memory, Any]]:
+        """The memory of each array that `load` may assign to, with the array that was saved."""
+        return _memory(self._kept, saved.value if isinstance(saved, Own) else saved)
+
+    def load(self, saved: Any, conflicts: Container[Memory] = ()) -> None:
+        """Restore a result of `tree`. Dropped objects and arrays, for which it is None, are left unchanged.
+
+        Args:
+            saved: The result of `tree`.
+            conflicts: See `conflicts_of`.
+        """
         saved = saved.value if isinstance(saved, Own) else saved
         if not self.is_array:
-            self.value = _restored(self._kept, saved)
+            self.value = _restored(self._kept, saved, conflicts)
         elif saved is not None:
             ours, shape = tuple(self.value.shape), tuple(saved.shape)
             if ours != shape:
@@ -104,27 +132,62 @@ class Part:
             _assign(self.value, saved)
 
 
-def _split(path: str, value: Any, depth: int = 0) -> tuple[Any, ...]:
-    """Return `value` with containers of its own, and with state dicts in place of its objects."""
+def conflicts_of(pairs: Iterable[tuple[Memory, Any]]) -> set[Memory]:
+    """Memory that several arrays share, for which different values were saved: none is restored in place."""
+    first: dict[Memory, Any] = {}
+    conflicts = set()
+    for memory, saved in pairs:
+        other = first.setdefault(memory, saved)
+        if other is not saved and _bytes(other) != _bytes(saved):
+            conflicts.add(memory)
+    return conflicts
+
+
+def _split(path: str, value: Any, objects: list[str], depth: int = 0) -> tuple[Any, ...]:
+    """Return `value` with containers of its own, and with state dicts in place of objects; add their paths."""
     if depth <= DEEPEST and type(value) in (list, tuple):
-        pairs = [_split(f"{path}[{n}]", item, depth + 1) for n, item in enumerate(value)]
+        pairs = [_split(f"{path}[{n}]", item, objects, depth + 1) for n, item in enumerate(value)]
         return type(value)(pair[0] for pair in pairs), type(value)(pair[1] for pair in pairs)
     if depth <= DEEPEST and type(value) in (dict, OrderedDict):
-        split = {key: _split(f"{path}[{key!r}]", item, depth + 1) for key, item in value.items()}
+        split = {key: _split(f"{path}[{key!r}]", item, objects, depth + 1) for key, item in value.items()}
         return tuple(type(value)((key, pair[side]) for key, pair in split.items()) for side in (0, 1))
     if _is_object(path, value):
         _check_whole(path, value)
+        objects.append(path)
         return value, value.state_dict()
     return value, value
 
 
-def _restored(kept: Any, saved: Any) -> Any:
+def _memory(kept: Any, saved: Any) -> Iterator[tuple[Memory, Any]]:
+    if isinstance(saved, (list, tuple)) and isinstance(kept, (list, tuple)):
+        for each, value in zip(kept, saved, strict=False):
+            yield from _memory(each, value)
+    elif isinstance(saved, dict) and _is_object("", kept):
+        yield from _memory(kept.state_dict(), saved)
+    elif isinstance(saved, dict) and isinstance(kept, dict):
+        for key, value in saved.items():
+            yield from _memory(kept.get(key), value)
+    elif _is_array(kept) and _is_array(saved):
+        yield _memory_of(kept), saved
+
+
+def _memory_of(x: Any) -> Memory:
+    array = arrays.as_array(x.detach() if arrays.is_tensor(x) else x)
+    return arrays.address(array), int(array.nbytes)
+
+
+def _bytes(x: Any) -> bytes:
+    array = arrays.as_array(x.detach() if arrays.is_tensor(x) else x)
+    return bytes(array.tobytes())
+
+
+def _restored(kept: Any, saved: Any, conflicts: Container[Memory]) -> Any:
     """The value that was saved, made of the objects and arrays that were kept, where these fit."""
     if isinstance(saved, (list, tuple)) and type(kept) is type(saved):
         rest = saved[len(kept) :]
-        return type(saved)([*(_restored(k, s) for k, s in zip(kept, saved, strict=False)), *rest])
+        return type(saved)([*(_restored(k, s, conflicts) for k, s in zip(kept, saved, strict=False)), *rest])
     if isinstance(saved, dict) and type(kept) is type(saved):
-        return type(saved)((key, _restored(kept.get(key), value)) for key, value in saved.items())
+        return type(saved)((key, _restored(kept.get(key), value, conflicts)) for key, value in saved.items())
     if _is_object("", kept):
         if saved is not None:
             _load(kept, saved)
@@ -132,7 +195,7 @@ def _restored(kept: Any, saved: Any) -> Any:
     if _is_array(kept):
         if saved is None:
             return kept
-        if _is_array(saved) and _fits(kept, saved):
+        if _is_array(saved) and _fits(kept, saved) and _memory_of(kept) not in conflicts:
             _assign(kept, saved)
             return kept
     return saved
@@ -173,7 +236,11 @@ def _is_array(value: Any) -> bool:
 
 def _fits(target: Any, saved: Any) -> bool:
     """Whether `target` can be assigned to, and has the dtype and the shape of `saved`."""
-    writable = arrays.is_tensor(target) or getattr(target.flags, "writeable", True)  # CuPy's have no such flag
+    if arrays.is_tensor(target):
+        writable = not target.is_inference() and (0 not in target.stride() or target.numel() < 2)
+    else:
+        flags = getattr(target, "flags", None)  # JAX's arrays have none, and CuPy's no `writeable`
+        writable = flags is not None and getattr(flags, "writeable", True)
     return writable and target.dtype == saved.dtype and tuple(target.shape) == tuple(saved.shape)
 
 

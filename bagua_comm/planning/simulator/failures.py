@@ -190,7 +190,7 @@ def _costs(
 ) -> _Costs:
     state = STATE_OF_WEIGHTS * job.model_bytes
     link = cluster.reached_gbit() / 8e-9 * rates.direct
-    if failures.recovery == "restart":
+    if failures.recovery == "restart" or cluster.nodes == 1:  # a single node leaves no survivor
         stored_s = state / (failures.storage_gbs * 1e9)
         steps = failures.checkpoint_minutes * 60 / simulation.step_s
         return _Costs(stored_s, max(1.0, steps), failures.detection_s + failures.restart_s + stored_s, 0.0)
@@ -228,7 +228,7 @@ class _Trial:
                 self._repaired()
             else:
                 self._die()
-                death = self._next_death()
+            death = self._next_death()  # of as many nodes as there are now; exponential times have no memory
         return self
 
     def _next_death(self) -> float:

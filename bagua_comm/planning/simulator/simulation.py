@@ -135,6 +135,8 @@ def simulate(
         repeats = -(-steps // program.steps)
         timing, count = _varied(program, cluster, rates, variation, repeats, seed), repeats * program.steps
     sent, by_node = wire_bytes(program)
+    if program.interval_s is not None and timing.steps_s:  # of a round, which takes several steps
+        sent, by_node = sent / len(timing.steps_s), by_node / len(timing.steps_s)
     longest_s = float(np.quantile(timing.steps_s, 0.95)) if timing.steps_s else timing.step_s
     return Simulation(timing.step_s, job.compute_s, timing.communication_s, sent, by_node, longest_s, count)
 
