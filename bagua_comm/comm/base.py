@@ -10,7 +10,6 @@ import numpy as np
 
 from .. import trace
 from ..arrays import AnyArray, Array, OpOrder
-from ..closing import Closing
 from ..cuda import SharedScratch
 from ..deprecation import warn_renamed
 from ..errors import ArrayError
@@ -76,7 +75,7 @@ class CommBase(Shared):
         self.scratch = SharedScratch()
         self.engine_registry: EngineRegistry | None = None
         """Registry of the engines that are made on this very communicator."""
-        self.ends_before: list[Closing] = []
+        self.ends_before: list[Any] = []
         """What `close` closes first, in the order in which all ranks have made it: checkpoints."""
         self.call_cache = CallCache()
         self.agreed: set[Hashable] = set()
