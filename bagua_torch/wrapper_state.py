@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
@@ -104,7 +105,7 @@ class WrapperState(nn.Module):
 
         If so, `state_dict()` has the result of `get_extra_state`.
         """
-        plain = isinstance(self.algorithm, (GradientAllReduce, HookAlgorithm))
+        plain = isinstance(self.algorithm, (GradientAllReduce, HookAlgorithm)) and not _draws(self.algorithm)
         return not plain or any(has_saved_state(state) for state in self._steps.engine.states)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -136,3 +137,11 @@ class WrapperState(nn.Module):
             if self._steps.watch.unfinished:
                 self._steps.engine.load_state_dict(self._steps.engine.state_dict())
             self._steps.forget()
+
+
+def _draws(value: object) -> bool:
+    """Whether a codec in these settings draws random numbers, which depend on the step."""
+    if getattr(value, "random_seed", None) is not None:
+        return True
+    fields = dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
+    return any(_draws(getattr(value, field.name)) for field in fields)

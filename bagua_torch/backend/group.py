@@ -11,6 +11,7 @@ import torch
 
 from bagua_comm import ArrayError, UnsupportedError
 from bagua_comm.arrays import Array
+from bagua_comm.comm.arguments import check_writable
 
 from .base import GroupBase
 from .tensors import (
@@ -71,6 +72,7 @@ class BaguaGroup(GroupBase):
         op, (x,) = reduction(name, opts if op is None else op, [dense(name, tensor)])
         root = root_of(name, opts, self.size())
         fills = self.rank() == root
+        check_writable(name, "a tensor", x, x)  # also elsewhere, so that all ranks refuse the same call
         return self._submit(name, timeout or opts, tensors, self.comm.reduce, x, x, root=root, op=op, fills=fills)
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> LaneWork:

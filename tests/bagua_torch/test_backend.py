@@ -311,6 +311,11 @@ BAD_CALLS = {
     "tag": (ArrayError, "tag is -1", lambda g: g.send([torch.ones(2)], (g.rank() + 1) % 3, -1)),
     "large tag": (ArrayError, "from 0 to", lambda g: g.send([torch.ones(2)], (g.rank() + 1) % 3, 2**30)),
     "expanded": (ArrayError, "one place", lambda g: g.allreduce([torch.ones(1).expand(4)])),
+    "expanded, reduced on every rank": (
+        ArrayError,
+        "one place",
+        lambda g: g.reduce([torch.ones(1).expand(4)], with_root(dist.ReduceOptions, 1)),
+    ),
     "expanded, in a list": (
         ArrayError,
         "one place",

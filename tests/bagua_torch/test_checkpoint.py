@@ -35,6 +35,7 @@ from bagua_comm import (
     ErrorFeedback,
     GradientAllReduce,
     Hierarchical,
+    Int4,
     LowPrecisionDecentralized,
     LowPrecisionOnePeer,
     QAdam,
@@ -195,6 +196,11 @@ def test_a_restart_changes_nothing(ranks, at, algorithm):
     if ranks == 1 and "shift_one" in repr(algorithm):
         return  # refused; see test_bad_input.py
     assert_restarts(ranks, algorithm, at)
+
+
+def test_a_restart_repeats_the_random_numbers_of_stochastic_rounding():
+    """They depend on the step, which the algorithm does not count otherwise."""
+    assert_restarts(2, GradientAllReduce(Quantized(Int4(rounding="stochastic"), min_bytes=0)), 4)
 
 
 @pytest.mark.algorithms("sample")
