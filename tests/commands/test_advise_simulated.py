@@ -72,7 +72,7 @@ def test_a_record_that_is_none_of_this_version_is_refused(tmp_path, text, messag
         (["--variation", "compute=9"], "compute is 9.0, expected a number from 0 to 2"),
         (["--algorithms", "exakt"], "there is no 'exakt'"),
         (["--algorithms", "shift-one", "--nodes", "3", "--ranks-per-node", "1"], "no algorithm applies"),
-        (["--seed", "-1"], "--seed is -1, expected an integer of at least 0"),
+        (["--seed", "-1"], "--seed is -1, expected an integer from 0"),
         (["--sharded"], "--simulate knows no sharded models"),
         (["--json", "--plot", "a.png"], "give --plot or --json"),
     ],
