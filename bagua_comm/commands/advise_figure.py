@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from ..launch.cli import CommandError
 from ..planning.costmodel import METHODS, Cluster, Job, Rates, advise, predict
+from .figures import make_figure, save
 from .quantities import duration
 
 BANDWIDTHS_GBIT = tuple(10 ** (exponent / 8) for exponent in range(-8, 25))
@@ -44,11 +44,7 @@ def plot(path: Path, job: Job, cluster: Cluster, rates: Rates) -> None:
     Raises:
         CommandError: matplotlib is missing, or the file cannot be written.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as exc:
-        raise CommandError("--plot needs matplotlib: pip install matplotlib") from exc
-
+    figure = make_figure(12, 5)
     clusters = [dataclasses.replace(cluster, bandwidth_gbit=gbit) for gbit in BANDWIDTHS_GBIT]
     names = {advice.name for advice in advise(job, cluster, rates)}
 
@@ -56,7 +52,6 @@ def plot(path: Path, job: Job, cluster: Cluster, rates: Rates) -> None:
         return [predict(METHODS[name], job, at, rates).step_s for at in clusters]
 
     exact = steps("exact")
-    figure = Figure(figsize=(12, 5), layout="constrained")
     panels = {
         "gradients, in every step": (GRADIENTS, figure.add_subplot(1, 2, 1)),
         "weights: may need more steps": (WEIGHTS, figure.add_subplot(1, 2, 2)),
@@ -84,7 +79,4 @@ def plot(path: Path, job: Job, cluster: Cluster, rates: Rates) -> None:
         f"{job.model_bytes / 1e6:,.0f} MB, {duration(job.compute_s)} a step alone, "
         f"{cluster.nodes} nodes of {cluster.ranks_per_node}",
     )
-    try:
-        figure.savefig(path, dpi=120)
-    except (OSError, ValueError) as exc:
-        raise CommandError(f"--plot {path}: {exc}") from exc
+    save(figure, path)

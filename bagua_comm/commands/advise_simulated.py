@@ -15,6 +15,7 @@ from ..launch.cli import CommandError
 from ..planning.costmodel import METHODS, Cluster, Job, Method, Rates, predict
 from ..planning.costmodel.comparison import applies
 from ..planning.simulator import VERSION, Failures, Goodput, Simulation, Variation, goodput, simulate
+from .figures import make_figure, save
 from .quantities import duration, whole_number
 
 SIZES = (16, 64, 256, 1024, 4096)
@@ -236,8 +237,7 @@ def read_record(path: Path) -> dict[str, Any]:
     """A record that `advise --simulate --json` wrote.
 
     Raises:
-        CommandError: The file cannot be read, is something else, or was written by another version of the
-        simulator.
+        CommandError: The file cannot be read, is something else, or is of another version of the simulator.
     """
     try:
         data = json.loads(path.read_text())
@@ -270,11 +270,7 @@ def plot(path: Path, job: Job, rows: Sequence[Simulated]) -> None:
     Raises:
         CommandError: matplotlib is missing, or the file cannot be written.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as exc:
-        raise CommandError("--plot needs matplotlib: pip install matplotlib") from exc
-    figure = Figure(figsize=(12, 5), layout="constrained")
+    figure = make_figure(12, 5)
     times, scaled = figure.subplots(1, 2)
     names = list(dict.fromkeys(row.name for row in rows))
     for number, name in enumerate(names):
@@ -297,7 +293,4 @@ def plot(path: Path, job: Job, rows: Sequence[Simulated]) -> None:
     scaled.set_ylabel("speed of a rank, as a share of training alone")
     scaled.set_title("with deaths" if counts else "without deaths", loc="left", fontsize=10)
     scaled.legend(frameon=False, fontsize=7, ncols=2)
-    try:
-        figure.savefig(path, dpi=120)
-    except (OSError, ValueError) as exc:
-        raise CommandError(f"--plot {path}: {exc}") from exc
+    save(figure, path)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ...launch.cli import CommandError
+from ..figures import make_figure, save
 from .findings import Finding, World, ranks_text
 from .measure import Pair
 
@@ -104,15 +105,11 @@ def plot(world: World, path: Path) -> None:
     Raises:
         CommandError: There is no pair, matplotlib is missing, or the file cannot be written.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as exc:
-        raise CommandError("--plot needs matplotlib: pip install matplotlib") from exc
-    if not world.pairs:
-        raise CommandError("--plot: there is one rank, so there are no pairs; start several by mpirun -n 4")
     ranks = sorted({rank for pair in world.pairs for rank in (pair.a, pair.b)})
     size = 1.6 + 0.5 * len(ranks)
-    figure = Figure(figsize=(2 * size + 1.5, size), layout="constrained")
+    figure = make_figure(2 * size + 1.5, size)
+    if not world.pairs:
+        raise CommandError("--plot: there is one rank, so there are no pairs; start several by mpirun -n 4")
     for axes, title, values, colours in (
         (figure.add_subplot(1, 2, 1), "latency (us)", {p: p.latency_s * 1e6 for p in world.pairs}, "viridis_r"),
         (
@@ -137,7 +134,4 @@ def plot(world: World, path: Path) -> None:
         axes.set_xticks(range(len(ranks)), map(str, ranks))
         axes.set_yticks(range(len(ranks)), map(str, ranks))
         axes.set_xlabel("rank")
-    try:
-        figure.savefig(path, dpi=120)
-    except (OSError, ValueError) as exc:
-        raise CommandError(f"--plot {path}: {exc}") from exc
+    save(figure, path)
