@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
@@ -12,6 +11,7 @@ from torch import nn
 from bagua_comm import Algorithm, ArrayError, Communicator, GradientAllReduce, Tuner
 from bagua_comm.algorithms.state import has_saved_state
 from bagua_comm.checkpoint.engines import state_of_tree, tree_of_engine
+from bagua_comm.codecs.base import codecs_in
 
 from . import checks
 from .comm_hook import HookAlgorithm
@@ -105,8 +105,9 @@ class WrapperState(nn.Module):
 
         If so, `state_dict()` has the result of `get_extra_state`.
         """
-        plain = isinstance(self.algorithm, (GradientAllReduce, HookAlgorithm)) and not _draws(self.algorithm)
-        return not plain or any(has_saved_state(state) for state in self._steps.engine.states)
+        plain = isinstance(self.algorithm, (GradientAllReduce, HookAlgorithm))
+        draws = any(codec.random_seed is not None for codec in codecs_in(self.algorithm))  # by the step
+        return draws or not plain or any(has_saved_state(state) for state in self._steps.engine.states)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -137,11 +138,3 @@ class WrapperState(nn.Module):
             if self._steps.watch.unfinished:
                 self._steps.engine.load_state_dict(self._steps.engine.state_dict())
             self._steps.forget()
-
-
-def _draws(value: object) -> bool:
-    """Whether a codec in these settings draws random numbers, which depend on the step."""
-    if getattr(value, "random_seed", None) is not None:
-        return True
-    fields = dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
-    return any(_draws(getattr(value, field.name)) for field in fields)

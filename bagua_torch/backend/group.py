@@ -11,7 +11,6 @@ import torch
 
 from bagua_comm import ArrayError, UnsupportedError
 from bagua_comm.arrays import Array
-from bagua_comm.comm.arguments import check_writable
 
 from .base import GroupBase
 from .tensors import (
@@ -19,6 +18,7 @@ from .tensors import (
     any_dtype,
     as_list,
     check_dtypes,
+    check_filled,
     check_size,
     copying,
     dense,
@@ -72,7 +72,7 @@ class BaguaGroup(GroupBase):
         op, (x,) = reduction(name, opts if op is None else op, [dense(name, tensor)])
         root = root_of(name, opts, self.size())
         fills = self.rank() == root
-        check_writable(name, "a tensor", x, x)  # also elsewhere, so that all ranks refuse the same call
+        check_filled(name, tensors)  # also where it is not filled, so that all ranks refuse the same call
         return self._submit(name, timeout or opts, tensors, self.comm.reduce, x, x, root=root, op=op, fills=fills)
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> LaneWork:
