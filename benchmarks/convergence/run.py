@@ -213,9 +213,9 @@ def resume(record: dict[str, Any], former: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: Its ranks, versions or settings were others.
     """
-    for key in ("versions", "ranks", "network"):
+    for key, were, are in (("versions", "were", "are"), ("ranks", "were", "are"), ("network", "was", "is")):
         if record.get(key) != former.get(key):
-            raise ValueError(f"{key} was {former.get(key)}, and now is {record.get(key)}")
+            raise ValueError(f"{key} {were} {former.get(key)}, and now {are} {record.get(key)}")
     for name, task in record["tasks"].items():
         was = former["tasks"].setdefault(name, task)
         changed = [key for key in task if task[key] != was.get(key)]

@@ -233,8 +233,8 @@ def test_resuming_runs_the_missing_trainings():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"ranks": 2}, "ranks was 2, and now is 4"),
-        ({"versions": {"python": "2"}}, "versions was {'python': '2'}, and now is {'python': '3'}"),
+        ({"ranks": 2}, "ranks were 2, and now are 4"),
+        ({"versions": {"python": "2"}}, "versions were {'python': '2'}, and now are {'python': '3'}"),
         ({"tasks": {"digits": {"steps": 7}}}, "digits: data was None"),
     ],
 )

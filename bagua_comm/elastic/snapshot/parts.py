@@ -75,9 +75,10 @@ class Part:
         """The value when `tree` was called last, with containers of its own: what is restored in place."""
         self._objects: frozenset[str] | None = None
         """The paths of the objects that were given."""
+        self.is_object = _is_object(f"State: {name}", self.value)
+        self.is_array = not self.is_object and _is_array(self.value)
+        _check_whole(f"State: {name}", self.value)
         try:
-            self.is_object = _is_object(name, self.value)
-            self.is_array = not self.is_object and _is_array(self.value)
             if len(packed(self.tree()).own_trees) != self.is_own:
                 raise ArrayError("it has an Own inside; mark the whole of it, or make it two parts")
         except (ArrayError, UnsupportedError) as exc:
@@ -138,7 +139,7 @@ def conflicts_of(pairs: Iterable[tuple[Memory, Any]]) -> set[Memory]:
     conflicts = set()
     for memory, saved in pairs:
         other = first.setdefault(memory, saved)
-        if other is not saved and _bytes(other) != _bytes(saved):
+        if other is not saved and _as_array(other).tobytes() != _as_array(saved).tobytes():
             conflicts.add(memory)
     return conflicts
 
@@ -172,13 +173,12 @@ def _memory(kept: Any, saved: Any) -> Iterator[tuple[Memory, Any]]:
 
 
 def _memory_of(x: Any) -> Memory:
-    array = arrays.as_array(x.detach() if arrays.is_tensor(x) else x)
+    array = _as_array(x)
     return arrays.address(array), int(array.nbytes)
 
 
-def _bytes(x: Any) -> bytes:
-    array = arrays.as_array(x.detach() if arrays.is_tensor(x) else x)
-    return bytes(array.tobytes())
+def _as_array(x: Any) -> Array:
+    return arrays.as_array(x.detach() if arrays.is_tensor(x) else x)
 
 
 def _restored(kept: Any, saved: Any, conflicts: Container[Memory]) -> Any:
