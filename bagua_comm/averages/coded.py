@@ -328,24 +328,22 @@ class Coded(Stages):
         rows, own = list(sent), list(into)
         if c.in_rows:
             chunks, table = x.reshape(c.p, -1)[:, mine.local], self._table(i)
-            if self._draws is None:
+            if self._draws is None:  # the usual way, without one more call
                 mine.steps.encode(chunks, table)
             else:
                 self._encode(mine, chunks, table, mine.local.start)
-            if residual is not None:
-                for part, row in zip(parts, rows, strict=True):
+        else:
+            rows[c.rank] = own[c.rank]  # encodes this rank's own chunk directly into the received ones
+            for part, row in zip(parts, rows, strict=True):
+                if part.nbytes:
+                    if self._draws is None:
+                        part.steps.encode(x[None, part.elements], row[None])
+                    else:
+                        self._encode(part, x[None, part.elements], row[None], part.elements.start)
+        if residual is not None:
+            for part, row in zip(parts, rows, strict=True):
+                if part.nbytes:
                     self._store_error(x[None, part.elements], row[None], residual[part.elements], part.steps)
-            return rows, own
-        rows[c.rank] = own[c.rank]  # encodes this rank's own chunk directly into the received ones
-        for part, row in zip(parts, rows, strict=True):
-            if part.nbytes:
-                if self._draws is None:  # the usual way, without one more call
-                    part.steps.encode(x[None, part.elements], row[None])
-                else:
-                    self._encode(part, x[None, part.elements], row[None], part.elements.start)
-                if residual is not None:
-                    error = residual[part.elements]
-                    self._store_error(x[None, part.elements], row[None], error, part.steps)
         return rows, own
 
     def _encode(self, part: Part, chunks: Array, wire: Array, start: int) -> None:

@@ -57,12 +57,13 @@ def _apart(
     calls: Mapping[int, Sequence[Entry]], groups: Mapping[str, Sequence[int]]
 ) -> Iterator[tuple[str, tuple[int, ...], str]]:
     """Pairs of a rank that sends and one that receives from it, in different communicators or on other lanes."""
-    ends: dict[str, list[tuple[int, int, str]]] = {"send": [], "recv": []}
+    ways = {name: way for name, way, *_ in _WAYS}
+    ends: dict[str, list[tuple[int, int, str]]] = {name: [] for name in ways}
     for rank, entries in calls.items():
         for entry in entries[-1:]:  # an earlier one may be that of a lane, which receives ahead of time
             name = entry.name.removesuffix("_object")
             if name in ends:
-                peer = groups[entry.group][entry.detail["dest" if name == "send" else "source"]]
+                peer = groups[entry.group][entry.detail[ways[name]]]
                 ends[name].append((rank, peer, entry.group))
     for rank, peer, group in ends["send"]:
         for other, source, received in ends["recv"]:

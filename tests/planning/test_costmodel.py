@@ -8,6 +8,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from support.rates import FREE
 
 from bagua_comm import (
     ArrayError,
@@ -55,10 +56,6 @@ from bagua_comm.testing import run_ranks
 from bagua_torch import SyncBatchNorm
 from bagua_torch.moe import MoE
 from benchmarks.training.calibration import Measurement, calibrate
-
-INSTANT = CodecRates(math.inf, math.inf, math.inf)
-FREE = Rates(INSTANT, INSTANT, math.inf, math.inf, message_s=0, network_s_per_byte=0, polling=0, direct=1, ring=1)
-"""Nothing costs anything but the wire."""
 
 MB = 1_000_000
 JOB = Job(64 * MB, forward_s=1.0, backward_s=2.0, optimizer_s=0.5, bucket_bytes=64 * MB)

@@ -5,6 +5,7 @@ import math
 
 import numpy as np
 import pytest
+from support.rates import FREE
 
 from bagua_comm import (
     ArrayError,
@@ -30,8 +31,6 @@ from bagua_comm.planning.simulator.replay import replay
 from bagua_comm.planning.simulator.tracing import trace
 from bagua_comm.testing import run_ranks
 
-INSTANT = CodecRates(math.inf, math.inf, math.inf)
-FREE = Rates(INSTANT, INSTANT, math.inf, math.inf, message_s=0, network_s_per_byte=0, polling=0, direct=1, ring=1)
 COUNT = 1 << 17
 JOB = Job(4 * COUNT, 0.1, 0.2, 0.02, bucket_bytes=2 * COUNT)
 FOUR = Cluster(4, 1, 1.0)

@@ -111,9 +111,8 @@ def simulate(
 
     Raises:
         ArrayError: The algorithm does not support this number of ranks, or an argument is out of range.
-        UnsupportedError: The algorithm does not support the dtype of the job, or does with arrays what a
-        simulation
-            cannot record.
+        UnsupportedError: The algorithm does not support the dtype of the job, or does with arrays what cannot be
+            recorded.
 
     >>> from bagua_comm import ByteGrad, GradientAllReduce
     >>> job, cluster = Job(100_000_000, 0.1, 0.2), Cluster(nodes=64, bandwidth_gbit=1)
