@@ -19,8 +19,11 @@ from bagua_comm import kernels
 
 MPI_TESTS = Path(__file__).parent / "mpi"
 LEFT_OUT = pytest.StashKey()
-PROCESSES = 2
-"""Number of processes of pytest-xdist for the whole suite; `-n 0` runs all in one."""
+PROCESSES = 4
+"""Number of processes of pytest-xdist for the whole suite; `-n 0` runs all in one.
+
+Tests wait for ranks, time limits and other processes, so that two processes leave a sixth of two cores idle.
+"""
 
 
 def pytest_configure(config):
@@ -38,6 +41,7 @@ def pytest_cmdline_main(config):
     whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
     if whole and not config.option.collectonly and not config.option.usepdb:
         config.option.numprocesses, config.option.dist = PROCESSES, "worksteal"
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # the cores are busy already
 
 
 def pytest_sessionstart(session):

@@ -217,7 +217,10 @@ def test_a_trial_of_fewer_flows_that_does_not_end_in_time_gives_none_up(of_two_f
     ctypes.c_double.in_dll(plugin.library, "trial_s").value = -1.0
     flows_of_an_exchange()  # ends a trial that has begun
     ctypes.c_double.in_dll(plugin.library, "gain").value = 1e9
-    assert [flows_of_an_exchange() for _ in range(20)] == [2] * 20
+    for _ in range(20):
+        flows_of_an_exchange()
+    # On busy cores one of two may carry a whole exchange; one that was given up would not come back.
+    until(lambda: flows_of_an_exchange() == 2)
 
 
 WITHOUT_FILES = """
