@@ -120,21 +120,23 @@ class Lane(Live, Closing, ABC, Generic[C]):
         Raises:
             CommTimeout: No task and no call of the lane's communicator has ended within its `timeout_s`.
         """
-        done = 0
+        done = list[tuple[Future[Any], Task]]()
         try:
-            for future, _ in list(self._pending):
+            for entry in list(self._pending):
                 try:
-                    error = self._outcome(future)
+                    error = self._outcome(entry[0])
                 except CancelledError as exc:
                     error = exc
-                done += 1
+                done.append(entry)
                 if error is not None:
                     raise error
         finally:
             if self._side is not None:
                 self._side.join()
-            for _ in range(done):
-                self._pending.popleft()
+            with self._lock:
+                for entry in done:
+                    if entry in self._pending:  # another thread may have waited for it, too
+                        self._pending.remove(entry)
 
     def result(self, future: Future[R]) -> R:
         """Wait until one task is done; return its result or raise its error, which `wait` then raises no more.

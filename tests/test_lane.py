@@ -1,5 +1,6 @@
 """Lanes: work in order, beside the caller; failures and the end."""
 
+import sys
 import threading
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -7,6 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from support.waiting import until
 
 from bagua_comm import ArrayError, CommAborted, CommError, CommTimeout
 from bagua_comm.lane import InlineLane, ThreadLane
@@ -197,6 +199,34 @@ def test_a_timeout_error_of_a_task_is_its_own(make):
     with pytest.raises(TimeoutError) as caught:
         lane.wait()
     assert caught.value is error
+
+
+def test_two_threads_that_wait_forget_no_task_that_was_submitted_meanwhile():
+    def fail(go):
+        go.wait(PATIENCE_S)
+        raise ValueError("submitted last")
+
+    with ThreadLane(FakeComm()) as lane:
+        go, later = threading.Event(), threading.Event()
+        lane.submit(go.wait, PATIENCE_S)
+        waiting = [threading.Thread(target=lane.wait) for _ in range(2)]
+        for thread in waiting:
+            thread.start()
+        until(lambda: all(map(waits_for_a_future, waiting)))
+        lane.submit(fail, later)
+        go.set()
+        for thread in waiting:
+            thread.join(PATIENCE_S)
+        later.set()
+        with pytest.raises(ValueError, match="submitted last"):
+            lane.wait()
+
+
+def waits_for_a_future(thread):
+    frame = sys._current_frames().get(thread.ident)
+    while frame is not None and frame.f_code is not Future.exception.__code__:
+        frame = frame.f_back
+    return frame is not None
 
 
 def test_a_stuck_task_makes_wait_raise_a_timeout():

@@ -78,8 +78,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="how often nodes die, and how training recovers: mtbf_hours=6300,recovery=elastic,spares=2",
     )
     group.add_argument("--algorithms", metavar="A,B", help="short names; all by default")
-    group.add_argument("--most-ranks", type=whole_number, default=SIZES[-1], metavar="N", help="(4096)")
-    group.add_argument("--seed", type=int, default=0, help="of what is drawn at random (0)")
+    group.add_argument("--most-ranks", type=whole_number, metavar="N", help="(4096)")
+    group.add_argument("--seed", type=int, help="of what is drawn at random (0)")
 
 
 def settings_of(kind: type[S]) -> Callable[[str], S]:
@@ -107,8 +107,8 @@ def settings_of(kind: type[S]) -> Callable[[str], S]:
 
 def check_unused(options: argparse.Namespace) -> None:
     """Raise `CommandError` if an argument of the simulation was given without `--simulate`."""
-    for name in ("variation", "failures", "algorithms"):
-        if getattr(options, name) is not None:
+    for name in ("variation", "failures", "algorithms", "most-ranks", "seed"):
+        if getattr(options, name.replace("-", "_")) is not None:
             raise CommandError(f"--{name} is for a simulation; add --simulate")
 
 
@@ -122,15 +122,16 @@ def settings(options: argparse.Namespace, cluster: Cluster) -> Settings:
     unknown = sorted(set(names) - METHODS.keys())
     if unknown:
         raise CommandError(f"--algorithms: there is no {unknown[0]!r}; expected some of {', '.join(METHODS)}")
-    if not 0 <= options.seed < 2**63:
-        raise CommandError(f"--seed is {options.seed}, expected an integer from 0 to below 2**63")
-    k = cluster.ranks_per_node
-    sizes = sorted({cluster.size, *(n for n in SIZES if n <= options.most_ranks and n % k == 0 and n > k)})
+    seed = 0 if options.seed is None else options.seed
+    if not 0 <= seed < 2**63:
+        raise CommandError(f"--seed is {seed}, expected an integer from 0 to below 2**63")
+    k, most = cluster.ranks_per_node, SIZES[-1] if options.most_ranks is None else options.most_ranks
+    sizes = sorted({cluster.size, *(n for n in SIZES if n <= most and n % k == 0 and n > k)})
     return Settings(
         {name: METHODS[name] for name in names},
         options.variation or Variation(),
         options.failures,
-        options.seed,
+        seed,
         tuple(sizes),
     )
 

@@ -97,3 +97,9 @@ def test_settings_without_simulate_are_refused(capsys):
     without = [option for option in SIMULATE if option != "--simulate"]
     assert cli.main(without) == 2
     assert "--algorithms is for a simulation; add --simulate" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", [["--most-ranks", "64"], ["--seed", "0"]])
+def test_numbers_without_simulate_are_refused_also_if_they_are_the_defaults(capsys, option):
+    assert cli.main([*SIMULATE[:1], *SIMULATE[2:-2], *option]) == 2
+    assert f"{option[0]} is for a simulation; add --simulate" in capsys.readouterr().err
