@@ -222,6 +222,20 @@ class SimulatedSemaphore(threading.Semaphore):
     __enter__ = acquire
 
 
+class SimulatedBoundedSemaphore(SimulatedSemaphore, threading.BoundedSemaphore):
+    """`threading.BoundedSemaphore`."""
+
+    def __init__(self, value: int = 1) -> None:
+        super().__init__(value)
+        self._most = value
+
+    def release(self, n: int = 1) -> None:
+        """See `threading.BoundedSemaphore.release`."""
+        if self._value + n > self._most:
+            raise ValueError("Semaphore released too many times")
+        threading.Semaphore.release(self, n)
+
+
 class SimulatedBarrier(threading.Barrier):
     """`threading.Barrier`."""
 
@@ -258,6 +272,14 @@ class SimulatedThread(threading.Thread):
             super().join(timeout)
         elif not self._task.is_over:
             wait_among(self._task.joiners, f"join of {self.name}", timeout)
+
+
+class SimulatedTimer(SimulatedThread, threading.Timer):
+    """`threading.Timer`."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        threading.Timer.__init__(self, *args, **options)
+        self.finished = SimulatedEvent()
 
 
 class SimulatedFuture(concurrent.futures.Future[Any]):
@@ -426,8 +448,10 @@ _LOCKS: dict[str, Any] = {
     "Condition": SimulatedCondition,
     "Event": SimulatedEvent,
     "Semaphore": SimulatedSemaphore,
+    "BoundedSemaphore": SimulatedBoundedSemaphore,
     "Barrier": SimulatedBarrier,
     "Thread": SimulatedThread,
+    "Timer": SimulatedTimer,
 }
 _QUEUES = {"Queue": SimulatedQueue, "SimpleQueue": SimulatedQueue}
 
