@@ -97,8 +97,13 @@ def private_folder() -> Path:
         OSError: There is no folder of temporary files.
     """
     folder = Path(tempfile.mkdtemp(prefix="bagua_comm-"))  # of mode 0o700
-    atexit.register(_remove, folder, os.getpid())
+    remove_at_exit(folder)
     return folder
+
+
+def remove_at_exit(folder: Path) -> None:
+    """Remove a folder and all that is in it at the end of this process."""
+    atexit.register(_remove, folder, os.getpid())
 
 
 def _remove(folder: Path, owner: int) -> None:

@@ -63,7 +63,7 @@ LAYERS = {
         "__init__",
     ],
     "bagua_comm/bootstrap": [
-        "gpu launchers tcp_links",
+        "gpu launchers segments tcp_links",
         "job rendezvous",
         "environment",
         "rank_exit",

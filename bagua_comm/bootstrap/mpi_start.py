@@ -17,7 +17,7 @@ from ..processes import this_host
 from ..topology import hosts
 from ..trace import NULL
 from ..transports import Transport
-from . import launchers, tcp_links
+from . import launchers, segments, tcp_links
 from .environment import (
     has_ulfm,
     job,
@@ -168,6 +168,7 @@ def _initialize(mpi: Any) -> None:
     """Start MPI as mpi4py would, but let other threads run meanwhile."""
     import mpi4py
 
+    segments.keep_apart()
     settings = mpi4py.rc
     level = getattr(mpi, f"THREAD_{settings.thread_level.upper()}") if settings.threads else mpi.THREAD_SINGLE
     library = ctypes.CDLL(mpi.__file__)

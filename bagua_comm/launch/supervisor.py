@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import importlib.machinery
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -52,8 +53,8 @@ LOST_END_S = 1.0
 FULL_S = 5.0
 """How long before the end of an attempt a full `shared_memory` is taken for its reason."""
 
-SEGMENTS = "/dev/shm/sm_segment."
-"""The prefix of the files by which ranks of Open MPI share memory."""
+SEGMENTS = re.compile(r"/dev/shm/(bagua_comm-mpi-[^/]*/)?sm_segment\.[^/]*")
+"""The files by which ranks of Open MPI share memory, and their folder where `bootstrap.segments` has made one."""
 
 
 def supervise(options: argparse.Namespace, plan: Callable[[Placement, Job], Plan]) -> int:
@@ -173,10 +174,11 @@ class _Supervisor:
             self.say(f"--record {file}: {exc}")
 
     def segments(self, host: str | None = None) -> list[str]:
-        """Return the files by which ranks share memory; ranks that are killed leave them behind."""
+        """Return the files by which ranks share memory, or their folders; ranks that are killed leave them."""
         starts = [entry for entry in self.entries if entry["kind"] == "start" and host in (None, entry["host"])]
         shared = {file for entry in starts for file in entry.get("shared", ())}
-        return sorted(file for file in shared if file.startswith(SEGMENTS))
+        found = {file: SEGMENTS.fullmatch(file) for file in shared}
+        return sorted({os.path.dirname(file) if match[1] else file for file, match in found.items() if match})
 
     # An attempt -------------------------------------------------------------------------------------
 
@@ -195,8 +197,10 @@ class _Supervisor:
         self.job.record("end", code=code)
         mine = self._entries_of_attempt()
         self.entries += mine
-        for file in self.segments(socket.gethostname()):
-            Path(file).unlink(missing_ok=True)
+        for path in self.segments(socket.gethostname()):
+            shutil.rmtree(path, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                os.unlink(path)
         if signals.first is not None:
             return _stopped(signals.first)
         verdict = judge(mine, code, gone=gone)

@@ -225,16 +225,6 @@ class SimulatedSemaphore(threading.Semaphore):
 class SimulatedBoundedSemaphore(SimulatedSemaphore, threading.BoundedSemaphore):
     """`threading.BoundedSemaphore`."""
 
-    def __init__(self, value: int = 1) -> None:
-        super().__init__(value)
-        self._most = value
-
-    def release(self, n: int = 1) -> None:
-        """See `threading.BoundedSemaphore.release`."""
-        if self._value + n > self._most:
-            raise ValueError("Semaphore released too many times")
-        threading.Semaphore.release(self, n)
-
 
 class SimulatedBarrier(threading.Barrier):
     """`threading.Barrier`."""
