@@ -172,11 +172,14 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--algorithms", type=known, default=list(ALGORITHMS), metavar="LIST", help="by default all"
     )
     parser.add_argument(
-        "--elastic", type=at_least(0), default=32, help="processes of the elastic job (32); 0: none"
+        "--elastic", type=at_least(0), default=32, help="processes of the elastic job, 3 or more (32); 0: none"
     )
     parser.add_argument("--limit", type=at_least(1), default=600, help="seconds that a job may take (600)")
     add_out_argument(parser, ROOT / "benchmarks" / "results" / "many", "json", "md")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    if options.elastic in (1, 2):
+        parser.error(f"--elastic: {options.elastic} processes cannot lose two; give 3 or more, or 0 for none")
+    return options
 
 
 if __name__ == "__main__":

@@ -71,3 +71,10 @@ def test_settings_out_of_range_are_refused(wrong, capsys):
     with pytest.raises(SystemExit):
         main(wrong)
     assert re.search("is not an integer|there is no algorithm", capsys.readouterr().err)
+
+
+def test_an_elastic_job_that_cannot_lose_two_ranks_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        parse_arguments(["--elastic", "2"])
+    assert "--elastic: 2 processes cannot lose two; give 3 or more" in capsys.readouterr().err
+    assert parse_arguments(["--elastic", "0"]).elastic == 0
