@@ -11,6 +11,7 @@ from itertools import zip_longest
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from bagua_comm import Algorithm, ArrayError, CommError, CommMismatch, Communicator, UnsupportedError
@@ -111,6 +112,18 @@ def check_type(module: object) -> None:
                 f"DistributedDataParallel: module {f'contains {name!r}, ' if name else 'is '}a "
                 "DistributedDataParallel, which would be closed; give the plain module, its attribute `module`"
             )
+
+
+def check_batch_norm(comm: Communicator, module: nn.Module) -> None:
+    """Check that no `torch.nn.SyncBatchNorm` would silently normalize over the batch of its own rank."""
+    name = next((name for name, part in module.named_modules() if isinstance(part, nn.SyncBatchNorm)), None)
+    if name is not None and comm.size > 1 and not (dist.is_available() and dist.is_initialized()):
+        raise MisuseError(
+            f"{name or 'the module'} is a torch.nn.SyncBatchNorm, which normalizes over the ranks of a process "
+            "group of torch.distributed, and there is none: each rank would normalize its own batch. Use "
+            "bagua_torch.sync_batchnorm.convert(module, comm) in place of PyTorch's, on the CPU as well; or, on "
+            "GPUs, connect by bagua_torch.connect(process_group=True)"
+        )
 
 
 def check_module(comm: Communicator, model: ModelState) -> torch.device:

@@ -39,7 +39,7 @@ from bagua_comm.logs import log_on_root
 from bagua_comm.topology import share
 from bagua_comm.trace import ExchangeCounters
 
-from . import checks
+from . import checks, sync_batchnorm
 from .comm_hook import HookAlgorithm, check_hook
 from .engine import TorchEngine
 from .entry import communicator_of, errors_on_all
@@ -182,6 +182,7 @@ class DistributedDataParallel(WrapperState):
             self._model = ModelState(module, checks.names_to_ignore(module, params_and_buffers_to_ignore))
             self._trained = self._model.trained
             self._device = checks.check_module(self.comm, self._model)
+            checks.check_batch_norm(self.comm, module)
             self._inputs_to = device_of_inputs(device_ids, self._device)
             own = inspect.signature(DistributedDataParallel).parameters
             check_others(others, ranks=self.comm.size, device=self._device, own=own)
@@ -346,22 +347,30 @@ class DistributedDataParallel(WrapperState):
         Raises:
             CommError: A rank has ended before others, with `throw_on_early_termination`; a RuntimeError as well.
             UnsupportedError: `throw_on_early_termination` is False, and parts of the module stay on their ranks
-                (`bagua_torch.moe`) or an optimizer is sharded, so that all ranks are needed in every step.
+                (`bagua_torch.moe`) or normalize over all ranks (`SyncBatchNorm`), or an optimizer is sharded, so
+                that all ranks are needed in every step.
         """
         if not enable:
             yield
             return
-        if self.parts_stay and self.comm.size > 1 and not throw_on_early_termination:
-            raise UnsupportedError(
-                "join: this module has parts that stay on their ranks, such as the experts of a MoE; a rank that "
-                "has ended would no longer run them, and the other ranks would wait for it. Give it empty "
-                "batches instead, so that all ranks make the same number of steps, or enter "
-                "join(throw_on_early_termination=True)"
-            )
+        if self.comm.size > 1 and not throw_on_early_termination:
+            self._check_rank_may_end()
         if divide_by_initial_world_size is not None:
             divide_by_initial_size = divide_by_initial_world_size
         with self._steps.join(divide_by_initial_size=divide_by_initial_size, throws=throw_on_early_termination):
             yield
+
+    def _check_rank_may_end(self) -> None:
+        layer = sync_batchnorm.layer_over_ranks(self.module)
+        what = None if layer is None else f"a SyncBatchNorm, {layer!r}"
+        if self.parts_stay:
+            what = "parts that stay on their ranks, such as the experts of a MoE"
+        if what is not None:
+            raise UnsupportedError(
+                f"join: this module has {what}; a rank that has ended would no longer run it, and the other "
+                "ranks would wait for it. Give it empty batches instead, so that all ranks make the same number "
+                "of steps, or enter join(throw_on_early_termination=True)"
+            )
 
     def expect_backward(self) -> None:
         """Average the next backward pass, even if it goes through no output of this wrapper.

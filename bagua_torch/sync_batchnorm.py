@@ -226,6 +226,12 @@ def _check_convertible(module: nn.Module, keep: Collection[nn.Module]) -> None:
             raise UnsupportedError(f"convert: {name or 'the module'!r}, a {type(part).__name__}, {why}")
 
 
+def layer_over_ranks(module: nn.Module) -> str | None:
+    """The name of a `SyncBatchNorm` in training mode, which communicates; None if there is none in `module`."""
+    layers = ((name, part) for name, part in module.named_modules() if isinstance(part, SyncBatchNorm))
+    return next((name for name, layer in layers if layer.training), None)
+
+
 def revert(module: nn.Module, *, keep: Collection[nn.Module] = ()) -> nn.Module:
     """Replace each `SyncBatchNorm` in `module` by its original class, with the same tensors.
 

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from bagua_comm import ArrayError, CommError, CommMismatch, UnsupportedError
 from bagua_comm.testing import run_ranks
 from bagua_torch import DistributedDataParallel, SyncBatchNorm
+from bagua_torch.errors import MisuseError
 from bagua_torch.sync_batchnorm import convert, revert
 
 PLAIN = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
@@ -414,3 +415,38 @@ def test_a_rank_that_skips_a_pass_is_named():
                 layer(torch.randn(2, CHANNELS))
 
     run_ranks(2, body, timeout_s=1)
+
+
+def test_pytorchs_own_layer_is_refused_where_each_rank_would_normalize_alone():
+    """It falls back to the batch of its rank, without a word, where there is no process group."""
+
+    def body(comm):
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+        if comm.size > 1:
+            with pytest.raises(MisuseError, match=r"1 is a torch\.nn\.SyncBatchNorm.*sync_batchnorm\.convert\("):
+                DistributedDataParallel(model, comm=comm)
+        DistributedDataParallel(convert(model, comm), comm=comm).close()
+
+    run_ranks(2, body)
+    run_ranks(1, body)
+
+
+def test_join_is_refused_while_all_ranks_are_needed_to_normalize():
+    def body(comm):
+        model = convert(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), comm)
+        ddp = DistributedDataParallel(model, comm=comm)
+
+        def train(**settings):
+            with ddp.join(**settings):
+                for _ in range(1 + comm.rank):
+                    ddp(numbers(2, 4, dtype=torch.float32)).sum().backward()
+
+        with pytest.raises(UnsupportedError, match=r"a SyncBatchNorm, '1'.*Give it empty batches instead"):
+            train()
+        with pytest.raises(CommError, match="rank 0 has no more batches"):
+            train(throw_on_early_termination=True)
+        model[1].eval()  # as for fine-tuning
+        train()
+        ddp.close()
+
+    run_ranks(2, body)
