@@ -1,5 +1,6 @@
 """Trainings that lose ranks at random moments; `python -m benchmarks.faults --trials 200` tries more."""
 
+import dataclasses
 import os
 import resource
 import shutil
@@ -13,7 +14,7 @@ from typing import get_args
 import pytest
 from support.waiting import until
 
-from benchmarks.faults import hosts, means, plans, report
+from benchmarks.faults import hosts, means, plans, report, verdict
 from benchmarks.faults.__main__ import main, tried, write_digits
 from benchmarks.faults.events import Event, EventReader, EventWriter
 from benchmarks.faults.leftovers import MARK, TrialFolder
@@ -52,6 +53,19 @@ def test_a_training_that_loses_a_rank_continues_or_ends_as_it_must(tmp_path, tri
     assert row["left"] == [], text
 
 
+@pytest.mark.needs("sklearn")
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_a_disk_that_fills_in_a_checkpoint_fails_that_save_alone(tmp_path):
+    if os.geteuid() != 0:  # the disk is a file system of its own
+        return
+    trial = next(trial for trial in plans.classes(1, 1) if trial.fault == "full disk")
+    trial = dataclasses.replace(trial, case=EXACT)  # which is compared with no second training
+    row = tried(trial, write_digits(tmp_path / "digits.npz"), {"undisturbed": {}})
+    text = "\n".join([*row["problems"], *row["output"]])
+    assert (row["outcome"], row["left"]) == ("went on", []), text
+
+
 # Plans ------------------------------------------------------------------------------------------------------
 
 
@@ -77,7 +91,7 @@ def test_every_class_of_faults_has_trials_that_a_seed_repeats():
     first, again = list(plans.classes(2, 1)), list(plans.classes(2, 1))
     assert first == again
     faults = {trial.fault for trial in first}
-    assert faults == {"GIL, long", "GIL, short", "SIGSEGV", "out of memory", *plans._WITH_A_DEATH}
+    assert faults == {"GIL, long", "GIL, short", "SIGSEGV", "out of memory", "full disk", *plans._WITH_A_DEATH}
     assert {blow.means for trial in first for blow in trial.blows} == set(get_args(Means)) - {"link"}
     links = list(hosts.bad_links(1, 1))
     assert {trial.fault for trial in links} == set(get_args(plans.LinkFault))
@@ -134,6 +148,16 @@ def test_all_room_is_used_up(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert (tmp_path / "filler").stat().st_size == 3 * (1 << 19) + 100
+
+
+def test_some_room_may_be_left(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
+    try:
+        means.fill(tmp_path, room=5000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert (tmp_path / "filler").stat().st_size == (1 << 16) - 5000
 
 
 def test_who_was_only_late_or_harmed_without_need_to_die_is_not_gone():
@@ -243,6 +267,60 @@ def test_an_end_names_the_dead_in_time(message, after_s, problem):
     verdict = judge(of_kind("too few"), seen)
     assert verdict.outcome == ("ended" if problem is None else "failed")
     assert problem is None or problem in verdict.problems[0]
+
+
+def a_split(*more, message="rank 2: process 10 (on h0, pid 10) has not answered", step=9):
+    """Of four processes, 12 and 13 are cut off while all commit step 9."""
+    events = [Event(0.0, pid, "hello", {"host": f"h{pid - 10}"}) for pid in (10, 11, 12, 13)]
+    events += [Event(0.9, pid, "commit", {"step": 9, "digest": "nine", "total": 1.0}) for pid in (10, 11, 12, 13)]
+    events += [Event(1.1, 12, "committed", {"step": step})]
+    events += [Event(6.0, pid, "ended", {"error": "RankFailed", "message": message}) for pid in (12, 13)]
+    events += [Event(9.0, 20, "hello", {"host": "h0"}), Event(9.5, 20, "enter", {"step": 9, "size": 2}), *more]
+    strokes = [Stroke(1.0, pid, 0, pid - 10, signal.SIGKILL, "link") for pid in (12, 13)]
+    return Seen(0.0, sorted(events, key=lambda event: event.t), strokes, exit_code=0)
+
+
+@pytest.mark.parametrize(
+    ("seen", "problems"),
+    [
+        (a_split(), []),
+        (a_split(step=10), ["both halves went on: there are two histories"]),
+        (
+            a_split(Event(5.0, 13, "enter", {"step": 9, "size": 2})),
+            ["both halves went on: there are two histories"],
+        ),
+        (
+            a_split(message="the link broke"),
+            ["process 12, which was cut off, named none of [10, 11]: the link broke"],
+        ),
+    ],
+    ids=["one history", "a minority commits", "a minority enters", "no name"],
+)
+def test_of_two_halves_at_most_one_goes_on(seen, problems):
+    assert list(verdict._of_a_split(seen))[:1] == problems
+
+
+def a_full_disk(message="saving step 6: rank 0: [Errno 28] No space left on device", digest="three", again=9):
+    events = []
+    for pid in (10, 11, 12):
+        said = [("saved", {"step": 3, "digest": "three"}), ("unsaved", {"step": 6, "message": message})]
+        said += [("loaded", {"step": 3, "digest": digest, "names": ["step-3"]})]
+        said += [("saved", {"step": again, "digest": "last"})]
+        said += [("loaded", {"step": again, "digest": "last", "names": ["step-3", f"step-{again}"]})]
+        events += [Event(number / 10, pid, what, facts) for number, (what, facts) in enumerate(said)]
+    return Seen(0.0, sorted(events, key=lambda event: event.t), [], exit_code=0)
+
+
+def test_a_full_disk_is_named_and_the_checkpoint_before_stays():
+    trial = next(trial for trial in plans.classes(1, 1) if trial.fault == "full disk")
+    assert list(verdict._of_checkpoints(trial, a_full_disk())) == []
+    (problem,) = list(verdict._of_checkpoints(trial, a_full_disk(message="it failed")))
+    assert "expected the same full disk on all" in problem
+    assert "process 10 loaded step 3; {'step': 3, 'digest': 'three'} was saved last" in list(
+        verdict._of_checkpoints(trial, a_full_disk(digest="a part"))
+    )
+    assert "nothing was saved after" in list(verdict._of_checkpoints(trial, a_full_disk(again=5)))[-1]
+    assert list(verdict._of_checkpoints(trial, Seen(0.0))) == ["no save failed"]
 
 
 def test_a_timeline_leaves_out_steps_that_went_well():

@@ -237,9 +237,7 @@ class Checkpoints(Live, Closing):
                 "files": [part.file for part in parts],
                 "plan": plan,
             }
-            files.publish(job.step, manifest, [part.file["bytes"] for part in parts])
-            if self.keep is not None:
-                files.prune(self.keep)
+            files.publish(job.step, manifest, [part.file["bytes"] for part in parts], self.keep)
 
         ended = comm.broadcast_object(self._beside(end)[1], root=0)
         problem = problem or ended

@@ -28,7 +28,7 @@ from ..files import sync_folder, write_at_once
 from .trees import Json
 
 FORMAT, VERSION = "bagua_comm checkpoint", 1
-MANIFEST = "manifest.json"
+MANIFEST, LATEST = "manifest.json", "latest"
 _NAME = re.compile(r"step-(0|[1-9][0-9]{0,18})(\.old)?")
 
 
@@ -84,17 +84,41 @@ class Folder:
         with contextlib.suppress(FileNotFoundError):
             shutil.rmtree(self.unfinished(step))
 
-    def publish(self, step: int, manifest: dict[str, Json], sizes: list[int]) -> None:
-        """Make a checkpoint complete; called by rank 0 when all files are on the disk.
+    def publish(self, step: int, manifest: dict[str, Json], sizes: list[int], keep: int | None) -> None:
+        """Make a checkpoint complete, and remove old ones; called by rank 0 when all files are on the disk.
+
+        A checkpoint that cannot be completed is removed: on a full disk, the next one needs its room.
 
         Args:
             step: Its step.
             manifest: Its manifest, without the number and the hash.
             sizes: The number of bytes that every rank wrote.
+            keep: The number of newest checkpoints to keep; None keeps all.
 
         Raises:
-            OSError: It cannot be completed, or a file is missing.
+            OSError: It cannot be completed, or an old one cannot be removed.
+            CheckpointError: A file is missing; or the checkpoint is complete, but `latest` cannot name it.
         """
+        try:
+            self._make_complete(step, manifest, sizes)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                self.drop(step)
+            raise
+        try:
+            self._name_latest(step)
+        except OSError as exc:  # of a full disk, perhaps
+            self._prune(keep)
+            try:
+                self._name_latest(step)
+            except OSError:
+                raise CheckpointError(
+                    f"the checkpoint is complete, but the file {LATEST}, which names it for people and scripts, "
+                    f"cannot be written: {exc}"
+                ) from exc
+        self._prune(keep)
+
+    def _make_complete(self, step: int, manifest: dict[str, Json], sizes: list[int]) -> None:
         unfinished, final = self.unfinished(step), self.path / f"step-{step}"
         for rank, size in enumerate(sizes):
             name = file_name(rank)
@@ -116,14 +140,14 @@ class Folder:
         sync_folder(self.path)
         if old.exists():
             _remove(old)
-        write_at_once(self.path / "latest", f"{final.name}\n".encode(), durable=True)
 
-    def prune(self, keep: int) -> None:
-        """Remove all but the `keep` newest checkpoints; damaged ones stay, and do not count.
+    def _name_latest(self, step: int) -> None:
+        write_at_once(self.path / LATEST, f"step-{step}\n".encode(), durable=True)
 
-        Raises:
-            OSError: One cannot be removed.
-        """
+    def _prune(self, keep: int | None) -> None:
+        """Remove all but the `keep` newest checkpoints; damaged ones stay, and do not count."""
+        if keep is None:
+            return
         good = [each for each in self.complete() if each.problem is None]
         for each in good[keep:]:
             old = each.path.with_name(f"step-{each.step}.old")

@@ -83,10 +83,9 @@ def supervise(options: argparse.Namespace, plan: Callable[[Placement, Job], Plan
         return supervisor.run(signals)
     finally:
         signals.restore()
-        left = [host for host in supervisor.others if host not in supervisor.gone]
-        shell.ask(left, f"rm -rf {shlex.join([str(folder.path), *supervisor.segments()])}")
         if options.record:
             supervisor.copy_record(options.record)
+        supervisor.leave_hosts()
         folder.remove()
 
 
@@ -180,6 +179,21 @@ class _Supervisor:
         found = {file: SEGMENTS.fullmatch(file) for file in shared}
         return sorted({os.path.dirname(file) if match[1] else file for file, match in found.items() if match})
 
+    def leave_hosts(self) -> None:
+        """End what the job has left on other hosts, those too that have answered again, and remove its files."""
+        files = shlex.join([str(self.job.folder), *self.segments()])
+        find = self._find_processes()
+        end = f"kill {find} 2>/dev/null && sleep 1; kill -9 {find} 2>/dev/null; rm -rf {files}"
+        answers = self.shell.ask(self.others, end)
+        if silent := [host for host in answers if answers[host] is None]:
+            self.say(
+                f"{', '.join(silent)}: no answer at the end, so processes of this job, and {files}, may be left"
+            )
+
+    def _find_processes(self) -> str:
+        """A command of sh that yields the process ids of the job on a host."""
+        return f"$(grep -lazxF BAGUA_JOB={self.job.name} /proc/[0-9]*/environ 2>/dev/null | cut -d/ -f3)"
+
     # An attempt -------------------------------------------------------------------------------------
 
     def _attempt(self, placement: Placement, signals: Signals) -> Verdict:
@@ -262,11 +276,9 @@ class _Supervisor:
     def _gather(self, hosts: Sequence[str], *, limit_s: float) -> list[str]:
         """Gather the records of other hosts, and end leftover processes; returns the hosts that do not answer."""
         folder = shlex.quote(str(self.job.folder))
-        mark = f"BAGUA_JOB={self.job.name}"
-        find = f"grep -lazxF {mark} /proc/[0-9]*/environ 2>/dev/null | cut -d/ -f3"
-        commit = '{"kind": "commit", "number": %d}\\n'
+        commit, find = '{"kind": "commit", "number": %d}\\n', self._find_processes()
         script = (
-            f"for i in 1 2 3; do kill -9 $({find}) 2>/dev/null; done; cat {folder}/{RECORD} 2>/dev/null; "
+            f"for i in 1 2 3; do kill -9 {find} 2>/dev/null; done; cat {folder}/{RECORD} 2>/dev/null; "
             f"[ ! -s {folder}/{COMMITTED} ] || printf {shlex.quote(commit)} $(cat {folder}/{COMMITTED})"
         )
         answers = self.shell.ask([host for host in hosts if host in self.others], script, limit_s=limit_s)

@@ -25,7 +25,7 @@ MARK = "BENCHMARK_FAULTS_TRIAL"
 
 SHARED_MEMORY = Path("/dev/shm")
 FILLER = "filler"
-"""The file that a trial itself fills a /dev/shm with."""
+"""The file that a trial itself fills a file system with."""
 
 GRACE_S = 3.0
 """Seconds that processes may take to end after their parent."""
@@ -37,9 +37,10 @@ class TrialFolder:
     Args:
         name: The name of the trial, unique among those that run at the same time.
         memory_bytes: The size of its /dev/shm, which needs root; by default that of the machine.
+        disk_bytes: The size of `disk`, a file system of its own, which needs root; by default it is a folder.
     """
 
-    def __init__(self, name: str, memory_bytes: int | None = None) -> None:
+    def __init__(self, name: str, memory_bytes: int | None = None, disk_bytes: int | None = None) -> None:
         self.name = f"{name}-{os.getpid()}"
         self.path = Path(tempfile.mkdtemp(prefix="faults-"))  # short: sockets lie in it
         self.temporary = self.path / "tmp"
@@ -49,10 +50,14 @@ class TrialFolder:
         self.memory = SHARED_MEMORY
         if self.own_memory:
             self.memory = Path(tempfile.mkdtemp(prefix="faults-", dir=SHARED_MEMORY))
-        self._mounted = memory_bytes is not None
-        if self._mounted:
-            mount = ["mount", "-t", "tmpfs", "-o", f"size={memory_bytes}", "faults", str(self.memory)]
-            subprocess.run(mount, check=True)
+        self.disk = self.path / "disk"
+        self.disk.mkdir()
+        self._mounted: list[Path] = []
+        for folder, size in ((self.memory, memory_bytes), (self.disk, disk_bytes)):
+            if size is not None:
+                mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "faults", str(folder)]
+                subprocess.run(mount, check=True)
+                self._mounted.append(folder)
 
     def __enter__(self) -> TrialFolder:
         return self
@@ -66,9 +71,9 @@ class TrialFolder:
         for pid in self.processes():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        for folder in self._mounted:
+            subprocess.run(["umount", "--lazy", str(folder)], check=False)
         shutil.rmtree(self.path, ignore_errors=True)
-        if self._mounted:
-            subprocess.run(["umount", "--lazy", str(self.memory)], check=False)
         if self.memory != SHARED_MEMORY:
             shutil.rmtree(self.memory, ignore_errors=True)
 

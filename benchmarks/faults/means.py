@@ -4,6 +4,7 @@ GIL           a call of C that keeps Python's lock: no other thread of the proce
 out of memory the kernel kills the process, in a memory cgroup that has no room; without one, SIGKILL does
 descriptors   a limit: the process can open no more files and connections
 full memory   /dev/shm of the whole trial is full
+full disk     the file system of the checkpoints is full, but for a part of one; free disk ends it
 clock         the clock of the whole trial is set, by a library that the dynamic linker loads first
 link          of a host; see `hosts`
 """
@@ -26,9 +27,11 @@ from typing import Literal
 
 from .leftovers import FILLER, TrialFolder
 
-Means = Literal["signal", "GIL", "out of memory", "descriptors", "full memory", "clock", "link"]
+Means = Literal[
+    "signal", "GIL", "out of memory", "descriptors", "full memory", "full disk", "free disk", "clock", "link"
+]
 
-HARMLESS: frozenset[Means] = frozenset({"descriptors", "full memory", "clock"})
+HARMLESS: frozenset[Means] = frozenset({"descriptors", "full memory", "full disk", "free disk", "clock"})
 """Those of which no process may die."""
 
 GIL_S = "FAULTS_GIL_S"
@@ -102,14 +105,14 @@ def obey() -> None:
         signal.signal(signal.SIGUSR2, lambda *_: keep_gil(seconds))
 
 
-def harm(means: Means, pid: int, number: int, seconds: float, folder: TrialFolder) -> None:
+def harm(means: Means, pid: int, number: int, amount: float, folder: TrialFolder) -> None:
     """Harm a process, or what it shares with all others of its trial.
 
     Args:
         means: How.
         pid: The process.
         number: The signal, if the means are one.
-        seconds: By how much the clock is set.
+        amount: By how many seconds the clock is set; how many bytes of a full disk stay free.
         folder: The folder of the trial.
 
     Raises:
@@ -117,8 +120,12 @@ def harm(means: Means, pid: int, number: int, seconds: float, folder: TrialFolde
     """
     if means == "full memory":
         fill(folder.memory)
+    elif means == "full disk":
+        fill(folder.disk, room=int(amount))
+    elif means == "free disk":
+        (folder.disk / FILLER).unlink()
     elif means == "clock":
-        set_clock(folder.path, int(seconds))
+        set_clock(folder.path, int(amount))
     elif means == "descriptors":
         used = _descriptors_of(pid)
         resource.prlimit(pid, resource.RLIMIT_NOFILE, (used, used))
@@ -151,13 +158,14 @@ def forget_groups() -> None:
         (GROUPS / f"faults-{os.getpid()}").rmdir()
 
 
-def fill(folder: Path) -> None:
-    """Use up the room of a file system."""
+def fill(folder: Path, room: int = 0) -> None:
+    """Use up the room of a file system, but for so many bytes."""
     with open(folder / FILLER, "wb", buffering=0) as file, contextlib.suppress(OSError):
         for size in (1 << 20, 1 << 12):
             with contextlib.suppress(OSError):
                 while file.write(bytes(size)):
                     pass
+        file.truncate(max(0, file.tell() - room))
 
 
 def make_clock(folder: Path) -> dict[str, str]:

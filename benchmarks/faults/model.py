@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -75,10 +76,7 @@ class Model(ABC):
 
     def digest(self) -> str:
         """A short hash of the weights."""
-        joined = hashlib.sha256()
-        for weight in self.weights():
-            joined.update(np.ascontiguousarray(weight).data)
-        return joined.hexdigest()[:16]
+        return digest_of(self.weights())
 
     def total(self) -> float:
         """The sum of all weights."""
@@ -89,6 +87,14 @@ class Model(ABC):
         if not self.alike:
             for weight in (each for each in self.weights() if each.dtype.kind == "f"):
                 weight[...] = comm.allreduce(weight, op="avg")
+
+
+def digest_of(weights: Iterable[np.ndarray]) -> str:
+    """A short hash of arrays."""
+    joined = hashlib.sha256()
+    for weight in weights:
+        joined.update(np.ascontiguousarray(weight).data)
+    return joined.hexdigest()[:16]
 
 
 class Steps(ABC):

@@ -19,12 +19,17 @@ Kind = Literal["spare", "fewer", "spawn", "too few", "host"]
 process is admitted; all end; all are started again on the hosts that are alive."""
 
 LinkFault = Literal["slow sender", "slow reader", "half-open, out", "half-open, in", "split brain"]
-"""What happens to a host's link: it sends or is sent one byte a millisecond; what it sends or is sent is lost; it
-is cut. It ends after a while."""
+"""What happens to a host's link: it sends or is sent one byte a millisecond; what it sends or is sent is lost;
+half of the hosts are cut off from the others. It ends after a while."""
 
-Phase = Literal["construct", "step", "commit", "recover", "regrow", "leave", "dead host", "cut host"] | LinkFault
+Phase = (
+    Literal["construct", "step", "commit", "recover", "regrow", "leave", "save", "unsaved"]
+    | Literal["dead host", "cut host"]
+    | LinkFault
+)
 """When a blow falls: while an engine is made, in a step, in a commit, in a recovery, while a process is started
-to replace a dead one, after the last step; or in a step on all processes of a host, or on its link."""
+to replace a dead one, after the last step, while a checkpoint is saved, after that has failed; or in a step on
+all processes of a host, or on its link."""
 
 RANKS = 3
 LIMIT_S = 60.0
@@ -126,6 +131,7 @@ class Blow:
         resume_s: After SIGSTOP, seconds until SIGCONT; None for never.
         means: How the victim is harmed; see `means`.
         seconds: How long the GIL is kept, or a link is bad; by how much the clock is set.
+        room: Bytes that stay free on a full disk.
     """
 
     phase: Phase
@@ -137,6 +143,7 @@ class Blow:
     resume_s: float | None = None
     means: Means = "signal"
     seconds: float = 0.0
+    room: int = 0
 
 
 @dataclass(frozen=True)
@@ -173,7 +180,15 @@ class Trial:
 
 STEPS = 60
 TWO_AT_ONCE = 0.05
-_DELAYS = {"construct": 0.02, "step": 0.02, "commit": 0.004, "recover": 0.03, "regrow": 1.2, "leave": 0.05}
+_DELAYS = {
+    "construct": 0.02,
+    "step": 0.02,
+    "commit": 0.004,
+    "save": 0.01,
+    "recover": 0.03,
+    "regrow": 1.2,
+    "leave": 0.05,
+}
 """Longest duration of a phase: delays are drawn from 0 to this."""
 
 
@@ -257,16 +272,23 @@ LONG_GIL_S, SHORT_GIL_S = 60.0, 1.0
 
 DAY_S = 86400.0
 
+CHECKPOINT_BYTES = 3 * 14_000
+"""What a full disk has room for at most: less than a checkpoint, of the weights of each rank."""
+
 
 def classes(count: int, seed: int) -> Iterator[Trial]:
     """Trials of every class of faults, `count` times each, on one host."""
     for number in range(count):
-        for fault in ("GIL, long", "GIL, short", "SIGSEGV", "out of memory", *_WITH_A_DEATH):
+        for fault in ("GIL, long", "GIL, short", "SIGSEGV", "out of memory", *_WITH_A_DEATH, "full disk"):
             name = f"{fault.replace(', ', '-').replace(' ', '-')}-{seed}-{number}"
             chance = random.Random(name)
             step, choices = chance.randrange(5, STEPS // 2), (chance.random(),)
             delay_s = chance.uniform(0, _DELAYS["step"])
-            kind: Kind = "spare" if fault in ("GIL, short", "descriptors") else chance.choice(["spare", "fewer"])
+            kind: Kind = (
+                "spare"
+                if fault in ("GIL, short", "descriptors", "full disk")
+                else chance.choice(["spare", "fewer"])
+            )
             if fault.startswith("GIL"):
                 seconds = LONG_GIL_S if fault == "GIL, long" else SHORT_GIL_S
                 blows = [Blow("step", step, delay_s, choices=choices, seconds=seconds, means="GIL")]
@@ -274,6 +296,12 @@ def classes(count: int, seed: int) -> Iterator[Trial]:
                 blows = [Blow("step", step, delay_s, choices=choices, signal=int(signal.SIGSEGV))]
             elif fault == "out of memory":
                 blows = [Blow("step", step, delay_s, choices=choices, means="out of memory")]
+            elif fault == "full disk":
+                room, later_s = chance.randrange(CHECKPOINT_BYTES), chance.uniform(0, 0.1)
+                blows = [
+                    Blow("save", step, chance.uniform(0, _DELAYS["save"]), means="full disk", room=room),
+                    Blow("unsaved", 0, later_s, means="free disk"),
+                ]
             else:  # and then a rank dies, so that the others have to recover in that state
                 blows = [
                     Blow(

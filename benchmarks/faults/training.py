@@ -24,7 +24,10 @@ from typing import Any
 
 from .events import EventWriter
 from .means import obey
-from .model import MICROBATCHES, Data, Model, Steps
+from .model import MICROBATCHES, Data, Model, Steps, digest_of
+
+SAVE_EVERY = 3
+"""Steps from one checkpoint to the next."""
 
 LAST_STEPS, HOLD_S = 10, 20.0
 """A training that starts processes waits before its last steps until all ranks are back, at most this long."""
@@ -39,6 +42,7 @@ def train(comm: Any, model: Model, state: Any, options: argparse.Namespace, send
     send("enter", rank=comm.rank, size=comm.size, step=began, digest=model.digest(), total=model.total())
     steps = model.connect(comm)
     send("constructed")
+    checkpoints = Checkpoints(options.checkpoints, comm, send) if options.checkpoints else None
     restored = {"model": copy.deepcopy(model.state_dict()), "engine": steps.engine.state_dict()}
     for step in range(began, options.steps):
         if comm.size < options.ranks and step >= options.steps - LAST_STEPS:
@@ -52,6 +56,10 @@ def train(comm: Any, model: Model, state: Any, options: argparse.Namespace, send
         send("step", step=state.step)
         if state.step % options.commit_every == 0:
             commit(steps, model, state, send)
+        if checkpoints is not None and state.step % SAVE_EVERY == 0:
+            checkpoints.save(model, state.step)
+    if checkpoints is not None:
+        checkpoints.close()
     steps.close()
     model.average(comm)
     ended = {"rank": comm.rank, "size": comm.size, "began": began, "step": state.step, "digest": model.digest()}
@@ -67,6 +75,44 @@ def commit(steps: Steps, model: Model, state: Any, send: EventWriter) -> None:
     send("commit", step=state.step, digest=model.digest(), total=model.total())
     state.commit()
     send("committed", step=state.step)
+
+
+class Checkpoints:
+    """Saves the weights, and after a failure loads the newest checkpoint; reports both. Collective.
+
+    Args:
+        folder: The folder of the checkpoints.
+        comm: The ranks.
+        send: Reports.
+    """
+
+    def __init__(self, folder: Path, comm: Any, send: EventWriter) -> None:
+        from bagua_comm import Checkpoints
+
+        self._folder, self._send, self._checkpoints = folder, send, Checkpoints(folder, comm, keep=2)
+
+    def save(self, model: Model, step: int) -> None:
+        """Save a checkpoint, and load the newest one if that fails."""
+        from bagua_comm import CheckpointError, Own
+
+        self._send("save", step=step)
+        try:
+            self._checkpoints.save(step, {"weights": Own(list(model.weights()))}, wait=True)
+        except CheckpointError as exc:
+            self._send("unsaved", step=step, message=str(exc)[:1000])
+            self._load()
+        else:
+            self._send("saved", step=step, digest=model.digest())
+
+    def _load(self) -> None:
+        loaded = self._checkpoints.load()
+        names = sorted(path.name for path in self._folder.glob("step-*"))
+        self._send("loaded", step=loaded.step, digest=digest_of(loaded.tree["weights"]), names=names)
+
+    def close(self) -> None:
+        """Load the newest checkpoint, and close."""
+        self._load()
+        self._checkpoints.close()
 
 
 def hold(comm: Any, commit: Callable[[], None]) -> None:
@@ -161,6 +207,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--commit-every", type=int, default=1)
     parser.add_argument("--min-ranks", type=int, default=1)
     parser.add_argument("--timeout-s", type=float, default=15.0)
+    parser.add_argument("--checkpoints", type=Path, help="a folder to save the weights in")
     parser.add_argument("--regrow", action="store_true", help="start processes in the place of dead ones")
     parser.add_argument("--ranks", type=int, default=0, help="wait until so many train before the last steps")
     parser.add_argument("--alike", action=argparse.BooleanOptionalAction, default=True)

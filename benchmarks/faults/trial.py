@@ -26,7 +26,11 @@ START_S = 180.0
 FULL_MEMORY = 24 << 20
 """Bytes of the /dev/shm of a trial in which it becomes full: enough for a start."""
 
+FULL_DISK = 2 << 20
+"""Bytes of the disk of a trial in which it becomes full: enough for a dozen checkpoints."""
+
 BEGINS = {"construct": "enter", "step": "step", "commit": "commit", "recover": "failed", "leave": "trained"}
+BEGINS |= {"save": "save", "unsaved": "unsaved"}
 BEGINS |= dict.fromkeys(["dead host", "cut host", *get_args(LinkFault)], "step")
 """Events by which a process reports a phase."""
 
@@ -99,6 +103,7 @@ def training_of(trial: Trial, folder: TrialFolder, data: Path) -> list[str]:
     arguments += ["--timeout-s", trial.timeout_s, "--microbatches", trial.microbatches]
     arguments += ["--alike" if trial.case.alike else "--no-alike"]
     arguments += ["--replay" if trial.case.repeats else "--no-replay"]
+    arguments += ["--checkpoints", folder.disk] if trial.uses("full disk") else []
     arguments += ["--regrow", "--ranks", trial.ranks] if trial.kind == "spawn" else []
     return ["-m", "benchmarks.faults.training", *map(str, arguments)]
 
@@ -118,8 +123,9 @@ def run_trial(
         fail: Strikes instead of a signal, and returns the processes that it hit.
     """
     memory = FULL_MEMORY if trial.uses("full memory") else None
+    disk = FULL_DISK if trial.uses("full disk") else None
     with (
-        TrialFolder(trial.name, memory) as folder,
+        TrialFolder(trial.name, memory, disk) as folder,
         EventReader(folder.path / "events") as listener,
         open(folder.path / "output", "w+b") as output,
     ):
@@ -220,7 +226,7 @@ def _striker(
             rank = seen.ranks().get(pid)
             stroke = Stroke(time.monotonic(), pid, number, rank, blow.signal, blow.means)
             with contextlib.suppress(ProcessLookupError):
-                harm(blow.means, pid, blow.signal, blow.seconds, folder)
+                harm(blow.means, pid, blow.signal, blow.room or blow.seconds, folder)
                 seen.strokes.append(stroke)
                 if blow.resume_s is not None:
                     heapq.heappush(due, (stroke.t + blow.resume_s, -pid, lambda pid=pid: _resume(pid)))

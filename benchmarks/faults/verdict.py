@@ -12,6 +12,12 @@ A trial that continues must:
 
 Where /dev/shm is full, a trial may also end, with that as the reason.
 
+Where the disk of the checkpoints is full for a while, a save fails on all ranks with that as the reason, the
+newest checkpoint is the last one that was saved, and a later save succeeds.
+
+In a split, at most one half goes on. The processes that are cut off end, with an error that names one that they
+do not reach.
+
 A trial with too few ranks left must end on all of them within 5 seconds, with an error that names every process
 that died, except one that dies at the last moment.
 """
@@ -74,6 +80,8 @@ def judge(trial: Trial, seen: Seen, undisturbed: str | None = None) -> Verdict:
         problems, ended_s = list(_of_an_end(seen, alive)), _end_of(seen, alive)
         return Verdict("failed" if problems else "ended", problems, ended_s=ended_s)
     problems = [*_of_the_end(trial, seen, alive), *_of_restoring(seen), *_of_weights(trial, seen, undisturbed)]
+    problems += _of_a_split(seen) if trial.fault == "split brain" else []
+    problems += _of_checkpoints(trial, seen) if trial.uses("full disk") else []
     regrowth_s = _first_step(seen, alive, least=trial.ranks) if trial.kind == "spawn" else None
     if trial.kind == "spawn" and regrowth_s is None and not _late(seen):
         problems.append(f"there were never {trial.ranks} ranks again")
@@ -182,6 +190,55 @@ def _first_step(seen: Seen, alive: list[int], least: int) -> float | None:
             if event_size >= least and len(since) == size:
                 return max(since.values()) - blow
     return None
+
+
+def _of_checkpoints(trial: Trial, seen: Seen) -> Iterator[str]:
+    unsaved: dict[int, list[str]] = {}
+    for event in seen.of("unsaved"):
+        unsaved.setdefault(event.facts["step"], []).append(event.facts["message"])
+    if not unsaved:
+        yield "no save failed"
+    for step, messages in unsaved.items():
+        if (
+            len(messages) != trial.ranks
+            or len(set(messages)) != 1
+            or "No space left on device" not in messages[0]
+        ):
+            yield f"saving step {step}, the ranks reported {messages}, expected the same full disk on all"
+    for event in seen.of("loaded"):
+        saved = [e.facts for e in seen.of("saved", event.pid) if e.t < event.t]
+        last = saved[-1] if saved else {}
+        if any(event.facts[name] != last.get(name) for name in ("step", "digest")):
+            yield f"process {event.pid} loaded step {event.facts['step']}; {last} was saved last"
+        if unfinished := [name for name in event.facts["names"] if not name.removeprefix("step-").isdecimal()]:
+            yield f"process {event.pid} found {unfinished} in the folder"
+    if unsaved and max((e.facts["step"] for e in seen.of("saved")), default=0) < max(unsaved):
+        yield "nothing was saved after the disk had room again"
+
+
+def _of_a_split(seen: Seen) -> Iterator[str]:
+    blow, cut = seen.strokes[-1].t, {stroke.pid for stroke in seen.strokes}
+    rest = set(seen.pids()) - cut
+    first = {e.pid for e in seen.of("hello") if e.t < blow}
+    tried = {pid: max((e.facts["step"] for e in seen.of("commit", pid)), default=0) for pid in first}
+    # A step is committed by all together, or by a half that goes on alone; then it enters again, or gets ahead.
+    alone = [
+        any(e.t > blow for e in seen.of("enter") if e.pid in half)
+        or any(
+            e.facts["step"] > min(map(tried.__getitem__, first))
+            for e in seen.of("committed")
+            if e.pid in half & first
+        )
+        for half in (cut, rest)
+    ]
+    if all(alone):
+        yield "both halves went on: there are two histories"
+    for pid in sorted(cut):
+        messages = [e.facts["message"] for e in seen.of("ended", pid)]
+        if not messages and not seen.of("done", pid):
+            yield f"process {pid}, which was cut off, did not say why it ended; last seen at {_last(seen, pid)}"
+        elif messages and not any(re.search(rf"\b{each}\b", messages[0]) for each in rest & first):
+            yield f"process {pid}, which was cut off, named none of {sorted(rest & first)}: {messages[0]}"
 
 
 # Trials that end --------------------------------------------------------------------------------------------

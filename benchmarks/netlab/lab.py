@@ -23,6 +23,7 @@ from ..bench import ROOT
 from ..bench.record import NETWORK_VARIABLE
 from .flows import flow_commands
 from .latency import delayed
+from .marks import mark
 from .tools import LabError, do
 
 PREFIX = "bg"
@@ -76,6 +77,10 @@ class Lab:
     def tap(self, host: int) -> str:
         """The device by which a host's packets go to the switch that delays them; see latency.py."""
         return f"{self.prefix}t{host}"
+
+    def bridge(self, host: int) -> str:
+        """The bridge of a host; all share one, unless a switch joins them, see latency.py."""
+        return f"{self.prefix}b{host if self.latency_s else 0}"
 
     def inside(self, host: int, *command: str) -> list[str]:
         """The command that runs `command` on a host."""
@@ -136,18 +141,40 @@ class Lab:
         What the agent has started there before is silent from then on: its output does not cross the link, so
         the shells in which the agent's commands run are stopped.
         """
-        (self.memory / f"dead-h{host}").touch()
         do(f"ip link set {self.prefix}v{host} down")
+        self._silence(host)
+
+    def split(self, hosts: Sequence[int]) -> None:
+        """Separate these hosts from the others: each group reaches itself alone, and no link goes down.
+
+        The agent does not reach them either, and the other hosts do not see their processes; see `cut`, `mark`.
+
+        Raises:
+            LabError: The hosts of this lab have a latency.
+        """
+        if self.latency_s:
+            raise LabError("hosts with a latency have no bridge in common, so they cannot be split")
+        do(f"ip link add {self.prefix}c type bridge")
+        do(f"ip link set {self.prefix}c up")
+        for host in hosts:
+            do(f"ip link set {self.prefix}v{host} master {self.prefix}c")
+            self._silence(host)
+            for pid in _processes_in(f"{self.prefix}-h{host}"):
+                mark(pid, hidden=True)
+
+    def _silence(self, host: int) -> None:
+        (self.memory / f"dead-h{host}").touch()
         for pid in _processes_in(f"{self.prefix}-h{host}"):
             with contextlib.suppress(OSError):
                 if Path(f"/proc/{pid}/comm").read_text() == "sh\n":
                     os.kill(pid, signal.SIGSTOP)
 
     def mend(self, host: int) -> None:
-        """Undo `cut`, or `fail` so that new processes can be started on this host."""
+        """Undo `cut` and `split`, or `fail` so that new processes can be started on this host."""
         (self.memory / f"dead-h{host}").unlink(missing_ok=True)
-        do(f"ip link set {self.prefix}v{host} up")
+        do(f"ip link set {self.prefix}v{host} master {self.bridge(host)} up")
         for pid in _processes_in(f"{self.prefix}-h{host}"):
+            mark(pid, hidden=False)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
 
@@ -309,21 +336,20 @@ def _names(command: Sequence[str], prefix: str) -> list[str]:
 
 
 def _build(lab: Lab) -> None:
-    bridge = f"{lab.prefix}b"
     lab.memory.mkdir()
     do(f"mount -t tmpfs {lab.prefix} {lab.memory}")
     for host in range(lab.hosts):
         (lab.memory / f"h{host}").mkdir()
-    for host in range(lab.hosts if lab.latency_s else 1):  # hosts share a bridge, unless a switch joins them
-        do(f"ip link add {bridge}{host} type bridge")
-        do(f"ip link set {bridge}{host} up")
+    for host in range(lab.hosts if lab.latency_s else 1):
+        do(f"ip link add {lab.bridge(host)} type bridge")
+        do(f"ip link set {lab.bridge(host)} up")
         if lab.latency_s:
-            do(f"ip link set {lab.tap(host)} master {bridge}{host} up txqueuelen {QUEUE_PACKETS}")
+            do(f"ip link set {lab.tap(host)} master {lab.bridge(host)} up txqueuelen {QUEUE_PACKETS}")
     for host in range(lab.hosts):
         space, outside = f"{lab.prefix}-h{host}", f"{lab.prefix}v{host}"
         do(f"ip netns add {space}")
         do(f"ip link add {outside} type veth peer name eth0 netns {space}")
-        do(f"ip link set {outside} master {bridge}{host if lab.latency_s else 0} up")
+        do(f"ip link set {outside} master {lab.bridge(host)} up")
         do(f"ip -n {space} link set lo up")
         do(f"ip -n {space} addr add {lab.address(host)}/24 dev eth0")
         do(f"ip -n {space} link set eth0 up")

@@ -5,9 +5,11 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 
 import pytest
 
+from bagua_comm.processes import started_with
 from benchmarks import netlab
 from benchmarks.netlab import flows, latency, run
 
@@ -184,6 +186,35 @@ def run_filter(program, data):
             return a if code == 0x16 else k
         else:
             a = {0x24: a * k, 0x0C: a + x, 0x74: a >> k, 0x04: a + k}[code] & 0xFFFFFFFF
+
+
+@pytest.mark.slow
+def test_halves_of_a_split_reach_themselves_alone_until_it_is_mended():
+    if refusal():
+        return
+    listen = "import socket, time; s = socket.create_server(('', 7777)); print(1, flush=True); time.sleep(60)"
+    reach = "import socket; socket.create_connection(('10.99.0.4', 7777), timeout=1)"
+    with netlab.build(4, "1gbit") as lab:
+        command = lab.inside(3, "env", "BAGUA_JOB=one", sys.executable, "-S", "-c", listen)
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+            assert process.stdout.read(1) == b"1"
+
+            def reached():
+                codes = [
+                    subprocess.run(lab.inside(i, sys.executable, "-S", "-c", reach)).returncode for i in range(3)
+                ]
+                return [code == 0 for code in codes]
+
+            assert reached() == [True] * 3
+            lab.split([2, 3])
+            assert reached() == [False, False, True]
+            assert not started_with("BAGUA_JOB", "one")
+            for host in (2, 3):
+                lab.mend(host)
+            assert reached() == [True] * 3
+            assert list(started_with("BAGUA_JOB", "one"))
+            process.kill()
+    assert left_over() == []
 
 
 def test_hosts_are_removed_after_an_error():

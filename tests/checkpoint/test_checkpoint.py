@@ -2,6 +2,7 @@
 
 import collections
 import enum
+import errno
 import json
 import math
 import os
@@ -41,8 +42,9 @@ from bagua_comm import (
     TensorSpec,
     UnsupportedError,
 )
-from bagua_comm.checkpoint import load_engine, saving, tensorfile, tree_of_engine, trees
+from bagua_comm.checkpoint import folders, load_engine, saving, tensorfile, tree_of_engine, trees
 from bagua_comm.checkpoint.slices import slices_of
+from bagua_comm.files import write_at_once
 from bagua_comm.testing import run_ranks
 
 
@@ -668,6 +670,51 @@ def test_a_rank_that_cannot_write_fails_the_save_on_all_ranks(tmp_path):
         run_ranks(3, body)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def full_for(monkeypatch, name, times):
+    """Let the disk be full for the next `times` files of this name."""
+    left = [times]
+
+    def write(path, content, **settings):
+        if path.name == name and left[0]:
+            left[0] -= 1
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write_at_once(path, content, **settings)
+
+    monkeypatch.setattr(folders, "write_at_once", write)
+
+
+def test_a_save_that_fails_at_its_manifest_gives_back_the_room_of_its_files(tmp_path, monkeypatch):
+    def body(comm):
+        with Checkpoints(tmp_path, comm) as checkpoints:
+            checkpoints.save(1, {"mine": Own(np.full(50, comm.rank))}, wait=True)
+            full_for(monkeypatch, "manifest.json", 1)
+            with pytest.raises(CheckpointError, match=r"saving step 2 in .*No space left on device"):
+                checkpoints.save(2, {"mine": Own(np.full(50, 2))}, wait=True)
+            assert steps_in(tmp_path) == ["step-1"]
+            return checkpoints.load().tree["mine"].tolist()
+
+    assert run_ranks(2, body) == [[0] * 50, [1] * 50]
+
+
+def test_a_disk_too_full_for_the_file_latest_loses_old_checkpoints_first(tmp_path, monkeypatch):
+    def body(comm):
+        with Checkpoints(tmp_path, comm, keep=1) as checkpoints:
+            checkpoints.save(1, 1, wait=True)
+            full_for(monkeypatch, "latest", 1)
+            checkpoints.save(2, 2, wait=True)
+            assert (tmp_path / "latest").read_text() == "step-2\n"
+            comm.barrier()
+            full_for(monkeypatch, "latest", 2)
+            with pytest.raises(
+                CheckpointError, match=r"step 3 .*: the checkpoint is complete, but the file latest"
+            ):
+                checkpoints.save(3, 3, wait=True)
+            assert steps_in(tmp_path) == ["step-3"]
+            return checkpoints.load().tree
+
+    assert run_ranks(2, body) == [3, 3]
 
 
 def test_the_next_call_raises_that_a_save_failed(tmp_path):

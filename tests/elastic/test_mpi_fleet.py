@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from support.launch import run_python
 
 import bagua_comm
 from bagua_comm import BootstrapError, RankFailed, UnsupportedError
+from bagua_comm.elastic.fleet import ProcessInfo
 from bagua_comm.elastic.start import start
 from bagua_comm.processes import kill, start_of
 
@@ -275,3 +277,28 @@ def test_a_wait_on_a_device_ends_with_a_death_and_a_rendezvous(tmp_path):
     assert len(heard) == 2, result.stderr
     for line in heard:  # the one that notices the death starts a rendezvous, of which the other may hear first
         assert re.match(r"(RankFailed|CommAborted): .*(rank|process) 1 \(.*\) died", line), line
+
+
+# Fencing --------------------------------------------------------------------------------------------------------
+
+
+def test_a_half_of_a_split_ends_and_names_a_process_that_it_does_not_reach():
+    from bagua_comm.elastic.mpi.agreement import RESUME, Agreement, Participant, location_of
+
+    def info(process):
+        return ProcessInfo(f"space {process // 2}", 100 + process, 1, f"host {process // 2}", f"h{process // 2}")
+
+    participants = {each: Participant(RESUME, info(each)) for each in range(4)}
+    places = {each: location_of(info(each)) for each in range(4)}
+    for index, silent in ((0, (2, 3)), (3, (0, 1))):
+        living = [each for each in range(4) if each != index]
+        agreement = Agreement(
+            SimpleNamespace(index=index, places=places, living=lambda living=living: living), 3.0, tuple
+        )
+        agreement.participants = participants
+        expected = (
+            rf"process {silent[0]} \(on h{silent[0] // 2}, .*\) has not answered for 4 s, .* link to it is broken"
+        )
+        with pytest.raises(RankFailed, match=expected):
+            agreement._fence(silent[0], 4.0, silent)
+        agreement._fence(silent[0], 4.0, silent[:1])  # its neighbour answers, and kills it

@@ -23,6 +23,7 @@ from bagua_comm.errors import BootstrapError
 from bagua_comm.launch import job_folder
 from bagua_comm.launch import supervisor as supervise
 from bagua_comm.launch.mpirun import Mpirun
+from bagua_comm.launch.remote_shell import RemoteShell
 from bagua_comm.launch.verdict import deaths, judge, time_lost_s
 
 MPIRUN = """\
@@ -214,6 +215,26 @@ def test_a_folder_whose_supervisor_is_gone_is_removed_by_the_next_one(mpirun, tm
     assert list(memory.iterdir()) == [living.path]
     living.remove()
     assert list(memory.iterdir()) == []
+
+
+def test_a_host_that_was_lost_and_answers_again_is_left_clean(tmp_path, capsys):
+    agent, folder = tmp_path / "agent", tmp_path / "folder"
+    agent.write_text(f'#!/bin/sh\n[ -e {tmp_path}/down-$1 ] && exit 255\nshift; exec sh -c "$*"\n')
+    agent.chmod(0o755)
+    folder.mkdir()
+    (folder / "snapshot").touch()
+    (tmp_path / "down-h2").touch()
+    job, shell = Job(f"lost-{os.getpid()}", folder), RemoteShell((str(agent),))
+    daemon = subprocess.Popen(["sleep", "100"], env={**os.environ, "BAGUA_JOB": job.name})
+    supervisor = supervise._Supervisor(None, None, job, None, ["h1", "h2"], shell, gone={"h1", "h2"})
+
+    supervisor.leave_hosts()
+
+    assert daemon.wait(10) == -signal.SIGTERM
+    assert not folder.exists()
+    told = capsys.readouterr().err
+    assert f"h2: no answer at the end, so processes of this job, and {folder}, may be left" in told
+    assert "h1" not in told
 
 
 @pytest.mark.slow

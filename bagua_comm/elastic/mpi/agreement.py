@@ -248,7 +248,9 @@ class Agreement:
             each for each in (index, *self._processes.living()) if each not in silent and each in participants
         ]
         if not any(participants[each].info.namespace == info.namespace for each in answering):
-            where = "on its host, and in its container,"
-            raise RankFailed(f"process {index}: {name}, and no process of the job {where} can kill it")
+            raise RankFailed(
+                f"process {index}: {name}, and no process of the job answers on its host, and in its container, "
+                "that could kill it: the host is down or stopped, or the link to it is broken"
+            )
         if silent_s > 2 * self._timeout_s + 10:
             raise RankFailed(f"process {index}: {name}, and MPI does not detect that it was killed")
