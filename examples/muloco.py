@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import bagua_torch
-from bagua_comm import DiLoCo, StreamingDiLoCo
+from bagua_comm import Algorithm, DiLoCo, StreamingDiLoCo
 
 MODULES = (argparse, inspect, json.decoder, json.encoder)
 CONTEXT, WIDTH, HEADS, SYMBOLS = 32, 64, 4, 128
@@ -91,7 +91,7 @@ def main() -> None:
     model = Transformer()
     optimizers = make_optimizers(model, options.inner, options.lr)
     if options.streaming:
-        algorithm = StreamingDiLoCo(options.local_steps, delay=2, outer_momentum=0.5)
+        algorithm: Algorithm = StreamingDiLoCo(options.local_steps, delay=2, outer_momentum=0.5)
     else:
         algorithm = DiLoCo(options.local_steps)
     ddp = bagua_torch.DistributedDataParallel(model, optimizers, algorithm, bucket_bytes=64 * 1024)

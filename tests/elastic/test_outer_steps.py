@@ -117,7 +117,7 @@ def param(case):
     return pytest.param(case, id=f"{case['algorithm']}-{case['name']}", marks=marks)
 
 
-@pytest.mark.parametrize("case", map(param, CASES))
+@pytest.mark.parametrize("case", [param(case) for case in CASES])
 def test_the_trajectory_is_the_golden_one(case):
     training = Training(case)
     for outcome in run_fleet(training.job, training.body):
