@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from bagua_comm import Algorithm, DiLoCo, GradientAllReduce, after
@@ -22,6 +22,7 @@ class Method:
         family: The methods that share its colour in the figure.
         exact: Whether its result should equal that of exact averaging.
         optimizer: The optimizer that it needs; that of the task if empty.
+        lr: Its largest learning rate; that of the task for its optimizer if None.
         baseline: The method that it is compared with, if the task has that.
         note: A remark below the table.
     """
@@ -31,6 +32,7 @@ class Method:
     family: str
     exact: bool = False
     optimizer: str = ""
+    lr: float | None = None
     baseline: str = TORCH
     note: str = ""
 
@@ -114,6 +116,28 @@ STREAMING = {
 """DiLoCo at once and in fragments, for slow links; trained only if they are named."""
 
 
+RATES = {"adam": (0.002, 0.004, 0.008), "muon": (0.004, 0.008, 0.016)}
+"""The learning rates among which each training of `INNER` has its best."""
+
+
+def _inner(optimizer: str, lr: float) -> dict[str, Method]:
+    """Exact averages and DiLoCo, with this optimizer in each step."""
+    note = "Exact averages and DiLoCo with a learning rate of their own are compared with exact, Adam at 0.004."
+    settings: dict[str, Any] = {"optimizer": optimizer, "lr": lr, "baseline": "exact-adam-0.004", "note": note}
+    ends = f"{optimizer.capitalize()} at {lr:g}"
+    exact, diloco = _gradients(f"exact, {ends}", "exact"), _diloco(f"DiLoCo, 30 steps, {ends}", 30)
+    return {
+        f"exact-{optimizer}-{lr:g}": replace(exact, exact=False, **settings),
+        f"diloco-30-{optimizer}-{lr:g}": replace(diloco, **settings),
+    }
+
+
+INNER = {
+    name: method for kind, rates in RATES.items() for lr in rates for name, method in _inner(kind, lr).items()
+}
+"""Adam and Muon, of gradients that are averaged and inside DiLoCo; trained only if they are named."""
+
+
 def _sparse(title: str, local_steps: int, **arguments: Any) -> Method:
     def make(steps: int) -> Algorithm:
         return from_name("sparseloco", local_steps=local_steps, **arguments)
@@ -178,5 +202,6 @@ METHODS = {
     "diloco-10-momentum": _diloco("DiLoCo, 10 steps, momentum 0.9", 10, note=_MOMENTUM, outer_momentum=0.9),
     "diloco-100-momentum": _diloco("DiLoCo, 100 steps, momentum 0.9", 100, note=_MOMENTUM, outer_momentum=0.9),
     **LARGEST,
+    **INNER,
 }
 """The methods: algorithms of the library, with settings for short runs, and PyTorch's own."""

@@ -36,7 +36,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -71,13 +71,24 @@ CURVE_POINTS = 40
 # ---------------------------------------------------------------------------------------------------
 
 
-def make_optimizer(kind: str, parameters: Iterator[nn.Parameter], lr: float, algorithm: Any) -> Any:
-    """The optimizer of this name, with its defaults."""
+def make_optimizers(kind: str, model: nn.Module, lr: float, algorithm: Any) -> list[Any]:
+    """The optimizers of this name, with their defaults; none decays the weights.
+
+    Muon is for the matrices of hidden layers, which are those of blocks; the rest has AdamW. Its steps are as
+    large as those of AdamW, so that both have the same learning rate.
+    """
     if kind == "sgd":
-        return torch.optim.SGD(parameters, lr=lr, momentum=MOMENTUM)
+        return [torch.optim.SGD(model.parameters(), lr=lr, momentum=MOMENTUM)]
     if kind == "adam":
-        return torch.optim.Adam(parameters, lr=lr)
-    return bagua_torch.QAdamOptimizer(parameters, lr=lr, warmup_steps=algorithm.warmup_steps)
+        return [torch.optim.Adam(model.parameters(), lr=lr)]
+    if kind == "muon":
+        hidden = {name: p for name, p in model.named_parameters() if name.startswith("blocks.") and p.ndim == 2}
+        rest = [p for name, p in model.named_parameters() if name not in hidden]
+        return [
+            torch.optim.Muon(hidden.values(), lr=lr, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(rest, lr=lr, weight_decay=0.0),
+        ]
+    return [bagua_torch.QAdamOptimizer(model.parameters(), lr=lr, warmup_steps=algorithm.warmup_steps)]
 
 
 SCHEDULE = "linear warm-up over the first 10 % of the steps, then cosine to 0"
@@ -102,14 +113,15 @@ def run_once(
     algorithm, data = method.make(steps), task.load()
     torch.manual_seed(seed)
     model = task.make_model()
-    kind = task.optimizer_of(method)
-    optimizer = make_optimizer(kind, model.parameters(), task.lr[kind], algorithm)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(learning_rate, steps=steps))
+    optimizers = make_optimizers(task.optimizer_of(method), model, task.lr_of(method), algorithm)
+    schedules = [
+        torch.optim.lr_scheduler.LambdaLR(each, partial(learning_rate, steps=steps)) for each in optimizers
+    ]
     if algorithm is None:
         wrapped: Any = nn.parallel.DistributedDataParallel(model)
     else:
         wrapped = bagua_torch.DistributedDataParallel(
-            model, [optimizer], algorithm, comm=comm, bucket_bytes=BUCKET_BYTES
+            model, optimizers, algorithm, comm=comm, bucket_bytes=BUCKET_BYTES
         )
 
     batches = data.batches(seed, comm.size * task.batch_size)
@@ -120,10 +132,13 @@ def run_once(
         time.sleep(device_s)
         x, y = (part.chunk(comm.size)[comm.rank] for part in next(batches))
         loss = functional.cross_entropy(wrapped(x).flatten(0, -2), y.flatten())
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
         loss.backward()
-        optimizer.step()
-        schedule.step()
+        for optimizer in optimizers:
+            optimizer.step()
+        for schedule in schedules:
+            schedule.step()
         losses[step] = loss.item()
         ended[step + 1] = 0 if algorithm is None else wrapped.engine.counter.wire_bytes
     elapsed_s = time.perf_counter() - start

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .methods import FOUR_BITS, LARGEST, METHODS, STREAMING, TORCH, TORCH_ADAM, Method
+from .methods import FOUR_BITS, INNER, LARGEST, METHODS, STREAMING, TORCH, TORCH_ADAM, Method
 
 Batch = tuple[Tensor, Tensor]
 
@@ -70,7 +70,7 @@ class Task:
     steps: int
     batch_size: int
     compared: tuple[str, ...] = tuple(
-        name for name in METHODS if name not in {**FOUR_BITS, **LARGEST, **STREAMING}
+        name for name in METHODS if name not in {**FOUR_BITS, **INNER, **LARGEST, **STREAMING}
     )
 
     def difference(self, metric: float, baseline: float) -> float:
@@ -86,9 +86,17 @@ class Task:
         """The optimizer that a method has here."""
         return method.optimizer or self.optimizer
 
+    def lr_of(self, method: Method) -> float:
+        """The largest learning rate that a method has here."""
+        return self.lr[self.optimizer_of(method)] if method.lr is None else method.lr
+
     def methods(self) -> dict[str, Method]:
-        """The methods that make sense here: Adam's baseline only where the task has another optimizer."""
-        return {k: m for k, m in METHODS.items() if k != TORCH_ADAM or self.optimizer != "adam"}
+        """The methods that make sense here.
+
+        Adam's baseline does only where the task has another optimizer, and Muon where the model has blocks.
+        """
+        unsuitable = {TORCH_ADAM: self.optimizer == "adam", **dict.fromkeys(INNER, self.optimizer != "adam")}
+        return {name: method for name, method in METHODS.items() if not unsuitable.get(name)}
 
     def compared_methods(self) -> list[str]:
         """The names of the methods that are trained unless others are named."""
@@ -108,7 +116,12 @@ def nats(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 MOMENTUM = 0.9
-OPTIMIZERS = {"sgd": f"SGD with momentum {MOMENTUM:g}", "adam": "Adam", "qadam": "QAdam"}
+OPTIMIZERS = {
+    "sgd": f"SGD with momentum {MOMENTUM:g}",
+    "adam": "Adam",
+    "qadam": "QAdam",
+    "muon": "Muon, with AdamW for all but the matrices of blocks",
+}
 
 # Digits -----------------------------------------------------------------------------------------------
 

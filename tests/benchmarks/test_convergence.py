@@ -205,10 +205,31 @@ def test_tasks_with_another_optimizer_are_run_by_name(capsys):
     assert run.parse_arguments(["--task", "text-sgd,digits"]).tasks == ["text-sgd", "digits"]
     assert tasks.TASKS["text-sgd"].optimizer_of(methods.METHODS["diloco-100"]) == "sgd"
     for task in tasks.TASKS.values():
-        assert {task.optimizer_of(method) for method in task.methods().values()} <= task.lr.keys()
+        assert all(task.lr_of(method) > 0 for method in task.methods().values())
     with pytest.raises(SystemExit):
         run.parse_arguments(["--task", "digits-sgd"])
     assert "there is no task 'digits-sgd'; expected one of digits, text" in capsys.readouterr().err
+
+
+def test_muon_trains_the_matrices_of_blocks_and_adamw_the_rest():
+    task, method = tasks.TASKS["text"], methods.METHODS["diloco-30-muon-0.008"]
+    model = task.make_model()
+    muon, adamw = run.make_optimizers(task.optimizer_of(method), model, task.lr_of(method), None)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    hidden = {names[parameter] for parameter in muon.param_groups[0]["params"]}
+    parts = ("project.weight", "mix.weight", "feed_forward.1.weight", "feed_forward.3.weight")
+    assert hidden == {f"blocks.{i}.{part}" for i in range(2) for part in parts}
+    assert hidden | {names[parameter] for parameter in adamw.param_groups[0]["params"]} == set(names.values())
+    assert muon.defaults["lr"] == adamw.defaults["lr"] == 0.008
+    assert "exact-adam-0.004" not in tasks.TASKS["text-sgd"].methods()
+
+
+def test_trainings_with_other_rates_are_compared_with_one_of_them():
+    record = record_of({"exact-adam-0.004": {0: 2.0}, "exact-adam-0.008": {0: 2.2}}, "text")
+    assert row_of(record, "exact-adam-0.008", "text")["ratio"] == pytest.approx(1.1)
+    table = report.markdown({**record, "machine": {"cpu": "one", "cores": 2}}, None)
+    assert "| exact, Adam at 0.008 |" in table
+    assert "are compared with exact, Adam at 0.004." in table
 
 
 @pytest.mark.needs("sklearn")

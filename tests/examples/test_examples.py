@@ -277,3 +277,15 @@ def test_a_sharded_transformer_learns_as_well_in_eight_bits(commands, folder):
     assert 3.5 < coded["exact_bytes"] / coded["wire_bytes"] < 4
     assert coded["loss"] < 1.05 * exact["loss"] < 3
     assert feedback["loss"] < 1.05 * exact["loss"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@all_commands("muloco")
+def test_a_transformer_learns_by_muloco(commands, folder):
+    muon, adamw = (result_of(as_typed(command, folder, timeout_s=140)) for command in commands)
+    assert (muon["ranks"], muon["inner"], muon["streaming"]) == (2, "muon", False)
+    assert (adamw["ranks"], adamw["inner"], adamw["streaming"]) == (2, "adamw", True)
+    for result in (muon, adamw):
+        assert result["loss"] < 3  # a symbol that is drawn at random has 4.9
+        assert result["wire_bytes"] > 0
