@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import secrets
 import sys
@@ -255,6 +256,7 @@ class _Loop:
         comm.op_order = self._op_order
         self._session.defer_records(comm)
         if known.entered:
+            gc.collect()  # communicators of before hold descriptors and shared memory, in cycles of references
             self._report_change(comm, rendezvous, failure, before, commit)
         elif commit != INITIAL:
             _report_restart(comm, commit)

@@ -60,13 +60,11 @@ class Endpoint:
         """Memory that all ranks share; None if they do not."""
         self.begun: dict[int, object] = {}
         """The arrays and requests of exchanges that have begun and were not yet waited for."""
-        self._in_use: object = None
-        """Memory of this process that other ranks may read until the process ends."""
         self._has_notified = False
 
-    def share(self, window: SharedWindow | None, in_use: object) -> None:
+    def share(self, window: SharedWindow | None) -> None:
         """Use the window, or none, from now on."""
-        self.window, self._in_use = window, in_use
+        self.window = window
         self.calls.publish(window.calls if window is not None else None)
 
     # Calls of MPI, and of the window ----------------------------------------------------------------
@@ -92,7 +90,7 @@ class Endpoint:
         try:
             result = call(*arguments)
         except BaseException as exc:
-            raise self.abort_after(exc, (call, arguments)) from exc
+            raise self.abort_after(exc, None) from exc  # who reads this rank's memory sees that it has aborted
         self.calls.sent_bytes += sent
         return result
 
@@ -203,6 +201,11 @@ class Endpoint:
         self, exc: BaseException, in_flight: object, statuses: Sequence[MPI.Status] = ()
     ) -> BaseException:
         """Abort this communicator after `exc`, raised in the middle of a call; returns the error to raise."""
+        if isinstance(exc, OSError) and self.window is not None:  # the memory of a rank cannot be read
+            try:
+                self.window.check()
+            except PeerAbortedError as aborted:  # it may have freed that memory
+                exc = aborted
         # Ranks may still be at the end of the collective before a message that does not fit: its bytes are right.
         if self.window is not None and (self.calls.in_collective or not isinstance(exc, CommMismatch)):
             self.window.abort()
@@ -214,7 +217,7 @@ class Endpoint:
                 codes = [code for code in map(MPI.Status.Get_error, statuses) if code != MPI.SUCCESS]
                 exc = MPI.Exception(next(iter(codes), MPI.ERR_OTHER))
             error = self.detector.error_of_mpi(exc)
-        elif isinstance(exc, OSError):  # the memory of a rank cannot be read
+        elif isinstance(exc, OSError):
             dead = self.detector.await_failed_ranks()
             error = self.detector.death(dead) if dead else CommError(f"rank {self.rank}: {exc}")
         elif isinstance(exc, PeerAbortedError):
@@ -238,8 +241,9 @@ class Endpoint:
         return CommAborted(f"{self.detector.who}: rank {rank} aborted while its array was read")
 
     def keep_for_ever(self, in_flight: object = None) -> None:
-        """Never free the arrays of unfinished calls, to which MPI may write, and which peers may read."""
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object((in_flight, self.begun, self._in_use)))
+        """Never free the arrays of unfinished calls of MPI, which may write to them."""
+        if in_flight is not None or self.begun:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object((in_flight, self.begun)))
 
     def notify(self, error: BaseException) -> None:
         """Notify the other ranks, once, that this one has aborted this communicator."""

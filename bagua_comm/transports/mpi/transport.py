@@ -124,12 +124,10 @@ class MPITransport(CountedCalls, Transport):
             self._agreement.expect_slow_network()
             return
         self._routes.clear()  # these are routes without a window
-        self._endpoint.share(window, None)
+        self._endpoint.share(window)
         self._small.use_window(window)
         memory = open_memory(self)
-        direct = DirectCalls(window, memory) if memory is not None else None
-        self._endpoint.share(window, direct)
-        self._routes.use_memory(direct)
+        self._routes.use_memory(DirectCalls(window, memory) if memory is not None else None)
 
     def _measure_links(self) -> None:
         """Measure the links between hosts, for all transports of this world. Collective."""
@@ -340,7 +338,7 @@ class MPITransport(CountedCalls, Transport):
 
     def _unmap(self) -> None:
         """Drop the window, and all routes through it."""
-        self._endpoint.share(None, None)
+        self._endpoint.share(None)
         self._routes.use_memory(None)
         self._routes.clear()
 
