@@ -13,6 +13,7 @@ import numpy as np
 
 from .. import arrays, kernels
 from ..arrays import AnyArray, Array
+from ..codecs.base import check_aligned
 from ..comm import Communicator
 from ..comm.call import Call
 from ..errors import ArrayError, UnsupportedError
@@ -137,6 +138,9 @@ class TopKMean:
         call.contiguous()
         flat = call.x.reshape(-1)
         errors = None if residual is None else as_like(call, "residual", residual, call.x).reshape(-1)
+        check_aligned(_NAME, "x", flat)
+        if errors is not None:
+            check_aligned(_NAME, "residual", errors)
         if flat.size:
             unsent = self._compensated(flat, errors, decay)
             self._exchange(flat, unsent)
@@ -155,11 +159,6 @@ class TopKMean:
         """
         call = Call(self._comm, _NAME, x)
         self._settings.check(arrays.dtype_name(call.x.dtype))
-        if not isinstance(call.x, np.ndarray):
-            raise UnsupportedError(
-                f"{_NAME}: x is in the memory of a device, expected one in host memory; on a device use "
-                "Quantized(Int4()), or average a copy on the host"
-            )
         return call
 
     def _compensated(self, flat: Array, errors: Array | None, decay: float) -> Array:

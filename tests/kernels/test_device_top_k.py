@@ -14,7 +14,10 @@ from bagua_comm.recording import recorded
 
 pytestmark = pytest.mark.parametrize("device", ["lazy"], indirect=True)
 
-each_dtype = pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+# Each is compiled first.
+each_dtype = pytest.mark.parametrize(
+    "dtype", ["float32", *(pytest.param(each, marks=pytest.mark.slow) for each in ("float16", "bfloat16"))]
+)
 CASES = json.loads((GOLDEN / "top_k.json").read_text())
 
 
@@ -111,7 +114,7 @@ def test_any_settings(device, run, seed):
         keep = 2 * int(random.integers(1, chunk // 2 + 1)) if random.random() < 0.5 else 2
         settings = chunk, keep, int(random.choice([2, 16, 32]))
         m, rows = int(random.integers(1, 6000)), int(random.integers(1, 6))
-        x = normal((rows, m), random.choice(["float32", "float16"]), seed, scale=2.0 ** random.integers(-20, 9))
+        x = normal((rows, m), "float16" if seed % 2 else "float32", seed, scale=2.0 ** random.integers(-20, 9))
         x[:, random.random(m) < 0.3] = random.choice([0, 1, -1])
         expected, actual = both(run, x, settings, random.choice(["sum", "avg"]), int(random.integers(0, 4)))
         assert expected == actual, (settings, m, rows)
@@ -130,11 +133,10 @@ def test_golden_bytes_of_top_k(device, run, dtype):
 def test_few_ctas_do_the_work_of_many_with_top_k(device, run, monkeypatch):
     monkeypatch.setattr(run.launches, "_MOST_CTAS", 2)
     run.top_k.partition_of.cache_clear()
-    expected, actual = both(run, normal((2, 3000), "float32"), (64, 4, 2))
-    assert expected == actual
-    expected, actual = both(run, normal((2, 3000), "float32"), (4, 2, 2))  # threads have several chunks
+    for m, settings in ((600, (64, 4, 2)), (1100, (4, 2, 2))):  # of the second, threads have several chunks
+        expected, actual = both(run, normal((2, m), "float32"), settings)
+        assert expected == actual
     run.top_k.partition_of.cache_clear()
-    assert expected == actual
 
 
 def test_empty_arrays_launch_nothing_with_top_k(device, run):
