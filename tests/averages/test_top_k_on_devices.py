@@ -31,7 +31,9 @@ def means(comm, place, average, dtype, size=400, times=3):
     for _ in range(times):
         assert mean(x) is x
         found += [x.copy(), getattr(mean, "residual", None)]
-    return [(each if isinstance(each, np.ndarray) else each.get()).tobytes() for each in found if each is not None]
+    return [
+        (each if isinstance(each, np.ndarray) else each.get()).tobytes() for each in found if each is not None
+    ]
 
 
 @pytest.mark.parametrize(
@@ -56,9 +58,7 @@ def test_the_bytes_of_the_host(device, kind, ranks, average, dtype):
 def test_between_nodes(device, nodes):
     average = Hierarchical(ErrorFeedback(SMALL))
     expected = run_ranks(4, lambda comm: means(comm, np.copy, average, "float32"), nodes=nodes)
-    on_device = run_on_devices(
-        device, 4, "nccl", lambda comm: means(comm, up, average, "float32"), nodes=nodes
-    )
+    on_device = run_on_devices(device, 4, "nccl", lambda comm: means(comm, up, average, "float32"), nodes=nodes)
     assert expected == on_device
 
 
@@ -81,7 +81,8 @@ def test_a_mean_is_kernels_and_one_collective_for_which_the_host_does_not_wait(d
 def test_a_mean_can_be_captured_and_replayed(device):
     first, second = ([values(10 * k + rank, 400) for rank in range(2)] for k in (1, 2))
     expected = [
-        run_ranks(2, lambda comm, xs=xs: SMALL.bind(comm)(xs[comm.rank].copy()).tobytes()) for xs in (first, second)
+        run_ranks(2, lambda comm, xs=xs: SMALL.bind(comm)(xs[comm.rank].copy()).tobytes())
+        for xs in (first, second)
     ]
 
     def body(comm):

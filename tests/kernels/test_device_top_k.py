@@ -180,7 +180,11 @@ MUTANTS = {
     "bounds too early": ("__syncthreads();  // bounds", "", check_ties),
     "places too early": ("__syncthreads();  // chosen", "", check_ties),
     "sums of two ranks at once": ("__syncthreads();  // the sums of this rank", "", check_short),
-    "too few groups": ("2 * distance * chunk.kept <= blockDim.x", "distance * chunk.kept <= blockDim.x", check_short),
+    "too few groups": (
+        "2 * distance * chunk.kept <= blockDim.x",
+        "distance * chunk.kept <= blockDim.x",
+        check_short,
+    ),
     "a bound of too few groups": ("if (chunk.kept > blockDim.x) bound = 0;", "", check_few_values),
     "keys below the bound": ("max(least << shift, bound)", "least << shift", check_short),
     "ties of higher indices": ("(is_equal && equal < ties)", "(is_equal && equal > 0)", check_ties),

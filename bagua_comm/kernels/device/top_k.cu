@@ -131,6 +131,7 @@ extern "C" __global__ void __launch_bounds__(largest_cta)
             load(x + chunk.first + at, chunk.length - at, raw);  // zeros beyond the end, which come after all others
             memcpy(&read[i], raw, access_bytes);
         }
+#pragma unroll 1
         for (int i = threadIdx.x; i < digits * values_of_digit; i += blockDim.x) shared.numbers[i] = 0;
 #pragma unroll
         for (int i = 0; i < units; ++i) {
@@ -157,6 +158,7 @@ extern "C" __global__ void __launch_bounds__(largest_cta)
         }
         if (threadIdx.x % warp == 0) shared.of_warps[threadIdx.x / warp] = bound;
         __syncthreads();  // bounds
+#pragma unroll 1
         for (int i = 0; i < blockDim.x / warp; ++i) bound = min(bound, shared.of_warps[i]);
         if (chunk.kept > blockDim.x) bound = 0;
 
@@ -194,6 +196,7 @@ extern "C" __global__ void __launch_bounds__(largest_cta)
         if (threadIdx.x % warp == warp - 1) shared.of_warps[threadIdx.x / warp] = before;
         before -= mine;
         __syncthreads();  // totals; and no warp reads numbers any more
+#pragma unroll 1
         for (int i = 0; i < threadIdx.x / warp; ++i) before += shared.of_warps[i];
         int larger = before & 0xffff, equal = before >> 16;
 #pragma unroll
@@ -205,6 +208,7 @@ extern "C" __global__ void __launch_bounds__(largest_cta)
         }
         __syncthreads();  // chosen
 
+#pragma unroll 1
         for (int k = threadIdx.x; k < chunk.kept; k += blockDim.x) {
             float32 value = sent(shared.at(shared.chosen[k]));
             int64 at = chunk.begin + k;
@@ -220,6 +224,7 @@ extern "C" __global__ void __launch_bounds__(largest_cta)
             }
         }
         uint8* indices = wire + layout.indices + chunk.begin / 2 * 3;
+#pragma unroll 1
         for (int k = 2 * threadIdx.x; k < chunk.kept; k += 2 * blockDim.x) {
             uint32 pair = shared.chosen[k] | (k + 1 < chunk.kept ? shared.chosen[k + 1] : 0) << 12;
             uint8* three = indices + k / 2 * 3;
@@ -228,6 +233,7 @@ extern "C" __global__ void __launch_bounds__(largest_cta)
         if (c == layout.chunks - 1) clear(wire, layout.indices + (layout.entries + 1) / 2 * 3, layout.nbytes);
         if (layout.bits == 2 && threadIdx.x == blockDim.x - 1) {  // beside warps that write
             float64 sum = 0;
+#pragma unroll 4
             for (int k = 0; k < chunk.kept; ++k) sum += float64(sent(shared.at(shared.chosen[k])));
             Sums(memory, layout.chunks).values[c] = sum;
         }
