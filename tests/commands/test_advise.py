@@ -188,7 +188,7 @@ def test_averages_of_weights_are_advised_with_how_many_steps_they_may_need(capsy
     out = capsys.readouterr().out
     lines = {line.partition(": ")[0]: line for line in out.splitlines()}
     rarely = {"shift-one-every-4", "async", "diloco-100", "diloco-100-bytes"}
-    rarely |= {"streaming-diloco", "streaming-diloco-int4", "sparseloco", "sparseloco-hierarchical"}
+    rarely |= {"streaming-diloco", "streaming-diloco-int4", "sparseloco"}
     weights = {name for name in steps if payload(METHODS[name]) == "weights"}
     assert rarely < weights
     for when, names in (("in every step", weights - rarely), ("now and then", rarely)):

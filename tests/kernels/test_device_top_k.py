@@ -63,7 +63,7 @@ SIZES = [
     ((64, 16, 2), 1000),
     ((50, 2, 2), 333),  # bytes of codes with values of two chunks
     ((6, 6, 16), 101),  # an odd number of indices
-    ((2, 2, 2), 999),
+    ((2, 2, 2), 151),
 ]
 
 
@@ -106,10 +106,10 @@ def test_of_equal_magnitudes_the_device_sends_those_of_lower_indices(device, run
     assert expected == actual
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 4))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_any_settings(device, run, seed):
     random = np.random.default_rng(seed)
-    for _ in range(6):
+    for _ in range(3):
         chunk = int(random.choice([random.integers(2, 100), random.integers(2, 4097)]))
         keep = 2 * int(random.integers(1, chunk // 2 + 1)) if random.random() < 0.5 else 2
         settings = chunk, keep, int(random.choice([2, 16, 32]))
@@ -163,35 +163,34 @@ def check_ties(run):
     return both(run, ties(2100, "float32"), (1024, 64, 2))
 
 
-def check_few_values(run):
-    return both(run, ties(2100, "float32"), (1024, 400, 2))
-
-
 def check_pairs(run):
     return both(run, normal((3, 333), "float32"), (50, 2, 2))
 
 
-def check_short(run):
-    return both(run, normal((2, 5000), "float32"), (4096, 64, 32))
+def check_sums(run):
+    return both(run, normal((2, 200), "float32"), (4, 2, 2))
+
+
+def check_groups(run):
+    """Numbers of one exponent: a large one in each of 64 groups of threads or in each of 32, or all in one warp."""
+    x = np.random.default_rng(0).uniform(1, 1.2, (3, 4096)).astype(np.float32)
+    x[0, ::64] += 0.5
+    x[1, ::128] += 0.5
+    x[2, :512] += 0.5
+    return both(run, x, (4096, 64, 2))
 
 
 MUTANTS = {
-    "counted too early": ("__syncthreads();  // numbers\n", "\n", check_ties),
-    "bounds too early": ("__syncthreads();  // bounds", "", check_ties),
-    "places too early": ("__syncthreads();  // chosen", "", check_ties),
-    "sums of two ranks at once": ("__syncthreads();  // the sums of this rank", "", check_short),
+    "bounds too early": ("__syncthreads();  // bounds", "", check_groups),
     "too few groups": (
         "2 * distance * chunk.kept <= blockDim.x",
         "distance * chunk.kept <= blockDim.x",
-        check_short,
+        check_groups,
     ),
-    "a bound of too few groups": ("if (chunk.kept > blockDim.x) bound = 0;", "", check_few_values),
-    "keys below the bound": ("max(least << shift, bound)", "least << shift", check_short),
-    "ties of higher indices": ("(is_equal && equal < ties)", "(is_equal && equal > 0)", check_ties),
+    "keys below the bound": ("max(least << shift, bound)", "least << shift", check_groups),
     "a byte of another chunk": ("(k % 4 && k < layout.entries)", "false", check_pairs),
-    "one NaN of many": ("if (__all_sync(all_lanes, !broken)) continue;", "continue;", check_few_values),
-    "-0 and the largest": ("min(__float_as_uint(x) & magnitude, nan_key)", "__float_as_uint(x)", check_short),
-    "products fused in another order": ("i < warp; ++i) total +=", "i < warp - 1; ++i) total +=", check_pairs),
+    "NaNs that are not sent": ("if (__all_sync(all_lanes, !broken)) continue;", "continue;", check_ties),
+    "a sum forgotten": ("i < warp; ++i) total +=", "i < warp - 1; ++i) total +=", check_sums),
 }
 
 
