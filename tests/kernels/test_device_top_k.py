@@ -172,7 +172,7 @@ def check_sums(run):
 
 
 def check_groups(run):
-    """Numbers of one exponent: a large one in each of 64 groups of threads or in each of 32, or all in one warp."""
+    """Numbers of one exponent: a large one in each of 64 groups, or in each of 32, or all in one warp."""
     x = np.random.default_rng(0).uniform(1, 1.2, (3, 4096)).astype(np.float32)
     x[0, ::64] += 0.5
     x[1, ::128] += 0.5
