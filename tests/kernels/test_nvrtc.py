@@ -36,7 +36,7 @@ compiled = functools.cache(instructions.compiled)
 QUICK = {"fixed.cu", "cast.cu", "elementwise.cu", "reduce.cu"}
 """The codecs' files take the compiler ten seconds; what stands in for a GPU compiles them in the default run."""
 
-FEWER = {"int4.cu": ("75", "90", "100"), "top_k.cu": ("75", "90")}
+FEWER = {"int4.cu": ("75", "90", "100"), "top_k.cu": ("75", "80", "90", "100")}
 """The architectures of files for which others would repeat what minmax.cu tests."""
 
 

@@ -2,10 +2,10 @@
 //
 // `choose` has a CTA for each chunk. A thread keeps the keys of 16 consecutive elements in registers: the bits of their
 // magnitudes, which are in the order of the magnitudes. Elements pass through shared memory, so that neighbouring threads load
-// neighbouring 16-byte words. The least key that is sent is found digit by digit (radix selection): the CTA counts the keys with
-// each value of a digit, and each warp finds the value at which the number of larger keys passes the number that is sent. Most
-// keys are not counted: threads form groups, one for each element that is sent or a few more, and none of the keys that are
-// sent is below the least of the largest keys of the groups. Prefix sums give each element that is sent its position.
+// neighbouring 16-byte words. The least key that is sent is found digit by digit (radix selection): the CTA counts the keys
+// with each value of a digit, and each warp finds the value at which the number of larger keys passes the number that is sent.
+// Most keys are not counted: threads form groups, one for each element that is sent or a few more, and none of the keys that
+// are sent is below the least of the largest keys of the groups. Prefix sums give each element that is sent its position.
 //
 // With values of 2 bits, three more kernels make the code book, of sums in float64 whose order the specification fixes: the
 // elements of each chunk, then the chunks. Chunks are added by a thread each (`squares`, `codes`), and their sums by one warp
@@ -15,15 +15,15 @@
 
 constexpr int warp = 32;
 constexpr uint32 all_lanes = 0xffffffff;
-constexpr int held = 16;                                 // elements of a thread
-constexpr int largest_chunk = 4096, largest_cta = largest_chunk / held;  // _HELD of top_k.py
-constexpr int warps = 4;                                 // of a CTA of the other kernels: _WARPS of top_k.py
+constexpr int held = 16;  // elements of a thread: _HELD of top_k.py
+constexpr int largest_chunk = 4096, largest_cta = largest_chunk / held;
+constexpr int warps = 4;  // of a CTA of the other kernels: _WARPS of top_k.py
 constexpr uint32 magnitude = 0x7fffffff, infinity = 0x7f800000, nan_key = infinity + 1;
 
-struct Layout {                          // as in top_k.py
+struct Layout {  // as in top_k.py
     int64 count, chunk, keep, bits;
-    int64 chunks, entries;               // elements that are sent
-    int64 values, indices, nbytes;       // offsets in the wire, and its size
+    int64 chunks, entries;          // an entry is an element that is sent
+    int64 values, indices, nbytes;  // offsets in the wire, and its size
 };
 static_assert(sizeof(Layout) == 72);
 
@@ -41,8 +41,9 @@ struct Chunk {
 
 // Memory between the kernels of one call, for values of 2 bits.
 struct Sums {
-    float64 *mean, *values, *squares, *parts;  // of all values; of each chunk: sums of values, of squares, and for each code
-    uint64* counts;                            // of each chunk: numbers of values of the four codes, 16 bits each
+    float64* mean;                      // of all values
+    float64 *values, *squares, *parts;  // of each chunk: sums of values, of squares, and of the values of each code
+    uint64* counts;                     // of each chunk: numbers of values of the four codes, 16 bits each
 
     __device__ Sums(float64* memory, int64 chunks)
         : mean(memory),
@@ -78,7 +79,7 @@ struct alignas(access_bytes) Shared {
 
     __device__ uint4& word(int thread, int unit) { return *reinterpret_cast<uint4*>(elements + place(thread, unit)); }
 
-    __device__ float32 at(int i) const { return widen(elements[place(i / held, i % held / width) + i % width]); }
+    __device__ element& at(int i) { return elements[place(i / held, i % held / width) + i % width]; }
 };
 
 // Of a digit: the value in which the number of larger keys passes `left`, and how many of its keys are needed.
@@ -116,28 +117,38 @@ struct Digit {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(largest_cta)
-    choose(const element* x, uint8* wire, float32* values, float64* memory, Layout layout) {
+// With 64 registers a thread, a multiprocessor holds four of the largest CTAs. On sm_75 and sm_80 registers would be spilled.
+// (Without a second bound the compiler spills some as well, to hold more CTAs.)
+#if __CUDA_ARCH__ > 800
+#define KERNEL_OF_CHUNKS extern "C" __global__ void __launch_bounds__(largest_cta, 4)
+#else
+#define KERNEL_OF_CHUNKS extern "C" __global__ void __launch_bounds__(largest_cta, 2)
+#endif
+
+KERNEL_OF_CHUNKS choose(const element* x, uint8* wire, float32* values, float64* memory, Layout layout) {
     __shared__ Shared shared;
     for (int64 c = blockIdx.x; c < layout.chunks; c += gridDim.x) {
         Chunk chunk(layout, c);
         if (c != blockIdx.x) __syncthreads();  // others may still write their last chunk
 
-        uint4 read[units];
+        const element* from = x + chunk.first;
+        if (chunk.length == int(blockDim.x) * held && aligned<access_bytes>(from)) {
+            uint4 read[units];
 #pragma unroll
-        for (int i = 0; i < units; ++i) {
-            element raw[width];
-            int at = (i * int(blockDim.x) + threadIdx.x) * width;
-            load(x + chunk.first + at, chunk.length - at, raw);  // zeros beyond the end, which come after all others
-            memcpy(&read[i], raw, access_bytes);
+            for (int i = 0; i < units; ++i)
+                read[i] = __ldcg(reinterpret_cast<const uint4*>(from) + i * int(blockDim.x) + threadIdx.x);
+#pragma unroll
+            for (int i = 0; i < units; ++i) {
+                int word = i * int(blockDim.x) + threadIdx.x;
+                shared.word(word / units, word % units) = read[i];
+            }
+        } else {
+#pragma unroll 4
+            for (int i = threadIdx.x; i < int(blockDim.x) * held; i += blockDim.x)
+                shared.at(i) = i < chunk.length ? from[i] : element{};  // zeros, which come after all others
         }
 #pragma unroll 1
         for (int i = threadIdx.x; i < digits * values_of_digit; i += blockDim.x) shared.numbers[i] = 0;
-#pragma unroll
-        for (int i = 0; i < units; ++i) {
-            int word = i * int(blockDim.x) + threadIdx.x;
-            shared.word(word / units, word % units) = read[i];
-        }
         __syncthreads();  // words and numbers
         uint32 keys[held], bound = 0;
 #pragma unroll
@@ -210,7 +221,7 @@ extern "C" __global__ void __launch_bounds__(largest_cta)
 
 #pragma unroll 1
         for (int k = threadIdx.x; k < chunk.kept; k += blockDim.x) {
-            float32 value = sent(shared.at(shared.chosen[k]));
+            float32 value = sent(widen(shared.at(shared.chosen[k])));
             int64 at = chunk.begin + k;
             if (layout.bits == 2) {
                 values[at] = value;
@@ -234,7 +245,7 @@ extern "C" __global__ void __launch_bounds__(largest_cta)
         if (layout.bits == 2 && threadIdx.x == blockDim.x - 1) {  // beside warps that write
             float64 sum = 0;
 #pragma unroll 4
-            for (int k = 0; k < chunk.kept; ++k) sum += float64(sent(shared.at(shared.chosen[k])));
+            for (int k = 0; k < chunk.kept; ++k) sum += float64(sent(widen(shared.at(shared.chosen[k]))));
             Sums(memory, layout.chunks).values[c] = sum;
         }
     }
@@ -363,7 +374,7 @@ struct alignas(access_bytes) Totals {
 };
 
 // A CTA for each chunk. All threads add the entries of one rank before those of the next.
-extern "C" __global__ void __launch_bounds__(largest_cta)
+extern "C" __global__ void __launch_bounds__(largest_cta, 4)
     sum(const uint8* wires, int64 ranks, int64 mean, element* out, Layout layout) {
     __shared__ Totals shared;
     float32* total = shared.of_chunk;
@@ -402,7 +413,7 @@ extern "C" __global__ void __launch_bounds__(largest_cta)
 }
 
 // A warp for each chunk.
-extern "C" __global__ void __launch_bounds__(warps* warp) subtract(element* x, const uint8* wire, Layout layout) {
+extern "C" __global__ void __launch_bounds__(warps* warp, 8) subtract(element* x, const uint8* wire, Layout layout) {
     int64 step = int64(gridDim.x) * warps;
     for (int64 c = int64(blockIdx.x) * warps + threadIdx.y; c < layout.chunks; c += step) {
         Chunk chunk(layout, c);
