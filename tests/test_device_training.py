@@ -22,6 +22,7 @@ from bagua_comm import (
     Point,
     QAdam,
     Quantized,
+    SparseLoCo,
     TensorSpec,
     UnsupportedError,
     after,
@@ -39,6 +40,7 @@ KEEPING = [
     from_name("qadam", warmup_steps=2),
     from_name("low-precision-one-peer"),
     from_name("after", steps=2, first="exact", then="low-precision-ring"),
+    SparseLoCo(2, chunk=64, keep=6),
 ]
 """Algorithms that keep arrays from step to step."""
 

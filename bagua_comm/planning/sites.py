@@ -39,9 +39,8 @@ def candidates(cluster: Cluster) -> Iterator[Algorithm]:
             for fragments in FRAGMENTS:
                 if fragments <= local_steps:
                     yield StreamingDiLoCo(local_steps, fragments, DELAY, average=average)
-        if cluster.transport != "nccl":
-            sparse = SparseLoCo(local_steps)
-            yield replace(sparse, average=Hierarchical(sparse.mean)) if two_levels else sparse
+        sparse = SparseLoCo(local_steps)
+        yield replace(sparse, average=Hierarchical(sparse.mean)) if two_levels else sparse
 
 
 def exposed_share(prediction: Prediction) -> float:

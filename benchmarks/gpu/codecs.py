@@ -9,6 +9,7 @@ GB/s count the bytes that a call must read and write, in 10**9:
     encode    elements + wire; blocks longer than a CTA holds take two passes: 2 x elements + wire
     decode    wire + elements
     combine   p rows of the wire + one row; in two passes 2 x p rows + one row
+    top-k     encode: elements + wire; subtract: wire + what is sent, twice; sum p: p records + elements
     steps     each array once for every time that it is read or written
 
 `of_copy` is the time of a device-to-device copy that reads half as many bytes and writes them, over that of the
@@ -21,7 +22,7 @@ numbers, so that the host has to draw and encode only these.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from importlib import import_module
@@ -29,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from bagua_comm import BFloat16, Codec, Float16, Int4, MinMaxUInt8, kernels
+from bagua_comm import BFloat16, Codec, Float16, Int4, MinMaxUInt8, TopK, arrays, kernels
 from bagua_comm.arrays import Array, DType, dtype_named
 from bagua_comm.kernels import host
 
@@ -308,6 +309,52 @@ def on_host(x: Any) -> Array:
 
 
 # ---------------------------------------------------------------------------------------------------
+# The largest elements
+# ---------------------------------------------------------------------------------------------------
+
+
+def top_k_rows(bench: Bench, dtype: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Encode, subtract and sum of `TopK()`.
+
+    Bytes are compared for few numbers, of which the last chunk is short: the host adds all that are sent.
+    """
+    kind, mean = dtype_named(dtype), TopK()
+    settings = mean.chunk, mean.keep, mean.bits
+    few = [row[:-1000] for row in bench.drawn(CHUNKS, bench.nbytes // kind.itemsize, kind)]
+    device = kernels.of(bench.cupy.empty(0))
+    expected = top_k_results(host, [row.copy() for row in few], settings)
+    wrong = {
+        verb: sum(_different_bytes(x.get(), y) for x, y in zip(actual, expected[verb], strict=True))
+        for verb, actual in top_k_results(device, [bench.up(row) for row in few], settings).items()
+    }
+
+    x = bench.repeated(bench.drawn(1, bench.nbytes // kind.itemsize, kind), bench.nbytes // kind.itemsize)[0]
+    wires = bench.cupy.empty((CHUNKS, mean.wire_nbytes(x.size)), np.uint8)
+    for wire in wires:
+        device.top_k_encode(x, wire, *settings)
+    record = wires.shape[1]
+    encode = partial(device.top_k_encode, x, wires[0], *settings)
+    yield "encode", bench.measured(encode, x.nbytes + record, wrong["encode"], {})
+    for p in (2, CHUNKS):
+        add = partial(device.top_k_sum, wires[:p], bench.cupy.empty(x.shape, kind), *settings, "avg")
+        yield f"sum {p}", bench.measured(add, p * record + x.nbytes, wrong["sum"], {})
+    subtract = partial(device.top_k_subtract, x, wires[0], *settings)
+    sent = 2 * x.nbytes * mean.keep // mean.chunk
+    yield "subtract", bench.measured(subtract, record + sent, wrong["subtract"], {})
+
+
+def top_k_results(run: Any, rows: Sequence[Array], settings: tuple[int, int, int]) -> dict[str, list[Array]]:
+    """The records of rows, what is left of the rows, and the mean of the records, by verb."""
+    shape = (len(rows), TopK(*settings).wire_nbytes(rows[0].size))
+    wires, mean = arrays.empty(shape, np.uint8, like=rows[0]), arrays.zeros_like(rows[0])
+    for row, wire in zip(rows, wires, strict=True):
+        run.top_k_encode(row, wire, *settings)
+        run.top_k_subtract(row, wire, *settings)
+    run.top_k_sum(wires, mean, *settings, "avg")
+    return {"encode": [wires], "subtract": [*rows], "sum": [mean]}
+
+
+# ---------------------------------------------------------------------------------------------------
 # Element-wise steps
 # ---------------------------------------------------------------------------------------------------
 
@@ -409,6 +456,10 @@ def main() -> None:
             with results.going_on(f"{name} {dtype}"):
                 for verb, row in codec_rows(bench, name, dtype):
                     results[f"{name} {verb} {dtype}"] = row
+    for dtype in options.dtypes:
+        with results.going_on(f"top-k {dtype}"):
+            for verb, row in top_k_rows(bench, dtype):
+                results[f"top-k {verb} {dtype}"] = row
     results["plain_agrees"] = plain_agrees(bench)
     for name in STEPS:
         for dtype in options.dtypes:

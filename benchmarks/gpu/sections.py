@@ -247,7 +247,7 @@ def sanitizer(run: Run) -> None:
         done = run.pytest(
             GPU_TESTS / "test_gpu_kernels.py",
             "-k",
-            "forward or (test_int4 and float32)",
+            "forward or ((test_int4 or test_top_k) and float32)",
             through=[program, "--tool", tool, "--error-exitcode", "86", "--print-limit", "20"],
             share=share,
             under=[tool],

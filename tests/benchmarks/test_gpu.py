@@ -166,6 +166,26 @@ def test_few_numbers_are_drawn_for_arrays_larger_than_the_cache():
 
 
 @on_one_stream
+def test_the_largest_elements_are_timed_and_checked(device, monkeypatch):
+    import cupy
+
+    monkeypatch.setattr(gpu_codecs, "DRAWN", 1 << 13)  # the numbers repeat
+    rows = dict(gpu_codecs.top_k_rows(bench(1 << 15), "float32"))
+    record = 16 + 2 * 112
+    assert {name: row["bytes"] for name, row in rows.items()} == {
+        "encode": (1 << 15) + record,
+        "sum 2": (1 << 15) + 2 * record,
+        "sum 8": (1 << 15) + 8 * record,
+        "subtract": record + 2 * 2 * 64 * 4,
+    }
+    assert {row["wrong"] for row in rows.values()} == {0}
+
+    monkeypatch.setattr(kernels.of(cupy.empty(0)), "top_k_subtract", lambda *args: None)
+    rows = dict(gpu_codecs.top_k_rows(bench(1 << 15), "float32"))
+    assert {name for name, row in rows.items() if row["wrong"]} == {"subtract"}
+
+
+@on_one_stream
 def test_steps_are_timed_and_checked(device, monkeypatch):
     monkeypatch.setattr(gpu_codecs, "DRAWN", 256)  # the numbers repeat
     made = bench(1 << 12)

@@ -17,7 +17,6 @@ from bagua_comm import (
     MinMaxUInt8,
     QAdam,
     Quantized,
-    SparseLoCo,
     after,
     by_node,
     every,
@@ -30,8 +29,6 @@ from bagua_comm.planning.costmodel import METHODS, SHARDED, Cluster, Job, Rates,
 
 BASE = ["advise", "--nodes", "4", "--bandwidth", "1gbit"]
 VGG16 = [*BASE, "--model", "vgg16", "--step-time", "3s"]
-SPARSE = {name for name, method in METHODS.items() if isinstance(method, SparseLoCo)}
-"""The algorithms that are advised on CPUs only."""
 
 
 def test_it_prints_both_tables(capsys):
@@ -40,7 +37,7 @@ def test_it_prints_both_tables(capsys):
     assert lines[0] == "553 MB, 3.00 s a step alone; 4 nodes of 2 ranks, 1 Gbit/s, 50 us"
     table = lines[lines.index("") + 1 :]
     names = [line.split()[0] for line in table[1 : table.index("")]]
-    assert sorted(names) == sorted({*METHODS} - SPARSE)
+    assert sorted(names) == sorted(METHODS)
     (exact,) = [line.split() for line in table if line.startswith("exact")]
     assert exact[1:] == ["gradients", "9.16", "s", "1.00x", "25%", "968.5", "968.5"]
     ranks = [int(line.split()[0]) for line in lines[1:] if line.split() and line.split()[0].isdecimal()]
@@ -191,7 +188,7 @@ def test_averages_of_weights_are_advised_with_how_many_steps_they_may_need(capsy
     out = capsys.readouterr().out
     lines = {line.partition(": ")[0]: line for line in out.splitlines()}
     rarely = {"shift-one-every-4", "async", "diloco-100", "diloco-100-bytes"}
-    rarely |= {"streaming-diloco", "streaming-diloco-int4"}
+    rarely |= {"streaming-diloco", "streaming-diloco-int4", "sparseloco"}
     weights = {name for name in steps if payload(METHODS[name]) == "weights"}
     assert rarely < weights
     for when, names in (("in every step", weights - rarely), ("now and then", rarely)):
@@ -227,12 +224,10 @@ def test_above_some_ranks_sparse_changes_are_more_bytes_and_the_advice_says_so(n
     methods = {"sparseloco": METHODS["sparseloco"], "dense": DiLoCo(30, average=Quantized())}
     sent = {name: predict(method, job, cluster).wire_bytes for name, method in methods.items()}
     assert min(sent, key=sent.get) == sends_less
-    options = ["--model-bytes", "100M", "--step-time", "1s", "--device", "cpu"]
-    assert cli.main([*BASE, *options]) == 0
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("SparseLoCo sends")]
-    assert line.endswith("on more than 74 eight bits send fewer bytes.")
-    assert cli.main([*BASE, *options, "--device", "gpu"]) == 0
-    assert "SparseLoCo" not in capsys.readouterr().out
+    for device in ("cpu", "gpu"):
+        assert cli.main([*BASE, "--model-bytes", "100M", "--step-time", "1s", "--device", device]) == 0
+        (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("SparseLoCo sends")]
+        assert line.endswith("on more than 74 eight bits send fewer bytes.")
 
 
 def test_the_help_explains_every_column_of_the_table(capsys):

@@ -178,6 +178,38 @@ T __shfl_xor_sync(unsigned mask, T value, int distance) {
     return shuffled(mask, value, lane_of_running() ^ distance);
 }
 
+template <class T>
+T __shfl_sync(unsigned mask, T value, int from) {
+    return shuffled(mask, value, from % warp_size);
+}
+
+// A lane without a partner keeps its value.
+template <class T>
+T __shfl_up_sync(unsigned mask, T value, int distance) {
+    int lane = lane_of_running();
+    return shuffled(mask, value, lane < distance ? lane : lane - distance);
+}
+
+template <class T>
+T __shfl_down_sync(unsigned mask, T value, int distance) {
+    int lane = lane_of_running();
+    return shuffled(mask, value, lane + distance < warp_size ? lane + distance : lane);
+}
+
+// Each lane clears its own bit, or none.
+inline unsigned __ballot_sync(unsigned mask, int predicate) {
+    return shuffled(mask, predicate ? ~0ull : ~(1ull << lane_of_running()), every) & mask;
+}
+
+inline int __ffs(int bits) { return __builtin_ffs(bits); }
+
+// Threads take turns, so that nothing comes between.
+template <class T>
+T atomicAdd(T* at, T value) {
+    T before = *at;
+    *at += value;
+    return before;
+}
 
 inline int lane_of_running() { return (running - fibers.data()) % warp_size; }
 

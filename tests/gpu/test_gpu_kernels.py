@@ -1,4 +1,4 @@
-"""The kernels on a GPU: what tests/kernels/test_device.py and test_device_int4.py ask of them on the CPU."""
+"""The kernels on a GPU: what the files test_device*.py in tests/kernels ask of them on the CPU."""
 
 import pytest
 from kernels.test_device import (  # noqa: F401
@@ -23,6 +23,14 @@ from kernels.test_device_int4 import (  # noqa: F401
     test_int4,
     test_int4_of_many_rows,
     test_int4_of_special_values_in_whole_blocks_and_at_odd_addresses,
+)
+from kernels.test_device_top_k import (  # noqa: F401
+    test_any_settings,
+    test_few_ctas_do_the_work_of_many_with_top_k,
+    test_golden_bytes_of_top_k,
+    test_of_equal_magnitudes_the_device_sends_those_of_lower_indices,
+    test_top_k,
+    test_top_k_of_special_values_and_at_odd_addresses,
 )
 
 pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("device", ["real"], indirect=True)]

@@ -513,6 +513,7 @@ def test_the_device_has_every_kernel_of_the_host_with_the_same_arguments(run):
     used = {"reduce_rows", "scale", *STEPS} | {
         f"{codec}_{verb}" for codec in ("cast", "int4", "minmax") for verb in ("encode", "decode", "combine")
     }
+    used |= {f"top_k_{verb}" for verb in ("encode", "sum", "subtract")}
     expected = {name: [*inspect.signature(getattr(host, name)).parameters] for name in used}
     actual = {name: [*inspect.signature(getattr(run, name)).parameters] for name in used}
     assert expected == actual

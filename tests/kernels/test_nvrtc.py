@@ -19,6 +19,7 @@ INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uin
 MODULES = {
     "minmax.cu": [(dtype,) for dtype in CODED],
     "int4.cu": [(dtype,) for dtype in CODED],
+    "top_k.cu": [(dtype,) for dtype in CODED],
     "fixed.cu": [(dtype,) for dtype in CODED],
     "cast.cu": [(dtype, f"WIRE={sent}") for dtype in CODED for sent in ("float16", "bfloat16")],
     "elementwise.cu": [(dtype,) for dtype in (*CODED, "float64")],
@@ -35,7 +36,7 @@ compiled = functools.cache(instructions.compiled)
 QUICK = {"fixed.cu", "cast.cu", "elementwise.cu", "reduce.cu"}
 """The codecs' files take the compiler ten seconds; what stands in for a GPU compiles them in the default run."""
 
-FEWER = {"int4.cu": ("75", "90", "100")}
+FEWER = {"int4.cu": ("75", "90", "100"), "top_k.cu": ("75", "80", "90", "100")}
 """The architectures of files for which others would repeat what minmax.cu tests."""
 
 

@@ -26,6 +26,7 @@ from .int4 import int4_combine, int4_decode, int4_encode
 from .launches import LARGEST_CTA, before_launch, compile_options, source
 from .minmax import minmax_combine, minmax_decode, minmax_encode
 from .sums import reduce_rows
+from .top_k import top_k_encode, top_k_subtract, top_k_sum
 
 __all__ = [
     "LARGEST_CTA",
@@ -59,4 +60,7 @@ __all__ = [
     "sgd_step",
     "source",
     "subtract",
+    "top_k_encode",
+    "top_k_subtract",
+    "top_k_sum",
 ]

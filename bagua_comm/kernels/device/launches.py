@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from importlib.resources import files
@@ -15,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import cupy
+import numpy.typing as npt
 
-from ...arrays import DType, address, dtype_name
+from ...arrays import Array, DType, Scratch, address, dtype_name
 from ...files import cache_folder, is_own_file, private_folder, write_at_once
 from ...recording import current, unrecorded
 
@@ -87,6 +89,29 @@ def _observed(name: str, kernel: Any, grid: tuple[int, ...], cta: tuple[int, ...
     for observer in _observers.get():
         unrecorded(functools.partial(observer, name))  # a replay calls the observers again
     kernel(grid, cta, args)
+
+
+def between_kernels(key: str, shape: tuple[int, ...], dtype: npt.DTypeLike, like: Array) -> Array:
+    """An uninitialised array through which a kernel passes results to later ones of the same call.
+
+    Replays of a recorded call could not use it, since it is another one on other streams.
+    """
+    recording = current()
+    if recording is not None:
+        recording.is_complete = False
+    stream = cupy.cuda.get_current_stream()
+    return _scratch(like.device.id, stream.ptr, threading.get_ident()).take(key, shape, dtype, like=like)
+
+
+@functools.cache
+def _scratch(device: int, stream: int, thread: int) -> Scratch:
+    """Scratch memory between kernels of a stream; one for each thread, since their launches may interleave.
+
+    It is never freed, since a CUDA graph may have captured it. It takes as many bytes as the largest arrays of
+    `between_kernels`, for each stream address and thread id. Both are reused after their owner ends, so there are
+    no more of them than were in use at one time.
+    """
+    return Scratch()
 
 
 @functools.cache

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import functools
 import math
-import threading
 from typing import Any, NamedTuple
 
-import cupy
 import numpy as np
 
-from ...arrays import Array, DType, Scratch, dtype_name
-from ...recording import current
-from .launches import LARGEST_CTA, THREADS, WARP, grid_of, launch
+from ...arrays import Array, DType, dtype_name
+from .launches import LARGEST_CTA, THREADS, WARP, between_kernels, grid_of, launch
 
 _HELD = 16
 """The number of elements that a thread of minmax.cu keeps in registers."""
@@ -92,23 +89,7 @@ def _encode(name: str, source: tuple[Any, ...], wire: Array, partition: Partitio
         is_wide = name == "combine" and math.prod(cta) > THREADS  # `combine` is compiled for fewer threads
         launch("minmax.cu", f"{name}_wide" if is_wide else name, element, grid, cta, (*source, wire, layout))
         return
-    recording = current()
-    if recording is not None:
-        recording.is_complete = False  # the memory for ranges is another one on other streams
-    stream = cupy.cuda.get_current_stream()
-    ranges = _scratch(wire.device.id, stream.ptr, threading.get_ident()).take(
-        "ranges", (partition.ranges, 2), np.float32, like=wire
-    )
+    # 8 bytes for each 8192 elements.
+    ranges = between_kernels("ranges", (partition.ranges, 2), np.float32, wire)
     launch("minmax.cu", f"{name}_ranges", element, grid, cta, (*source, ranges, layout))
     launch("minmax.cu", f"{name}_segments", element, grid, cta, (*source, ranges, wire, layout))
-
-
-@functools.cache
-def _scratch(device: int, stream: int, thread: int) -> Scratch:
-    """Scratch memory between kernels of a stream; one for each thread, since their launches may interleave.
-
-    It is never freed, since a CUDA graph may have captured it. It takes 8 bytes for each 8192 elements of the
-    longest array, for each stream address and thread id. Both are reused after their owner ends, so there are no
-    more of them than were in use at one time.
-    """
-    return Scratch()

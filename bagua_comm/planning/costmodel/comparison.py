@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-from ...algorithms import SparseLoCo, from_name
+from ...algorithms import from_name
 from ...algorithms.by_node import ByNode
 from ...averages import Hierarchical
 from ...errors import ArrayError, UnsupportedError
@@ -63,8 +63,7 @@ def advise(
     """Predict the step of every algorithm that supports this job and this cluster; the shortest comes first.
 
     Algorithms that exchange weights, or not in every step, may need more steps for the same result; only time is
-    predicted. Hierarchical averages are left out if all ranks are on one node, or each node has one rank, and
-    SparseLoCo on GPUs, for which it has no kernels.
+    predicted. Hierarchical averages are left out if all ranks are on one node, or each node has one rank.
 
     >>> [advice.name for advice in advise(Job(100_000_000, 0.1, 0.2), Cluster(4, bandwidth_gbit=1))][:2]
     ['streaming-diloco-int4', 'diloco-100-bytes']
@@ -81,8 +80,6 @@ def applies(method: Method, job: Job, cluster: Cluster) -> bool:
     """Whether `advise` compares a method for this job on this cluster."""
     one_level = cluster.nodes == 1 or cluster.ranks_per_node == 1
     if one_level and (isinstance(method, ByNode) or isinstance(getattr(method, "average", None), Hierarchical)):
-        return False
-    if cluster.transport == "nccl" and isinstance(method, SparseLoCo):
         return False
     try:
         check_fit(method, job, cluster)

@@ -240,7 +240,8 @@ class Rates:
 
         Those of the eight-bit codec and of copies were measured on an H100 SXM
         (benchmarks/results/gpu_kernel_variants.json): `combine` for eight ranks. For two it reaches half of that.
-        The others are estimates. So is the assumption that `Int4` is as fast as the eight-bit codec.
+        The others are estimates. So are the assumptions that `Int4` is as fast as the eight-bit codec, and that
+        `TopK` takes as many times longer than that as it does on CPUs.
         """
         minmax, cast = CodecRates(2.3e12, 2.2e12, 7.4e12), CodecRates(1.0e12, 1.0e12, 1.0e12)
         return cls(minmax, cast, add=1.5e12, copy=1.5e12, message_s=1e-6, network_s_per_byte=0.0, polling=0.0)

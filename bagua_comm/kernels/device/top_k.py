@@ -1,0 +1,90 @@
+"""TopK: launches of top_k.cu."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...arrays import Array, DType, dtype_name
+from ..host import TopKLayout, top_k_layout
+from .launches import WARP, between_kernels, grid_of, launch
+
+_HELD, _WARPS, _CODES = 16, 4, 4
+"""Elements of a chunk that a thread keeps in registers; warps in a CTA of the kernels that do not; codes."""
+
+_LAYOUT = np.dtype(
+    [
+        (name, np.int64)
+        for name in ("count", "chunk", "keep", "bits", "chunks", "entries", "values", "indices", "nbytes")
+    ]
+)
+"""The struct `Layout` of top_k.cu."""
+
+_SUMS = 7
+"""Numbers of 8 bytes between kernels for each chunk, and one more: the struct `Sums` of top_k.cu."""
+
+
+class Partition(NamedTuple):
+    """The division of an array among the threads of top_k.cu."""
+
+    wire: TopKLayout
+
+    by_cta: tuple[tuple[int, int], tuple[int, int]]
+    """Grid and CTA of the kernels with a CTA for each chunk."""
+
+    by_warp: tuple[tuple[int, int], tuple[int, int]]
+    by_thread: tuple[tuple[int, int], tuple[int, int]]
+
+    layout: np.ndarray[Any, Any]
+    """The bytes of a `_LAYOUT`; see `minmax.Partition`."""
+
+
+@functools.lru_cache(maxsize=1024)
+def partition_of(count: int, chunk: int, keep: int, bits: int) -> Partition:
+    """How top_k.cu divides an array of `count` elements."""
+    wire = top_k_layout(count, chunk, keep, bits)
+    values = count, chunk, keep, bits, wire.chunks, wire.entries, wire.values, wire.indices, wire.nbytes
+    layout = np.array([values], _LAYOUT).view(np.dtype(f"V{_LAYOUT.itemsize}"))
+    threads = -(-chunk // (_HELD * WARP)) * WARP
+    ctas = (grid_of(-(-wire.chunks // each)) for each in (1, _WARPS, _WARPS * WARP))
+    by_cta, by_warp, by_thread = zip(ctas, ((threads, 1), (WARP, _WARPS), (WARP, _WARPS)), strict=True)
+    return Partition(wire, by_cta, by_warp, by_thread, layout)
+
+
+def top_k_encode(x: Array, wire: Array, chunk: int, keep: int, bits: int) -> None:
+    """See `host.top_k_encode`."""
+    if not x.size:
+        wire[...] = 0
+        return
+    partition = partition_of(x.size, chunk, keep, bits)
+    layout, by_thread = partition.layout, partition.by_thread
+    if bits != 2:
+        _launch("choose", x.dtype, partition.by_cta, x, wire, 0, 0, layout)
+        return
+    values = between_kernels("values", (partition.wire.entries,), np.float32, wire)
+    sums = between_kernels("sums", (1 + _SUMS * partition.wire.chunks,), np.float64, wire)
+    _launch("choose", x.dtype, partition.by_cta, x, wire, values, sums, layout)
+    _launch("squares", x.dtype, by_thread, values, sums, layout)
+    _launch("codes", x.dtype, by_thread, values, wire, sums, layout)
+    _launch("book", x.dtype, ((1, 1), (WARP, _CODES)), wire, sums, layout)
+
+
+def top_k_sum(wires: Array, out: Array, chunk: int, keep: int, bits: int, op: str) -> None:
+    """See `host.top_k_sum`; `wires` is one array, (n, w)."""
+    if out.size:
+        partition = partition_of(out.size, chunk, keep, bits)
+        args = wires, len(wires), int(op == "avg"), out, partition.layout
+        _launch("sum", out.dtype, partition.by_cta, *args)
+
+
+def top_k_subtract(x: Array, wire: Array, chunk: int, keep: int, bits: int) -> None:
+    """See `host.top_k_subtract`."""
+    if x.size:
+        partition = partition_of(x.size, chunk, keep, bits)
+        _launch("subtract", x.dtype, partition.by_warp, x, wire, partition.layout)
+
+
+def _launch(name: str, dtype: DType, threads: tuple[tuple[int, int], tuple[int, int]], *args: Any) -> None:
+    launch("top_k.cu", name, dtype_name(dtype), *threads, args)
