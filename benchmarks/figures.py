@@ -88,6 +88,17 @@ def few_bits_training(model: str, rate_mbit: int) -> Command:
     return hosts(f"{rate_mbit}mbit", *command, "--json", RESULTS / f"few_bits-training-{model}-{rate_mbit}.json")
 
 
+BETWEEN_SITES = "torch,diloco-30,streaming-30-at-once,streaming-30,streaming-30-int4,sparseloco-30"
+
+
+def between_sites(task: str, rate: str) -> Command:
+    """Steps of DiLoCo and its kin on links with latency; the steps sleep, as if devices computed."""
+    command = ("benchmarks.convergence", "--task", task, "--algorithms", BETWEEN_SITES)
+    command += ("--steps", 91, "--seeds", 0, "--device-time", "400ms")
+    command += ("--out", RESULTS / f"streaming-{task}-{rate}")
+    return ["-m", "benchmarks.netlab", "run", "--hosts", 4, "--rate", rate, "--latency", "50ms", "-m", *command]
+
+
 def shared_memory(count: int) -> Command:
     """Exact allreduce on this machine, beside MPI's and gloo's."""
     sweep = ("-b", "1M", "-e", "32M", "-f", 2, "-n", 25)
@@ -178,6 +189,14 @@ JOBS: dict[str, list[Command]] = {
     "few_bits": [
         *(few_bits_allreduce(rate) for rate in ("100mbit", "500mbit", "1gbit", "10gbit")),
         *(few_bits_training(model, rate) for model in ("vgg16", "bert-large") for rate in (100, 500)),
+    ],
+    "streaming": [
+        ranks(
+            4,
+            *("benchmarks.convergence", "--task", "text,digits", "--algorithms", BETWEEN_SITES),
+            *("--out", RESULTS / "streaming"),
+        ),
+        *(between_sites(task, rate) for task in ("text", "digits") for rate in ("50mbit", "200mbit")),
     ],
     "shared": [shared_memory(2)],
     "latency": [

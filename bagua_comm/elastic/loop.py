@@ -190,6 +190,8 @@ class _Loop:
         self._first: tuple[int, ...] = ()
         """The first trainers of the job, known before any of them can have trained."""
         self._trained = self._finished = False
+        self._unchanged = INITIAL
+        """The number of the last commit, if it has the initial state."""
         self._result: Any = None
 
     def run(self, train: Callable[[Communicator], Any]) -> Any:
@@ -263,6 +265,8 @@ class _Loop:
         self._dead = []
         run = rows[rendezvous.alive.index(trainers[0])].run
         hosts = [process.host for process in trainers]
+        if commit in (INITIAL, self._unchanged):
+            self._unchanged = newest_version + 1
         self._session.enter(comm, hosts, run, newest_version + 1, living=numbers)
         return self._train(train, comm)
 
@@ -376,6 +380,11 @@ class _Loop:
         internals = self._state._internals
         internals.history.add(change, failure.noticed_s)
         log_on_root(_log, comm.rank, "ranks have changed: %s", change)
+        if commit in (INITIAL, self._unchanged) and change.dead and comm.rank == 0:
+            _log.warning(
+                "no step had been committed: training starts again from its initial state; a call of "
+                "state.commit() keeps the steps until then"
+            )
         for callback in internals.callbacks:
             callback(change)
 

@@ -116,7 +116,7 @@ STREAMING = {
 """DiLoCo at once and in fragments, for slow links; trained only if they are named."""
 
 
-RATES = {"adam": (0.002, 0.004, 0.008), "muon": (0.004, 0.008, 0.016)}
+RATES = {"adam": (0.002, 0.004, 0.008), "muon": (0.008, 0.016, 0.032)}
 """The learning rates among which each training of `INNER` has its best."""
 
 
@@ -152,6 +152,7 @@ LARGEST = {
     "sparseloco-10-float32": _sparse("SparseLoCo, 10 steps, float32", 10, bits=32),
     "sparseloco-10-whole": _sparse("SparseLoCo, 10 steps, decay 1", 10, decay=1.0),
     "sparseloco-30": _sparse("SparseLoCo, 30 steps", 30),
+    "sparseloco-30-256": _sparse("SparseLoCo, 30 steps, 256 of 4,096", 30, keep=256),
 }
 """The largest changes of weights, and a dense mean of them, for as many steps; tasks train with them if named."""
 

@@ -17,6 +17,7 @@ PROGRAMS = {
     "benchmarks.training.links": "benchmarks.training.links",
     "benchmarks.training.scaling": "benchmarks.training.scaling",
     "benchmarks.codecs": "benchmarks.codecs",
+    "benchmarks.convergence": "benchmarks.convergence.run",
     "benchmarks.first_run": "benchmarks.first_run",
 }
 

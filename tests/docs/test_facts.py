@@ -86,6 +86,52 @@ def test_the_figures_of_four_bits_are_those_that_were_measured():
             assert f"| {name}, {rate} Mbit/s | {step['ddp']:.1f} s | {' | '.join(ups)} |" in four_bits
 
 
+def test_the_figures_between_sites_are_those_that_were_measured():
+    performance = (ROOT / "docs" / "how-it-works" / "performance.md").read_text()
+    section = performance.partition("\n## Between sites\n")[2].partition("\n## ")[0]
+    results, loss, most = ROOT / "benchmarks" / "results", {}, {}
+    rows = json.loads((results / "streaming.json").read_text())["summary"]
+    for task, decimals in (("text", 4), ("digits", 2)):
+        for name in (
+            "torch",
+            "diloco-30",
+            "streaming-30-at-once",
+            "streaming-30",
+            "streaming-30-int4",
+            "sparseloco-30",
+        ):
+            (row,) = [row for row in rows if (row["task"], row["algorithm"]) == (task, name)]
+            assert len(row["metrics"]) == 3
+            loss[task, name] = row["metric"]
+            steps = []
+            for rate in ("50mbit", "200mbit"):
+                record = json.loads((results / f"streaming-{task}-{rate}.json").read_text())
+                assert record["network"]["text"] == f"4 emulated hosts, links of {rate}, latency 50 ms one way"
+                steps += [run["per_step"] for run in record["results"] if run["algorithm"] == name]
+            times = [f"{step['ms']:,.0f} ms" for step in steps]
+            waited = [step["waited_ms"] for step in steps]
+            shares = [
+                "-" if each is None else f"{100 * each / step['ms']:.1f} %"
+                for each, step in zip(waited, steps, strict=True)
+            ]
+            most[task, name] = steps[0]["most_wire_bytes"]
+            cells = [*times, *shares, f"{most[task, name]:,.0f}", f"{loss[task, name]:.{decimals}f}"]
+            assert f" | {' | '.join(cells)} |" in section
+            if name in ("streaming-30", "streaming-30-int4"):
+                assert max(waited) < 0.05 * min(step["ms"] for step in steps)
+    assert most["text", "streaming-30"] <= 1.05 * most["text", "diloco-30"] / 4  # the goal that the CNN misses
+    assert most["digits", "streaming-30"] > 1.05 * most["digits", "diloco-30"] / 4
+    more = {
+        name: 100 * (loss["text", name] / loss["text", "diloco-30"] - 1)
+        for name in ("streaming-30", "sparseloco-30")
+    }
+    assert more["streaming-30"] < 0.5
+    assert f"| reached, {more['streaming-30']:.2f} % | reached, more accurate |" in section
+    less = loss["digits", "diloco-30"] - loss["digits", "sparseloco-30"]
+    assert f"| missed, {more['sparseloco-30']:.1f} % | reached, {less:.2f} points |" in section
+    assert loss["digits", "streaming-30"] > loss["digits", "diloco-30"]
+
+
 def test_the_figures_of_the_backend_are_those_that_were_measured():
     performance = (ROOT / "docs" / "how-it-works" / "performance.md").read_text()
     section = performance.partition("\n## The backend of torch.distributed\n")[2].partition("\n## ")[0]

@@ -54,6 +54,17 @@ def test_a_rank_dies_and_the_others_end_with_the_values_of_an_undisturbed_run():
         assert change.recovery_s > 0
 
 
+def test_a_failure_before_any_commit_says_that_training_starts_again(caplog):
+    def outcome(kill):
+        caplog.clear()
+        job = ThreadJob(3)
+        run_fleet(job, counting(job, kills=[(1, kill)]))
+        return "no step had been committed: training starts again from its initial state" in caplog.text
+
+    assert outcome(kill=1)  # before the commit of its step
+    assert not outcome(kill=2)
+
+
 @pytest.mark.parametrize("wrap", [lambda x: [x], lambda x: {"a": {"b": x}, "n": 1}, lambda x: (1, [x])])
 def test_arrays_and_optimizers_in_containers_are_restored_in_place(wrap):
     """Training holds them by names of its own, as `plan.allocate` and `plan.cut` return them."""
