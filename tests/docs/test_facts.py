@@ -132,6 +132,26 @@ def test_the_figures_between_sites_are_those_that_were_measured():
     assert loss["digits", "streaming-30"] > loss["digits", "diloco-30"]
 
 
+def test_the_figures_of_many_processes_are_those_that_were_measured():
+    text = " ".join((ROOT / "docs" / "how-it-works" / "growth.md").read_text().split())
+    record = json.loads((ROOT / "benchmarks" / "results" / "many-128.json").read_text())
+    assert record["ranks"] == 128
+    assert not record["problems"]
+    assert [row["name"] for row in record["results"]] == ["exact", "bytegrad", "hierarchical", "decentralized"]
+    assert not any(row["problems"] for row in record["results"])
+    start, elastic = record["start"], record["elastic"]
+    assert (
+        f"connected after {start['connected_s']:.0f} s, of which imports took {start['imported_s']:.0f} s" in text
+    )
+    calls, sizes = ([row[key]["median"] for row in record["results"]] for key in ("call_ms", "mib"))
+    assert (
+        f"took {min(calls):.0f} to {max(calls):.0f} ms, and a rank held {min(sizes):.0f} to {max(sizes):.0f} MiB"
+        in text
+    )
+    assert (elastic["outcome"], len(elastic["struck"])) == ("went on", 2)
+    assert f"were training again after {elastic['recovery_s']:.1f} s" in text
+
+
 def test_the_figures_of_the_backend_are_those_that_were_measured():
     performance = (ROOT / "docs" / "how-it-works" / "performance.md").read_text()
     section = performance.partition("\n## The backend of torch.distributed\n")[2].partition("\n## ")[0]
