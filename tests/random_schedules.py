@@ -1,6 +1,7 @@
 """Programs of several ranks, with the order of their threads, delays and failures drawn from a seed.
 
     python tests/random_schedules.py --seeds 10000             # seeds 0 to 9999, each with one of the programs
+    python tests/random_schedules.py --seeds 10000 --json benchmarks/results/schedules.json
     python tests/random_schedules.py --program elastic --seeds 500
     python tests/random_schedules.py --first 4711 --seeds 1    # a seed again: the same run, step by step
 
@@ -16,6 +17,8 @@ import argparse
 import logging
 import sys
 import time
+from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -403,6 +406,7 @@ def main():
     parser.add_argument("--program", choices=PROGRAMS, help="run this one with every seed")
     parser.add_argument("--digests", action="store_true", help="print the digest of each run")
     parser.add_argument("--limit", type=float, default=60.0, help="seconds of real time for each run")
+    parser.add_argument("--json", type=Path, help="write the seeds that failed, and what was run, to this file")
     options = parser.parse_args()
     failed, start_s = [], time.monotonic()
     for seed in range(options.first, options.first + options.seeds):
@@ -420,6 +424,14 @@ def main():
     print(f"{options.seeds - len(failed)} of {options.seeds} seeds are well, {time.monotonic() - start_s:.0f} s")
     if failed:
         print(f"failed: {' '.join(map(str, failed))}")
+    if options.json is not None:
+        sys.path.append(str(Path(__file__).parents[1]))  # benchmarks is not installed
+        from benchmarks.bench.record import begin_record, write_json
+
+        record = begin_record("schedules", options, packages=["torch"])
+        counts = Counter(options.program or program_of(seed) for seed in range(options.first, seed + 1))
+        results = {"programs": dict(counts), "failed": failed, "seconds": round(time.monotonic() - start_s)}
+        write_json(options.json, {**record, "results": results})
     return 1 if failed else 0
 
 
