@@ -99,6 +99,12 @@ def between_sites(task: str, rate: str) -> Command:
     return ["-m", "benchmarks.netlab", "run", "--hosts", 4, "--rate", rate, "--latency", "50ms", "-m", *command]
 
 
+def sparse(algorithms: str, name: str, *more: object) -> Command:
+    """SparseLoCo with more elements, and for longer, without slow links."""
+    command = ("benchmarks.convergence", "--task", "text", "--algorithms", algorithms, *more)
+    return ranks(4, *command, "--out", RESULTS / f"streaming-{name}")
+
+
 def shared_memory(count: int) -> Command:
     """Exact allreduce on this machine, beside MPI's and gloo's."""
     sweep = ("-b", "1M", "-e", "32M", "-f", 2, "-n", 25)
@@ -196,6 +202,8 @@ JOBS: dict[str, list[Command]] = {
             *("benchmarks.convergence", "--task", "text,digits", "--algorithms", BETWEEN_SITES),
             *("--out", RESULTS / "streaming"),
         ),
+        sparse("torch,sparseloco-30-256", "256"),
+        sparse("diloco-30,sparseloco-30,sparseloco-30-256", "1600", "--steps", 1600, "--seeds", 0),
         *(between_sites(task, rate) for task in ("text", "digits") for rate in ("50mbit", "200mbit")),
     ],
     "shared": [shared_memory(2)],

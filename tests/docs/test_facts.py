@@ -130,6 +130,19 @@ def test_the_figures_between_sites_are_those_that_were_measured():
     less = loss["digits", "diloco-30"] - loss["digits", "sparseloco-30"]
     assert f"| missed, {more['sparseloco-30']:.1f} % | reached, {less:.2f} points |" in section
     assert loss["digits", "streaming-30"] > loss["digits", "diloco-30"]
+    text = " ".join(section.split())
+    rows = json.loads((results / "streaming-256.json").read_text())["summary"]
+    (more_sent,) = [row["metric"] for row in rows if row["algorithm"] == "sparseloco-30-256"]
+    assert (
+        f"With `keep=256` the transformer ends {100 * (more_sent / loss['text', 'diloco-30'] - 1):.1f} % above"
+        in text
+    )
+    runs = json.loads((results / "streaming-1600.json").read_text())["results"]
+    dense, sparse, more_sent = (run["metric"] for run in runs)
+    assert (
+        f"it ends {100 * (sparse / dense - 1):.1f} % above DiLoCo, and {100 * (more_sent / dense - 1):.1f} % with"
+        in text
+    )
 
 
 def test_the_figures_of_many_processes_are_those_that_were_measured():
