@@ -19,6 +19,7 @@ from bagua_comm.transports import notices
 from bagua_comm.transports.mpi import endpoint, messages, tuning
 from bagua_comm.transports.mpi import transport as mpi_transport
 from bagua_comm.transports.mpi import world as mpi_world
+from bagua_comm.transports.mpi.shared_window import UnreadableError
 from bagua_comm.transports.mpi.world import World
 from bagua_comm.transports.notices import LEFT, Notice
 
@@ -331,7 +332,7 @@ def test_a_barrier_is_distinguished_from_other_calls(comm):
 
 def test_memory_that_cannot_be_read_in_the_middle_of_a_call_is_an_error_on_all_ranks(comm, monkeypatch):
     def refuse(memory, rank, *place):
-        raise OSError(14, "Bad address: cannot read 8 bytes of rank 0")
+        raise UnreadableError(rank, 14, f"Bad address: cannot read 8 bytes of rank {rank}")
 
     with world_of(comm, timeout_s=20) as (world, last):
         if last == 0 or world.transports[0]._routes.direct is None:

@@ -25,7 +25,7 @@ from ..notices import ABORTED, LEFT
 from . import tuning
 from .counted_calls import CountedCalls
 from .failure_detector import FailureDetector
-from .shared_window import PeerAbortedError, SharedWindow
+from .shared_window import PeerAbortedError, SharedWindow, UnreadableError
 from .world import World
 
 T = TypeVar("T")
@@ -201,9 +201,9 @@ class Endpoint:
         self, exc: BaseException, in_flight: object, statuses: Sequence[MPI.Status] = ()
     ) -> BaseException:
         """Abort this communicator after `exc`, raised in the middle of a call; returns the error to raise."""
-        if isinstance(exc, OSError) and self.window is not None:  # the memory of a rank cannot be read
+        if isinstance(exc, UnreadableError) and self.window is not None:
             try:
-                self.window.check()
+                self.window.check((exc.rank,))
             except PeerAbortedError as aborted:  # it may have freed that memory
                 exc = aborted
         # Ranks may still be at the end of the collective before a message that does not fit: its bytes are right.
@@ -217,7 +217,7 @@ class Endpoint:
                 codes = [code for code in map(MPI.Status.Get_error, statuses) if code != MPI.SUCCESS]
                 exc = MPI.Exception(next(iter(codes), MPI.ERR_OTHER))
             error = self.detector.error_of_mpi(exc)
-        elif isinstance(exc, OSError):
+        elif isinstance(exc, UnreadableError):
             dead = self.detector.await_failed_ranks()
             error = self.detector.death(dead) if dead else CommError(f"rank {self.rank}: {exc}")
         elif isinstance(exc, PeerAbortedError):
@@ -235,6 +235,8 @@ class Endpoint:
         try:
             while time.monotonic() < until:
                 self._listen((rank,))
+                if dead := self.detector.failed_ranks():  # a rank that has seen a death sends no notice
+                    return self.detector.death(dead)
                 time.sleep(tuning.SLEEPS_S[0])
         except CommError as exc:
             return exc

@@ -26,7 +26,7 @@ from ...arrays import Array, DType, Scratch, as_buffer, rows
 from ...kernels import Reducer
 from ..base import Transport
 from ..pipeline import chunk_bounds
-from .shared_window import SharedWindow
+from .shared_window import SharedWindow, UnreadableError
 
 UNREADABLE = 0
 """The address of an array that other processes cannot read."""
@@ -63,7 +63,7 @@ class PeerMemory:
         """Copy `nbytes` from this address of a rank to an address of this process.
 
         Raises:
-            OSError: The process has ended, or its memory cannot be read.
+            UnreadableError: The process has ended, or its memory cannot be read.
         """
         process, segments, left = self._processes[rank], self._segments, nbytes
         while left:
@@ -72,7 +72,7 @@ class PeerMemory:
             if count <= 0:
                 code = ctypes.get_errno()
                 where = f"rank {rank}, process {process}"
-                raise OSError(code, f"{os.strerror(code)}: cannot read {left} bytes of {where}")
+                raise UnreadableError(rank, code, f"{os.strerror(code)}: cannot read {left} bytes of {where}")
             to, address, left = to + count, address + count, left - count
 
     def address(self, x: Array) -> int:

@@ -78,6 +78,20 @@ class PeerAbortedError(Exception):
         self.rank = rank
 
 
+class UnreadableError(OSError):
+    """The memory of a rank cannot be read: its process has ended, or has freed it.
+
+    Args:
+        rank: The rank.
+        code: The error number.
+        text: Says what could not be read.
+    """
+
+    def __init__(self, rank: int, code: int, text: str) -> None:
+        super().__init__(code, text)
+        self.rank = rank
+
+
 class Barrier:
     """A full memory barrier at `with`, on machines that reorder loads and stores.
 

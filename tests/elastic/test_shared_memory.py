@@ -1,4 +1,4 @@
-"""What a survivor keeps of the communicators that it had before each failure: nothing."""
+"""Memory that ranks of a host share, and deaths: what survivors read of it, and that they keep none."""
 
 import pytest
 from support.launch import run_python
@@ -46,3 +46,40 @@ def test_windows_of_former_communicators_are_unmapped(tmp_path):
     assert sizes == (4, 3, 2)
     assert windows[0] > 0
     assert len(set(windows)) == 1
+
+
+DEATH = """
+    import os
+    import signal
+    import time
+
+    import numpy as np
+
+    import bagua_comm
+    from bagua_comm import RankFailed
+    from bagua_comm.transports.mpi.peer_memory import DirectCalls
+
+    reduce = DirectCalls._reduce
+
+    def late(self, *arguments):
+        if self.rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(0.3 + 0.4 * self.rank)  # sleeps: rank 0 sees the death first, and marks its own abort
+        reduce(self, *arguments)
+
+    DirectCalls._reduce = late
+    comm = bagua_comm.connect(timeout_s=20)
+    start = time.monotonic()
+    try:
+        comm.allreduce(np.ones(1 << 20, np.float32))
+    except RankFailed as exc:
+        print(list(exc.ranks), time.monotonic() - start < 3, flush=True)
+    time.sleep(1.5 - comm.rank)  # sleeps: the other one should not see this one end
+    os._exit(0)
+"""
+
+
+def test_all_survivors_learn_who_died_while_its_memory_was_read(tmp_path):
+    """The second one finds the mark of the first, which sends no notice: it has raised `RankFailed` itself."""
+    result = run_python(3, flags=["--ulfm"], script=(tmp_path / "death.py", DEATH))
+    assert result.stdout.splitlines() == ["[2] True"] * 2, result.stderr
