@@ -121,8 +121,8 @@ def check_batch_norm(comm: Communicator, module: nn.Module) -> None:
         raise MisuseError(
             f"{name or 'the module'} is a torch.nn.SyncBatchNorm, which normalizes over the ranks of a process "
             "group of torch.distributed, and there is none: each rank would normalize its own batch. Use "
-            "bagua_torch.sync_batchnorm.convert(module, comm) in place of PyTorch's, on the CPU as well; or, on "
-            "GPUs, connect by bagua_torch.connect(process_group=True)"
+            "bagua_torch.sync_batchnorm.convert(module, comm) in place of PyTorch's, for frozen layers, too; or, "
+            "on GPUs, connect by bagua_torch.connect(process_group=True)"
         )
 
 

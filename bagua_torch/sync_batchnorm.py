@@ -227,8 +227,9 @@ def _check_convertible(module: nn.Module, keep: Collection[nn.Module]) -> None:
 
 
 def layer_over_ranks(module: nn.Module) -> str | None:
-    """The name of a `SyncBatchNorm` in training mode, which communicates; None if there is none in `module`."""
-    layers = ((name, part) for name, part in module.named_modules() if isinstance(part, SyncBatchNorm))
+    """The name of a SyncBatchNorm, ours or PyTorch's, in training mode, which communicates; None without one."""
+    both = (SyncBatchNorm, nn.SyncBatchNorm)
+    layers = ((name, part) for name, part in module.named_modules() if isinstance(part, both))
     return next((name for name, layer in layers if layer.training), None)
 
 

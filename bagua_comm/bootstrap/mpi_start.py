@@ -168,12 +168,13 @@ def _initialize(mpi: Any) -> None:
     """Start MPI as mpi4py would, but let other threads run meanwhile."""
     import mpi4py
 
-    segments.keep_apart()
     settings = mpi4py.rc
     level = getattr(mpi, f"THREAD_{settings.thread_level.upper()}") if settings.threads else mpi.THREAD_SINGLE
     library = ctypes.CDLL(mpi.__file__)
     granted = ctypes.c_int()
-    if library.MPI_Init_thread(None, None, level, ctypes.byref(granted)) != mpi.SUCCESS:
+    with segments.kept_apart():
+        code = library.MPI_Init_thread(None, None, level, ctypes.byref(granted))
+    if code != mpi.SUCCESS:
         raise RuntimeError("MPI_Init_thread failed")
     for comm in (mpi.COMM_WORLD, mpi.COMM_SELF):
         comm.Set_errhandler(mpi.ERRORS_RETURN)

@@ -3,15 +3,16 @@
 Open MPI 5 names them `/dev/shm/sm_segment.<host>.<uid>.<job>.<rank>`, and of the name of a job only a hash of 16
 bits is in the number. Two jobs of one user on one host have the same files with a probability of 1 / 65,536. Then
 each writes into the memory of the other, and ranks crash or wait for ever
-(https://github.com/open-mpi/ompi/issues/7642). A rank that finds its file there already therefore uses a folder
-of its own.
+(https://github.com/open-mpi/ompi/issues/7642). A rank of mpirun that finds its file there already therefore uses
+a folder of its own, unless the program has started MPI itself.
 """
 
 from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from ..files import remove_at_exit, shared_memory
@@ -20,17 +21,24 @@ VARIABLE = "OMPI_MCA_btl_sm_backing_directory"
 """Open MPI's parameter of the folder of these files."""
 
 
-def keep_apart() -> None:
-    """Choose another folder for the file of this rank if there is one of its name. MPI has not started."""
+@contextmanager
+def kept_apart() -> Iterator[None]:
+    """Let MPI start with another folder for the file of this rank if there is one of its name already."""
     pattern = pattern_of(os.environ)
     if pattern is None or VARIABLE in os.environ or not any(shared_memory().glob(pattern)):
+        yield
         return
     try:
-        folder = Path(tempfile.mkdtemp(prefix="bagua_comm-mpi-", dir=shared_memory()))
+        folder = tempfile.mkdtemp(prefix="bagua_comm-mpi-", dir=shared_memory())
     except OSError:
+        yield
         return
-    remove_at_exit(folder)
-    os.environ[VARIABLE] = str(folder)
+    remove_at_exit(Path(folder))
+    os.environ[VARIABLE] = folder
+    try:
+        yield
+    finally:
+        del os.environ[VARIABLE]  # MPI would pass it to processes that it spawns, on other hosts as well
 
 
 def pattern_of(variables: Mapping[str, str]) -> str | None:

@@ -175,8 +175,8 @@ class Checkpoints(Live, Closing):
         Collective.
 
         Raises:
-            CheckpointError: It failed on a rank, which the message names. Earlier checkpoints are unchanged. The
-                error is the same on all ranks.
+            CheckpointError: It failed on a rank, which the message names; the same on all ranks. Earlier
+                checkpoints are unchanged, unless the message says that this one is complete.
         """
         if self._closed:
             raise CheckpointError("these checkpoints are closed")

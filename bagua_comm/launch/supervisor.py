@@ -172,16 +172,26 @@ class _Supervisor:
         except OSError as exc:
             self.say(f"--record {file}: {exc}")
 
-    def segments(self, host: str | None = None) -> list[str]:
-        """Return the files by which ranks share memory, or their folders; ranks that are killed leave them."""
-        starts = [entry for entry in self.entries if entry["kind"] == "start" and host in (None, entry["host"])]
+    def segments(self, host: str | None = None, more: Sequence[dict[str, Any]] = ()) -> list[str]:
+        """Return the files by which ranks share memory, or their folders; ranks that are killed leave them.
+
+        Args:
+            host: The host of the ranks; all hosts if None.
+            more: Entries besides those of attempts that have ended.
+        """
+        found = [*self.entries, *more]
+        starts = [entry for entry in found if entry["kind"] == "start" and host in (None, entry["host"])]
         shared = {file for entry in starts for file in entry.get("shared", ())}
-        found = {file: SEGMENTS.fullmatch(file) for file in shared}
-        return sorted({os.path.dirname(file) if match[1] else file for file, match in found.items() if match})
+        matches = {file: SEGMENTS.fullmatch(file) for file in shared}
+        return sorted({os.path.dirname(file) if match[1] else file for file, match in matches.items() if match})
 
     def leave_hosts(self) -> None:
         """End what the job has left on other hosts, those too that have answered again, and remove its files."""
-        files = shlex.join([str(self.job.folder), *self.segments()])
+        records = self.shell.ask(self.others, f"cat {shlex.quote(str(self.record))} 2>/dev/null")
+        lines = [line for text in records.values() if text for line in text.splitlines()]
+        files = shlex.join(
+            [str(self.job.folder), *self.segments(more=list(entries(lines)))]
+        )  # of lost hosts, too
         find = self._find_processes()
         end = f"kill {find} 2>/dev/null && sleep 1; kill -9 {find} 2>/dev/null; rm -rf {files}"
         answers = self.shell.ask(self.others, end)

@@ -79,6 +79,7 @@ DEATH = """
 """
 
 
+@pytest.mark.slow
 def test_all_survivors_learn_who_died_while_its_memory_was_read(tmp_path):
     """The second one finds the mark of the first, which sends no notice: it has raised `RankFailed` itself."""
     result = run_python(3, flags=["--ulfm"], script=(tmp_path / "death.py", DEATH))

@@ -3,6 +3,7 @@
 mpirun is a stand-in here, which starts processes that know their rank; test_lost_host.py has Open MPI's.
 """
 
+import json
 import os
 import re
 import signal
@@ -223,6 +224,10 @@ def test_a_host_that_was_lost_and_answers_again_is_left_clean(tmp_path, capsys):
     agent.chmod(0o755)
     folder.mkdir()
     (folder / "snapshot").touch()
+    segment = Path(f"/dev/shm/sm_segment.test.{os.getpid()}.0.0")
+    segment.touch()
+    start = {"kind": "start", "host": "h1", "attempt": 0, "shared": [str(segment)]}
+    (folder / supervise.RECORD).write_text(json.dumps(start) + "\n")  # gathered by no attempt
     (tmp_path / "down-h2").touch()
     job, shell = Job(f"lost-{os.getpid()}", folder), RemoteShell((str(agent),))
     daemon = subprocess.Popen(["sleep", "100"], env={**os.environ, "BAGUA_JOB": job.name})
@@ -232,8 +237,9 @@ def test_a_host_that_was_lost_and_answers_again_is_left_clean(tmp_path, capsys):
 
     assert daemon.wait(10) == -signal.SIGTERM
     assert not folder.exists()
+    assert not segment.exists()
     told = capsys.readouterr().err
-    assert f"h2: no answer at the end, so processes of this job, and {folder}, may be left" in told
+    assert f"h2: no answer at the end, so processes of this job, and {folder} {segment}, may be left" in told
     assert "h1" not in told
 
 
