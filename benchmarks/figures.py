@@ -21,6 +21,7 @@ from pathlib import Path
 from bagua_comm.kernels import compile_now
 
 from .bench import RESULTS, ROOT
+from .convergence.methods import RATES
 
 Command = list[object]
 """Arguments of Python."""
@@ -103,6 +104,17 @@ def sparse(algorithms: str, name: str, *more: object) -> Command:
     """SparseLoCo with more elements, and for longer, without slow links."""
     command = ("benchmarks.convergence", "--task", "text", "--algorithms", algorithms, *more)
     return ranks(4, *command, "--out", RESULTS / f"streaming-{name}")
+
+
+RATES_CHOSEN = [("adam", 0.004), ("muon", 0.016)]
+RATES_TRIED = [(optimizer, rate) for optimizer, rates in RATES.items() for rate in rates]
+
+
+def muloco(rates: Sequence[tuple[str, float]], name: str, *more: object) -> Command:
+    """Exact averages and DiLoCo with these inner optimizers and learning rates."""
+    names = ",".join(f"{kind}-{optimizer}-{rate}" for kind in ("exact", "diloco-30") for optimizer, rate in rates)
+    command = ("benchmarks.convergence", "--task", "text", "--algorithms", names, *more)
+    return ranks(4, *command, "--out", RESULTS / f"muloco{name}")
 
 
 def shared_memory(count: int) -> Command:
@@ -206,6 +218,7 @@ JOBS: dict[str, list[Command]] = {
         sparse("diloco-30,sparseloco-30,sparseloco-30-256", "1600", "--steps", 1600, "--seeds", 0),
         *(between_sites(task, rate) for task in ("text", "digits") for rate in ("50mbit", "200mbit")),
     ],
+    "muloco": [muloco(RATES_TRIED, "-rates", "--steps", 120, "--seeds", 0), muloco(RATES_CHOSEN, "")],
     "shared": [shared_memory(2)],
     "latency": [
         *(ranks(count, "benchmarks.latency", "--json", RESULTS / f"latency-{count}.json") for count in (1, 2)),

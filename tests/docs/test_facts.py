@@ -145,6 +145,31 @@ def test_the_figures_between_sites_are_those_that_were_measured():
     )
 
 
+def test_the_figures_of_muon_inside_diloco_are_those_that_were_measured():
+    results, guide = ROOT / "benchmarks" / "results", (ROOT / "docs" / "guides" / "choose.md").read_text()
+    loss = {}
+    for row in json.loads((results / "muloco.json").read_text())["summary"]:
+        assert (len(row["metrics"]), row["steps"]) == (3, 400)
+        loss[row["algorithm"]] = row["metric"]
+    cells = {kind: [loss[f"{kind}-adam-0.004"], loss[f"{kind}-muon-0.016"]] for kind in ("exact", "diloco-30")}
+    for name, kind in (("exact averages in each step", "exact"), ("`DiLoCo(30)`", "diloco-30")):
+        assert f"| {name} | {cells[kind][0]:.3f} | {cells[kind][1]:.3f} |" in guide
+    assert cells["diloco-30"][1] < cells["exact"][0]
+    tried = {
+        run["algorithm"]: run["metric"]
+        for run in json.loads((results / "muloco-rates.json").read_text())["results"]
+    }
+    for kind in cells:
+        for optimizer, chosen in (("adam", 0.004), ("muon", 0.016)):
+            rates = {
+                float(name.rpartition("-")[2]): x
+                for name, x in tried.items()
+                if name.startswith(f"{kind}-{optimizer}")
+            }
+            assert len(rates) == 3
+            assert min(rates, key=rates.get) == chosen
+
+
 def test_the_figures_of_many_processes_are_those_that_were_measured():
     text = " ".join((ROOT / "docs" / "how-it-works" / "growth.md").read_text().split())
     record = json.loads((ROOT / "benchmarks" / "results" / "many-128.json").read_text())
