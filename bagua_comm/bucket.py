@@ -129,6 +129,33 @@ class Views(dict[str, Array]):
         return dict, (dict(self),)  # a copy is no view
 
 
+class Flats(list[Array]):
+    """A flat array for each bucket. An item cannot be replaced by another array, which nothing would exchange.
+
+    >>> weights = Plan.pack([TensorSpec("w", (2,), "float32")]).allocate()
+    >>> weights[0] -= 1
+    >>> weights[0] = weights[0] - 1
+    Traceback (most recent call last):
+    ...
+    bagua_comm.errors.ArrayError: item 0 is the memory of a bucket; write into it: flats[0][...] = values
+    """
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        if isinstance(index, slice):
+            old, new = list(range(len(self)))[index], list(value)
+            if len(old) == len(new):
+                for position, each in zip(old, new, strict=True):
+                    self[position] = each
+                return
+            index = old[0] if old else len(self)
+        elif self[index] is value:  # as after `flats[index] -= x`
+            return
+        raise ArrayError(f"item {index} is the memory of a bucket; write into it: flats[{index}][...] = values")
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[type, tuple[list[Array]]]:
+        return list, (list(self),)  # a copy is no memory of a bucket
+
+
 @dataclass(frozen=True)
 class Plan:
     """The buckets of a model's tensors, in the order of their exchange.
@@ -209,8 +236,12 @@ class Plan:
         return sum(bucket.nbytes for bucket in self.buckets)
 
     def allocate(self) -> list[Array]:
-        """Zeroed NumPy memory for the buckets: one flat array for each."""
-        return [np.zeros(bucket.size, dtype_named(bucket.dtype)) for bucket in self.buckets]
+        """Zeroed NumPy memory for the buckets: a list with one flat array for each.
+
+        Write into an array: `flats[0][...] = x` or `flats[0] -= x`. Putting another array in its place raises
+        `ArrayError`.
+        """
+        return Flats(np.zeros(bucket.size, dtype_named(bucket.dtype)) for bucket in self.buckets)
 
     def cut(self, storage: Sequence[Array]) -> dict[str, Array]:
         """Views of the buckets' flat arrays (or torch tensors): all tensors by name, in their shapes.
