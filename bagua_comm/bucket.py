@@ -189,9 +189,12 @@ class Plan:
         Args:
             specs: The tensors.
             bucket_bytes: The size at which a bucket is closed, in bytes.
-            alignment: The size of a bucket is a multiple of this number of elements.
-            groups: A value for each tensor: tensors with different values share no bucket. An algorithm that
-                needs groups gives them, as `StreamingDiLoCo.groups` does.
+            alignment: The size of a bucket is a multiple of this number of elements; zeros fill it up. Any number
+                gives correct averages. With `32 * comm.size` the parts of a bucket that the ranks reduce are of
+                one size and aligned in memory, which algorithms with a codec compute faster. The flat arrays of
+                another number of ranks then have other sizes: save tensors by name, as `cut` returns them.
+            groups: A value for each tensor: tensors with different values share no bucket. All algorithms of this
+                library have `groups(specs)`, which returns what they need, or None.
 
         Raises:
             ArrayError: Two tensors have one name, a number is not positive, or `groups` is of another length.
