@@ -405,6 +405,12 @@ def core_of(algorithm: Algorithm) -> Algorithm:
     return core_of(algorithm.algorithm) if isinstance(algorithm, Combinator) else algorithm
 
 
+def name_of(algorithm: Algorithm) -> str:
+    """The name of its class, with those of the algorithms that it wraps: "Every(DiLoCo)"."""
+    inner = f"({name_of(algorithm.algorithm)})" if isinstance(algorithm, Combinator) else ""
+    return type(algorithm).__name__ + inner
+
+
 def phase_of(algorithm: Algorithm, step: int) -> Algorithm:
     """The algorithm that `algorithm` uses in this training step."""
     return with_defaults(algorithm).phase(step)
