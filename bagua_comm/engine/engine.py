@@ -160,7 +160,7 @@ class Engine(Live, Closing):
         return self._exchanges.communicates
 
     def ready(self, name: str) -> None:
-        """Report that the values of a tensor are complete in this step.
+        """Report that the values of a tensor are complete in this step. Do not change them until `BACKWARD`.
 
         A bucket leaves as soon as all its tensors are complete and all buckets before it have left.
 

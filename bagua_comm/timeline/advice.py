@@ -105,9 +105,7 @@ def _classes(rank: RankSummary) -> list[str]:
 
 def _fewer_buckets(rank: RankSummary) -> str:
     if "StreamingDiLoCo" in _classes(rank):
-        return (
-            "give StreamingDiLoCo fewer `fragments`, or buckets a larger bucket_bytes if a fragment has several"
-        )
+        return "give StreamingDiLoCo fewer `fragments`, or, if these have several buckets, a larger bucket_bytes"
     return "set a larger bucket_bytes"
 
 
