@@ -137,7 +137,7 @@ class Flats(list[Array]):
     >>> weights[0] = weights[0] - 1
     Traceback (most recent call last):
     ...
-    bagua_comm.errors.ArrayError: item 0 is the memory of a bucket; write into it: flats[0][...] = values
+    bagua_comm.errors.ArrayError: item 0 is a bucket's memory; write into it: flats[0][...] = x or flats[0] -= x
     """
 
     def __setitem__(self, index: Any, value: Any) -> None:
@@ -150,7 +150,9 @@ class Flats(list[Array]):
             index = old[0] if old else len(self)
         elif self[index] is value:  # as after `flats[index] -= x`
             return
-        raise ArrayError(f"item {index} is the memory of a bucket; write into it: flats[{index}][...] = values")
+        raise ArrayError(
+            f"item {index} is a bucket's memory; write into it: flats[{index}][...] = x or flats[{index}] -= x"
+        )
 
     def __reduce_ex__(self, protocol: Any) -> tuple[type, tuple[list[Array]]]:
         return list, (list(self),)  # a copy is no memory of a bucket

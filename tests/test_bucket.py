@@ -361,12 +361,14 @@ def test_an_array_of_a_plans_memory_is_not_replaced_by_another_one():
     flats[:] = flats  # the same arrays
     flats[0:2] = [first, second]
     for index in (0, -1):
-        with pytest.raises(ArrayError, match=rf"item {index} is the memory .*flats\[{index}\]\[...\] = values"):
+        with pytest.raises(
+            ArrayError, match=rf"item {index} is a bucket's memory; .*flats\[{index}\]\[...\] = x or flats"
+        ):
             flats[index] = flats[index] - 1
     for part in (slice(None), slice(1, 3)):
-        with pytest.raises(ArrayError, match="is the memory of a bucket"):
+        with pytest.raises(ArrayError, match="is a bucket's memory"):
             flats[part] = [flat - 1 for flat in flats[part]]
-    with pytest.raises(ArrayError, match="is the memory of a bucket"):
+    with pytest.raises(ArrayError, match="is a bucket's memory"):
         flats[1:] = []
     with pytest.raises(IndexError):
         flats[len(flats)] = first

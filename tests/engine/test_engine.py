@@ -713,7 +713,7 @@ def test_the_memory_that_replan_returns_replaces_what_was_given():
             engine.at(Point.BACKWARD)
             new[0] -= 1
             engine.at(Point.STEP)
-            with pytest.raises(ArrayError, match="is the memory of a bucket"):
+            with pytest.raises(ArrayError, match="is a bucket's memory"):
                 new[0] = new[0] - 1
 
     run_ranks(2, body)
