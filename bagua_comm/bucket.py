@@ -150,9 +150,8 @@ class Flats(list[Array]):
             index = old[0] if old else len(self)
         elif self[index] is value:  # as after `flats[index] -= x`
             return
-        raise ArrayError(
-            f"item {index} is a bucket's memory; write into it: flats[{index}][...] = x or flats[{index}] -= x"
-        )
+        item = f"flats[{index}]"
+        raise ArrayError(f"item {index} is a bucket's memory; write into it: {item}[...] = x or {item} -= x")
 
     def __reduce_ex__(self, protocol: Any) -> tuple[type, tuple[list[Array]]]:
         return list, (list(self),)  # a copy is no memory of a bucket
