@@ -93,7 +93,7 @@ def refuse(unknown: Sequence[str], parser: argparse.ArgumentParser) -> NoReturn:
     parser.error(f"unrecognized arguments: {' '.join(unknown)}{_advice(unknown, parser)}")
 
 
-OF_OTHERS = {"--nproc-per-node": "-n", "--nproc_per_node": "-n", "--np": "-n", "-np": "-n"}
+OF_OTHERS = {"--nproc-per-node": "-n", "--nproc_per_node": "-n", "--np": "-n", "-np": "-n", "-x": "--env"}
 """Options of torchrun and mpirun, and the corresponding ones of this library."""
 
 

@@ -129,6 +129,34 @@ class Views(dict[str, Array]):
         return dict, (dict(self),)  # a copy is no view
 
 
+class Flats(list[Array]):
+    """A flat array for each bucket. An item cannot be replaced by another array, which nothing would exchange.
+
+    >>> weights = Plan.pack([TensorSpec("w", (2,), "float32")]).allocate()
+    >>> weights[0] -= 1
+    >>> weights[0] = weights[0] - 1
+    Traceback (most recent call last):
+    ...
+    bagua_comm.errors.ArrayError: item 0 is a bucket's memory; write into it: flats[0][...] = x or flats[0] -= x
+    """
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        if isinstance(index, slice):
+            old, new = list(range(len(self)))[index], list(value)
+            if len(old) == len(new):
+                for position, each in zip(old, new, strict=True):
+                    self[position] = each
+                return
+            index = old[0] if old else len(self)
+        elif self[index] is value:  # as after `flats[index] -= x`
+            return
+        item = f"flats[{index}]"
+        raise ArrayError(f"item {index} is a bucket's memory; write into it: {item}[...] = x or {item} -= x")
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[type, tuple[list[Array]]]:
+        return list, (list(self),)  # a copy is no memory of a bucket
+
+
 @dataclass(frozen=True)
 class Plan:
     """The buckets of a model's tensors, in the order of their exchange.
@@ -162,9 +190,12 @@ class Plan:
         Args:
             specs: The tensors.
             bucket_bytes: The size at which a bucket is closed, in bytes.
-            alignment: The size of a bucket is a multiple of this number of elements.
-            groups: A value for each tensor: tensors with different values share no bucket. An algorithm that
-                needs groups gives them, as `StreamingDiLoCo.groups` does.
+            alignment: The size of a bucket is a multiple of this number of elements; zeros fill it up. Any number
+                gives correct averages. With `32 * comm.size` the parts of a bucket that the ranks reduce are of
+                one size and aligned in memory, which algorithms with a codec compute faster. The flat arrays of
+                another number of ranks then have other sizes: save tensors by name, as `cut` returns them.
+            groups: A value for each tensor: tensors with different values share no bucket. All algorithms of this
+                library have `groups(specs)`, which returns what they need, or None.
 
         Raises:
             ArrayError: Two tensors have one name, a number is not positive, or `groups` is of another length.
@@ -209,8 +240,12 @@ class Plan:
         return sum(bucket.nbytes for bucket in self.buckets)
 
     def allocate(self) -> list[Array]:
-        """Zeroed NumPy memory for the buckets: one flat array for each."""
-        return [np.zeros(bucket.size, dtype_named(bucket.dtype)) for bucket in self.buckets]
+        """Zeroed NumPy memory for the buckets: a list with one flat array for each.
+
+        Write into an array: `flats[0][...] = x` or `flats[0] -= x`. Putting another array in its place raises
+        `ArrayError`.
+        """
+        return Flats(np.zeros(bucket.size, dtype_named(bucket.dtype)) for bucket in self.buckets)
 
     def cut(self, storage: Sequence[Array]) -> dict[str, Array]:
         """Views of the buckets' flat arrays (or torch tensors): all tensors by name, in their shapes.

@@ -22,7 +22,7 @@ def of_type(x: Any) -> str:
         )
     expected = f"expected a NumPy or CuPy array or something with __dlpack__, got {name}"
     if x is None:
-        return expected
+        return f"{expected}; every rank gives an array, also to receive; objects go by broadcast_object and such"
     if isinstance(x, (int, float, complex, list, tuple)):
         return f"{expected}; wrap it with numpy.asarray"
     if isinstance(x, (bytes, bytearray, memoryview)):

@@ -10,6 +10,7 @@ algorithm, while this program computes; the arrays are views of its buckets. CuP
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 from typing import Any
 
@@ -17,8 +18,8 @@ import numpy as np
 from sklearn.datasets import load_digits
 
 import bagua_comm
-from bagua_comm import Algorithm, Communicator, Engine, Plan, Point, QAdam, TensorSpec, optim
-from bagua_comm.algorithms import NAMED, from_name
+from bagua_comm import Communicator, Engine, Plan, Point, QAdam, TensorSpec, optim
+from bagua_comm.algorithms import NAMED, GroupedAlgorithm, from_name
 
 Arrays = dict[str, np.ndarray]
 
@@ -33,9 +34,17 @@ SETTINGS: dict[str, dict[str, Any]] = {
 SHAPES = {"hidden.weight": (64, 128), "hidden.bias": (128,), "output.weight": (128, 10), "output.bias": (10,)}
 
 
+NAMES = [
+    name
+    for name, make in NAMED.items()
+    if all(parameter.default is not parameter.empty for parameter in inspect.signature(make).parameters.values())
+]
+"""The algorithms that need no settings."""
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--algorithm", default="bytegrad", metavar="NAME", help=f"one of {', '.join(NAMED)}")
+    parser.add_argument("--algorithm", default="bytegrad", metavar="NAME", help=f"one of {', '.join(NAMES)}")
     parser.add_argument("--epochs", type=int, default=15)
     parser.add_argument("--batch-size", type=int, default=32, help="images per rank and step")
     parser.add_argument("--lr", type=float, default=0.1)
@@ -48,7 +57,7 @@ def parse_arguments() -> argparse.Namespace:
     return options
 
 
-def algorithm_of(options: argparse.Namespace) -> Algorithm:
+def algorithm_of(options: argparse.Namespace) -> GroupedAlgorithm:
     return from_name(options.algorithm, **SETTINGS.get(options.algorithm, {}))
 
 
@@ -89,7 +98,9 @@ def train(comm: Communicator, options: argparse.Namespace) -> None:
 
     # The last layer's gradients come first, so its tensors lead the plan.
     specs = [TensorSpec(name, shape, "float32") for name, shape in reversed(SHAPES.items())]
-    plan = Plan.pack(specs, bucket_bytes=8 * 1024, alignment=32 * comm.size)
+    algorithm = algorithm_of(options)
+    groups = algorithm.groups(specs)  # some algorithms need certain tensors in different buckets
+    plan = Plan.pack(specs, bucket_bytes=8 * 1024, alignment=32 * comm.size, groups=groups)
     weights, grads = plan.allocate(), plan.allocate()
     weight, grad = plan.cut(weights), plan.cut(grads)
     random = np.random.default_rng(options.seed)  # the same weights on all ranks
@@ -97,7 +108,6 @@ def train(comm: Communicator, options: argparse.Namespace) -> None:
         if view.ndim == 2:
             view[...] = random.standard_normal(SHAPES[name]) * (2 / SHAPES[name][0]) ** 0.5
 
-    algorithm = algorithm_of(options)
     adam = isinstance(algorithm, QAdam)
     optimizer = (
         optim.QAdam(lr=3e-3, warmup_steps=algorithm.warmup_steps)

@@ -1,6 +1,8 @@
 """Plans: which tensors travel together; buckets: their memory."""
 
+import copy
 import json
+import operator
 import os
 import pickle
 import re
@@ -348,3 +350,37 @@ def test_a_dtype_of_a_tensor_may_be_given_as_numpy_allows(dtype):
 def test_other_dtypes_of_a_tensor_are_refused(dtype):
     with pytest.raises(UnsupportedError, match="cannot be sent; expected a name such as 'float32'"):
         TensorSpec("w", (5,), dtype)
+
+
+def test_an_array_of_a_plans_memory_is_not_replaced_by_another_one():
+    flats = Plan.pack(MIXED, bucket_bytes=1).allocate()
+    first, second, *_ = before = list(flats)
+    assert isinstance(flats, list)
+    assert type(flats[1:]) is list
+    flats[0] -= 1  # in place, which Python ends by an assignment
+    flats[:] = flats  # the same arrays
+    flats[0:2] = [first, second]
+    for index in (0, -1):
+        with pytest.raises(
+            ArrayError, match=rf"item {index} is a bucket's memory; .*flats\[{index}\]\[...\] = x or flats"
+        ):
+            flats[index] = flats[index] - 1
+    for part in (slice(None), slice(1, 3)):
+        with pytest.raises(ArrayError, match="is a bucket's memory"):
+            flats[part] = [flat - 1 for flat in flats[part]]
+    with pytest.raises(ArrayError, match="is a bucket's memory"):
+        flats[1:] = []
+    with pytest.raises(IndexError):
+        flats[len(flats)] = first
+    assert all(map(operator.is_, flats, before))
+    assert len(flats) == len(before)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda flats: pickle.loads(pickle.dumps(flats))])
+def test_a_copy_of_a_plans_memory_is_a_plain_list(copied):
+    flats = Plan.pack(MIXED, bucket_bytes=1).allocate()
+    flats[0] += 3
+    other = copied(flats)
+    assert type(other) is list
+    assert [x.tolist() for x in other] == [x.tolist() for x in flats]
+    other[0] = other[0] + 1

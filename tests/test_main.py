@@ -35,6 +35,7 @@ def test_a_misspelled_command_is_answered_by_the_one_that_was_meant(capsys):
         (["run", "--hosts", "a:2", "x.py"], "run: error: unrecognized arguments: --hosts; did you mean --host?"),
         (["trace", "t.json", "t2.json"], "trace: error: unrecognized arguments: t2.json"),
         (["run", "--n=2", "x.py"], "run: error: unrecognized arguments: --n=2; did you mean -n?"),
+        (["run", "-x", "FOO=1", "x.py"], "unrecognized arguments: -x; did you mean --env?"),
         (["run", "--nproc-per-node", "2", "x.py"], "unrecognized arguments: --nproc-per-node; did you mean -n?"),
         (
             ["advise", "--nodes", "4", "--bandwith", "1gbit"],

@@ -160,6 +160,20 @@ class Algorithm(Protocol):
         """
 
 
+class GroupedAlgorithm(Algorithm, Protocol):
+    """An algorithm of this library: it also has `groups`, so that any of them fits one program."""
+
+    def groups(self, tensors: Sequence[TensorSpec]) -> Sequence[int] | None:
+        """The argument `groups` of `Plan.pack`, with which it can exchange the buckets of these tensors."""
+
+
+class Ungrouped:
+    """Base class of algorithms that exchange any buckets."""
+
+    def groups(self, tensors: Sequence[TensorSpec]) -> None:
+        """The argument `groups` of `Plan.pack`: None, since any tensors may share a bucket."""
+
+
 class WithDefaults:
     """An algorithm with defaults for its optional members.
 
@@ -241,9 +255,13 @@ class WithDefaults:
         self._call("check_plan", plan)
 
     def groups(self, tensors: Sequence[TensorSpec]) -> Sequence[int]:
-        """Optional: the group of each tensor; a bucket has tensors of one group alone. Default: 0 for all."""
+        """Optional: the group of each tensor; a bucket has tensors of one group alone. Default: 0 for all.
+
+        None is the same as 0 for all.
+        """
         method = getattr(self.algorithm, "groups", None)
-        return [0] * len(tensors) if method is None else list(method(tensors))
+        found = None if method is None else method(tensors)
+        return [0] * len(tensors) if found is None else list(found)
 
     def pending(self, state: State) -> Pending | None:
         """Optional: the part of the state that says whether an exchange outlives steps; see `Window.delay`.
@@ -385,6 +403,12 @@ class Combinator:
 def core_of(algorithm: Algorithm) -> Algorithm:
     """The innermost algorithm, without combinators."""
     return core_of(algorithm.algorithm) if isinstance(algorithm, Combinator) else algorithm
+
+
+def name_of(algorithm: Algorithm) -> str:
+    """The name of its class, with those of the algorithms that it wraps: "Every(DiLoCo)"."""
+    inner = f"({name_of(algorithm.algorithm)})" if isinstance(algorithm, Combinator) else ""
+    return type(algorithm).__name__ + inner
 
 
 def phase_of(algorithm: Algorithm, step: int) -> Algorithm:

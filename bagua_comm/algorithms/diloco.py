@@ -24,6 +24,7 @@ from ..errors import ArrayError
 from .base import (
     REPLICATED,
     Point,
+    Ungrouped,
     Window,
     check_average,
     check_average_argument,
@@ -89,7 +90,7 @@ def step_outer(settings: OuterSettings, state: Outer, delta: Array) -> None:
 
 
 @dataclass(frozen=True)
-class DiLoCo:
+class DiLoCo(Ungrouped):
     """Train locally for `local_steps`, then step an outer Nesterov optimizer with the averaged change.
 
     Communicates in one of `local_steps` steps. Weights are equal on all ranks after an outer step, and differ

@@ -9,7 +9,7 @@ from ..bucket import Bucket
 from ..codecs import MinMaxUInt8
 from ..comm import Communicator
 from ..errors import ArrayError
-from .base import HOLD_HINT, Point, Window, check_average, check_average_argument
+from .base import HOLD_HINT, Point, Ungrouped, Window, check_average, check_average_argument
 from .residuals import average_in_place, bind_average
 
 
@@ -21,7 +21,7 @@ class _State:
 
 
 @dataclass(frozen=True)
-class GradientAllReduce:
+class GradientAllReduce(Ungrouped):
     """Average the gradients of each bucket as soon as they are complete.
 
     Args:

@@ -22,6 +22,7 @@ from ..errors import ArrayError, CommError
 from .base import (
     REPLICATED,
     Point,
+    Ungrouped,
     Window,
     check_average,
     check_average_argument,
@@ -44,7 +45,7 @@ class Momentum:
 
 
 @dataclass(frozen=True)
-class QAdam:
+class QAdam(Ungrouped):
     """Average gradients exactly for `warmup_steps`, then average Adam's momentum, quantized.
 
     After the warm-up, gradients are not averaged, and clipping them has no effect. To accumulate gradients, use

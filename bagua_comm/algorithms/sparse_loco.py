@@ -27,6 +27,7 @@ from ..errors import ArrayError
 from .base import (
     REPLICATED,
     Point,
+    Ungrouped,
     Window,
     check_average,
     check_average_argument,
@@ -48,7 +49,7 @@ class SparseOuter:
 
 
 @dataclass(frozen=True)
-class SparseLoCo:
+class SparseLoCo(Ungrouped):
     """Train locally for `local_steps`, then move by the mean of the largest changes; keep the others for later.
 
     Communicates in one of `local_steps` steps, 112 bytes for 4,096 weights by default, 146 times less than

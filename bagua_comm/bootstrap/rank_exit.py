@@ -29,6 +29,7 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..comm import Communicator
+from ..comm.arguments import hint_of
 from ..errors import BaguaError, CommError
 from ..flight import explain
 from ..flight.entries import LEFT_WELL, file_name
@@ -310,6 +311,8 @@ class ExitHandler:
         self._write_flight_record(error)
         print(f"{name}:", file=sys.stderr, flush=True)
         show()
+        if (hint := hint_of(error, Communicator)) and hint not in getattr(error, "__notes__", ()):
+            print(f"  {hint}", file=sys.stderr, flush=True)
 
     def _explanation(self, error: BaseException) -> str:
         """The diagnosis of the error from all ranks' flight records; empty if no call has failed."""

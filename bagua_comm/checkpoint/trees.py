@@ -20,6 +20,7 @@ import numpy as np
 
 from .. import arrays
 from ..arrays import Array
+from ..bucket import Flats, Views
 from ..errors import ArrayError, UnsupportedError
 from .texts import compared, distinct, shortened, whole
 
@@ -94,6 +95,12 @@ def _not_summed(value: Any, depth: int = 0) -> str | None:
     return next(filter(None, found), None)
 
 
+def container_type(value: Any) -> type:
+    """The type of a value; list and dict for what `Plan.allocate` and `Plan.cut` return."""
+    kind = type(value)
+    return list if kind is Flats else dict if kind is Views else kind
+
+
 class Leaf(NamedTuple):
     """An array of a tree."""
 
@@ -157,7 +164,7 @@ class _Packer:
     def _encode(self, value: Any, path: str, depth: int) -> Json:
         if depth > DEEPEST:
             raise ArrayError(f"{path[:60]}... is nested in more than {DEEPEST} levels; does it contain itself?")
-        kind = type(value)
+        kind = container_type(value)
         if kind is Own:
             return self._encode_own(value, path, depth)
         if kind is list or kind is tuple:

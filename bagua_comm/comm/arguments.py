@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -126,3 +128,27 @@ def check_apart(call: str, written: Sequence[Array], read: Sequence[Array]) -> N
 def is_same(a: Array, b: Array) -> bool:
     """Whether two arrays are views of the same elements in the same order."""
     return a is b or (arrays.extent(a) == arrays.extent(b) and a.strides == b.strides)
+
+
+def hint_of(error: BaseException, owner: type) -> str:
+    """What to write instead, if Python refused the arguments of a method of `owner`; "" if it did not.
+
+    >>> class Owner:
+    ...     def send(self, x, *, dest): ...
+    >>> hint_of(TypeError("Owner.send() takes 2 positional arguments but 3 were given"), Owner)
+    'give dest by name: send(..., dest=...)'
+    """
+    refused = (
+        r"(\w+\.(\w+))\(\) (?:takes .* positional arguments? but|got an unexpected keyword argument '(\w+)')"
+    )
+    found = re.match(refused, str(error)) if isinstance(error, TypeError) else None
+    if found is None or getattr(getattr(owner, found[2], None), "__qualname__", "") != found[1]:
+        return ""
+    parameters = inspect.signature(getattr(owner, found[2])).parameters.values()
+    if found[3] is not None and "tag" in found[3]:
+        return "there are no tags: between two ranks, messages match in order"
+    if found[3] is not None:
+        return f"the arguments of {found[2]} are {', '.join(each.name for each in list(parameters)[1:])}"
+    names = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY and each.name != "timeout_s"]
+    shown_as = ", ".join(f"{name}=..." for name in names or ["timeout_s"])
+    return f"give {' and '.join(names or ['timeout_s'])} by name: {found[2]}(..., {shown_as})"

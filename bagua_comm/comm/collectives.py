@@ -322,5 +322,6 @@ class Collectives(CommBase):
         if x.ndim == 0 or x.shape[0] % self.size:
             raise ArrayError(
                 f"{call}: x has shape {x.shape}, expected a first dimension divisible by {self.size} ranks"
+                + ("; or give counts=, the length of each rank's part" if call == "reduce_scatter" else "")
             )
         return int(x.shape[0]) // self.size

@@ -28,6 +28,7 @@ from ..timeline.chrome import chrome_trace, write_trace
 from ..trace import Recorder
 from ..transports.base import Transport
 from .agreement import agree_on_split, are_equal, equality_terms
+from .arguments import hint_of
 from .call import Call
 from .coalesced import CoalescedCollectives
 from .collectives import Collectives
@@ -56,6 +57,13 @@ _NAMES_OF_MPI4PY = {
     "ssend": "send",
 }
 """Names of mpi4py in small letters that are not those here."""
+
+_NOT_HERE = {
+    **dict.fromkeys(("create_cart", "cart_shift", "shift"), "compute the ranks of neighbours from comm.rank"),
+    **dict.fromkeys(("probe", "iprobe", "mprobe", "improbe"), "each recv names its source, and knows the size"),
+    **dict.fromkeys(("wait", "waitall", "test", "testall"), "lane.submit returns a request: .result(), .done()"),
+}
+"""Names of mpi4py in small letters that have no counterpart, and what to do instead."""
 
 
 class Communicator(Collectives, UnevenCollectives, CoalescedCollectives, ObjectCalls, PointToPoint, Closing):
@@ -381,6 +389,8 @@ class Communicator(Collectives, UnevenCollectives, CoalescedCollectives, ObjectC
 
     def _leave(self, error: BaseException) -> None:
         """End after an error: the other ranks get an error, too, and are not waited for."""
+        if (hint := hint_of(error, type(self))) and hasattr(error, "add_note"):  # in Python 3.11 and later
+            error.add_note(hint)
         if isinstance(error, SystemExit) and error.code in (None, 0):
             self.close()
             return
@@ -407,7 +417,9 @@ class Communicator(Collectives, UnevenCollectives, CoalescedCollectives, ObjectC
             here = _NAMES_OF_MPI4PY.get(lowered, lowered)
             known = lowered in _NAMES_OF_MPI4PY or hasattr(type(self), here)
             here = f"lane.submit(lane.comm.{here}, ...)" if beside else here
-            hint = f"; it is {here} here, see Coming from another library" if known else ""
+            hint = f"; it is {here} here, see docs/quickstart/coming-from.md" if known else ""
+            if name.lower() in _NOT_HERE:
+                hint = f"; there is none here: {_NOT_HERE[name.lower()]}, see docs/quickstart/coming-from.md"
             text = f"{type(self).__name__!r} object has no attribute {name!r}{hint}"
             raise AttributeError(text, name=name, obj=self)
 

@@ -290,12 +290,13 @@ class _Loop:
         if len(trainers) >= self._min_ranks:
             return trainers
         if not known.entered and not self._dead:
-            text = f"elastic.run: min_ranks is {self._min_ranks}, but only {len(trainers)} ranks can train"
+            only = f"but only {_ranks(trainers)} can train"
+            text = f"elastic.run: min_ranks is {self._min_ranks}, {only}"
             raise self._fatal(ArrayError(text))
         raise self._fatal(
             RankFailed(
-                f"{len(trainers)} ranks are left, and min_ranks is {self._min_ranks}; "
-                f"dead: {describe_dead(self._dead)}",
+                f"{_ranks(trainers)} {'is' if len(trainers) == 1 else 'are'} left, "
+                f"and min_ranks is {self._min_ranks}; dead: {describe_dead(self._dead)}",
                 [rank for rank, process in enumerate(known.trainers) if process.number not in by_number],
             )
         )
@@ -430,3 +431,8 @@ def _without_frames(exc: CommError) -> CommError:
             error.__traceback__ = None
             waiting += [error.__cause__, error.__context__]
     return exc
+
+
+def _ranks(ranks: Sequence[object]) -> str:
+    """Their number, as "1 rank" or "2 ranks"."""
+    return f"{len(ranks)} rank{'s' * (len(ranks) != 1)}"

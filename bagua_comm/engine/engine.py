@@ -54,6 +54,7 @@ from .restore import (
 )
 from .schedule import Exchanges, ExchangeSchedule, schedule_of
 from .storage import (
+    GivenArrays,
     Storage,
     allocate,
     average_in_place,
@@ -61,6 +62,7 @@ from .storage import (
     copy_tensors,
     lane_kind,
     log_plan,
+    memory_of,
     prepare_codecs,
     tensors_of,
 )
@@ -111,6 +113,7 @@ class Engine(Live, Closing):
         check_fit(algorithm, plan, comm.size)
         self.algorithm, self.plan = algorithm, plan
         self._buckets = buckets_over(plan, storage, algorithm)
+        self._given = GivenArrays(storage, self._buckets)
         self._training = check_same_training(comm, plan, algorithm, storage)
         """A random token, the same on all ranks: states with the same token were saved together."""
         self._tracer = tracer or comm.tracer
@@ -157,7 +160,7 @@ class Engine(Live, Closing):
         return self._exchanges.communicates
 
     def ready(self, name: str) -> None:
-        """Report that the values of a tensor are complete in this step.
+        """Report that the values of a tensor are complete in this step. Do not change them until `BACKWARD`.
 
         A bucket leaves as soon as all its tensors are complete and all buckets before it have left.
 
@@ -191,7 +194,7 @@ class Engine(Live, Closing):
         weights differ between ranks then, and the next algorithm needs equal ones, they become their mean.
 
         Raises:
-            ArrayError: A point was left out, on which the algorithm depends.
+            ArrayError: A point was left out, on which the algorithm depends; or the storage has other arrays now.
             CommError: An exchange failed.
             CommMismatch: The weights in the storage differ between ranks, and the algorithm needs equal ones.
         """
@@ -205,6 +208,8 @@ class Engine(Live, Closing):
                 self._lane.wait()
                 self._weights.check(self._phase, self.plan, self._buckets)
             self._comm.flight.steps[self._comm.group] = self.step + 1
+        elif point is Point.STEP and self._alone:
+            self._given.check()
         self._in_step, self._held = point is Point.FORWARD, self._held and point is not Point.BACKWARD
         self._schedule.at(point)
         if point is Point.STEP:
@@ -364,13 +369,13 @@ class Engine(Live, Closing):
             copy_tensors(self._buckets[payload], new)
         states = make_states(phase, buckets[phase.payload], self._comm, saved if continues else None)
         self._buckets, self.plan, self.algorithm = buckets, plan, algorithm
+        self._given = GivenArrays(storage, buckets)
         prepare_codecs(algorithm, self._buckets)
         self._begin_phase(began, states)
         if continues:
             self._load(saved)
         log_plan(_log, self._comm.rank, plan, algorithm, lane=type(self._lane).__name__)
-        flats = {payload: [bucket.flat for bucket in buckets] for payload, buckets in self._buckets.items()}
-        return flats if len(flats) > 1 else flats[self.payload]
+        return memory_of(self._buckets)
 
     # Checkpoints ------------------------------------------------------------------------------------
 
@@ -381,12 +386,9 @@ class Engine(Live, Closing):
         to them first.
         """
         self._schedule.before_saving(phase_ends=phase_of(self.algorithm, self.step) != self._phase)
-        tensors = self._saved()
-        rank, size = self._comm.rank, self._comm.size
-        header = StateHeader(
-            repr(self.algorithm), self.step, repr(self._phase), self._exchanges.began, rank, size
-        )
-        return make_state_dict(header, self._training, self.algorithm, tensors)
+        steps = self.step, repr(self._phase), self._exchanges.began
+        header = StateHeader(repr(self.algorithm), *steps, *self.place)
+        return make_state_dict(header, self._training, self.algorithm, self._saved())
 
     @property
     def place(self) -> tuple[int, int]:
@@ -513,8 +515,6 @@ class Engine(Live, Closing):
         self._drifts = with_defaults(self._phase).drifts
         self.buckets = self._buckets[self._phase.payload]
         self._names = {name for bucket in self.buckets for name in bucket.views}
-        if states is None:
-            states = make_states(self._phase, self.buckets, self._comm, None)
-        self.states = states
+        self.states = make_states(self._phase, self.buckets, self._comm, None) if states is None else states
         self._exchanges.begin_phase(self._phase, self.buckets, self.states, began)
         self._schedule: ExchangeSchedule = schedule_of(self._exchanges)

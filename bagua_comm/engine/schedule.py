@@ -19,7 +19,17 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from ..algorithms.base import Algorithm, Pending, Point, Rounds, State, Window, WithDefaults, with_defaults
+from ..algorithms.base import (
+    Algorithm,
+    Pending,
+    Point,
+    Rounds,
+    State,
+    Window,
+    WithDefaults,
+    name_of,
+    with_defaults,
+)
 from ..bucket import Bucket
 from ..comm import Communicator
 from ..errors import ArrayError
@@ -57,6 +67,7 @@ class Exchanges:
     ) -> None:
         """Exchange these buckets by this algorithm from now on; `states` has one state for each bucket."""
         self.algorithm: WithDefaults = with_defaults(algorithm)
+        self._named = {"algorithm": name_of(algorithm), "payload": self.algorithm.payload}
         self.buckets, self.states, self.began = list(buckets), list(states), began
         self.sent, self.held = [], []
 
@@ -148,7 +159,7 @@ class Exchanges:
         context = comm.context
         try:
             context.bucket, context.bucket_step = bucket, (bucket.index, step)
-            with self.tracer.span("exchange", **detail):
+            with self.tracer.span("exchange", **detail, **self._named):
                 algorithm.exchange(bucket, comm, state)
         finally:  # no call before these assignments: a signal handler could raise there
             context.bucket = context.bucket_step = None

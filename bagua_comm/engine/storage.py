@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, TypeAlias
 
@@ -11,7 +12,7 @@ import numpy as np
 from .. import arrays
 from ..algorithms.base import Algorithm, Payload, phases_of, runs_in_rounds
 from ..arrays import Array
-from ..bucket import Bucket, Plan, make_buckets
+from ..bucket import Bucket, Flats, Plan, make_buckets
 from ..codecs.base import codecs_in
 from ..comm import Communicator
 from ..errors import ArrayError
@@ -34,6 +35,47 @@ def buckets_over(plan: Plan, storage: Storage, algorithm: Algorithm) -> dict[Pay
         wanted = " and ".join(map(repr, sorted(needed)))
         raise ArrayError(f"storage is for {', '.join(map(repr, given))}, but {algorithm} needs {wanted}")
     return {payload: make_buckets(plan, given[payload]) for payload in sorted(needed)}
+
+
+class GivenArrays:
+    """The arrays that the user gave, which are those of the buckets as long as nobody replaces one.
+
+    Args:
+        storage: What the user gave; None if the engine has memory of its own.
+        buckets: The buckets over it, by payload.
+    """
+
+    def __init__(self, storage: Storage | None, buckets: Mapping[Payload, Sequence[Bucket]]) -> None:
+        self._storage = storage
+        self._flats = {payload: [bucket.flat for bucket in each] for payload, each in buckets.items()}
+
+    def check(self) -> None:
+        """Raise if the user has put another array in place of one that is exchanged.
+
+        Raises:
+            ArrayError: An item was replaced, added or removed.
+        """
+        for payload, flats in self._flats.items():
+            given = self._storage.get(payload) if isinstance(self._storage, Mapping) else self._storage
+            if not isinstance(given, (list, tuple)) or (
+                len(given) == len(flats) and all(map(operator.is_, given, flats))
+            ):
+                continue
+            if len(given) != len(flats):
+                found = f"the list has {len(given)} arrays now, and had {len(flats)} when it was given"
+            else:
+                index = next(i for i, flat in enumerate(flats) if given[i] is not flat)
+                found = f"item {index} is another array than the one that was given"
+            raise ArrayError(
+                f"storage[{payload!r}]: {found}, which the engine exchanges; write into it, as by flats[0][...] "
+                "= values or flats[0] -= values, or give other arrays by engine.replan(plan, storage)"
+            )
+
+
+def memory_of(buckets: Mapping[Payload, Sequence[Bucket]]) -> list[Array] | dict[Payload, list[Array]]:
+    """The flat arrays of these buckets; by payload, if there are several."""
+    flats: dict[Payload, list[Array]] = {p: Flats(bucket.flat for bucket in each) for p, each in buckets.items()}
+    return flats if len(flats) > 1 else next(iter(flats.values()))
 
 
 def allocate(plan: Plan, like: Mapping[Payload, Sequence[Bucket]]) -> dict[Payload, list[Array]]:

@@ -58,7 +58,8 @@ class EngineWeights:
     def use(self, storage: Storage | None) -> None:
         """Use the weights in `storage` from now on, if it has them."""
         if isinstance(storage, Mapping) and "weight" in storage:
-            self._given = list(storage["weight"])
+            given = storage["weight"]
+            self._given = given if isinstance(given, list) else list(given)  # the user may replace its arrays
 
     def note_copies(self, phase: Algorithm, plan: Plan, buckets: Buckets) -> None:
         """Note the weights that `phase`, the first algorithm, may have copied when its state was made."""

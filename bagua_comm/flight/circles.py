@@ -45,11 +45,12 @@ def circles(
                 following = waits[following]
             if following == start == min(path):
                 ranks = tuple(rank for _, rank in path)
+                advice = "use sendrecv or exchange" if len(ranks) == 1 else cure
                 if any(each.name == f"{name}_object" for each in calls[ranks[0]]):
-                    advice = cure.replace("sendrecv or exchange", "a lane, or allgather_object")
-                else:
-                    advice = cure
+                    advice = advice.replace("sendrecv or exchange", "a lane, or allgather_object")
                 verb = f"both {does} each other" if len(ranks) == 2 else f"all {does} the next one, in a circle"
+                if len(ranks) == 1:
+                    verb = f"{does.replace(' ', 's ')} itself"
                 yield start[0], ranks, f"{named(ranks)} {verb}: {advice}"
 
 

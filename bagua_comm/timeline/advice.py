@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 
 from .summary import RankSummary, Summary
@@ -33,7 +34,7 @@ def advise(summary: Summary) -> list[str]:
             f"{_ms(others_s)}, and they wait for it. Look at its machine, its data and its threads"
             f"{_largest_difference(slow, ranks, slow.own_s - others_s)}."
         )
-    divisible = len(buckets) == 1 and buckets[0].bytes >= 4 * FEW_BYTES
+    divisible = first.payload != "weight" and len(buckets) == 1 and buckets[0].bytes >= 4 * FEW_BYTES
     if waiting > 0.1 and divisible and buckets[0].hidden < 0.5:
         quarter = max(1, round(buckets[0].bytes / 4))
         said.append(
@@ -44,7 +45,7 @@ def advise(summary: Summary) -> list[str]:
     if len(buckets) > 1 and largest < FEW_BYTES and waiting > 0.1:
         said.append(
             f"There are {len(buckets)} buckets of at most {largest / 1024:.0f} KiB, and each pays for the "
-            "latency of the network: set a larger bucket_bytes."
+            f"latency of the network: {_fewer_buckets(first)}."
         )
     if waiting > 0.3 and first.payload_bytes:
         said.append(
@@ -93,14 +94,36 @@ def _largest_difference(slow: RankSummary, ranks: list[RankSummary], difference_
     return f"; most of the difference is in {names[largest]} ({_ms(more[largest])})"
 
 
+LOCAL_STEPS = {"DiLoCo", "SparseLoCo", "StreamingDiLoCo"}
+"""Algorithms that exchange weights once in `local_steps`."""
+
+
+def _classes(rank: RankSummary) -> list[str]:
+    """The classes of its algorithm, the outermost first."""
+    return re.findall(r"\w+", rank.algorithm)
+
+
+def _fewer_buckets(rank: RankSummary) -> str:
+    if "StreamingDiLoCo" in _classes(rank):
+        return "give StreamingDiLoCo fewer `fragments`, or, if these have several buckets, a larger bucket_bytes"
+    return "set a larger bucket_bytes"
+
+
 def _fewer(rank: RankSummary) -> str:
     """How fewer bytes could be sent; a ring or a direct exchange of float32 sends up to twice the payload."""
-    if rank.wire_bytes > 0.75 * rank.payload_bytes:
+    classes, sends_much = _classes(rank), rank.wire_bytes > 0.75 * rank.sent_payload_bytes
+    local = LOCAL_STEPS.intersection(classes)
+    compare = "`bagua advise` compares the algorithms for your network."
+    if sends_much and rank.payload != "weight":
+        return f"Send fewer bytes: ByteGrad() sends about a quarter. {compare}"
+    if sends_much and local and "SparseLoCo" not in classes:
         return (
-            "Send fewer bytes: ByteGrad() sends about a quarter. `bagua advise` compares the algorithms for your "
-            "network."
+            f"Send fewer bytes: {local.pop()} with average=Quantized() sends about a quarter, and with a larger "
+            "local_steps it exchanges less often."
         )
-    return (
-        "The exchanges send few bytes for the size of the buckets already. Exchange in fewer steps, as `every` "
-        "and `DiLoCo` do, or compare the algorithms by `bagua advise`."
-    )
+    little = "" if sends_much else "The exchanges send few bytes for the size of the buckets already. "
+    if local:
+        return f"{little}Exchange in fewer steps, by a larger local_steps."
+    if "Every" in classes:
+        return f"{little}Exchange in fewer steps, by a larger n of `every`. {compare}"
+    return f"{little}Exchange in fewer steps, as `every` and `DiLoCo` do. {compare}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
@@ -60,11 +61,17 @@ class RankSummary:
     hidden: float
     """The share of `exchange_s` during which training did not wait."""
     payload_bytes: float
+    sent_payload_bytes: float
+    """Those of the exchanges that communicated: between the exchanges of `every` and `DiLoCo`, none does."""
     wire_bytes: float
     """Bytes sent to other ranks in exchanges, or in all calls if there are no exchanges."""
     on_device: bool
     """Whether exchanges and stages are those of a device; then it is idle in a part of `other_s`."""
     buckets: list[BucketSummary]
+    algorithm: str
+    """The algorithm of the last exchange, as `Every(Decentralized)`; "" if the timeline does not say."""
+    payload: str
+    """What it exchanges: "grad" or "weight"; "" if the timeline does not say."""
     step_ends_s: list[float] = field(repr=False)
     """When steps ended, from the beginning of the timeline."""
     step_waits_s: list[float] = field(repr=False)
@@ -140,6 +147,7 @@ def summarize_rank(rank: int, timeline: RankTimeline) -> RankSummary | None:
     times = {name: mean_s(name) for name in ("forward", "backward", "forward and backward", "optimizer")}
     step_s, waiting_s = (ends[-1] - ends[0]) / steps / 1e9, length(intersection(waits, window)) / steps / 1e9
     durations = [(b - a) / 1e9 for a, b in pairwise(ends)]
+    calls = _sending_calls(inside)
     exchanged, waited = intersection(_intervals(exchanges), window), covered(waits)
     return RankSummary(
         rank=rank,
@@ -156,9 +164,12 @@ def summarize_rank(rank: int, timeline: RankTimeline) -> RankSummary | None:
         exchange_s=length(exchanged) / steps / 1e9,
         hidden=_hidden(exchanged, waits),
         payload_bytes=sum(number(span, "bytes") for span in exchanges) / steps,
-        wire_bytes=sum(number(span, "wire_bytes") for span in _sending_calls(inside)) / steps,
+        sent_payload_bytes=sum(number(span, "bytes") for span in _communicating(inside, calls)) / steps,
+        wire_bytes=sum(number(span, "wire_bytes") for span in calls) / steps,
         on_device=any(map(_on_device, exchanges)),
         buckets=_buckets(exchanges, waits),
+        algorithm=_last(exchanges, "algorithm"),
+        payload=_last(exchanges, "payload"),
         step_ends_s=[end / 1e9 for end in ends],
         step_waits_s=[waited(*step) / 1e9 for step in pairwise(ends)],
     )
@@ -234,6 +245,28 @@ def _sending_calls(spans: Sequence[Span]) -> list[Span]:
     within = covered(_intervals(on_threads))
     calls = outermost_calls(span for span in spans if span.thread in threads)
     return [call for call in calls if within(call.start_ns, call.end_ns)]
+
+
+def _communicating(spans: Sequence[Span], calls: Iterable[Span]) -> list[Span]:
+    """The exchanges on threads with one of these calls in them."""
+    starts: dict[str, list[int]] = {}
+    for call in calls:
+        starts.setdefault(call.thread, []).append(call.start_ns)
+    for each in starts.values():
+        each.sort()
+
+    def communicated(span: Span) -> bool:
+        on_thread = starts.get(span.thread, [])
+        first = bisect_left(on_thread, span.start_ns)
+        return first < len(on_thread) and on_thread[first] <= span.end_ns
+
+    return [span for span in spans if is_exchange(span) and not _on_device(span) and communicated(span)]
+
+
+def _last(exchanges: Sequence[Span], name: str) -> str:
+    """The text of this name in the last exchange that has one."""
+    found = [span for span in exchanges if isinstance(span.args.get(name), str)]
+    return str(max(found, key=lambda span: span.start_ns).args[name]) if found else ""
 
 
 def _buckets(exchanges: Sequence[Span], waits: list[Interval]) -> list[BucketSummary]:

@@ -21,16 +21,19 @@ from bagua_comm import (
     LowPrecisionDecentralized,
     LowPrecisionOnePeer,
     MinMaxUInt8,
+    Plan,
     QAdam,
     Quantized,
     SparseLoCo,
     StreamingDiLoCo,
+    TensorSpec,
     TopK,
     after,
     by_node,
     every,
 )
 from bagua_comm.algorithms import NAMED, from_name, named
+from bagua_comm.engine.checks import check_fit
 from bagua_comm.planning.costmodel import METHODS
 from bagua_comm.testing import check_algorithm
 
@@ -198,3 +201,27 @@ def test_advice_uses_the_same_names():
     assert {name: METHODS[name] for name in METHODS if name != "ddp"} == {
         name: MEANT[name] for name in METHODS if name != "ddp"
     }
+
+
+@pytest.mark.algorithms("all")
+def test_one_program_packs_buckets_for_any_of_them():
+    specs = [TensorSpec(name, (n, 10), "float32") for name, n in zip("abcd", (3, 100, 1, 40), strict=True)]
+    settings = {
+        "every": {"n": 2, "algorithm": "decentralized"},
+        "by-node": {"algorithm": "decentralized"},
+        "after": {"steps": 3, "first": "exact", "then": "streaming-diloco"},
+    }
+    grouped = set()
+    for name in NAMED:
+        algorithm = from_name(name, **settings.get(name, {}))
+        groups = algorithm.groups(specs)
+        plan = Plan.pack(specs, groups=groups)
+        check_fit(algorithm, plan, 4)
+        if groups is not None and len(set(groups)) > 1:
+            grouped.add(name)
+            assert len(plan.buckets) == len(set(groups))
+            with pytest.raises(ArrayError, match=r"groups=algorithm.groups\(tensors\)"):
+                check_fit(algorithm, Plan.pack(specs), 4)
+        else:
+            assert len(plan.buckets) == 1
+    assert {"streaming-diloco", "streaming-diloco-int4", "after"} <= grouped

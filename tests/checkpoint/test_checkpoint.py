@@ -1020,3 +1020,13 @@ def test_a_rank_that_is_killed_under_mpirun_leaves_a_complete_checkpoint(tmp_pat
     assert step >= 3  # the save of step 4 began when that of step 3 was complete
     for rank, each in enumerate(loaded):
         assert_same(each.tree, {"x": np.full(300_000, float(step)), "mine": [step, rank]})
+
+
+def test_the_memory_of_a_plan_and_its_views_are_saved_as_a_list_and_a_dict(tmp_path):
+    plan = Plan.pack([TensorSpec("a", (3,), "float32"), TensorSpec("b", (2, 2), "float64")])
+    flats = plan.allocate()
+    plan.cut(flats)["b"][...] = [[1, 2], [3, 4]]
+    save(tmp_path, {"flats": flats, "views": plan.cut(flats), "own": Own(flats)})
+    expected = {"flats": list(flats), "views": dict(plan.cut(flats)), "own": list(flats)}
+    for loaded in load(tmp_path):
+        assert_same(loaded.tree, expected)

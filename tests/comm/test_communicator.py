@@ -13,6 +13,7 @@ from bagua_comm import (
     Communicator,
     UnsupportedError,
 )
+from bagua_comm.comm.arguments import hint_of
 from bagua_comm.testing import Recording, check_transport, run_ranks
 from bagua_comm.timeline.reading import read_timeline
 from bagua_comm.transports import LocalTransport, Transport
@@ -168,7 +169,12 @@ def test_names_and_positions_of_other_libraries_get_a_hint():
             "Sendrecv_replace": r"sendrecv\(x\.copy\(\), x, \.\.\.\)",
             "Reduce_scatter_block": "reduce_scatter",
         }.items():
-            with pytest.raises(AttributeError, match=f"no attribute '{name}'; it is {here} here"):
+            match = f"no attribute '{name}'; it is {here} here, see docs/quickstart/coming-from.md"
+            with pytest.raises(AttributeError, match=match):
+                getattr(comm, name)
+        for name in ("Create_cart", "Cart_shift", "Probe", "probe", "Iprobe", "Wait", "Waitall"):
+            match = f"no attribute '{name}'; there is none here: .*, see docs/quickstart/coming-from.md"
+            with pytest.raises(AttributeError, match=match):
                 getattr(comm, name)
         assert not hasattr(comm, "nothing_of_the_sort")
         for op, here in {"SUM": "sum", "mean": "avg"}.items():
@@ -182,3 +188,51 @@ def test_names_and_positions_of_other_libraries_get_a_hint():
             comm.allreduce(np.ones(3), "sum")
 
     run_ranks(1, body)
+
+
+SENDRECV = "give dest and source by name: sendrecv(..., dest=..., source=...)"
+NO_TAGS = "there are no tags: between two ranks, messages match in order"
+
+
+@pytest.mark.parametrize(
+    ("call", "hint"),
+    [
+        (lambda comm, x: comm.send(x, 1), "give dest by name: send(..., dest=...)"),
+        (lambda comm, x: comm.broadcast(x, 0), "give root by name: broadcast(..., root=...)"),
+        (
+            lambda comm, x: comm.sendrecv(x, x, 1, 0),
+            SENDRECV,
+        ),
+        (
+            lambda comm, x: comm.send(x, dest=1, tag=3),
+            NO_TAGS,
+        ),
+        (lambda comm, x: comm.recv(x, source=1, buf=3), "the arguments of recv are out, source, timeout_s"),
+        (lambda comm, x: comm.broadcast_object(x, 0), "give root by name: broadcast_object(..., root=...)"),
+        (lambda comm, x: sorted(x, 0), ""),
+        (lambda comm, x: comm.send(x, dest=-5), ""),
+    ],
+)
+def test_arguments_that_python_refuses_get_a_hint(call, hint):
+    comm = Communicator([LocalTransport()])
+    with pytest.raises((TypeError, ArrayError)) as raised:
+        call(comm, np.ones(2))
+    assert hint_of(raised.value, Communicator) == hint
+
+
+def test_the_hint_is_a_note_of_the_error_that_ends_the_program():
+    with pytest.raises(TypeError) as raised, Communicator([LocalTransport()]) as comm:
+        comm.broadcast(np.ones(2), 0)
+    hint = "give root by name: broadcast(..., root=...)"
+    assert getattr(raised.value, "__notes__", [hint]) == [hint]  # Python 3.10 has no notes: the exit prints it
+
+
+def test_what_every_rank_gives_is_in_the_message():
+    def body(comm):
+        with pytest.raises(ArrayError, match="divisible by 2 ranks; or give counts=, the length of each rank"):
+            comm.reduce_scatter(np.ones(3))
+        if comm.rank == 1:
+            with pytest.raises(UnsupportedError, match=r"every rank gives an array, .* broadcast_object"):
+                comm.broadcast(None, root=0)
+
+    run_ranks(2, body)

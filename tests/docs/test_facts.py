@@ -3,13 +3,17 @@
 import ast
 import json
 import re
+from contextlib import nullcontext
 from types import ModuleType
 
+import numpy as np
 from support.pages import ROOT, pages, read
 
+from bagua_comm import Checkpoints
 from bagua_comm.planning.advise import expression
 from bagua_comm.planning.costmodel import Cluster, Job, Rates
 from bagua_comm.planning.sites import most_communication
+from bagua_comm.testing import ThreadJob, run_fleet, run_ranks
 from bagua_torch.lightning import names
 
 README = (ROOT / "README.md").read_text()
@@ -290,3 +294,58 @@ def names_in(path):
             names |= {f"{node.name}.{part.name}" for part in node.body if isinstance(part, ast.FunctionDef)}
         names |= {node.name} if isinstance(node, ast.ClassDef | ast.FunctionDef) else set()
     return names
+
+
+def block_with(page, text):
+    """The program of a page that has this text."""
+    (code,) = [block.code for block in read(ROOT / "docs" / "guides" / page).blocks if text in block.code]
+    return code
+
+
+def test_the_checkpoint_of_an_engine_loads_on_any_number_of_ranks(tmp_path):
+    code = block_with("checkpoints.md", "load_engine").replace("bagua_comm.connect()", "nullcontext(comm)")
+    assert "alignment=32 * comm.size" in code  # so that the flat arrays have other sizes there
+
+    def trained(folder, ranks, steps=10):
+        program = code.replace("runs/9", str(tmp_path / folder)).replace("first + 10", f"first + {steps}")
+
+        def body(comm):
+            exec(program, {"nullcontext": nullcontext, "comm": comm})
+            with Checkpoints(tmp_path / folder, comm) as checkpoints:
+                return checkpoints.load()
+
+        return run_ranks(ranks, body)[0]
+
+    parts, whole = [trained("parts", 2) for _ in range(2)], trained("whole", 2, steps=20)
+    assert [loaded.step for loaded in (*parts, whole)] == [10, 20, 20]
+    for part in ("weights", "variance"):
+        assert parts[-1].tree[part]["w"].tobytes() == whole.tree[part]["w"].tobytes()
+    assert np.ptp(parts[-1].tree["weights"]["w"]) == 0
+    more = [trained("parts", ranks) for ranks in (3, 1)]
+    assert [loaded.step for loaded in more] == [30, 40]
+    assert [loaded.tree["weights"]["w"].shape for loaded in more] == [(64,)] * 2
+
+
+def test_a_training_of_numpy_arrays_continues_on_fewer_ranks():
+    code = block_with("elastic.md", "sgd = optim.SGD").replace(
+        "elastic.run(state)", "elastic.run(state, fleet=fleet)"
+    )
+    code = code.replace("state.step < 100", "state.step < 40").replace(
+        "state.commit()\n", "state.commit()\n            after_step(comm, state.step)\n"
+    )
+    job = ThreadJob(3)
+
+    def body(fleet):
+        sizes = set()
+
+        def after_step(comm, step):
+            sizes.add(comm.size)
+            if fleet.me == 1 and step == 10:
+                job.kill(1)
+
+        names = {"fleet": fleet, "after_step": after_step}
+        exec(code, names)
+        return names["state"].step, names["distance"] < 0.01, sizes
+
+    first, _, third = run_fleet(job, body)
+    assert first == third == {"result": (40, True, {2, 3})}

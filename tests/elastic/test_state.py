@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 
-from bagua_comm import ArrayError, CommError, Own, UnsupportedError
+from bagua_comm import ArrayError, CommError, Own, Plan, TensorSpec, UnsupportedError
 from bagua_comm.elastic import State, run
 from bagua_comm.elastic.session import Session
 from bagua_comm.elastic.snapshot.snapshots import Buffer
@@ -426,3 +426,30 @@ def test_device_arrays_come_back_in_place(device):
     job = ThreadJob(2)
     outcome = run_fleet(job, body)[1]
     assert outcome == {"result": ([6.0] * 5, True)}
+
+
+def test_the_memory_of_a_plan_and_its_views_are_restored_in_place():
+    job = ThreadJob(3)
+    plan = Plan.pack([TensorSpec("a", (3,), "float32"), TensorSpec("b", (2, 2), "float64")])
+
+    def body(fleet):
+        flats, others = plan.allocate(), plan.allocate()
+        views = plan.cut(others)
+        state = State(flats=flats, views=views, step=0)
+
+        @run(state, fleet=fleet)
+        def train(comm):
+            while state.step < 4:
+                flats[0] += 1
+                views["b"] += 2
+                state.step += 1
+                if fleet.me == 1 and state.step == 3:
+                    job.kill(1)
+                state.commit()
+            same = state.flats[0] is flats[0], state.views["b"] is views["b"]
+            return flats[0].tolist(), views["b"].tolist(), same
+
+        return train
+
+    first, _, third = run_fleet(job, body)
+    assert first == third == {"result": ([4.0] * 3, [[8.0] * 2] * 2, (True, True))}

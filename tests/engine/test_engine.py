@@ -630,3 +630,90 @@ def test_weights_in_the_storage_of_one_rank_alone_are_an_error_on_all_ranks():
             Engine(comm, GradientAllReduce(), PLAN, storage)
 
     run_ranks(2, body)
+
+
+def _replaced_item(flats, storage):
+    flats[1] = flats[1] - 1
+
+
+def _replaced_items(flats, storage):
+    flats[:] = [flat - 1 for flat in flats]
+
+
+def _one_more(flats, storage):
+    flats.append(flats[0])
+
+
+def _replaced_list(flats, storage):
+    storage["weight"] = [flat - 1 for flat in flats]
+
+
+@pytest.mark.parametrize("replace", [_replaced_item, _replaced_items, _one_more, _replaced_list])
+def test_an_array_that_is_exchanged_is_not_replaced_unnoticed(replace):
+    def body(comm):
+        flats = list(PLAN.allocate())  # a list of the user's own
+        storage = {"weight": flats, "grad": PLAN.allocate()}
+        with Engine(comm, DiLoCo(2), PLAN, storage) as engine:
+            for _ in range(3):
+                engine.at(Point.FORWARD)
+                engine.at(Point.BACKWARD)
+                flats[0] -= 1
+                engine.at(Point.STEP)
+            engine.at(Point.FORWARD)
+            engine.at(Point.BACKWARD)
+            replace(flats, storage)
+            with pytest.raises(
+                ArrayError, match=r"storage\['weight'\].* write into it, as by flats\[0\]\[...\] ="
+            ):
+                engine.at(Point.STEP)
+            engine.abort()
+
+    run_ranks(2, body)
+
+
+def test_a_gradient_of_a_list_that_is_replaced_is_an_error():
+    def body(comm):
+        flats = list(PLAN.allocate())
+        with Engine(comm, GradientAllReduce(), PLAN, flats) as engine:
+            engine.at(Point.FORWARD)
+            flats[0] = np.ones_like(flats[0])
+            engine.at(Point.BACKWARD)
+            with pytest.raises(ArrayError, match=r"storage\['grad'\]: item 0 is another array"):
+                engine.at(Point.STEP)
+
+    run_ranks(2, body)
+
+
+def test_weights_that_are_only_compared_may_be_replaced():
+    def body(comm):
+        weights, grads = list(PLAN.allocate()), PLAN.allocate()
+        with Engine(comm, GradientAllReduce(), PLAN, {"weight": weights, "grad": grads}) as engine:
+            for _ in range(18):  # compared before step 16, with the arrays that are there
+                engine.at(Point.FORWARD)
+                grads[0][...] = comm.rank
+                for name in "abc":
+                    engine.ready(name)
+                engine.at(Point.BACKWARD)
+                weights[:] = [flat - grad for flat, grad in zip(weights, grads, strict=True)]
+                engine.at(Point.STEP)
+            assert engine._weights._given is weights
+        return weights[0].tolist()
+
+    first, second = run_ranks(2, body)
+    assert first == second == [-9.0] * 4
+
+
+def test_the_memory_that_replan_returns_replaces_what_was_given():
+    def body(comm):
+        flats = PLAN.allocate()
+        with Engine(comm, Decentralized(), PLAN, flats) as engine:
+            new = engine.replan(Plan.pack(SPECS))
+            flats.clear()  # no longer in use
+            engine.at(Point.FORWARD)
+            engine.at(Point.BACKWARD)
+            new[0] -= 1
+            engine.at(Point.STEP)
+            with pytest.raises(ArrayError, match="is a bucket's memory"):
+                new[0] = new[0] - 1
+
+    run_ranks(2, body)

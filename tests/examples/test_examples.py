@@ -103,7 +103,7 @@ def test_training_without_a_framework(command, folder):
 @pytest.mark.timeout(400)
 def test_training_without_a_framework_by_one_algorithm_after_the_other(tmp_path):
     """In the same processes, since starting them takes longer than training."""
-    algorithms = ["exact", "one_peer", "low_precision", "async", "warm_up", "qadam"]
+    algorithms = ["exact", "one_peer", "low_precision", "async", "streaming_diloco", "warm_up", "qadam"]
     text = """
         import sys
         import bagua_comm

@@ -242,6 +242,8 @@ def test_calls_of_two_communicators_in_another_order():
             "ranks 0, 2 both receive from each other: one of them must send first; or use a lane",
         ),
         ("send", (1, 2, 0), (0, 1, 2), "ranks 0, 1, 2 all send to the next one, in a circle: use sendrecv"),
+        ("send", (0, 2, 0), (0,), "rank 0 sends to itself: use sendrecv or exchange"),
+        ("recv_object", (0, 2, 0), (0,), "rank 0 receives from itself: use a lane, or allgather_object"),
     ],
 )
 def test_ranks_that_all_send_or_all_receive_wait_for_each_other(name, peers, circle, words):

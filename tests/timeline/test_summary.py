@@ -5,8 +5,22 @@ import dataclasses
 import pytest
 from support.timelines import span, timeline_of, training
 
+from bagua_comm import (
+    ByteGrad,
+    Decentralized,
+    DiLoCo,
+    Engine,
+    Plan,
+    Point,
+    Quantized,
+    SparseLoCo,
+    StreamingDiLoCo,
+    TensorSpec,
+    every,
+)
+from bagua_comm.testing import run_ranks
 from bagua_comm.timeline.advice import advise
-from bagua_comm.timeline.reading import RankTimeline, Timeline
+from bagua_comm.timeline.reading import RankTimeline, Timeline, read_timeline
 from bagua_comm.timeline.summary import summarize, summarize_rank
 from bagua_comm.timeline.text import describe
 
@@ -237,3 +251,60 @@ def test_a_call_of_exchange_is_no_exchange_of_a_bucket():
 
 def timeline_of_ranks(spans):
     return Timeline({0: timeline_of(spans)})
+
+
+LONGER = "Exchange in fewer steps, by a larger local_steps."
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "name", "says"),
+    [
+        (ByteGrad(), "GradientAllReduce", "as `every` and `DiLoCo` do"),
+        (Decentralized(), "Decentralized", ". Exchange in fewer steps, as `every`"),
+        (every(2, Decentralized()), "Every(Decentralized)", "by a larger n of `every`"),
+        (DiLoCo(3), "DiLoCo", "DiLoCo with average=Quantized() sends about a quarter"),
+        (StreamingDiLoCo(4), "StreamingDiLoCo", "StreamingDiLoCo with average=Quantized() sends about a quarter"),
+        (DiLoCo(3, average=Quantized(min_bytes=0)), "DiLoCo", LONGER),
+        (SparseLoCo(3), "SparseLoCo", LONGER),
+    ],
+    ids=lambda value: repr(value)[:30],
+)
+@pytest.mark.algorithms("all")
+def test_the_advice_fits_the_algorithm_of_the_timeline(algorithm, name, says, tmp_path):
+    specs = [TensorSpec(each, (20_000,), "float32") for each in "abcd"]
+    plan = Plan.pack(specs, groups=algorithm.groups(specs))
+
+    def body(comm):
+        storage = {"weight": plan.allocate(), "grad": plan.allocate()}
+        with Engine(comm, algorithm, plan, storage) as engine:
+            for _ in range(9):
+                engine.at(Point.FORWARD)
+                for spec in specs:
+                    engine.ready(spec.name)
+                engine.at(Point.BACKWARD)
+                engine.at(Point.STEP)
+        comm.trace(tmp_path / "trace.json")
+
+    run_ranks(2, body)
+    found = summarize(read_timeline(tmp_path / "trace.json"))
+    assert {(each.algorithm, each.payload) for each in found.ranks} == {(name, algorithm.payload)}
+    ranks = [dataclasses.replace(each, waiting_s=0.5 * each.step_s) for each in found.ranks]
+    advice = advise(dataclasses.replace(found, ranks=ranks, slow=False))
+    (text,) = [text for text in advice if "waits for exchanges" in text]
+    assert says in text
+    assert "ByteGrad" not in text
+    assert not any("set bucket_bytes" in text for text in advice) or algorithm.payload == "grad"
+
+
+def test_fewer_fragments_are_advised_where_they_are_small():
+    ranks = [training(kib=8, algorithm="StreamingDiLoCo", payload="weight") for _ in range(2)]
+    (text, *_) = advise(summary_of(*ranks))
+    assert "give StreamingDiLoCo fewer `fragments`" in text
+
+
+def test_exchanges_that_send_nothing_do_not_count_as_compressed():
+    (rank,) = summary_of(training(wire=1.0)).ranks
+    assert rank.sent_payload_bytes == rank.payload_bytes == rank.wire_bytes
+    idle = [each for each in training().spans if each.name not in ("allreduce", "inner")]
+    (rank,) = summary_of(timeline_of(idle)).ranks
+    assert (rank.sent_payload_bytes, rank.payload_bytes) == (0, 2 * 2**20)

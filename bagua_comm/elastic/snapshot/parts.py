@@ -19,7 +19,7 @@ import numpy as np
 from ... import arrays
 from ...arrays import Array
 from ...checkpoint.optimizers import is_optimizer, is_sharded, load_in_place, with_dtype
-from ...checkpoint.trees import DEEPEST, Own, Packed, as_tagged, from_tagged, pack
+from ...checkpoint.trees import DEEPEST, Own, Packed, as_tagged, container_type, from_tagged, pack
 from ...errors import ArrayError, UnsupportedError
 
 Memory: TypeAlias = tuple[int, int]
@@ -146,12 +146,13 @@ def conflicts_of(pairs: Iterable[tuple[Memory, Any]]) -> set[Memory]:
 
 def _split(path: str, value: Any, objects: list[str], depth: int = 0) -> tuple[Any, ...]:
     """Return `value` with containers of its own, and with state dicts in place of objects; add their paths."""
-    if depth <= DEEPEST and type(value) in (list, tuple):
+    kind: Any = container_type(value)
+    if depth <= DEEPEST and kind in (list, tuple):
         pairs = [_split(f"{path}[{n}]", item, objects, depth + 1) for n, item in enumerate(value)]
-        return type(value)(pair[0] for pair in pairs), type(value)(pair[1] for pair in pairs)
-    if depth <= DEEPEST and type(value) in (dict, OrderedDict):
+        return kind(pair[0] for pair in pairs), kind(pair[1] for pair in pairs)
+    if depth <= DEEPEST and kind in (dict, OrderedDict):
         split = {key: _split(f"{path}[{key!r}]", item, objects, depth + 1) for key, item in value.items()}
-        return tuple(type(value)((key, pair[side]) for key, pair in split.items()) for side in (0, 1))
+        return tuple(kind((key, pair[side]) for key, pair in split.items()) for side in (0, 1))
     if _is_object(path, value):
         _check_whole(path, value)
         objects.append(path)
