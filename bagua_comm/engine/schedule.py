@@ -55,6 +55,8 @@ class Exchanges:
         """Numbers of training steps that have ended: now, and when the current phase began."""
         self.exchanged = 0
         """The number of steps that had ended when ranks communicated last, with the step of that exchange."""
+        self._named: dict[str, str] = {}
+        """What spans of exchanges name: the algorithm, and its payload."""
         self.stopped = False
         """Whether `send` holds buckets back."""
         self.sent: list[Bucket] = []
