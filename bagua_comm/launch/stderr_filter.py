@@ -4,9 +4,9 @@ A rank that ends with an error has printed the reason, and ends all ranks by MPI
 on that, which hide the reason. So mpirun writes to a pipe, from which a process of its own copies everything else
 to stderr as soon as it comes.
 
-If a rank has died or ended with an exit code, or the job was ended while ranks waited, it prints at the end where
-the records are, unless a rank has printed that. mpirun drops what they print after Ctrl-C, and often what the last
-rank prints after the others have ended.
+If a rank has died or ended with an exit code, or the job was ended while ranks waited, it prints at the end
+where the records are, unless a rank has printed that. mpirun drops what they print after Ctrl-C, and often what
+the last rank prints after the others have ended.
 """
 
 from __future__ import annotations
