@@ -7,7 +7,6 @@ import importlib
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from threading import get_ident
@@ -16,6 +15,7 @@ from typing import Any
 
 from .arrays import Array, Scratch, library
 from .errors import CommTimeout, UnsupportedError
+from .futures import TaskFuture
 from .trace import label
 
 # Events -------------------------------------------------------------------------------------------------
@@ -231,7 +231,7 @@ class SideStream:
         importlib.import_module("cupy").get_default_memory_pool().free_all_blocks(self._stream)
 
 
-class SideFuture(Future[Any]):
+class SideFuture(TaskFuture):
     """The future of a task on a side stream."""
 
     def __init__(self, submitted: Any) -> None:

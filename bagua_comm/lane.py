@@ -31,6 +31,7 @@ from .cuda import SideFuture, SideStream, StreamOrder, record_event, use_device
 from .deprecation import warn_renamed
 from .errors import ArrayError, BaguaError, CommAborted, CommError, CommTimeout, RankFailed
 from .flight import Entry
+from .futures import TASK_END_S, TaskFuture
 from .pickling import Live
 from .trace import Counters, DeviceSpan, Tracer
 
@@ -63,11 +64,17 @@ class LaneComm(Protocol):
     def close(self) -> None:
         """Free it. Collective."""
 
+    def _stop_calls(self, reason: str) -> None:
+        """Let the call in progress fail soon, and refuse all later ones; any thread may call it."""
+
 
 C = TypeVar("C", bound=LaneComm)
 
 SLACK_S = 5.0
 """Longest time, in seconds, that `wait` adds to the limit of a call, so that the call itself raises the error."""
+
+STOP_S = 2.0
+"""How long a task may take to end after its communicator was stopped, in seconds."""
 
 Task: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 """A submitted function with its arguments."""
@@ -93,7 +100,9 @@ class Lane(Live, Closing, ABC, Generic[C]):
         self.tracer: Tracer = comm.tracer
         """Receives the spans of the side stream."""
         self._side = SideStream(device) if device is not None else None
-        self._pending: deque[tuple[Future[Any], Task]] = deque()
+        self.unasked: set[TaskFuture] = set()
+        """Failed tasks whose errors nobody has asked for, of this lane and others; see `end_lanes`."""
+        self._pending: deque[tuple[TaskFuture, Task]] = deque()
         """Futures and their tasks, whose arguments stay in memory until they are done."""
         self._lock = threading.RLock()
         """Held while tasks are added and forgotten: several threads may submit."""
@@ -120,13 +129,14 @@ class Lane(Live, Closing, ABC, Generic[C]):
         Raises:
             CommTimeout: No task and no call of the lane's communicator has ended within its `timeout_s`.
         """
-        done = list[tuple[Future[Any], Task]]()
+        done = list[tuple[TaskFuture, Task]]()
         try:
             for entry in list(self._pending):
                 try:
                     error = self._outcome(entry[0])
                 except CancelledError as exc:
                     error = exc
+                entry[0].note_asked()
                 done.append(entry)
                 if error is not None:
                     raise error
@@ -155,15 +165,17 @@ class Lane(Live, Closing, ABC, Generic[C]):
         with self._lock:
             for each in self._pending:
                 if each[0] is future:
+                    each[0].note_asked()
                     self._pending.remove(each)
                     break
 
     def _outcome(self, future: Future[Any]) -> BaseException | None:
         """Wait until `future` is done; return its error, or None."""
+        error = future.error if isinstance(future, TaskFuture) else future.exception
         while True:
             limit_s, calls = self._limit_s(), self.comm.counters.total().calls
             try:
-                return future.exception(timeout=limit_s)
+                return error(limit_s)
             except FutureTimeout as exc:
                 if self.comm.counters.total().calls == calls and self._limit_s() <= limit_s:
                     raise CommTimeout(
@@ -209,6 +221,8 @@ class Lane(Live, Closing, ABC, Generic[C]):
             return
         self._closed = True
         self._failure = self._failure or CommAborted("this lane was aborted")
+        for future, _ in tuple(self._pending):
+            future.note_asked()
         self._close_after_tasks()
         self._stop()
 
@@ -225,16 +239,58 @@ class Lane(Live, Closing, ABC, Generic[C]):
     def _stop(self) -> None:
         """Free the thread when it has run the submitted tasks."""
 
+    def end_tasks(self, of: str) -> list[str]:
+        """Have all tasks end, if this lane is open, and accept no more; return the names of those that did not.
+
+        Not collective. A task that makes no progress for `TASK_END_S` is stopped. The communicator of the lane
+        stays as it is.
+
+        Args:
+            of: The group of the communicator that is about to end.
+        """
+        if self._closed:
+            return []
+        running = self._running()
+        while running:
+            before = len(running), self.comm.counters.total().calls
+            wait_for_futures(running, min(TASK_END_S, self.comm.timeout_s))
+            running = self._running()
+            if before == (len(running), self.comm.counters.total().calls):
+                break
+        names = [future.name for future in running]
+        self._closed = True
+        if running:
+            self._failure = self._failure or CommAborted(f"{of} was closed")
+            self.comm._stop_calls(f"{of} was closed while a task ran on this lane")
+            wait_for_futures(running, STOP_S)
+            for future in running:
+                future.note_asked()  # their end is reported already
+        self._stop()
+        return names
+
+    def _running(self) -> list[TaskFuture]:
+        """The tasks that have not ended, for the host."""
+        return [future for future, _ in tuple(self._pending) if not Future.done(future)]
+
     def queued(self) -> list[Entry]:
         """Return the waiting tasks, as entries of the flight recorder. Any thread may call it."""
         group = self.comm.group
         waiting = [task for future, task in tuple(self._pending) if not (future.done() or future.running())]
         return [_entry_of(task, group) for task in waiting]
 
-    def _add_pending(self, future: Future[Any], task: Task) -> None:
-        while self._pending and self._pending[0][0].done() and self._pending[0][0].exception() is None:
+    def _add_pending(self, future: TaskFuture, task: Task) -> None:
+        while self._pending and self._pending[0][0].done() and self._pending[0][0].error() is None:
             self._pending.popleft()  # done, and without an error to raise
         self._pending.append((future, task))
+
+    def _named(self, future: TaskFuture, task: Callable[..., Any]) -> TaskFuture:
+        """A future, with the name of its task."""
+        future.name, future.group = f"{_name_of(task)} on {self.name}", self.comm.group
+        return future
+
+    def _fail(self, future: TaskFuture, error: BaseException) -> None:
+        """End a task with an error; the errors of later tasks are due to the first."""
+        future.fail(error, self.unasked if error is self._failure else set())
 
     def _check_submit(self, task: object) -> None:
         if self._closed:
@@ -256,15 +312,17 @@ class Lane(Live, Closing, ABC, Generic[C]):
             self._failure = exc
             raise
 
-    def _run_here(self, future: Future[Any], task: Callable[..., Any], args: Any, kwargs: Any) -> None:
+    def _run_here(self, future: TaskFuture, task: Callable[..., Any], args: Any, kwargs: Any) -> None:
         """Run a task on the calling thread."""
         try:
             future.set_result(self._run(task, args, kwargs))
         except BaseException as exc:
-            future.set_exception(exc)
+            self._fail(future, exc)
             if not isinstance(exc, Exception):
                 self.forget(future)  # the caller gets it now
                 raise
+        finally:
+            del future  # an error refers to this frame
 
     def _run_on_side(
         self, side: SideStream, future: SideFuture, task: Callable[..., Any], args: Any, kwargs: Any
@@ -285,7 +343,7 @@ class Lane(Live, Closing, ABC, Generic[C]):
         try:
             side.run_after(future.submitted, run)
         except BaseException as exc:
-            future.set_exception(exc)
+            self._fail(future, exc)
             if not isinstance(exc, Exception):
                 raise
         else:
@@ -317,10 +375,12 @@ class ThreadLane(Lane[C]):
         self._check_submit(task)
         if self._side is None:
             with self._lock:
-                future = self._executor.submit(self._run_after, self._here, task, args, kwargs)
+                future = self._named(TaskFuture(), task)
+                self._executor.submit(self._run_after, self._here, future, task, args, kwargs)
                 self._add_pending(future, (task, args, kwargs))
             return future
         on_side = self._side.future()
+        self._named(on_side, task)
         self._executor.submit(self._run_on_side, self._side, on_side, task, args, kwargs)
         self._add_pending(on_side, (task, args, kwargs))
         return on_side
@@ -328,7 +388,7 @@ class ThreadLane(Lane[C]):
     def run_or_submit(self, task: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
         """See `Lane.run_or_submit`."""
         self._check_submit(task)
-        future: Future[R] = Future()
+        future = self._named(TaskFuture(), task)
         future.set_running_or_notify_cancel()  # so that it does not count as queued
         with self._lock:
             if self._side is not None or not all(each.done() for each, _ in self._pending):
@@ -338,10 +398,27 @@ class ThreadLane(Lane[C]):
         self._run_here(future, task, args, kwargs)
         return future
 
-    def _run_after(self, before: Future[Any] | None, task: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if before is not None:
-            self._outcome(before)
-        return self._run(task, args, kwargs)
+    def _run_after(
+        self,
+        before: Future[Any] | None,
+        future: TaskFuture,
+        task: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+    ) -> None:
+        """Run a task on the thread, once the task `before` has ended on the caller's."""
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            if before is not None:
+                self._outcome(before)
+            result = self._run(task, args, kwargs)
+        except BaseException as exc:
+            self._fail(future, exc)
+        else:
+            future.set_result(result)
+        finally:
+            del future  # an error refers to this frame
 
     def _close_after_tasks(self) -> None:
         close, here = super()._close_after_tasks, self._here
@@ -373,6 +450,7 @@ class StreamLane(Lane[C]):
         """Enqueue the task's work now; see `Lane.submit`."""
         self._check_submit(task)
         future = self._side.future()
+        self._named(future, task)
         self._run_on_side(self._side, future, task, args, kwargs)
         self._add_pending(future, (task, args, kwargs))
         return future
@@ -406,12 +484,16 @@ class InlineLane(Lane[C]):
     def submit(self, task: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
         """Run the task now; see `Lane.submit`."""
         self._check_submit(task)
-        future: Future[R] = Future()
+        future = self._named(TaskFuture(), task)
         with self._lock:
             self._follow()
             self._run_here(future, task, args, kwargs)
             self._add_pending(future, (task, args, kwargs))
         return future
+
+
+def _name_of(task: object) -> str:
+    return str(getattr(task, "__name__", type(task).__name__)).strip("_")
 
 
 def _device_of(comm: LaneComm) -> int | None:
@@ -422,7 +504,7 @@ def _device_of(comm: LaneComm) -> int | None:
 def _entry_of(task: Task, group: str) -> Entry:
     """Return a waiting task as an entry; a task of an engine has a bucket among its arguments."""
     call, args, options = task
-    name = getattr(call, "__name__", type(call).__name__).strip("_")
+    name = _name_of(call)
     bucket = next((arg for arg in args if isinstance(arg, Bucket)), None)
     if bucket is None:
         return Entry(group, 0, True, name)

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 from support.waiting import until
 
-from bagua_comm import ArrayError, CommAborted, CommError, CommTimeout
+from bagua_comm import ArrayError, CommAborted, CommError, CommMismatch, CommTimeout
+from bagua_comm import lane as lane_module
+from bagua_comm.bootstrap.rank_exit import ExitHandler
 from bagua_comm.lane import InlineLane, ThreadLane
 from bagua_comm.testing import run_ranks
 from bagua_comm.trace import NULL, Counters
@@ -24,7 +26,7 @@ class FakeComm:
     def __init__(self, timeout_s=PATIENCE_S):
         self.timeout_s, self.counters = timeout_s, Counters()
         self.device, self.tracer = None, NULL
-        self.guard = SimpleNamespace(limit_s=None)
+        self.guard, self.group = SimpleNamespace(limit_s=None), "world.1"
         self.closed = 0
 
     def close(self):
@@ -382,3 +384,114 @@ def test_what_is_submitted_must_be_a_function():
             return lane.submit(lane.comm.allreduce, np.ones(3)).result().tolist()
 
     assert run_ranks(2, body) == [[2.0] * 3] * 2
+
+
+# Errors that nobody has asked for
+
+
+def mismatched(comm, lane):
+    """A task that fails on rank 1 alone."""
+    if comm.rank == 0:
+        return lane.submit(lane.comm.send, np.arange(4.0), dest=1)
+    return lane.submit(lane.comm.recv, np.zeros(3), source=0)
+
+
+@pytest.mark.parametrize("dropped", [False, True])
+def test_the_end_of_a_communicator_raises_the_error_of_a_task_that_nobody_has_asked_for(dropped):
+    def body(comm):
+        lane = comm.lane()
+        future = mismatched(comm, lane)
+        if dropped:
+            until(future.done)
+            del lane, future
+        if comm.rank == 0:
+            comm.close()
+            return
+        with pytest.raises(CommMismatch, match="expected 24 bytes from rank 0, which sent 32"):
+            comm.close()
+        assert comm.guard.closed
+        comm.close()
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda lane, future: future.result(),
+        lambda lane, future: (_ for _ in ()).throw(future.exception()),
+        lambda lane, future: lane.result(future),
+        lambda lane, future: lane.wait(),
+        lambda lane, future: lane.close(),
+    ],
+)
+def test_an_error_that_somebody_has_got_is_not_raised_again_by_the_end_of_the_communicator(ask):
+    def body(comm):
+        lane = comm.lane()
+        future = mismatched(comm, lane)
+        later = lane.submit(int, "3")  # fails on rank 1 because the one before has
+        if comm.rank == 1:
+            with pytest.raises(CommMismatch):
+                ask(lane, future)
+            until(later.done)
+        comm.close()
+
+    run_ranks(2, body)
+
+
+def test_the_end_of_a_communicator_waits_for_tasks_that_make_progress():
+    def body(comm):
+        x, lane = np.ones(3), comm.lane()
+        for _ in range(20):
+            lane.submit(lane.comm.allreduce, x, out=x)
+        comm.close()
+        return x[0]
+
+    assert run_ranks(2, body) == [2.0**20] * 2
+
+
+def test_the_end_of_a_communicator_stops_and_names_tasks_that_do_not_end(monkeypatch):
+    monkeypatch.setattr(lane_module, "TASK_END_S", 0.1)
+
+    def body(comm):
+        lane = comm.lane()
+        future = lane.submit(lane.comm.recv, np.zeros(3), source=0) if comm.rank == 1 else None
+        comm.barrier()
+        if comm.rank == 0:
+            comm.close()
+            return
+        with pytest.raises(CommError, match=r"world ends before recv on lane-\d+: no progress for .* close it"):
+            comm.close()
+        assert isinstance(future.exception(timeout=PATIENCE_S), CommAborted)
+
+    run_ranks(2, body)
+
+
+def test_the_end_of_a_communicator_that_does_not_work_any_more_warns_of_the_error_of_a_task():
+    def body(comm):
+        mismatched(comm, comm.lane())
+        comm.barrier()
+        comm._stop_calls("a rank has died")
+        if comm.rank == 0:
+            return
+        with pytest.warns(RuntimeWarning, match="recv on lane.* failed, and nobody has asked for its result"):
+            comm.close()
+
+    run_ranks(2, body)
+
+
+def test_the_end_of_a_program_prints_the_errors_that_nobody_has_asked_for(capfd):
+    def body(comm):
+        lane = comm.lane()
+        mismatched(comm, lane)
+        handler = ExitHandler()
+        handler.abort.mpi = SimpleNamespace(Is_finalized=lambda: False)
+        handler.abort.rank_name = lambda: f"rank {comm.rank} of 2"
+        handler._worlds.append(comm)
+        handler._before_threads_end()
+        handler._before_threads_end()
+
+    run_ranks(2, body)
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("rank 1 of 2: recv on lane-")
+    assert "which sent 32" in line

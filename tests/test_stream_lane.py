@@ -24,7 +24,7 @@ class FakeComm:
     def __init__(self, device=0, timeout_s=PATIENCE_S, tracer=trace.NULL):
         self.device, self.timeout_s, self.tracer = device, timeout_s, tracer
         self.counters = trace.Counters()
-        self.guard = SimpleNamespace(limit_s=None)
+        self.guard, self.group = SimpleNamespace(limit_s=None), "world.1"
         self.closed = 0
 
     def close(self):

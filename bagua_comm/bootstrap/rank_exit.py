@@ -35,6 +35,7 @@ from ..flight import explain
 from ..flight.entries import LEFT_WELL, file_name
 from ..flight.requests import answer_requests
 from ..flight.stacks import LIBRARY, is_installed
+from ..futures import end_lanes
 from ..processes import mapped_files
 from .environment import has_ulfm, job, own_variables
 from .rendezvous import Deadline, JoinLog, Wait
@@ -270,6 +271,8 @@ class ExitHandler:
             signal.signal(signal.SIGTERM, self._on_sigterm)
             os.register_at_fork(after_in_child=self._restore_sigterm)
         answer_requests(self._write_records)
+        if hasattr(threading, "_register_atexit"):  # as concurrent.futures does, whose function is called later
+            threading._register_atexit(self._before_threads_end)
 
     def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if os.getpid() != self.process:
@@ -392,6 +395,14 @@ class ExitHandler:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     # The end of the program -------------------------------------------------------------------------
+
+    def _before_threads_end(self) -> None:
+        """End the tasks of lanes, whose threads Python waits for; print the errors that nobody has seen."""
+        if os.getpid() != self.process or self.abort.mpi.Is_finalized():
+            return
+        for world in list(self._worlds):
+            for problem in end_lanes(world.flight.lanes, world.flight.unasked, world.group):
+                print(f"{self.abort.rank_name()}: {problem}", file=sys.stderr, flush=True)
 
     def _on_exit(self) -> None:
         """Leave the open worlds, and end MPI unless mpi4py does so."""

@@ -6,7 +6,6 @@ import atexit
 import contextlib
 import functools
 import logging
-import sys
 import time
 import warnings
 import weakref
@@ -25,6 +24,7 @@ from ..logs import log_on_root, megabytes
 from ..pickling import Live
 from . import saving, trees
 from .folders import FORMAT, VERSION, Folder, Found, manifest_at
+from .leaving import LEFT, end_save, is_complete, say, text_of
 from .loading import Reader
 from .saving import SaveJob, Staging
 from .texts import apart, shortened
@@ -119,6 +119,8 @@ class Checkpoints(Live, Closing):
         self._worker = ThreadPoolExecutor(1, "checkpoints")
         self._saving: tuple[int, Future[str | None]] | None = None
         """The step of the save in progress, and its future error."""
+        self._given_up = False
+        """Whether the save in progress must end because this rank leaves."""
         self._parent = comm
         comm.ends_before.append(self)
         self._at_exit = functools.partial(_report_unsaved, weakref.ref(self))
@@ -182,8 +184,12 @@ class Checkpoints(Live, Closing):
             raise CheckpointError("these checkpoints are closed")
         if self._saving is None:
             return
-        (step, future), self._saving = self._saving, None
-        self._lane.wait()
+        step, future = self._saving
+        try:
+            self._lane.wait()
+        finally:
+            if future.done():
+                self._saving = None
         problem = future.result()
         if problem is not None:
             raise CheckpointError(f"saving step {step} in {self.folder}: {problem}")
@@ -263,6 +269,8 @@ class Checkpoints(Live, Closing):
         beat_s = min(BEAT_S, self._comm.timeout_s / 4)
         state, any_runs = _RUNNING, True
         while any_runs:
+            if self._given_up:
+                state = _FAILED
             if state == _RUNNING:
                 wait([work], timeout=beat_s)
                 if work.done():
@@ -273,10 +281,12 @@ class Checkpoints(Live, Closing):
                 time.sleep(beat_s / 20)  # for the others
             flags = np.array([state == _RUNNING, state == _FAILED], np.uint8)
             any_runs, progress.given_up = self._comm.allreduce(flags, op="max").astype(bool).tolist()
+        if not work.done() and self._given_up:
+            return None, LEFT
         if not work.done():
             return None, f"the disk has not answered for {self._stall_s:g} s"
         error = work.exception()
-        return (work.result(), None) if error is None else (None, _text_of(error))
+        return (work.result(), None) if error is None else (None, text_of(error))
 
     # Loading ----------------------------------------------------------------------------------------
 
@@ -379,7 +389,7 @@ class Checkpoints(Live, Closing):
             outcome = (body(), "", "")
         except Exception as exc:  # raised here, the other ranks would wait for this one
             name = type(exc).__name__
-            outcome, cause = (None, name if name in _ERRORS else "CheckpointError", _text_of(exc)), exc
+            outcome, cause = (None, name if name in _ERRORS else "CheckpointError", text_of(exc)), exc
         outcomes: list[Any] = self._comm.allgather_object(outcome)
         for rank, (_, name, text) in enumerate(outcomes):
             if name:
@@ -393,7 +403,7 @@ class Checkpoints(Live, Closing):
             try:
                 outcome = (body(), None)
             except Exception as exc:
-                outcome = (None, _text_of(exc))
+                outcome = (None, text_of(exc))
         result: tuple[Any, str | None] = self._comm.broadcast_object(outcome, root=0)
         return result
 
@@ -426,28 +436,40 @@ class Checkpoints(Live, Closing):
             self._parent.ends_before.remove(self)
 
     def _leave(self, error: BaseException) -> None:
-        self._closed = True  # other ranks may never call: a save in progress ends by itself
+        self._closed = True
         self._forget()
-        self._worker.shutdown(wait=False)
-        with contextlib.suppress(BaguaError):
-            self._lane.__exit__(type(error), error, error.__traceback__)
+        try:
+            self._end_save(error)
+        finally:
+            self._worker.shutdown(wait=False)
+            with contextlib.suppress(BaguaError):
+                self._lane._leave(error)
+
+    def _end_save(self, error: BaseException) -> None:
+        """Complete a save in progress if the other ranks still take part; else stop it, and print that.
+
+        Not collective: other ranks may go on, or have left.
+        """
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            step, future = saving
+            self._lane.forget(future)
+            end_save(future, f"the checkpoint of step {step} in {self.folder}", self._comm, error, self._give_up)
+
+    def _give_up(self) -> None:
+        """Have the save in progress fail on all ranks."""
+        self._given_up = True
 
 
 def _report_unsaved(ref: weakref.ref[Checkpoints]) -> None:
     """Print that the program ends while a checkpoint is not known to be complete."""
     found = ref()
     saving = None if found is None else found._saving
-    if found is not None and saving is not None and not _is_complete(saving[1]):
-        print(
-            f"bagua_comm: the program ends, and the checkpoint of step {saving[0]} in {found.folder} may be "
-            "incomplete, because Checkpoints was not closed: use `with Checkpoints(...)`, or call close()",
-            file=sys.stderr,
-            flush=True,
+    if found is not None and saving is not None and not is_complete(saving[1]):
+        say(
+            f"the program ends, and the checkpoint of step {saving[0]} in {found.folder} may be "
+            "incomplete, because Checkpoints was not closed: use `with Checkpoints(...)`, or call close()"
         )
-
-
-def _is_complete(save: Future[str | None]) -> bool:
-    return save.done() and not save.cancelled() and save.exception() is None and save.result() is None
 
 
 class _Progress:
@@ -487,9 +509,3 @@ def _checked(folder: object, keep: object, stall_s: object) -> tuple[str, object
 
 def _cannot(found: Found, problem: str) -> str:
     return f"the checkpoint of step {found.step} in {found.path.parent} cannot be loaded: {problem}"
-
-
-def _text_of(exc: BaseException) -> str:
-    if isinstance(exc, (BaguaError, OSError)):
-        return str(exc)
-    return f"{type(exc).__name__}: {exc}"

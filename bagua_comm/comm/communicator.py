@@ -21,6 +21,7 @@ from .. import arrays, trace
 from ..arrays import AnyArray, Array
 from ..closing import Closing
 from ..errors import ArrayError, CommError, CommMismatch, UnsupportedError
+from ..futures import end_lanes
 from ..hooks import Hook, Listener
 from ..lane import InlineLane, Lane, StreamLane, ThreadLane
 from ..logs import log_on_root
@@ -234,6 +235,7 @@ class Communicator(Collectives, UnevenCollectives, CoalescedCollectives, ObjectC
             )
             lane = InlineLane(self.dup())
         self.flight.lanes.add(lane)
+        lane.unasked = self.flight.unasked
         return lane
 
     @public_method("check_consistency")
@@ -348,6 +350,11 @@ class Communicator(Collectives, UnevenCollectives, CoalescedCollectives, ObjectC
         log_on_root(_log, survivors.rank, "shrink: %d of %d ranks are left", survivors.size, self.size)
         return survivors
 
+    def _stop_calls(self, reason: str) -> None:
+        """Let the call in progress fail soon, and refuse all later ones; any thread may call it."""
+        for transport in self.transports:
+            transport.stop(reason)
+
     def abort(self, exit_code: int = 1) -> None:
         """Abort all ranks: under MPI all processes end with `exit_code`."""
         self._end_all(exit_code, f"comm.abort({exit_code})")
@@ -363,17 +370,34 @@ class Communicator(Collectives, UnevenCollectives, CoalescedCollectives, ObjectC
     def close(self) -> None:
         """Free the resources of this communicator; closing it again does nothing.
 
-        Collective. `Checkpoints` of this communicator that are open are closed before.
+        Collective. `Checkpoints` of this communicator that are open are closed before. The tasks of a lane that
+        is open have `futures.TASK_END_S` to end or to make progress; then they are stopped. The communicator is
+        closed also after an error.
 
         Raises:
-            CheckpointError: A checkpoint could not be saved; the communicator is closed all the same.
+            CheckpointError: A checkpoint could not be saved.
+            CommError: A task of an open lane did not end.
+            Exception: The error of such a task, if nobody has asked for it. If this communicator does not work
+                any more, either is a warning instead.
         """
         if self.guard.closed or not self.guard.is_of_this_process:
             return
         with ExitStack() as ends:
             ends.callback(self._free)
+            ends.callback(self._end_lanes)
             for each in self.ends_before:
                 ends.callback(_close_first, each)
+
+    def _end_lanes(self) -> None:
+        """End the tasks of open lanes; raise or warn of the first error that nobody has asked for."""
+        problems = end_lanes(self.flight.lanes, self.flight.unasked, self.group)
+        if not problems:
+            return
+        is_usable = all(transport._broken is None for transport in self.transports)
+        for each in problems[1:] if is_usable else problems:
+            warnings.warn(f"close: {each}", RuntimeWarning, stacklevel=3)
+        if is_usable:
+            raise problems[0].error
 
     def _free(self) -> None:
         self.guard.close()
@@ -391,9 +415,6 @@ class Communicator(Collectives, UnevenCollectives, CoalescedCollectives, ObjectC
         """End after an error: the other ranks get an error, too, and are not waited for."""
         if (hint := hint_of(error, type(self))) and hasattr(error, "add_note"):  # in Python 3.11 and later
             error.add_note(hint)
-        if isinstance(error, SystemExit) and error.code in (None, 0):
-            self.close()
-            return
         if not self.guard.is_of_this_process:
             return
         if isinstance(error, SystemExit):

@@ -26,7 +26,7 @@ from ..launch.cli import CommandError, natural, positive, program_name
 from ..launch.hosts import named_hosts, ranks_of
 from ..launch.mpirun import Mpirun, ask_mpirun, find_mpirun
 from ..launch.plan import is_supervised, make_plan, stays_here
-from ..launch.stderr_filter import AtEnd, filter_stderr
+from ..launch.stderr_filter import AtEnd, Death, filter_stderr
 from ..launch.supervisor import supervise
 from ..net.choosing import Net
 
@@ -225,13 +225,16 @@ def _note_on_records(*, explain_deaths: bool) -> AtEnd | None:
         return None
     before, mine = set(Path(folder).glob("*/")), f"-run{os.environ.get('BAGUA_RUN', '')}"
 
-    def note(death: tuple[str, str] | None) -> str:
+    def note(death: Death | None) -> str:
         new = sorted(set(Path(folder).glob("*/")) - before)  # jobs that ran at the same time wrote there, too
         jobs = [job for job in new if job.name.endswith(mine)]
         jobs = jobs or [job for job in new if "-run" not in job.name]  # ranks on other hosts do not get the name
         command = " or ".join(f"{program_name()} diagnose {shlex.quote(str(job))}" for job in jobs)
         if death is not None and explain_deaths:
-            return f"for what ranks other than {death[0]} on {death[1]} did: {command}\n" if command else ""
+            if death.exit_code:
+                ended = f"rank {death.rank} has ended with exit code {death.exit_code}, and all ranks with it"
+                return f"{ended}; for what the others did: {command}\n" if command else ""
+            return f"for what ranks other than {death.rank} on {death.host} did: {command}\n" if command else ""
         waits = next(filter(None, map(_wait_at_the_end, jobs)), "")
         return f"the job was ended while {waits}; for what all ranks did: {command}\n" if waits else ""
 

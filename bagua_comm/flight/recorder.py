@@ -87,6 +87,8 @@ class FlightRecorder:
         self.steps: dict[str, int] = {}
         """The number of training steps that have begun, by the communicator of their engine."""
         self.lanes: WeakSet[Queue] = WeakSet()
+        self.unasked: set[Any] = set()
+        """The tasks of lanes that have failed, and whose errors nobody has asked for."""
         self.peers: Sequence[ProcessId] = ()
         """The processes of the other ranks, which write their records when a call of this rank times out. Empty
         if the transport asks the ranks that are missing."""

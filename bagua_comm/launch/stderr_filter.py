@@ -4,8 +4,9 @@ A rank that ends with an error has printed the reason, and ends all ranks by MPI
 on that, which hide the reason. So mpirun writes to a pipe, from which a process of its own copies everything else
 to stderr as soon as it comes.
 
-If a signal has killed a rank, or the job was ended while ranks waited, it prints at the end where the records
-are, unless a rank has printed that (mpirun drops what they print after Ctrl-C).
+If a rank has died or ended with an exit code, or the job was ended while ranks waited, it prints at the end
+where the records are, unless a rank has printed that. mpirun drops what they print after Ctrl-C, and often what
+the last rank prints after the others have ended.
 """
 
 from __future__ import annotations
@@ -16,14 +17,19 @@ import select
 import signal
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 RULE = b"-" * 74 + b"\n"
 """The line before and after each paragraph of Open MPI."""
 
 DIED = b"prterun noticed that process rank "
 
-BEGINNINGS = (b"MPI_ABORT was invoked on rank ", b"prterun has exited due to process rank ", DIED)
+EXITED = (
+    b"prterun detected that one or more processes exited with non-zero status,\n"
+    b"thus causing the job to be terminated. The first process to do so was:\n"
+)
+
+BEGINNINGS = (b"MPI_ABORT was invoked on rank ", b"prterun has exited due to process rank ", DIED, EXITED)
 
 KNOWN = (
     rb"MPI_ABORT was invoked on rank \d+ in communicator [^\n]*\n"
@@ -39,12 +45,31 @@ KNOWN = (
 
 _PARAGRAPHS = re.compile(b"|".join(rb"(?:%s%s%s)" % (RULE, text, RULE) for text in KNOWN))
 
-_DEATH = re.compile(RULE + DIED + rb"(\d+) with PID \d+ on node (\S+) exited on\nsignal [^\n]*\n" + RULE)
+_DEATH = re.compile(
+    RULE
+    + rb"(?:"
+    + DIED
+    + rb"(?P<killed>\d+) with PID \d+ on node (?P<host>\S+) exited on\nsignal [^\n]*\n|"
+    + EXITED
+    + rb"\n *Process name: \[[^\n]*,(?P<ended>\d+)\]\n *Exit code: +(?P<code>\d+)\n)"
+    + RULE
+)
 
 REPORTS = b") has died: ", b" -m bagua_comm diagnose "
 """Parts of the lines of a rank that has said where the records are; see `bootstrap.rank_exit`, `comm.course`."""
 
-AtEnd: TypeAlias = Callable[[tuple[str, str] | None], str]
+
+class Death(NamedTuple):
+    """The first end of a rank that has ended the job, as mpirun reports it."""
+
+    rank: str
+    host: str = ""
+    """The host on which a signal has killed it; empty if it ended with an exit code."""
+    exit_code: str = ""
+    """Its exit code; empty after a signal."""
+
+
+AtEnd: TypeAlias = Callable[[Death | None], str]
 """See `Filter`."""
 
 _LINE_STARTS = re.compile(rb"[\n\0](?=-)")
@@ -60,14 +85,13 @@ class Filter:
     """Removes the paragraphs from bytes that come in pieces.
 
     Args:
-        at_end: Returns the text to add once all ranks have ended. Its argument is the rank and the host of the
-            first death that mpirun has reported, or None. It is not called if a rank has printed where they
-            are.
+        at_end: Returns the text to add once all ranks have ended. Its argument is the first death that mpirun has
+            reported, or None. It is not called if a rank has printed where they are.
     """
 
     def __init__(self, at_end: AtEnd | None = None) -> None:
         self._at_end = at_end
-        self._death: tuple[str, str] | None = None
+        self._death: Death | None = None
         self._end = b""
         """The last bytes that came, in which the report of a rank may begin."""
         self._held = b""
@@ -90,7 +114,8 @@ class Filter:
                 self._at_end = None
             self._end = recent[-max(map(len, REPORTS)) :]
             if self._death is None and (death := _DEATH.search(text)):
-                self._death = death[1].decode(), death[2].decode()
+                killed, host, ended, code = (each.decode() for each in death.groups(b""))
+                self._death = Death(killed or ended, host, code)
         if self._has_removed:  # mpirun ends what it prints with a NUL
             text = text.replace(b"\0", b"")
         at = self._paragraph_in(text)

@@ -191,6 +191,12 @@ class LocalTransport(Transport):
         """See `Transport.channel`."""
         return LocalTransport(self._hub, self.rank, timeout_s=self.timeout_s)
 
+    def stop(self, reason: str) -> None:
+        """See `CallState.stop`."""
+        with self._hub.changed:
+            super().stop(reason)
+            self._hub.changed.notify_all()
+
     def interrupted(self, error: BaseException, arrays: object) -> None:
         """See `Transport.interrupted`. Wakes all ranks; they raise `CommAborted`."""
         if self.size > 1:

@@ -425,6 +425,32 @@ def test_a_rank_that_leaves_in_the_middle_is_not_waited_for(tmp_path, body):
 
 
 @pytest.mark.slow
+def test_a_call_outlives_the_world_that_its_communicator_was_derived_from(tmp_path):
+    result, _ = run_timed(
+        tmp_path,
+        2,
+        """
+        import bagua_comm, numpy as np, threading, time
+        comm = bagua_comm.connect(timeout_s=2)
+        dup = comm.dup()
+
+        def receive():
+            try:
+                dup.recv(np.zeros(3), source=1 - comm.rank)
+            except bagua_comm.CommTimeout:
+                print("in vain", flush=True)
+
+        thread = threading.Thread(target=receive)
+        thread.start()
+        time.sleep(0.2)
+        comm.close()
+        thread.join()
+        """,
+    )
+    assert (result.returncode, result.stdout.split("\n")) == (0, ["in vain", "in vain", ""])
+
+
+@pytest.mark.slow
 def test_a_rank_that_is_killed_is_named_and_so_are_the_records_of_the_others(tmp_path):
     result, seconds = run_timed(
         tmp_path,

@@ -15,6 +15,7 @@ import sys
 import textwrap
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import ml_dtypes
@@ -29,6 +30,7 @@ from bagua_comm import (
     ArrayError,
     CheckpointError,
     Checkpoints,
+    CommError,
     CommMismatch,
     Engine,
     ErrorFeedback,
@@ -42,7 +44,7 @@ from bagua_comm import (
     TensorSpec,
     UnsupportedError,
 )
-from bagua_comm.checkpoint import folders, load_engine, saving, tensorfile, tree_of_engine, trees
+from bagua_comm.checkpoint import folders, leaving, load_engine, saving, tensorfile, tree_of_engine, trees
 from bagua_comm.checkpoint.slices import slices_of
 from bagua_comm.files import write_at_once
 from bagua_comm.testing import run_ranks
@@ -927,6 +929,86 @@ def test_replicas_are_recreated_from_4_to_3_to_8_ranks(tmp_path):
         for rank, state in enumerate(states):
             assert state.weight.tobytes() == states[rank - 1].right.tobytes()
             assert state.weight.tobytes() == states[(rank + 1) % ranks].left.tobytes()
+
+
+# Blocks that do not end at their last line ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("leave", "ranks"),
+    [
+        (lambda: sys.exit(0), (0, 1)),
+        (lambda: sys.exit(), (0, 1)),
+        (lambda: sys.exit(3), (0, 1)),
+        (lambda: int("x"), (0, 1)),
+        (lambda: int("x"), (1,)),
+    ],
+)
+def test_a_block_that_is_left_completes_its_save(tmp_path, monkeypatch, capfd, leave, ranks):
+    written = saving.write
+    monkeypatch.setattr(
+        saving, "write", lambda *args: (time.sleep(0.1), written(*args))[1]
+    )  # sleeps: a slow disk
+
+    def body(comm):
+        with suppress(SystemExit, ValueError), Checkpoints(tmp_path, comm) as checkpoints:
+            checkpoints.save(7, {"x": np.arange(5)})
+            if comm.rank in ranks:
+                leave()
+        return checkpoints._closed
+
+    assert run_ranks(2, body) == [True, True]
+    assert "latest" in os.listdir(tmp_path)
+    assert load(tmp_path)[0].step == 7
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("ranks", [(0, 1), (1,)])
+def test_a_block_that_is_left_waits_no_longer_than_its_limit_and_names_what_is_not_complete(
+    tmp_path, monkeypatch, capfd, ranks
+):
+    written, gate, left = saving.write, threading.Event(), threading.Barrier(2)
+    monkeypatch.setattr(saving, "write", lambda *args: (gate.wait(30), written(*args))[1])
+    monkeypatch.setattr(leaving, "LEAVE_S", 0.2)
+    monkeypatch.setattr(leaving, "QUIET_S", 0.1)
+
+    def body(comm):
+        with suppress(ValueError, CheckpointError, CommError), Checkpoints(tmp_path, comm) as checkpoints:
+            checkpoints.save(7, {"x": np.arange(5)})
+            if comm.rank in ranks:
+                raise ValueError("bad day")
+        left.wait(20)
+        gate.set()
+
+    run_ranks(2, body, timeout_s=10)
+    lines = [line for line in capfd.readouterr().err.splitlines() if "rank 1" in line]
+    what = f"the checkpoint of step 7 in {tmp_path}"
+    assert (
+        lines[0] == f"bagua_comm: rank 1 of 2 leaves after ValueError: bad day; it waits up to 0.2 s for {what}"
+    )
+    assert lines[1].startswith(f"bagua_comm: rank 1 of 2: {what} was not completed")
+    assert "latest" not in os.listdir(tmp_path)
+
+
+WALLTIME = """
+    import sys
+    import numpy as np
+    import bagua_comm
+
+    with bagua_comm.connect() as comm, bagua_comm.Checkpoints(sys.argv[1], comm) as checkpoints:
+        for step in range(1, 10):
+            comm.barrier()
+            if step == 5:
+                checkpoints.save(step, {"weights": np.ones(1000)})
+                sys.exit(0)
+"""
+
+
+@pytest.mark.slow
+def test_an_exit_in_the_middle_of_a_block_completes_the_save_under_mpirun(tmp_path):
+    result = run_python(2, tmp_path / "checkpoints", script=(tmp_path / "walltime.py", WALLTIME))
+    assert (result.returncode, result.stderr) == (0, "")
+    assert load(tmp_path / "checkpoints")[0].step == 5
 
 
 # Kills ----------------------------------------------------------------------------------------------------

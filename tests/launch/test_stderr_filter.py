@@ -12,7 +12,7 @@ from bagua_comm.bootstrap.mpi_start import new_name
 from bagua_comm.commands import run
 from bagua_comm.flight import FlightRecorder
 from bagua_comm.launch import stderr_filter
-from bagua_comm.launch.stderr_filter import Filter
+from bagua_comm.launch.stderr_filter import Death, Filter
 
 RULE = "-" * 74
 
@@ -47,6 +47,15 @@ signal 9 (Killed).
 {RULE}
 """
 
+ENDED = f"""{RULE}
+prterun detected that one or more processes exited with non-zero status,
+thus causing the job to be terminated. The first process to do so was:
+
+   Process name: [prterun-vm-20666@1,12]
+   Exit code:    3
+{RULE}
+"""
+
 
 def filtered(text, piece=None, **options):
     """What passes the filter of a text that comes in pieces of so many bytes."""
@@ -65,7 +74,8 @@ def test_the_paragraphs_on_mpi_abort_are_left_out_and_all_else_stays(piece):
 
 @pytest.mark.parametrize("piece", [1, 7, 75, None])
 def test_after_the_first_death_comes_a_note_unless_a_rank_has_printed_it(piece):
-    assert filtered(f"x\n{DIED}{DIED}last", piece, at_end=repr) == f"x\n{DIED}{DIED}last\n('1', 'n2')"
+    assert filtered(f"x\n{DIED}{DIED}last", piece, at_end=repr) == f"x\n{DIED}{DIED}last\n{Death('1', 'n2')}"
+    assert filtered(f"x\n{ENDED}{DIED}", piece, at_end=repr) == f"x\n{ENDED}{DIED}{Death('12', exit_code='3')}"
     assert filtered(f"x\n{DIED}", piece) == f"x\n{DIED}"
     assert filtered("x\n", piece, at_end=repr) == "x\nNone"
     for report in (
@@ -80,13 +90,13 @@ def test_the_note_names_no_records_of_another_run_at_the_same_time(tmp_path, mon
     monkeypatch.setenv("BAGUA_RUN", "abc")
     note = run._note_on_records(explain_deaths=True)
     (tmp_path / "of another-rundef").mkdir()
-    assert note(("1", "n2")) == ""
+    assert note(Death("1", "n2")) == ""
     (tmp_path / "unknown").mkdir()
-    assert note(("1", "n2")).endswith(f"diagnose {tmp_path}/unknown\n")
+    assert note(Death("1", "n2")).endswith(f"diagnose {tmp_path}/unknown\n")
     name = new_name()
     assert name.endswith("-runabc")
     (tmp_path / name).mkdir()
-    assert note(("1", "n2")).endswith(
+    assert note(Death("1", "n2")).endswith(
         f"what ranks other than 1 on n2 did: {run.program_name()} diagnose {tmp_path}/{name}\n"
     )
 
@@ -95,12 +105,15 @@ def test_the_note_names_only_records_that_came_with_the_job(tmp_path, monkeypatc
     monkeypatch.setenv("BAGUA_FLIGHT_FOLDER", str(tmp_path))
     (tmp_path / "earlier").mkdir()
     note, among_survivors = (run._note_on_records(explain_deaths=deaths) for deaths in (True, False))
-    assert note(("1", "n2")) == note(None) == ""
+    assert note(Death("1", "n2")) == note(None) == ""
     (tmp_path / "this one").mkdir()
     explained = f"diagnose '{tmp_path}/this one'\n"
-    assert note(("1", "n2")).startswith("for what ranks other than 1 on n2 did: ")
-    assert note(("1", "n2")).endswith(explained)
-    assert among_survivors(("1", "n2")) == note(None) == ""  # no rank was in a call
+    assert note(Death("1", "n2")).startswith("for what ranks other than 1 on n2 did: ")
+    assert note(Death("1", "n2")).endswith(explained)
+    said = "rank 1 has ended with exit code 3, and all ranks with it; for what the others did: "
+    assert note(Death("1", exit_code="3")).startswith(said)
+    assert note(Death("1", exit_code="3")).endswith(explained)
+    assert among_survivors(Death("1", "n2")) == note(None) == ""  # no rank was in a call
 
 
 @pytest.mark.parametrize(

@@ -333,7 +333,8 @@ class MPITransport(CountedCalls, Transport):
             self._break("closed")
             world.forget()
             in_time(endpoint.comm.Free, self.timeout_s, "MPI_Comm_free")
-            if endpoint.group == "world" and world.orderly and world.is_quiet:
+            # Calls on communicators that are still open, for instance of a lane, receive notices on the world's.
+            if endpoint.group == "world" and world.orderly and world.is_quiet and world.open == 0:
                 in_time(world.comm.Free, self.timeout_s, "MPI_Comm_free")
 
     def _unmap(self) -> None:

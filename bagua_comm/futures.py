@@ -1,0 +1,89 @@
+"""Futures of the tasks of lanes, and what is left of tasks when their communicator ends."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from concurrent.futures import Future
+from typing import Any, NamedTuple
+
+from .errors import CommAborted, CommError
+
+TASK_END_S = 5.0
+"""How long the end of a communicator waits for the tasks of an open lane without progress, in seconds."""
+
+
+class TaskFuture(Future[Any]):
+    """The future of a task on a lane. If the task fails, it is in a set until somebody asks for its error."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.name = self.group = ""
+        """The name of the task, and of the communicator that it works on."""
+        self._unasked: set[TaskFuture] = set()
+
+    def fail(self, error: BaseException, unasked: set[TaskFuture]) -> None:
+        """End with an error, in this set as long as nobody has asked for it."""
+        self._unasked = unasked
+        unasked.add(self)
+        self.set_exception(error)
+
+    def error(self, timeout: float | None = None) -> BaseException | None:
+        """Wait for the error, or None, without asking for it."""
+        return super().exception(timeout)
+
+    def note_asked(self) -> None:
+        """Note that somebody has got the error."""
+        self._unasked.discard(self)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """See `Future.exception`."""
+        error = super().exception(timeout)
+        self.note_asked()
+        return error
+
+    def result(self, timeout: float | None = None) -> Any:
+        """See `Future.result`."""
+        try:
+            return super().result(timeout)
+        finally:
+            if super().done():
+                self.note_asked()
+
+
+class TaskProblem(NamedTuple):
+    """A task whose end nobody has waited for, and that failed or did not end."""
+
+    text: str
+    error: BaseException
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def end_lanes(lanes: Iterable[Any], unasked: Collection[TaskFuture], group: str) -> list[TaskProblem]:
+    """End the tasks of the open lanes of a communicator and those derived from it; return what went wrong.
+
+    Not collective.
+
+    Args:
+        lanes: Lanes, also of other communicators.
+        unasked: Failed tasks whose errors nobody has asked for, also of other lanes.
+        group: The group of the communicator, which is about to end.
+    """
+    problems = []
+    inside = f"{group}.", f"{group}/"
+    for lane in [each for each in tuple(lanes) if each.comm.group.startswith(inside)]:
+        names = lane.end_tasks(group)
+        if names:
+            limit_s = min(TASK_END_S, lane.comm.timeout_s)
+            text = (
+                f"{group} ends before {', '.join(names)}: no progress for {limit_s:g} s; wait for a lane, or "
+                "close it, before its communicator"
+            )
+            problems.append(TaskProblem(text, CommError(text)))
+    for future in [each for each in tuple(unasked) if each.group.startswith(inside)]:
+        error = future.exception()
+        assert error is not None
+        text = f"{future.name} failed, and nobody has asked for its result: {type(error).__name__}: {error}"
+        problems.append(TaskProblem(text, error))
+    return sorted(problems, key=lambda each: isinstance(each.error, CommAborted))
