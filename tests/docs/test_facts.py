@@ -174,6 +174,13 @@ def test_the_figures_of_muon_inside_diloco_are_those_that_were_measured():
             assert min(rates, key=rates.get) == chosen
 
 
+def test_the_seeds_of_the_record_are_well_as_the_guide_says():
+    record = json.loads((ROOT / "benchmarks" / "results" / "schedules.json").read_text())
+    assert record["arguments"]["seeds"] == sum(record["results"]["programs"].values()) == 10_000
+    assert (ROOT / "docs" / "guides" / "testing.md").read_text().count("all 10,000 seeds are well") == 1
+    assert record["results"]["failed"] == []
+
+
 def test_the_figures_of_many_processes_are_those_that_were_measured():
     text = " ".join((ROOT / "docs" / "how-it-works" / "growth.md").read_text().split())
     record = json.loads((ROOT / "benchmarks" / "results" / "many-128.json").read_text())
