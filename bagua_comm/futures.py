@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Collection, Iterable
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from .errors import CommAborted, CommError
@@ -17,6 +21,7 @@ class TaskFuture(Future[Any]):
 
     def __init__(self) -> None:
         super().__init__()
+        self._condition = threading.Condition()  # of this module, so that a simulation controls it
         self.name = self.group = ""
         """The name of the task, and of the communicator that it works on."""
         self._unasked: set[TaskFuture] = set()
@@ -48,6 +53,14 @@ class TaskFuture(Future[Any]):
         finally:
             if super().done():
                 self.note_asked()
+
+
+def wait_for_tasks(futures: Iterable[TaskFuture], limit_s: float | None = None) -> None:
+    """Wait until all have ended, or for `limit_s` seconds. It does not ask for their errors."""
+    until = None if limit_s is None else time.monotonic() + limit_s
+    for future in futures:
+        with suppress(CancelledError, FutureTimeout):
+            future.error(None if until is None else max(0.0, until - time.monotonic()))
 
 
 class TaskProblem(NamedTuple):

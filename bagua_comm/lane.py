@@ -21,7 +21,6 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
-from concurrent.futures import wait as wait_for_futures
 from contextlib import suppress
 from typing import Any, ClassVar, Generic, ParamSpec, Protocol, TypeAlias, TypeVar
 
@@ -31,7 +30,7 @@ from .cuda import SideFuture, SideStream, StreamOrder, record_event, use_device
 from .deprecation import warn_renamed
 from .errors import ArrayError, BaguaError, CommAborted, CommError, CommTimeout, RankFailed
 from .flight import Entry
-from .futures import TASK_END_S, TaskFuture
+from .futures import TASK_END_S, TaskFuture, wait_for_tasks
 from .pickling import Live
 from .trace import Counters, DeviceSpan, Tracer
 
@@ -253,7 +252,7 @@ class Lane(Live, Closing, ABC, Generic[C]):
         running = self._running()
         while running:
             before = len(running), self.comm.counters.total().calls
-            wait_for_futures(running, min(TASK_END_S, self.comm.timeout_s))
+            wait_for_tasks(running, min(TASK_END_S, self.comm.timeout_s))
             running = self._running()
             if before == (len(running), self.comm.counters.total().calls):
                 break
@@ -262,7 +261,7 @@ class Lane(Live, Closing, ABC, Generic[C]):
         if running:
             self._failure = self._failure or CommAborted(f"{of} was closed")
             self.comm._stop_calls(f"{of} was closed while a task ran on this lane")
-            wait_for_futures(running, STOP_S)
+            wait_for_tasks(running, STOP_S)
             for future in running:
                 future.note_asked()  # their end is reported already
         self._stop()
@@ -363,7 +362,7 @@ class ThreadLane(Lane[C]):
 
     def __init__(self, comm: C, name: str = "lane") -> None:
         super().__init__(comm, name, device=_device_of(comm))
-        self._here: Future[Any] | None = None
+        self._here: TaskFuture | None = None
         """The latest task that a caller runs itself; those submitted meanwhile run after it."""
         if self._side is None:
             self._executor = ThreadPoolExecutor(1, self.name)
@@ -425,7 +424,7 @@ class ThreadLane(Lane[C]):
 
         def close_after() -> None:
             if here is not None:
-                wait_for_futures([here])  # a caller runs it; its call has a time limit
+                wait_for_tasks([here])  # a caller runs it; its call has a time limit
             close()
 
         self._executor.submit(close_after)
