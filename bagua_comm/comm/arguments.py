@@ -131,13 +131,17 @@ def is_same(a: Array, b: Array) -> bool:
 
 
 def hint_of(error: BaseException, owner: type) -> str:
-    """What to write instead, if Python refused the arguments of a method of `owner`; "" if it did not.
+    """What to write instead, if Python refused the arguments of a method of `owner`; "" for most other errors.
+
+    Code that expects the process group of PyTorch gets a hint as well.
 
     >>> class Owner:
     ...     def send(self, x, *, dest): ...
     >>> hint_of(TypeError("Owner.send() takes 2 positional arguments but 3 were given"), Owner)
     'give dest by name: send(..., dest=...)'
     """
+    if isinstance(error, (ValueError, RuntimeError)) and "Default process group has not been init" in str(error):
+        return "bagua_torch.connect(process_group=True) makes the process group of torch.distributed as well"
     refused = (
         r"(\w+\.(\w+))\(\) (?:takes .* positional arguments? but|got an unexpected keyword argument '(\w+)')"
     )

@@ -220,6 +220,14 @@ def test_arguments_that_python_refuses_get_a_hint(call, hint):
     assert hint_of(raised.value, Communicator) == hint
 
 
+def test_code_that_expects_a_process_group_of_pytorch_gets_a_hint():
+    from torch.utils.data import DistributedSampler
+
+    with pytest.raises((ValueError, RuntimeError)) as raised:
+        DistributedSampler([0, 1])
+    assert hint_of(raised.value, Communicator).startswith("bagua_torch.connect(process_group=True) makes")
+
+
 def test_the_hint_is_a_note_of_the_error_that_ends_the_program():
     with pytest.raises(TypeError) as raised, Communicator([LocalTransport()]) as comm:
         comm.broadcast(np.ones(2), 0)
