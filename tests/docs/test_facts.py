@@ -174,6 +174,18 @@ def test_the_figures_of_muon_inside_diloco_are_those_that_were_measured():
             assert min(rates, key=rates.get) == chosen
 
 
+def test_the_hour_of_faults_went_as_the_page_says():
+    results = json.loads((ROOT / "benchmarks" / "results" / "soak.json").read_text())["results"]
+    assert results["problems"] == []
+    text = " ".join((ROOT / "docs" / "how-it-works" / "failures.md").read_text().split())
+    minutes, pause_s = results["seconds"] / 60, results["longest_pause_s"]
+    assert (
+        f"{results['job']['deaths']} processes died in {minutes:.0f} minutes, and {results['steps']:,} steps"
+        in text
+    )
+    assert f"the longest time without a step was {pause_s:.1f} s, and nothing grew" in text
+
+
 def test_the_seeds_of_the_record_are_well_as_the_guide_says():
     record = json.loads((ROOT / "benchmarks" / "results" / "schedules.json").read_text())
     assert record["arguments"]["seeds"] == sum(record["results"]["programs"].values()) == 10_000
