@@ -99,7 +99,7 @@ class Lane(Live, Closing, ABC, Generic[C]):
         self.tracer: Tracer = comm.tracer
         """Receives the spans of the side stream."""
         self._side = SideStream(device) if device is not None else None
-        self.unasked: set[TaskFuture] = set()
+        self._unasked: set[TaskFuture] = set()
         """Failed tasks whose errors nobody has asked for, of this lane and others; see `end_lanes`."""
         self._pending: deque[tuple[TaskFuture, Task]] = deque()
         """Futures and their tasks, whose arguments stay in memory until they are done."""
@@ -271,6 +271,10 @@ class Lane(Live, Closing, ABC, Generic[C]):
         """The tasks that have not ended, for the host."""
         return [future for future, _ in tuple(self._pending) if not Future.done(future)]
 
+    def report_to(self, unasked: set[Any]) -> None:
+        """Add failed tasks to this set until somebody asks for their errors."""
+        self._unasked = unasked
+
     def queued(self) -> list[Entry]:
         """Return the waiting tasks, as entries of the flight recorder. Any thread may call it."""
         group = self.comm.group
@@ -289,7 +293,7 @@ class Lane(Live, Closing, ABC, Generic[C]):
 
     def _fail(self, future: TaskFuture, error: BaseException) -> None:
         """End a task with an error; the errors of later tasks are due to the first."""
-        future.fail(error, self.unasked if error is self._failure else set())
+        future.fail(error, self._unasked if error is self._failure else set())
 
     def _check_submit(self, task: object) -> None:
         if self._closed:

@@ -19,8 +19,8 @@ from bagua_comm import kernels
 
 MPI_TESTS = Path(__file__).parent / "mpi"
 LEFT_OUT = pytest.StashKey()
-PROCESSES = 4
-"""Number of processes of pytest-xdist for the whole suite; `-n 0` runs all in one.
+PROCESSES, SLOW_PROCESSES = 4, 3
+"""Number of processes of pytest-xdist for the whole suite, and with `-m slow`; `-n 0` runs all in one.
 
 Tests wait for ranks, time limits and other processes, so that two processes leave a sixth of two cores idle.
 """
@@ -40,7 +40,8 @@ def pytest_cmdline_main(config):
         return  # this is one of the processes, or a pytest that a test started
     whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
     if whole and not config.option.collectonly and not config.option.usepdb:
-        config.option.numprocesses, config.option.dist = PROCESSES, "worksteal"
+        processes = SLOW_PROCESSES if config.option.markexpr == "slow" else PROCESSES
+        config.option.numprocesses, config.option.dist = processes, "worksteal"
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # the cores are busy already
 
 

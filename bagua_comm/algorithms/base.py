@@ -170,8 +170,9 @@ class GroupedAlgorithm(Algorithm, Protocol):
 class Ungrouped:
     """Base class of algorithms that exchange any buckets."""
 
-    def groups(self, tensors: Sequence[TensorSpec]) -> None:
+    def groups(self, tensors: Sequence[TensorSpec]) -> Sequence[int] | None:
         """The argument `groups` of `Plan.pack`: None, since any tensors may share a bucket."""
+        return None
 
 
 class WithDefaults:

@@ -235,7 +235,7 @@ class Communicator(Collectives, UnevenCollectives, CoalescedCollectives, ObjectC
             )
             lane = InlineLane(self.dup())
         self.flight.lanes.add(lane)
-        lane.unasked = self.flight.unasked
+        lane.report_to(self.flight.unasked)
         return lane
 
     @public_method("check_consistency")
