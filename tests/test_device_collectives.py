@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.device_ranks import run_on_devices, run_over_nccl
+from support.device_ranks import run_on_devices, run_over_nccl, up, values
 
 import bagua_comm
 from bagua_comm import (
@@ -32,18 +32,6 @@ from bagua_comm.topology import share
 pytestmark = pytest.mark.parametrize(
     "device", ["lazy"], indirect=True
 )  # one stream a rank: no order to get wrong
-
-
-def values(rank, size, dtype="float32"):
-    return np.random.default_rng(rank).standard_normal(size).astype(np.float32).astype(dtype_named(dtype))
-
-
-def up(x):
-    import cupy
-
-    array = cupy.empty(x.shape, x.dtype)
-    array.set(x)
-    return array
 
 
 def on_host(ranks, size, dtype, average, times=1):

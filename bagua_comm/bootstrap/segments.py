@@ -24,21 +24,27 @@ VARIABLE = "OMPI_MCA_btl_sm_backing_directory"
 @contextmanager
 def kept_apart() -> Iterator[None]:
     """Let MPI start with another folder for the file of this rank if there is one of its name already."""
-    pattern = pattern_of(os.environ)
-    if pattern is None or VARIABLE in os.environ or not any(shared_memory().glob(pattern)):
-        yield
-        return
-    try:
-        folder = tempfile.mkdtemp(prefix="bagua_comm-mpi-", dir=shared_memory())
-    except OSError:
-        yield
-        return
-    remove_at_exit(Path(folder))
-    os.environ[VARIABLE] = folder
+    folder = _other_folder()
+    if folder is not None:
+        os.environ[VARIABLE] = str(folder)
     try:
         yield
     finally:
-        del os.environ[VARIABLE]  # MPI would pass it to processes that it spawns, on other hosts as well
+        if folder is not None:
+            del os.environ[VARIABLE]  # MPI would pass it to processes that it spawns, on other hosts as well
+
+
+def _other_folder() -> Path | None:
+    """A new folder if there is a file of the name of this rank's, and the user has chosen none."""
+    pattern = pattern_of(os.environ)
+    if pattern is None or VARIABLE in os.environ or not any(shared_memory().glob(pattern)):
+        return None
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="bagua_comm-mpi-", dir=shared_memory()))
+    except OSError:
+        return None
+    remove_at_exit(folder)
+    return folder
 
 
 def pattern_of(variables: Mapping[str, str]) -> str | None:

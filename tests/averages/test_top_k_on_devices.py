@@ -2,27 +2,14 @@
 
 import numpy as np
 import pytest
-from support.device_ranks import run_on_devices
+from support.device_ranks import run_on_devices, up, values
 
 from bagua_comm import ArrayError, ErrorFeedback, Hierarchical, MinMaxUInt8, TopK, UnsupportedError
-from bagua_comm.arrays import dtype_named
 from bagua_comm.testing import run_ranks
 
 pytestmark = pytest.mark.parametrize("device", ["lazy"], indirect=True)  # one stream: no order to get wrong
 SMALL = TopK(64, 6)
 slow = pytest.mark.slow
-
-
-def values(rank, size, dtype="float32"):
-    return np.random.default_rng(rank).standard_normal(size).astype(np.float32).astype(dtype_named(dtype))
-
-
-def up(x):
-    import cupy
-
-    array = cupy.empty(x.shape, x.dtype)
-    array.set(x)
-    return array
 
 
 def means(comm, place, average, dtype, size=400, times=3):

@@ -10,9 +10,24 @@ from cuda_on_cpu import machine
 
 import bagua_comm
 from bagua_comm import BootstrapError, Communicator
+from bagua_comm.arrays import dtype_named
 from bagua_comm.testing import Recording, run_ranks
 from bagua_comm.testing.fleets import ThreadFleet, ThreadJob
 from bagua_comm.transports.local import Hub, LocalTransport
+
+
+def values(rank, size=5001, dtype="float32"):
+    """Normal numbers of a rank, on the host."""
+    return np.random.default_rng(rank).standard_normal(size).astype(np.float32).astype(dtype_named(dtype))
+
+
+def up(x):
+    """A copy on the device."""
+    import cupy
+
+    array = cupy.empty(x.shape, x.dtype)
+    array.set(x)
+    return array
 
 
 class HostOnly(Recording):

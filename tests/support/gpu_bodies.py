@@ -25,11 +25,10 @@ from bagua_comm import (
     kernels,
     lane,
 )
-from bagua_comm.arrays import dtype_named
 from bagua_comm.cuda import device_count, use_device
 from bagua_comm.testing import check_transport, run_ranks
 from benchmarks.gpu.device import Hold, is_stand_in
-from support.device_ranks import over
+from support.device_ranks import over, up, values
 
 HOLD_S = 0.3
 
@@ -39,18 +38,6 @@ def connected(host, **options):
     index = host.rank % device_count()
     use_device(index)
     return Communicator([host.dup(), over("nccl", host, **options)], device=index)
-
-
-def values(rank, size=5001, dtype="float32"):
-    return np.random.default_rng(rank).standard_normal(size).astype(np.float32).astype(dtype_named(dtype))
-
-
-def up(x):
-    import cupy
-
-    array = cupy.empty(x.shape, x.dtype)
-    array.set(x)
-    return array
 
 
 @contextlib.contextmanager
