@@ -1,12 +1,14 @@
-"""Descriptions of mismatched calls, and a way to give them to all ranks through the store."""
+"""Descriptions of mismatched calls, and a way to give the error of one rank to all through the store."""
 
 from __future__ import annotations
 
+import json
 import threading
 from typing import Any
 
 import numpy as np
 
+from bagua_comm import CommMismatch, RankFailed
 from bagua_comm.arrays import Array
 
 ANSWER_S = 5.0
@@ -15,7 +17,7 @@ ANSWER_S = 5.0
 TEXT_BYTES = 256
 """The size of the description of a call, which ranks exchange when their calls differ."""
 
-_KEY = "calls-differ"
+_KEY = "verdict"
 
 
 class Verdict:
@@ -28,14 +30,18 @@ class Verdict:
     def __init__(self, store: Any) -> None:
         self._store = store
 
-    def post(self, text: str) -> None:
-        """Store `text` for the peers."""
-        self._ask(lambda: self._store.set(_KEY, text))
+    def post(self, error: CommMismatch | RankFailed) -> None:
+        """Store `error` for the peers."""
+        lost = error.ranks if isinstance(error, RankFailed) else None
+        self._ask(lambda: self._store.set(_KEY, json.dumps({"text": str(error), "lost": lost})))
 
-    def read(self) -> str | None:
-        """The text that a rank has stored; None if there is none, or the store does not answer."""
+    def read(self) -> CommMismatch | RankFailed | None:
+        """The error that a rank has stored; None if there is none, or the store does not answer."""
         found = self._ask(lambda: self._store.get(_KEY) if self._store.check([_KEY]) else None)
-        return None if found is None else str(found.decode(errors="replace"))
+        if found is None:
+            return None
+        error = json.loads(found)
+        return CommMismatch(error["text"]) if error["lost"] is None else RankFailed(error["text"], error["lost"])
 
     def _ask(self, request: Any) -> Any:
         """The result of `request`; None if the store is gone. Waits at most `ANSWER_S`."""

@@ -13,8 +13,8 @@ rest of a long message follows once both ends are known to expect the same size:
 In a collective call, ranks first compare the call: its name, dtype, size, op and root. A number derived from
 these is in the frames of a round among all ranks. The first messages of most calls are such a round, so that the
 comparison is free. If numbers differ, all ranks detect it, and exchange the descriptions of their calls for the
-error that all of them raise. Other mismatched messages are detected by one rank only. It posts a text in the
-store and closes its connections, so that ranks that wait for it raise the same error.
+error that all of them raise. Other mismatched messages, and the end of a peer, are detected by one rank only. It
+posts its error in the store and closes its connections, so that ranks that wait for it raise the same error.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from torch._C._autograd import _enable_record_function, _profiler_enabled
 
 from bagua_comm import CommAborted, CommError, CommMismatch, CommTimeout, RankFailed
 from bagua_comm.arrays import Array, as_bytes
@@ -53,6 +54,24 @@ _TEXTS, LEAVING = -1, -2
 
 _FIRST = 1 << 32
 """Flag in the number of a call, in the round in which ranks compare it."""
+
+
+def unrecorded(start: Callable[..., Any], *arguments: Any) -> Any:
+    """Start an operation of gloo that PyTorch's profiler does not record.
+
+    The profiler keeps its record of an operation until the profile ends. An operation that ends later writes into
+    the freed memory; here, the messages that are posted ahead do.
+    """
+    if not _profiler_enabled():
+        return start(*arguments)
+    _enable_record_function(False)
+    try:
+        return start(*arguments)
+    finally:
+        _enable_record_function(True)
+
+
+_Verdict = TypeVar("_Verdict", bound=CommMismatch | RankFailed)
 
 
 class FramedTransport(Transport):
@@ -189,7 +208,7 @@ class FramedTransport(Transport):
             self._free.append(frame)
             return
         try:
-            frame.work = self._gloo.recv([frame.tensor], peer, tag)
+            frame.work = unrecorded(self._gloo.recv, [frame.tensor], peer, tag)
         except RuntimeError:
             return  # the peer has left; that only matters if another message is expected
         self._posted[peer, tag] = frame
@@ -254,11 +273,17 @@ class FramedTransport(Transport):
         self._post_ahead(peer, tag, frame)
         return error
 
-    def _close_with(self, error: CommMismatch) -> CommMismatch:
-        """Close the connections, so that peers that wait for this rank raise the same error."""
+    def _close_with(self, error: _Verdict, *, post: bool = True) -> _Verdict:
+        """Close the connections, so that peers that wait for this rank raise the same error.
+
+        Args:
+            error: The error.
+            post: Whether to store it: no rank has stored one before.
+        """
         if not self._leaving and self._verdict is not None:
             self._break(f"a call failed earlier ({type(error).__name__})")
-            self._verdict.post(str(error))
+            if post:
+                self._verdict.post(error)
             self._hang_up()
         return error
 
@@ -276,7 +301,7 @@ class FramedTransport(Transport):
             while time.monotonic() < until:
                 tensor = torch.empty(1, dtype=torch.uint8)
                 try:
-                    work = gloo.recv([tensor], peer, _ABORT_TAG)
+                    work = unrecorded(gloo.recv, [tensor], peer, _ABORT_TAG)
                 except RuntimeError:  # this connection is closed
                     break
                 with contextlib.suppress(RuntimeError):
@@ -295,7 +320,7 @@ class FramedTransport(Transport):
 
     def _start(self, peer: int | None, call: Callable[..., Any], *arguments: Any) -> Any:
         try:
-            return call(*arguments)
+            return unrecorded(call, *arguments)
         except RuntimeError as exc:
             raise self._translate(exc, peer) from exc
 
@@ -330,7 +355,7 @@ class FramedTransport(Transport):
         if self._gloo is None:
             raise RuntimeError("connection closed")
         for each in peers or self.others():
-            self._gloo.recv([torch.empty(1, dtype=torch.uint8)], each, _ABORT_TAG)
+            unrecorded(self._gloo.recv, [torch.empty(1, dtype=torch.uint8)], each, _ABORT_TAG)
 
     def _translate(self, exc: RuntimeError, peer: int | None) -> CommError:
         """Translate an error of torch.distributed to a `CommError`; the transport cannot be used after it."""
@@ -342,16 +367,22 @@ class FramedTransport(Transport):
         elif "timed out" in reason.lower() or "timeout" in reason.lower():
             error = CommTimeout(f"rank {self.rank} of {self.size} waited {self.limit_s:g} s for {peers}")
         elif "onnection" in reason or "closed" in reason or "Broken pipe" in reason:
-            text = None if self._leaving or self._verdict is None else self._verdict.read()
-            if text is not None:
-                self._break(f"a call failed earlier ({CommMismatch.__name__})")
-                self._hang_up()  # others may wait for this rank
-                return CommMismatch(text)
-            error = RankFailed(
-                f"rank {self.rank} lost {peers}: it died, left, or gave up after an error of its own ({reason})",
-                () if peer is None else (peer,),
-            )
+            return self._lost(peer, peers, reason)
         else:
             error = CommError(f"rank {self.rank}: torch.distributed failed: {reason}")
         self._break(f"a call failed earlier ({type(error).__name__})")
         return error
+
+    def _lost(self, peer: int | None, peers: str, reason: str) -> CommError:
+        """The error for a closed connection: that of the first rank that closed its own, if it has stored one."""
+        error: CommMismatch | RankFailed = RankFailed(
+            f"rank {self.rank} lost {peers}: it died, left, or gave up after an error of its own ({reason})",
+            () if peer is None else (peer,),
+        )
+        first = None if self._leaving or self._verdict is None else self._verdict.read()
+        if isinstance(first, CommMismatch):
+            error = first
+        elif first is not None and self.rank not in first.ranks:
+            error = RankFailed(f"rank {self.rank} lost {peers}, which gave up: {first}", first.ranks)
+        self._break(f"a call failed earlier ({type(error).__name__})")
+        return self._close_with(error, post=first is None)

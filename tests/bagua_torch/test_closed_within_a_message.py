@@ -51,6 +51,31 @@ def test_a_rank_that_closes_within_a_long_message_is_reported_at_once(name):
     assert isinstance(run_threads(2, body, timeout_s=TIMEOUT_S)[0], RankFailed)
 
 
+def test_ranks_that_wait_for_another_rank_than_the_one_that_closed_learn_of_it_and_which_it_was():
+    done = threading.Barrier(4)
+
+    def body(transport):
+        comm, start = Communicator([transport]), time.monotonic()
+        comm.barrier()
+        if comm.rank == 1:
+            time.sleep(0.5)  # sleeps: until ranks 2 and 3 wait for rank 0
+            transport.abort()
+            error = None
+        else:
+            if comm.rank == 0:
+                time.sleep(1.0)  # sleeps: until the connections to rank 1 are closed
+            with pytest.raises(RankFailed) as caught:
+                comm.allreduce(np.ones(3))
+            error = caught.value
+        assert time.monotonic() - start < AT_ONCE_S
+        done.wait(TIMEOUT_S)  # until then, no rank closes its transport
+        return error
+
+    errors = run_threads(4, body, timeout_s=TIMEOUT_S)
+    assert [error.ranks for error in errors if error is not None] == [(1,)] * 3
+    assert "rank 2 lost rank 0, which gave up: rank 0 lost rank 1: it died, left" in str(errors[2])
+
+
 class Work:
     """An operation that ends after some time, or never."""
 

@@ -1,12 +1,14 @@
 """Spans in PyTorch's profiler, and the counters of DistributedDataParallel."""
 
+import numpy as np
 import pytest
 import torch
+from support.gloo import run_threads
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import bagua_comm
-from bagua_comm import ByteGrad, GradientAllReduce, trace
+from bagua_comm import ByteGrad, Communicator, GradientAllReduce, trace
 from bagua_comm.testing import run_ranks
 from bagua_torch import DistributedDataParallel
 from bagua_torch.profiler import RANGES
@@ -69,3 +71,25 @@ def test_a_switch_is_logged(caplog):
         ddp.switch(ByteGrad())
         ddp.close()
     assert f"switch: from {GradientAllReduce()} to {ByteGrad()}" in caplog.messages
+
+
+@pytest.mark.parametrize("count", [1, 100_000])
+def test_no_operation_of_gloo_is_in_a_profile_which_it_may_outlast(monkeypatch, count):
+    """Its end would write into the freed memory of the profile: messages are posted ahead, for a later call."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+
+    def body(transport):
+        comm, x = Communicator([transport]), np.ones(count, np.float32)
+        if comm.rank == 1:
+            comm.allreduce(x)
+            comm.sendrecv(x, np.empty_like(x), dest=0, source=0)
+            return None
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            comm.allreduce(x)
+            comm.sendrecv(x, np.empty_like(x), dest=1, source=1)
+            torch.ones(1).add_(1)
+        return {event.name for event in profiler.events()}
+
+    names = run_threads(2, body)[0]
+    assert "aten::add_" in names  # the profiler records this thread, after the messages as well
+    assert not [name for name in names if name.startswith("gloo")]
