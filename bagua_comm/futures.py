@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .errors import CommAborted, CommError
 
@@ -53,6 +53,14 @@ class TaskFuture(Future[Any]):
         finally:
             if super().done():
                 self.note_asked()
+
+    if not TYPE_CHECKING:  # it would hide wrong names from type checkers
+
+        def __getattr__(self, name: str) -> Any:
+            here = {"wait": "result()", "test": "done()"}.get(name.lower())
+            hint = f"; it is {here} here, see docs/quickstart/coming-from.md" if here else ""
+            text = f"{type(self).__name__!r} object has no attribute {name!r}{hint}"
+            raise AttributeError(text, name=name, obj=self)
 
 
 def wait_for_tasks(futures: Iterable[TaskFuture], limit_s: float | None = None) -> None:

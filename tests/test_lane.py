@@ -1,5 +1,6 @@
 """Lanes: work in order, beside the caller; failures and the end."""
 
+import re
 import sys
 import threading
 from concurrent.futures import CancelledError, Future
@@ -384,6 +385,18 @@ def test_what_is_submitted_must_be_a_function():
             return lane.submit(lane.comm.allreduce, np.ones(3)).result().tolist()
 
     assert run_ranks(2, body) == [[2.0] * 3] * 2
+
+
+def test_names_of_mpi4pys_requests_are_answered_by_those_of_futures():
+    def body(comm):
+        future = comm.lane().submit(int, "3")
+        for name, here in {"Wait": "result()", "wait": "result()", "Test": "done()"}.items():
+            with pytest.raises(AttributeError, match=re.escape(f"no attribute '{name}'; it is {here} here")):
+                getattr(future, name)
+        assert not hasattr(future, "nothing_of_the_sort")
+        return future.result()
+
+    assert run_ranks(1, body) == [3]
 
 
 # Errors that nobody has asked for

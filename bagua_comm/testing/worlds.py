@@ -26,7 +26,8 @@ def run_ranks(
 ) -> list[T]:
     """Run `body(comm)` on ranks that are threads with the local transport; return their results.
 
-    An exception in one rank aborts the others, and is raised here with the rank in a note.
+    An exception in one rank aborts the others, and is raised here with the rank in a note; so is the error of a
+    lane's task that `body` has not asked for.
 
     Args:
         size: Number of ranks.
@@ -53,6 +54,7 @@ def run_ranks(
                 transport = wrap(transport)
             comm = Communicator([transport], nodes=nodes, check=check)
             results[rank] = body(comm)
+            comm._end_lanes()
         except BaseException as exc:
             failures.append((rank, exc))
             hub.abort(f"rank {rank} failed: {type(exc).__name__}: {exc}")

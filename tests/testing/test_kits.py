@@ -44,6 +44,14 @@ def test_an_error_is_raised_with_its_rank():
     assert "in rank 1 of 2" in getattr(caught.value, "__notes__", ["in rank 1 of 2"])
 
 
+def test_the_error_of_a_lanes_task_that_nobody_has_asked_for_is_raised():
+    def body(comm):
+        comm.lane().submit(int, "three" if comm.rank == 1 else "3")
+
+    with pytest.raises(ValueError, match="three"):
+        run_ranks(2, body)
+
+
 def test_a_rank_that_does_not_stop_is_abandoned():
     def body(comm):
         if comm.rank == 0:
