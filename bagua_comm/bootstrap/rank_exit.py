@@ -282,7 +282,11 @@ class ExitHandler:
         lasting = sys.__stderr__ if isinstance(sys.stderr, io.StringIO) else sys.stderr
         with redirect_stderr(lasting):
             self._report(error, trace, lambda: self._hook(kind, error, trace), self._hook is sys.__excepthook__)
-            self.abort.end_all(130 if issubclass(kind, KeyboardInterrupt) else 1, _text(error))
+            try:
+                for world in tuple(self._worlds):
+                    world.leave_first(error)
+            finally:
+                self.abort.end_all(130 if issubclass(kind, KeyboardInterrupt) else 1, _text(error))
 
     def _on_thread_exception(self, args: threading.ExceptHookArgs) -> None:
         error, trace, thread = args.exc_value, args.exc_traceback, args.thread

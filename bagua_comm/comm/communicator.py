@@ -20,7 +20,7 @@ import numpy as np
 from .. import arrays, trace
 from ..arrays import AnyArray, Array
 from ..closing import Closing
-from ..errors import ArrayError, CommError, CommMismatch, UnsupportedError
+from ..errors import ArrayError, BaguaError, CommError, CommMismatch, UnsupportedError
 from ..futures import end_lanes
 from ..hooks import Hook, Listener
 from ..lane import InlineLane, Lane, StreamLane, ThreadLane
@@ -413,6 +413,19 @@ class Communicator(Collectives, UnevenCollectives, CoalescedCollectives, ObjectC
 
     def _leave(self, error: BaseException) -> None:
         """End after an error: the other ranks get an error, too, and are not waited for."""
+        try:
+            self.leave_first(error)
+        finally:
+            self._leave_calls(error)
+
+    def leave_first(self, error: BaseException) -> None:
+        """Complete the saves of open checkpoints, or give them up, since this rank leaves after an error."""
+        if self.guard.is_of_this_process:
+            for each in tuple(self.ends_before):
+                with suppress(BaguaError):
+                    each._leave(error)
+
+    def _leave_calls(self, error: BaseException) -> None:
         if (hint := hint_of(error, type(self))) and hasattr(error, "add_note"):  # in Python 3.11 and later
             error.add_note(hint)
         if not self.guard.is_of_this_process:

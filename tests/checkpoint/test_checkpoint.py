@@ -1011,6 +1011,44 @@ def test_an_exit_in_the_middle_of_a_block_completes_the_save_under_mpirun(tmp_pa
     assert load(tmp_path / "checkpoints")[0].step == 5
 
 
+WITHOUT_BLOCKS = """
+    import sys
+    import numpy as np
+    import bagua_comm
+
+    comm = bagua_comm.connect()
+    checkpoints = bagua_comm.Checkpoints(sys.argv[1], comm)
+    for step in range(1, 10):
+        comm.barrier()
+        if step == 5:
+            checkpoints.save(step, {"weights": np.ones(1000)})
+            if comm.rank >= int(sys.argv[2]):
+                raise ValueError("bad day")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", [0, 1])
+def test_an_exception_outside_of_a_block_completes_the_save_under_mpirun(tmp_path, first):
+    script = (tmp_path / "program.py", WITHOUT_BLOCKS)
+    result = run_python(2, tmp_path / "checkpoints", first, script=script)
+    assert result.returncode != 0
+    assert "ValueError: bad day" in result.stderr
+    assert load(tmp_path / "checkpoints")[0].step == 5
+
+
+def test_the_end_of_a_communicator_after_an_error_completes_the_save(tmp_path):
+    def body(comm):
+        with suppress(ValueError, CommError), comm:
+            checkpoints = Checkpoints(tmp_path, comm)
+            checkpoints.save(5, {"x": np.arange(5)})
+            raise ValueError("bad day")
+        return checkpoints._closed
+
+    assert run_ranks(2, body) == [True, True]
+    assert load(tmp_path)[0].step == 5
+
+
 # Kills ----------------------------------------------------------------------------------------------------
 
 VICTIM = """
