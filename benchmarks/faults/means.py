@@ -160,7 +160,7 @@ def forget_groups() -> None:
 
 def fill(folder: Path, room: int = 0) -> None:
     """Use up the room of a file system, but for so many bytes."""
-    with open(folder / FILLER, "wb", buffering=0) as file, contextlib.suppress(OSError):
+    with open(folder / FILLER, "ab", buffering=0) as file, contextlib.suppress(OSError):
         for size in (1 << 20, 1 << 12):
             with contextlib.suppress(OSError):
                 while file.write(bytes(size)):

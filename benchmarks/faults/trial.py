@@ -17,7 +17,7 @@ from typing import get_args
 from ..bench import ROOT
 from .events import Event, EventReader
 from .leftovers import TrialFolder
-from .means import GIL_S, HARMLESS, Means, forget_groups, harm, make_clock
+from .means import GIL_S, HARMLESS, Means, fill, forget_groups, harm, make_clock
 from .plans import Blow, LinkFault, Trial
 
 START_S = 180.0
@@ -182,6 +182,9 @@ def _watch(
             if event.what == "enter" and not seen.of("enter"):
                 until = event.t + trial.limit_s
             seen.events.append(event)
+            if event.what == "saved" and seen.strokes and seen.strokes[-1].means == "full disk":
+                # This save had its room before, and has freed that of an older checkpoint.
+                fill(folder.disk, trial.blows[seen.strokes[-1].blow].room)
             if waiting and not due and _comes(event, waiting[0][1], seen):
                 number, blow = waiting.pop(0)
                 strike = _striker(number, blow, seen, due, folder, fail)
