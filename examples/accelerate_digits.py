@@ -1,6 +1,5 @@
 """Train on scikit-learn's digits with Accelerate, and send a quarter of the bytes.
 
-    bagua run -n 2 examples/accelerate_digits.py
     torchrun --nproc-per-node 2 examples/accelerate_digits.py
 
 `prepare` wraps the model in PyTorch's DistributedDataParallel; the hook defines how gradients are averaged.

@@ -1,7 +1,6 @@
 """Train on scikit-learn's digits with Transformers' Trainer, and send a quarter of the bytes.
 
     bagua run -n 2 examples/trainer_digits.py
-    torchrun --nproc-per-node 2 examples/trainer_digits.py
 
 Trainer wraps the model in PyTorch's DistributedDataParallel; the callback sends gradients in eight bits.
 """

@@ -374,12 +374,14 @@ def test_a_traceback_is_shown_although_torch_distributed_has_a_hook(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(1000)
 @pytest.mark.parametrize(
-    ("launcher", "ranks", "package"),
-    [("mpirun", 2, "lightning"), ("torchrun", 2, "pytorch_lightning")],
+    ("start", "package", "programs"),
+    [
+        (run_python, "lightning", ["resume", "weights", "failing", "fabric"]),
+        (torchrun, "pytorch_lightning", ["equal", "norms", "unfreezing", "fabric"]),
+    ],
+    ids=["mpirun-lightning", "torchrun-pytorch_lightning"],
 )
-def test_real_programs_train_as_with_lightnings_own_strategy(launcher, ranks, package):
-    start = {"mpirun": run_python, "torchrun": torchrun}[launcher]
-    programs = ["equal", "resume", "weights", "norms", "unfreezing", "failing", "fabric"]
-    process = start(ranks, PROGRAMS, package, *programs, timeout_s=900)
+def test_real_programs_train_as_with_lightnings_own_strategy(start, package, programs):
+    process = start(2, PROGRAMS, package, *programs, timeout_s=900)
     assert process.returncode == 0, process.stdout + process.stderr
     assert [line.rpartition(" ")[2] for line in process.stdout.splitlines() if "as expected" in line] == programs
