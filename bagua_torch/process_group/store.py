@@ -1,16 +1,63 @@
-"""JSON values in a store of torch.distributed, under a prefix, for a fleet."""
+"""Connections to a store of torch.distributed, and JSON values in it, under a prefix, for a fleet."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
 from bagua_comm import RankFailed
 
 T = TypeVar("T")
+
+
+class StoreConnections:
+    """The connections of this process to a store, for all its transports.
+
+    On one connection, two threads that wait would block each other. A new one for each transport would cost the
+    process that serves the store a descriptor, and a search for the name of the host that it comes from.
+    """
+
+    def __init__(self, store: Any) -> None:
+        self._lock = threading.Lock()
+        self._idle: list[Any] = []
+        self.unblocked = _new_connection(store)
+        """A connection for requests that do not wait, of any thread."""
+
+    @contextmanager
+    def one(self, store: Any) -> Iterator[Any]:
+        """A connection to `store` that no other thread uses meanwhile. After an error it is used no more."""
+        with self._lock:
+            connection = self._idle.pop() if self._idle else None
+        if connection is None:
+            connection = _new_connection(store)
+        yield connection
+        with self._lock:
+            self._idle.append(connection)
+
+
+def _new_connection(store: Any) -> Any:
+    return store.clone() if hasattr(store, "clone") else store
+
+
+_connections: WeakKeyDictionary[Any, StoreConnections] = WeakKeyDictionary()
+_connecting = threading.Lock()
+
+
+def connections_to(store: Any) -> StoreConnections:
+    """The connections of this process to `store`, which end with it."""
+    with _connecting:
+        found = _connections.get(store)
+        if found is None:
+            found = StoreConnections(store)
+            if found.unblocked is not store:  # which it is if the store is in the memory of this process
+                _connections[store] = found
+        return found
 
 
 class FleetStore:
@@ -26,9 +73,7 @@ class FleetStore:
 
     def __init__(self, store: Any, prefix: str) -> None:
         self.store, self.prefix = store, prefix
-        self._part = self._ask(
-            lambda: dist.distributed_c10d.PrefixStore(prefix, store.clone() if hasattr(store, "clone") else store)
-        )
+        self._part = self._ask(lambda: dist.distributed_c10d.PrefixStore(prefix, _new_connection(store)))
 
     def set(self, key: str, value: object = True) -> None:
         """Write a value, which replaces the previous one."""

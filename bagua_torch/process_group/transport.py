@@ -33,6 +33,7 @@ from bagua_comm.transports.base import COLLECTIVE, POINT_TO_POINT, Channel, Flow
 
 from ..arrays import as_tensor
 from .frames import BODY_BYTES, swaps_of
+from .store import connections_to
 from .verdicts import Verdict, messages_that_differ
 from .wire import LEAVING, FramedTransport
 
@@ -77,13 +78,9 @@ class RendezvousInfo:
         store = dist.distributed_c10d._get_default_store()
         return cls(store, f"{key}/{count(store, key, rank)}", rank, len(ranks))
 
-    def open(self, name: str) -> Any:
-        """The part of the store under `name`, through a new connection.
-
-        On one connection, two waiting threads would block each other.
-        """
-        store = self.store.clone() if hasattr(self.store, "clone") else self.store
-        return dist.distributed_c10d.PrefixStore(f"{self.key}/{name}", store)
+    def part(self, connection: Any) -> Any:
+        """The part of the store that belongs to this rendezvous, through a connection to the store."""
+        return dist.distributed_c10d.PrefixStore(f"{self.key}/gloo", connection)
 
 
 def count(store: Any, key: str, rank: int) -> int:
@@ -150,9 +147,10 @@ class ProcessGroupTransport(FramedTransport):
         info = self._rendezvous
 
         def connect() -> Any:
-            store = info.open("gloo")
-            self._verdict = Verdict(store)
-            return dist.ProcessGroupGloo(store, self.rank, self.size, self._timeout)
+            connections = connections_to(info.store)
+            self._verdict = Verdict(info.part(connections.unblocked))
+            with connections.one(info.store) as connection:
+                return dist.ProcessGroupGloo(info.part(connection), self.rank, self.size, self._timeout)
 
         try:
             self._gloo = connect() if self._guard is None else self._guard(connect)

@@ -8,9 +8,9 @@ from bagua_torch import ProcessGroupTransport
 from bagua_torch.process_group.transport import RendezvousInfo
 
 
-def run_threads(size, body, *, timeout_s=30.0):
-    """Return `body(transport)` of each rank. Ranks are threads, with a new store."""
-    store = dist.HashStore()
+def run_threads(size, body, *, timeout_s=30.0, store=None):
+    """Return `body(transport)` of each rank. Ranks are threads, with this store or a new one."""
+    store = dist.HashStore() if store is None else store
 
     def run(rank):
         rendezvous = RendezvousInfo(store, "test", rank, size)
