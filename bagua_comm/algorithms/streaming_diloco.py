@@ -58,10 +58,10 @@ class StreamingDiLoCo:
 
     Args:
         local_steps: Number of inner steps between two outer steps of a fragment.
-        fragments: The number of fragments, of whole tensors and about equal bytes: the largest tensors first,
-            each joins the fragment that has the fewest bytes. Or a function that returns the fragment of a
-            tensor by its name, from 0 on; all ranks give the same one. Buckets are packed with `groups`: see
-            `Plan.pack`.
+        fragments: The number of fragments, at most that of tensors. They are of whole tensors and about equal
+            bytes: the largest tensors first, each joins the fragment that has the fewest bytes. Or a function
+            that returns the fragment of a tensor by its name, from 0 on; all ranks give the same one. Buckets are
+            packed with `groups`: see `Plan.pack`.
         delay: Number of inner steps that an exchange may take before training waits for it; below `local_steps`.
         mix: The weight of this rank's weights, against those of the outer step, when these arrive. At 0, inner
             steps that were made meanwhile are lost.
