@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from .errors import CommAborted, CommError
+
+Task: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+"""A submitted function with its arguments."""
 
 TASK_END_S = 5.0
 """How long the end of a communicator waits for the tasks of an open lane without progress, in seconds."""
@@ -81,6 +84,11 @@ class TaskProblem(NamedTuple):
         return self.text
 
 
+def is_inside(group: str, of: str) -> bool:
+    """Whether a communicator of this group was made from one of the group `of`, directly or not."""
+    return group.startswith((f"{of}.", f"{of}/"))
+
+
 def end_lanes(lanes: Iterable[Any], unasked: Collection[TaskFuture], group: str) -> list[TaskProblem]:
     """End the tasks of the open lanes of a communicator and those derived from it; return what went wrong.
 
@@ -92,8 +100,7 @@ def end_lanes(lanes: Iterable[Any], unasked: Collection[TaskFuture], group: str)
         group: The group of the communicator, which is about to end.
     """
     problems = []
-    inside = f"{group}.", f"{group}/"
-    for lane in [each for each in tuple(lanes) if each.comm.group.startswith(inside)]:
+    for lane in [each for each in tuple(lanes) if is_inside(each.comm.group, group)]:
         names = lane.end_tasks(group)
         if names:
             limit_s = min(TASK_END_S, lane.comm.timeout_s)
@@ -102,9 +109,14 @@ def end_lanes(lanes: Iterable[Any], unasked: Collection[TaskFuture], group: str)
                 "close it, before its communicator"
             )
             problems.append(TaskProblem(text, CommError(text)))
-    for future in [each for each in tuple(unasked) if each.group.startswith(inside)]:
+    for future in [each for each in tuple(unasked) if is_inside(each.group, group)]:
         error = future.exception()
         assert error is not None
         text = f"{future.name} failed, and nobody has asked for its result: {type(error).__name__}: {error}"
         problems.append(TaskProblem(text, error))
     return sorted(problems, key=lambda each: isinstance(each.error, CommAborted))
+
+
+def name_of(task: object) -> str:
+    """The name of a task in messages."""
+    return str(getattr(task, "__name__", type(task).__name__)).strip("_")

@@ -14,6 +14,7 @@ submitted to a lane cannot be captured in a CUDA graph.
 from __future__ import annotations
 
 import itertools
+import os
 import sys
 import threading
 from abc import ABC, abstractmethod
@@ -22,7 +23,7 @@ from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
-from typing import Any, ClassVar, Generic, ParamSpec, Protocol, TypeAlias, TypeVar
+from typing import Any, ClassVar, Generic, ParamSpec, Protocol, TypeVar
 
 from .bucket import Bucket
 from .closing import Closing
@@ -30,7 +31,7 @@ from .cuda import SideFuture, SideStream, StreamOrder, record_event, use_device
 from .deprecation import warn_renamed
 from .errors import ArrayError, BaguaError, CommAborted, CommError, CommTimeout, RankFailed
 from .flight import Entry
-from .futures import TASK_END_S, TaskFuture, wait_for_tasks
+from .futures import TASK_END_S, Task, TaskFuture, name_of, wait_for_tasks
 from .pickling import Live
 from .trace import Counters, DeviceSpan, Tracer
 
@@ -75,9 +76,6 @@ SLACK_S = 5.0
 STOP_S = 2.0
 """How long a task may take to end after its communicator was stopped, in seconds."""
 
-Task: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
-"""A submitted function with its arguments."""
-
 
 class Lane(Live, Closing, ABC, Generic[C]):
     """Runs tasks in order, concurrently with the caller.
@@ -107,6 +105,7 @@ class Lane(Live, Closing, ABC, Generic[C]):
         """Held while tasks are added and forgotten: several threads may submit."""
         self._failure: BaseException | None = None
         self._closed = False
+        self._process = os.getpid()
         self._note: dict[str, Any] = {}
 
     @abstractmethod
@@ -170,6 +169,7 @@ class Lane(Live, Closing, ABC, Generic[C]):
 
     def _outcome(self, future: Future[Any]) -> BaseException | None:
         """Wait until `future` is done; return its error, or None."""
+        self._check_process()
         error = future.error if isinstance(future, TaskFuture) else future.exception
         while True:
             limit_s, calls = self._limit_s(), self.comm.counters.total().calls
@@ -197,7 +197,7 @@ class Lane(Live, Closing, ABC, Generic[C]):
 
         Collective.
         """
-        if self._closed:
+        if self._closed or self._process != os.getpid():
             return
         self._closed = True
         try:
@@ -288,14 +288,23 @@ class Lane(Live, Closing, ABC, Generic[C]):
 
     def _named(self, future: TaskFuture, task: Callable[..., Any]) -> TaskFuture:
         """A future, with the name of its task."""
-        future.name, future.group = f"{_name_of(task)} on {self.name}", self.comm.group
+        future.name, future.group = f"{name_of(task)} on {self.name}", self.comm.group
         return future
 
     def _fail(self, future: TaskFuture, error: BaseException) -> None:
         """End a task with an error; the errors of later tasks are due to the first."""
         future.fail(error, self._unasked if error is self._failure else set())
 
+    def _check_process(self) -> None:
+        """Raise `CommError` in a forked child, which has neither the thread nor the communicator of the lane."""
+        if self._process != os.getpid():
+            raise CommError(
+                f"{self.name}: this process was forked off process {self._process}; a child cannot use its "
+                "parent's lanes, checkpoints and engines: fork children only if they do not communicate"
+            )
+
     def _check_submit(self, task: object) -> None:
+        self._check_process()
         if self._closed:
             raise CommError("this lane is closed")
         if not callable(task):
@@ -495,10 +504,6 @@ class InlineLane(Lane[C]):
         return future
 
 
-def _name_of(task: object) -> str:
-    return str(getattr(task, "__name__", type(task).__name__)).strip("_")
-
-
 def _device_of(comm: LaneComm) -> int | None:
     """Return the device of `comm`; None if CuPy is not loaded, since there are no device arrays then."""
     return comm.device if "cupy" in sys.modules else None
@@ -507,7 +512,7 @@ def _device_of(comm: LaneComm) -> int | None:
 def _entry_of(task: Task, group: str) -> Entry:
     """Return a waiting task as an entry; a task of an engine has a bucket among its arguments."""
     call, args, options = task
-    name = _name_of(call)
+    name = name_of(call)
     bucket = next((arg for arg in args if isinstance(arg, Bucket)), None)
     if bucket is None:
         return Entry(group, 0, True, name)

@@ -1,5 +1,6 @@
 """Lanes: work in order, beside the caller; failures and the end."""
 
+import os
 import re
 import sys
 import threading
@@ -325,6 +326,28 @@ def test_close_ends_the_thread_after_a_failure():
         lane.close()
     thread.join(PATIENCE_S)
     assert not thread.is_alive()
+
+
+@each_lane
+def test_a_forked_child_is_refused_instead_of_waiting_for_the_thread_of_its_parent(make):
+    lane, go_on = make(FakeComm()), threading.Event()
+    if make is ThreadLane:
+        lane.submit(go_on.wait, PATIENCE_S)
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        for use in (lambda: lane.submit(list), lambda: lane.run_or_submit(list), lambda: lane.result(Future())):
+            try:
+                use()
+            except CommError as exc:
+                os.write(writer, b"refused " if "was forked off process" in str(exc) else b"other ")
+        lane.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    go_on.set()
+    assert os.read(reader, 100) == b"refused " * 3
+    assert lane.comm.closed == 0
+    lane.close()
 
 
 # Found by trying: what used to go wrong

@@ -183,12 +183,20 @@ class Coding:
                 check_aligned(call.name, name, x)
 
     def copy(self, call: Call, x: Array) -> Array:
-        """Copy `x` to the target, where nothing is encoded, and return the result. Collective with `check`."""
-        if call.comm.check:
-            call.compare()
+        """Copy `x` to the target, where nothing is encoded, and return the result. Collective.
+
+        Among several ranks, it compares the call: the array of another rank may not be empty.
+        """
+        if call.comm.size > 1:
+            call.run(lambda x, _: self._compare_empty(x))
         if not arrays.same_memory(x, call.target):
             call.target[...] = x.reshape(call.target.shape)
         return call.result
+
+    def _compare_empty(self, x: Array) -> None:
+        """Raise `CommMismatch` if the array of another rank is not empty, as `x` is. Collective."""
+        self.transport.agree_on_call(self.text, x)
+        self.transport.barrier()  # where the ranks agree on nothing before messages differ
 
 
 def next_draws(comm: CommBase, seed: int | None) -> Draws | None:

@@ -171,7 +171,7 @@ class _Levels:
         comm, intra, (owners, largest, nodes) = self.comm, self.intra, self.sizes
         value = Call(comm, "Hierarchical", x).x
         self.settings.check(arrays.dtype_name(value.dtype))
-        if comm.size == 1 or value.size == 0:
+        if comm.size == 1:
             return x
         flat = arrays.as_real(arrays.contiguous(value), "avg").reshape(-1)
         codec = codec_for(self.settings.inside, comm, flat) if largest > 1 else None
@@ -181,15 +181,15 @@ class _Levels:
         self._reduce(chunks, mine, counts, codec)
         if owners == largest:
             self.across(mine)
-        elif mine.size:
+        elif intra.rank < owners:
             # The mean over ranks is the mean over nodes of: node mean x node size / mean node size. Weights
             # of at most 1 keep finite numbers finite.
-            kernels.of(mine).scale(mine, comm.local_size / largest)
+            _scale(mine, comm.local_size / largest)
             self.across(mine)
-            kernels.of(mine).scale(mine, largest * nodes / comm.size)
+            _scale(mine, largest * nodes / comm.size)
         elif hasattr(self.across, "skip"):  # it counts its means, on all ranks alike
             self.across.skip()
-        if codec is not None and intra.size == 1:
+        if codec is not None and intra.size == 1 and mine.size:
             _round(intra, mine, codec)
         else:
             allgather(intra, mine, chunks, codec=codec, counts=counts)
@@ -208,9 +208,15 @@ class _Levels:
         elif self.sizes.owners == self.sizes.largest:
             intra.reduce_scatter(chunks.reshape(-1), out=mine, op="avg")
         else:
-            parts = _exchanged(intra, chunks, counts)
+            parts = _exchanged(intra, chunks, counts)  # also empty ones: those of another rank may not be empty
             if mine.size:
                 kernels.of(mine).reduce_rows(parts, mine, "avg")
+
+
+def _scale(x: Array, factor: float) -> None:
+    """Multiply `x` by `factor`, in place."""
+    if x.size:
+        kernels.of(x).scale(x, factor)
 
 
 def _round(comm: Communicator, x: Array, codec: Codec) -> None:

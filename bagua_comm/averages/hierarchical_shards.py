@@ -115,10 +115,10 @@ class GatherByNode:
     def _gather(self, x: Array, out: Array) -> None:
         comm, order = self.comm, self.chunks.order
         results = out.reshape(comm.size, x.size)
-        if results.size == 0 or comm.size == 1:
+        if comm.size == 1:
             results[...] = x
             return
-        codec = codec_for(self.method, comm, out)
+        codec = codec_for(self.method, comm, out) if out.size else None  # those of another rank may not be empty
         with comm.tracer.span("Hierarchical gather", bytes=out.nbytes, codec=str(codec)):
             if codec is None:
                 rows = comm.scratch.take("by node", results.shape, x.dtype, like=x)

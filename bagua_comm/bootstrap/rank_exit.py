@@ -196,6 +196,7 @@ class ExitHandler:
         self._hook: Callable[..., Any] = sys.__excepthook__
         self._thread_hook: Callable[..., Any] = threading.__excepthook__
         self._is_installed = False
+        self._ending = threading.RLock()
         self._earlier_error = _last_error()
 
     def prepare(self, mpi: Any, log: JoinLog, timeout_s: float) -> None:
@@ -281,12 +282,9 @@ class ExitHandler:
         # torch.distributed's hook, which calls this one, redirects stderr to print the text after this returns.
         lasting = sys.__stderr__ if isinstance(sys.stderr, io.StringIO) else sys.stderr
         with redirect_stderr(lasting):
-            self._report(error, trace, lambda: self._hook(kind, error, trace), self._hook is sys.__excepthook__)
-            try:
-                for world in tuple(self._worlds):
-                    world.leave_first(error)
-            finally:
-                self.abort.end_all(130 if issubclass(kind, KeyboardInterrupt) else 1, _text(error))
+            self._end_after(
+                error, trace, lambda: self._hook(kind, error, trace), self._hook is sys.__excepthook__
+            )
 
     def _on_thread_exception(self, args: threading.ExceptHookArgs) -> None:
         error, trace, thread = args.exc_value, args.exc_traceback, args.thread
@@ -299,8 +297,24 @@ class ExitHandler:
         ):
             self._thread_hook(args)
             return
-        self._report(error, trace, lambda: self._thread_hook(args), self._thread_hook is threading.__excepthook__)
-        self.abort.end_all(1, _text(error))
+        self._end_after(
+            error, trace, lambda: self._thread_hook(args), self._thread_hook is threading.__excepthook__
+        )
+
+    def _end_after(
+        self, error: BaseException, trace: TracebackType | None, show: Callable[[], object], is_default: bool
+    ) -> None:
+        """Report an error, complete the saves of checkpoints, and end all ranks.
+
+        Another thread that fails meanwhile, perhaps since its checkpoints are closed now, waits for the end.
+        """
+        with self._ending:
+            self._report(error, trace, show, is_default)
+            try:
+                for world in tuple(self._worlds):
+                    world.leave_first(error)
+            finally:
+                self.abort.end_all(130 if isinstance(error, KeyboardInterrupt) else 1, _text(error))
 
     def _report(
         self, error: BaseException, trace: TracebackType | None, show: Callable[[], object], is_default: bool

@@ -121,8 +121,8 @@ class Checkpoints(Live, Closing):
         """The step of the save in progress, and its future error."""
         self._given_up = False
         """Whether the save in progress must end because this rank leaves."""
-        self._parent = comm
-        comm.ends_before.append(self)
+        self._open = comm.open_checkpoints
+        self._open.append(self)
         self._at_exit = functools.partial(_report_unsaved, weakref.ref(self))
         atexit.register(self._at_exit)
 
@@ -429,11 +429,16 @@ class Checkpoints(Live, Closing):
             self._files.close()
             self._lane.close()
 
+    @property
+    def group(self) -> str:
+        """The name of its communicator, as in messages."""
+        return self._comm.group
+
     def _forget(self) -> None:
         """Let nothing close it, or speak of it, any more."""
         atexit.unregister(self._at_exit)
         with contextlib.suppress(ValueError):
-            self._parent.ends_before.remove(self)
+            self._open.remove(self)
 
     def _leave(self, error: BaseException) -> None:
         self._closed = True
@@ -464,8 +469,10 @@ class Checkpoints(Live, Closing):
 def _report_unsaved(ref: weakref.ref[Checkpoints]) -> None:
     """Print that the program ends while a checkpoint is not known to be complete."""
     found = ref()
-    saving = None if found is None else found._saving
-    if found is not None and saving is not None and not is_complete(saving[1]):
+    if found is None or not found._comm.guard.is_of_this_process:
+        return
+    saving = found._saving
+    if saving is not None and not is_complete(saving[1]):
         say(
             f"the program ends, and the checkpoint of step {saving[0]} in {found.folder} may be "
             "incomplete, because Checkpoints was not closed: use `with Checkpoints(...)`, or call close()"

@@ -93,6 +93,7 @@ def agree_on_split(host: Transport, color: object, key: object) -> int:
     Raises:
         ArrayError: The color or the key of a rank is not an integer in its range. Raised on all ranks.
     """
+    host.agree_on_call("split", np.empty(0, np.uint8))  # the allgather may also be one of another rank
     problem = _not_in("color", color, 0, 2**31) or _not_in("key", key, -(2**63), 2**63)
     table = np.empty((host.size, 3), np.int64)
     host.allgather(np.array([1, 0, 0] if problem else [0, color, key], np.int64), table)

@@ -75,8 +75,9 @@ class CommBase(Shared):
         self.scratch = SharedScratch()
         self.engine_registry: EngineRegistry | None = None
         """Registry of the engines that are made on this very communicator."""
-        self.ends_before: list[Any] = []
-        """What `close` closes first, in the order in which all ranks have made it: checkpoints."""
+        self.open_checkpoints: list[Any] = []
+        """The open checkpoints of this communicator and of those derived from it, in the order in which all ranks
+        have made them."""
         self.call_cache = CallCache()
         self.agreed: set[Hashable] = set()
         """Settings that all ranks have compared and found equal. Unlike the cache, the same on all ranks."""

@@ -21,7 +21,7 @@ from .. import arrays, trace
 from ..arrays import AnyArray, Array
 from ..closing import Closing
 from ..errors import ArrayError, BaguaError, CommError, CommMismatch, UnsupportedError
-from ..futures import end_lanes
+from ..futures import end_lanes, is_inside
 from ..hooks import Hook, Listener
 from ..lane import InlineLane, Lane, StreamLane, ThreadLane
 from ..logs import log_on_root
@@ -344,6 +344,8 @@ class Communicator(Collectives, UnevenCollectives, CoalescedCollectives, ObjectC
         Raises:
             UnsupportedError: The library of the transport cannot continue after a rank has died.
         """
+        if not self.guard.is_of_this_process:
+            self.guard.check("shrink")
         first, *rest = self.transports
         host = first.shrink()
         survivors = self._derived([host, *(transport.shrink(host) for transport in rest)], make=self._survivors)
@@ -370,9 +372,9 @@ class Communicator(Collectives, UnevenCollectives, CoalescedCollectives, ObjectC
     def close(self) -> None:
         """Free the resources of this communicator; closing it again does nothing.
 
-        Collective. `Checkpoints` of this communicator that are open are closed before. The tasks of a lane that
-        is open have `futures.TASK_END_S` to end or to make progress; then they are stopped. The communicator is
-        closed also after an error.
+        Collective. Open `Checkpoints` of this communicator, and of those made from it, are closed before. The
+        tasks of a lane that is open have `futures.TASK_END_S` to end or to make progress; then they are stopped.
+        The communicator is closed also after an error.
 
         Raises:
             CheckpointError: A checkpoint could not be saved.
@@ -385,8 +387,12 @@ class Communicator(Collectives, UnevenCollectives, CoalescedCollectives, ObjectC
         with ExitStack() as ends:
             ends.callback(self._free)
             ends.callback(self._end_lanes)
-            for each in self.ends_before:
+            for each in self._checkpoints():
                 ends.callback(_close_first, each)
+
+    def _checkpoints(self) -> list[Any]:
+        """The open checkpoints of this communicator and of those made from it."""
+        return [each for each in self.open_checkpoints if is_inside(each.group, self.group)]
 
     def _end_lanes(self) -> None:
         """End the tasks of open lanes; raise or warn of the first error that nobody has asked for."""
@@ -421,7 +427,7 @@ class Communicator(Collectives, UnevenCollectives, CoalescedCollectives, ObjectC
     def leave_first(self, error: BaseException) -> None:
         """Complete the saves of open checkpoints, or give them up, since this rank leaves after an error."""
         if self.guard.is_of_this_process:
-            for each in tuple(self.ends_before):
+            for each in self._checkpoints():
                 with suppress(BaguaError):
                     each._leave(error)
 
@@ -494,7 +500,7 @@ class Communicator(Collectives, UnevenCollectives, CoalescedCollectives, ObjectC
             tracer=self.tracer,
             op_order=self.op_order,
         )
-        comm.hooks = self.hooks
+        comm.hooks, comm.open_checkpoints = self.hooks, self.open_checkpoints
         comm.flight, comm.group = self.flight, group or f"{self.group}.{self.next_id('group')}{kind}"
         members = self.flight.groups[self.group]
         comm.flight.groups[comm.group] = tuple(members[rank] for rank in former[:, 0])

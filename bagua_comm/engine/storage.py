@@ -15,7 +15,8 @@ from ..arrays import Array
 from ..bucket import Bucket, Flats, Plan, make_buckets
 from ..codecs.base import codecs_in
 from ..comm import Communicator
-from ..errors import ArrayError
+from ..comm.arguments import as_argument, check_writable
+from ..errors import ArrayError, shown
 from ..logs import log_on_root, megabytes
 
 Storage: TypeAlias = Sequence[Array] | Mapping[Payload, Sequence[Array]]
@@ -27,14 +28,45 @@ def buckets_over(plan: Plan, storage: Storage, algorithm: Algorithm) -> dict[Pay
     """Make buckets over `storage`, for every payload that the algorithm exchanges.
 
     Raises:
-        ArrayError: `storage` does not fit the plan, or lacks a payload.
+        ArrayError: `storage` does not fit the plan, or lacks a payload; or an array cannot be written to, or
+            shares memory with another one.
+        UnsupportedError: An item of `storage` is not an array.
     """
     given = storage if isinstance(storage, Mapping) else {algorithm.payload: storage}
     needed = {phase.payload for phase in phases_of(algorithm)}
     if not needed <= set(given):
         wanted = " and ".join(map(repr, sorted(needed)))
         raise ArrayError(f"storage is for {', '.join(map(repr, given))}, but {algorithm} needs {wanted}")
+    found = {f"storage[{payload!r}]": given[payload] for payload in sorted(needed)}
+    _check_arrays(found)
     return {payload: make_buckets(plan, given[payload]) for payload in sorted(needed)}
+
+
+def _check_arrays(storage: Mapping[str, Sequence[Array]]) -> None:
+    """Check that each item is an array that can be written to, and shares no memory with another one.
+
+    Args:
+        storage: Sequences of arrays, by their names in errors.
+    """
+    placed: list[tuple[int, int, str, Array]] = []
+    for name, flats in storage.items():
+        if not hasattr(flats, "__len__") or not hasattr(flats, "__getitem__"):
+            raise ArrayError(f"{name} is {shown(flats)}, expected a list of flat arrays, one for each bucket")
+        for index in range(len(flats)):
+            item, flat = f"{name}[{index}]", flats[index]
+            value = as_argument("Engine", item, flat)
+            check_writable("Engine", item, flat, value)
+            placed.append((*arrays.extent(value), item, value))
+    before: list[tuple[int, int, str, Array]] = []
+    for start, end, item, value in sorted(placed, key=operator.itemgetter(0)):
+        before = [each for each in before if each[1] > start]
+        for *_, other, found in before:
+            if arrays.share_elements(value, found):
+                raise ArrayError(
+                    f"Engine: {other} and {item} share memory, so that an exchange of one would change the other "
+                    "one; give each bucket memory of its own"
+                )
+        before.append((start, end, item, value))
 
 
 class GivenArrays:
@@ -94,8 +126,10 @@ def tensors_of(plan: Plan) -> set[object]:
 
 
 def copy_tensors(old: Sequence[Bucket], new: Sequence[Bucket]) -> None:
-    """Copy the values of all tensors to the new buckets."""
+    """Copy the values of all tensors to the new buckets, which may be in the memory of the old ones."""
     views = {name: view for bucket in old for name, view in bucket.views.items()}
+    if any(arrays.overlap(a.flat, b.flat) for a in old for b in new):
+        views = {name: view.copy() for name, view in views.items()}
     for bucket in new:
         for name, view in bucket.views.items():
             view[...] = views[name]

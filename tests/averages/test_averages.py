@@ -248,13 +248,13 @@ def test_it_is_one_alltoall_and_one_allgather(p):
     assert run_ranks(p, body, wrap=Recording) == [[("alltoall", p * w), ("allgather", w)]] * p
 
 
-@pytest.mark.parametrize(("p", "count"), [(1, 1000), (4, 0)])
-def test_nothing_moves_where_there_is_nothing_to_do(p, count):
+@pytest.mark.parametrize(("p", "count", "nbytes"), [(1, 1000, []), (4, 0, [0])])
+def test_nothing_moves_where_there_is_nothing_to_do(p, count, nbytes):
     def body(comm):
         quantized_allreduce(comm, np.ones(count, np.float32))
-        return comm.transports[0].calls
+        return [sent for _, sent in comm.transports[0].calls]
 
-    assert run_ranks(p, body, wrap=Recording) == [[]] * p
+    assert run_ranks(p, body, wrap=Recording) == [nbytes] * p
 
 
 # Quantized allreduce: refusals
@@ -608,6 +608,15 @@ def test_arrays_of_different_sizes_raise_on_all_ranks():
 
 
 # Found by trying: what used to go wrong
+
+
+@pytest.mark.parametrize("average", [Quantized(min_bytes=0), Hierarchical(Quantized(min_bytes=0))], ids=str)
+def test_a_rank_whose_array_is_empty_does_not_go_on_alone(average):
+    def body(comm):
+        average.bind(comm)(np.ones(0 if comm.rank == 1 else 5, np.float32))
+
+    with pytest.raises(CommMismatch):
+        run_ranks(3, body, timeout_s=5)
 
 
 def test_hierarchical_keeps_finite_values_finite_on_nodes_of_unequal_size():

@@ -581,6 +581,17 @@ def test_ranks_that_end_long_after_the_others_are_waited_for(tmp_path):
     )
 
 
+def test_an_exception_of_any_thread_completes_saves_before_all_ranks_end(monkeypatch):
+    handler, order = ExitHandler(), []
+    monkeypatch.setattr(handler, "_report", lambda *_: order.append("report"))
+    monkeypatch.setattr(handler.abort, "end_all", lambda *_: order.append("end"))
+    handler.add(SimpleNamespace(leave_first=lambda error: order.append(f"complete after {error}")))
+    handler._on_exception(ValueError, ValueError("main"), None)
+    thread = threading.Thread(name="loader")
+    handler._on_thread_exception(threading.ExceptHookArgs([ValueError, ValueError("thread"), None, thread]))
+    assert order == ["report", "complete after main", "end", "report", "complete after thread", "end"]
+
+
 @pytest.mark.parametrize("attempt", ["0", "1"])
 def test_ranks_that_are_late_after_a_restart_are_no_failure_of_the_program(tmp_path, monkeypatch, attempt):
     """Under `run --restarts`: the machine is busy, since they have connected before."""

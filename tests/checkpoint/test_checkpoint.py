@@ -472,7 +472,7 @@ def test_closing_the_communicator_completes_the_last_checkpoint_and_raises_its_e
 
     def body(comm):
         mine = comm.dup()
-        good = Checkpoints(tmp_path / "good", mine)
+        good = Checkpoints(tmp_path / "good", mine.dup())
         good.save(1, {"x": np.arange(4)})
         bad = Checkpoints(tmp_path / "file" / "bad", mine)
         bad.save(2, {"x": np.arange(4)})
@@ -494,6 +494,12 @@ def test_a_program_that_ends_with_a_save_in_progress_is_warned(tmp_path, capfd):
         checkpoints.save(3, {"x": np.arange(4)})
         checkpoints._at_exit()
         assert "the checkpoint of step 3 in" in capfd.readouterr().err
+        child = os.fork()
+        if child == 0:
+            checkpoints._at_exit()
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert capfd.readouterr().err == ""
         checkpoints.close()
         checkpoints._at_exit()
         assert capfd.readouterr().err == ""
@@ -1037,10 +1043,11 @@ def test_an_exception_outside_of_a_block_completes_the_save_under_mpirun(tmp_pat
     assert load(tmp_path / "checkpoints")[0].step == 5
 
 
-def test_the_end_of_a_communicator_after_an_error_completes_the_save(tmp_path):
+@pytest.mark.parametrize("derive", [lambda comm: comm, lambda comm: comm.split(0).dup()])
+def test_the_end_of_a_communicator_after_an_error_completes_the_save(tmp_path, derive):
     def body(comm):
         with suppress(ValueError, CommError), comm:
-            checkpoints = Checkpoints(tmp_path, comm)
+            checkpoints = Checkpoints(tmp_path, derive(comm))
             checkpoints.save(5, {"x": np.arange(5)})
             raise ValueError("bad day")
         return checkpoints._closed

@@ -254,6 +254,32 @@ def test_storage_must_fit_the_plan():
     run_ranks(1, body)
 
 
+READ_ONLY = np.zeros(4, "f4")
+READ_ONLY.flags.writeable = False
+MEMORY = np.zeros(12, "f4")
+
+
+@pytest.mark.parametrize(
+    ("storage", "message"),
+    [
+        (None, r"storage\['grad'\] is None, expected a list"),
+        ([[0.0] * 4] * 3, r"storage\['grad'\]\[0\]: expected a NumPy"),
+        ([np.zeros(4, "f4"), READ_ONLY, np.zeros(4, "f4")], r"storage\['grad'\]\[1\] is read-only"),
+        ([MEMORY[:4], MEMORY[8:], MEMORY[2:6]], r"\['grad'\]\[0\] and storage\['grad'\]\[2\] share memory"),
+        ({"weight": [MEMORY[8:], *PLAN.allocate()[:2]], "grad": [MEMORY[i : i + 4] for i in (0, 4, 8)]}, "share"),
+    ],
+)
+def test_storage_is_writable_memory_that_no_two_buckets_share(storage, message):
+    algorithm = after(2, GradientAllReduce(), then=Decentralized()) if isinstance(storage, dict) else ByteGrad()
+    with pytest.raises((ArrayError, UnsupportedError), match=message):
+        run_ranks(1, lambda comm: Engine(comm, algorithm, PLAN, storage))
+
+
+def test_storage_may_be_interleaved():
+    memory = np.zeros((4, 3), "f4")
+    run_ranks(1, lambda comm: Engine(comm, GradientAllReduce(), PLAN, list(memory.T)).close())
+
+
 def test_a_dtype_the_algorithm_does_not_take_is_refused_with_the_tensor():
     plan = Plan.pack([TensorSpec("wide", (3,), "float64")])
 
@@ -291,6 +317,16 @@ def test_replan_moves_the_values_along():
 
     for before, moved in run_ranks(2, body):
         assert before == moved == [2] * 4 + [1] * 4 + [0] * 4
+
+
+def test_replan_within_the_same_memory_keeps_the_values():
+    def body(comm):
+        memory = np.repeat(np.float32([0, 1, 2]), 4)
+        with Engine(comm, GradientAllReduce(), PLAN, list(memory.reshape(3, 4))) as engine:
+            engine.replan(Plan.pack(reversed(SPECS), bucket_bytes=1000), [memory])
+            return memory.tolist()
+
+    assert run_ranks(1, body) == [[2] * 4 + [1] * 4 + [0] * 4]
 
 
 def test_state_survives_a_round_trip():

@@ -6,7 +6,7 @@ from mpi4py import MPI
 from support import calls
 
 import bagua_comm
-from bagua_comm import CommMismatch
+from bagua_comm import CommMismatch, quantized_allreduce
 from bagua_comm.testing import run_ranks, sample
 
 pytestmark = pytest.mark.mpi
@@ -104,9 +104,13 @@ def test_other_operations_and_counts_are_found_without_being_asked_to(comm, coun
     if comm.size == 1:
         return  # nobody to differ from
     x = np.zeros((comm.size, count))
+    single = x.astype(np.float32)
     for call in (
         lambda world: world.scan(x, op="sum" if comm.rank == 0 else "max"),
         lambda world: world.scan(x) if comm.rank == 0 else world.exscan(x),
+        lambda world: world.dup() if comm.rank == 0 else world.barrier(),
+        lambda world: world.split(0) if comm.rank == 0 else world.allgather(np.zeros(3, np.int64)),
+        lambda world: quantized_allreduce(world, single[:0] if comm.rank == 0 else single),
         lambda world: world.reduce_scatter(
             x.reshape(-1), counts=[x.size, 0, *[0] * (comm.size - 2)][:: 1 if comm.rank == 0 else -1]
         ),

@@ -244,7 +244,7 @@ class MPITransport(CountedCalls, Transport):
     def dup(self) -> Transport:
         """See `Transport.dup`."""
         group = self.name_new_group(self._endpoint.group)
-        self.barrier()
+        self.agree_on_call("dup", NOTHING)
         return self._derived(self._endpoint.make(self._endpoint.duplicate), group, self.members)
 
     def subgroup(self, ranks: Sequence[int], name: str, host: Transport | None = None) -> Transport:
