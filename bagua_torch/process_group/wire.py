@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch._C._autograd import _enable_record_function, _profiler_enabled
+from torch._C._autograd import _enable_record_function
 
 from bagua_comm import CommAborted, CommError, CommMismatch, CommTimeout, RankFailed
 from bagua_comm.arrays import Array, as_bytes
@@ -60,10 +60,9 @@ def unrecorded(start: Callable[..., Any], *arguments: Any) -> Any:
     """Start an operation of gloo that PyTorch's profiler does not record.
 
     The profiler keeps its record of an operation until the profile ends. An operation that ends later writes into
-    the freed memory; here, the messages that are posted ahead do.
+    the freed memory; here, the messages that are posted ahead do. Whether a profile of another thread records
+    this one as well cannot be asked.
     """
-    if not _profiler_enabled():
-        return start(*arguments)
     _enable_record_function(False)
     try:
         return start(*arguments)
