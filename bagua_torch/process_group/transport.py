@@ -27,6 +27,7 @@ from bagua_comm import (
     kernels,
 )
 from bagua_comm.arrays import Array, dtype_name
+from bagua_comm.bootstrap import environment
 from bagua_comm.deprecation import warn_renamed
 from bagua_comm.transports import Transport
 from bagua_comm.transports.base import COLLECTIVE, POINT_TO_POINT, Channel, Flow, Message
@@ -60,6 +61,8 @@ class RendezvousInfo:
     key: str
     rank: int
     size: int
+    server: int | None = None
+    """The rank whose process serves the store; None if that is none of them, or not known."""
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None) -> RendezvousInfo:
@@ -75,7 +78,14 @@ class RendezvousInfo:
         ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
         key = "bagua/" + hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()
         store = dist.distributed_c10d._get_default_store()
-        return cls(store, f"{key}/{count(store, key, rank)}", rank, len(ranks))
+        server = ranks.index(0) if 0 in ranks and not environment.torchrun_serves() else None
+        return cls(store, f"{key}/{count(store, key, rank)}", rank, len(ranks), server)
+
+    def among(self, ranks: Sequence[int], name: str) -> RendezvousInfo:
+        """The rendezvous of some of these ranks, this one among them, under a new name."""
+        server = ranks.index(self.server) if self.server in ranks else None
+        key = f"{self.key}/{name}"
+        return replace(self, key=key, rank=ranks.index(self.rank), size=len(ranks), server=server)
 
     def open(self, name: str) -> Any:
         """The part of the store under `name`, through a new connection.
@@ -142,7 +152,7 @@ class ProcessGroupTransport(FramedTransport):
         self._channels: list[ProcessGroupTransport] = []  # messages that they have sent may be pending
         self._unchecked = _COMPARED
         if connected is not None:
-            self._gloo, self._verdict = connected._gloo, connected._verdict
+            self._gloo, self._verdict, self._is_channel = connected._gloo, connected._verdict, True
         elif self.size > 1:
             self._connect()
 
@@ -151,7 +161,7 @@ class ProcessGroupTransport(FramedTransport):
 
         def connect() -> Any:
             store = info.open("gloo")
-            self._verdict = Verdict(store)
+            self._verdict = Verdict(store, info.server)
             return dist.ProcessGroupGloo(store, self.rank, self.size, self._timeout)
 
         try:
@@ -280,12 +290,7 @@ class ProcessGroupTransport(FramedTransport):
     def split(self, color: int, key: int) -> Transport:
         """See `Transport.split`."""
         members = self._members(color, key)
-        info = replace(
-            self._rendezvous,
-            key=f"{self._rendezvous.key}/{self._splits}.{color}",
-            rank=members.index(self.rank),
-            size=len(members),
-        )
+        info = self._rendezvous.among(members, f"{self._splits}.{color}")
         self._splits += 1
         child = ProcessGroupTransport(timeout_s=self.timeout_s, rendezvous=info, guard=self._guard)
         child.late = self.late
@@ -294,8 +299,7 @@ class ProcessGroupTransport(FramedTransport):
 
     def subgroup(self, ranks: Sequence[int], name: str, host: Transport | None = None) -> Transport:
         """See `Transport.subgroup`."""
-        key = f"{self._rendezvous.key}/{name}"
-        info = replace(self._rendezvous, key=key, rank=list(ranks).index(self.rank), size=len(ranks))
+        info = self._rendezvous.among(ranks, name)
         return ProcessGroupTransport(timeout_s=self.timeout_s, rendezvous=info, guard=self._guard)
 
     def channel(self) -> Channel:

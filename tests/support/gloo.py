@@ -8,12 +8,12 @@ from bagua_torch import ProcessGroupTransport
 from bagua_torch.process_group.transport import RendezvousInfo
 
 
-def run_threads(size, body, *, timeout_s=30.0):
-    """Return `body(transport)` of each rank. Ranks are threads, with a new store."""
+def run_threads(size, body, *, timeout_s=30.0, server=None):
+    """Return `body(transport)` of each rank. Ranks are threads, with a new store of rank `server`."""
     store = dist.HashStore()
 
     def run(rank):
-        rendezvous = RendezvousInfo(store, "test", rank, size)
+        rendezvous = RendezvousInfo(store, "test", rank, size, server)
         transport = ProcessGroupTransport(timeout_s=timeout_s, rendezvous=rendezvous)
         result = body(transport)
         transport.close()
