@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from bagua_comm import (
     BootstrapError,
+    CommAborted,
     CommError,
     CommMismatch,
     RankFailed,
@@ -322,6 +323,16 @@ class ProcessGroupTransport(FramedTransport):
         for child in self._children:
             child.abort(exit_code)
         self._hang_up()
+
+    def leave(self, reason: str | None = None) -> bool:
+        """See `Transport.leave`. With a reason, it closes all connections, those of subgroups included."""
+        if reason is None:
+            return True
+        if self.size > 1 and self._gloo is not None:
+            self._close_with(CommAborted(f"rank {self.rank} left: {reason}"), post=self._broken is None)
+        for child in self._children:
+            child.leave(reason)
+        return False
 
     def close(self) -> None:
         """Close the connections, once short messages have been received and the other ranks close as well.

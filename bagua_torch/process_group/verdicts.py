@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from bagua_comm import CommMismatch, CommTimeout, RankFailed
+from bagua_comm import CommAborted, CommMismatch, CommTimeout, RankFailed
 from bagua_comm.arrays import Array
 
 ANSWER_S = 5.0
@@ -22,7 +22,7 @@ TEXT_BYTES = 256
 _KEY = "verdict"
 
 
-Shared = CommMismatch | CommTimeout | RankFailed
+Shared = CommAborted | CommMismatch | CommTimeout | RankFailed
 """The errors that a rank gives to all."""
 
 
@@ -78,7 +78,7 @@ def of_same_kind(kind: str, text: str, ranks: Iterable[int]) -> Shared:
     """An error of the class named `kind`."""
     if kind == RankFailed.__name__:
         return RankFailed(text, ranks)
-    return (CommTimeout if kind == CommTimeout.__name__ else CommMismatch)(text)
+    return {each.__name__: each for each in (CommAborted, CommMismatch, CommTimeout)}[kind](text)
 
 
 def as_row(text: str) -> Array:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from support.gloo import run_threads
 
-from bagua_comm import CommMismatch, CommTimeout, Communicator, RankFailed
+from bagua_comm import CommAborted, CommMismatch, CommTimeout, Communicator, RankFailed
 from bagua_comm.transports.base import FIRST_CHANNEL_TAG
 from bagua_torch.process_group.transport import RendezvousInfo
 from bagua_torch.process_group.verdicts import Verdict
@@ -118,3 +118,27 @@ def test_some_ranks_know_which_of_them_serves_the_store():
     everyone = RendezvousInfo(None, "world", 2, 4, server=0)
     assert everyone.among([3, 2, 0], "a") == RendezvousInfo(None, "world/a", 1, 3, server=2)
     assert everyone.among([2, 3], "b") == RendezvousInfo(None, "world/b", 0, 2, server=None)
+
+
+@pytest.mark.parametrize("within", ["the world", "a lane"])
+def test_an_exception_in_a_with_block_ends_the_calls_of_the_others_at_once(within):
+    done = threading.Barrier(3)
+
+    def body(transport):
+        comm = Communicator([transport])
+        lane = comm.lane()
+        comm.barrier()
+        if comm.rank == 1:
+            with pytest.raises(ValueError, match="bad sample"), comm:
+                raise ValueError("bad sample")
+            error = None
+        else:
+            with pytest.raises(CommAborted) as caught:
+                lane.submit(lane.comm.barrier).result() if within == "a lane" else comm.barrier()
+            error = str(caught.value)
+        done.wait(30)  # until then, no rank closes its transport
+        return error
+
+    errors = run_threads(3, body, timeout_s=TIMEOUT_S)
+    assert "rank 0 lost rank 1, which gave up: rank 1 left: ValueError: bad sample" in errors[0]
+    assert "rank 1 left: ValueError: bad sample" in errors[2]
