@@ -388,8 +388,11 @@ class FramedTransport(Transport):
 
     def _lost(self, peer: int | None, peers: str, reason: str) -> CommError:
         """The error for a closed connection: that of the first rank that closed its own, if it has stored one."""
+        lost = [each for each in self.others() if self._is_closed(each)] if peer is None else [peer]
+        if peer is None and lost:  # a collective of gloo does not say which
+            peers = f"rank{'s' * (len(lost) > 1)} {', '.join(map(str, lost))}"
         text = f"rank {self.rank} lost {peers}: it died, left, or gave up after an error of its own ({reason})"
-        error: Shared = RankFailed(text, () if peer is None else (peer,))
+        error: Shared = RankFailed(text, lost)
         first = None
         try:
             first = self._first_error()
