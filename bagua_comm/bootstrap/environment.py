@@ -144,6 +144,11 @@ def torchrun_restarts() -> int:
     return _number_from_torchrun("TORCHELASTIC_MAX_RESTARTS")
 
 
+def torchrun_serves() -> bool:
+    """Whether torchrun serves the store of its processes; otherwise rank 0 does."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
 def torchrun_rendezvous() -> dict[str, str]:
     """Return the environment variables by which processes that torchrun started find each other."""
     names = "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"

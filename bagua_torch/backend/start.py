@@ -82,7 +82,8 @@ def _make_group(opts: Any, options: Any) -> BaguaGroup:
             "backend; call init_process_group('bagua')"
         )
     before = current()
-    world = default_or(lambda: _connect(RendezvousInfo(store, f"bagua/{name}", rank, size), timeout_s))
+    server = None if environment.torchrun_serves() else 0
+    world = default_or(lambda: _connect(RendezvousInfo(store, f"bagua/{name}", rank, size, server), timeout_s))
     if (world.rank, world.size) != (rank, size):
         raise BootstrapError(
             f"the backend bagua: the group has rank {rank} of {size}, but this process is connected as rank "

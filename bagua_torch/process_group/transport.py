@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from bagua_comm import (
     BootstrapError,
+    CommAborted,
     CommError,
     CommMismatch,
     RankFailed,
@@ -27,6 +28,7 @@ from bagua_comm import (
     kernels,
 )
 from bagua_comm.arrays import Array, dtype_name
+from bagua_comm.bootstrap import environment
 from bagua_comm.deprecation import warn_renamed
 from bagua_comm.transports import Transport
 from bagua_comm.transports.base import COLLECTIVE, POINT_TO_POINT, Channel, Flow, Message
@@ -61,6 +63,8 @@ class RendezvousInfo:
     key: str
     rank: int
     size: int
+    server: int | None = None
+    """The rank whose process serves the store; None if that is none of them, or not known."""
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None) -> RendezvousInfo:
@@ -76,7 +80,14 @@ class RendezvousInfo:
         ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
         key = "bagua/" + hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()
         store = dist.distributed_c10d._get_default_store()
-        return cls(store, f"{key}/{count(store, key, rank)}", rank, len(ranks))
+        server = ranks.index(0) if 0 in ranks and not environment.torchrun_serves() else None
+        return cls(store, f"{key}/{count(store, key, rank)}", rank, len(ranks), server)
+
+    def among(self, ranks: Sequence[int], name: str) -> RendezvousInfo:
+        """The rendezvous of some of these ranks, this one among them, under a new name."""
+        server = ranks.index(self.server) if self.server in ranks else None
+        key = f"{self.key}/{name}"
+        return replace(self, key=key, rank=ranks.index(self.rank), size=len(ranks), server=server)
 
     def part(self, connection: Any) -> Any:
         """The part of the store that belongs to this rendezvous, through a connection to the store."""
@@ -139,7 +150,7 @@ class ProcessGroupTransport(FramedTransport):
         self._channels: list[ProcessGroupTransport] = []  # messages that they have sent may be pending
         self._unchecked = _COMPARED
         if connected is not None:
-            self._gloo, self._verdict = connected._gloo, connected._verdict
+            self._gloo, self._verdict, self._is_channel = connected._gloo, connected._verdict, True
         elif self.size > 1:
             self._connect()
 
@@ -148,7 +159,7 @@ class ProcessGroupTransport(FramedTransport):
 
         def connect() -> Any:
             connections = connections_to(info.store)
-            self._verdict = Verdict(info.part(connections.unblocked))
+            self._verdict = Verdict(info.part(connections.unblocked), info.server)
             with connections.one(info.store) as connection:
                 return dist.ProcessGroupGloo(info.part(connection), self.rank, self.size, self._timeout)
 
@@ -278,12 +289,7 @@ class ProcessGroupTransport(FramedTransport):
     def split(self, color: int, key: int) -> Transport:
         """See `Transport.split`."""
         members = self._members(color, key)
-        info = replace(
-            self._rendezvous,
-            key=f"{self._rendezvous.key}/{self._splits}.{color}",
-            rank=members.index(self.rank),
-            size=len(members),
-        )
+        info = self._rendezvous.among(members, f"{self._splits}.{color}")
         self._splits += 1
         child = ProcessGroupTransport(timeout_s=self.timeout_s, rendezvous=info, guard=self._guard)
         child.late = self.late
@@ -292,8 +298,7 @@ class ProcessGroupTransport(FramedTransport):
 
     def subgroup(self, ranks: Sequence[int], name: str, host: Transport | None = None) -> Transport:
         """See `Transport.subgroup`."""
-        key = f"{self._rendezvous.key}/{name}"
-        info = replace(self._rendezvous, key=key, rank=list(ranks).index(self.rank), size=len(ranks))
+        info = self._rendezvous.among(ranks, name)
         return ProcessGroupTransport(timeout_s=self.timeout_s, rendezvous=info, guard=self._guard)
 
     def channel(self) -> Channel:
@@ -316,6 +321,16 @@ class ProcessGroupTransport(FramedTransport):
         for child in self._children:
             child.abort(exit_code)
         self._hang_up()
+
+    def leave(self, reason: str | None = None) -> bool:
+        """See `Transport.leave`. With a reason, it closes all connections, those of subgroups included."""
+        if reason is None:
+            return True
+        if self.size > 1 and self._gloo is not None:
+            self._close_with(CommAborted(f"rank {self.rank} left: {reason}"), post=self._broken is None)
+        for child in self._children:
+            child.leave(reason)
+        return False
 
     def close(self) -> None:
         """Close the connections, once short messages have been received and the other ranks close as well.

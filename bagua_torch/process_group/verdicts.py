@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 
-from bagua_comm import CommMismatch, RankFailed
+from bagua_comm import CommAborted, CommMismatch, CommTimeout, RankFailed
 from bagua_comm.arrays import Array
 
 ANSWER_S = 5.0
@@ -20,43 +22,63 @@ TEXT_BYTES = 256
 _KEY = "verdict"
 
 
+Shared = CommAborted | CommMismatch | CommTimeout | RankFailed
+"""The errors that a rank gives to all."""
+
+
 class Verdict:
     """Why one rank has closed all its connections, so that its peers do not count it as dead.
 
     Args:
         store: The part of the store that belongs to one transport.
+        server: The rank whose process serves the store, if it is a rank of the transport.
     """
 
-    def __init__(self, store: Any) -> None:
-        self._store = store
+    def __init__(self, store: Any, server: int | None = None) -> None:
+        self._store, self.server = store, server
+        self.own: Shared | None = None
+        """The error after which this rank has closed its connections."""
 
-    def post(self, error: CommMismatch | RankFailed) -> None:
+    def post(self, error: Shared) -> None:
         """Store `error` for the peers."""
-        lost = error.ranks if isinstance(error, RankFailed) else None
-        self._ask(lambda: self._store.set(_KEY, json.dumps({"text": str(error), "lost": lost})))
+        lost = error.ranks if isinstance(error, RankFailed) else ()
+        entry = {"error": type(error).__name__, "text": str(error), "lost": lost}
+        with suppress(ConnectionError):
+            self._ask(lambda: self._store.set(_KEY, json.dumps(entry)))
 
-    def read(self) -> CommMismatch | RankFailed | None:
-        """The error that a rank has stored; None if there is none, or the store does not answer."""
+    def read(self) -> Shared | None:
+        """The error that a rank has stored; None if there is none.
+
+        Raises:
+            ConnectionError: The store does not answer.
+        """
         found = self._ask(lambda: self._store.get(_KEY) if self._store.check([_KEY]) else None)
         if found is None:
             return None
-        error = json.loads(found)
-        return CommMismatch(error["text"]) if error["lost"] is None else RankFailed(error["text"], error["lost"])
+        entry = json.loads(found)
+        return of_same_kind(entry["error"], entry["text"], entry["lost"])
 
-    def _ask(self, request: Any) -> Any:
-        """The result of `request`; None if the store is gone. Waits at most `ANSWER_S`."""
+    def _ask(self, request: Callable[[], Any]) -> Any:
+        """The result of `request`. Waits at most `ANSWER_S`."""
         answers: list[Any] = []
 
         def ask() -> None:
-            try:
+            with suppress(RuntimeError):  # the store went with its process
                 answers.append(request())
-            except RuntimeError:
-                return  # the store went with its process
 
         asking = threading.Thread(target=ask, daemon=True)
         asking.start()
         asking.join(ANSWER_S)
-        return answers[0] if answers else None
+        if not answers:
+            raise ConnectionError("the store does not answer")
+        return answers[0]
+
+
+def of_same_kind(kind: str, text: str, ranks: Iterable[int]) -> Shared:
+    """An error of the class named `kind`."""
+    if kind == RankFailed.__name__:
+        return RankFailed(text, ranks)
+    return {each.__name__: each for each in (CommAborted, CommMismatch, CommTimeout)}[kind](text)
 
 
 def as_row(text: str) -> Array:

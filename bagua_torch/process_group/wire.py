@@ -28,16 +28,16 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch._C._autograd import _enable_record_function, _profiler_enabled
+from torch._C._autograd import _enable_record_function
 
 from bagua_comm import CommAborted, CommError, CommMismatch, CommTimeout, RankFailed
 from bagua_comm.arrays import Array, as_bytes
 from bagua_comm.errors import WHICH_CALLS
 from bagua_comm.transports import Transport
-from bagua_comm.transports.base import COLLECTIVE, FIRST_CHANNEL_TAG, POINT_TO_POINT, Message
+from bagua_comm.transports.base import COLLECTIVE, FIRST_CHANNEL_TAG, Message
 
 from .frames import BODY_BYTES, HEADER_BYTES, Frame, rest_of, swaps_of
-from .verdicts import TEXT_BYTES, Verdict, as_row, calls_that_differ
+from .verdicts import TEXT_BYTES, Shared, Verdict, as_row, calls_that_differ, of_same_kind
 from .waiter import BUFFERED_BYTES, Pending, Waiter, wait_for_collective
 
 UNSENT_FRAMES = 64
@@ -45,6 +45,9 @@ UNSENT_FRAMES = 64
 
 _HANG_UP_S = 2.0
 """How long to try to close connections."""
+
+_POST_S = 0.3
+"""How long a rank may take to store why it has given up after a timeout."""
 
 _REST_TAG, _SWAP_TAG, _ABORT_TAG = 4, 8, 9
 """Frames have the tags of messages, 0 to 3; the rest of a one-way message has its tag plus 4."""
@@ -60,10 +63,9 @@ def unrecorded(start: Callable[..., Any], *arguments: Any) -> Any:
     """Start an operation of gloo that PyTorch's profiler does not record.
 
     The profiler keeps its record of an operation until the profile ends. An operation that ends later writes into
-    the freed memory; here, the messages that are posted ahead do.
+    the freed memory; here, the messages that are posted ahead do. Whether a profile of another thread records
+    this one as well cannot be asked.
     """
-    if not _profiler_enabled():
-        return start(*arguments)
     _enable_record_function(False)
     try:
         return start(*arguments)
@@ -71,7 +73,7 @@ def unrecorded(start: Callable[..., Any], *arguments: Any) -> Any:
         _enable_record_function(True)
 
 
-_Verdict = TypeVar("_Verdict", bound=CommMismatch | RankFailed)
+_Error = TypeVar("_Error", bound=Shared)
 
 
 class FramedTransport(Transport):
@@ -89,6 +91,7 @@ class FramedTransport(Transport):
         self._timeout = timedelta(seconds=timeout_s)
         self._gloo: Any = None
         self._verdict: Verdict | None = None
+        self._is_channel = False
         self._leaving = False
         self._number = 0  # of the collective call, the same on all ranks
         self._text = ""  # of the collective call
@@ -145,7 +148,7 @@ class FramedTransport(Transport):
             x = swaps[peer][0] if peer in swaps else None
             head = [out.nbytes, -1 if x is None else x.nbytes, number]
             if frame.head.tolist() != head:
-                last = tag == POINT_TO_POINT and i + 1 == len(recvs) and not works
+                last = tag != COLLECTIVE and i + 1 == len(recvs) and not works
                 raise self._mismatch(peer, tag, frame, head, last)
             if x is not None and x.nbytes > BODY_BYTES:
                 works.append((peer, self._send_rest(peer, _SWAP_TAG, x)))
@@ -273,15 +276,16 @@ class FramedTransport(Transport):
         self._post_ahead(peer, tag, frame)
         return error
 
-    def _close_with(self, error: _Verdict, *, post: bool = True) -> _Verdict:
+    def _close_with(self, error: _Error, *, post: bool = True) -> _Error:
         """Close the connections, so that peers that wait for this rank raise the same error.
 
         Args:
             error: The error.
             post: Whether to store it: no rank has stored one before.
         """
+        self._break(f"a call failed earlier ({type(error).__name__})")
         if not self._leaving and self._verdict is not None:
-            self._break(f"a call failed earlier ({type(error).__name__})")
+            self._verdict.own = self._verdict.own or error
             if post:
                 self._verdict.post(error)
             self._hang_up()
@@ -299,9 +303,8 @@ class FramedTransport(Transport):
         for peer in self.others() if gloo is not None else ():
             # Gloo closes all connections only when a wait times out, and then none on which it is sending.
             while time.monotonic() < until:
-                tensor = torch.empty(1, dtype=torch.uint8)
                 try:
-                    work = unrecorded(gloo.recv, [tensor], peer, _ABORT_TAG)
+                    work = unrecorded(gloo.recv, [_byte()], peer, _ABORT_TAG)
                 except RuntimeError:  # this connection is closed
                     break
                 with contextlib.suppress(RuntimeError):
@@ -355,7 +358,7 @@ class FramedTransport(Transport):
         if self._gloo is None:
             raise RuntimeError("connection closed")
         for each in peers or self.others():
-            unrecorded(self._gloo.recv, [torch.empty(1, dtype=torch.uint8)], each, _ABORT_TAG)
+            unrecorded(self._gloo.recv, [_byte()], each, _ABORT_TAG)
 
     def _translate(self, exc: RuntimeError, peer: int | None) -> CommError:
         """Translate an error of torch.distributed to a `CommError`; the transport cannot be used after it."""
@@ -363,9 +366,11 @@ class FramedTransport(Transport):
         reason = str(exc).split(". This is typically caused")[0]
         error: CommError
         if "pair closure" in reason:
-            error = CommAborted(f"rank {self.rank}: this communicator was aborted while it waited for {peers}")
+            error = self._closed_here(peers)
         elif "timed out" in reason.lower() or "timeout" in reason.lower():
-            error = CommTimeout(f"rank {self.rank} of {self.size} waited {self.limit_s:g} s for {peers}")
+            # Gloo has closed the connections already, except in a collective of its own.
+            text = f"rank {self.rank} of {self.size} waited {self.limit_s:g} s for {peers}"
+            return self._close_with(CommTimeout(text))
         elif "onnection" in reason or "closed" in reason or "Broken pipe" in reason:
             return self._lost(peer, peers, reason)
         else:
@@ -373,16 +378,61 @@ class FramedTransport(Transport):
         self._break(f"a call failed earlier ({type(error).__name__})")
         return error
 
+    def _closed_here(self, peers: str) -> CommError:
+        """The error for connections that this rank has closed: that of the call that did."""
+        own = None if self._verdict is None else self._verdict.own
+        if own is None:
+            return CommAborted(f"rank {self.rank}: this communicator was aborted while it waited for {peers}")
+        text = f"rank {self.rank} gave up while it waited for {peers}, after another call had failed: {own}"
+        return of_same_kind(type(own).__name__, text, getattr(own, "ranks", ()))
+
     def _lost(self, peer: int | None, peers: str, reason: str) -> CommError:
         """The error for a closed connection: that of the first rank that closed its own, if it has stored one."""
-        error: CommMismatch | RankFailed = RankFailed(
-            f"rank {self.rank} lost {peers}: it died, left, or gave up after an error of its own ({reason})",
-            () if peer is None else (peer,),
-        )
-        first = None if self._leaving or self._verdict is None else self._verdict.read()
+        lost = [each for each in self.others() if self._is_closed(each)] if peer is None else [peer]
+        if peer is None and lost:  # a collective of gloo does not say which
+            peers = f"rank{'s' * (len(lost) > 1)} {', '.join(map(str, lost))}"
+        text = f"rank {self.rank} lost {peers}: it died, left, or gave up after an error of its own ({reason})"
+        error: Shared = RankFailed(text, lost)
+        first = None
+        try:
+            first = self._first_error()
+        except ConnectionError:
+            server = self._verdict.server if self._verdict is not None else None
+            if server not in (None, self.rank, peer) and self._is_closed(server):
+                text = f"rank {server}, whose process serves the store, died or left"
+                error = RankFailed(f"rank {self.rank} lost {peers}, which gave up: {text}", (server,))
         if isinstance(first, CommMismatch):
             error = first
-        elif first is not None and self.rank not in first.ranks:
-            error = RankFailed(f"rank {self.rank} lost {peers}, which gave up: {first}", first.ranks)
-        self._break(f"a call failed earlier ({type(error).__name__})")
+        elif first is not None and self.rank not in getattr(first, "ranks", ()):
+            text = f"rank {self.rank} lost {peers}, which gave up: {first}"
+            error = of_same_kind(type(first).__name__, text, getattr(first, "ranks", ()))
+        if self._is_channel:  # the other messages of this rank go on
+            self._break(f"a message failed earlier ({type(error).__name__})")
+            return error
         return self._close_with(error, post=first is None)
+
+    def _first_error(self) -> Shared | None:
+        """The error that a rank has stored for its peers before it closed its connections, if one has.
+
+        Raises:
+            ConnectionError: The store does not answer.
+        """
+        if self._leaving or self._verdict is None:
+            return None
+        found = self._verdict.read()
+        if found is None:  # after a timeout, gloo closes the connections before this library stores the reason
+            time.sleep(_POST_S)
+            found = self._verdict.read()
+        return found
+
+    def _is_closed(self, peer: int) -> bool:
+        """Whether the connection to a peer is closed."""
+        try:
+            self._check_connection(peer)
+        except RuntimeError:
+            return True
+        return False
+
+
+def _byte() -> torch.Tensor:
+    return torch.empty(1, dtype=torch.uint8, device="cpu")  # whatever the default device is

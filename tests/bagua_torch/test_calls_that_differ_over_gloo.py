@@ -156,4 +156,5 @@ def test_the_contents_of_a_store_do_not_outlive_its_process():
         def check(self, keys):
             raise RuntimeError("the store is gone")
 
-    assert Verdict(Gone()).read() is None
+    with pytest.raises(ConnectionError):
+        Verdict(Gone()).read()

@@ -48,7 +48,10 @@ def test_a_rank_that_closes_within_a_long_message_is_reported_at_once(name):
         assert time.monotonic() - start < AT_ONCE_S
         return caught.value
 
-    assert isinstance(run_threads(2, body, timeout_s=TIMEOUT_S)[0], RankFailed)
+    error = run_threads(2, body, timeout_s=TIMEOUT_S)[0]
+    assert isinstance(error, RankFailed)
+    assert error.ranks == (1,)
+    assert "rank 0 lost rank 1" in str(error)
 
 
 def test_ranks_that_wait_for_another_rank_than_the_one_that_closed_learn_of_it_and_which_it_was():

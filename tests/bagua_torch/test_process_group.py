@@ -373,16 +373,16 @@ def test_a_missing_rank_is_a_timeout_on_all_its_peers():
         comm.barrier()
         if comm.rank == 2:
             given_up.wait(30)
-            with pytest.raises(RankFailed) as caught:
+            with pytest.raises(
+                CommTimeout, match=r"rank 2 lost rank 0, which gave up: rank [01] of 3 waited 2 s"
+            ):
                 comm.allreduce(np.ones(5))
-            assert caught.value.ranks
             return
-        with pytest.raises(CommError) as caught:
+        with pytest.raises(CommTimeout) as caught:  # the first rank closes the connections
             comm.allreduce(np.ones(5))
         given_up.wait(30)
-        assert isinstance(caught.value, (CommTimeout, RankFailed))  # the first rank closes the connections
-        if isinstance(caught.value, CommTimeout):
-            assert f"allreduce(float64[5], op=sum) #2: rank {comm.rank} of 3 waited 2 s" in str(caught.value)
+        assert str(caught.value).startswith(f"allreduce(float64[5], op=sum) #2: rank {comm.rank} ")
+        assert "waited 2 s for rank 2" in str(caught.value)
         with pytest.raises(CommAborted, match="a call failed earlier"):
             comm.barrier()
 

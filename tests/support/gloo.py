@@ -8,12 +8,12 @@ from bagua_torch import ProcessGroupTransport
 from bagua_torch.process_group.transport import RendezvousInfo
 
 
-def run_threads(size, body, *, timeout_s=30.0, store=None):
-    """Return `body(transport)` of each rank. Ranks are threads, with this store or a new one."""
+def run_threads(size, body, *, timeout_s=30.0, store=None, server=None):
+    """Return `body(transport)` of each rank. Ranks are threads, with this store or a new one, of rank `server`."""
     store = dist.HashStore() if store is None else store
 
     def run(rank):
-        rendezvous = RendezvousInfo(store, "test", rank, size)
+        rendezvous = RendezvousInfo(store, "test", rank, size, server)
         transport = ProcessGroupTransport(timeout_s=timeout_s, rendezvous=rendezvous)
         result = body(transport)
         transport.close()

@@ -1,0 +1,144 @@
+"""What a failure over gloo means for the other messages and calls of a rank, and which rank errors name."""
+
+import threading
+
+import numpy as np
+import pytest
+from support.gloo import run_threads
+
+from bagua_comm import CommAborted, CommMismatch, CommTimeout, Communicator, RankFailed
+from bagua_comm.transports.base import FIRST_CHANNEL_TAG
+from bagua_torch.process_group.transport import RendezvousInfo
+from bagua_torch.process_group.verdicts import Verdict
+
+TIMEOUT_S = 60.0
+
+
+@pytest.fixture(autouse=True)
+def loopback(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+
+
+def send(channel, x, dest):
+    channel.exchange([(dest, x)], [], tag=FIRST_CHANNEL_TAG)
+
+
+def receive(channel, x, source):
+    channel.exchange([], [(source, x)], tag=FIRST_CHANNEL_TAG)
+
+
+@pytest.mark.parametrize("count", [3, 400_000])
+def test_messages_between_others_go_on_after_a_rank_has_died(count):
+    def body(transport):
+        channels, x = [transport.channel() for _ in range(2)], np.full(count, transport.rank)
+        Communicator([transport]).barrier()
+        if transport.rank == 2:
+            transport.abort()
+            return None
+        if transport.rank == 1:
+            send(channels[0], x, 0)
+            receive(channels[0], x, 0)
+            return x[-1]
+        with pytest.raises(RankFailed) as caught:
+            receive(channels[1], x, 2)
+        assert caught.value.ranks == (2,)
+        receive(channels[0], x, 1)
+        send(channels[0], x + 1, 1)
+        return None
+
+    assert run_threads(3, body, timeout_s=TIMEOUT_S)[1] == 2
+
+
+@pytest.mark.parametrize("count", [3, 400_000])
+def test_a_message_of_another_size_fails_alone(count):
+    def body(transport):
+        comm, channel = Communicator([transport]), transport.channel()
+        if comm.rank == 1:
+            send(channel, np.ones(count), 0)
+            send(channel, np.full(count, 2), 0)
+        elif comm.rank == 0:
+            with pytest.raises(CommMismatch, match=f"expected 8 bytes from rank 1, which sent {8 * count}"):
+                receive(channel, np.ones(1), 1)
+            x = np.empty(count, np.int64)
+            receive(channel, x, 1)
+            assert x[-1] == 2
+        return comm.allreduce(np.ones(1))[0]
+
+    assert run_threads(3, body, timeout_s=TIMEOUT_S) == [3, 3, 3]
+
+
+def test_a_call_whose_connections_a_message_has_closed_says_why():
+    """Gloo closes all connections of a rank when one of its messages is late."""
+
+    def body(transport):
+        channel = transport.channel()
+        Communicator([transport]).barrier()
+        if transport.rank == 0:
+            channel.timeout_s = 0.2
+            with pytest.raises(CommTimeout):
+                receive(channel, np.ones(1), 1)
+        with pytest.raises(CommTimeout, match=r"rank 0 of 2 waited 0\.2 s for rank 1") as caught:
+            transport.exchange([], [(1 - transport.rank, np.ones(1))])
+        return str(caught.value)
+
+    texts = run_threads(2, body, timeout_s=TIMEOUT_S)
+    assert texts[0].startswith(
+        "rank 0 gave up while it waited for rank 1, after another call had failed: rank 0 of"
+    )
+    assert texts[1].startswith("rank 1 lost rank 0, which gave up: rank 0 of")
+
+
+def test_the_rank_that_took_the_store_with_it_is_named(monkeypatch):
+    def ask(*_):
+        raise ConnectionError
+
+    monkeypatch.setattr(Verdict, "_ask", ask)
+    closed, done = threading.Event(), threading.Barrier(3)
+
+    def body(transport):
+        comm, error = Communicator([transport]), None
+        comm.barrier()
+        if comm.rank == 0:
+            transport.abort()
+            closed.set()
+        else:
+            closed.wait(30)
+            with pytest.raises(RankFailed) as caught:
+                comm.recv(np.ones(1), source=comm.rank - 1)
+            error = caught.value
+        done.wait(30)  # until then, no rank closes its transport
+        return error
+
+    errors = run_threads(3, body, timeout_s=TIMEOUT_S, server=0)[1:]
+    assert [error.ranks for error in errors] == [(0,), (0,)]
+    assert "lost rank 1, which gave up: rank 0, whose process serves the store, died or left" in str(errors[1])
+
+
+def test_some_ranks_know_which_of_them_serves_the_store():
+    everyone = RendezvousInfo(None, "world", 2, 4, server=0)
+    assert everyone.among([3, 2, 0], "a") == RendezvousInfo(None, "world/a", 1, 3, server=2)
+    assert everyone.among([2, 3], "b") == RendezvousInfo(None, "world/b", 0, 2, server=None)
+
+
+@pytest.mark.parametrize("within", ["the world", "a lane"])
+def test_an_exception_in_a_with_block_ends_the_calls_of_the_others_at_once(within):
+    done = threading.Barrier(3)
+
+    def body(transport):
+        comm = Communicator([transport])
+        lane = comm.lane()
+        comm.barrier()
+        if comm.rank == 1:
+            with pytest.raises(ValueError, match="bad sample"), comm:
+                raise ValueError("bad sample")
+            error = None
+        else:
+            with pytest.raises(CommAborted) as caught:
+                lane.submit(lane.comm.barrier).result() if within == "a lane" else comm.barrier()
+            error = str(caught.value)
+        done.wait(30)  # until then, no rank closes its transport
+        return error
+
+    errors = run_threads(3, body, timeout_s=TIMEOUT_S)
+    assert "rank 0 lost rank 1, which gave up: rank 1 left: ValueError: bad sample" in errors[0]
+    assert "rank 1 left: ValueError: bad sample" in errors[2]
