@@ -9,7 +9,7 @@ from bagua_torch.process_group.transport import RendezvousInfo
 
 
 def run_threads(size, body, *, timeout_s=30.0, store=None, server=None):
-    """Return `body(transport)` of each rank. Ranks are threads, with this store or a new one, of rank `server`."""
+    """Return `body(transport)` of each rank. Ranks are threads; their store is that of rank `server`."""
     store = dist.HashStore() if store is None else store
 
     def run(rank):
