@@ -35,6 +35,7 @@ from bagua_comm.transports.base import COLLECTIVE, POINT_TO_POINT, Channel, Flow
 
 from ..arrays import as_tensor
 from .frames import BODY_BYTES, swaps_of
+from .sockets import closed_in_children
 from .verdicts import Verdict, messages_that_differ
 from .wire import LEAVING, FramedTransport
 
@@ -163,7 +164,8 @@ class ProcessGroupTransport(FramedTransport):
         def connect() -> Any:
             store = info.open("gloo")
             self._verdict = Verdict(store, info.server)
-            return dist.ProcessGroupGloo(store, self.rank, self.size, self._timeout)
+            with closed_in_children():
+                return dist.ProcessGroupGloo(store, self.rank, self.size, self._timeout)
 
         try:
             self._gloo = connect() if self._guard is None else self._guard(connect)
