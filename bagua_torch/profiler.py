@@ -12,10 +12,9 @@ device from all threads.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial, wraps
-from types import TracebackType
 from typing import Any
 
 from torch.autograd import profiler
@@ -33,14 +32,20 @@ class ProfilerRanges:
         PyTorch has no documented query, and a range of `record_function` costs many microseconds even without a
         profiler. If a version of PyTorch lacks this name, there are no ranges.
         """
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may begin a range, too
         self._profile: object = object()
         """Identifies the profile that runs; None while it ends."""
         self._open_at_the_end: list[Any] = []
 
-    def range(self, name: str, args: Mapping[str, Any]) -> AbstractContextManager[Any]:
-        """Return a range for the calling thread."""
-        return _Range(self, profiler.record_function(label(name, args)))
+    @contextmanager
+    def range(self, name: str, args: Mapping[str, Any]) -> Iterator[None]:
+        """A range of the calling thread, unless the profile ends before it."""
+        record = profiler.record_function(label(name, args))
+        profile = self._begin(record)
+        try:
+            yield
+        finally:
+            self._end(record, profile)
 
     def end_profile(self, end: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap the function that ends a profile: ranges that are open then do not end in the next one."""
@@ -56,14 +61,14 @@ class ProfilerRanges:
 
         return wrapped
 
-    def enter(self, record: Any) -> object:
+    def _begin(self, record: Any) -> object:
         """Begin a range. Returns the profile that shows it; None if there is none."""
         with self._lock:
             if self._profile is not None:
                 record.__enter__()
             return self._profile
 
-    def leave(self, record: Any, profile: object) -> None:
+    def _end(self, record: Any, profile: object) -> None:
         """End a range of a profile.
 
         The thread of a lane may be in a range when the profile ends. The end of the range would write into the
@@ -74,24 +79,6 @@ class ProfilerRanges:
                 record.__exit__(None, None, None)
             elif profile is not None:
                 self._open_at_the_end.append(record)
-
-
-class _Range:
-    """A range of the calling thread, unless the profile ends before it."""
-
-    __slots__ = ("_profile", "_ranges", "_record")
-
-    def __init__(self, ranges: ProfilerRanges, record: Any) -> None:
-        self._ranges, self._record = ranges, record
-        self._profile: object = None
-
-    def __enter__(self) -> None:
-        self._profile = self._ranges.enter(self._record)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._ranges.leave(self._record, self._profile)
 
 
 RANGES = ProfilerRanges()

@@ -35,6 +35,7 @@ from bagua_comm.transports.base import COLLECTIVE, POINT_TO_POINT, Channel, Flow
 
 from ..arrays import as_tensor
 from .frames import BODY_BYTES, swaps_of
+from .sockets import closed_in_children
 from .store import connections_to
 from .verdicts import Verdict, messages_that_differ
 from .wire import LEAVING, FramedTransport
@@ -160,7 +161,7 @@ class ProcessGroupTransport(FramedTransport):
         def connect() -> Any:
             connections = connections_to(info.store)
             self._verdict = Verdict(info.part(connections.unblocked), info.server)
-            with connections.one(info.store) as connection:
+            with closed_in_children(), connections.one(info.store) as connection:
                 return dist.ProcessGroupGloo(info.part(connection), self.rank, self.size, self._timeout)
 
         try:

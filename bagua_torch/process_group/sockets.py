@@ -1,0 +1,73 @@
+"""The sockets of gloo's connections, which the children of this process must not keep open.
+
+A peer notices the death of this process when the kernel closes its connections. A forked child, such as a worker
+of a DataLoader, would keep them open, and the peer would wait for its time limit. Gloo does not give its sockets
+away, so they are found in /proc: those that are new after the ranks have connected.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+_OPEN = Path("/proc/self/fd")
+
+_known: dict[int, str] = {}
+"""By file descriptor: the socket that it was when it was found. It may be another file by now."""
+
+
+@contextmanager
+def closed_in_children() -> Iterator[None]:
+    """Close the TCP sockets that the body opens in later children of this process, forked or started.
+
+    Sockets that another thread opens meanwhile are closed as well. Does nothing without /proc.
+    """
+    before = _sockets()
+    yield
+    after = _sockets()
+    for descriptor in set(_known) - set(after):
+        _known.pop(descriptor, None)
+    for descriptor, name in after.items():
+        if before.get(descriptor) != name and _is_tcp(descriptor):
+            with suppress(OSError):
+                os.set_inheritable(descriptor, False)
+            _known[descriptor] = name
+
+
+def _sockets() -> dict[int, str]:
+    """By file descriptor: the name of each open socket, unique in this host."""
+    found = {}
+    with suppress(OSError):
+        for each in os.listdir(_OPEN):
+            with suppress(OSError):
+                name = os.readlink(_OPEN / each)
+                if name.startswith("socket:"):
+                    found[int(each)] = name
+    return found
+
+
+def _is_tcp(descriptor: int) -> bool:
+    try:
+        with socket.socket(fileno=os.dup(descriptor)) as copy:
+            return copy.family in (socket.AF_INET, socket.AF_INET6) and copy.type == socket.SOCK_STREAM
+    except OSError:
+        return False
+
+
+def _close_in_child() -> None:
+    """Close the known sockets, but keep their file descriptors from being used again: gloo still knows them."""
+    with suppress(OSError):
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for descriptor, name in _known.items():
+            with suppress(OSError):
+                if os.readlink(_OPEN / str(descriptor)) == name:
+                    os.dup2(nothing, descriptor, inheritable=False)
+        os.close(nothing)
+    _known.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_in_child)
