@@ -542,7 +542,7 @@ slow = pytest.mark.slow
         pytest.param(lambda world: world.dup(), "duplicate", id="dup"),
         pytest.param(lambda world: world.dup(), "allgather", id="dup, in the new group", marks=slow),
         pytest.param(lambda world: world.split(0), "_derived", id="split", marks=slow),
-        pytest.param(lambda world: world.lane(), "barrier", id="lane", marks=slow),
+        pytest.param(lambda world: world.lane(), "agree_on_call", id="lane", marks=slow),
     ],
 )
 def test_a_rank_interrupted_while_it_makes_a_group_ends_that_on_all_ranks(comm, monkeypatch, make, place):
