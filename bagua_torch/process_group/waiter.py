@@ -124,7 +124,7 @@ def run_watched(call: Callable[[], T], check: Callable[[], None], check_s: float
             future.set_exception(exc)
 
     threading.Thread(target=work, name="bagua-connect", daemon=True).start()
-    while not wait([future], check_s).done:
+    while wait([future], check_s).not_done:
         check()
     return future.result()
 
