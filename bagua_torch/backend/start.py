@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import _rendezvous_handlers
 
 import bagua_comm
-from bagua_comm import ArrayError, BootstrapError, Communicator
+from bagua_comm import ArrayError, BootstrapError, Communicator, RankFailed
 from bagua_comm.bootstrap import environment
 from bagua_comm.bootstrap.world import current, default_or
 from bagua_comm.lane import InlineLane, Lane, ThreadLane
@@ -20,6 +20,7 @@ from bagua_comm.lane import InlineLane, Lane, ThreadLane
 from ..process_group import ProcessGroupTransport, RendezvousInfo
 from ..process_group.bootstrap import serve_store, use_device
 from ..process_group.transport import count
+from ..process_group.waiter import run_watched
 from .group import BaguaGroup
 from .options import BackendOptions
 
@@ -71,10 +72,11 @@ def _make_group(opts: Any, options: Any) -> BaguaGroup:
     rank, size, timeout_s = opts.group_rank, opts.group_size, opts.timeout.total_seconds()
     name, store = f"{opts.group_id}-{count(opts.store, 'bagua', rank)}", opts.store
     ranks = list(opts.global_ranks_in_group) or list(range(size))
-    wait_for_ranks(store, name, rank, ranks, timeout_s)
     default: Any = dist.group.WORLD
-    if isinstance(default, BaguaGroup):
-        made = default.parent.subgroup(ranks, name)
+    parent = default.parent if isinstance(default, BaguaGroup) else None
+    wait_for_ranks(store, name, rank, ranks, timeout_s, parent)
+    if parent is not None:
+        made = parent.subgroup(ranks, name)
         return BaguaGroup(lane_of(made, timeout_s), made, options=options)
     if default is not None and ranks != list(range(default.size())):
         raise BootstrapError(
@@ -94,7 +96,9 @@ def _make_group(opts: Any, options: Any) -> BaguaGroup:
     return BaguaGroup(lane_of(world.dup(), timeout_s), world, close, options)
 
 
-def wait_for_ranks(store: Any, name: str, rank: int, ranks: Sequence[int], timeout_s: float) -> None:
+def wait_for_ranks(
+    store: Any, name: str, rank: int, ranks: Sequence[int], timeout_s: float, parent: Communicator | None = None
+) -> None:
     """Wait until all ranks of a group have called this.
 
     Collective.
@@ -105,20 +109,41 @@ def wait_for_ranks(store: Any, name: str, rank: int, ranks: Sequence[int], timeo
         rank: This rank in the group.
         ranks: The ranks of the group in the default group.
         timeout_s: How long to wait.
+        parent: A communicator of all ranks of the default group, if it exists.
 
     Raises:
         BootstrapError: Some have not called it. It names them.
+        RankFailed: Some cannot call it any more.
     """
     keys = [f"bagua/{name}/{each}" for each in range(len(ranks))]
     store.set(keys[rank], b"here")
+    group, limit = f"to make the group of ranks {list(ranks)}", timedelta(seconds=timeout_s)
+
+    def missing() -> list[int]:
+        return [each for each, key in zip(ranks, keys, strict=True) if not store.check([key])]
+
+    def check() -> None:
+        if parent is not None and (lost := _lost_among(parent, missing())):
+            text = f"the backend bagua: rank {ranks[rank]} waited for ranks {missing()} {group}"
+            raise RankFailed(f"{text}, but has lost ranks {lost}: they died or left", lost)
+
+    waiting = (
+        store.clone() if hasattr(store, "clone") else store
+    )  # a connection that waits takes no other request
     try:
-        store.wait(keys, timedelta(seconds=timeout_s))
+        run_watched(lambda: waiting.wait(keys, limit), check)
     except RuntimeError as exc:
-        missing = [each for each, key in zip(ranks, keys, strict=True) if not store.check([key])]
-        raise BootstrapError(
-            f"the backend bagua: rank {ranks[rank]} has waited {timeout_s:g} s for ranks {missing} to make the "
-            f"group of ranks {list(ranks)}"
-        ) from exc
+        text = f"the backend bagua: rank {ranks[rank]} has waited {timeout_s:g} s for ranks {missing()} {group}"
+        raise BootstrapError(text) from exc
+
+
+def _lost_among(comm: Communicator, ranks: Sequence[int]) -> list[int]:
+    """Those of these ranks that have died or left."""
+    host = comm.host
+    if isinstance(host, ProcessGroupTransport):
+        return host.lost_among(ranks)
+    error = host.poll_failures(())
+    return [each for each in ranks if each in getattr(error, "ranks", ())]
 
 
 def lane_of(comm: Communicator, timeout_s: float) -> Lane[Communicator]:

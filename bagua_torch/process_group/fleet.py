@@ -24,7 +24,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
-from concurrent.futures import Future, TimeoutError  # noqa: A004 - another one until Python 3.11
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -50,6 +49,7 @@ from .bootstrap import torchrun_store, use_device
 from .failure_detector import FailureDetector
 from .rendezvous import POLL_S, join
 from .store import FleetStore
+from .waiter import run_watched
 
 T = TypeVar("T")
 
@@ -273,23 +273,12 @@ class TorchrunFleet(Fleet):
     def _guarded(self, members: Sequence[int], call: Callable[[], T]) -> T:
         """The result of a call that connects processes; an error if one dies, or a rendezvous starts, meanwhile.
 
-        Gloo waits for a dead process as long as for a late one, and cannot be interrupted. So a thread waits for
-        gloo, and is abandoned if this process detects the death.
+        Gloo waits for a dead process as long as for a late one.
         """
-        future: Future[T] = Future()
-
-        def work() -> None:
-            try:
-                future.set_result(call())
-            except BaseException as exc:
-                future.set_exception(exc)
-
-        threading.Thread(target=work, name="bagua-connect", daemon=True).start()
         others = [each for each in members if each != self.me]
         until_s = time.monotonic() + self.timeout_s + WATCH_S
-        while True:
-            with suppress(TimeoutError):
-                return future.result(timeout=WATCH_S)
+
+        def check() -> None:
             if dead := self._detector.find_dead(others, [self.me]):
                 names = ", ".join(str(self._process(each)) for each in dead)
                 raise RankFailed(f"connect: {names} died meanwhile", [members.index(each) for each in dead])
@@ -297,6 +286,8 @@ class TorchrunFleet(Fleet):
                 raise CommAborted("connect: another process started a rendezvous")
             if time.monotonic() > until_s:
                 raise CommTimeout(f"connect: process {self.me} waited {self.timeout_s:g} s for the others")
+
+        return run_watched(call, check, WATCH_S)
 
     def _abort_pending(self, number: int) -> None:
         """Abort pending operations in all communicators, before round `number`, if that is the next one."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import sys
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -38,6 +38,7 @@ from .frames import BODY_BYTES, swaps_of
 from .sockets import closed_in_children
 from .store import connections_to
 from .verdicts import Verdict, messages_that_differ
+from .waiter import run_watched
 from .wire import LEAVING, FramedTransport
 
 AT_ONCE_BYTES = 1 << 20
@@ -48,6 +49,9 @@ RING_CHUNK_BYTES = 1 << 15
 
 LEAVE_S = 10.0
 """How long `close` waits for the other ranks to close."""
+
+Guard = Callable[[Callable[[], Any]], Any]
+"""Runs a function that connects ranks, and raises an error if one of them has died."""
 
 _NOTHING: Array = np.empty(0, np.uint8)
 
@@ -137,7 +141,7 @@ class ProcessGroupTransport(FramedTransport):
         *,
         timeout_s: float = 300.0,
         rendezvous: RendezvousInfo | None = None,
-        guard: Callable[[Callable[[], Any]], Any] | None = None,
+        guard: Guard | None = None,
         meeting: RendezvousInfo | None = None,
         connected: ProcessGroupTransport | None = None,
     ) -> None:
@@ -292,7 +296,8 @@ class ProcessGroupTransport(FramedTransport):
         members = self._members(color, key)
         info = self._rendezvous.among(members, f"{self._splits}.{color}")
         self._splits += 1
-        child = ProcessGroupTransport(timeout_s=self.timeout_s, rendezvous=info, guard=self._guard)
+        guard = self._guard or self._watching(members)
+        child = ProcessGroupTransport(timeout_s=self.timeout_s, rendezvous=info, guard=guard)
         child.late = self.late
         self._children = [each for each in self._children if each._gloo is not None] + [child]
         return child
@@ -300,7 +305,23 @@ class ProcessGroupTransport(FramedTransport):
     def subgroup(self, ranks: Sequence[int], name: str, host: Transport | None = None) -> Transport:
         """See `Transport.subgroup`."""
         info = self._rendezvous.among(ranks, name)
-        return ProcessGroupTransport(timeout_s=self.timeout_s, rendezvous=info, guard=self._guard)
+        guard = self._guard or self._watching(ranks)
+        return ProcessGroupTransport(timeout_s=self.timeout_s, rendezvous=info, guard=guard)
+
+    def lost_among(self, ranks: Iterable[int]) -> list[int]:
+        """Those of these ranks that have died or left: their connections are closed. Any thread may call it."""
+        return [each for each in ranks if each != self.rank and self._is_closed(each)]
+
+    def _watching(self, members: Sequence[int]) -> Guard:
+        """A guard of the connection of some ranks, which raises `RankFailed` if one of them dies meanwhile."""
+
+        def check() -> None:
+            if lost := self.lost_among(members):
+                names = ", ".join(map(str, lost))
+                text = f"rank {self.rank} lost rank {names} while ranks {list(members)} connected for a group"
+                raise RankFailed(text, lost)
+
+        return lambda connect: run_watched(connect, check)
 
     def channel(self) -> Channel:
         """See `Transport.channel`. It uses the connections of this transport."""

@@ -13,8 +13,11 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 CHECK_S = 0.5
 """How often connections are checked during a wait."""
@@ -105,6 +108,25 @@ class Waiter:
 
     def __del__(self) -> None:
         self.close()
+
+
+def run_watched(call: Callable[[], T], check: Callable[[], None], check_s: float = CHECK_S) -> T:
+    """The result of a call that may wait for a dead process, and cannot be interrupted.
+
+    A thread makes the call. It is abandoned if `check` raises an error, which is called every `check_s` seconds.
+    """
+    future: Future[T] = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as exc:
+            future.set_exception(exc)
+
+    threading.Thread(target=work, name="bagua-connect", daemon=True).start()
+    while wait([future], check_s).not_done:
+        check()
+    return future.result()
 
 
 def wait_for_collective(work: Any, until: float, check: Callable[[], None]) -> None:

@@ -4,10 +4,12 @@ import threading
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 from support.gloo import run_threads
 
 from bagua_comm import CommAborted, CommMismatch, CommTimeout, Communicator, RankFailed
 from bagua_comm.transports.base import FIRST_CHANNEL_TAG
+from bagua_torch.backend.start import wait_for_ranks
 from bagua_torch.process_group.transport import RendezvousInfo
 from bagua_torch.process_group.verdicts import Verdict
 
@@ -142,3 +144,40 @@ def test_an_exception_in_a_with_block_ends_the_calls_of_the_others_at_once(withi
     errors = run_threads(3, body, timeout_s=TIMEOUT_S)
     assert "rank 0 lost rank 1, which gave up: rank 1 left: ValueError: bad sample" in errors[0]
     assert "rank 1 left: ValueError: bad sample" in errors[2]
+
+
+def test_a_rank_that_dies_while_a_group_connects_is_not_waited_for():
+    done = threading.Barrier(3)
+
+    def body(transport):
+        Communicator([transport]).barrier()
+        error = None
+        if transport.rank == 2:
+            transport._members(0, 2)  # the first part of `split`
+            transport.abort()
+        else:
+            with pytest.raises(RankFailed, match=r"lost rank 2 while ranks \[0, 1, 2\] connected") as caught:
+                transport.split(0, transport.rank)
+            error = caught.value
+        done.wait(30)  # until then, no rank closes its transport
+        return error
+
+    assert [error.ranks for error in run_threads(3, body, timeout_s=TIMEOUT_S)[:2]] == [(2,), (2,)]
+
+
+def test_a_new_group_does_not_wait_for_a_dead_rank():
+    store = dist.HashStore()
+
+    def body(transport):
+        comm = Communicator([transport])
+        comm.barrier()
+        if comm.rank == 1:
+            transport.abort()
+            return
+        with pytest.raises(
+            RankFailed, match=r"waited for ranks \[1\] to make the group of ranks \[0, 1\]"
+        ) as caught:
+            wait_for_ranks(store, "pair", 0, [0, 1], TIMEOUT_S, comm)
+        assert caught.value.ranks == (1,)
+
+    run_threads(2, body, timeout_s=TIMEOUT_S)
