@@ -20,7 +20,7 @@ import numpy as np
 from .. import arrays, trace
 from ..arrays import AnyArray, Array
 from ..closing import Closing
-from ..errors import ArrayError, BaguaError, CommError, CommMismatch, UnsupportedError
+from ..errors import ArrayError, BaguaError, CommError, CommMismatch, UnsupportedError, shown
 from ..futures import end_lanes, is_inside
 from ..hooks import Hook, Listener
 from ..lane import InlineLane, Lane, StreamLane, ThreadLane
@@ -358,7 +358,13 @@ class Communicator(Collectives, UnevenCollectives, CoalescedCollectives, ObjectC
             transport.stop(reason)
 
     def abort(self, exit_code: int = 1) -> None:
-        """Abort all ranks: under MPI all processes end with `exit_code`."""
+        """Abort all ranks: under MPI all processes end with `exit_code`, of which a process returns 8 bits.
+
+        Raises:
+            ArrayError: `exit_code` is not an integer.
+        """
+        if not isinstance(exit_code, (int, np.integer)):
+            raise ArrayError(f"abort: exit_code is {shown(exit_code)}, expected an integer")
         self._end_all(exit_code, f"comm.abort({exit_code})")
 
     def _end_all(self, exit_code: int, call: str) -> None:
@@ -366,8 +372,9 @@ class Communicator(Collectives, UnevenCollectives, CoalescedCollectives, ObjectC
         if self.flight.write(left=f"it called {call}, which ends all ranks") is not None:
             text = f"rank {self.rank} of {self.size} called {call}, which ends all ranks"
             print(text, file=sys.stderr, flush=True)
+        code = exit_code and (int(exit_code) & 255 or 1)  # MPI takes none of more than 31 bits
         for transport in self.transports:
-            transport.abort(exit_code)
+            transport.abort(code)
 
     def close(self) -> None:
         """Free the resources of this communicator; closing it again does nothing.

@@ -244,3 +244,19 @@ def test_what_every_rank_gives_is_in_the_message():
                 comm.broadcast(None, root=0)
 
     run_ranks(2, body)
+
+
+@pytest.mark.parametrize(
+    ("code", "passed"), [(0, 0), (3, 3), (np.int64(4), 4), (-1, 255), (256, 1), (2**40 + 2, 2)]
+)
+def test_abort_passes_on_a_code_that_a_process_can_return(monkeypatch, code, passed):
+    codes = []
+    monkeypatch.setattr(LocalTransport, "abort", lambda self, exit_code: codes.append(exit_code))
+
+    def body(comm):
+        with pytest.raises(ArrayError, match="exit_code is 'x', expected an integer"):
+            comm.abort("x")
+        comm.abort(code)
+
+    run_ranks(1, body)
+    assert codes == [passed]
