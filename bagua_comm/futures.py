@@ -9,6 +9,7 @@ from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from weakref import WeakSet
 
 from .errors import CommAborted, CommError
 
@@ -79,9 +80,28 @@ class TaskProblem(NamedTuple):
 
     text: str
     error: BaseException
+    has_ended: bool = True
 
     def __str__(self) -> str:
         return self.text
+
+
+_abandoned: WeakSet[Any] = WeakSet()
+"""Lanes whose tasks nobody can ask for."""
+
+
+def abandon(lane: Any, unasked: Collection[TaskFuture]) -> None:
+    """Report the tasks of a lane no more, since what has submitted them is gone.
+
+    Args:
+        lane: The lane.
+        unasked: Failed tasks whose errors nobody has asked for, also of other lanes.
+    """
+    _abandoned.add(lane)
+    lane.report_to(set())
+    for future in tuple(unasked):
+        if future.group == lane.comm.group:
+            future.note_asked()
 
 
 def is_inside(group: str, of: str) -> bool:
@@ -102,13 +122,13 @@ def end_lanes(lanes: Iterable[Any], unasked: Collection[TaskFuture], group: str)
     problems = []
     for lane in [each for each in tuple(lanes) if is_inside(each.comm.group, group)]:
         names = lane.end_tasks(group)
-        if names:
+        if names and lane not in _abandoned:
             limit_s = min(TASK_END_S, lane.comm.timeout_s)
             text = (
                 f"{group} ends before {', '.join(names)}: no progress for {limit_s:g} s; wait for a lane, or "
                 "close it, before its communicator"
             )
-            problems.append(TaskProblem(text, CommError(text)))
+            problems.append(TaskProblem(text, CommError(text), has_ended=False))
     for future in [each for each in tuple(unasked) if is_inside(each.group, group)]:
         error = future.exception()
         assert error is not None

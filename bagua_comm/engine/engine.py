@@ -121,7 +121,7 @@ class Engine(Live, Closing):
         self._lane.tracer = self._tracer
         self._comm: Communicator = self._lane.comm
         self._weights = EngineWeights(self._comm, storage, compare=self._alone)
-        self._exchanges = Exchanges(self._lane, self._tracer, warn=self._alone)
+        self._exchanges = Exchanges(self._lane, self._tracer, self, warn=self._alone)
         counters, on_device = self._exchanges.counters, isinstance(self._lane, StreamLane)
         order = PointOrder(algorithm) if self._alone else None
         self._progress = Progress(self._tracer, _log, comm.rank, counters, on_device=on_device, order=order)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 import warnings
+import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -33,6 +34,7 @@ from ..algorithms.base import (
 from ..bucket import Bucket
 from ..comm import Communicator
 from ..errors import ArrayError
+from ..futures import abandon
 from ..lane import Lane
 from ..trace import ExchangeCounters, Tracer
 
@@ -43,11 +45,16 @@ class Exchanges:
     Args:
         lane: The lane on which exchanges run, with the communicator that they use.
         tracer: Where their spans go.
+        owner: The engine. Once it is gone, nobody can ask for exchanges under way. None if it stays.
         warn: Whether to warn of tensors that never became ready.
     """
 
-    def __init__(self, lane: Lane[Communicator], tracer: Tracer, *, warn: bool = False) -> None:
+    def __init__(
+        self, lane: Lane[Communicator], tracer: Tracer, owner: object | None = None, *, warn: bool = False
+    ) -> None:
         self.lane, self.tracer = lane, tracer
+        if owner is not None:
+            weakref.finalize(owner, abandon, lane, lane.comm.flight.unasked).atexit = False
         self._warn, self._warned = warn, set[str]()
         self.counters = ExchangeCounters()
         """All exchanges of this rank, and how long training waited for them."""

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from ..comm import Communicator
 from ..errors import CommAborted, CommTimeout
+from ..futures import end_lanes
 from ..transports import LocalTransport, Transport
 from ..transports.local import Hub
 
@@ -54,7 +55,9 @@ def run_ranks(
                 transport = wrap(transport)
             comm = Communicator([transport], nodes=nodes, check=check)
             results[rank] = body(comm)
-            comm._end_lanes()
+            for problem in end_lanes(comm.flight.lanes, comm.flight.unasked, comm.group):
+                if problem.has_ended:
+                    raise problem.error
         except BaseException as exc:
             failures.append((rank, exc))
             hub.abort(f"rank {rank} failed: {type(exc).__name__}: {exc}")

@@ -6,9 +6,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
+from support.waiting import until
 
 from bagua_comm import (
     ArrayError,
+    AsyncModelAverage,
     ByteGrad,
     CommAborted,
     CommMismatch,
@@ -753,3 +755,22 @@ def test_the_memory_that_replan_returns_replaces_what_was_given():
                 new[0] = new[0] - 1
 
     run_ranks(2, body)
+
+
+def test_the_end_of_a_communicator_says_nothing_of_exchanges_of_an_engine_that_is_gone(recwarn):
+    """Rank 1 begins a round that rank 0, whose engine is gone, does not make."""
+
+    def body(comm):
+        engine = make_engine(comm, AsyncModelAverage(interval_s=0, warmup_steps=0))
+        schedule = engine._schedule
+        for _ in range(1 + comm.rank):
+            until(lambda: all(future.done() for future in schedule._under_way))
+            for point in (Point.FORWARD, Point.BACKWARD, Point.STEP):
+                engine.at(point)
+        schedule = None
+        del engine
+        comm.barrier()
+        comm.close()
+
+    run_ranks(2, body, timeout_s=0.5)
+    assert not recwarn.list
