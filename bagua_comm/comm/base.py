@@ -180,11 +180,10 @@ class CommBase(Shared):
 
         `x` must have sum(counts) elements or, if `own`, counts[rank].
         """
-        found = list(counts)
+        found = list(counts) if np.iterable(counts) else []
         if len(found) != self.size or not all(isinstance(n, (int, np.integer)) and n >= 0 for n in found):
-            raise ArrayError(
-                f"{call}: {name} is {found}, expected {self.size} integers of at least 0, numbers of elements"
-            )
+            wanted = f"{self.size} integers of at least 0, numbers of elements"
+            raise ArrayError(f"{call}: {name} is {found or counts}, expected {wanted}")
         if own and x is not None and x.size != found[self.rank]:
             raise ArrayError(
                 f"{call}: x has {x.size} elements, expected {name}[{self.rank}] = {found[self.rank]}"

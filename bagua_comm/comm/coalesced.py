@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 
+import numpy as np
+
 from .. import arrays
 from ..arrays import A, Array, Op, as_real
-from ..errors import ArrayError
+from ..errors import ArrayError, shown
 from ..transports.base import Transport
 from .arguments import check_apart, check_mutable, check_writable, is_same, resolve_output
 from .base import CommBase
@@ -105,7 +107,9 @@ class CoalescedCollectives(CommBase):
 
 
 def _check_list(call: str, xs: object) -> None:
-    """Raise `ArrayError` if `xs` is a mapping, of which only the keys would be seen."""
+    """Raise `ArrayError` if `xs` is no list, or a mapping, of which only the keys would be seen."""
+    if not np.iterable(xs):
+        raise ArrayError(f"{call}: xs is {shown(xs)}, expected a list of arrays")
     if isinstance(xs, Mapping):
         what = f"a {type(xs).__name__}, expected a list of arrays: pass list(xs.values())"
         raise ArrayError(f"{call}: xs is {what}")

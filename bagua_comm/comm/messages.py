@@ -136,7 +136,11 @@ class PointToPoint(CommBase):
         incoming: list[Message] = []
         values: list[Array] = []
         calls: list[Call] = []
-        for side, (peer, x) in [("sends", m) for m in sends] + [("recvs", m) for m in recvs]:
+        try:
+            messages = [("sends", peer, x) for peer, x in sends] + [("recvs", peer, x) for peer, x in recvs]
+        except (TypeError, ValueError) as exc:
+            raise ArrayError(f"{name}: sends and recvs are lists of pairs, (peer, array): {exc}") from exc
+        for side, peer, x in messages:
             array, peer_of = _ARGUMENTS[side] if peers else (side, f"a peer in {side}")
             call = Call(self, name, x, array, timeout_s=timeout_s, **peers).unchecked()
             if side == "recvs":
