@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable
@@ -29,6 +30,7 @@ class TaskFuture(Future[Any]):
         self.name = self.group = ""
         """The name of the task, and of the communicator that it works on."""
         self._unasked: set[TaskFuture] = set()
+        self._process = os.getpid()
 
     def fail(self, error: BaseException, unasked: set[TaskFuture]) -> None:
         """End with an error, in this set as long as nobody has asked for it."""
@@ -38,6 +40,7 @@ class TaskFuture(Future[Any]):
 
     def error(self, timeout: float | None = None) -> BaseException | None:
         """Wait for the error, or None, without asking for it."""
+        self._check_process()
         return super().exception(timeout)
 
     def note_asked(self) -> None:
@@ -46,17 +49,26 @@ class TaskFuture(Future[Any]):
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """See `Future.exception`."""
-        error = super().exception(timeout)
+        error = self.error(timeout)
         self.note_asked()
         return error
 
     def result(self, timeout: float | None = None) -> Any:
         """See `Future.result`."""
+        self._check_process()
         try:
             return super().result(timeout)
         finally:
             if super().done():
                 self.note_asked()
+
+    def _check_process(self) -> None:
+        """Raise `CommError` in a forked child, if it would wait for a thread that only its parent has."""
+        if self._process != os.getpid() and not super().done():
+            raise CommError(
+                f"{self.name or 'a task'}: this process was forked off process {self._process}, which runs the "
+                "task; fork children only if they do not communicate"
+            )
 
     if not TYPE_CHECKING:  # it would hide wrong names from type checkers
 

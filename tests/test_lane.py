@@ -15,6 +15,7 @@ from support.waiting import until
 from bagua_comm import ArrayError, CommAborted, CommError, CommMismatch, CommTimeout
 from bagua_comm import lane as lane_module
 from bagua_comm.bootstrap.rank_exit import ExitHandler
+from bagua_comm.futures import TaskFuture
 from bagua_comm.lane import InlineLane, ThreadLane
 from bagua_comm.testing import run_ranks
 from bagua_comm.trace import NULL, Counters
@@ -330,13 +331,20 @@ def test_close_ends_the_thread_after_a_failure():
 
 @each_lane
 def test_a_forked_child_is_refused_instead_of_waiting_for_the_thread_of_its_parent(make):
-    lane, go_on = make(FakeComm()), threading.Event()
+    lane, go_on, future = make(FakeComm()), threading.Event(), TaskFuture()
     if make is ThreadLane:
-        lane.submit(go_on.wait, PATIENCE_S)
+        future = lane.submit(go_on.wait, PATIENCE_S)
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
-        for use in (lambda: lane.submit(list), lambda: lane.run_or_submit(list), lambda: lane.result(Future())):
+        uses = (
+            lambda: lane.submit(list),
+            lambda: lane.run_or_submit(list),
+            lambda: lane.result(Future()),
+            future.result,
+            future.exception,
+        )
+        for use in uses:
             try:
                 use()
             except CommError as exc:
@@ -345,7 +353,7 @@ def test_a_forked_child_is_refused_instead_of_waiting_for_the_thread_of_its_pare
         os._exit(0)
     os.waitpid(child, 0)
     go_on.set()
-    assert os.read(reader, 100) == b"refused " * 3
+    assert os.read(reader, 100) == b"refused " * 5
     assert lane.comm.closed == 0
     lane.close()
 

@@ -312,7 +312,8 @@ class ExitHandler:
             self._report(error, trace, show, is_default)
             try:
                 for world in tuple(self._worlds):
-                    world.leave_first(error)
+                    with suppress(Exception):  # the next one may have a save under way, too
+                        world.leave_first(error)
             finally:
                 self.abort.end_all(130 if isinstance(error, KeyboardInterrupt) else 1, _text(error))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -20,7 +21,7 @@ from bagua_comm.lane import InlineLane, Lane, ThreadLane
 from ..process_group import ProcessGroupTransport, RendezvousInfo
 from ..process_group.bootstrap import serve_store, use_device
 from ..process_group.transport import count
-from ..process_group.waiter import run_watched
+from ..process_group.waiter import CHECK_S
 from .group import BaguaGroup
 from .options import BackendOptions
 
@@ -117,24 +118,26 @@ def wait_for_ranks(
     """
     keys = [f"bagua/{name}/{each}" for each in range(len(ranks))]
     store.set(keys[rank], b"here")
-    group, limit = f"to make the group of ranks {list(ranks)}", timedelta(seconds=timeout_s)
+    group, until = f"to make the group of ranks {list(ranks)}", time.monotonic() + timeout_s
 
     def missing() -> list[int]:
         return [each for each, key in zip(ranks, keys, strict=True) if not store.check([key])]
 
-    def check() -> None:
-        if parent is not None and (lost := _lost_among(parent, missing())):
-            text = f"the backend bagua: rank {ranks[rank]} waited for ranks {missing()} {group}"
-            raise RankFailed(f"{text}, but has lost ranks {lost}: they died or left", lost)
-
-    waiting = (
-        store.clone() if hasattr(store, "clone") else store
-    )  # a connection that waits takes no other request
-    try:
-        run_watched(lambda: waiting.wait(keys, limit), check)
-    except RuntimeError as exc:
-        text = f"the backend bagua: rank {ranks[rank]} has waited {timeout_s:g} s for ranks {missing()} {group}"
-        raise BootstrapError(text) from exc
+    while True:
+        left_s = until - time.monotonic()
+        try:
+            store.wait(keys, timedelta(seconds=max(min(CHECK_S, left_s), 0.001)))
+            return
+        except dist.DistNetworkError as exc:
+            raise BootstrapError(f"the backend bagua: rank {ranks[rank]} has lost the store, {group}") from exc
+        except RuntimeError as exc:
+            if left_s <= CHECK_S:
+                text = f"has waited {timeout_s:g} s for ranks {missing()} {group}"
+                raise BootstrapError(f"the backend bagua: rank {ranks[rank]} {text}") from exc
+        closed = [] if parent is None else _lost_among(parent, ranks)
+        if closed and (lost := [each for each in missing() if each in closed]):
+            text = f"waited for ranks {missing()} {group}, but has lost ranks {lost}: they died or left"
+            raise RankFailed(f"the backend bagua: rank {ranks[rank]} {text}", lost)
 
 
 def _lost_among(comm: Communicator, ranks: Sequence[int]) -> list[int]:

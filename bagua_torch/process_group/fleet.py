@@ -302,7 +302,8 @@ class TorchrunFleet(Fleet):
         # Device transports first: they notify their peers through the host transport.
         for each in [*transports][::-1]:
             with suppress(CommError):
-                each.leave("a rendezvous started")
+                if not isinstance(each, transport.ProcessGroupTransport):  # it would wait for a store that hangs
+                    each.leave("a rendezvous started")
                 each.abort()
 
     # Beside training --------------------------------------------------------------------------------

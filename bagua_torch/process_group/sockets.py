@@ -21,20 +21,18 @@ _known: dict[int, str] = {}
 
 @contextmanager
 def closed_in_children() -> Iterator[None]:
-    """Close the TCP sockets that the body opens in later children of this process, forked or started.
+    """Close the TCP sockets of gloo that the body opens in later children of this process, forked or started.
 
-    Sockets that another thread opens meanwhile are closed as well. Does nothing without /proc.
+    Gloo's are inheritable; Python's are not, so that those which other threads open meanwhile stay as they are.
+    Does nothing without /proc.
     """
     before = _sockets()
     yield
-    after = _sockets()
-    for descriptor in set(_known) - set(after):
-        _known.pop(descriptor, None)
-    for descriptor, name in after.items():
-        if before.get(descriptor) != name and _is_tcp(descriptor):
-            with suppress(OSError):
+    for descriptor, name in _sockets().items():
+        with suppress(OSError):  # another thread has closed it
+            if before.get(descriptor) != name and os.get_inheritable(descriptor) and _is_tcp(descriptor):
                 os.set_inheritable(descriptor, False)
-            _known[descriptor] = name
+                _known[descriptor] = name
 
 
 def _sockets() -> dict[int, str]:
@@ -50,15 +48,20 @@ def _sockets() -> dict[int, str]:
 
 
 def _is_tcp(descriptor: int) -> bool:
+    copy = os.dup(descriptor)
     try:
-        with socket.socket(fileno=os.dup(descriptor)) as copy:
-            return copy.family in (socket.AF_INET, socket.AF_INET6) and copy.type == socket.SOCK_STREAM
+        found = socket.socket(fileno=copy)
     except OSError:
+        os.close(copy)
         return False
+    with found:
+        return found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM
 
 
 def _close_in_child() -> None:
     """Close the known sockets, but keep their file descriptors from being used again: gloo still knows them."""
+    if not _known:
+        return
     with suppress(OSError):
         nothing = os.open(os.devnull, os.O_RDWR)
         for descriptor, name in _known.items():

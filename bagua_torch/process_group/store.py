@@ -20,7 +20,7 @@ class StoreConnections:
     """The connections of this process to a store, for all its transports.
 
     On one connection, two threads that wait would block each other. A new one for each transport would cost the
-    process that serves the store a descriptor, and a search for the name of the host that it comes from.
+    process that serves the store a descriptor, and a reverse lookup of the name of its host.
     """
 
     def __init__(self, store: Any) -> None:
@@ -53,11 +53,12 @@ def connections_to(store: Any) -> StoreConnections:
     """The connections of this process to `store`, which end with it."""
     with _connecting:
         found = _connections.get(store)
-        if found is None:
-            found = StoreConnections(store)
-            if found.unblocked is not store:  # which it is if the store is in the memory of this process
-                _connections[store] = found
-        return found
+    if found is None:
+        found = StoreConnections(store)
+        if found.unblocked is not store:  # which it is if the store is in the memory of this process
+            with _connecting:
+                found = _connections.setdefault(store, found)
+    return found
 
 
 class FleetStore:

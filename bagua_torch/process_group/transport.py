@@ -39,7 +39,7 @@ from .sockets import closed_in_children
 from .store import connections_to
 from .verdicts import Verdict, messages_that_differ
 from .waiter import run_watched
-from .wire import LEAVING, FramedTransport
+from .wire import LEAVING, FramedTransport, named
 
 AT_ONCE_BYTES = 1 << 20
 """If each rank then receives no more than this, an allreduce sends whole arrays to all ranks, in one round."""
@@ -296,17 +296,21 @@ class ProcessGroupTransport(FramedTransport):
         members = self._members(color, key)
         info = self._rendezvous.among(members, f"{self._splits}.{color}")
         self._splits += 1
-        guard = self._guard or self._watching(members)
-        child = ProcessGroupTransport(timeout_s=self.timeout_s, rendezvous=info, guard=guard)
+        child = self._connected(info, members)
         child.late = self.late
-        self._children = [each for each in self._children if each._gloo is not None] + [child]
         return child
 
     def subgroup(self, ranks: Sequence[int], name: str, host: Transport | None = None) -> Transport:
         """See `Transport.subgroup`."""
-        info = self._rendezvous.among(ranks, name)
-        guard = self._guard or self._watching(ranks)
-        return ProcessGroupTransport(timeout_s=self.timeout_s, rendezvous=info, guard=guard)
+        return self._connected(self._rendezvous.among(ranks, name), ranks)
+
+    def _connected(self, info: RendezvousInfo, members: Sequence[int]) -> ProcessGroupTransport:
+        """A transport of some of these ranks, which this one aborts and closes with itself."""
+        guard = self._guard or self._watching(members)
+        child = ProcessGroupTransport(timeout_s=self.timeout_s, rendezvous=info, guard=guard)
+        child._guard = self._guard  # its own groups watch its own connections
+        self._children = [each for each in self._children if each._gloo is not None] + [child]
+        return child
 
     def lost_among(self, ranks: Iterable[int]) -> list[int]:
         """Those of these ranks that have died or left: their connections are closed. Any thread may call it."""
@@ -317,8 +321,7 @@ class ProcessGroupTransport(FramedTransport):
 
         def check() -> None:
             if lost := self.lost_among(members):
-                names = ", ".join(map(str, lost))
-                text = f"rank {self.rank} lost rank {names} while ranks {list(members)} connected for a group"
+                text = f"rank {self.rank} lost {named(lost)} while ranks {list(members)} connected for a group"
                 raise RankFailed(text, lost)
 
         return lambda connect: run_watched(connect, check)
@@ -349,7 +352,7 @@ class ProcessGroupTransport(FramedTransport):
         if reason is None:
             return True
         if self.size > 1 and self._gloo is not None:
-            self._close_with(CommAborted(f"rank {self.rank} left: {reason}"), post=self._broken is None)
+            self._close_with(CommAborted(f"rank {self.rank} left: {reason}"))
         for child in self._children:
             child.leave(reason)
         return False

@@ -22,7 +22,7 @@ TEXT_BYTES = 256
 _KEY = "verdict"
 
 
-Shared = CommAborted | CommMismatch | CommTimeout | RankFailed
+SharedError = CommAborted | CommMismatch | CommTimeout | RankFailed
 """The errors that a rank gives to all."""
 
 
@@ -36,17 +36,17 @@ class Verdict:
 
     def __init__(self, store: Any, server: int | None = None) -> None:
         self._store, self.server = store, server
-        self.own: Shared | None = None
+        self.own: SharedError | None = None
         """The error after which this rank has closed its connections."""
 
-    def post(self, error: Shared) -> None:
-        """Store `error` for the peers."""
+    def post(self, error: SharedError) -> None:
+        """Store `error` for the peers, unless another rank has stored one: the first is the cause."""
         lost = error.ranks if isinstance(error, RankFailed) else ()
         entry = {"error": type(error).__name__, "text": str(error), "lost": lost}
         with suppress(ConnectionError):
-            self._ask(lambda: self._store.set(_KEY, json.dumps(entry)))
+            self._ask(lambda: self._store.compare_set(_KEY, "", json.dumps(entry)))
 
-    def read(self) -> Shared | None:
+    def read(self) -> SharedError | None:
         """The error that a rank has stored; None if there is none.
 
         Raises:
@@ -74,7 +74,7 @@ class Verdict:
         return answers[0]
 
 
-def of_same_kind(kind: str, text: str, ranks: Iterable[int]) -> Shared:
+def of_same_kind(kind: str, text: str, ranks: Iterable[int]) -> SharedError:
     """An error of the class named `kind`."""
     if kind == RankFailed.__name__:
         return RankFailed(text, ranks)

@@ -37,7 +37,7 @@ from bagua_comm.transports import Transport
 from bagua_comm.transports.base import COLLECTIVE, FIRST_CHANNEL_TAG, Message
 
 from .frames import BODY_BYTES, HEADER_BYTES, Frame, rest_of, swaps_of
-from .verdicts import TEXT_BYTES, Shared, Verdict, as_row, calls_that_differ, of_same_kind
+from .verdicts import TEXT_BYTES, SharedError, Verdict, as_row, calls_that_differ, of_same_kind
 from .waiter import BUFFERED_BYTES, Pending, Waiter, wait_for_collective
 
 UNSENT_FRAMES = 64
@@ -66,14 +66,14 @@ def unrecorded(start: Callable[..., Any], *arguments: Any) -> Any:
     the freed memory; here, the messages that are posted ahead do. Whether a profile of another thread records
     this one as well cannot be asked.
     """
-    _enable_record_function(False)
     try:
+        _enable_record_function(False)
         return start(*arguments)
     finally:
         _enable_record_function(True)
 
 
-_Error = TypeVar("_Error", bound=Shared)
+_Error = TypeVar("_Error", bound=SharedError)
 
 
 class FramedTransport(Transport):
@@ -276,18 +276,12 @@ class FramedTransport(Transport):
         self._post_ahead(peer, tag, frame)
         return error
 
-    def _close_with(self, error: _Error, *, post: bool = True) -> _Error:
-        """Close the connections, so that peers that wait for this rank raise the same error.
-
-        Args:
-            error: The error.
-            post: Whether to store it: no rank has stored one before.
-        """
+    def _close_with(self, error: _Error) -> _Error:
+        """Close the connections, so that peers that wait for this rank raise the same error."""
         self._break(f"a call failed earlier ({type(error).__name__})")
         if not self._leaving and self._verdict is not None:
             self._verdict.own = self._verdict.own or error
-            if post:
-                self._verdict.post(error)
+            self._verdict.post(error)
             self._hang_up()
         return error
 
@@ -390,9 +384,9 @@ class FramedTransport(Transport):
         """The error for a closed connection: that of the first rank that closed its own, if it has stored one."""
         lost = [each for each in self.others() if self._is_closed(each)] if peer is None else [peer]
         if peer is None and lost:  # a collective of gloo does not say which
-            peers = f"rank{'s' * (len(lost) > 1)} {', '.join(map(str, lost))}"
+            peers = named(lost)
         text = f"rank {self.rank} lost {peers}: it died, left, or gave up after an error of its own ({reason})"
-        error: Shared = RankFailed(text, lost)
+        error: SharedError = RankFailed(text, lost)
         first = None
         try:
             first = self._first_error()
@@ -409,9 +403,9 @@ class FramedTransport(Transport):
         if self._is_channel:  # the other messages of this rank go on
             self._break(f"a message failed earlier ({type(error).__name__})")
             return error
-        return self._close_with(error, post=first is None)
+        return self._close_with(error)
 
-    def _first_error(self) -> Shared | None:
+    def _first_error(self) -> SharedError | None:
         """The error that a rank has stored for its peers before it closed its connections, if one has.
 
         Raises:
@@ -432,6 +426,11 @@ class FramedTransport(Transport):
         except RuntimeError:
             return True
         return False
+
+
+def named(ranks: Sequence[int]) -> str:
+    """Ranks, in an error."""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def _byte() -> torch.Tensor:

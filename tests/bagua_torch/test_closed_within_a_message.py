@@ -76,7 +76,8 @@ def test_ranks_that_wait_for_another_rank_than_the_one_that_closed_learn_of_it_a
 
     errors = run_threads(4, body, timeout_s=TIMEOUT_S)
     assert [error.ranks for error in errors if error is not None] == [(1,)] * 3
-    assert "rank 2 lost rank 0, which gave up: rank 0 lost rank 1: it died, left" in str(errors[2])
+    assert "rank 2 lost rank" in str(errors[2])
+    assert "lost rank 1: it died, left" in str(errors[2])  # found by itself, or by rank 0
 
 
 class Work:

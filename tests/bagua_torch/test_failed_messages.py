@@ -122,13 +122,18 @@ def test_some_ranks_know_which_of_them_serves_the_store():
     assert everyone.among([2, 3], "b") == RendezvousInfo(None, "world/b", 0, 2, server=None)
 
 
-@pytest.mark.parametrize("within", ["the world", "a lane"])
+@pytest.mark.parametrize("within", ["the world", "a lane", "a subgroup"])
 def test_an_exception_in_a_with_block_ends_the_calls_of_the_others_at_once(within):
     done = threading.Barrier(3)
 
     def body(transport):
         comm = Communicator([transport])
-        lane = comm.lane()
+        lane, everyone = comm.lane(), comm.subgroup([0, 1, 2], "everyone")
+        calls = {
+            "the world": comm.barrier,
+            "a lane": lambda: lane.submit(lane.comm.barrier).result(),
+            "a subgroup": everyone.barrier,
+        }
         comm.barrier()
         if comm.rank == 1:
             with pytest.raises(ValueError, match="bad sample"), comm:
@@ -136,7 +141,7 @@ def test_an_exception_in_a_with_block_ends_the_calls_of_the_others_at_once(withi
             error = None
         else:
             with pytest.raises(CommAborted) as caught:
-                lane.submit(lane.comm.barrier).result() if within == "a lane" else comm.barrier()
+                calls[within]()
             error = str(caught.value)
         done.wait(30)  # until then, no rank closes its transport
         return error
@@ -146,13 +151,19 @@ def test_an_exception_in_a_with_block_ends_the_calls_of_the_others_at_once(withi
     assert "rank 1 left: ValueError: bad sample" in errors[2]
 
 
-def test_a_rank_that_dies_while_a_group_connects_is_not_waited_for():
-    done = threading.Barrier(3)
+@pytest.mark.parametrize("of_a_group", [False, True])
+def test_a_rank_that_dies_while_a_group_connects_is_not_waited_for(of_a_group):
+    first = int(of_a_group)  # of the ranks in the group
+    done = threading.Barrier(3 + first)
 
     def body(transport):
         Communicator([transport]).barrier()
         error = None
-        if transport.rank == 2:
+        if of_a_group:
+            transport = transport.split(int(transport.rank > 0), transport.rank)
+        if transport.size == 1:
+            pass
+        elif transport.rank == 2:
             transport._members(0, 2)  # the first part of `split`
             transport.abort()
         else:
@@ -162,7 +173,8 @@ def test_a_rank_that_dies_while_a_group_connects_is_not_waited_for():
         done.wait(30)  # until then, no rank closes its transport
         return error
 
-    assert [error.ranks for error in run_threads(3, body, timeout_s=TIMEOUT_S)[:2]] == [(2,), (2,)]
+    errors = run_threads(3 + first, body, timeout_s=TIMEOUT_S)[first : first + 2]
+    assert [error.ranks for error in errors] == [(2,), (2,)]
 
 
 def test_a_new_group_does_not_wait_for_a_dead_rank():

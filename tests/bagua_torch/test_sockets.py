@@ -1,6 +1,7 @@
 """Children of a rank do not keep its connections open when it dies."""
 
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -37,7 +38,7 @@ def test_a_forked_child_that_outlives_its_rank_does_not_hide_its_death():
                 child = os.fork()
             if child == 0:
                 os.close(ends[1])
-                os.read(ends[0], 1)  # until the parent closes the other end
+                select.select([ends[0]], [], [], 3 * TIMEOUT_S)  # until the parent closes the other end
                 os._exit(0)
             transport.abort()
             return lambda: (os.close(ends[1]), os.close(ends[0]), os.waitpid(child, 0))
