@@ -11,9 +11,8 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 
-_OPEN = Path("/proc/self/fd")
+_OPEN = "/proc/self/fd"
 
 _known: dict[int, str] = {}
 """By file descriptor: the socket that it was when it was found. It may be another file by now."""
@@ -26,25 +25,27 @@ def closed_in_children() -> Iterator[None]:
     Gloo's are inheritable; Python's are not, so that those which other threads open meanwhile stay as they are.
     Does nothing without /proc.
     """
-    before = _sockets()
+    before = _descriptors()
     yield
-    for descriptor, name in _sockets().items():
+    for descriptor in _descriptors() - before:
         with suppress(OSError):  # another thread has closed it
-            if before.get(descriptor) != name and os.get_inheritable(descriptor) and _is_tcp(descriptor):
+            name = _name_of(descriptor)
+            if name.startswith("socket:") and os.get_inheritable(descriptor) and _is_tcp(descriptor):
                 os.set_inheritable(descriptor, False)
                 _known[descriptor] = name
 
 
-def _sockets() -> dict[int, str]:
-    """By file descriptor: the name of each open socket, unique in this host."""
-    found = {}
-    with suppress(OSError):
-        for each in os.listdir(_OPEN):
-            with suppress(OSError):
-                name = os.readlink(_OPEN / each)
-                if name.startswith("socket:"):
-                    found[int(each)] = name
-    return found
+def _descriptors() -> set[int]:
+    """The open file descriptors; none without /proc."""
+    try:
+        return {int(each) for each in os.listdir(_OPEN)}
+    except OSError:
+        return set()
+
+
+def _name_of(descriptor: int) -> str:
+    """The name of an open file; that of a socket is unique in this host."""
+    return os.readlink(f"{_OPEN}/{descriptor}")
 
 
 def _is_tcp(descriptor: int) -> bool:
@@ -66,7 +67,7 @@ def _close_in_child() -> None:
         nothing = os.open(os.devnull, os.O_RDWR)
         for descriptor, name in _known.items():
             with suppress(OSError):
-                if os.readlink(_OPEN / str(descriptor)) == name:
+                if _name_of(descriptor) == name:
                     os.dup2(nothing, descriptor, inheritable=False)
         os.close(nothing)
     _known.clear()

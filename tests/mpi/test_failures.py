@@ -542,15 +542,20 @@ slow = pytest.mark.slow
         pytest.param(lambda world: world.dup(), "duplicate", id="dup"),
         pytest.param(lambda world: world.dup(), "allgather", id="dup, in the new group", marks=slow),
         pytest.param(lambda world: world.split(0), "_derived", id="split", marks=slow),
-        pytest.param(lambda world: world.lane(), "agree_on_call", id="lane", marks=slow),
+        pytest.param(lambda world: world.lane(), "rows_of_all", id="lane", marks=slow),
     ],
 )
 def test_a_rank_interrupted_while_it_makes_a_group_ends_that_on_all_ranks(comm, monkeypatch, make, place):
     monkeypatch.setattr(tuning, "GRACE_S", 0.05)
     with world_of(comm, timeout_s=30) as (world, last):
         if comm.rank == last:
-            owner = mpi_transport.MPITransport if place == "allgather" else world.transports[0]
-            owner = world.transports[0]._endpoint if place == "duplicate" else owner
+            transport = world.transports[0]
+            owners = {
+                "allgather": mpi_transport.MPITransport,
+                "duplicate": transport._endpoint,
+                "rows_of_all": transport._small,
+            }
+            owner = owners.get(place, transport)
             interrupted_after(monkeypatch, owner, place, lambda: make(world))
         else:
             start = time.monotonic()
