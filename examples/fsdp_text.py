@@ -1,8 +1,8 @@
 """Train a character-level transformer with PyTorch's fully_shard, its shards exchanged in fewer bits.
 
-    torchrun --nproc-per-node 4 examples/fsdp_text.py
+    torchrun --nproc-per-node 2 examples/fsdp_text.py
     bagua run -n 4 examples/fsdp_text.py --reduce feedback --gather two-levels
-    torchrun --nproc-per-node 4 examples/fsdp_text.py --reduce exact --gather exact
+    torchrun --nproc-per-node 2 examples/fsdp_text.py --reduce exact --gather exact
 
 The text is that of some modules of Python's standard library. Each rank keeps a shard of all parameters,
 gradients and optimizer states.

@@ -1,7 +1,6 @@
 """Train a mixture of experts on scikit-learn's digits (1,797 images, 8 x 8), and a dense model.
 
-    bagua run -n 2 examples/moe.py --epochs 4 --plot loads.png
-    torchrun --nproc-per-node 2 examples/moe.py --epochs 4 --balance loss
+    torchrun --nproc-per-node 2 examples/moe.py --epochs 4 --balance loss --plot loads.png
 
 Both models have the same layers, except one in the middle: each token passes through k experts out of many, or
 through one dense layer k times as wide, and so through equally many weights. The experts are split over the

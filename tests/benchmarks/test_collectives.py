@@ -295,13 +295,13 @@ def test_two_ranks_overhead_is_the_difference_to_mpi4py():
 
 @pytest.mark.slow
 @needs_mpirun
-@pytest.mark.parametrize(("ranks", "expected"), [(3, {"mpi4py", "gloo", "ring"}), (2, set(rivals.RIVALS))])
-def test_all_rivals_are_right_and_have_their_place_in_the_report(tmp_path, ranks, expected):
+def test_all_rivals_are_right_and_have_their_place_in_the_report(tmp_path):
+    expected = set(rivals.RIVALS)
     needs.package("torch")
     path = tmp_path / "network.json"
     beside = ["--beside", ",".join(rivals.RIVALS), "--label", "here", "--json", path]
     operations = ["allreduce", "quantized_allreduce", "reduce_scatter", "allgather", "alltoall"]
-    lines = run(*operations, *beside, "-b", 400, "-e", 400, "-n", 2, "-w", 1, "-o", "avg", ranks=ranks)
+    lines = run(*operations, *beside, "-b", 400, "-e", 400, "-n", 2, "-w", 1, "-o", "avg", ranks=2)
 
     assert comments(lines).count("Out of bounds values : 0 OK") == len(operations)
     results = {result["operation"]: result["forms"] for result in json.loads(path.read_text())["results"]}
