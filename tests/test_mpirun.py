@@ -21,7 +21,7 @@ def imports(file, modules):
     [
         (2, "quick"),
         pytest.param(3, "failing", marks=pytest.mark.slow),
-        *(pytest.param(ranks, "working", marks=pytest.mark.slow) for ranks in (1, 2, 3, 4, 8)),
+        *(pytest.param(ranks, "working", marks=pytest.mark.slow) for ranks in (1, 2, 3, 4)),
     ],
 )
 def test_mpi_suite(ranks, part):
@@ -34,10 +34,8 @@ def test_mpi_suite(ranks, part):
     files = [file for file in sorted(MPI_TESTS.glob("test_*.py")) if not imports(file, unwanted)]
     failing = MPI_TESTS / "test_failures.py"  # most of the time there is spent waiting
     files = [failing] if part == "failing" else [file for file in files if file != failing]
-    if ranks == 8:  # four to a core: the transport alone
-        files = [MPI_TESTS / "test_mpi.py"]
     plugins = ["--disable-plugin-autoload", "-p", "pytest_mpi", "-p", "pytest_timeout", "-p", "no:cacheprovider"]
-    which = ["-m", "not gpu and not slow" if part == "quick" or ranks == 8 else "not gpu"]
+    which = ["-m", "not gpu and not slow" if part == "quick" else "not gpu"]
 
     result = run_python(ranks, "-m", "pytest", *plugins, "--with-mpi", "-q", "-x", *which, *files, timeout_s=280)
 

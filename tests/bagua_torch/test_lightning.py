@@ -377,7 +377,7 @@ def test_a_traceback_is_shown_although_torch_distributed_has_a_hook(tmp_path):
     ("start", "package", "programs"),
     [
         (run_python, "lightning", ["resume", "weights", "failing", "fabric"]),
-        (torchrun, "pytorch_lightning", ["equal", "norms", "unfreezing", "fabric"]),
+        (torchrun, "pytorch_lightning", ["equal", "norms", "unfreezing"]),
     ],
     ids=["mpirun-lightning", "torchrun-pytorch_lightning"],
 )
