@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+from collections.abc import Mapping
 
 from ..errors import BootstrapError
 from ..processes import slurm_step
@@ -144,9 +145,9 @@ def torchrun_restarts() -> int:
     return _number_from_torchrun("TORCHELASTIC_MAX_RESTARTS")
 
 
-def torchrun_serves() -> bool:
-    """Whether torchrun serves the store of its processes; otherwise rank 0 does."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+def torchrun_serves(variables: Mapping[str, str] = os.environ) -> bool:
+    """Whether torchrun serves the store of its processes, by environment variables; otherwise rank 0 does."""
+    return variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def torchrun_rendezvous() -> dict[str, str]:

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from bagua_comm.bootstrap import environment
+
 LOOPBACK = "127.0.0.1"
 
 _ANY_PORT = 9
@@ -80,7 +82,7 @@ def master_address(variables: Mapping[str, str]) -> str | None:
     MASTER_ADDR may be "localhost" on the host of rank 0, and another name elsewhere; or it may be that of a
     gateway.
     """
-    if variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or variables.get("RANK") != "0":
+    if environment.torchrun_serves(variables) or variables.get("RANK") != "0":
         return None
     name = variables.get("MASTER_ADDR", "")
     on_one_host = variables.get("LOCAL_WORLD_SIZE") == variables.get("WORLD_SIZE")

@@ -112,9 +112,9 @@ class ProcessGroupTransport(FramedTransport):
 
     When `exchange` returns, long messages have been received, but short ones may still be on their way: `close`
     waits for them, the end of the process does not. The transport cannot be used after an error. A timeout,
-    `abort`, and an exception from a signal handler in a call close its connections, so that peers that wait for
-    this rank fail at once. They also fail at once when its process ends. If ranks make different collective
-    calls, all of them raise the same `CommMismatch`.
+    the loss of a peer, `abort`, and an exception from a signal handler in a call close its connections, so that
+    peers that wait for this rank fail at once. They also fail at once when its process ends. If ranks make
+    different collective calls, all of them raise the same `CommMismatch`.
 
     Args:
         group: The process group; the default one if None.
