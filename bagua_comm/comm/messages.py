@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -12,7 +13,7 @@ from ..arrays import A, AnyArray, Array
 from ..errors import ArrayError, UnsupportedError
 from ..transports.base import Message, Move, Transport
 from . import packets
-from .arguments import Output, check_writable
+from .arguments import Output, check_writable, is_same
 from .base import CommBase
 from .call import Call
 from .prepared import Fills, run_if_known
@@ -102,26 +103,32 @@ class PointToPoint(CommBase):
         Between two ranks, messages match in the order of the lists; they also match `send` and `recv`. A message
         whose peer is None is left out.
 
-        On a ring of two ranks, both neighbours are the same rank. List each receive at the
-        position of the send that it answers: with sends=[(up, ...), (down, ...)], recvs=[(down, ...), (up, ...)].
+        Two arrays of one size to a rank and two from it are refused, unless the two to it are the same array:
+        only their order tells them apart, and it is easily wrong on a ring of one or two ranks, where both
+        neighbours are one rank. There, make one call for each direction, as below.
 
         Raises:
-            ArrayError: A peer is not a rank, or an array to receive into cannot be written to or overlaps another
-                one.
+            ArrayError: A peer is not a rank; or an array to receive into cannot be written to or overlaps another
+                one; or only the order of messages tells them apart. Raised on the ranks that pass them.
             CommMismatch: The sizes of a message and of the array that receives it differ.
             UnsupportedError: No transport takes such arrays.
 
         >>> from bagua_comm.testing import run_ranks
-        >>> def body(comm):   # the halo of each rank of a ring
+        >>> def body(comm):   # the halo of each rank of a ring, of any size
         ...     up, down = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
         ...     column = np.array([-1, 10 * comm.rank, 10 * comm.rank + 1, -1])
         ...     top, bottom = column[1:2], column[2:3]
-        ...     comm.exchange([(up, top), (down, bottom)], [(down, column[3:]), (up, column[:1])])
+        ...     comm.exchange([(up, top)], [(down, column[3:])])
+        ...     comm.exchange([(down, bottom)], [(up, column[:1])])
         ...     return column.tolist()
         >>> run_ranks(2, body)
         [[11, 0, 1, 10], [1, 10, 11, 0]]
         """
         self._exchange("exchange", sends, recvs, timeout_s)
+
+    def _exchange_in_order(self, sends: Sequence[MaybeMessage], recvs: Sequence[MaybeMessage]) -> None:
+        """As `exchange`, but with any messages, which match in the order of the lists."""
+        self._exchange("exchange", sends, recvs, None, in_order=True)
 
     def _exchange(
         self,
@@ -129,6 +136,8 @@ class PointToPoint(CommBase):
         sends: Sequence[MaybeMessage],
         recvs: Sequence[MaybeMessage],
         timeout_s: float | None,
+        *,
+        in_order: bool = False,
         **peers: Any,
     ) -> None:
         """The body of all calls of this class; `peers` are the arguments of a call of one message each way."""
@@ -157,6 +166,8 @@ class PointToPoint(CommBase):
             (outgoing if side == "sends" else incoming).append((peer, call.x))
         if not calls:
             return
+        if not in_order and not peers:
+            _check_told_apart(name, outgoing, values, incoming)
         first = calls[0]
         if any(call.transport is not first.transport for call in calls):
             raise UnsupportedError(f"{name}: some arrays are host and some device arrays; make a call for each")
@@ -224,3 +235,23 @@ class PointToPoint(CommBase):
         for wrong in mismatches:
             if wrong is not None:
                 raise wrong.error
+
+
+def _check_told_apart(
+    call: str, outgoing: Sequence[Message], values: Sequence[Array], incoming: Sequence[Message]
+) -> None:
+    """Raise `ArrayError` if only the order of several messages to a rank and from it tells them apart.
+
+    `values` begins with the arrays that the user sends, before copies were made. Arrays of several sizes cannot
+    be interchanged in silence, and it does not matter in which order one array is sent twice.
+    """
+    arriving = Counter((peer, out.nbytes) for peer, out in incoming if out.nbytes)
+    first: dict[tuple[int, int], Array] = {}
+    for (peer, _), x in zip(outgoing, values, strict=False):
+        if arriving[peer, x.nbytes] > 1 and not is_same(first.setdefault((peer, x.nbytes), x), x):
+            raise ArrayError(
+                f"{call}: two arrays of {x.nbytes} bytes go to rank {peer}, and two come from it: only their "
+                "order tells them apart, which is easily wrong where two neighbours are the same rank. Make one call "
+                "for each direction, such as sendrecv(x, out, dest=up, source=down), and then sendrecv(x, out, "
+                "dest=down, source=up)"
+            )

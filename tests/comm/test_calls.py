@@ -361,19 +361,50 @@ def test_prepared_calls_keep_no_arrays():
         gc.enable()
 
 
-@pytest.mark.parametrize("p", [1, 2, 3])
+@pytest.mark.parametrize("p", [1, 2, 3, 4])
 def test_the_halos_of_a_ring_are_right_where_both_neighbours_are_one_rank(p):
-    """In one and in two dimensions, as docs/guides/arrays.md says."""
+    """By a call for each direction, as docs/guides/arrays.md says and as mpi4py's Sendrecv does it."""
 
     def body(comm):
         up, down = (comm.rank - 1) % p, (comm.rank + 1) % p
-        halos = np.full(4, -1)
-        edges = np.array([0, 1, 2, 3]) + 10 * comm.rank
-        comm.exchange(
-            sends=[(up, edges[:1]), (down, edges[1:2]), (comm.rank, edges[2:3]), (comm.rank, edges[3:])],
-            recvs=[(down, halos[:1]), (up, halos[1:2]), (comm.rank, halos[2:3]), (comm.rank, halos[3:])],
-        )
+        halos, edges = np.full(2, -1), np.array([0, 1]) + 10 * comm.rank
+        comm.sendrecv(edges[:1], halos[1:], dest=up, source=down)
+        comm.sendrecv(edges[1:], halos[:1], dest=down, source=up)
         return halos.tolist()
 
-    expected = [[10 * ((r + 1) % p), 10 * ((r - 1) % p) + 1, 10 * r + 2, 10 * r + 3] for r in range(p)]
-    assert run_ranks(p, body) == expected
+    assert run_ranks(p, body) == [[10 * ((r - 1) % p) + 1, 10 * ((r + 1) % p)] for r in range(p)]
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 4])
+def test_the_halos_of_a_ring_are_never_swapped_by_one_exchange(p):
+    """On a ring of two ranks the guide's example for an open row gave each halo the edge of the other side."""
+
+    def body(comm):
+        up, down = (comm.rank - 1) % p, (comm.rank + 1) % p
+        grid = np.array([-1, 0, 1, -1])[:, None] + 10 * comm.rank * np.ones((1, 4), int)
+        column = grid[:, ::2]  # not contiguous: copied before it is sent
+        try:
+            comm.exchange([(up, column[1]), (down, column[2])], [(up, column[0]), (down, column[3])])
+        except ArrayError as exc:
+            return str(exc)
+        return [int(column[0, 0]), int(column[3, 0])]
+
+    expected = [[10 * ((r - 1) % p) + 1, 10 * ((r + 1) % p)] for r in range(p)]
+    refused = [f"exchange: two arrays of 16 bytes go to rank {p - 1 - r}, and two come from it" for r in range(p)]
+    found = run_ranks(p, body)
+    assert found == expected if p > 2 else [each[: len(refused[0])] for each in found] == refused
+
+
+def test_messages_both_ways_that_cannot_be_interchanged_match_in_order():
+    """By their sizes, or since one array is sent twice; and several one way are never refused."""
+
+    def body(comm):
+        other, rank = 1 - comm.rank, np.array([comm.rank])
+        head, tail, twice, a, b = np.empty(1, int), np.empty(2, int), np.empty(2, int), rank + 10, rank + 20
+        comm.exchange([(other, rank), (other, np.array([8, 9]))], [(other, head), (other, tail)])
+        comm.exchange([(other, rank), (other, rank)], [(other, twice[:1]), (other, twice[1:])])
+        way = [(other, a), (other, b)]
+        comm.exchange(way if comm.rank else [], [] if comm.rank else way)
+        return [*head, *tail, *twice, *a, *b]
+
+    assert run_ranks(2, body) == [[1, 8, 9, 1, 1, 11, 21], [0, 8, 9, 0, 0, 11, 21]]
