@@ -7,6 +7,7 @@ import os
 import re
 import socket
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +15,41 @@ from .cli import CommandError, cores, count
 
 LOOPBACK = ("localhost", "127.0.0.1")
 """Names that every host has for itself."""
+
+OTHER_HOSTS = (
+    "--host",
+    "-host",
+    "-H",
+    "--hostfile",
+    "-hostfile",
+    "--machinefile",
+    "-machinefile",
+    "--default-hostfile",
+    "--add-host",
+    "--add-hostfile",
+    "--rankfile",
+    "-rf",
+    "--app",
+    "-hosts",
+    "-f",
+)
+"""Arguments of mpirun that may start ranks on other hosts."""
+
+ALLOCATIONS = (
+    "SLURM_JOB_ID",
+    "SLURM_JOBID",
+    "PBS_JOBID",
+    "PBS_NODEFILE",
+    "LSB_JOBID",
+    "PE_HOSTFILE",
+    "COBALT_NODEFILE",
+    "FLUX_JOB_ID",
+    "PRTE_MCA_prte_default_hostfile",
+    "OMPI_MCA_orte_default_hostfile",
+    "HYDRA_HOST_FILE",
+    "I_MPI_HYDRA_HOST_FILE",
+)
+"""Environment variables from which mpirun may read other hosts."""
 
 
 @dataclass(frozen=True)
@@ -76,21 +112,47 @@ def first_allocated(variables: Mapping[str, str]) -> Host | None:
     return _host(name, f"SLURM_JOB_NODELIST={hosts}") if name else None
 
 
-def number_of_ranks(options: argparse.Namespace, hosts: Sequence[Host]) -> int:
-    """Return the number of `-n`; without it, the number of slots of these hosts.
+def other_hosts(given: Sequence[str]) -> str | None:
+    """Return what may let mpirun start ranks on other hosts: one of these arguments, or a variable; else None."""
+    named = (argument.partition("=")[0] for argument in given)
+    return next((name for name in (*named, *os.environ) if name in OTHER_HOSTS + ALLOCATIONS), None)
 
-    Without hosts, it is the number of tasks of Slurm's allocation, or of cores that this process may use.
+
+def allocated_ranks(variables: Mapping[str, str]) -> int | None:
+    """Return the number of ranks that a scheduler has reserved; None if it does not say.
+
+    >>> allocated_ranks({"SLURM_TASKS_PER_NODE": "4(x2),2"})
+    10
+    """
+    of_nodes = re.findall(r"(\d+)(?:\(x(\d+)\))?", variables.get("SLURM_TASKS_PER_NODE", ""))
+    tasks, slots = sum(int(each) * int(times or 1) for each, times in of_nodes), 0
+    with suppress(OSError):
+        slots = len(Path(variables["PBS_NODEFILE"]).read_bytes().split()) if "PBS_NODEFILE" in variables else 0
+    named = [variables.get(name, "") for name in ("SLURM_NTASKS", "LSB_DJOB_NUMPROC")]
+    grid_engine = variables.get("NSLOTS", "") if "PE_HOSTFILE" in variables else ""
+    found = [*named, str(tasks), str(slots), grid_engine]
+    return next((int(text) for text in found if text.isdecimal() and int(text)), None)
+
+
+def number_of_ranks(options: argparse.Namespace, hosts: Sequence[Host]) -> int:
+    """Return the number of `-n`; without it, the number of slots of these hosts, or of a scheduler's allocation.
+
+    On this host alone, it is the number of cores that this process may use.
 
     Raises:
-        CommandError: A host has no number of slots.
+        CommandError: A host has no number of slots, or the hosts are known to mpirun alone.
     """
-    if options.ranks is not None or not hosts:
-        tasks = os.environ.get("SLURM_NTASKS", "")
-        return options.ranks or (int(tasks) if tasks.isdecimal() else 0) or len(cores())
+    if options.ranks is not None:
+        return int(options.ranks)
     slots = [host.slots for host in hosts if host.slots is not None]
     if len(slots) < len(hosts):
         raise CommandError("how many ranks? Give -n, or a number for each host: node1:4, or 'slots=4' in a file")
-    return sum(slots)
+    elsewhere = other_hosts(options.mpirun)
+    if hosts or elsewhere is None:
+        return sum(slots) or len(cores())
+    if elsewhere in ALLOCATIONS and (ranks := allocated_ranks(os.environ)):
+        return ranks
+    raise CommandError(f"how many ranks? Give -n: {elsewhere} may choose other hosts, and no number is known")
 
 
 @dataclass(frozen=True)

@@ -20,46 +20,21 @@ from ..bootstrap.job import Job
 from ..net import choosing
 from . import cli
 from .cli import CommandError, count, parse_variable, program_name
-from .hosts import LOOPBACK, Host, Placement, first_allocated, is_here, named_hosts, ranks_of
+from .hosts import (
+    LOOPBACK,
+    OTHER_HOSTS,
+    Host,
+    Placement,
+    first_allocated,
+    is_here,
+    named_hosts,
+    other_hosts,
+    ranks_of,
+)
 from .mpirun import PER_RANK, SEGMENT_BYTES, Mpirun, Setting
 
 MASTER_PORT = 29500
 """The rendezvous port on another host, whose free ports are unknown here: PyTorch's default."""
-
-OTHER_HOSTS = (
-    "--host",
-    "-host",
-    "-H",
-    "--hostfile",
-    "-hostfile",
-    "--machinefile",
-    "-machinefile",
-    "--default-hostfile",
-    "--add-host",
-    "--add-hostfile",
-    "--rankfile",
-    "-rf",
-    "--app",
-    "-hosts",
-    "-f",
-)
-"""Arguments of mpirun that may start ranks on other hosts."""
-
-ALLOCATIONS = (
-    "SLURM_JOB_ID",
-    "SLURM_JOBID",
-    "PBS_JOBID",
-    "PBS_NODEFILE",
-    "LSB_JOBID",
-    "PE_HOSTFILE",
-    "COBALT_NODEFILE",
-    "FLUX_JOB_ID",
-    "PRTE_MCA_prte_default_hostfile",
-    "OMPI_MCA_orte_default_hostfile",
-    "HYDRA_HOST_FILE",
-    "I_MPI_HYDRA_HOST_FILE",
-)
-"""Environment variables from which mpirun may read other hosts."""
 
 
 def is_supervised(options: argparse.Namespace) -> bool:
@@ -156,6 +131,8 @@ def make_plan(
     if is_supervised(options):
         mpirun.must_be_open_mpi("--spares" if options.restarts is None else "--restarts")
         job = job or Job(spares=placement.ranks.spares, min_ranks=options.min_ranks)
+    if options.ranks is None and not hosts and mpirun.has_default_hosts():
+        raise CommandError("how many ranks? Give -n: by default, this mpirun starts ranks on the hosts of a file")
     hostfile = options.hostfile if placement.hosts == hosts else None
     alone = not hosts and stays_here(mpirun, options.mpirun)
     cores = len(cli.cores())
@@ -305,6 +282,4 @@ def _can_use_shared_memory(ranks: int, given: Sequence[str]) -> bool:
 
 def stays_here(mpirun: Mpirun, given: Sequence[str]) -> bool:
     """Whether ranks run on this host only, for certain, if the user passes these arguments to mpirun."""
-    names = {argument.partition("=")[0] for argument in given}
-    elsewhere = not names.isdisjoint(OTHER_HOSTS) or any(name in os.environ for name in ALLOCATIONS)
-    return not elsewhere and not mpirun.has_default_hosts()
+    return other_hosts(given) is None and not mpirun.has_default_hosts()

@@ -16,9 +16,9 @@ from bagua_comm import __main__ as cli
 from bagua_comm.commands import run
 from bagua_comm.launch import cli as base
 from bagua_comm.launch.cli import CommandError
-from bagua_comm.launch.hosts import Host, first_allocated
+from bagua_comm.launch.hosts import ALLOCATIONS, Host, first_allocated
 from bagua_comm.launch.mpirun import PER_RANK, Mpirun, recognise
-from bagua_comm.launch.plan import ALLOCATIONS, make_plan
+from bagua_comm.launch.plan import make_plan
 
 OPEN_MPI = Mpirun("mpirun", "Open MPI", "5.0.11")
 MPICH = Mpirun("/opt/mpich/bin/mpirun", "MPICH", "5.0.2")
@@ -32,7 +32,7 @@ def quiet(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
     monkeypatch.setattr(base, "CPUS", Path("nothing/is/known"))
     unsaid = ("OMPI_MCA_btl", "OMP_NUM_THREADS", "MASTER_ADDR", "MASTER_PORT", "OMPI_MCA_btl_tcp_eager_limit")
-    for name in (*unsaid, "SLURM_NTASKS", *ALLOCATIONS):
+    for name in (*unsaid, "SLURM_NTASKS", "SLURM_TASKS_PER_NODE", "LSB_DJOB_NUMPROC", "NSLOTS", *ALLOCATIONS):
         monkeypatch.delenv(name, raising=False)
     return monkeypatch
 
@@ -158,6 +158,37 @@ def test_by_default_each_task_of_slurms_allocation_gets_a_rank(quiet):
 
 
 @pytest.mark.parametrize(
+    "variables",
+    [
+        {"SLURM_JOB_ID": "7", "SLURM_TASKS_PER_NODE": "4(x2),2,1(x2)"},  # salloc -N 5, without a number of tasks
+        {"PBS_NODEFILE": "nodes"},
+        {"LSB_JOBID": "7", "LSB_DJOB_NUMPROC": "12"},
+        {"PE_HOSTFILE": "nodes", "NSLOTS": "12"},
+    ],
+)
+def test_an_allocation_without_a_number_of_tasks_is_not_one_of_this_hosts_cores(quiet, tmp_path, variables):
+    quiet.chdir(tmp_path)
+    Path("nodes").write_text("a\n" * 8 + "b\n" * 4 + "\n")
+    for name, value in variables.items():
+        quiet.setenv(name, value)
+    assert plan().ranks == 12
+    assert plan("-n", "3").ranks == 3
+
+
+def test_a_number_of_ranks_that_only_mpirun_could_know_is_asked_for(quiet, tmp_path):
+    with pytest.raises(cli.CommandError, match="Give -n: --hostfile may choose other hosts"):
+        plan("--mpirun=--hostfile=hosts")
+    assert plan("-n", "3", "--mpirun=--hostfile=hosts").ranks == 3
+    (tmp_path / "etc").mkdir()
+    (tmp_path / "etc" / "prte-default-hostfile").write_text("a slots=4\n")
+    with pytest.raises(cli.CommandError, match="Give -n: by default, this mpirun starts"):
+        plan(mpirun=Mpirun(str(tmp_path / "bin" / "mpirun"), "Open MPI", "5.0.11"))
+    quiet.setenv("FLUX_JOB_ID", "7")
+    with pytest.raises(cli.CommandError, match="Give -n: FLUX_JOB_ID may choose other hosts"):
+        plan()
+
+
+@pytest.mark.parametrize(
     ("nodes", "first"),
     [
         ("n1", "n1"),
@@ -261,7 +292,7 @@ def test_ranks_on_one_host_get_a_rendezvous_address(quiet):
     assert variables["MASTER_ADDR"] == "127.0.0.1"
     with socket.socket() as free:
         free.bind(("127.0.0.1", int(variables["MASTER_PORT"])))
-    assert "MASTER_PORT" not in plan("--mpirun=--hostfile=hosts").variables
+    assert "MASTER_PORT" not in plan("-n", "2", "--mpirun=--hostfile=hosts").variables
     quiet.setenv("MASTER_PORT", "7")
     assert "MASTER_ADDR" not in plan("-n", "2").variables
 
