@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import platform
+import re
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -44,7 +45,7 @@ def log_world(logger: logging.Logger, comm: Any, nodes: Sequence[object], *, ver
     over = " and ".join(transport.name for transport in comm.transports)
     device = "no device" if comm.device is None else f"device {comm.device}"
     mpi = sys.modules.get("mpi4py.MPI") if comm.transports[0].name == "mpi" else None
-    library = f", {mpi.Get_library_version().split(',')[0].strip()}" if mpi is not None else ""
+    library = f", {library_name(mpi.Get_library_version())}" if mpi is not None else ""
     log_on_root(
         logger,
         comm.rank,
@@ -52,6 +53,17 @@ def log_world(logger: logging.Logger, comm: Any, nodes: Sequence[object], *, ver
         *(comm.rank, comm.size, platform.node(), len(sizes), ranks, over, device),
         *(version, platform.python_version(), np.__version__, library),
     )
+
+
+def library_name(text: str) -> str:
+    """Return the name and the version of an MPI library, from its MPI_Get_library_version.
+
+    >>> library_name("Open MPI v5.0.11, package: Debian"), library_name("MPICH Version:      5.0.2")
+    ('Open MPI v5.0.11', 'MPICH 5.0.2')
+    """
+    name, colon, version = text.strip().partition("\n")[0].partition(",")[0].partition(":")
+    name = re.sub(r"(MPI)? Version *$", "", name, flags=re.IGNORECASE) if colon else name
+    return f"{name} {version.strip()}".strip()
 
 
 def megabytes(nbytes: float) -> str:

@@ -190,6 +190,7 @@ class ExitHandler:
         self._worlds: list[Communicator] = []
         """The open ones."""
         self._job = job()
+        self._advice = ""
         self._rank = 0
         self._orderly = True
         """Whether all ranks have left, without an error, each world that this rank has left."""
@@ -221,6 +222,10 @@ class ExitHandler:
             self.abort.with_message(message)
 
         return Deadline(wait.complaint, end).run(body)
+
+    def advise(self, text: str) -> None:
+        """Add this advice to the report that ranks have died, until it is replaced."""
+        self._advice = text
 
     # The open worlds --------------------------------------------------------------------------------
 
@@ -405,6 +410,7 @@ class ExitHandler:
             "want of memory; mpirun's message has the signal or the exit code\n"
             f"  for what the other ranks did: python -m bagua_comm diagnose {self._worlds[-1].flight.folder}\n"
         )
+        text += f"  to let the others continue next time: {self._advice}\n" if self._advice else ""
         with suppress(OSError):
             os.write(2, text.encode())  # the signal may have come while Python writes to sys.stderr
 

@@ -251,7 +251,7 @@ def _check_told_apart(
         if arriving[peer, x.nbytes] > 1 and not is_same(first.setdefault((peer, x.nbytes), x), x):
             raise ArrayError(
                 f"{call}: two arrays of {x.nbytes} bytes go to rank {peer}, and two come from it: only their "
-                "order tells them apart, which is easily wrong where two neighbours are the same rank. Make one call "
+                "order tells them apart, which is easily wrong where two neighbours are one rank. Make one call "
                 "for each direction, such as sendrecv(x, out, dest=up, source=down), and then sendrecv(x, out, "
                 "dest=down, source=up)"
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import importlib.metadata
 import importlib.util
 import json
@@ -16,7 +17,8 @@ from .. import arrays, cuda, kernels, net
 from .._version import __version__
 from ..bootstrap.gpu import describe_gpu, nccl_obstacle, provide_cupy_cache
 from ..launch.cli import cores
-from ..launch.mpirun import find_mpirun
+from ..launch.mpirun import OPEN_MPI, find_mpirun
+from ..logs import library_name
 from ..net import building, choosing
 
 NOT_INSTALLED = "not installed"
@@ -79,8 +81,9 @@ def run(options: argparse.Namespace) -> int:
         return 0
     for title, entries in facts.items():
         print(title)
+        width = max((len(name) for name in entries), default=0)
         for name, value in entries.items():
-            print(f"  {name:<22}{value}")
+            print(f"  {name:<{max(width, 20)}}  {value}")
     return 0
 
 
@@ -179,8 +182,8 @@ def mpi_facts() -> dict[str, Any]:
     if importlib.util.find_spec("mpi4py") is None:
         return {**facts, "library": "mpi4py is not installed"}
     code = (
-        "from mpi4py import MPI;"
-        "print(MPI.Get_library_version().split(',')[0].strip());"
+        "from mpi4py import MPI\n"
+        "print(repr(MPI.Get_library_version()))\n"
         "print(MPI.Query_thread() == MPI.THREAD_MULTIPLE)\n"
         "try:\n"
         "    print(MPI.COMM_SELF.Get_failed().Get_size() == 0)\n"
@@ -194,7 +197,13 @@ def mpi_facts() -> dict[str, Any]:
     if result.returncode != 0:
         reason = (result.stderr.strip().splitlines() or ["no message"])[-1]
         return {**facts, "library": f"cannot be loaded: {reason}"}
-    library, multiple, ulfm = result.stdout.strip().splitlines()[-3:]
+    text, multiple, ulfm = result.stdout.strip().splitlines()[-3:]
+    library = library_name(ast.literal_eval(text))
     level = "MPI_THREAD_MULTIPLE" if multiple == "True" else "less than MPI_THREAD_MULTIPLE"
-    survives = "yes, under run --ulfm, --spares or --restarts" if ulfm == "True" else "no: this MPI has no ULFM"
+    if ulfm != "True":
+        survives = "no: this MPI has no ULFM"
+    elif library.startswith(OPEN_MPI):
+        survives = "yes, under run --ulfm, --spares or --restarts"
+    else:
+        survives = "no: run --ulfm needs Open MPI"
     return {**facts, "library": library, "thread level": level, "ranks may die": survives}

@@ -6,6 +6,7 @@ import os
 import socket
 from collections.abc import Collection, Sequence
 
+from ..bootstrap.rank_exit import exit_handler
 from ..comm import Communicator
 from ..errors import CommError, RankFailed, UnsupportedError
 from .fleet import Fleet, Process, Rendezvous
@@ -24,6 +25,7 @@ class FixedFleet(Fleet):
         self._world = world
         self.me, self.wanted, self.timeout_s = world.rank, world.size, world.timeout_s
         self._started = False
+        exit_handler().advise(ADVICE if world.size > 1 else "")
 
     def rendezvous(self, cause: CommError | None = None) -> Rendezvous:
         """See `Fleet.rendezvous`; only the first one is possible.
@@ -66,4 +68,5 @@ class FixedFleet(Fleet):
 
     def end(self) -> None:
         """See `Fleet.end`."""
+        exit_handler().advise("")
         self._world.close()

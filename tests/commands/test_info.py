@@ -1,5 +1,6 @@
 """`info`: what it knows about this machine."""
 
+import argparse
 import json
 import re
 import subprocess
@@ -44,6 +45,39 @@ def test_info_prints_each_variable_of_the_page_that_is_set(monkeypatch):
     shown = collect_info()["environment"]
     assert named <= shown.keys()
     assert "HOME_OF_OTHERS" not in shown
+
+
+@pytest.mark.parametrize(
+    ("text", "library", "survives"),
+    [
+        ("MPICH Version:      5.0.2\nMPICH configure:    --with-device=ch4:ucx,ofi\n", "MPICH 5.0.2", False),
+        ("MVAPICH2 Version      :\t2.3.7\nMVAPICH2 Device: ch3\n", "MVAPICH2 2.3.7", False),
+        (
+            "MPI VERSION    : CRAY MPICH version 8.1.25\nMPI BUILD INFO : Sat\n",
+            "CRAY MPICH version 8.1.25",
+            False,
+        ),
+        ("Intel(R) MPI Library 2021.18 for Linux* OS\n", "Intel(R) MPI Library 2021.18 for Linux* OS", False),
+        ("Open MPI v5.0.11, package: Open MPI a@b Distribution\x00", "Open MPI v5.0.11", True),
+    ],
+)
+def test_info_names_each_mpi_and_whether_run_lets_ranks_die(monkeypatch, text, library, survives):
+    """Under MPICH the library was "MPICH configure: ..." and `run --ulfm`, which refuses it, was said to work."""
+    answer = subprocess.CompletedProcess([], 0, f"{text!r}\nTrue\nTrue\n", "")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: answer)
+    found = info.mpi_facts()
+    assert found["library"] == library
+    assert found["ranks may die"].startswith("yes") == survives
+
+
+def test_long_names_do_not_run_into_their_values(monkeypatch, capsys):
+    facts = {"environment": {"OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "A": "2"}}
+    monkeypatch.setattr(info, "collect_info", lambda: facts)
+    assert info.run(argparse.Namespace(json=False)) == 0
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        "  OMPI_ALLOW_RUN_AS_ROOT_CONFIRM  1",
+        "  A                               2",
+    ]
 
 
 def test_info_names_what_the_backend_of_torch_distributed_lacks(monkeypatch):

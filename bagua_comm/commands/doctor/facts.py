@@ -20,6 +20,7 @@ from ...bootstrap.gpu import provide_cupy_cache
 from ...comm import Communicator
 from ...launch.cli import cores
 from ...launch.mpirun import OPEN_MPI
+from ...logs import library_name
 from ...net import choosing
 from ...processes import this_host
 from ..info import NOT_INSTALLED, installed, mpi_facts, plugin_facts
@@ -112,7 +113,7 @@ def mpi() -> dict[str, Any]:
         if environment.under_torchrun():
             return {"running": False, "network chosen": os.environ.get("GLOO_SOCKET_IFNAME")}
         return {"running": False, **mpi_facts()}
-    library = module.Get_library_version().split(",")[0].strip()
+    library = library_name(module.Get_library_version())
     # The second is of libfabric, which MPICH and Intel MPI use.
     network = "OMPI_MCA_btl_tcp_if_include" if library.startswith(OPEN_MPI) else "FI_TCP_IFACE"
     return {

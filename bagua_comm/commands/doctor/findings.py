@@ -161,8 +161,8 @@ def _mpi(world: World) -> Iterator[Finding]:
         yield Finding(
             "note",
             "ULFM is off: a rank that dies ends the job",
-            "to let the others continue: python -m bagua_comm run --ulfm (--spares and --restarts imply it), or "
-            "mpirun --with-ft ulfm (Open MPI 5)",
+            "to let the others continue, with Open MPI 5: python -m bagua_comm run --ulfm (--spares and "
+            "--restarts imply it), or mpirun --with-ft ulfm",
         )
 
 
