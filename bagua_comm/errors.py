@@ -20,7 +20,11 @@ only be shrunk, aborted or closed.
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from types import FunctionType
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 class BaguaError(Exception):
@@ -77,6 +81,28 @@ class BootstrapError(BaguaError):
 
 class StoreError(BaguaError):
     """A store of cached data failed."""
+
+
+def shown_as(name: str) -> Callable[[type[T]], type[T]]:
+    """Mark a class of which a public class `name` is composed: Python's errors on arguments name that one.
+
+    >>> @shown_as("Table")
+    ... class Columns:
+    ...     def drop(self, name): ...
+    >>> Columns().drop()
+    Traceback (most recent call last):
+    TypeError: Table.drop() missing 1 required positional argument: 'name'
+    """
+
+    def mark(cls: type[T]) -> type[T]:
+        function: Any
+        for function in vars(cls).values():
+            while isinstance(function, FunctionType):
+                function.__qualname__ = f"{name}.{function.__name__}"
+                function = getattr(function, "__wrapped__", None)
+        return cls
+
+    return mark
 
 
 def shown(value: object) -> str:

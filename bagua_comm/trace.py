@@ -164,6 +164,10 @@ class Recorder:
         """Add a span of a device, from the event `start` to the event `end`, on the row `row`."""
         self._on_device.append(_DeviceRecord(name, row, start, end, args, clock))
 
+    def now_ns(self) -> int:
+        """The present time of spans."""
+        return time.perf_counter_ns() + self._epoch_ns
+
     def spans(self) -> list[Span]:
         """The finished spans, in the order of their ends. Does not wait for a device."""
         self._take_times()

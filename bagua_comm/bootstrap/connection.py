@@ -13,7 +13,8 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
@@ -34,6 +35,7 @@ from .environment import job, under_mpi
 from .gpu import GPU, choose_net, connect_device
 from .mpi_start import mpi_world, new_name
 from .rank_exit import ExitHandler
+from .rank_exit import exit_handler as handler_of_this_process
 from .world import World, current, default_or, refuse_a_second_world, set_default
 
 if TYPE_CHECKING:
@@ -132,10 +134,11 @@ def connect(
     (0, 1)
     """
     check_timeout(timeout_s)
-    for name_of, value, choices in (("gpu", gpu, get_args(GPU)), ("op_order", op_order, get_args(OpOrder))):
-        if value not in choices:
-            raise BootstrapError(f"connect: {name_of} is {value!r}, expected one of {', '.join(choices)}")
-    _check_choice(alone=alone, comm=comm, transport=transport)
+    with _reported_once():
+        for name_of, value, choices in (("gpu", gpu, get_args(GPU)), ("op_order", op_order, get_args(OpOrder))):
+            if value not in choices:
+                raise BootstrapError(f"connect: {name_of} is {value!r}, expected one of {', '.join(choices)}")
+        _check_choice(alone=alone, comm=comm, transport=transport)
     machines: Sequence[object] = [0]
     name, peers = "", list[ProcessId]()
     exit_handler: ExitHandler | None = None
@@ -231,7 +234,19 @@ def default() -> Communicator:
 
 def check_timeout(timeout_s: object) -> None:
     """Raise `BootstrapError` unless `timeout_s` is a valid time limit of calls."""
-    base.check_timeout("connect", timeout_s)
+    with _reported_once():
+        base.check_timeout("connect", timeout_s)
+
+
+@contextmanager
+def _reported_once() -> Iterator[None]:
+    """Have one rank of MPI print an error of the body in short, as later ones, unless the program handles it."""
+    try:
+        yield
+    except BootstrapError:
+        if under_mpi():
+            handler_of_this_process().report_exceptions()
+        raise
 
 
 def _check_order(orders: Sequence[OpOrder]) -> None:

@@ -98,8 +98,10 @@ class Abort:
 
     def rank_name(self) -> str:
         """Return the name of this rank in messages; its launcher may know of ranks that MPI does not find."""
+        if self.mpi is None or self._is_alone():
+            return self.log.name()
         world = self._group or self.mpi.COMM_WORLD
-        return self.log.name() if self._is_alone() else f"rank {world.Get_rank()} of {world.Get_size()}"
+        return f"rank {world.Get_rank()} of {world.Get_size()}"
 
     def wait_for_turn(self) -> None:
         """Wait until it is this rank's turn to report an error."""
@@ -264,8 +266,7 @@ class ExitHandler:
             self._rank = world.Get_rank()
             shared = mapped_files("/dev/shm/") if self._job.folder is not None else []
             self._job.record("start", rank=self._rank, size=world.Get_size(), shared=shared)
-        if sys.excepthook != self._on_exception:
-            self._hook, sys.excepthook = sys.excepthook, self._on_exception
+        self.report_exceptions()
         if threading.excepthook != self._on_thread_exception:
             self._thread_hook, threading.excepthook = threading.excepthook, self._on_thread_exception
         if self._is_installed:
@@ -279,6 +280,11 @@ class ExitHandler:
         answer_requests(self._write_records)
         if hasattr(threading, "_register_atexit"):  # as concurrent.futures does, whose function is called later
             threading._register_atexit(self._before_threads_end)
+
+    def report_exceptions(self) -> None:
+        """Report an uncaught exception of the main thread from now on, and end all ranks."""
+        if sys.excepthook != self._on_exception:
+            self._hook, sys.excepthook = sys.excepthook, self._on_exception
 
     def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if os.getpid() != self.process:

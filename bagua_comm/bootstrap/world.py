@@ -6,11 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..comm import Communicator
-from ..errors import BootstrapError
+from ..errors import BootstrapError, shown_as
 from ..transports import Transport
 from .rank_exit import ExitHandler
 
 
+@shown_as("Communicator")
 class World(Communicator):
     """The communicator that `connect` makes. It is the default communicator until it is closed."""
 

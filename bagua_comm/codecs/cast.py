@@ -10,9 +10,11 @@ from typing import ClassVar
 
 from .. import arrays, kernels
 from ..arrays import Array, DType
+from ..errors import shown_as
 from .base import ALIGNMENT, Codec, check_count, padded
 
 
+@shown_as("Codec")
 class _Cast(Codec):
     wire_dtype: ClassVar[str]
 

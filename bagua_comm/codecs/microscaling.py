@@ -42,11 +42,12 @@ import numpy as np
 
 from .. import kernels
 from ..arrays import Array, DType
-from ..errors import ArrayError, UnsupportedError, shown
+from ..errors import ArrayError, UnsupportedError, shown, shown_as
 from ..kernels.host import MX_BLOCK, NVFP4_BLOCK
 from .base import ALIGNMENT, Codec, Steps, check_count, padded
 
 
+@shown_as("Codec")
 class _Microscaling(Codec):
     """The layout that the formats have in common, and the refusal of device arrays."""
 

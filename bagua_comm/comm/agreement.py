@@ -101,7 +101,9 @@ def agree_on_split(host: Transport, color: object, key: object) -> int:
     if wrong.size:
         texts = np.empty((host.size, TEXT_BYTES), np.uint8)
         host.allgather(_packed(problem), texts)
-        raise ArrayError(f"split: {_unpacked(texts[wrong[0]])}, on rank {wrong[0]}")
+        text = _unpacked(texts[wrong[0]])
+        hint = "; ranks that no group needs give a color of their own" if text.startswith("color") else ""
+        raise ArrayError(f"split: {text}, on rank {wrong[0]}{hint}")
     _, colors, keys = table.T.tolist()
     alike = sorted((keys[rank], rank) for rank in range(host.size) if colors[rank] == colors[host.rank])
     return alike.index((keys[host.rank], host.rank))

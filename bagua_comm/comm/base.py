@@ -12,7 +12,7 @@ from .. import trace
 from ..arrays import AnyArray, Array, OpOrder
 from ..cuda import SharedScratch
 from ..deprecation import warn_renamed
-from ..errors import ArrayError
+from ..errors import ArrayError, shown_as
 from ..flight import FlightRecorder
 from ..flight.entries import WORLD
 from ..hooks import Hooks
@@ -36,6 +36,7 @@ class EngineRegistry(Protocol):
         """Whether all ranks already hold the same state of these objects."""
 
 
+@shown_as("Communicator")
 class CommBase(Shared):
     """State and settings of a communicator; see `Communicator` for the arguments.
 

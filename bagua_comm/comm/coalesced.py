@@ -8,13 +8,14 @@ import numpy as np
 
 from .. import arrays
 from ..arrays import A, Array, Op, as_real
-from ..errors import ArrayError, shown
+from ..errors import ArrayError, shown, shown_as
 from ..transports.base import Transport
 from .arguments import check_apart, check_mutable, check_writable, is_same, resolve_output
 from .base import CommBase
 from .call import Call
 
 
+@shown_as("Communicator")
 class CoalescedCollectives(CommBase):
     """Collectives on many small arrays, sent as one message for each dtype."""
 

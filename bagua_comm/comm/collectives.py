@@ -10,13 +10,14 @@ import numpy.typing as npt
 
 from .. import arrays
 from ..arrays import A, AnyArray, Array, Elements, Op, S, as_real, parts
-from ..errors import ArrayError
+from ..errors import ArrayError, shown_as
 from .arguments import EMPTY, check_mutable, check_writable
 from .base import CommBase
 from .call import Call
 from .prepared import run_if_known
 
 
+@shown_as("Communicator")
 class Collectives(CommBase):
     """Collectives on arrays of equal size."""
 

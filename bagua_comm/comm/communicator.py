@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from .. import arrays, trace
+from .. import arrays
 from ..arrays import AnyArray, Array
 from ..closing import Closing
 from ..errors import ArrayError, BaguaError, CommError, CommMismatch, UnsupportedError, shown
@@ -25,8 +25,6 @@ from ..futures import end_lanes, is_inside
 from ..hooks import Hook, Listener
 from ..lane import InlineLane, Lane, StreamLane, ThreadLane
 from ..logs import log_on_root
-from ..timeline.chrome import chrome_trace, write_trace
-from ..trace import Recorder
 from ..transports.base import Transport
 from .agreement import agree_on_split, are_equal, equality_terms
 from .arguments import hint_of
@@ -36,6 +34,7 @@ from .collectives import Collectives
 from .messages import PointToPoint
 from .objects import ObjectCalls
 from .public_methods import public_method
+from .tracing import Traced, write_spans
 from .uneven import UnevenCollectives
 
 _log = logging.getLogger(__name__)
@@ -262,41 +261,21 @@ class Communicator(Collectives, UnevenCollectives, CoalescedCollectives, ObjectC
                 "element, record each step by bagua_comm.divergence.DivergenceRecorder"
             )
 
-    @public_method("trace")
-    def trace(self, path: str | Path) -> None:
+    def trace(self, path: str | Path) -> Traced:
         """Write the latest spans of all ranks to `path`, as a Chrome trace, which Perfetto opens.
 
         Collective. Rank 0 writes the file, compressed if its name ends in ".gz". The trace shows each rank as a
         process, and each thread as a row. A missing folder is made.
 
+        `with comm.trace(path):` writes the file again at the end of the block, with the spans that began in it.
+        If the block raises, the first file stays.
+
         Raises:
             ArrayError: `path` is not a path, or a span of a rank cannot be written as JSON. Raised on all ranks.
             OSError: The file cannot be written. Raised on all ranks.
         """
-        mine: tuple[list[trace.Span], list[trace.Value], str | None] = ([], [], None)
-        try:
-            if isinstance(self.tracer, Recorder):
-                mine = (trace.plain(self.tracer.spans()), trace.plain_values(self.tracer.values()), None)
-        except Exception as exc:  # raised below, on all ranks
-            mine = ([], [], f"rank {self.rank} has a span that JSON cannot hold: {exc!r}")
-        rows = self.allgather_object(mine)
-        failure: ArrayError | OSError | None = None
-        if self.rank == 0:
-            try:
-                problem = next((text for *_, text in rows if text is not None), None)
-                if problem is not None:
-                    raise ArrayError(f"trace: {str(path)!r} is not written: {problem}")
-                spans, values = [row[0] for row in rows], [row[1] for row in rows]
-                write_trace(path, chrome_trace(spans, values))
-            except ArrayError as exc:
-                failure = exc
-            except OSError as exc:
-                failure = OSError(exc.errno, exc.strerror or str(exc), str(path))
-            except Exception as exc:
-                failure = ArrayError(f"trace: {path!r} cannot be written: {exc!r}")
-        error: Exception | None = self.broadcast_object(failure, root=0)
-        if error is not None:
-            raise error
+        write_spans(self, path)
+        return Traced(self, path)
 
     def on(
         self,
@@ -467,7 +446,7 @@ class Communicator(Collectives, UnevenCollectives, CoalescedCollectives, ObjectC
             hint = f"; it is {here} here, see docs/quickstart/coming-from.md" if known else ""
             if name.lower() in _NOT_HERE:
                 hint = f"; there is none here: {_NOT_HERE[name.lower()]}, see docs/quickstart/coming-from.md"
-            text = f"{type(self).__name__!r} object has no attribute {name!r}{hint}"
+            text = f"'Communicator' object has no attribute {name!r}{hint}"
             raise AttributeError(text, name=name, obj=self)
 
     def __repr__(self) -> str:

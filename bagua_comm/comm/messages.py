@@ -10,7 +10,7 @@ import numpy as np
 
 from .. import arrays
 from ..arrays import A, AnyArray, Array
-from ..errors import ArrayError, UnsupportedError
+from ..errors import ArrayError, UnsupportedError, shown_as
 from ..transports.base import Message, Move, Transport
 from . import packets
 from .arguments import Output, check_writable, is_same
@@ -26,6 +26,7 @@ _ARGUMENTS = {"sends": ("x", "dest"), "recvs": ("out", "source")}
 """The names of an array and its peer in calls of one message each way."""
 
 
+@shown_as("Communicator")
 class PointToPoint(CommBase):
     """Messages between two ranks."""
 

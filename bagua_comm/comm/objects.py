@@ -9,6 +9,7 @@ import numpy as np
 
 from .. import arrays
 from ..arrays import Array
+from ..errors import shown_as
 from . import packets
 from .arguments import EMPTY
 from .base import CommBase
@@ -17,6 +18,7 @@ from .call import Call
 T = TypeVar("T")
 
 
+@shown_as("Communicator")
 class ObjectCalls(CommBase):
     """Calls that send Python objects."""
 

@@ -9,13 +9,14 @@ import numpy.typing as npt
 
 from .. import arrays
 from ..arrays import A, AnyArray, Array, Elements, S, parts
-from ..errors import ArrayError
+from ..errors import ArrayError, shown_as
 from ..transports.base import COLLECTIVE
 from .agreement import compare_calls, compare_counts
 from .base import CommBase
 from .call import Call
 
 
+@shown_as("Communicator")
 class UnevenCollectives(CommBase):
     """Collectives on arrays that differ in size among ranks."""
 

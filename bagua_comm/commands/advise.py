@@ -27,9 +27,11 @@ from ..planning.advise import (
     best_of_weights,
     enough_flows,
     expression,
+    kind_of,
     limit_of_sparse,
     payload,
     scaling,
+    steps_of_an_exchange,
 )
 from ..planning.costmodel import (
     METHODS,
@@ -65,7 +67,7 @@ SUMMARY = DESCRIPTION = "predict which algorithm trains fastest on a cluster"
 
 COLUMNS = {
     "algorithm": "a short name; the Python expressions follow the table",
-    "averages": "what the ranks average: gradients or weights",
+    "once in": "the number of steps in which everything is averaged once",
     "step": "predicted time of a step; a mean, if not every step communicates",
     "speed-up": "of such a step over one with exact averages",
     "hidden": "the share of the communication that adds no time to the step, since it runs beside computation",
@@ -73,6 +75,13 @@ COLUMNS = {
     "MB a node": "megabytes that a node sends to other nodes in a step",
 }
 """The columns of the first table, with their meanings."""
+
+GROUPS = (
+    "gradients in every step",
+    "weights in every step; may need more steps to the same loss",
+    "weights now and then; the fewer steps communicate, the worse training may end",
+)
+"""The groups of the first table, in which the fastest is first; see `kind_of`."""
 
 
 # Arguments -------------------------------------------------------------------------------------------------
@@ -262,15 +271,19 @@ def report(job: Job, cluster: Cluster, rates: Rates) -> list[str]:
         *_flows(job, c, rates),
         *_held_up(job, c, rates, rows[0].prediction.step_s),
         "",
-        "{:<24}{:<11}{:>10}{:>10}{:>8}{:>11}{:>11}".format(*COLUMNS),
+        "{:<24}{:>7}{:>14}{:>10}{:>8}{:>11}{:>11}".format(*COLUMNS),
     ]
     exact = predict(METHODS["exact"], job, c, rates).step_s
-    for name, method, prediction in rows:
-        lines.append(
-            f"{name:<24}{payload(method):<11}{duration(prediction.step_s):>10}"
-            f"{_ratio(exact, prediction.step_s):>10}{prediction.hidden:>8.0%}"
-            f"{prediction.wire_bytes / 1e6:>11,.1f}{prediction.node_bytes / 1e6:>11,.1f}"
-        )
+    for kind, head in enumerate(GROUPS):
+        group = [row for row in rows if kind_of(row.method) == kind]
+        lines += [f"-- {head}"] * bool(group)
+        for row in group:
+            name, _, prediction = row
+            lines.append(
+                f"{name:<24}{steps_of_an_exchange(row, rows):>7,.0f}{duration(prediction.step_s):>14}"
+                f"{_ratio(exact, prediction.step_s):>10}{prediction.hidden:>8.0%}"
+                f"{prediction.wire_bytes / 1e6:>11,.1f}{prediction.node_bytes / 1e6:>11,.1f}"
+            )
     lines += [
         "",
         *_advice(job, rows, exact),
@@ -279,7 +292,11 @@ def report(job: Job, cluster: Cluster, rates: Rates) -> list[str]:
         _limits(guessed=rates == Rates.gpu()),
         "",
         "In Python, after `from bagua_comm import *`:",
-        *(f"  {name:<24}{expression(method)}" for name, method, _ in rows if not isinstance(method, TorchDDP)),
+        *(
+            f"  {name:<24}{expression(method)}"
+            for name, method, _ in sorted(rows, key=lambda row: kind_of(row.method))
+            if not isinstance(method, TorchDDP)
+        ),
         "",
         f"{'ranks':>6}{'exact':>10}  {'best with gradients':<34}{'best with weights in every step'}",
     ]
@@ -420,10 +437,12 @@ def _advice(job: Job, rows: Sequence[Advice], exact_s: float) -> list[str]:
         )
     for when, best in (("in every step", weights), ("now and then", rarely)):
         if best is not None:
+            steps = steps_of_an_exchange(best, rows)
+            once = f"once in {steps:,.0f} steps, " if steps > 1 else ""
             gain = gradients.prediction.step_s / best.prediction.step_s
             lines.append(
                 f"Weights {when}: {expression(best.method)}, {_ratio(exact_s, best.prediction.step_s)}, "
-                f"pays if it needs fewer than {gain:.2f} times as many steps."
+                f"{once}pays if it needs fewer than {gain:.2f} times as many steps."
             )
         else:
             other = "gradients" if weights is None else "weights in every step"

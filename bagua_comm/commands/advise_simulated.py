@@ -6,12 +6,14 @@ import argparse
 import dataclasses
 import json
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from ..errors import ArrayError, UnsupportedError
-from ..launch.cli import CommandError
+from ..launch.cli import CommandError, count
+from ..planning.advise import kind_of
 from ..planning.costmodel import METHODS, Cluster, Job, Method, Rates, predict
 from ..planning.costmodel.comparison import applies
 from ..planning.simulator import VERSION, Failures, Goodput, Simulation, Variation, goodput, simulate
@@ -148,6 +150,8 @@ def simulate_all(job: Job, cluster: Cluster, rates: Rates, asked: Settings) -> l
     found = []
     for size in asked.sizes:
         grown = dataclasses.replace(cluster, nodes=size // cluster.ranks_per_node)
+        text = f"simulating {count(len(asked.methods), 'algorithm')} on {size:,} ranks"
+        print(text, file=sys.stderr, flush=True)
         for name, method in asked.methods.items():
             if not applies(method, job, grown):
                 continue
@@ -169,7 +173,8 @@ def report(job: Job, cluster: Cluster, rates: Rates, asked: Settings, plot_to: P
     rows = simulate_all(job, cluster, rates, asked)
     if plot_to is not None:
         plot(plot_to, job, rows)
-    here = sorted((row for row in rows if row.cluster == cluster), key=lambda row: row.simulation.step_s)
+    here = [row for row in rows if row.cluster == cluster]
+    here.sort(key=lambda row: (kind_of(asked.methods[row.name]), row.simulation.step_s))
     head = f"{'algorithm':<24}{'step':>10}{'95 % below':>12}{'cost model':>12}{'differs':>9}{'MB a node':>11}"
     lines = [
         f"Simulated, seed {asked.seed}: {job.model_bytes / 1e6:,.0f} MB, {duration(job.compute_s)} a step alone; "

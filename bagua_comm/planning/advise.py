@@ -103,6 +103,24 @@ def _averages_weights(method: object) -> bool:
     return payload(method) == "weights" and not now_and_then
 
 
+def steps_of_an_exchange(row: Advice, rows: Iterable[Advice]) -> float:
+    """The number of steps in which `row` exchanges everything once.
+
+    Asynchronous averages exchange as often as the network allows: what exact averaging sends in a step takes them
+    so many steps.
+    """
+    if not isinstance(row.method, AsyncModelAverage):
+        steps = row.method.n if isinstance(row.method, Every) else getattr(row.method, "local_steps", 1)
+        return float(steps)
+    exact = next((each.prediction.wire_bytes for each in rows if each.name == "exact"), 0.0)
+    return max(1.0, exact / row.prediction.wire_bytes) if row.prediction.wire_bytes else 1.0
+
+
+def kind_of(method: object) -> int:
+    """The group of an algorithm in the report: 0 gradients, 1 weights in every step, 2 weights now and then."""
+    return (payload(method) == "weights") + (payload(method) == "weights" and not _averages_weights(method))
+
+
 def payload(method: object) -> str:
     """The payload of an algorithm: "gradients", averaged in every step, or "weights"."""
     return "weights" if getattr(method, "payload", "grad") == "weight" else "gradients"

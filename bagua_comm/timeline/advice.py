@@ -82,6 +82,7 @@ def _largest_difference(slow: RankSummary, ranks: list[RankSummary], difference_
         "backward_s": "the backward pass",
         "compute_s": "the forward and backward passes",
         "optimizer_s": "the optimizer",
+        "marked_s": "your own spans",
         "other_s": "what is outside of passes and optimizer",
     }
     more = {

@@ -13,7 +13,7 @@ from typing import Any
 from ..trace import Span
 from .reading import Timeline
 from .summary import Summary
-from .text import bucket_table, call_table, rank_table
+from .text import bucket_table, call_table, marked_table, rank_table
 
 TEMPLATE = Path(__file__).with_name("page.html")
 """The page, with `{{title}}`, `{{facts}}`, `{{data}}` and the like to fill in."""
@@ -48,7 +48,8 @@ def make_page(timeline: Timeline, summary: Summary, advice: Sequence[str], *, ti
         "ranks": _table(rank_table(summary), slowest=summary.slowest if summary.slow else None)
         if summary.ranks
         else "<p>No steps.</p>",
-        "buckets": _table(bucket_table(summary)) if bucket_table(summary) else _calls(summary),
+        "buckets": (_table(bucket_table(summary)) if bucket_table(summary) else _calls(summary))
+        + ("<p>Your spans:</p>" + _table(marked_table(summary)) if marked_table(summary) else ""),
         "data": _embedded(_data(timeline, spans, summary)),
     }
     return re.sub(r"{{(\w+)}}", lambda found: filled[found[1]], TEMPLATE.read_text(encoding="utf-8"))

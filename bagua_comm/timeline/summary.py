@@ -34,11 +34,22 @@ class BucketSummary:
 
 
 @dataclass(frozen=True)
+class MarkedSpans:
+    """The spans of one name that the program itself marks, on the threads that train."""
+
+    name: str
+    times: float
+    """How many there are in a step, in the mean."""
+    seconds: float
+    """The time in them in a step, without waits."""
+
+
+@dataclass(frozen=True)
 class RankSummary:
     """The mean step of a rank, in seconds and bytes.
 
     `step_s` is the time from the end of a step to the end of the next. It is the sum of `forward_s`,
-    `backward_s`, `compute_s`, `optimizer_s`, `waiting_s` and `other_s`.
+    `backward_s`, `compute_s`, `optimizer_s`, `waiting_s`, `marked_s` and `other_s`.
     """
 
     rank: int
@@ -54,6 +65,8 @@ class RankSummary:
     optimizer_s: float
     waiting_s: float
     """Training waits for exchanges, or for other calls of a communicator."""
+    marked_s: float
+    """Spans of the program's own, outside of the stages above."""
     other_s: float
     """Everything else, such as the loss and the loading of data."""
     exchange_s: float
@@ -68,6 +81,8 @@ class RankSummary:
     on_device: bool
     """Whether exchanges and stages are those of a device; then it is idle in a part of `other_s`."""
     buckets: list[BucketSummary]
+    marked: list[MarkedSpans]
+    """Spans of the program's own, also those inside of stages, the longest first."""
     algorithm: str
     """The algorithm of the last exchange, as `Every(Decentralized)`; "" if the timeline does not say."""
     payload: str
@@ -106,8 +121,8 @@ class Summary:
 
 
 MEANS = [
-    *("step_s", "forward_s", "backward_s", "compute_s", "optimizer_s", "waiting_s", "other_s"),
-    *("exchange_s", "hidden", "payload_bytes", "wire_bytes"),
+    *("step_s", "forward_s", "backward_s", "compute_s", "optimizer_s", "waiting_s", "marked_s"),
+    *("other_s", "exchange_s", "hidden", "payload_bytes", "wire_bytes"),
 ]
 """The fields of `RankSummary` of which `Summary.mean` has the means."""
 
@@ -145,6 +160,10 @@ def summarize_rank(rank: int, timeline: RankTimeline) -> RankSummary | None:
         return length(intersection(_without(_stage(spans, name), waits), window)) / steps / 1e9
 
     times = {name: mean_s(name) for name in ("forward", "backward", "forward and backward", "optimizer")}
+    marked = _marked(inside)
+    stages = union(edge for name in STAGES for edge in _stage(spans, name))
+    outside = _without(_without(_intervals(marked), waits), stages)
+    marked_s = length(intersection(outside, window)) / steps / 1e9
     step_s, waiting_s = (ends[-1] - ends[0]) / steps / 1e9, length(intersection(waits, window)) / steps / 1e9
     durations = [(b - a) / 1e9 for a, b in pairwise(ends)]
     calls = _sending_calls(inside)
@@ -160,7 +179,8 @@ def summarize_rank(rank: int, timeline: RankTimeline) -> RankSummary | None:
         compute_s=times["forward and backward"],
         optimizer_s=times["optimizer"],
         waiting_s=waiting_s,
-        other_s=max(0.0, step_s - waiting_s - sum(times.values())),
+        marked_s=marked_s,
+        other_s=max(0.0, step_s - waiting_s - marked_s - sum(times.values())),
         exchange_s=length(exchanged) / steps / 1e9,
         hidden=_hidden(exchanged, waits),
         payload_bytes=sum(number(span, "bytes") for span in exchanges) / steps,
@@ -168,6 +188,7 @@ def summarize_rank(rank: int, timeline: RankTimeline) -> RankSummary | None:
         wire_bytes=sum(number(span, "wire_bytes") for span in calls) / steps,
         on_device=any(map(_on_device, exchanges)),
         buckets=_buckets(exchanges, waits),
+        marked=_by_name(marked, waits, window, steps),
         algorithm=_last(exchanges, "algorithm"),
         payload=_last(exchanges, "payload"),
         step_ends_s=[end / 1e9 for end in ends],
@@ -204,15 +225,52 @@ def _waits(spans: Sequence[Span], exchanges: Sequence[Span]) -> list[Interval]:
     if exchanges and _on_device(exchanges[0]):
         computing = [span for span in spans if _on_device(span) and span.name in STAGES]
         return _without(_intervals(exchanges), _intervals(computing))
-    training = {span.thread for span in spans if span.name in (*STAGES, "step", "wait for exchanges")}
     return _intervals(
         span
-        for span in spans
-        if span.thread in training and (span.name == "wait for exchanges" or is_exchange(span) or is_call(span))
+        for span in _on_training_threads(spans)
+        if span.name == "wait for exchanges" or is_exchange(span) or is_call(span)
     )
 
 
 STAGES = ("forward", "backward", "forward and backward", "optimizer")
+
+OF_LIBRARY = {
+    *(*STAGES, "step", "exchange", "wait for exchanges", "exact: small", "commit", "restore", "recovery"),
+    *("Hierarchical gather", "Reproducible", "reproducible_allreduce"),
+}
+"""The names of spans of this library that are no calls; all others are of the program."""
+
+
+def _on_training_threads(spans: Sequence[Span]) -> list[Span]:
+    training = {span.thread for span in spans if span.name in (*STAGES, "step", "wait for exchanges")}
+    return [span for span in spans if span.thread in training]
+
+
+def _marked(spans: Sequence[Span]) -> list[Span]:
+    """The spans that the program itself marks, by `comm.tracer.span`, on the threads that train."""
+    return [
+        span
+        for span in _on_training_threads(spans)
+        if span.name not in OF_LIBRARY
+        and not (is_call(span) or _on_device(span) or span.name.startswith("tuner: "))
+    ]
+
+
+def _by_name(
+    marked: Sequence[Span], waits: list[Interval], window: list[Interval], steps: int
+) -> list[MarkedSpans]:
+    by_name: dict[str, list[Span]] = {}
+    for span in marked:
+        by_name.setdefault(span.name, []).append(span)
+    found = [
+        MarkedSpans(
+            name,
+            len(spans) / steps,
+            length(intersection(_without(_intervals(spans), waits), window)) / steps / 1e9,
+        )
+        for name, spans in by_name.items()
+    ]
+    return sorted(found, key=lambda each: -each.seconds)
 
 
 def _stage(spans: Iterable[Span], name: str) -> list[Interval]:

@@ -14,12 +14,17 @@ COLUMNS = {
     "compute_s": "forward and backward",
     "optimizer_s": "optimizer",
     "waiting_s": "waiting",
+    "marked_s": "your spans",
     "other_s": "other",
     "exchange_s": "exchange",
     "hidden": "hidden",
     "wire_bytes": "sent",
 }
 """The fields of `RankSummary` that are shown, and the heads of their columns."""
+
+
+MOST_NAMES = 20
+"""Names of spans in a table."""
 
 
 def shown_columns(summary: Summary) -> dict[str, str]:
@@ -69,6 +74,15 @@ def bucket_table(summary: Summary) -> list[list[str]]:
     return [["", "size", "exchange", "hidden"], *rows] if rows else []
 
 
+def marked_table(summary: Summary) -> list[list[str]]:
+    """A row for each name of a span that the program marks, on the first rank, below the heads; else empty."""
+    rows = [
+        [each.name, f"{each.times:.3g}", cell("marked_s", each.seconds)]
+        for each in (summary.ranks[0].marked[:MOST_NAMES] if summary.ranks else ())
+    ]
+    return [["", "in a step", "time in a step"], *rows] if rows else []
+
+
 def call_table(summary: Summary) -> list[list[str]]:
     """A row for each name of a call, below the heads; empty with exchanges, and without calls."""
     rows = [
@@ -104,6 +118,8 @@ def describe(summary: Summary, notes: Sequence[str], advice: Sequence[str]) -> s
         parts.append(f"{which}: without waits, the median step takes {least} to {most} on the ranks.")
     if buckets := bucket_table(summary):
         parts.append(f"Buckets, on rank {summary.ranks[0].rank}:\n\n{_aligned(buckets)}")
+    if marked := marked_table(summary):
+        parts.append(f"Your spans, on rank {summary.ranks[0].rank}:\n\n{_aligned(marked)}")
     if calls := call_table(summary):
         parts.append(f"Calls, on the first rank:\n\n{_aligned(calls)}")
     if advice:

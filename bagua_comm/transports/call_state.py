@@ -7,12 +7,13 @@ from collections.abc import Callable
 from numbers import Real
 from typing import ClassVar
 
-from ..errors import BaguaError, BootstrapError, CommAborted
+from ..errors import BaguaError, BootstrapError, CommAborted, shown_as
 
 MAX_TIMEOUT_S = 1e9
 """The longest wait, about 30 years: more than this overflows the clocks of the libraries below."""
 
 
+@shown_as("Transport")
 class CallState:
     """The call in progress on one rank of a transport, and the bytes that its calls have sent."""
 

@@ -11,6 +11,8 @@ import pytest
 
 import bagua_comm
 from bagua_comm import BootstrapError
+from bagua_comm.bootstrap import connection
+from bagua_comm.bootstrap.rank_exit import ExitHandler
 from bagua_comm.transports import LocalTransport
 from bagua_comm.transports.local import Hub
 
@@ -44,6 +46,25 @@ NO_TIMEOUTS = [0, -1, math.nan, math.inf, -math.inf, 1e10, True, "3", None, 2j]
 def test_a_timeout_that_is_no_positive_number_of_seconds_is_refused(make, timeout_s):
     with pytest.raises(BootstrapError, match=f"timeout_s is {re.escape(repr(timeout_s))}, expected seconds"):
         make(timeout_s=timeout_s)
+
+
+@pytest.mark.parametrize("wrong", [{"timeout_s": -1}, {"op_order": "none"}, {"alone": True, "comm": 1}], ids=str)
+def test_a_wrong_argument_under_mpi_is_one_short_message_of_one_rank(monkeypatch, capsys, wrong):
+    handler = ExitHandler()
+    monkeypatch.setattr(connection, "handler_of_this_process", lambda: handler)
+    monkeypatch.setattr(connection, "under_mpi", lambda: True)
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    ended = []
+    monkeypatch.setattr(handler.abort, "end_all", lambda code, reason: ended.append(code))
+    with pytest.raises(BootstrapError) as caught:
+        bagua_comm.connect(**wrong)
+    sys.excepthook(caught.type, caught.value, caught.tb)
+    first, line, last = capsys.readouterr().err.splitlines()
+    assert first.startswith("rank 0 on ")
+    assert f": BootstrapError: connect: {next(iter(wrong))}" in first
+    assert line.startswith(f"  {__file__}:")
+    assert last == "  (BAGUA_TRACEBACK=1 shows the traceback)"
+    assert ended == [1]
 
 
 @pytest.mark.parametrize("timeout_s", [1, 0.5, np.float32(2.5), np.int64(3), 1e9])

@@ -103,6 +103,25 @@ def test_trace_file_has_a_process_per_rank_and_a_row_per_thread(tmp_path):
     assert spans["allreduce"].args == {"op": "sum", "dtype": "float64", "bytes": 32, "wire_bytes": 32}
 
 
+def test_a_block_of_trace_writes_what_began_inside_of_it(tmp_path):
+    """Calls before and after it, and a file that stays when the block fails."""
+
+    def body(comm):
+        comm.allgather(np.zeros(1))
+        with comm.trace(tmp_path / "block.json"):
+            comm.allreduce(np.zeros(1))
+            comm.tracer.value("loss", 1.0)
+        comm.barrier()
+        with pytest.raises(ValueError, match="bad day"), comm.trace(tmp_path / "failed.json"):
+            raise ValueError("bad day")
+
+    run_ranks(2, body)
+    block, failed = (read_timeline(tmp_path / name).ranks[1] for name in ("block.json", "failed.json"))
+    assert [span.name for span in block.spans] == ["allreduce"]
+    assert [value.name for value in block.values] == ["loss"]
+    assert "allgather" in {span.name for span in failed.spans}
+
+
 def test_a_trace_holds_any_argument_and_a_wrong_path_is_an_error_on_all_ranks(tmp_path):
     def body(comm):
         comm.broadcast(np.zeros(1), root=np.int64(0))

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from bagua_comm import Checkpoints, CommTimeout
+from bagua_comm import MXFP8, Checkpoints, CommTimeout, connect
 from bagua_comm.comm.public_methods import current_method, public_method
 from bagua_comm.testing import run_ranks
 
@@ -23,6 +23,29 @@ def test_the_outermost_method_is_named_and_none_after_an_error():
     with pytest.raises(ValueError, match="no data"):
         outer(fails=True)
     assert current_method() == ""
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda comm: comm.send(np.ones(1), 1),
+        lambda comm: comm.scatterv(),
+        lambda comm: comm.allreduce(np.ones(1), operation="max"),
+        lambda comm: comm.allreduce_many(1, 2, 3, 4),
+        lambda comm: comm.broadcast_object(1),
+        lambda comm: comm.transport_for(),
+        lambda comm: comm.lane(None, None),
+        lambda comm: comm.close(1),
+        lambda comm: comm.Allreduce,
+        lambda comm: comm.alreduce,
+    ],
+)
+def test_errors_of_python_name_the_class_that_users_know(call):
+    """They named 'World', 'PointToPoint', 'UnevenCollectives'."""
+    with connect() as comm, pytest.raises((TypeError, AttributeError), match=r"^'?Communicator\b"):
+        call(comm)
+    with pytest.raises(TypeError, match=r"^Codec\.steps\(\)"):
+        MXFP8().steps()
 
 
 def first_error(body):

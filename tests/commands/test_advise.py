@@ -36,10 +36,10 @@ def test_it_prints_both_tables(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "553 MB, 3.00 s a step alone; 4 nodes of 2 ranks, 1 Gbit/s, 50 us"
     table = lines[lines.index("") + 1 :]
-    names = [line.split()[0] for line in table[1 : table.index("")]]
+    names = [line.split()[0] for line in table[1 : table.index("")] if not line.startswith("-- ")]
     assert sorted(names) == sorted(METHODS)
     (exact,) = [line.split() for line in table if line.startswith("exact")]
-    assert exact[1:] == ["gradients", "9.16", "s", "1.00x", "25%", "968.5", "968.5"]
+    assert exact[1:] == ["1", "9.16", "s", "1.00x", "25%", "968.5", "968.5"]
     ranks = [int(line.split()[0]) for line in lines[1:] if line.split() and line.split()[0].isdecimal()]
     assert ranks == [2**exponent for exponent in range(1, 13)]
 
@@ -197,6 +197,20 @@ def test_averages_of_weights_are_advised_with_how_many_steps_they_may_need(capsy
         gain = f"{steps['bytegrad'] / steps[name]:.2f}"
         assert f"pays if it needs fewer than {gain} times as many steps" in lines[f"Weights {when}"]
     assert "Not known here: how many steps an algorithm needs to the same loss" in out
+
+
+def test_algorithms_that_seldom_communicate_come_last_with_how_seldom(capsys):
+    """At 50 Mbit/s `async` came first, 469 times as fast, though it averages once in 469 steps."""
+    assert cli.main([*VGG16[:-1], "300ms", "--bandwidth", "50mbit", "--latency", "30ms"]) == 0
+    out = capsys.readouterr().out
+    rows = [line.split() for line in out.partition("algorithm ")[2].partition("\n\n")[0].splitlines()[1:]]
+    heads = [at for at, row in enumerate(rows) if row[0] == "--"]
+    assert [rows[at][1:3] for at in heads] == [["gradients", "in"], ["weights", "in"], ["weights", "now"]]
+    assert {payload(METHODS[row[0]]) for row in rows[1 : heads[1]] if row[0] != "ddp"} == {"gradients"}
+    steps = {row[0]: int(row[1]) for row in rows if row[0] != "--"}
+    assert steps["async"] > steps["diloco-100"] == 100 > steps["sparseloco"] > steps["bytegrad"] == 1
+    assert {name for name, count in steps.items() if count > 1} == {row[0] for row in rows[heads[2] + 1 :]}
+    assert f"Weights now and then: AsyncModelAverage(), 469.18x, once in {steps['async']} steps, pays if" in out
 
 
 def test_a_group_without_a_faster_algorithm_is_named_too(capsys):

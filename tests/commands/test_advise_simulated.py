@@ -17,7 +17,9 @@ DEATHS = ["--failures", "mtbf_hours=100,spares=2", "--variation", "compute=0.1"]
 
 def test_it_prints_steps_and_goodput_on_more_and_more_ranks(capsys):
     assert cli.main([*SIMULATE, *DEATHS, "--most-ranks", "64"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    out, err = capsys.readouterr()
+    lines = out.splitlines()
+    assert err.splitlines() == [f"simulating 2 algorithms on {size} ranks" for size in (8, 16, 64)]
     assert lines[0].startswith("Simulated, seed 0: 100 MB, 300.0 ms a step alone; 2 x 4 ranks, 10 Gbit/s")
     header = lines.index(next(line for line in lines if line.startswith("Goodput on ranks")))
     assert lines[header].split()[3:] == ["8", "16", "64"]

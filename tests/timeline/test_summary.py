@@ -1,10 +1,13 @@
 """Where the time of steps went, by hand; and what to do about it."""
 
 import dataclasses
+import re
+from pathlib import Path
 
 import pytest
 from support.timelines import span, timeline_of, training
 
+import bagua_comm
 from bagua_comm import (
     ByteGrad,
     Decentralized,
@@ -21,7 +24,7 @@ from bagua_comm import (
 from bagua_comm.testing import run_ranks
 from bagua_comm.timeline.advice import advise
 from bagua_comm.timeline.reading import RankTimeline, Timeline, read_timeline
-from bagua_comm.timeline.summary import summarize, summarize_rank
+from bagua_comm.timeline.summary import OF_LIBRARY, summarize, summarize_rank
 from bagua_comm.timeline.text import describe
 
 
@@ -52,6 +55,36 @@ def test_a_step_by_hand():
     assert found.step_waits_s == pytest.approx([0.007] * 4)
 
 
+def test_spans_of_the_program_are_shown_by_name_and_are_not_other():
+    """Here 2 of the 6 ms that are no stage, with a span inside, one in the backward pass, one of a loader."""
+    spans = training().spans
+    for at in range(0, 200, 40):
+        spans += [
+            span("load batch", at + 36, at + 38),
+            span("decode", at + 37, at + 38),
+            span("loss", at + 10, at + 11),
+        ]
+        spans += [
+            span("read", at, at + 40, "loader"),
+            span("commit", at + 38, at + 39),
+            span("tuner: trial", at, at + 40),
+        ]
+    found = summarize_rank(0, timeline_of(spans))
+    assert (found.marked_s, found.other_s) == (pytest.approx(0.002), pytest.approx(0.004))
+    assert [(each.name, each.times) for each in found.marked] == [("load batch", 1), ("decode", 1), ("loss", 1)]
+    assert [each.seconds for each in found.marked] == pytest.approx([0.002, 0.001, 0.001])
+    text = describe(summarize(Timeline({0: timeline_of(spans)})), [], [])
+    assert re.search(r"waiting +your spans +other", text)
+    assert re.search(r"Your spans, on rank 0:\n\n +in a step +time in a step\nload batch +1 +2.00 ms\n", text)
+
+
+def test_the_names_of_all_spans_of_this_library_are_known():
+    text = "".join(file.read_text() for file in Path(bagua_comm.__file__).parent.rglob("*.py"))
+    names = set(re.findall(r'tracer\.(?:span|add)\("([^"]+)"', text)) - {"load batch"}
+    assert {"exchange", "step", "commit"} <= names
+    assert {name for name in names if not name.startswith("tuner: ")} <= OF_LIBRARY
+
+
 def test_the_parts_add_up_to_the_step():
     found = summarize_rank(0, training(own=1.5))
     parts = [
@@ -61,6 +94,7 @@ def test_the_parts_add_up_to_the_step():
         found.optimizer_s,
         found.waiting_s,
         found.other_s,
+        found.marked_s,
     ]
     assert sum(parts) == pytest.approx(found.step_s)
 
