@@ -168,7 +168,7 @@ def _arguments(request: _Request) -> Iterator[Setting]:
             own = () if options.interface else ("--mca", "btl_tcp_if_include", "127.0.0.0/8")
             yield Setting(why, ("--mca", "btl", "self,sm,tcp", *own))
         else:
-            why = "one host: ranks use shared memory, and listen on no port"
+            why = "one host: ranks use shared memory, and listen on no port; mpirun itself does (SECURITY.md)"
             yield Setting(why, ("--mca", "btl", "self,sm"))
     if survives:
         yield Setting("--ulfm: when a rank dies, the others continue", mpirun.ulfm())

@@ -2,8 +2,11 @@
 
 import gc
 import os
+import stat
+import subprocess
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -189,3 +192,18 @@ def test_encoded_sums_are_added_and_decoded_piece_by_piece(ranks, count, dtype):
         return x.tolist()
 
     assert over_window(ranks, body) == [(ranks * xs.sum(axis=0)).astype(dtype).tolist()] * ranks
+
+
+def test_no_other_user_can_open_the_memory_of_ranks():
+    """Its mode was 0777: /proc/PID/fd, which only this user may read, was all that kept others out."""
+    with ExitStack() as files:
+        process, file, _ = window._create(4096, files)
+        assert stat.S_IMODE(os.fstat(file).st_mode) == 0o600
+        assert not os.get_inheritable(file)
+        command = ["sh", "-c", f"exec 3<>/proc/{process}/fd/{file}"]
+        assert subprocess.run(command, check=False).returncode == 0
+        if os.geteuid() == 0:
+            nobody = {"user": 65534, "group": 65534, "extra_groups": []}
+            other = subprocess.run(command, stderr=subprocess.PIPE, check=False, **nobody)
+            assert other.returncode != 0
+            assert b"ermission denied" in other.stderr

@@ -387,6 +387,7 @@ def _create(nbytes: int, files: ExitStack) -> tuple[int, int, int]:
     try:
         file = os.memfd_create(_NAME.format(number))
         files.callback(os.close, file)
+        os.fchmod(file, 0o600)  # of a new one it is 0o777
         os.ftruncate(file, nbytes)
     except (AttributeError, OSError):  # AttributeError: only Linux has memfd_create
         return 0, 0, 0
