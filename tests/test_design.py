@@ -40,6 +40,7 @@ LAYERS = {
         "prepared",
         "call",
         "coalesced collectives messages objects uneven",
+        "tracing",
         "communicator",
         "__init__",
     ],
@@ -247,6 +248,7 @@ def test_each_holder_of_locks_is_over_before_a_call_that_a_signal_handler_can_co
 EXITS = {
     **dict.fromkeys(["Cache", "Cached", "Closing", "Reader", "Store"], "close"),
     "SpanContext": "a span is not written",
+    "Traced": "the file that was written first stays",
     "Barrier": "does nothing",
     "UseStream": "its __del__ does it",
     **dict.fromkeys(["SimulatedLock", "SimulatedCondition"], "only threads of a simulation use it"),
