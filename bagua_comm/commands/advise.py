@@ -277,10 +277,10 @@ def report(job: Job, cluster: Cluster, rates: Rates) -> list[str]:
     for kind, head in enumerate(GROUPS):
         group = [row for row in rows if kind_of(row.method) == kind]
         lines += [f"-- {head}"] * bool(group)
-        for row in group:
-            name, _, prediction = row
+        for each in group:
+            name, _, prediction = each
             lines.append(
-                f"{name:<24}{steps_of_an_exchange(row, rows):>7,.0f}{duration(prediction.step_s):>14}"
+                f"{name:<24}{steps_of_an_exchange(each, rows):>7,.0f}{duration(prediction.step_s):>14}"
                 f"{_ratio(exact, prediction.step_s):>10}{prediction.hidden:>8.0%}"
                 f"{prediction.wire_bytes / 1e6:>11,.1f}{prediction.node_bytes / 1e6:>11,.1f}"
             )
