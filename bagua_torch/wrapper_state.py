@@ -88,7 +88,7 @@ class WrapperState(nn.Module):
             self.load_state_dict(prefixed, strict=self.tuner is None)
             return
         self.module.load_state_dict(module)
-        self.set_extra_state(state_of_tree(self._steps.engine, engine))  # replicas are made from the weights
+        self.set_extra_state(state_of_tree(engine))  # replicas are made from the weights
 
     @property
     def ignored_names(self) -> set[str]:

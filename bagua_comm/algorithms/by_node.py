@@ -20,8 +20,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import numpy as np
-
 from .. import arrays
 from ..arrays import Array
 from ..bucket import Bucket, BucketSpec, TensorSpec
@@ -120,8 +118,7 @@ class ByNode(Combinator):
         Raises:
             ArrayError: Its algorithm does not support this number of nodes.
         """
-        table = comm.allgather(np.array([comm.node, comm.local_size]))
-        nodes, owners = len(np.unique(table[:, 0])), int(table[:, 1].min())
+        nodes, owners = len(comm.node_sizes), min(comm.node_sizes)
         if nodes > 1:
             self._inner.check_size(nodes)
         intra, across = comm.by_node()
