@@ -103,8 +103,8 @@ ONE_LESS = "abb", (0,), 3
                 (GradientAllReduce(FEEDBACK), CROSSWISE),
                 (by_node(DiLoCo(3)), ANOTHER_HOST),
                 (by_node(LowPrecisionDecentralized()), ANOTHER_HOST),
-                (SparseLoCo(3, average=SPARSE), ANOTHER_HOST),
-                (DiLoCo(3, average=FEEDBACK), ONE_LESS),
+                (SparseLoCo(2, average=SPARSE), ANOTHER_HOST),
+                (DiLoCo(2, average=FEEDBACK), ONE_LESS),
             ]
         ),
     ],
