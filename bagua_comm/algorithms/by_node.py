@@ -183,8 +183,8 @@ def by_node(algorithm: Algorithm) -> ByNode:
     All ranks of a node get the same weights. Each node counts as one, whatever its number of ranks. On a single
     node this is the mean of its ranks. `Hierarchical` does the same for gradients.
 
-    The state of the algorithm belongs to the chunk of a rank: a checkpoint loads on the same ranks, in the same
-    buckets.
+    The state of the algorithm belongs to the chunk of a rank: a checkpoint loads on the same ranks of the same
+    nodes, in the same buckets.
 
     Raises:
         ArrayError: `algorithm` is not an algorithm, exchanges gradients, begins its exchanges by time, lends

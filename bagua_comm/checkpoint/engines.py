@@ -2,8 +2,8 @@
 
 Arrays that are equal on all ranks are shared. On another number of ranks, residuals of error feedback become
 their mean, since later averages compensate the mean over the ranks. Replicas of weights are recreated from the
-weights. All other state loads only on the number of ranks that saved it. State of parts of buckets, which depend
-on the nodes, loads only on the same nodes; elsewhere residuals begin with zeros, and replicas are recreated.
+weights. All other state is dropped, and engines that need it refuse the tree. State of parts of buckets, which
+depend on the nodes, loads only on the same nodes; elsewhere residuals begin with zeros, replicas are recreated.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def tree_of_engine(engine: Engine) -> dict[str, Any]:
             elif rule in parts:
                 parts[rule].setdefault(name, {})[path] = value
             else:
-                fixed.setdefault(name, {})[path] = Own(value)
+                fixed.setdefault(name, {})[path] = Own(value, "drop")
     facts = {name: saved[name] for name in (*StateHeader._fields, "digest")}
     return {
         "facts": Own({**facts, "numbers": numbers}, "first"),
@@ -58,7 +58,7 @@ def state_of_tree(tree: Any) -> dict[str, Any]:
     """The argument of `Engine.load_state_dict` from a tree of `tree_of_engine`.
 
     Raises:
-        ArrayError: The tree is not from `tree_of_engine`.
+        ArrayError: The tree is not from `tree_of_engine`, or it loads only on the number of ranks that saved it.
     """
     parts = ("facts", "alike", "mean", "anew", "fixed")
     if not isinstance(tree, Mapping) or set(tree) != set(parts):
@@ -70,6 +70,12 @@ def state_of_tree(tree: Any) -> dict[str, Any]:
     for part in parts[1:]:
         for name, pieces in (tree[part] or {}).items():
             tensors[name].update(pieces)
+            if lost := [path for path, value in pieces.items() if value is None]:
+                raise ArrayError(
+                    f"load_engine: {lost[0].removesuffix(PER_BUCKET)!r} of {name!r} loads only on "
+                    f"{facts['size']} ranks, as many as saved it; to continue without it, load the weights alone, "
+                    "into the module itself (`.module` of the wrapper)"
+                )
     return with_tensors({**facts, MOVED: True}, tensors)
 
 
@@ -90,18 +96,12 @@ def load_engine(engine: Engine, tree: Any) -> None:
 def keep_engine(engine: Engine) -> dict[str, Any]:
     """As `tree_of_engine`, for a commit: equal on all ranks where the algorithm's state is.
 
-    State that no other number of ranks can load is dropped there, and recreated.
-
     Raises:
         ArrayError: A training step is in progress.
     """
     engine.complete_step()
     tree = tree_of_engine(engine)
-    fixed = {
-        name: {path: Own(own.value, "drop") for path, own in pieces.items()}
-        for name, pieces in tree["fixed"].items()
-    }
-    return {**tree, "facts": {**tree["facts"].value, "rank": 0}, "fixed": fixed}
+    return {**tree, "facts": {**tree["facts"].value, "rank": 0}}
 
 
 def take_engine(engine: Engine, kept: Mapping[str, Any]) -> str | None:
