@@ -73,7 +73,7 @@ def state_of_tree(tree: Any) -> dict[str, Any]:
             if lost := [path for path, value in pieces.items() if value is None]:
                 raise ArrayError(
                     f"load_engine: {lost[0].removesuffix(PER_BUCKET)!r} of {name!r} loads only on "
-                    f"{facts['size']} ranks, as many as saved it; to continue without it, load the weights alone, "
+                    f"{facts['size']} ranks, as many as saved it; to go on without it, load the weights alone, "
                     "into the module itself (`.module` of the wrapper)"
                 )
     return with_tensors({**facts, MOVED: True}, tensors)
