@@ -86,11 +86,11 @@ def comm_hook(average: Average, comm: Communicator | None = None) -> Hook:
         if known is not None and known[0].spec == bucket.spec:
             return known[1]
         for old, kept in bound.values():
-            saved.update(save_state(old, kept))
+            saved.update(save_state(old, kept, lane.comm))
         bound.pop(bucket.index, None)
         function = average.bind(lane.comm)
         if all(name in saved for name in bucket.views):
-            load_state(bucket, function, saved)
+            load_state(bucket, function, saved, lane.comm)
         bound[bucket.index] = bucket, function
         return function
 

@@ -19,15 +19,15 @@ from torch.autograd.graph import increment_version
 
 from bagua_comm import Algorithm, Communicator, Engine
 from bagua_comm.algorithms.base import Payload, with_defaults
+from bagua_comm.algorithms.parts import PER_BUCKET
 from bagua_comm.algorithms.state import (
-    PER_BUCKET,
     Saved,
     StateHeader,
     check_state,
     checksum,
     copy_numbers,
     load_state,
-    relabelled,
+    with_tensors,
 )
 from bagua_comm.arrays import Array
 from bagua_comm.engine import EngineCallbacks
@@ -123,6 +123,11 @@ class TorchEngine(Engine):
         return self._comm.allgather_object(mine)
 
     @property
+    def place(self) -> tuple[int, int]:
+        """This rank, and the number of ranks."""
+        return self._comm.rank, self._comm.size
+
+    @property
     def exchanging(self) -> bool:
         """Whether buckets were sent whose results are not written back yet."""
         return bool(self._exchanges.sent)
@@ -155,8 +160,8 @@ class TorchEngine(Engine):
             states.append(with_defaults(self._phase).init(bucket, self._comm))
             if self._later.keys() >= bucket.views.keys():
                 later = self._reordered(self._later, to_memory=True)
-                check_state(bucket, states[-1], later)
-                load_state(bucket, states[-1], later)
+                check_state(bucket, states[-1], later, self._comm)
+                load_state(bucket, states[-1], later, self._comm)
             copy_numbers(states[-1], states[0])
         self._begin_phase(self._exchanges.began, states)
 
@@ -254,7 +259,7 @@ class TorchEngine(Engine):
             return saved
         if not intact:
             return saved
-        return relabelled({**saved, "tensors": tensors}, rank=saved["rank"], size=saved["size"])
+        return with_tensors(saved, tensors)
 
     def _add_format(self, layout: list[Any]) -> list[Any]:
         """The layout of a bucket, with the memory formats of its tensors if these can vary."""

@@ -87,8 +87,9 @@ class WrapperState(nn.Module):
             prefixed = OrderedDict((f"module.{name}", value) for name, value in module.items())
             self.load_state_dict(prefixed, strict=self.tuner is None)
             return
+        state = state_of_tree(engine)
         self.module.load_state_dict(module)
-        self.set_extra_state(state_of_tree(self._steps.engine, engine))  # replicas are made from the weights
+        self.set_extra_state(state)  # replicas are made from the weights
 
     @property
     def ignored_names(self) -> set[str]:

@@ -33,7 +33,8 @@ REPLICATED = {"alike": True}
 ranks. An array without this mark belongs to its rank."""
 
 CHUNK = {"chunk": True}
-"""Metadata of a nested state whose arrays cover a different part of the bucket on each rank."""
+"""Metadata of a nested state whose arrays cover a part of the bucket that depends on the rank and on the nodes.
+They are saved with a description of the part, and load into the same part on the same nodes."""
 
 MEAN = {"reshape": "mean"}
 """Metadata of an array that differs between ranks and of which only the mean matters, as of residuals of error

@@ -20,8 +20,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import numpy as np
-
 from .. import arrays
 from ..arrays import Array
 from ..bucket import Bucket, BucketSpec, TensorSpec
@@ -120,8 +118,7 @@ class ByNode(Combinator):
         Raises:
             ArrayError: Its algorithm does not support this number of nodes.
         """
-        table = comm.allgather(np.array([comm.node, comm.local_size]))
-        nodes, owners = len(np.unique(table[:, 0])), int(table[:, 1].min())
+        nodes, owners = len(comm.node_sizes), min(comm.node_sizes)
         if nodes > 1:
             self._inner.check_size(nodes)
         intra, across = comm.by_node()
@@ -186,8 +183,8 @@ def by_node(algorithm: Algorithm) -> ByNode:
     All ranks of a node get the same weights. Each node counts as one, whatever its number of ranks. On a single
     node this is the mean of its ranks. `Hierarchical` does the same for gradients.
 
-    The state of the algorithm belongs to the chunk of a rank: a checkpoint loads on the same ranks, in the same
-    buckets.
+    The state of the algorithm belongs to the chunk of a rank: a checkpoint loads on the same ranks of the same
+    nodes, in the same buckets.
 
     Raises:
         ArrayError: `algorithm` is not an algorithm, exchanges gradients, begins its exchanges by time, lends

@@ -148,11 +148,12 @@ class LowPrecisionOnePeer(_LowPrecision):
 
     def exchange(self, bucket: Bucket, comm: Communicator, state: EdgeReplicas) -> None:
         """Update the replicas of one edge, and compute the new weights. Collective."""
+        round_, state.round = state.round, state.round + 1  # also alone: nodes may differ in size later
         if comm.size == 1:
             state.weight[...] = bucket.flat
             return
-        x, k = bucket.flat, state.round % _edges(comm.size)
-        dest, source = topology.one_peer_exponential(comm.rank, comm.size, state.round)
+        x, k = bucket.flat, round_ % _edges(comm.size)
+        dest, source = topology.one_peer_exponential(comm.rank, comm.size, round_)
         sent, received = state.sent[k], state.received[k]
         delta = comm.scratch.take("delta", (1, x.size), x.dtype, like=x)
         kernels.of(x).subtract(x, sent, out=delta[0])
@@ -162,7 +163,6 @@ class LowPrecisionOnePeer(_LowPrecision):
         self._add_decoded(mine, sent, bucket, comm)
         self._add_decoded(theirs, received, bucket, comm)
         kernels.of(x).move_half(x, received, sent, out=state.weight)
-        state.round += 1
 
     def commit(self, bucket: Bucket, state: EdgeReplicas) -> None:
         """x <- the new weights."""

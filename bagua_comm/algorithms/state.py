@@ -2,14 +2,15 @@
 
 A state is a dataclass of arrays, numbers and further dataclasses. An array whose last axis is as long as its
 bucket is cut into pieces, one for each tensor; numbers are saved with every tensor of the bucket. Other arrays
-are saved whole, with the first tensor, and load into the same bucket only.
+are saved whole, with the first tensor, and load into the same bucket only. An array of a part of the bucket, in a
+`CHUNK`, is saved whole with a description of the part, and loads into the same part only.
 
 An array belongs to its rank, and no other rank can load it, unless its field is marked `REPLICATED`. Numbers are
 the same on all ranks. The marks `MEAN` and `RECREATED` say how `bagua_comm.checkpoint` brings an array to another
 number of ranks; `load_state` lets arrays marked `RECREATED` be missing, and keeps what `init` made.
 
 A checkpoint is a dictionary: the entries of `StateHeader`, a "digest" that is equal on ranks that saved together,
-a "checksum", and "tensors", the result of `save_state`.
+a "checksum", and "tensors", the result of `save_state`. `moved` marks one that may come from other ranks.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ import numpy as np
 from .. import arrays
 from ..arrays import Array, dtype_name
 from ..bucket import Bucket, BucketSpec
+from ..comm import Communicator
 from ..errors import ArrayError, UnsupportedError, shown
 from .base import Algorithm, Rounds, phase_of, with_defaults
+from .parts import PER_BUCKET, check_part, layout_of, layout_of_part, not_movable, without_part
 
 Saved = dict[str, dict[str, Any]]
 """By the name of the tensor, then by the path in the state: pieces of arrays, and numbers."""
@@ -97,13 +100,15 @@ def steps_in_lockstep(algorithm: Algorithm, step: int) -> bool:
     return not isinstance(with_defaults(phase_of(algorithm, step)).window, Rounds)
 
 
-def relabelled(saved: Mapping[str, Any], *, rank: int, size: int) -> dict[str, Any]:
-    """A checkpoint as rank `rank` of `size` would have saved it, whose arrays were brought to that size."""
-    header = StateHeader(*(saved[name] for name in StateHeader._fields))._replace(rank=rank, size=size)
-    digest = hashlib.blake2b(f"{saved['digest']} on {size}".encode(), digest_size=16).hexdigest()
-    digest = saved["digest"] if size == saved["size"] else digest
-    sealed = checksum(*header, digest, saved=saved["tensors"])
-    return {**header._asdict(), "digest": digest, "checksum": sealed, "tensors": saved["tensors"]}
+def with_tensors(saved: Mapping[str, Any], tensors: Saved) -> dict[str, Any]:
+    """A checkpoint with other `tensors`."""
+    sealed = checksum(*(saved[name] for name in (*StateHeader._fields, "digest")), saved=tensors)
+    return {**saved, "tensors": tensors, "checksum": sealed}
+
+
+MOVED = "moved"
+"""The key of a checkpoint that other ranks may have saved, or ranks on other nodes; see `checkpoint/engines.py`.
+When it is loaded, what does not fit is left out if it can be made anew."""
 
 
 def check_together(algorithm: Algorithm, rows: Sequence[tuple[StateHeader, str]]) -> None:
@@ -141,9 +146,7 @@ def check_tensors(
     pairs: Iterable[tuple[Bucket, Any]],
     header: StateHeader,
     saved: Mapping[str, Any],
-    *,
-    rank: int,
-    size: int,
+    comm: Communicator,
 ) -> None:
     """Raise unless the tensors of a checkpoint can be loaded on this rank.
 
@@ -152,8 +155,7 @@ def check_tensors(
         pairs: Its buckets, each with its state.
         header: The header of the checkpoint.
         saved: The checkpoint.
-        rank: This rank.
-        size: Number of ranks.
+        comm: The ranks.
 
     Raises:
         ArrayError: Something does not fit a state, belongs to another rank, or is not what was saved.
@@ -161,12 +163,12 @@ def check_tensors(
     tensors = saved["tensors"]
     for bucket, state in pairs:
         per_rank = per_rank_paths(bucket, state, tensors)
-        if per_rank and (header.rank, header.size) != (rank, size):
+        if per_rank and (header.rank, header.size) != (comm.rank, comm.size):
             raise ArrayError(
-                f"the state was saved by rank {header.rank} of {header.size}, expected rank {rank} of {size}: "
-                f"{algorithm} keeps {per_rank[0]!r}, which differs between ranks"
+                f"the state was saved by rank {header.rank} of {header.size}, expected rank {comm.rank} of "
+                f"{comm.size}: {algorithm} keeps {per_rank[0]!r}, which differs between ranks"
             )
-        check_state(bucket, state, tensors)
+        check_state(bucket, state, tensors, comm)
     if checksum(*header, saved["digest"], saved=tensors) != saved["checksum"]:
         raise ArrayError("the state is damaged: a number, a shape or a name in it is not what was saved")
 
@@ -195,8 +197,8 @@ def has_saved_state(state: Any) -> bool:
 
 def replicated_arrays(state: Any) -> list[Array]:
     """The arrays of `state` that have the same bytes on all ranks."""
-    found = (entry for entry in _fields_of(state) if entry.field.metadata.get("alike"))
-    return [entry.value for entry in found if hasattr(entry.value, "dtype")]
+    found = (entry.value for entry in _fields_of(state) if entry.rule == "alike")
+    return [value for value in found if hasattr(value, "dtype")]
 
 
 def check_nothing_lost(bucket: Bucket, state: Any, saved: Saved) -> None:
@@ -215,18 +217,20 @@ def check_nothing_lost(bucket: Bucket, state: Any, saved: Saved) -> None:
                 )
 
 
-def save_state(bucket: Bucket, state: Any) -> Saved:
+def save_state(bucket: Bucket, state: Any, comm: Communicator) -> Saved:
     """Copy `state`, by the tensors of `bucket`."""
     saved: Saved = {name: {} for name in bucket.views}
-    for path, _, _, value, whole in _fields_of(state):
+    for entry in _fields_of(state):
+        path, value = entry.path, entry.value
         if value is None:
             continue
+        part = layout_of_part(entry.chunk, bucket.spec, comm)
         if not hasattr(value, "dtype"):
             pieces = dict.fromkeys(saved, value)
-        elif value.shape[-1:] == bucket.flat.shape and not whole:
+        elif value.shape[-1:] == bucket.flat.shape and part is None:
             pieces = {name: value[..., where].copy() for name, where in bucket.spec.slices().items()}
         else:
-            saved[next(iter(saved))][path + PER_BUCKET] = _layout(bucket.spec)
+            saved[next(iter(saved))][path + PER_BUCKET] = part or layout_of(bucket.spec)
             pieces = {next(iter(saved)): value.copy()}
         for name, piece in pieces.items():
             saved[name][path] = piece
@@ -239,15 +243,11 @@ def check_movable(saved: Mapping[str, Mapping[str, Any]], specs: Iterable[Bucket
     Raises:
         ArrayError: An array belongs to its bucket as a whole, and no new bucket has the same tensors.
     """
-    layouts = [_layout(spec) for spec in specs]
+    layouts = [layout_of(spec) for spec in specs]
     for tensor, pieces in saved.items():
         for path in pieces:
-            if path.endswith(PER_BUCKET) and pieces[path] not in layouts:
-                raise _not_movable(path.removesuffix(PER_BUCKET), tensor)
-
-
-def _not_movable(path: str, tensor: str) -> ArrayError:
-    return ArrayError(f"{path!r} of {tensor!r} belongs to its bucket as a whole, and cannot move to another")
+            if path.endswith(PER_BUCKET) and without_part(pieces[path]) not in layouts:
+                raise not_movable(path.removesuffix(PER_BUCKET), tensor)
 
 
 def check_names(names: Iterable[str], saved: object) -> None:
@@ -266,15 +266,31 @@ def check_names(names: Iterable[str], saved: object) -> None:
             raise ArrayError(f"'tensors' has a {type(pieces).__name__} for {name!r}, expected a mapping")
 
 
-def check_state(bucket: Bucket, state: Any, saved: Mapping[str, Mapping[str, Any]]) -> None:
+def fitting_parts(bucket: Bucket, state: Any, saved: Saved, comm: Communicator) -> dict[str, bool | None]:
+    """Whether what can be made anew was saved for the part of the bucket that this rank has; by its path.
+
+    None if it was not saved. These are arrays marked `RECREATED`, and in a `CHUNK` those marked `MEAN`.
+    """
+    fits: dict[str, bool | None] = {}
+    for entry in _fields_of(state):
+        if entry.rule != "anew" and not (entry.chunk and entry.rule == "mean"):
+            continue
+        path, part = entry.path, layout_of_part(entry.chunk, bucket.spec, comm)
+        layouts = [saved[t][path + PER_BUCKET] for t in bucket.views if path + PER_BUCKET in saved[t]]
+        whole = [part or layout_of(bucket.spec)] if layouts or part else []
+        is_saved = bool(layouts) or any(path in saved[tensor] for tensor in bucket.views)
+        fits[path] = layouts == whole if is_saved else None
+    return fits
+
+
+def check_state(bucket: Bucket, state: Any, saved: Mapping[str, Mapping[str, Any]], comm: Communicator) -> None:
     """Raise unless `load_state` can load `saved` into `state`. Changes nothing.
 
     Raises:
         ArrayError: Something is missing, or does not fit this bucket: a path, a type, a shape or a dtype.
     """
-    fields = {entry.path: entry.value for entry in _fields_of(state)}
-    whole = {entry.path for entry in _fields_of(state) if entry.whole}
-    recreated = {path for path, rule in rules_of(state).items() if rule == "anew"}
+    entries = {entry.path: entry for entry in _fields_of(state)}
+    fields = {path: entry.value for path, entry in entries.items()}
     for tensor in bucket.views:
         unknown = [path for path in saved[tensor] if str(path).removesuffix(PER_BUCKET) not in fields]
         if unknown:
@@ -283,20 +299,21 @@ def check_state(bucket: Bucket, state: Any, saved: Mapping[str, Mapping[str, Any
     for path, value in fields.items():
         found = {tensor: saved[tensor][path] for tensor in bucket.views if path in saved[tensor]}
         layouts = [saved[t][path + PER_BUCKET] for t in bucket.views if path + PER_BUCKET in saved[t]]
-        if (
-            not found and not layouts and (value is None or path in recreated)
-        ):  # made when it is first used, or by init
-            continue
+        if not found and not layouts and (value is None or entries[path].rule == "anew"):
+            continue  # made when it is first used, or by init
         tensor = next(iter(found), next(iter(bucket.views)))
-        if layouts and (list(found) != [tensor] or layouts != [_layout(bucket.spec)]):
-            raise _not_movable(path, tensor)
+        part = layout_of_part(entries[path].chunk, bucket.spec, comm)
+        if entries[path].chunk and (found or layouts) and not isinstance(value, (bool, int, float)):
+            check_part(path, tensor, layouts, part, bucket.spec)
+        if layouts and (list(found) != [tensor] or layouts != [part or layout_of(bucket.spec)]):
+            raise not_movable(path, tensor)
         if value is None:
             value = bucket.flat
         if not hasattr(value, "dtype"):
             _check_number(path, value, {name: found.get(name) for name in bucket.views})
         elif layouts:
             _check_array(path, tensor, found[tensor], value, None if value is bucket.flat else value.shape)
-        elif value.shape[-1:] != bucket.flat.shape or path in whole:
+        elif value.shape[-1:] != bucket.flat.shape or part is not None:
             raise ArrayError(f"{path!r} is missing from {tensor!r}, expected an array of shape {value.shape}")
         else:
             for spec in bucket.spec.tensors:
@@ -335,7 +352,7 @@ def _a(value: object) -> str:
 
 def per_rank_paths(bucket: Bucket, state: Any, saved: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """The paths in `saved` of arrays that differ between ranks."""
-    replicated = {entry.path for entry in _fields_of(state) if entry.field.metadata.get("alike")}
+    replicated = {path for path, rule in rules_of(state).items() if rule == "alike"}
     pieces = ((tensor, path) for tensor in bucket.views for path in saved[tensor])
     return [
         path
@@ -350,13 +367,10 @@ def rules_of(state: Any) -> dict[str, str | None]:
 
     "alike": it is copied. "mean": each rank gets the mean. "anew": `init` makes it. None: it cannot move.
     """
-    return {
-        path: "alike" if field.metadata.get("alike") else field.metadata.get("reshape")
-        for path, _, field, _, _ in _fields_of(state)
-    }
+    return {entry.path: entry.rule for entry in _fields_of(state)}
 
 
-def load_state(bucket: Bucket, state: Any, saved: Mapping[str, Mapping[str, Any]]) -> None:
+def load_state(bucket: Bucket, state: Any, saved: Mapping[str, Mapping[str, Any]], comm: Communicator) -> None:
     """Load the result of `save_state`, even if the tensors were in other buckets then.
 
     Call `check_state` first, unless `saved` was made in this program.
@@ -364,14 +378,15 @@ def load_state(bucket: Bucket, state: Any, saved: Mapping[str, Mapping[str, Any]
     Raises:
         ArrayError: Something does not fit this bucket.
     """
-    for path, owner, field, value, _ in _fields_of(state):
+    for path, owner, field, value, chunk in _fields_of(state):
         found = {tensor: saved[tensor][path] for tensor in bucket.views if path in saved[tensor]}
         if not found:
             continue
         tensor, piece = next(iter(found.items()))
         layout = saved[tensor].get(path + PER_BUCKET)
-        if layout is not None and layout != _layout(bucket.spec):
-            raise _not_movable(path, tensor)
+        part = layout_of_part(chunk, bucket.spec, comm)
+        if layout not in (None, part or layout_of(bucket.spec)):
+            raise not_movable(path, tensor)
         if value is None and hasattr(piece, "dtype"):  # it is made when it is first used
             value = arrays.zeros_like(bucket.flat if layout is None else _in_library_of(piece, bucket.flat))
             setattr(owner, field.name, value)
@@ -405,14 +420,6 @@ def _in_library_of(piece: Any, like: Array) -> Any:
     return there
 
 
-PER_BUCKET = " of"
-"""Suffix of the path under which the layout of the bucket is saved, for an array that is saved whole."""
-
-
-def _layout(spec: BucketSpec) -> list[Any]:
-    return [spec.size, *(tensor.name for tensor in spec.tensors)]
-
-
 class _Entry(NamedTuple):
     """An array or a number of a state."""
 
@@ -420,11 +427,17 @@ class _Entry(NamedTuple):
     owner: Any
     field: dataclasses.Field[Any]
     value: Any
-    whole: bool
-    """Whether an array covers a part of the bucket, whatever its length; see `CHUNK`."""
+    chunk: bool | str = False
+    """Whether an array covers a part of the bucket, whatever its length; see `CHUNK`. "of nodes": unless each
+    rank is a node of its own."""
+
+    @property
+    def rule(self) -> str | None:
+        """See `rules_of`."""
+        return "alike" if self.field.metadata.get("alike") else self.field.metadata.get("reshape")
 
 
-def _fields_of(state: Any, prefix: str = "", whole: bool = False) -> Iterator[_Entry]:
+def _fields_of(state: Any, prefix: str = "", chunk: bool | str = False) -> Iterator[_Entry]:
     """All arrays and numbers of a state, except transient ones."""
     settings = getattr(type(state), "__dataclass_params__", None)
     if settings is None or settings.frozen:  # a frozen dataclass holds settings, not state
@@ -435,6 +448,6 @@ def _fields_of(state: Any, prefix: str = "", whole: bool = False) -> Iterator[_E
             continue
         if dataclasses.is_dataclass(value):
             inner = prefix if field.metadata.get("same_path") else f"{path}."
-            yield from _fields_of(value, inner, whole or bool(field.metadata.get("chunk")))
+            yield from _fields_of(value, inner, chunk or field.metadata.get("chunk", False))
         elif value is None or isinstance(value, (bool, int, float)) or hasattr(value, "dtype"):
-            yield _Entry(path, state, field, value, whole)
+            yield _Entry(path, state, field, value, chunk)

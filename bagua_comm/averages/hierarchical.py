@@ -163,8 +163,9 @@ class _Levels:
     settings: Hierarchical
     comm: Communicator
     intra: Communicator
-    across: InPlace
-    """`inner` among the ranks that own the same chunk; it may have state."""
+    across: InPlace = field(metadata={"chunk": "of nodes"})
+    """`inner` among the ranks that own the same chunk; it may have state. If each rank is a node of its own, its
+    chunk is the whole array, so that its state is as that of `inner` alone."""
     sizes: _Sizes
 
     def __call__(self, x: Array) -> Array:

@@ -2,7 +2,8 @@
 
 Arrays that are equal on all ranks are shared. On another number of ranks, residuals of error feedback become
 their mean, since later averages compensate the mean over the ranks. Replicas of weights are recreated from the
-weights. All other state, and state of partial buckets, loads only on the number of ranks that saved it.
+weights. All other state is dropped, and engines that need it refuse the tree. State of parts of buckets, which
+depend on the nodes, loads only on the same nodes; elsewhere residuals begin with zeros, replicas are recreated.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..algorithms.state import PER_BUCKET, StateHeader, relabelled
+from ..algorithms.parts import PER_BUCKET, described
+from ..algorithms.state import MOVED, StateHeader, rules_of, with_tensors
 from ..engine import Engine
 from ..errors import ArrayError
 from .trees import Own, Rule
@@ -23,7 +25,8 @@ def tree_of_engine(engine: Engine) -> dict[str, Any]:
 
     Call it between steps, and before the weights are copied, as `Engine.state_dict`.
     """
-    saved, rules = engine.state_dict(), engine.reshape_rules()
+    saved, pairs = engine.state_dict(), zip(engine.buckets, engine.states, strict=True)
+    rules = {name: rules_of(state) for bucket, state in pairs for name in bucket.views}
     numbers: dict[str, dict[str, Any]] = {name: {} for name in saved["tensors"]}
     alike: dict[str, dict[str, Any]] = {}
     parts: dict[str, dict[str, dict[str, Any]]] = {"mean": {}, "anew": {}}
@@ -32,8 +35,8 @@ def tree_of_engine(engine: Engine) -> dict[str, Any]:
         for path, value in pieces.items():
             array = path.removesuffix(PER_BUCKET)  # values saved beside an array follow its rule
             rule = rules[name].get(array)
-            if array + PER_BUCKET in pieces and rule != "anew":
-                rule = None  # each rank has a different part of its bucket
+            if array + PER_BUCKET in pieces and rule != "anew":  # each rank has a different part of its bucket
+                rule = "anew" if rule == "mean" and described(pieces[array + PER_BUCKET]) else None
             if not hasattr(pieces[array], "dtype"):
                 numbers[name][path] = value
             elif rule == "alike":
@@ -41,7 +44,7 @@ def tree_of_engine(engine: Engine) -> dict[str, Any]:
             elif rule in parts:
                 parts[rule].setdefault(name, {})[path] = value
             else:
-                fixed.setdefault(name, {})[path] = Own(value)
+                fixed.setdefault(name, {})[path] = Own(value, "drop")
     facts = {name: saved[name] for name in (*StateHeader._fields, "digest")}
     return {
         "facts": Own({**facts, "numbers": numbers}, "first"),
@@ -51,11 +54,11 @@ def tree_of_engine(engine: Engine) -> dict[str, Any]:
     }
 
 
-def state_of_tree(engine: Engine, tree: Any) -> dict[str, Any]:
+def state_of_tree(tree: Any) -> dict[str, Any]:
     """The argument of `Engine.load_state_dict` from a tree of `tree_of_engine`.
 
     Raises:
-        ArrayError: The tree is not from `tree_of_engine`.
+        ArrayError: The tree is not from `tree_of_engine`, or it loads only on the number of ranks that saved it.
     """
     parts = ("facts", "alike", "mean", "anew", "fixed")
     if not isinstance(tree, Mapping) or set(tree) != set(parts):
@@ -67,19 +70,24 @@ def state_of_tree(engine: Engine, tree: Any) -> dict[str, Any]:
     for part in parts[1:]:
         for name, pieces in (tree[part] or {}).items():
             tensors[name].update(pieces)
-    rank, size = engine.place
-    return relabelled({**facts, "tensors": tensors}, rank=rank, size=size)
+            if lost := [path for path, value in pieces.items() if value is None]:
+                raise ArrayError(
+                    f"load_engine: {lost[0].removesuffix(PER_BUCKET)!r} of {name!r} loads only on "
+                    f"{facts['size']} ranks, as many as saved it; to go on without it, load the weights alone, "
+                    "into the module itself (`.module` of the wrapper)"
+                )
+    return with_tensors({**facts, MOVED: True}, tensors)
 
 
 def load_engine(engine: Engine, tree: Any) -> None:
-    """Load a tree of `tree_of_engine`, also on another number of ranks.
+    """Load a tree of `tree_of_engine`, also on another number of ranks, or on other nodes.
 
     Collective. Load the weights first: replicas are made from them.
 
     Raises:
         ArrayError: The tree is not from `tree_of_engine`, or does not fit the engine's algorithm and tensors.
     """
-    engine.load_state_dict(state_of_tree(engine, tree))
+    engine.load_state_dict(state_of_tree(tree))
 
 
 # In memory, while training goes on ------------------------------------------------------------------------
@@ -88,22 +96,16 @@ def load_engine(engine: Engine, tree: Any) -> None:
 def keep_engine(engine: Engine) -> dict[str, Any]:
     """As `tree_of_engine`, for a commit: equal on all ranks where the algorithm's state is.
 
-    State that no other number of ranks can load is dropped there, and recreated.
-
     Raises:
         ArrayError: A training step is in progress.
     """
     engine.complete_step()
     tree = tree_of_engine(engine)
-    fixed = {
-        name: {path: Own(own.value, "drop") for path, own in pieces.items()}
-        for name, pieces in tree["fixed"].items()
-    }
-    return {**tree, "facts": {**tree["facts"].value, "rank": 0}, "fixed": fixed}
+    return {**tree, "facts": {**tree["facts"].value, "rank": 0}}
 
 
 def take_engine(engine: Engine, kept: Mapping[str, Any]) -> str | None:
-    """Load the result of `keep_engine`; return the reason if it is of another algorithm, or only of other ranks.
+    """Load the result of `keep_engine`; return the reason if it is of another algorithm, or only of other nodes.
 
     Collective, unless it is.
 
@@ -121,7 +123,7 @@ def take_engine(engine: Engine, kept: Mapping[str, Any]) -> str | None:
     try:
         load_engine(engine, {**kept, **parts, "fixed": fixed})
     except ArrayError as exc:  # the same on all ranks, and the engine is unchanged
-        if fixed == kept["fixed"] or not any(kept["fixed"].values()):
+        if not any(kept["fixed"].values()):
             raise
-        return f"on another number of ranks nothing can be made of what it kept: {exc}"
+        return f"on these ranks nothing can be made of what it kept: {exc}"
     return None

@@ -62,6 +62,8 @@ class CommBase(Shared):
         self.size: int = first.size
         self._labels = list(nodes) if nodes is not None else [0] * self.size
         self.node, self.local_rank, self.local_size = place(self.rank, self._labels)
+        self.node_sizes = list(Counter(self._labels).values())
+        """Number of ranks of each node."""
         self.device = device
         self.check = check
         self.tracer: trace.Tracer = tracer if tracer is not None else Recorder()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import time
+import warnings
 from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any
 
@@ -23,8 +23,6 @@ from .snapshot.restore import INITIAL, Sources, restore
 from .snapshot.slot import checksum
 from .snapshot.snapshots import Buffer, Layout, Snapshot, remove_slots, snapshots_in
 from .state import State
-
-_log = logging.getLogger(__name__)
 
 
 class RanksChange(CommAborted):
@@ -172,7 +170,10 @@ class Session:
         if saved is not None:
             problem = take_engine(engine, saved)
             if problem is not None:
-                _log.warning("engine %d starts with a new state: %s", number, problem)
+                engine.begin_anew()
+                if self._comm is not None and self._comm.rank == 0:
+                    text = f"elastic.run: engine {number} starts with a new state: {problem}"
+                    warnings.warn(text, RuntimeWarning, stacklevel=4)
 
     def commit(self) -> None:
         """Commit the state and the engines. Collective.

@@ -27,7 +27,7 @@ from ..algorithms.base import (
     with_defaults,
 )
 from ..algorithms.residuals import gather_residuals
-from ..algorithms.state import Saved, StateHeader, check_movable, replicated_arrays, rules_of
+from ..algorithms.state import Saved, StateHeader, check_movable, replicated_arrays
 from ..arrays import Array
 from ..bucket import Plan
 from ..closing import Closing
@@ -387,18 +387,8 @@ class Engine(Live, Closing):
         """
         self._schedule.before_saving(phase_ends=phase_of(self.algorithm, self.step) != self._phase)
         steps = self.step, repr(self._phase), self._exchanges.began
-        header = StateHeader(repr(self.algorithm), *steps, *self.place)
+        header = StateHeader(repr(self.algorithm), *steps, self._comm.rank, self._comm.size)
         return make_state_dict(header, self._training, self.algorithm, self._saved())
-
-    @property
-    def place(self) -> tuple[int, int]:
-        """This rank, and the number of ranks."""
-        return self._comm.rank, self._comm.size
-
-    def reshape_rules(self) -> dict[str, dict[str, str | None]]:
-        """How each part of the state moves to another number of ranks, by tensor and path: see `rules_of`."""
-        pairs = zip(self.buckets, self.states, strict=True)
-        return {name: rules_of(state) for bucket, state in pairs for name in bucket.views}
 
     @public_method("Engine.load_state_dict")
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
@@ -407,15 +397,15 @@ class Engine(Live, Closing):
         Collective. All ranks load what was saved together, in one step of one training. Some algorithms keep
         arrays that differ between ranks: replicas of neighbours' weights (LowPrecisionDecentralized,
         LowPrecisionOnePeer) or residuals (ErrorFeedback). Then every rank loads what it saved itself, on the same
-        number of ranks. All other algorithms keep nothing, or the same on all ranks: what any rank saved then
-        loads on any rank, on any number of ranks.
+        number of ranks, and the same nodes if it keeps parts of buckets (by_node, Hierarchical(ErrorFeedback)).
+        All other algorithms keep nothing, or the same on all ranks, which loads on any rank of any number.
 
         Exchanges under way are finished, but not written back.
 
         Raises:
             ArrayError: On all ranks alike, and the engine stays as it was. A rank's state was saved with another
-                algorithm, for other tensors, by an earlier version, or by another rank if that matters; it is
-                damaged; or the ranks' states were not saved together.
+                algorithm, for other tensors, by an earlier version, or by another rank or on other nodes if that
+                matters; it is damaged; or the ranks' states were not saved together.
         """
         self._schedule.before_loading()  # the lane must be idle before its communicator is used here
         names = [name for bucket in self.buckets for name in bucket.views]
@@ -426,13 +416,23 @@ class Engine(Live, Closing):
         self._begin_phase(loaded.header.phase_began, loaded.states)
         self._weights.load(differ=self._drifts and loaded.continues)
         if loaded.continues:
-            self._load(saved["tensors"])
+            self._load(loaded.tensors)
+
+    def begin_anew(self) -> None:
+        """Begin the algorithm with a new state, and with the mean of the weights if it needs equal ones.
+
+        Collective.
+        """
+        self._weights.differ = True
+        self._make_equal(self._phase)
+        self._begin_phase(self._exchanges.began)
+        self._weights.differ = True  # those that the storage lacks are averaged when the next step ends
 
     def _saved(self) -> Saved:
-        return save_states(self.buckets, self.states)
+        return save_states(self._comm, self.buckets, self.states)
 
     def _load(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
-        load_states(self.buckets, self.states, saved)
+        load_states(self._comm, self.buckets, self.states, saved)
 
     # The end ----------------------------------------------------------------------------------------
 

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..algorithms.base import Algorithm, Combinator, Payload, State, phase_of, phases_of
+from ..algorithms.parts import PER_BUCKET
 from ..algorithms.state import (
+    MOVED,
     Saved,
     StateHeader,
     check_nothing_lost,
     check_tensors,
     check_together,
     checksum,
+    fitting_parts,
     load_state,
     read_header,
+    rules_of,
     save_state,
+    with_tensors,
 )
 from ..bucket import Bucket
 from ..comm import Communicator
@@ -32,20 +38,24 @@ class Checkpoint(NamedTuple):
     states: list[State]
     continues: bool
     """Whether its phase continues; else the phase ends at FORWARD, and nothing is loaded."""
+    tensors: Saved
+    """What is loaded, by tensor name."""
 
 
-def save_states(buckets: Iterable[Bucket], states: Iterable[State]) -> Saved:
+def save_states(comm: Communicator, buckets: Iterable[Bucket], states: Iterable[State]) -> Saved:
     """Copy the state of each bucket, by tensor name."""
     saved: Saved = {}
     for bucket, state in zip(buckets, states, strict=True):
-        saved.update(save_state(bucket, state))
+        saved.update(save_state(bucket, state, comm))
     return saved
 
 
-def load_states(buckets: Iterable[Bucket], states: Iterable[State], saved: Mapping[str, Any]) -> None:
+def load_states(
+    comm: Communicator, buckets: Iterable[Bucket], states: Iterable[State], saved: Mapping[str, Any]
+) -> None:
     """Copy what `save_states` returned into the states of these buckets."""
     for bucket, state in zip(buckets, states, strict=True):
-        load_state(bucket, state, saved)
+        load_state(bucket, state, saved, comm)
 
 
 def make_state_dict(header: StateHeader, training: str, algorithm: Algorithm, tensors: Saved) -> dict[str, Any]:
@@ -80,15 +90,60 @@ def check_state_dict(
     Raises:
         ArrayError: On all ranks alike; see `Engine.load_state_dict`.
     """
-    rows = check_on_all_ranks(comm, lambda: (read_header(saved, algorithm, names), saved["digest"], new_token()))
-    header, _, _ = rows[comm.rank]
-    check_together(algorithm, [(theirs, digest) for theirs, digest, _ in rows])
+
+    def read() -> tuple[StateHeader, str, str, object]:
+        return read_header(saved, algorithm, names), saved["digest"], new_token(), saved.get(MOVED)
+
+    rows = check_on_all_ranks(comm, read)
+    header = rows[comm.rank][0]
+    check_together(algorithm, [row[:2] for row in rows])
     phase = phase_of(algorithm, header.phase_began)
     continues = repr(phase_of(algorithm, header.step)) == header.phase
     states = [phase.init(bucket, comm) for bucket in buckets[phase.payload]]
     pairs = list(zip(buckets[phase.payload], states, strict=True)) if continues else []
-    check_on_all_ranks(comm, lambda: check_tensors(phase, pairs, header, saved, rank=comm.rank, size=comm.size))
-    return Checkpoint(rows[0][2], header, states, continues)
+    lost: list[str] = []
+    if all(row[3] is True for row in rows):
+        tensors, lost = _without_misfits(comm, pairs, saved["tensors"], resized=header.size != comm.size)
+        header = header._replace(rank=comm.rank, size=comm.size)
+        saved = with_tensors({**saved, **header._asdict()}, tensors)
+    check_on_all_ranks(comm, lambda: check_tensors(phase, pairs, header, saved, comm))
+    if lost and comm.rank == 0:
+        warnings.warn(
+            f"load_state_dict: {', '.join(lost)} of {phase} cannot be loaded, since nodes have other ranks now, "
+            "or it is lost on a rank; all ranks make it anew",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+    return Checkpoint(rows[0][2], header, states, continues, saved["tensors"])
+
+
+def _without_misfits(
+    comm: Communicator, pairs: Sequence[tuple[Bucket, State]], saved: Saved, *, resized: bool
+) -> tuple[Saved, list[str]]:
+    """Leave out what can be made anew, where a rank has nothing that fits it, of each bucket on all ranks alike.
+
+    Collective. One rank alone could not make it anew: replicas are consistent only together.
+
+    Returns:
+        What is left, and the paths of what is lost, except replicas that all ranks expect to make anew.
+    """
+    rows = check_on_all_ranks(
+        comm, lambda: [fitting_parts(bucket, state, saved, comm) for bucket, state in pairs]
+    )
+    tensors: Saved = {name: dict(pieces) for name, pieces in saved.items()}
+    lost: set[str] = set()
+    for (bucket, state), *found in zip(pairs, *rows, strict=True):
+        rules = rules_of(state)
+        for path in {path for fits in found for path in fits}:
+            fits = {each.get(path) for each in found}
+            if False not in fits and not (None in fits and (resized or rules[path] == "anew")):
+                continue
+            if fits != {None} or rules[path] != "anew":
+                lost.add(repr(path))
+            for name in bucket.views:
+                for key in (path, path + PER_BUCKET):
+                    tensors[name].pop(key, None)
+    return tensors, sorted(lost)
 
 
 # Another plan -----------------------------------------------------------------------------------------------

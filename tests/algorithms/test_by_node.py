@@ -1,5 +1,6 @@
 """Two levels: an algorithm on the means of nodes, against plain loops over all ranks."""
 
+from contextlib import nullcontext
 from functools import partial
 from itertools import count
 
@@ -10,7 +11,9 @@ from support.references import (
     Trainer,
     assert_follows,
     assert_restarts,
+    bits,
     by_name,
+    common_start,
     decentralized,
     decoded,
     low_precision_decentralized,
@@ -23,12 +26,13 @@ from support.references import (
 from bagua_comm import (
     ArrayError,
     AsyncModelAverage,
-    CheckpointError,
     Checkpoints,
     Decentralized,
     DiLoCo,
     Engine,
+    ErrorFeedback,
     GradientAllReduce,
+    Hierarchical,
     LowPrecisionDecentralized,
     LowPrecisionOnePeer,
     MinMaxUInt8,
@@ -37,6 +41,8 @@ from bagua_comm import (
     by_node,
     every,
 )
+from bagua_comm.algorithms.parts import without_part
+from bagua_comm.algorithms.state import with_tensors
 from bagua_comm.checkpoint import load_engine, tree_of_engine
 from bagua_comm.planning.costmodel import Cluster, Job, predict
 from bagua_comm.testing import check_algorithm, run_ranks
@@ -192,15 +198,59 @@ def test_a_state_that_only_counts_steps_loads_on_any_rank(nodes):
         assert set(rounds) == {3}
 
 
-def test_the_state_of_a_chunk_loads_on_no_other_rank():
-    def body(comm):
-        with Trainer(comm, by_node(DiLoCo(3)), make_plan(4)) as training:
-            training.run(2)
-            saved = comm.allgather_object(training.state_dict()["engine"])
-            with pytest.raises(ArrayError, match=r"keeps 'inner\.anchor', which differs between ranks"):
-                training.engine.load_state_dict(saved[comm.rank ^ 1])
+PARTS = [by_node(DiLoCo(3)), by_node(LowPrecisionOnePeer()), GradientAllReduce(Hierarchical(ErrorFeedback()))]
+"""Algorithms whose state is of a part of a bucket, which depends on the nodes."""
 
-    run_ranks(4, body, nodes="aabb")
+
+def saved_on(nodes, algorithm, steps=2):
+    def body(comm):
+        with Trainer(comm, algorithm, make_plan(4), start=common_start) as training:
+            training.run(steps)
+            return training.state_dict()["engine"]
+
+    return run_ranks(len(nodes), body, nodes=nodes)
+
+
+def errors_of_loading(saved, nodes, algorithm):
+    def body(comm):
+        with Trainer(comm, algorithm, make_plan(4), start=common_start) as training:
+            try:
+                training.engine.load_state_dict(saved[comm.rank])
+            except ArrayError as exc:
+                return str(exc)
+            return None
+
+    return run_ranks(len(nodes), body, nodes=nodes)
+
+
+@pytest.mark.parametrize("algorithm", PARTS, ids=repr)
+def test_the_state_of_a_chunk_is_refused_on_all_ranks_where_nodes_have_other_ranks(algorithm):
+    """Rank 1 owned the second half of each bucket; on these nodes, it owns the first."""
+    saved = saved_on("aabb", algorithm)
+    assert errors_of_loading(saved, "bbaa", algorithm) == [None] * 4  # the same nodes by other names
+    for nodes, here in (("abab", "rank 0 of node 1, nodes: 2 of 2"), ("aaaa", "nodes: 1 of 4")):
+        (message, *others) = errors_of_loading(saved, nodes, algorithm)
+        assert others == [message] * 3
+        assert "Saved: elements " in message
+        assert f"{here}. Place ranks on nodes as they were, or load the weights alone" in message
+    if isinstance(algorithm, GradientAllReduce):
+        (message, *_) = errors_of_loading(saved, "abcd", algorithm)
+        assert "Here: all elements, each rank on a node of its own" in message
+
+
+def test_the_state_of_a_chunk_without_its_place_is_refused_and_says_that_it_is_of_an_earlier_version():
+    saved = saved_on("aabb", PARTS[0])
+    for state in saved:
+        tensors = {
+            name: {path: without_part(x) if isinstance(x, list) else x for path, x in pieces.items()}
+            for name, pieces in state["tensors"].items()
+        }
+        state.update(with_tensors(state, tensors))
+
+    (message, *_) = errors_of_loading(saved, "aabb", PARTS[0])
+
+    assert "'inner.anchor'" in message
+    assert "Saved: an earlier version did not note it. Here: elements 0 to" in message
 
 
 def test_one_copy_of_the_weights_leaves_a_node():
@@ -261,6 +311,7 @@ def test_the_cost_model_knows_the_traffic_that_leaves_a_node():
     predict(by_node(Decentralized("shift_one")), job, Cluster(nodes=1, ranks_per_node=8))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("nodes", ["aabb", "abbb"])
 @pytest.mark.parametrize("inner", [LowPrecisionOnePeer(), DiLoCo(3)], ids=repr)
 def test_checkpoints_on_disk_hold_every_ranks_chunk(tmp_path, inner, nodes):
@@ -293,29 +344,53 @@ def test_the_state_of_a_chunk_is_refused_by_name_on_another_number_of_ranks(tmp_
             Trainer(comm, by_node(DiLoCo(3)), make_plan(4)) as training,
         ):
             training.run(4)
-            checkpoints.save(4, {"engine": tree_of_engine(training.engine)}, wait=True)
+            checkpoints.save(4, {"engine": tree_of_engine(training.engine), "weights": 1}, wait=True)
 
     def load(comm):
-        with Checkpoints(tmp_path, comm) as checkpoints, pytest.raises(CheckpointError, match=r"inner\.anchor"):
-            checkpoints.load()
+        with (
+            Checkpoints(tmp_path, comm) as checkpoints,
+            Trainer(comm, by_node(DiLoCo(3)), make_plan(4)) as training,
+        ):
+            tree = checkpoints.load().tree
+            with pytest.raises(ArrayError, match=r"'inner\.anchor' of 'a' loads only on 4 ranks"):
+                load_engine(training.engine, tree["engine"])
+            assert tree["weights"] == 1
 
     run_ranks(4, save, nodes="aabb")
     run_ranks(2, load, nodes="ab")
 
 
-def test_replicas_of_nodes_are_recreated_on_another_number_of_ranks(tmp_path):
-    algorithm = by_node(LowPrecisionDecentralized())
+@pytest.mark.parametrize(
+    ("algorithm", "before", "after", "warns"),
+    [
+        (by_node(LowPrecisionDecentralized()), "aabb", "ab", False),
+        (by_node(LowPrecisionDecentralized()), "aabb", "abab", True),
+        (GradientAllReduce(Hierarchical(ErrorFeedback())), "abcd", "aabbcc", True),
+        pytest.param(
+            GradientAllReduce(Hierarchical(ErrorFeedback())), "aabb", "abcd", True, marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_a_checkpoint_on_other_nodes_trains_as_new_engines_from_its_weights(
+    tmp_path, algorithm, before, after, warns
+):
+    """Replicas are made of the weights, and residuals begin with zeros."""
 
     def save(comm):
         with Checkpoints(tmp_path, comm) as checkpoints, Trainer(comm, algorithm, make_plan(4)) as training:
             training.run(4)
             checkpoints.save(4, {"engine": tree_of_engine(training.engine)}, wait=True)
 
-    def load(comm):
-        with Checkpoints(tmp_path, comm) as checkpoints, Trainer(comm, algorithm, make_plan(2)) as training:
-            load_engine(training.engine, checkpoints.load().tree["engine"])
-            assert training.engine.step == 4
-            training.run(3)
+    def train(comm, *, load):
+        plan = make_plan(12)
+        with Checkpoints(tmp_path, comm) as checkpoints, Trainer(comm, algorithm, plan) as training:
+            if load:
+                load_engine(training.engine, checkpoints.load().tree["engine"])
+                assert training.engine.step == 4
+            training.engine._exchanges.set_step(0)  # the gradient depends on it
+            return bits(training.run(3))
 
-    run_ranks(4, save, nodes="aabb")
-    run_ranks(2, load, nodes="ab")
+    run_ranks(4, save, nodes=before)
+    expected = run_ranks(len(after), partial(train, load=False), nodes=after)
+    with pytest.warns(RuntimeWarning, match="nodes have other ranks now") if warns else nullcontext():
+        assert run_ranks(len(after), partial(train, load=True), nodes=after) == expected

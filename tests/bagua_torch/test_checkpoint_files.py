@@ -264,7 +264,7 @@ class Secretive(Plain):
 
 def test_a_state_without_a_rule_is_refused_by_name(tmp_path):
     assert_restarts(tmp_path, 2, Secretive())
-    with pytest.raises(CheckpointError, match=r"\['secret'\] is a rank's own, .* by 2 ranks, but 3 load"):
+    with pytest.raises(ArrayError, match=r"load_engine: 'secret' of .* loads only on 2 ranks"):
         saved(tmp_path, 3, Secretive(), start=4)
 
 

@@ -221,16 +221,13 @@ def test_replicated_state_does_not_change(algorithm, field):
             np.testing.assert_array_equal(value, each[name])
 
 
-def test_by_node_recreates_the_state_of_parts_of_a_bucket_on_another_number_of_ranks(caplog):
+def test_by_node_recreates_the_state_of_parts_of_a_bucket_on_another_number_of_ranks():
     program = Kept(bagua_comm.by_node(bagua_comm.DiLoCo(local_steps=2)), "inner.momentum")
     program.job = ThreadJob(4, hosts=["a", "a", "b", "b"])
-    outcomes = run_fleet(program.job, program)
+    with pytest.warns(RuntimeWarning, match="engine 0 starts with a new state: on these ranks nothing"):
+        outcomes = run_fleet(program.job, program)
     assert not [each for each in outcomes if "error" in each], outcomes
     assert any(program.seen[4, 2, n] for n in range(4))
-    assert (
-        "engine 0 starts with a new state: on another number of ranks nothing can be made of what it kept"
-        in caplog.text
-    )
 
 
 def test_a_commit_inside_of_a_training_step_is_an_error_on_all_ranks():
@@ -252,7 +249,7 @@ def test_a_commit_inside_of_a_training_step_is_an_error_on_all_ranks():
             raise outcome["error"]
 
 
-def test_another_algorithm_than_before_starts_again(caplog):
+def test_another_algorithm_than_before_starts_again():
     def body(fleet):
         state = State(step=0)
 
@@ -271,9 +268,9 @@ def test_another_algorithm_than_before_starts_again(caplog):
         return train
 
     job = ThreadJob(2)
-    _, second = run_fleet(job, body)
+    with pytest.warns(RuntimeWarning, match="engine 0 starts with a new state: Decentralized"):
+        _, second = run_fleet(job, body)
     assert second["result"] == 1
-    assert "engine 0 starts with a new state: Decentralized(peers='shift_one'" in caplog.text
 
 
 def test_aborted_engines_leave_no_thread():

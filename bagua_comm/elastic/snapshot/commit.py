@@ -74,7 +74,7 @@ def commit(
     row = np.zeros(5, np.uint64)
     row[_FAILED], row[_FLAG] = problem is not None, flag
     if pending is not None:
-        row[_LAYOUT], row[_TEXTS] = pending.layout.digest(), digest_of(pending.texts())
+        row[_LAYOUT], row[_TEXTS] = pending.layout.shared.digest(), digest_of(pending.texts())
         row[_SUMS] = digest_of(repr(pending.sums[: len(pending.packed.shared)]))
     table = comm.allgather(row)
     if table[:, _FAILED].any() or pending is None:
@@ -125,7 +125,7 @@ def _text_of(exc: Exception) -> str:
 def _private(
     comm: Communicator, pending: PendingSnapshot, *, layouts_differ: bool, sums_differ: bool
 ) -> list[int]:
-    """The numbers of the private arrays; the same on all ranks, unless their layouts differ."""
+    """The numbers of the private arrays: all of them if layouts differ outside of the `Own` parts."""
     shared, total = len(pending.packed.shared), len(pending.layout.specs)
     if layouts_differ:
         return list(range(total))

@@ -98,8 +98,7 @@ class Content(NamedTuple):
 
     def tree(self) -> Any:
         """The tree, with its `Own` parts. Its arrays are copies, which objects may keep."""
-        layout = Layout.from_header(self.header)
-        shared = sum(rule is None for rule in layout.rules)
+        shared = len(Layout.from_header(self.header).shared.specs)
 
         def array_at(number: int) -> Array:
             found = self.arrays[number]
@@ -227,7 +226,6 @@ class _Restore:
         """Give every rank its private state, unless it is lost; returns the header of this rank."""
         comm, sources = self._comm, self._sources
         header: dict[str, Any] = self._header
-        private = sorted(self._private)
         for rank, process in enumerate(self._trainers):
             if rank in sources.missing:
                 continue
@@ -236,20 +234,22 @@ class _Restore:
             if comm.rank == source == process:
                 assert snapshot is not None
                 header = snapshot.header
-                for n in private:
+                found += [None] * len(header["arrays"])  # it may have more than others
+                for n in header["private"]:
                     found[n] = snapshot.arrays[n]
             elif comm.rank == source:
                 assert snapshot is not None
                 comm.send_object(snapshot.header, dest=process)
-                self._move([(source, process)], [snapshot.arrays[n] for n in private], ())
+                self._move([(source, process)], [snapshot.arrays[n] for n in snapshot.header["private"]], ())
             elif comm.rank == process:
                 header = comm.recv_object(source=source)
                 specs = Layout.from_header(header).specs
-                into = {n: _empty(specs[n]) for n in private}
+                into = {n: _empty(specs[n]) for n in header["private"]}
                 self._move([(source, process)], (), list(into.values()))
+                found += [None] * len(specs)
                 for n, x in into.items():
                     found[n] = x
-                self._check(private, found, header["sums"])
+                self._check(list(into), found, header["sums"])
         return header
 
     def _combine(self, found: list[Array | None], *, same_size: bool) -> None:
@@ -272,14 +272,16 @@ class _Restore:
             )
         held = [rank for rank in ranks if sources.holders[rank] == comm.rank]
         layout = Layout.from_header(self._header)
-        alike = all(Layout.from_header(self._snapshot_of[rank].header) == layout for rank in held)
-        alike = bool(comm.allreduce(np.array([alike], np.uint8), op="min")[0])
-        # Arrays of different dtypes or shapes cannot be merged: then all are those of one rank.
-        first = ranks[0] if alike else int(self._header["rank"])
+        layouts = [Layout.from_header(self._snapshot_of[rank].header) for rank in held]
+        flags = [all(each == layout for each in layouts), all(each.shared == layout.shared for each in layouts)]
+        all_alike, shared_alike = comm.allreduce(np.array(flags, np.uint8), op="min").astype(bool).tolist()
         for n in sorted(self._private):
             spec, rule = self._specs[n], layout.rules[n]
             if rule == "drop":
                 continue
+            # Arrays of different dtypes or shapes cannot be merged: then all are those of one rank.
+            alike = shared_alike if rule is None else all_alike
+            first = ranks[0] if alike else int(self._header["rank"])
             if rule is None:
                 rule = "mean" if _is_inexact(spec) else "first"
             if rule == "first" or not alike or not _is_inexact(spec):

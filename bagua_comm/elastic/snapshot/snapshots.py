@@ -62,6 +62,12 @@ class Layout:
         specs = tuple(ArraySpec(name, tuple(shape)) for name, shape, _ in header["arrays"])
         return cls(specs, tuple(rule for _, _, rule in header["arrays"]))
 
+    @property
+    def shared(self) -> Layout:
+        """The arrays outside of any `Own`: inside, ranks may have different ones."""
+        count = sum(rule is None for rule in self.rules)
+        return Layout(self.specs[:count], self.rules[:count])
+
     def as_json(self) -> list[list[Any]]:
         """The layout as it is written into a header."""
         return [[spec.dtype, list(spec.shape), rule] for spec, rule in zip(self.specs, self.rules, strict=True)]
