@@ -230,6 +230,8 @@ class Reduce(_Allocating, FeedsBack, ReduceScatter):
             self._reproducible.drop()
 
     def _begin(self) -> None:
+        if self._pending is not None:
+            self._pending.begin()
         if self._reproducible is not None:
             self._reproducible.begin()
 

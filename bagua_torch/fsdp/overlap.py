@@ -127,13 +127,17 @@ class Reductions:
         self._pending: deque[tuple[Lane[Communicator], Future[Any]]] = deque()
         self._error: Exception | None = None
 
+    def begin(self) -> bool:
+        """Wait when the running backward pass ends, before what is to be done then; returns whether one runs."""
+        return self._passes.at_end(self._wait_for_all, self.wait)
+
     def add(self, lane: Lane[Communicator], future: Future[Any]) -> None:
         """Wait for a task at the end of the backward pass; and now for early ones, of which it keeps few.
 
         Outside of a pass, wait now: pipeline stages reduce there, and read the results at once.
         """
         self._pending.append((lane, future))
-        if not self._passes.at_end(self._wait_for_all, self.wait):
+        if not self.begin():
             self.wait()
         while len(self._pending) > IN_FLIGHT:
             self._wait_for_first()
