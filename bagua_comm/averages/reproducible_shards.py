@@ -61,9 +61,9 @@ class ReproducibleShards:
         """Number of addends that this rank holds."""
         return len(self._held)
 
-    def drop(self) -> None:
-        """Hold no addends."""
-        self._held = []
+    def drop(self, keep: int = 0) -> None:
+        """Hold the first `keep` addends, and no others."""
+        del self._held[keep:]
 
     def __call__(self, x: Array, out: Array, op: str) -> bool:
         """Hold `x` while addends are missing, else add all, and write this rank's parts of the result.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from .checks import NAME, checked_units, compare_units
 from .collectives import Gather, Reduce, Replicate
 from .groups import GroupComms, LaneComms
 from .overlap import Prefetch, Reductions
+from .passes import BackwardPasses
 from .torch_names import Unit, observe_forward, sharded_modules
 
 _COUNTS = "means since the last reset"
@@ -65,7 +67,8 @@ class Attachment(Closing):
         self._counters = Counters()
         for each in {*self._comms.all(), *gathering.all(), *reducing.all()}:
             each.counters = self._counters
-        self._reductions = Reductions() if overlaps else None
+        self._passes = BackwardPasses()
+        self._reductions = Reductions(self._passes) if overlaps else None
         self._feeding: dict[str, Reduce | Replicate] = {}
         """What has a residual, by the name of its module."""
         reducers: list[Reduce] = []
@@ -85,13 +88,16 @@ class Attachment(Closing):
             raise
         feeding = {*self._feeding.values()}
         self._prefetch = Prefetch(model) if overlaps else None
-        self._unwatch = observe_forward(model, lambda: self._warn_of_others(model), lambda: None)
+        self._unwatch = observe_forward(model, lambda: self._warn_of_others(model), lambda raised: None)
         for unit, reducer, average in zip(units, reducers, averages, strict=True):
             if average is not None:
                 unit.use_for_replicas(average)
             is_reproducible = isinstance(reduce, Reproducible)
             include_unused = is_reproducible or bool(feeding & {reducer, average})
             unit.use(Gather(gathering, unit, gather, self._prefetch), reducer, include_unused=include_unused)
+            unit.on_reset(reducer.reset)
+            if self._prefetch is not None:
+                unit.before_forward(partial(self._prefetch.check, unit))
             if is_reproducible and average is None and unit.process_groups[0].size() == 1:
                 unit.use_alone(reducer.alone)
 
@@ -112,7 +118,7 @@ class Attachment(Closing):
     def _reduced(self, comms: GroupComms, unit: Unit, method: Average) -> Reduce:
         """Return the reduce-scatter of a unit. Collective."""
         over = comms.of(unit.process_groups[0])
-        reduce = Reduce(comms, unit, method, over, self._reductions)
+        reduce = Reduce(comms, unit, method, over, self._passes, self._reductions)
         if isinstance(method, ErrorFeedback) and over.size > 1:
             self._feeding[unit.name] = reduce
         return reduce
@@ -121,7 +127,7 @@ class Attachment(Closing):
         """Return the average over replicas of a unit; None for PyTorch's. Collective."""
         if method is None or unit.replicas is None:
             return None
-        average = Replicate(unit, method, self._comms.of(unit.replicas))
+        average = Replicate(unit, method, self._comms.of(unit.replicas), self._passes)
         if isinstance(method, ErrorFeedback):
             self._feeding[f"replicas of {unit.name or 'the root'}"] = average
         return average

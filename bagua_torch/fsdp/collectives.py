@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -32,6 +33,7 @@ from bagua_comm.averages.reproducible_shards import ReproducibleShards
 from ..arrays import as_array, dtype_name, torch_stream
 from .groups import GroupComms
 from .overlap import Gathering, Prefetch, Reductions, spoil
+from .passes import BackwardPasses
 from .torch_names import AllGather, ReduceScatter, Unit, op_of
 
 
@@ -101,8 +103,18 @@ class FeedsBack:
     """What a unit's gradients go through, with the residual of `ErrorFeedback`."""
 
     _unit: Unit
+    _passes: BackwardPasses
     feedback: Residual | None
     """The residual, with its count of means; None without `ErrorFeedback`."""
+
+    def _forget_if_it_raises(self) -> None:
+        """Let the residual restart at zero if the running backward pass raises, since its gradients are lost."""
+        if self.feedback is not None:
+            self._passes.at_end(self._forget)
+
+    def _forget(self) -> None:
+        assert self.feedback is not None
+        self.feedback.residual = None
 
     @property
     def residual(self) -> Array | None:
@@ -140,6 +152,7 @@ class Reduce(_Allocating, FeedsBack, ReduceScatter):
         unit: The parameters.
         method: How to average.
         comm: The ranks over which the unit is sharded; an average of another class is bound to it.
+        passes: The backward passes of the model.
         pending: The reductions that have not ended, if there are lanes.
     """
 
@@ -149,16 +162,17 @@ class Reduce(_Allocating, FeedsBack, ReduceScatter):
         unit: Unit,
         method: Average,
         comm: Communicator,
+        passes: BackwardPasses,
         pending: Reductions | None = None,
     ) -> None:
         self._comms, self._unit, self._method, self._comm = comms, unit, method, comm
-        self._pending = pending
+        self._passes, self._pending = passes, pending
         self.feedback = residual_of(method) if isinstance(method, ErrorFeedback) else None
         self._mean: InPlace | None = None
         self._by_node: Callable[[Array, Array, LinearOp], Array] | None = None
         self._reproducible: _Reproducible | None = None
         if isinstance(method, Reproducible):
-            self._reproducible = _Reproducible(method, comm, unit)
+            self._reproducible = _Reproducible(method, comm, unit, passes)
         elif isinstance(method, Hierarchical) and isinstance(method.inner, (Exact, Quantized)):
             self._by_node = method.bind_shards(comm)
         elif not isinstance(method, (Exact, Quantized, ErrorFeedback)):
@@ -188,13 +202,13 @@ class Reduce(_Allocating, FeedsBack, ReduceScatter):
         check_average(self._method, dtype_name(input_tensor))
         if isinstance(self._method, ErrorFeedback):
             check_numel(self._unit.name, input_tensor.numel(), self._unit.gradient_numel)
-        if self._reproducible is not None and not self._unit.has_gradients:
-            self._reproducible.drop()
+        self._begin()
         divisor = None
         if asked == "premul_sum":  # by 1 / factor, which PyTorch does not let us read from `op`
             divisor = self._unit.divide_factor or comm.size
         lane = self._comms.lane_of(comm)
         if lane is None or self._pending is None:
+            self._forget_if_it_raises()
             with torch_stream(input_tensor.device):
                 self._reduce(comm, input_tensor, output_tensor, asked, divisor)
             return
@@ -206,6 +220,20 @@ class Reduce(_Allocating, FeedsBack, ReduceScatter):
             lane.result(future)
         else:
             self._pending.add(lane, future)
+        self._forget_if_it_raises()
+
+    def reset(self) -> None:
+        """End what is under way, and drop the addends of a step that is lost."""
+        if self._pending is not None:
+            self._pending.wait()
+        if self._reproducible is not None:
+            self._reproducible.drop()
+
+    def _begin(self) -> None:
+        if self._pending is not None:
+            self._pending.begin()
+        if self._reproducible is not None:
+            self._reproducible.begin()
 
     def _reduce(
         self, comm: Communicator, gradients: torch.Tensor, result: torch.Tensor, asked: str, divisor: float | None
@@ -242,6 +270,7 @@ class Reduce(_Allocating, FeedsBack, ReduceScatter):
     def alone(self, reduced: torch.Tensor) -> None:
         """Reduce on a single rank, in place; PyTorch has divided by a divisor of the user already."""
         check_average(self._method, dtype_name(reduced))
+        self._begin()
         with torch_stream(reduced.device):
             op = "avg" if self._unit.divide_factor is None else "sum"
             self._reduce(self._comm, reduced, reduced, op, None)
@@ -253,12 +282,14 @@ class _Reproducible:
     With `addends`, the passes of a step but the last leave zeros.
     """
 
-    def __init__(self, method: Reproducible, comm: Communicator, unit: Unit) -> None:
-        self._method, self._comm, self._unit = method, comm, unit
+    def __init__(self, method: Reproducible, comm: Communicator, unit: Unit, passes: BackwardPasses) -> None:
+        self._method, self._comm, self._unit, self._passes = method, comm, unit, passes
         self._tensors = unit.gradient_rows
         self._sum = ReproducibleShards(method, comm, self._tensors)
         self._version = 0
         """That of the parameters when the first addend was held."""
+        self._left: list[int | None] | None = None
+        """The versions of the gradients at the end of the pass before, until the next one begins."""
 
     def __call__(self, x: Array, out: Array, op: LinearOp) -> None:
         found, version = self._sum, self._unit.version
@@ -275,17 +306,30 @@ class _Reproducible:
         self._version = version
         found(x, out, op)
 
-    def drop(self) -> None:
-        """Drop the addends of passes whose gradients were set to None, as `zero_grad` does."""
-        if self._sum.held and self._unit.version == self._version:
+    def begin(self) -> None:
+        """Begin a reduction. Drop the addends of earlier passes if `zero_grad` has cleared their gradients.
+
+        If the pass raises, the addends of that pass are dropped.
+        """
+        held, left, self._left = self._sum.held, self._left, None
+        cleared = not self._unit.has_gradients or left not in (None, self._unit.gradient_versions)
+        if held and cleared and self._unit.version == self._version:
             warnings.warn(
-                f"bagua_torch.fsdp: the gradients of {self._sum.held} of the {self._sum.share} backward passes "
-                f"of a step with {self._method} were set to None, so these passes are dropped; call "
+                f"bagua_torch.fsdp: the gradients of {held} of the {self._sum.share} backward passes "
+                f"of a step with {self._method} were cleared, so these passes are dropped; call "
                 "zero_grad() after the last pass",
                 RuntimeWarning,
-                stacklevel=3,
+                stacklevel=4,
             )
-            self._sum.drop()
+            self.drop()
+        self._passes.at_end(partial(self.drop, self._sum.held), self._end)
+
+    def _end(self) -> None:
+        self._left = self._unit.gradient_versions
+
+    def drop(self, keep: int = 0) -> None:
+        """Drop the addends of passes, but for the first `keep`."""
+        self._sum.drop(keep)
 
 
 class Replicate(FeedsBack):
@@ -295,13 +339,13 @@ class Replicate(FeedsBack):
         unit: The parameters.
         method: How to average.
         comm: The ranks that keep the same shards.
+        passes: The backward passes of the model.
     """
 
-    def __init__(self, unit: Unit, method: Average, comm: Communicator) -> None:
-        self._unit, self._method, self._comm = unit, method, comm
+    def __init__(self, unit: Unit, method: Average, comm: Communicator, passes: BackwardPasses) -> None:
+        self._unit, self._method, self._comm, self._passes = unit, method, comm, passes
         self._mean: Any = method.bind(comm)
         self.feedback = cast(Any, self._mean).state if isinstance(method, ErrorFeedback) else None
-        self._earlier: torch.Tensor | None = None
 
     @property
     def numel(self) -> int:
@@ -309,18 +353,15 @@ class Replicate(FeedsBack):
         return self._unit.shard_numel
 
     def __call__(self, reduced: torch.Tensor) -> None:
-        """Average, or keep for the next call if `set_requires_all_reduce(False)` says so. Collective.
+        """Average these gradients, and those of passes that have postponed it. Collective.
 
         PyTorch adds what this leaves in `reduced` to the gradients.
         """
-        if not self._unit.averages_replicas:
-            self._earlier = reduced.clone() if self._earlier is None else self._earlier + reduced
-            reduced.zero_()
-            return
-        if self._earlier is not None:
-            reduced.add_(self._earlier)
-            self._earlier = None
+        earlier = self._unit.partial_gradients
+        if earlier is not None:
+            reduced.add_(earlier)
         check_average(self._method, dtype_name(reduced))
+        self._forget_if_it_raises()
         with torch_stream(reduced.device):
             x = as_array(reduced)
             if self.feedback is not None:

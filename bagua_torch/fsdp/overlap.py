@@ -19,7 +19,8 @@ from torch import nn
 from bagua_comm import Communicator
 from bagua_comm.lane import Lane
 
-from .torch_names import Unit, after_backward, observe_forward
+from .passes import BackwardPasses
+from .torch_names import Unit, observe_forward
 
 IN_FLIGHT = 2
 """Most reductions that have not ended, each of which keeps the gradients of a module in memory."""
@@ -52,6 +53,8 @@ class Prefetch:
 
     All ranks gather in the same order, so that all predict the same. What was gathered but not used is dropped
     when the forward pass ends, before an optimizer can change the parameters; that module is not predicted again.
+    So it is with parameters that the pass changes before it uses them, on all ranks alike. A pass that raises
+    predicts nothing: the next one follows the order of the pass before.
 
     Args:
         model: The model; its forward passes are observed.
@@ -63,26 +66,36 @@ class Prefetch:
         self._order: list[Unit] = []
         """What this one has gathered so far."""
         self._at, self._is_running = 0, False
-        self._in_advance: set[Unit] = set()
-        """What was gathered in advance, and not used yet."""
+        self._in_advance: dict[Unit, int] = {}
+        """What was gathered in advance, and not used yet, with the versions of its shards."""
         self._unused: set[Unit] = set()
         """What was gathered in vain."""
         self._stop = observe_forward(model, self._begin, self._end)
 
     def _begin(self) -> None:
-        self._end()
+        self._end(self._is_running)
         self._former, self._order, self._at, self._is_running = self._order, [], 0, True
 
-    def _end(self) -> None:
+    def _end(self, raised: bool) -> None:
         self._is_running = False
         for unit in self._in_advance:
             unit.drop_gathered()
-        self._unused |= self._in_advance
+        if raised:
+            self._order = self._former
+        else:
+            self._unused.update(self._in_advance)
         self._in_advance.clear()
+
+    def check(self, unit: Unit) -> None:
+        """Before a unit is used: drop what was gathered in advance if its parameters have changed since."""
+        if self._in_advance.get(unit, unit.shard_version) != unit.shard_version:
+            del self._in_advance[unit]
+            self._unused.add(unit)
+            unit.drop_gathered()
 
     def follow(self, unit: Unit) -> None:
         """Begin the gather that followed that of `unit` in the last forward pass. Collective."""
-        self._in_advance.discard(unit)
+        self._in_advance.pop(unit, None)
         if not (self._is_running and unit.is_in_forward):
             return
         self._order.append(unit)
@@ -91,11 +104,11 @@ class Prefetch:
         self._at = self._former.index(unit, self._at) + 1
         for following in self._former[self._at : self._at + 1]:
             if following not in self._unused and following.prefetch():
-                self._in_advance.add(following)
+                self._in_advance[following] = following.shard_version
 
     def close(self) -> None:
         """Observe no more."""
-        self._end()
+        self._end(self._is_running)
         self._stop()
 
 
@@ -103,27 +116,42 @@ class Reductions:
     """The reductions of a backward pass that have not ended.
 
     An error is raised when the pass ends, not earlier: until then this rank gathers as the others do, which would
-    wait for it.
+    wait for it. If the pass raises, they end before its caller goes on, as PyTorch's do.
+
+    Args:
+        passes: The backward passes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, passes: BackwardPasses) -> None:
+        self._passes = passes
         self._pending: deque[tuple[Lane[Communicator], Future[Any]]] = deque()
         self._error: Exception | None = None
 
+    def begin(self) -> bool:
+        """Wait when the running backward pass ends, before what is to be done then; returns whether one runs."""
+        return self._passes.at_end(self._wait_for_all, self.wait)
+
     def add(self, lane: Lane[Communicator], future: Future[Any]) -> None:
-        """Wait for a task at the end of the backward pass; and now for early ones, of which it keeps few."""
+        """Wait for a task at the end of the backward pass; and now for early ones, of which it keeps few.
+
+        Outside of a pass, wait now: pipeline stages reduce there, and read the results at once.
+        """
         self._pending.append((lane, future))
-        after_backward(self.wait)
+        if not self.begin():
+            self.wait()
         while len(self._pending) > IN_FLIGHT:
             self._wait_for_first()
 
     def wait(self) -> None:
         """Wait for all, and raise the first error among them."""
-        while self._pending:
-            self._wait_for_first()
+        self._wait_for_all()
         error, self._error = self._error, None
         if error is not None:
             raise error
+
+    def _wait_for_all(self) -> None:
+        while self._pending:
+            self._wait_for_first()
 
     def _wait_for_first(self) -> None:
         lane, future = self._pending.popleft()

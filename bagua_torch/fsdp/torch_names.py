@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from copy import copy
 from dataclasses import fields
 from typing import Any
 
@@ -35,12 +36,23 @@ __all__ = [
     "FSDPModule",
     "ReduceScatter",
     "Unit",
-    "after_backward",
+    "observe_backward",
     "observe_forward",
     "op_of",
+    "running_backward",
     "sharded_modules",
     "units_of",
 ]
+
+
+_METHOD = object()
+
+
+class _OneReplica:
+    """Stands for the process group of a replica without others."""
+
+    def size(self) -> int:
+        return 1
 
 
 class Unit:
@@ -48,16 +60,20 @@ class Unit:
 
     Args:
         name: The name of its module in the model.
-        module: The module.
         group: PyTorch's object of these parameters.
     """
 
-    def __init__(self, name: str, module: Any, group: Any) -> None:
-        self.name, self._module, self._group = name, module, group
-        self._before = group._all_gather_comm, group._reduce_scatter_comm
-        self._unused = getattr(group, "reduce_scatter_unused_params", None)
+    def __init__(self, name: str, group: Any) -> None:
+        self.name, self._group = name, group
         self._meshes = group.mesh_info, group.post_forward_mesh_info
-        self._hook: Callable[[torch.Tensor], None] | None = None
+        self._changes: list[tuple[str, Any, Any]] = []
+        """Attributes of `group` that this has set, with the values before and since; `_METHOD` for a method."""
+        self._hooks: list[Any] = []
+
+    def _set(self, name: str, value: Any) -> None:
+        """Set an attribute of PyTorch's object, or replace a method, until `restore`."""
+        self._changes.append((name, vars(self._group).get(name, _METHOD), value))
+        setattr(self._group, name, value)
 
     @property
     def process_groups(self) -> list[dist.ProcessGroup]:
@@ -114,6 +130,17 @@ class Unit:
         return sum(p.sharded_param._version for p in self._trained)
 
     @property
+    def shard_version(self) -> int:
+        """A number that grows when anybody changes a parameter, or this rank's shard of it."""
+        return sum(_version_of(p.sharded_param) for p in self._group.fsdp_params)
+
+    @property
+    def gradient_versions(self) -> list[int | None]:
+        """A number for each gradient, which grows when somebody changes it; None if there is none."""
+        gradients = [p.sharded_param.grad for p in self._trained]
+        return [None if each is None else _version_of(each) for each in gradients]
+
+    @property
     def device(self) -> torch.device:
         """The device that computes and communicates, even if shards are kept elsewhere."""
         found: torch.device = self._group.device
@@ -133,9 +160,10 @@ class Unit:
         return [p.sharded_param.to_local() for p in self._group.fsdp_params]
 
     @property
-    def averages_replicas(self) -> bool:
-        """Whether a backward pass averages over replicas, as `set_requires_all_reduce` has set it."""
-        return bool(self._group.all_reduce_grads)
+    def partial_gradients(self) -> torch.Tensor | None:
+        """The sum of shards of gradients whose average over replicas `set_requires_all_reduce` has postponed."""
+        found: torch.Tensor | None = self._group._partial_reduce_output
+        return found
 
     @property
     def divide_factor(self) -> float | None:
@@ -189,41 +217,94 @@ class Unit:
 
     def use(self, gather: AllGather, reduce: ReduceScatter, *, include_unused: bool) -> None:
         """Have PyTorch communicate by these, and reduce zeros for parameters without a gradient if asked to."""
-        self._module.set_custom_all_gather(gather)
-        self._module.set_custom_reduce_scatter(reduce)
-        if include_unused and self._unused is not None:
-            self._module.set_reduce_scatter_unused_params(True)
+        self._set("_all_gather_comm", gather)
+        self._set("_reduce_scatter_comm", reduce)
+        if include_unused and hasattr(self._group, "reduce_scatter_unused_params"):
+            self._set("reduce_scatter_unused_params", True)
+            self._before("post_backward", self._fill_unused)
+
+    def on_reset(self, call: Callable[[], None]) -> None:
+        """Call a function when `FSDPModule.reset_iter_state` gives up a step, if this PyTorch has it."""
+        if hasattr(self._group, "_reset_iter_state"):
+            self._before("_reset_iter_state", call)
+
+    def _before(self, method: str, call: Callable[[], None]) -> None:
+        """Call a function before a method of PyTorch's object."""
+        former = getattr(self._group, method)
+
+        def both(*args: Any) -> None:
+            call()
+            former(*args)
+
+        self._set(method, both)
+
+    def _fill_unused(self) -> None:
+        """Give parameters without a gradient one of zeros, if others keep theirs in the dtype of reductions.
+
+        They do if earlier passes have not reduced them. PyTorch's zeros have the dtype of the parameters, and it
+        refuses gradients of different dtypes.
+        """
+        group, trained = self._group, self._trained
+        if not group.reduce_grads or all(p.unsharded_accumulated_grad is None for p in trained):
+            return
+        for p in trained:
+            parameter = getattr(p, "_unsharded_param", None)
+            if parameter is not None and p.unsharded_accumulated_grad is None and parameter.grad is None:
+                p.unsharded_accumulated_grad = torch.zeros_like(parameter, dtype=p.reduce_dtype)
 
     def use_for_replicas(self, average: Callable[[torch.Tensor], None]) -> None:
         """Have `average` reduce the shards of gradients over replicas, instead of PyTorch's all-reduce.
 
         PyTorch always makes its own for a group on a mesh with replicas, and calls the hook afterwards. So the
-        group gets the mesh without the replicas; its parameters keep theirs.
+        group gets the mesh without the replicas; its parameters keep theirs. A pass that postpones the average
+        has one replica, so that PyTorch itself keeps its gradients.
         """
         info, after = self._meshes
         settings = {each.name: getattr(info, each.name) for each in fields(FSDPMeshInfo) if each.init}
         only_shards = FSDPMeshInfo(**settings)
         if hasattr(info, "reduce_scatter_process_group"):
             only_shards.reduce_scatter_process_group = info.reduce_scatter_process_group
-        self._group.mesh_info = only_shards
-        self._group.post_forward_mesh_info = only_shards if after is info else after
-        self._module.set_all_reduce_hook(average)
+        self._set("mesh_info", only_shards)
+        if after is info:
+            self._set("post_forward_mesh_info", only_shards)
+        self._set("_all_reduce_hook", average)
+        postponing = copy(info)
+        postponing.replicate_process_group = _OneReplica()
+        group, post_backward = self._group, self._group.post_backward
+
+        def in_its_mesh(*args: Any) -> None:
+            if not group.all_reduce_grads:
+                group.mesh_info = postponing
+            try:
+                post_backward(*args)
+            finally:
+                group.mesh_info = only_shards
+
+        self._set("post_backward", in_its_mesh)
 
     def use_alone(self, reduce: Callable[[torch.Tensor], None]) -> None:
         """Have `reduce` change gradients on a single rank, where PyTorch calls no reduce-scatter."""
-        self._hook = reduce
-        self._module.set_all_reduce_hook(reduce)
+        self._set("_all_reduce_hook", reduce)
+
+    def before_forward(self, call: Callable[[], None]) -> None:
+        """Call a function before a module of this unit runs, and before PyTorch gathers for it."""
+        for module in self._group.modules:
+            self._hooks.append(module.register_forward_pre_hook(_uncompiled(call), prepend=True))
 
     def restore(self) -> None:
-        """Have PyTorch communicate as before."""
-        if self._group.mesh_info is not self._meshes[0]:
-            self._group.mesh_info, self._group.post_forward_mesh_info = self._meshes
-            self._group._all_reduce_hook = None
-        if self._hook is not None and self._group._all_reduce_hook is self._hook:
-            self._group._all_reduce_hook = None
-        self._group._all_gather_comm, self._group._reduce_scatter_comm = self._before
-        if self._unused is not None:
-            self._group.reduce_scatter_unused_params = self._unused
+        """Have PyTorch communicate as before. What others have set since stays."""
+        group = self._group
+        for name, before, since in reversed(self._changes):
+            if getattr(group, name) is not since:
+                continue
+            if before is _METHOD:
+                delattr(group, name)
+            else:
+                setattr(group, name, before)
+        self._changes.clear()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
 
     @property
     def is_custom(self) -> bool:
@@ -245,10 +326,10 @@ def units_of(model: nn.Module) -> Iterator[Unit]:
     Raises:
         ValueError: A module has several, sharded over different meshes, as `shard_placement_fn` can make them.
     """
-    for name, (module, groups) in _groups_of(model).items():
+    for name, groups in _groups_of(model).items():
         if len(groups) > 1:
             raise ValueError(name)
-        yield from (Unit(name, module, group) for group in groups)
+        yield from (Unit(name, group) for group in groups)
 
 
 def sharded_modules(model: nn.Module) -> list[str]:
@@ -256,9 +337,9 @@ def sharded_modules(model: nn.Module) -> list[str]:
     return list(_groups_of(model))
 
 
-def _groups_of(model: nn.Module) -> dict[str, tuple[Any, list[Any]]]:
-    """Each module with groups of parameters by name, and PyTorch's objects of these, each once."""
-    found: dict[str, tuple[Any, list[Any]]] = {}
+def _groups_of(model: nn.Module) -> dict[str, list[Any]]:
+    """PyTorch's groups of parameters by the names of their modules, each once."""
+    found: dict[str, list[Any]] = {}
     seen: set[int] = set()
     for name, module in model.named_modules():
         if not isinstance(module, FSDPModule):
@@ -270,7 +351,13 @@ def _groups_of(model: nn.Module) -> dict[str, tuple[Any, list[Any]]]:
         new = [group for group in groups if id(group) not in seen]  # `fully_shard` of a list of modules
         seen.update(map(id, new))
         if new:
-            found[name] = module, new
+            found[name] = new
+    return found
+
+
+def _version_of(tensor: Any) -> int:
+    """A number that grows when a sharded tensor is changed, as a whole or by its local tensor."""
+    found: int = tensor._version + tensor._local_tensor._version
     return found
 
 
@@ -283,28 +370,55 @@ def op_of(op: Any) -> str:
     return str(op)
 
 
-def after_backward(call: Callable[[], None]) -> None:
-    """Call a function at the end of the backward pass that is running."""
+class _Watch:
+    """Learns how a backward pass ends: it is called, or deleted without a call if the pass raises."""
+
+    def __init__(self, ends: Callable[[bool], None]) -> None:
+        self._ends: Callable[[bool], None] | None = ends
+
+    def __call__(self) -> None:
+        ends, self._ends = self._ends, None
+        assert ends is not None
+        ends(False)
+
+    def __del__(self) -> None:
+        if self._ends is not None:
+            self._ends(True)
+
+
+def running_backward() -> int | None:
+    """The number of the backward pass that this thread runs; None outside of passes."""
+    number: int = torch._C._current_graph_task_id()
+    return None if number < 0 else number
+
+
+def observe_backward(ends: Callable[[bool], None]) -> None:
+    """Call `ends(raised)` when the running backward pass ends, before the caller of `backward()` goes on."""
     engine: Any = Variable._execution_engine
-    engine.queue_callback(call)
+    engine.queue_callback(_Watch(ends))
 
 
-def observe_forward(model: nn.Module, begin: Callable[[], None], end: Callable[[], None]) -> Callable[[], None]:
-    """Call `begin` before each forward pass of a model, and `end` after it, also if it raises.
+def _uncompiled(call: Callable[..., None]) -> Any:
+    """A hook that calls a function, without arguments."""
+    disable: Any = getattr(common, "_dynamo_disable", lambda function: function)
+    return disable(lambda *_: call())
+
+
+def observe_forward(
+    model: nn.Module, begin: Callable[[], None], end: Callable[[bool], None]
+) -> Callable[[], None]:
+    """Call `begin` before each forward pass of a model, and `end(raised)` after it.
 
     Returns a function that ends this.
     """
-    uncompiled: Any = getattr(common, "_dynamo_disable", lambda function: function)
+    disable: Any = getattr(common, "_dynamo_disable", lambda function: function)
 
-    def before(*_: Any) -> None:
-        begin()
-
-    def after(*_: Any) -> None:
-        end()
+    def after(module: nn.Module, arguments: Any, output: Any) -> None:
+        end(output is None)
 
     hooks = [
-        model.register_forward_pre_hook(uncompiled(before), prepend=True),
-        model.register_forward_hook(uncompiled(after), always_call=True),
+        model.register_forward_pre_hook(_uncompiled(begin), prepend=True),
+        model.register_forward_hook(disable(after), always_call=True),
     ]
 
     def stop() -> None:

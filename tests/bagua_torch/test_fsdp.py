@@ -35,6 +35,7 @@ from bagua_torch import DistributedDataParallel, fsdp
 from bagua_torch.fsdp import torch_names
 from bagua_torch.fsdp.collectives import Gather, Reduce, Replicate
 from bagua_torch.fsdp.groups import check_ranks
+from bagua_torch.fsdp.passes import BackwardPasses
 
 CASES = list(fsdp_training.CASES)
 PROGRAM = TESTS / "support" / "fsdp_training.py"
@@ -188,7 +189,7 @@ def test_reduce_is_the_collective_of_its_method(method, op):
         return quantized_reduce_scatter(comm, x, op=name, codec=codec, residual=residual)
 
     def body(comm, comms):
-        reduce = Reduce(comms, unit(2400), method, comm)
+        reduce = Reduce(comms, unit(2400), method, comm, BackwardPasses())
         residual = torch.zeros(2400) if isinstance(method, ErrorFeedback) else None
         for _ in range(2):
             out = torch.empty(600)
@@ -203,7 +204,11 @@ def test_reduce_decays_resets_and_encodes_its_residual():
     method = ErrorFeedback(Quantized(), 0.8, 2, codec)
 
     def body(comm, comms):
-        reduce, residual, found = Reduce(comms, unit(2400), method, comm), np.zeros(2400, np.float32), []
+        reduce, residual, found = (
+            Reduce(comms, unit(2400), method, comm, BackwardPasses()),
+            np.zeros(2400, np.float32),
+            [],
+        )
         for step in range(3):
             out, x = torch.empty(600), X[comm.rank] * (1 + step)
             reduce(output_tensor=out, input_tensor=x.clone(), group=None, op=dist.ReduceOp.AVG)
@@ -220,7 +225,7 @@ def test_reduce_decays_resets_and_encodes_its_residual():
 
 def test_a_divide_factor_of_the_user_is_applied_once():
     def body(comm, comms):
-        reduce = Reduce(comms, unit(2400, factor=10.0), Exact(), comm)
+        reduce = Reduce(comms, unit(2400, factor=10.0), Exact(), comm, BackwardPasses())
         out = torch.empty(1200)
         op = dist._make_nccl_premul_sum(0.1)
         reduce(output_tensor=out, input_tensor=X[comm.rank].clone(), group=None, op=op)
@@ -231,7 +236,7 @@ def test_a_divide_factor_of_the_user_is_applied_once():
 
 def test_another_reduction_is_refused_by_name():
     def body(comm, comms):
-        reduce = Reduce(comms, unit(2400), Exact(), comm)
+        reduce = Reduce(comms, unit(2400), Exact(), comm, BackwardPasses())
         with pytest.raises(UnsupportedError, match=r"PyTorch asks for .*MAX.*expected SUM, AVG or PREMUL_SUM"):
             reduce(output_tensor=torch.empty(1200), input_tensor=X[0], group=None, op=dist.ReduceOp.MAX)
 
@@ -241,7 +246,10 @@ def test_another_reduction_is_refused_by_name():
 @pytest.mark.parametrize("op", [dist.ReduceOp.AVG, dist.ReduceOp.SUM])
 def test_any_other_average_reduces_all_and_keeps_a_chunk(op):
     def body(comm, comms):
-        reduce, out = Reduce(comms, unit(2400), Hierarchical(Hierarchical()), comm), torch.empty(600)
+        reduce, out = (
+            Reduce(comms, unit(2400), Hierarchical(Hierarchical()), comm, BackwardPasses()),
+            torch.empty(600),
+        )
         reduce(output_tensor=out, input_tensor=X[comm.rank].clone(), group=None, op=op)
         mean = torch.stack(X).double().mean(0)[600 * comm.rank :][:600]
         return torch.allclose(out.double(), mean * (4 if op == dist.ReduceOp.SUM else 1), atol=1e-5)
@@ -287,7 +295,10 @@ def test_hierarchical_gathers_the_same_on_all_ranks_from_a_view_of_its_output(in
 @pytest.mark.parametrize("inner", [Exact(), Quantized(min_bytes=0)], ids=repr)
 def test_hierarchical_reduces_inside_nodes_first(inner):
     def body(comm):
-        reduce, out = Reduce(comms_of(comm), unit(2400), Hierarchical(inner), comm), torch.empty(600)
+        reduce, out = (
+            Reduce(comms_of(comm), unit(2400), Hierarchical(inner), comm, BackwardPasses()),
+            torch.empty(600),
+        )
         reduce(output_tensor=out, input_tensor=X[comm.rank].clone(), group=None, op=dist.ReduceOp.AVG)
         mean = torch.stack(X).mean(0)[600 * comm.rank :][:600]
         limit = 1e-6 if inner == Exact() else 0.05
@@ -299,13 +310,13 @@ def test_hierarchical_reduces_inside_nodes_first(inner):
 
 def of_replicas(**settings):
     fixed = {"name": "layer", "shard_numel": 2400, "divide_factor": None}
-    return SimpleNamespace(**{"averages_replicas": True, **fixed, **settings})
+    return SimpleNamespace(**{"partial_gradients": None, **fixed, **settings})
 
 
 @pytest.mark.parametrize("method", [Exact(), Reproducible(), Quantized(min_bytes=0), ErrorFeedback()], ids=repr)
 def test_replicas_are_averaged_by_their_method(method):
     def body(comm):
-        replicate, mean = Replicate(of_replicas(), method, comm), method.bind(comm)
+        replicate, mean = Replicate(of_replicas(), method, comm, BackwardPasses()), method.bind(comm)
         for _ in range(2):
             x = X[comm.rank].clone()
             replicate(x)
@@ -315,24 +326,19 @@ def test_replicas_are_averaged_by_their_method(method):
     assert run_ranks(2, body) == [isinstance(method, ErrorFeedback)] * 2
 
 
-def test_a_postponed_average_of_replicas_leaves_zeros_and_is_of_the_sum():
+def test_an_average_that_was_postponed_is_of_the_sum():
     def body(comm):
-        unit = of_replicas(averages_replicas=False)
-        replicate, first, second, last = Replicate(unit, Exact(), comm), *(X[comm.rank].clone() for _ in range(3))
-        replicate(first)
-        replicate(second)
-        unit.averages_replicas = True
-        replicate(last)
-        assert torch.equal(last, comm.allreduce(3 * X[comm.rank], op="avg"))
-        return int(first.count_nonzero() + second.count_nonzero())
+        unit, last = of_replicas(partial_gradients=2 * X[comm.rank]), X[comm.rank].clone()
+        Replicate(unit, Exact(), comm, BackwardPasses())(last)
+        return torch.equal(last, comm.allreduce(3 * X[comm.rank], op="avg"))
 
-    assert run_ranks(2, body) == [0, 0]
+    assert run_ranks(2, body) == [True, True]
 
 
 def test_the_divisor_of_the_user_divides_the_sum_over_replicas():
     def body(comm):
         x = X[comm.rank].clone()
-        Replicate(of_replicas(divide_factor=3.0), Exact(), comm)(x)
+        Replicate(of_replicas(divide_factor=3.0), Exact(), comm, BackwardPasses())(x)
         return torch.equal(x, X[0] + X[1])
 
     assert run_ranks(2, body) == [True, True]
@@ -341,14 +347,14 @@ def test_the_divisor_of_the_user_divides_the_sum_over_replicas():
 def test_the_residual_of_replicas_needs_the_gradients_of_all_parameters():
     def body(comm):
         with pytest.raises(UnsupportedError, match="2400 gradient elements of layer are reduced, expected 2402"):
-            Replicate(of_replicas(shard_numel=2402), ErrorFeedback(), comm)(X[0].clone())
+            Replicate(of_replicas(shard_numel=2402), ErrorFeedback(), comm, BackwardPasses())(X[0].clone())
 
     run_ranks(2, body)
 
 
 def test_error_feedback_needs_the_gradients_of_all_parameters():
     def body(comm, comms):
-        reduce = Reduce(comms, unit(2402), ErrorFeedback(), comm)
+        reduce = Reduce(comms, unit(2402), ErrorFeedback(), comm, BackwardPasses())
         with pytest.raises(UnsupportedError, match="2400 gradient elements of layer are reduced, expected 2402"):
             reduce(output_tensor=torch.empty(1200), input_tensor=X[0], group=None, op=dist.ReduceOp.AVG)
 

@@ -12,12 +12,14 @@ from bagua_comm import ArrayError, ErrorFeedback, Exact, Quantized, UnsupportedE
 from bagua_comm.testing import run_ranks
 from bagua_torch.fsdp.collectives import Gather, Reduce
 from bagua_torch.fsdp.overlap import IN_FLIGHT, Prefetch, Reductions
+from bagua_torch.fsdp.passes import BackwardPasses
 
 
 class Unit:
     """Stands for the parameters of a module."""
 
     is_in_forward = True
+    shard_version = 0
 
     def __init__(self, name, log):
         self.name, self._log = name, log
@@ -38,11 +40,17 @@ class Model(nn.Module):
         self.log = []
         self.units = {name: Unit(name, self.log) for name in names}
         self.prefetch = Prefetch(self)
+        self.changing = ""
 
     def forward(self, names):
         for name in names:
             self.log.append(name)
+            if name in self.changing:
+                self.units[name].shard_version += 1
+            if name in self.units:
+                self.prefetch.check(self.units[name])
             self.prefetch.follow(self.units[name])
+        return names
 
     def passes(self, names):
         self.log.clear()
@@ -82,6 +90,15 @@ def test_a_pass_that_raises_drops_what_it_has_gathered():
     with pytest.raises(KeyError):
         model.passes("a?")
     assert model.log == ["a", "gather b", "?", "drop b"]
+    assert model.passes("abc") == "a gather b b gather c c", "as the pass before predicts, b too"
+
+
+def test_what_a_pass_changes_before_it_uses_it_is_gathered_again_and_not_predicted_again():
+    model = Model()
+    model.passes("abc")
+    model.changing = "b"
+    assert model.passes("abc") == "a gather b b drop b gather c c"
+    assert model.passes("abc") == "a b gather c c"
 
 
 def test_nothing_is_gathered_outside_of_forward_passes_or_after_close():
@@ -99,6 +116,8 @@ def test_nothing_is_gathered_outside_of_forward_passes_or_after_close():
 
 
 # On lanes
+
+PASSES = BackwardPasses()
 
 
 def unit(**settings):
@@ -160,7 +179,9 @@ def test_a_gather_is_complete_after_the_wait(method):
 def test_reductions_are_complete_when_the_backward_pass_ends(method, op):
     def body(lane, comms):
         factor = unit(divide_factor=10.0)
-        later, now = (Reduce(comms, factor, method, lane.comm, each) for each in (Reductions(), None))
+        later, now = (
+            Reduce(comms, factor, method, lane.comm, PASSES, each) for each in (Reductions(PASSES), None)
+        )
         outs, expected = torch.zeros(IN_FLIGHT + 2, 800), torch.zeros(800)
 
         def call():
@@ -177,7 +198,10 @@ def test_reductions_are_complete_when_the_backward_pass_ends(method, op):
 
 def test_results_are_nan_until_they_are_computed():
     def body(lane, comms):
-        reduce, outs = Reduce(comms, unit(), Exact(), lane.comm, Reductions()), torch.zeros(IN_FLIGHT, 1200)
+        reduce, outs = (
+            Reduce(comms, unit(), Exact(), lane.comm, PASSES, Reductions(PASSES)),
+            torch.zeros(IN_FLIGHT, 1200),
+        )
         gate = threading.Event()
         lane.submit(gate.wait, 30)
 
@@ -198,7 +222,41 @@ def test_results_are_nan_until_they_are_computed():
 def test_a_result_that_is_read_at_once_is_complete_on_return():
     def body(lane, comms):
         reads = unit(reads_at_once=lambda reduced: True)
-        reduce, out = Reduce(comms, reads, Exact(), lane.comm, Reductions()), torch.zeros(1200)
+        reduce, out = Reduce(comms, reads, Exact(), lane.comm, PASSES, Reductions(PASSES)), torch.zeros(1200)
+        reduce(output_tensor=out, input_tensor=X[lane.comm.rank].clone(), group=None, op=dist.ReduceOp.SUM)
+        return torch.equal(out, (X[0] + X[1])[1200 * lane.comm.rank :][:1200])
+
+    assert on_lanes(2, body) == [True, True]
+
+
+def test_a_pass_that_raises_ends_its_reductions_first_and_restarts_its_residual():
+    def body(lane, comms):
+        passes = BackwardPasses()
+        reduce = Reduce(comms, unit(), ErrorFeedback(), lane.comm, passes, Reductions(passes))
+        out, gate, result = torch.zeros(1200), threading.Event(), lane.result
+
+        def release_and_wait(future):
+            gate.set()
+            return result(future)
+
+        def call():
+            lane.submit(gate.wait, 30)
+            reduce(output_tensor=out, input_tensor=X[lane.comm.rank].clone(), group=None, op=dist.ReduceOp.AVG)
+            raise KeyError("in the middle of a pass")
+
+        lane.result = release_and_wait
+        with pytest.raises(KeyError):
+            backward(call)
+        gate.set()
+        assert out.isfinite().all()
+        assert reduce.residual is None
+
+    on_lanes(2, body)
+
+
+def test_outside_of_a_backward_pass_a_reduction_ends_at_once():
+    def body(lane, comms):
+        reduce, out = Reduce(comms, unit(), Exact(), lane.comm, PASSES, Reductions(PASSES)), torch.zeros(1200)
         reduce(output_tensor=out, input_tensor=X[lane.comm.rank].clone(), group=None, op=dist.ReduceOp.SUM)
         return torch.equal(out, (X[0] + X[1])[1200 * lane.comm.rank :][:1200])
 
@@ -207,7 +265,7 @@ def test_a_result_that_is_read_at_once_is_complete_on_return():
 
 def test_bad_gradients_are_refused_before_the_lane_is_used():
     def body(lane, comms):
-        reduce = Reduce(comms, unit(gradient_numel=2402), ErrorFeedback(), lane.comm, Reductions())
+        reduce = Reduce(comms, unit(gradient_numel=2402), ErrorFeedback(), lane.comm, PASSES, Reductions(PASSES))
         with pytest.raises(UnsupportedError, match="2400 gradient elements of layer are reduced, expected 2402"):
             reduce(output_tensor=torch.empty(1200), input_tensor=X[0], group=None, op=dist.ReduceOp.AVG)
 
@@ -219,7 +277,7 @@ def test_the_first_error_on_the_lane_is_raised_once_when_the_backward_pass_ends(
         def breaks():
             raise ArrayError("broken")
 
-        later, added = Reductions(), []
+        later, added = Reductions(PASSES), []
 
         def call():
             for _ in range(IN_FLIGHT + 2):

@@ -10,7 +10,8 @@ import sys
 import tempfile
 import threading
 import warnings
-from contextlib import suppress
+from contextlib import nullcontext, suppress
+from functools import partial
 from tempfile import TemporaryDirectory
 
 import numpy as np
@@ -678,7 +679,7 @@ def reproducible_on_any_number_of_ranks(comm):
             warnings.simplefilter("always")
             model(x).square().mean().backward()
         is_warned = any("of 1 of the 2 backward passes" in str(each.message) for each in caught)
-        assert is_warned == (comm.size > 1)  # PyTorch reduces nothing on one rank
+        assert is_warned
     model = shard(make())
     for number, text in ((comm.size + 1, "expected a multiple"), (comm.size - 1, "expected")):
         if comm.size > 1:
@@ -935,6 +936,183 @@ def a_forward_pass_that_raises_leaves_nothing_behind(comm):
     x = batch(1, comm.rank)[0]
     assert torch.equal(model(x), plain(x))
     handle.close()
+
+
+class Fails(Net):
+    """Raises `KeyError` at a place of a pass: in the forward or backward pass of a block, or in a hook."""
+
+    at = ""
+
+    def __init__(self, unused=False):
+        super().__init__(unused=unused)
+        self.blocks = nn.ModuleList([Pauses(), Pauses()])
+        for i, block in enumerate(self.blocks):
+            block.in_forward, block.in_backward = (partial(self.reach, f"{each}{i}") for each in ("in", "back"))
+
+    def reach(self, place):
+        if place == self.at:
+            raise KeyError(place)
+
+
+def after_a_failure(rank, attach, place, *, micro=1, failing=0, reset=True, to_none=True, rate=0.1, **settings):
+    """The gradients of a step after one with large gradients, whose pass number `failing` raises."""
+    torch.manual_seed(0)
+    model = shard(Fails(), **settings)
+    model.blocks[0].wide.weight.register_post_accumulate_grad_hook(lambda p: model.reach("hook"))
+    handle = nullcontext() if attach is None else attach(model)
+    parameters = list(model.parameters())
+    optimizer = torch.optim.SGD(parameters, rate)
+
+    def step(number, scale):
+        for i in range(micro):
+            model.set_requires_all_reduce(i == micro - 1)
+            model.at = place if scale > 1 and i == failing else ""
+            x, y = batch(10 * number + i, rank)
+            loss = mse_loss(model(x), scale * y)
+            model.reach("loss")
+            loss.backward()
+
+    with handle:
+        step(0, 1)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=to_none)
+        with suppress(KeyError):
+            step(1, 1000)
+            raise AssertionError(f"nothing failed at {place}")
+        if reset:
+            model.reset_iter_state()
+        optimizer.zero_grad(set_to_none=to_none)
+        step(2, 1)
+        return [None if p.grad is None else p.grad.full_tensor() for p in parameters]
+
+
+@case
+def the_step_after_a_pass_that_raised_has_the_gradients_of_pytorch(comm):
+    if comm.size == 1 or not hasattr(shard(make()), "reset_iter_state"):
+        return
+
+    def assert_alike(place, *averages, limit=1e-5, scale=1, **settings):
+        def attach(model):
+            return bagua_torch.fsdp.attach(
+                model, *averages[:1], Exact(), replicas=averages[1] if averages[1:] else None
+            )
+
+        ours = after_a_failure(comm.rank, attach, place, rate=0.1 * scale, **settings)
+        wanted = after_a_failure(comm.rank, None, place, **settings)
+        for a, b in zip(ours, wanted, strict=True):
+            assert (a is None) == (b is None), (place, settings)
+            if b is not None:
+                lost, norm = (float(torch.linalg.vector_norm(each)) for each in (scale * a - b, b))
+                assert lost <= limit * norm + 1e-7, (place, averages, settings, lost, norm)
+
+    zeroed = {"to_none": False}
+    assert_alike("in1", Exact())
+    assert_alike("loss", Exact(), reset=False)
+    assert_alike("back0", Exact(), **zeroed)
+    assert_alike("back0", Exact(), reset=False, **zeroed)
+    assert_alike("hook", Exact())
+    assert_alike("loss", ErrorFeedback(), limit=0.1)
+    two = {"scale": 2, "micro": 2, "limit": 1e-4}  # the mean of two passes, where PyTorch's gradients are the sum
+    for place, failing, settings in [
+        ("loss", 1, zeroed | {"reset": False}),
+        ("back0", 0, zeroed),
+        ("back0", 1, {}),
+    ]:
+        assert_alike(place, Reproducible(addends=2 * comm.size), failing=failing, **two, **settings)
+    if comm.size == 4:
+        mesh = mesh_of_replicas(comm)
+        assert_alike("loss", Exact(), Exact(), mesh=mesh, micro=2, failing=1)
+        assert_alike("in0", Exact(), ErrorFeedback(), mesh=mesh, micro=2, failing=1, limit=0.1, **zeroed)
+
+
+@case
+def what_a_forward_pass_changes_before_it_is_used_is_used_as_it_is_then(comm):
+    """As a teacher that follows its student, here a block that halves the weights of the next one."""
+
+    def outputs(overlap):
+        torch.manual_seed(0)
+        model = Net()
+        model.blocks = nn.ModuleList([Pauses(), Pauses()])
+        first, second = shard(model).blocks
+
+        def halve():
+            with torch.no_grad():
+                for parameter in second.parameters():
+                    parameter.mul_(0.5)
+
+        first.in_forward = halve
+        with torch.no_grad(), bagua_torch.fsdp.attach(model, Exact(), overlap=overlap):
+            return [model(batch(0, comm.rank)[0]) for _ in range(3)]
+
+    assert all(map(torch.equal, outputs(True), outputs(False)))
+
+
+@case
+def pipeline_stages_reduce_outside_of_a_backward_pass(comm):
+    """As PipelineStage does: the gradients of all microbatches at once, when their passes have ended."""
+
+    def gradients_of(attach):
+        model = shard(make())
+        handle = attach(model) if attach else nullcontext()
+        with handle:
+            model.set_is_last_backward(False)
+            model.set_requires_gradient_sync(False)
+            model.set_reshard_after_backward(False)
+            for i in range(2):
+                x, y = batch(i, comm.rank)
+                mse_loss(model(x), y).backward()
+            model.set_is_last_backward(True)
+            model.set_reshard_after_backward(True)
+            model.set_requires_gradient_sync(True)
+            state = fully_shard.state(model)
+            for each in state._state_ctx.all_states:
+                for group in each._fsdp_param_groups:
+                    group.post_backward()
+            state._root_post_backward_final_callback()
+            for parameter in model.parameters():
+                parameter.grad.mul_(0.5)  # as the stage scales them, at once
+            return [parameter.grad.full_tensor() for parameter in model.parameters()]
+
+    for a, b in zip(
+        *map(gradients_of, (lambda model: bagua_torch.fsdp.attach(model, Exact()), None)), strict=True
+    ):
+        assert torch.allclose(a, b)
+
+
+@case
+def an_unused_layer_among_accumulated_gradients_of_another_dtype(comm):
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    for method in (ErrorFeedback(), Reproducible()):
+        model = shard(make(unused=True), mp_policy=policy)
+        with bagua_torch.fsdp.attach(model, method):
+            for i in range(2):
+                model.set_requires_gradient_sync(i == 1)
+                x, y = batch(i, comm.rank, torch.bfloat16)
+                mse_loss(model(x), y).backward()
+            grad = model.unused.weight.grad
+            assert comm.size == 1 or (grad.dtype == torch.float32 and not grad.full_tensor().any())
+            assert all(p.grad.to_local().any() for p in model.blocks.parameters() if p.to_local().numel())
+
+
+@case
+def close_gives_back_what_attach_has_set_and_nothing_else(comm):
+    mesh = mesh_of_replicas(comm)
+    model = shard(make(), mesh=mesh)
+    groups = [each._get_fsdp_state()._fsdp_param_groups[0] for each in (model, *model.blocks)]
+    before = [{**vars(group)} for group in groups]
+    handle = bagua_torch.fsdp.attach(model, Exact(), replicas=ErrorFeedback())
+    train(model, 1, comm.rank)
+    model.blocks[1].set_all_reduce_hook(print)
+    handle.close()
+    root, first, last = groups
+    assert root.post_forward_mesh_info is None  # since PyTorch has made it the root
+    assert first.post_forward_mesh_info is first.mesh_info
+    assert last._all_reduce_hook is print
+    for group, values in zip(groups, before, strict=True):
+        assert group.mesh_info is values["mesh_info"]
+        assert {"post_backward", "_reset_iter_state"}.isdisjoint(vars(group))
+        for name in ("_all_gather_comm", "_reduce_scatter_comm", "reduce_scatter_unused_params"):
+            assert getattr(group, name, None) is values.get(name)
 
 
 class BreaksOnOne(Float16):
