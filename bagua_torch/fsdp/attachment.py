@@ -29,7 +29,7 @@ from bagua_comm.trace import Counters
 from ..arrays import as_array, as_tensor
 from ..broadcast import broadcast_tensors
 from ..entry import communicator_of, errors_on_all, raise_on_all
-from .checks import NAME, checked_units, compare_units
+from .checks import NAME, check_hook, checked_units, compare_units
 from .collectives import Gather, Reduce, Replicate
 from .groups import GroupComms, LaneComms
 from .overlap import Prefetch, Reductions
@@ -92,6 +92,7 @@ class Attachment(Closing):
         for unit, reducer, average in zip(units, reducers, averages, strict=True):
             if average is not None:
                 unit.use_for_replicas(average)
+                unit.before_forward(partial(check_hook, unit))
             is_reproducible = isinstance(reduce, Reproducible)
             include_unused = is_reproducible or bool(feeding & {reducer, average})
             unit.use(Gather(gathering, unit, gather, self._prefetch), reducer, include_unused=include_unused)
@@ -141,9 +142,10 @@ class Attachment(Closing):
         """Return the state of this rank: the residuals of `ErrorFeedback`, by the names of modules.
 
         A residual is a flat tensor of the elements of the module's gradients, shards padded; zeros before the
-        first step. Each rank has its own. The key has the rank and the number of ranks, so that
-        torch.distributed.checkpoint saves and loads those of all ranks. Residuals of a `residual_codec` are
-        decoded. With `reset_every` there are also the numbers of means since the last reset, equal on all ranks.
+        first step. Each rank has its own. The key has the rank and the number of ranks, on a mesh of two
+        dimensions also the shard, so that torch.distributed.checkpoint saves and loads those of all ranks.
+        Residuals of a `residual_codec` are decoded. With `reset_every` there are also the numbers of means since
+        the last reset, equal on all ranks.
         """
         self._wait()
         residuals = {name: as_tensor(each.residual_or_zeros()).clone() for name, each in self._trained.items()}
@@ -188,7 +190,10 @@ class Attachment(Closing):
 
     @property
     def _key(self) -> str:
-        return f"residuals of rank {self._comm.rank} of {self._comm.size}"
+        rank, size = self._comm.rank, self._comm.size
+        groups = (unit.process_groups[0] for unit in self._units)
+        shards = sorted({(group.rank(), group.size()) for group in groups} - {(rank, size)})
+        return ", ".join([f"residuals of rank {rank} of {size}", *(f"shard {i} of {n}" for i, n in shards)])
 
     def _complaint(self, state: Mapping[str, Any]) -> ArrayError | None:
         """Return the error to raise if the state does not fit."""

@@ -83,6 +83,16 @@ def _check_replicas(unit: Unit, replicas: Average) -> None:
         check_average(replicas, _name_of(dtype))
 
 
+def check_hook(unit: Unit) -> None:
+    """Raise `ArrayError` if a hook that was set since `attach` replaces an average."""
+    if unit.hook_was_replaced:
+        what = f"module {unit.name!r}" if unit.name else "the root module"
+        raise ArrayError(
+            f"{NAME}: set_all_reduce_hook was called for {what} since then, and replaces its average; close the "
+            "handle, or leave the hook out"
+        )
+
+
 def _check_unit(unit: Unit, reduce: Average, gather: Exact | Quantized | Hierarchical) -> None:
     what = f"module {unit.name!r}" if unit.name else "the root module"
     if not unit.process_groups:

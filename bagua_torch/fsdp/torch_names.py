@@ -286,6 +286,12 @@ class Unit:
         """Have `reduce` change gradients on a single rank, where PyTorch calls no reduce-scatter."""
         self._set("_all_reduce_hook", reduce)
 
+    @property
+    def hook_was_replaced(self) -> bool:
+        """Whether `set_all_reduce_hook` has replaced what averages gradients here."""
+        ours = [since for name, _, since in self._changes if name == "_all_reduce_hook"]
+        return bool(ours) and self._group._all_reduce_hook is not ours[-1]
+
     def before_forward(self, call: Callable[[], None]) -> None:
         """Call a function before a module of this unit runs, and before PyTorch gathers for it."""
         for module in self._group.modules:

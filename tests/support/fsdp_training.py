@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import distribute_tensor
 from torch.nn.functional import mse_loss
@@ -532,6 +532,23 @@ def distributed_checkpoint(comm):
     comm.barrier()
     if comm.rank == 0:
         shutil.rmtree(path)
+
+
+@case
+def state_of_another_mesh_is_refused(comm):
+    """A residual belongs to a shard: rank 1 of four has shard 1 of one mesh, and shard 0 of the other."""
+    if comm.size != 4:
+        return
+
+    def attached(ranks):
+        mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("replicas", "shards"))
+        model = shard(make(), mesh=mesh)
+        return model, bagua_torch.fsdp.attach(model, ErrorFeedback(), replicas=Exact())
+
+    (_, handle), (model, other) = attached([[0, 1], [2, 3]]), attached([[0, 2], [1, 3]])
+    refused(comm, ArrayError, "residuals belong to a rank", other.load_state_dict, handle.state_dict())
+    model.set_all_reduce_hook(lambda gradients: None)
+    refused(comm, ArrayError, "set_all_reduce_hook was called", model, batch(0, comm.rank)[0])
 
 
 @case
