@@ -177,7 +177,7 @@ def copy_numbers_for_torch() -> None:
 
 
 def rank_of_many() -> tuple[int, int | None] | None:
-    """Return the rank of this process and the number of processes, if a launcher without torchrun started many."""
+    """Return this rank and the number of processes, if a launcher other than torchrun started several."""
     launch = launchers.find(own_variables())
     if launch is None or not launch.is_one_of_many or launch.launcher in (launchers.ELASTIC, launchers.TORCHRUN):
         return None

@@ -30,7 +30,7 @@ class Launcher(NamedTuple):
     marks: tuple[str, ...] = ()
     """Variables that must be set as well; "NAME=text" requires a value that begins with the text."""
     on_host: tuple[str, ...] = ()
-    """The variables for the rank among the processes of its host, and for their number, as far as there are any."""
+    """The variables for the rank among the processes of its host, and for their number, as far as it has them."""
 
     def started(self, variables: Mapping[str, str]) -> bool:
         """Whether this launcher, or one with the same variables, started a process with `variables`."""
@@ -238,7 +238,8 @@ def torch_numbers(variables: Mapping[str, str]) -> dict[str, str]:
     if any(name in variables for name in TORCH_NUMBERS):
         return {}
     sources = launch.launcher.rank, launch.launcher.size or "", *launch.launcher.on_host
-    found = {name: variables[source] for name, source in zip(TORCH_NUMBERS, sources) if source in variables}
+    both = zip(TORCH_NUMBERS, sources, strict=False)  # some launchers do not give the last ones
+    found = {name: variables[source] for name, source in both if source in variables}
     return {**found, COPIED: f"{found['RANK']}/{found['WORLD_SIZE']}"}
 
 

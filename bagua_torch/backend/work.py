@@ -140,8 +140,8 @@ class LaneWork(_Work):  # type: ignore[misc]
     def get_future(self) -> torch.futures.Future[Any]:
         """Return a future of PyTorch, whose value is the tensors that the call fills.
 
-        A future keeps no more of an error than its text. So a backward pass that asks for one, as that of PyTorch's
-        DistributedDataParallel does, waits for the call at its end, and raises the error itself.
+        A future keeps no more of an error than its text. So a backward pass that asks for one, as that of
+        PyTorch's DistributedDataParallel does, waits for the call at its end, and raises the error itself.
         """
         if torch._C._current_graph_task_id() != -1:
             torch.autograd.Variable._execution_engine.queue_callback(self.wait)
