@@ -48,9 +48,12 @@ def in_any_form(*names: str) -> Callable[[Callable[..., LaneWork]], Callable[...
 
         @functools.wraps(method)
         def call(self: Any, *args: Any, **named: Any) -> LaneWork:
+            given, values = args[: len(places)], args[len(places) :]
+            if len(values) == 1 and not named and hasattr(values[0], "asyncOp"):  # as torch.distributed calls
+                return method(self, *given, options=_combined(values[0], {}))
             rest = {own_name[name]: named.pop(name) for name in tuple(named) if name in own_name}
-            options = _options(method.__name__, args[len(places) :], named, accepted)
-            return method(self, *args[: len(places)], **rest, options=options)
+            options = _options(method.__name__, values, named, accepted)
+            return method(self, *given, **rest, options=options)
 
         return call
 
@@ -72,7 +75,11 @@ def _options(call: str, values: Iterable[Any], named: Mapping[str, Any], accepte
                 f"{call}: unexpected argument {name}={value!r}; expected {' or '.join(sorted(accepted))}, once"
             )
         found[name] = value
-    opts = found.pop("opts", None)
+    return _combined(found.pop("opts", None), found)
+
+
+def _combined(opts: Any, found: Mapping[str, Any]) -> Options:
+    """Return the options in an object of PyTorch, and others by name, which count first."""
     timeout = found.get("timeout") or getattr(opts, "timeout", None)
     limited = isinstance(timeout, timedelta) and timeout > timedelta(0)
     return Options(

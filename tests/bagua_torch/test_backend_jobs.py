@@ -37,13 +37,13 @@ for work in dist.batch_isend_irecv([send, dist.P2POp(dist.irecv, y, (rank - 1) %
     work.wait()
 assert (y == (rank - 1) % size).all()
 same = [size] * size if rank else None  # a fact of one rank alone
-x, y = torch.arange(float(size * size)), torch.empty(size * size)
-dist.all_to_all_single(y, x, same, same)
-assert y.tolist() == [float(rank * size + i) for _ in range(size) for i in range(size)]
+given, out = torch.arange(float(size * size)), torch.empty(size * size)
+dist.all_to_all_single(out, given, same, same)
+assert out.tolist() == [float(rank * size + i) for _ in range(size) for i in range(size)]
 if sys.argv[1] == "bagua":  # of gloo, all ranks must have one shape
     out = torch.empty(size).reshape((size, 1) if rank else (size,))
-    dist.reduce_scatter_tensor(out, x)
-    assert out.flatten().tolist() == (size * x).view(size, size)[rank].tolist()
+    dist.reduce_scatter_tensor(out, given)
+    assert out.flatten().tolist() == (size * given).view(size, size)[rank].tolist()
 spec = _shard.sharding_spec.ChunkShardingSpec(0, [f"rank:{each}/cpu" for each in range(size)])
 shards, whole = _shard.sharded_tensor.full(spec, (2 * size,), 3.0), torch.empty(2 * size)
 shards.gather(0, whole if rank == 0 else None)
