@@ -80,8 +80,8 @@ def _options(call: str, values: Iterable[Any], named: Mapping[str, Any], accepte
 
 def _combined(opts: Any, found: Mapping[str, Any]) -> Options:
     """Return the options in an object of PyTorch, and others by name, which count first."""
-    timeout = found.get("timeout") or getattr(opts, "timeout", None)
-    limited = isinstance(timeout, timedelta) and timeout > timedelta(0)
+    timeout: Any = found.get("timeout") or getattr(opts, "timeout", None)
+    limited = timeout is not None and timeout > timedelta(0)
     return Options(
         found.get("op", getattr(opts, "reduceOp", None)),
         int(found.get("root", getattr(opts, "rootRank", 0))),

@@ -110,7 +110,9 @@ class LaneWork(_Work):  # type: ignore[misc]
             self._task.result()
         return True
 
-    synchronize = wait
+    def synchronize(self) -> None:
+        """Wait, until the time limit of the call."""
+        self.wait()
 
     def is_completed(self) -> bool:
         """Whether the call is done; on a device, whether its work is."""
@@ -144,7 +146,7 @@ class LaneWork(_Work):  # type: ignore[misc]
         PyTorch's DistributedDataParallel does, waits for the call at its end, and raises the error itself.
         """
         if torch._C._current_graph_task_id() != -1:
-            torch.autograd.Variable._execution_engine.queue_callback(self.wait)
+            torch.autograd.Variable._execution_engine.queue_callback(self.synchronize)
         devices: Any = None if self._device.type == "cpu" else [self._device]
         done: torch.futures.Future[None] = torch.futures.Future(devices=devices)
 
