@@ -32,7 +32,7 @@ def job() -> Job:
 
 def job_variables() -> dict[str, str]:
     """Return the environment variables of this process, without those of its rank."""
-    of_the_rank = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "BAGUA_RECRUITER", "PWD", "OLDPWD"}
+    of_the_rank = {*launchers.TORCH_NUMBERS, launchers.COPIED, "BAGUA_RECRUITER", "PWD", "OLDPWD"}
     prefixes = ("OMPI_", "PMIX_", "PMI_", "PRTE_")
     return {
         name: value
@@ -156,11 +156,32 @@ def torchrun_rendezvous() -> dict[str, str]:
     return {name: os.environ[name] for name in names if name in os.environ}
 
 
-def torch_ranks_by_mpi() -> bool:
-    """Whether MPI started this process, and PyTorch's environment variables name no rendezvous."""
+def names_rendezvous() -> bool:
+    """Whether PyTorch's environment variables name a rendezvous: torchrun's, or another one."""
     variables = torchrun_rendezvous()
     named = all(variables.get(name) for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"))
-    return not named and not under_torchrun() and under_mpi()
+    return (named and not launchers.are_copied(os.environ)) or under_torchrun()
+
+
+def torch_ranks_by_mpi() -> bool:
+    """Whether MPI started this process, and PyTorch's environment variables name no rendezvous."""
+    return not names_rendezvous() and under_mpi()
+
+
+def copy_numbers_for_torch() -> None:
+    """Set RANK, WORLD_SIZE and what else programs for torchrun read, if MPI started this process as one of many.
+
+    Does nothing if one of them is set.
+    """
+    os.environ.update(launchers.torch_numbers(own_variables()))
+
+
+def rank_of_many() -> tuple[int, int | None] | None:
+    """Return this rank and the number of processes, if a launcher other than torchrun started several."""
+    launch = launchers.find(own_variables())
+    if launch is None or not launch.is_one_of_many or launch.launcher in (launchers.ELASTIC, launchers.TORCHRUN):
+        return None
+    return launch.rank or 0, launch.size
 
 
 def keep_gloo_on_this_host() -> None:

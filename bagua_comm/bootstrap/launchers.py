@@ -29,6 +29,8 @@ class Launcher(NamedTuple):
     """The variable for the number of processes; None if there is none."""
     marks: tuple[str, ...] = ()
     """Variables that must be set as well; "NAME=text" requires a value that begins with the text."""
+    on_host: tuple[str, ...] = ()
+    """The variables for the rank among the processes of its host, and for their number, as far as it has them."""
 
     def started(self, variables: Mapping[str, str]) -> bool:
         """Whether this launcher, or one with the same variables, started a process with `variables`."""
@@ -38,11 +40,24 @@ class Launcher(NamedTuple):
 
 
 ELASTIC = Launcher("torchrun", "RANK", "WORLD_SIZE", ("TORCHELASTIC_RUN_ID",))
-OPEN_MPI = Launcher("the mpirun of Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
-HYDRA = Launcher("the mpirun of MPICH or Intel MPI", "PMI_RANK", "PMI_SIZE", ("MPI_LOCALNRANKS",))
-SRUN_PMI2 = Launcher("srun --mpi=pmi2", "PMI_RANK", "PMI_SIZE", ("SLURM_STEP_NUM_TASKS",))
+OPEN_MPI = Launcher(
+    "the mpirun of Open MPI",
+    "OMPI_COMM_WORLD_RANK",
+    "OMPI_COMM_WORLD_SIZE",
+    on_host=("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+)
+HYDRA = Launcher(
+    "the mpirun of MPICH or Intel MPI",
+    "PMI_RANK",
+    "PMI_SIZE",
+    ("MPI_LOCALNRANKS",),
+    ("MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+)
+SRUN_PMI2 = Launcher("srun --mpi=pmi2", "PMI_RANK", "PMI_SIZE", ("SLURM_STEP_NUM_TASKS",), ("SLURM_LOCALID",))
 PMI = Launcher("a launcher that speaks PMI, as those of MPICH and Intel MPI do", "PMI_RANK", "PMI_SIZE")
-SRUN_PMIX = Launcher("srun --mpi=pmix", "PMIX_RANK", "SLURM_STEP_NUM_TASKS", ("PMIX_NAMESPACE=slurm.",))
+SRUN_PMIX = Launcher(
+    "srun --mpi=pmix", "PMIX_RANK", "SLURM_STEP_NUM_TASKS", ("PMIX_NAMESPACE=slurm.",), ("SLURM_LOCALID",)
+)
 PMIX = Launcher("a launcher that speaks PMIx, as that of Open MPI does", "PMIX_RANK", None)
 TORCHRUN = Launcher("torchrun", "RANK", "WORLD_SIZE")
 SRUN = Launcher("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
@@ -204,11 +219,40 @@ def _advice(launcher: Launcher, mpi: str) -> str:
 # torchrun
 # ---------------------------------------------------------------------------------------------------
 
+TORCH_NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+"""The numbers of a process under the names that torchrun gives them."""
+
+COPIED = "BAGUA_TORCH_RANK"
+"""The variable that tells the rank and size that were copied to `TORCH_NUMBERS` from the launcher of MPI."""
+
+
+def torch_numbers(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return the numbers of one of many processes of MPI as `TORCH_NUMBERS`; nothing if one of these is set.
+
+    >>> torch_numbers({"PMI_RANK": "1", "PMI_SIZE": "4"})
+    {'RANK': '1', 'WORLD_SIZE': '4', 'BAGUA_TORCH_RANK': '1/4'}
+    """
+    launch = find(variables)
+    if launch is None or launch.size is None or not launch.is_one_of_many or launch.launcher is SRUN:
+        return {}
+    if any(name in variables for name in TORCH_NUMBERS):
+        return {}
+    sources = launch.launcher.rank, launch.launcher.size or "", *launch.launcher.on_host
+    both = zip(TORCH_NUMBERS, sources, strict=False)  # some launchers do not give the last ones
+    found = {name: variables[source] for name, source in both if source in variables}
+    return {**found, COPIED: f"{found['RANK']}/{found['WORLD_SIZE']}"}
+
+
+def are_copied(variables: Mapping[str, str]) -> bool:
+    """Whether RANK and WORLD_SIZE are the numbers that `torch_numbers` has copied."""
+    return variables.get(COPIED) == f"{variables.get(TORCHRUN.rank)}/{variables.get('WORLD_SIZE')}"
+
 
 def under_torchrun(variables: Mapping[str, str]) -> bool:
     """Whether torchrun, or another launcher with RANK and WORLD_SIZE, started a process with these variables.
 
-    False if both equal the numbers of mpirun: `python -m bagua_comm run` and Accelerate copy them to these names.
+    False if both equal the numbers of mpirun: `python -m bagua_comm run` and Accelerate copy them to these names,
+    and so does `import bagua_torch`.
 
     Raises:
         BootstrapError: RANK or WORLD_SIZE is not a valid number.
@@ -217,7 +261,7 @@ def under_torchrun(variables: Mapping[str, str]) -> bool:
         return False
     mine = variables[TORCHRUN.rank], variables["WORLD_SIZE"]
     mpirun = variables.get("OMPI_COMM_WORLD_RANK"), variables.get("OMPI_COMM_WORLD_SIZE")
-    if mine == mpirun and not ELASTIC.started(variables):
+    if (mine == mpirun or are_copied(variables)) and not ELASTIC.started(variables):
         return False
     size = checked_number(variables, "WORLD_SIZE", "a number of ranks", 1)
     checked_number(variables, "RANK", f"a rank from 0 to {size - 1}", 0, size - 1)

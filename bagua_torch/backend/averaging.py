@@ -34,24 +34,20 @@ class GroupAverage:
             return False
         return True
 
-    def allreduce(self, xs: Sequence[Array], op: Op, timeout_s: float | None) -> None:
+    def allreduce(self, xs: Sequence[Array], op: Op) -> None:
         """Reduce each of `xs` over all ranks, in place. Collective."""
         for x in xs:
             mean = self._averaged(x).reshape(x.shape)
             x[...] = mean * self._comm.size if op == "sum" else mean
 
-    def reduce_scatter(self, work: Sequence[tuple[Array, Array]], op: Op, timeout_s: float | None) -> None:
-        """For each (out, x), reduce `x`, (p * m,), over all ranks, and keep this rank's chunk in `out`, (m,).
+    def reduce_scatter(self, x: Array, out: Array, op: Op) -> None:
+        """Reduce `x`, (p * m,), over all ranks, and keep this rank's chunk in `out`, (m,).
 
         Collective.
         """
         if self._shards is None:
             self._shards = self._bind_shards()
-        for out, x in work:
-            target = out if arrays.is_contiguous(out) else arrays.contiguous(out)
-            self._shards(arrays.contiguous(x).reshape(-1), target.reshape(-1), "avg" if op == "avg" else "sum")
-            if target is not out:
-                out[...] = target.reshape(out.shape)
+        self._shards(x, out, "avg" if op == "avg" else "sum")
 
     def _bind_shards(self) -> Callable[[Array, Array, LinearOp], object]:
         """The function that reduces an array of which each rank keeps a chunk. Collective."""

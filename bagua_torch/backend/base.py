@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from datetime import timedelta
@@ -16,10 +16,11 @@ from bagua_comm import CommError, Communicator
 from bagua_comm.lane import Lane
 
 from ..arrays import torch_stream
+from .arguments import Options
 from .averaging import GroupAverage
 from .messages import Messages
 from .options import BackendOptions
-from .tensors import HOST, check_filled, device_of, seconds
+from .tensors import HOST, check_filled, device_of
 from .work import Callbacks, LaneWork
 
 _ProcessGroup: Any = dist.ProcessGroup  # torch types its methods by overloads
@@ -103,21 +104,33 @@ class GroupBase(_ProcessGroup):  # type: ignore[misc]
     def _submit(
         self,
         name: str,
-        opts: Any,
-        tensors: Any,
+        options: Options,
+        tensors: Sequence[Any],
         task: Callable[..., object],
         *args: Any,
         fills: bool = True,
-        **options: Any,
+        reads: Sequence[torch.Tensor] = (),
+        **keywords: Any,
     ) -> LaneWork:
-        """Run `task` on the lane, within the time limit of `opts`; `fills` if it writes to `tensors`."""
+        """Run `task` on the lane.
+
+        Args:
+            name: The name of the call, for errors.
+            options: Its options.
+            tensors: The value of its future; lists of lists are possible.
+            task: Called with `args`, `keywords` and `timeout_s`.
+            args: Its arguments.
+            fills: Whether it writes to `tensors`.
+            reads: Tensors that it reads, whose device counts if there are no `tensors`.
+            keywords: More arguments.
+        """
         self._check_open(name)
         if fills:
             check_filled(name, tensors)
-        device, timeout_s = device_of(tensors), seconds(opts)
-        submit = self.lane.submit if getattr(opts, "asyncOp", True) else self.lane.run_or_submit
+        device = device_of([*tensors, *reads])
+        submit = self.lane.submit if options.asynchronous else self.lane.run_or_submit
         with torch_stream(device):
-            future: Future[Any] = submit(task, *args, **options, timeout_s=timeout_s)
+            future: Future[Any] = submit(task, *args, **keywords, timeout_s=options.timeout_s)
         work = LaneWork(name, future, tensors, device, self._callbacks, forget=self.lane.forget)
         if name == "allreduce" and sum(x.numel() for x in tensors) == 1:
             self._kept.append(work)

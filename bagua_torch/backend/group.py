@@ -9,28 +9,32 @@ from typing import Any
 import numpy as np
 import torch
 
-from bagua_comm import ArrayError, UnsupportedError
-from bagua_comm.arrays import Array
+from bagua_comm import ArrayError, UnsupportedError, arrays
+from bagua_comm.arrays import Array, Op
 
+from .arguments import Options, in_any_form
 from .base import GroupBase
 from .tensors import (
     HOST,
     any_dtype,
+    apart,
     as_list,
     check_dtypes,
     check_filled,
+    check_root,
     check_size,
     copying,
     dense,
     divided,
     elements,
+    flat,
     joined,
     one_of_each,
     only,
     pairs,
     reduction,
-    root_of,
     row,
+    with_list,
 )
 from .work import LaneWork
 
@@ -52,93 +56,123 @@ class BaguaGroup(GroupBase):
 
     # Reductions -----------------------------------------------------------------------------------------
 
-    def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> LaneWork:
+    @in_any_form("tensors|tensor", "op", "timeout")
+    def allreduce(self, tensors: Any, options: Options) -> LaneWork:
+        """Reduce a tensor over all ranks, in place."""
+        return self._allreduce("allreduce", [only("allreduce", tensors)], options)
+
+    @in_any_form("tensors")
+    def allreduce_coalesced(self, tensors: Any, options: Options) -> LaneWork:
         """Reduce each of `tensors` over all ranks, in place."""
-        name = "allreduce"
-        tensors = as_list(name, tensors)
-        op, xs = reduction(name, opts, [dense(name, x) for x in tensors])
-        if self._average.takes(op, xs):
-            return self._submit(name, timeout or opts, tensors, self._average.allreduce, xs, op)
-        if len(xs) == 1:
-            return self._submit(name, timeout or opts, tensors, self.comm.allreduce, xs[0], xs[0], op=op)
-        return self._submit(name, timeout or opts, tensors, self.comm.allreduce_many, xs, xs, op=op)
+        return self._allreduce("allreduce_coalesced", as_list("allreduce_coalesced", tensors), options)
 
-    allreduce_coalesced = allreduce
+    def _allreduce(self, name: str, tensors: list[torch.Tensor], options: Options) -> LaneWork:
+        op, xs = reduction(name, options.op, [dense(name, x) for x in tensors])
+        averaged = self._average.takes(op, xs)
+        if len(xs) == 1 and not averaged:
+            return self._submit(name, options, tensors, self.comm.allreduce, xs[0], xs[0], op=op)
 
-    def reduce(self, tensors: Any, opts: Any, op: Any = None, timeout: timedelta | None = None) -> LaneWork:
+        def allreduce_many(timeout_s: float | None) -> None:
+            once = apart(xs)
+            if averaged:
+                self._average.allreduce(once, op)
+            else:
+                self.comm.allreduce_many(once, once, op=op, timeout_s=timeout_s)
+
+        return self._submit(name, options, tensors, allreduce_many)
+
+    @in_any_form("tensors|tensor", "root", "op", "timeout")
+    def reduce(self, tensors: Any, options: Options) -> LaneWork:
         """Reduce a tensor over all ranks, in place on the root."""
-        name = "reduce"
+        name, root = "reduce", options.root
         tensor = only(name, tensors)
-        op, (x,) = reduction(name, opts if op is None else op, [dense(name, tensor)])
-        root = root_of(name, opts, self.size())
+        op, (x,) = reduction(name, options.op, [dense(name, tensor)])
+        check_root(name, root, self.size())
+        check_filled(name, tensor)  # also where it is not filled, so that all ranks refuse the same call
         fills = self.rank() == root
-        check_filled(name, tensors)  # also where it is not filled, so that all ranks refuse the same call
-        return self._submit(name, timeout or opts, tensors, self.comm.reduce, x, x, root=root, op=op, fills=fills)
+        return self._submit(name, options, [tensor], self.comm.reduce, x, x, root=root, op=op, fills=fills)
 
-    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> LaneWork:
+    @in_any_form("output_tensors|output", "input_tensors|input", "op", "timeout")
+    def reduce_scatter(self, outputs: Any, inputs: Any, options: Options) -> LaneWork:
         """Reduce a list of one tensor for each rank, and keep this rank's."""
         name = "reduce_scatter"
-        parts = one_of_each(name, only(name, inputs), self.size(), dense)
-        op, (out, *parts) = reduction(name, opts, [dense(name, only(name, outputs)), *parts])
+        output, tensors = with_list(name, outputs, inputs)
+        parts = one_of_each(name, tensors, self.size(), dense)
+        op, (out, *parts) = reduction(name, options.op, [dense(name, output), *parts])
         counts = [part.size for part in parts]
         check_size(name, out, counts[self.rank()])
         averaged = self._average.takes(op, [out]) and len(set(counts)) == 1
 
         def reduce_scatter(timeout_s: float | None) -> None:
             if averaged:
-                self._average.reduce_scatter([(out, joined(parts))], op, timeout_s)
-                return
-            self.comm.reduce_scatter(joined(parts), out, op=op, counts=counts, timeout_s=timeout_s)
+                self._reduce_scatter(joined(parts), out, op, timeout_s)
+            else:
+                self.comm.reduce_scatter(joined(parts), out, op=op, counts=counts, timeout_s=timeout_s)
 
-        return self._submit(name, opts, outputs, reduce_scatter)
+        return self._submit(name, options, [output], reduce_scatter)
 
-    def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> LaneWork:
+    @in_any_form("outputTensor", "inputTensor")
+    def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, options: Options) -> LaneWork:
         """Reduce a tensor of one chunk for each rank, and keep this rank's."""
-        return self.reduce_scatter_single_coalesced([output], [tensor], opts)
+        return self._reduce_scatter_each([output], [tensor], options)
 
-    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> LaneWork:
+    @in_any_form("outputs", "inputs")
+    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, options: Options) -> LaneWork:
         """`reduce_scatter_single` of each pair of tensors."""
+        return self._reduce_scatter_each(outputs, inputs, options)
+
+    def _reduce_scatter_each(self, outputs: Any, inputs: Any, options: Options) -> LaneWork:
         name = "reduce_scatter"
         work = []
         for output, tensor in pairs(name, outputs, inputs):
-            op, (out, x) = reduction(name, opts, [dense(name, output), dense(name, tensor)])
+            op, (out, x) = reduction(name, options.op, [dense(name, output), dense(name, tensor)])
             check_size(name, x, out.size * self.size())
-            work.append((out, x))
-        if self._average.takes(op, [x for _, x in work]):
-            return self._submit(name, opts, outputs, self._average.reduce_scatter, work, op)
+            work.append((x, out, op))
 
         def reduce_scatter(timeout_s: float | None) -> None:
-            for out, x in work:
-                counts = None if out.ndim == x.ndim == 1 else [out.size] * self.size()
-                self.comm.reduce_scatter(x, out, op=op, counts=counts, timeout_s=timeout_s)
+            for x, out, op in work:
+                self._reduce_scatter(x, out, op, timeout_s)
 
-        return self._submit(name, opts, outputs, reduce_scatter)
+        return self._submit(name, options, outputs, reduce_scatter)
+
+    def _reduce_scatter(self, x: Array, out: Array, op: Op, timeout_s: float | None) -> None:
+        """Reduce the elements of `x` over all ranks, whatever its shape on each, and keep a chunk in `out`."""
+        target = flat(out)
+        if self._average.takes(op, [x]):
+            self._average.reduce_scatter(flat(x), target, op)
+        else:
+            self.comm.reduce_scatter(flat(x), target, op=op, timeout_s=timeout_s)
+        if not arrays.is_contiguous(out):
+            out[...] = target.reshape(out.shape)
 
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     # Collectives that move elements -----------------------------------------------------------------------
 
-    def broadcast(self, tensors: Any, opts: Any, timeout: timedelta | None = None) -> LaneWork:
-        """Copy `tensors` of the root to all ranks."""
-        name = "broadcast"
-        tensors, root = as_list(name, tensors), root_of(name, opts, self.size())
-        xs, fills, limit = [any_dtype(name, x) for x in tensors], self.rank() != root, timeout or opts
-        if len(xs) == 1:
-            return self._submit(name, limit, tensors, self.comm.broadcast, xs[0], root=root, fills=fills)
-        return self._submit(name, limit, tensors, self.comm.broadcast_many, xs, root=root, fills=fills)
+    @in_any_form("tensors|tensor", "root", "timeout")
+    def broadcast(self, tensors: Any, options: Options) -> LaneWork:
+        """Copy a tensor of the root to all ranks."""
+        name, root = "broadcast", options.root
+        check_root(name, root, self.size())
+        tensor, fills = only(name, tensors), self.rank() != root
+        x = any_dtype(name, tensor)
+        return self._submit(name, options, [tensor], self.comm.broadcast, x, root=root, fills=fills)
 
-    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> LaneWork:
+    @in_any_form("output_tensors", "input_tensors|input_tensor", "timeout")
+    def allgather(self, outputs: Any, inputs: Any, options: Options) -> LaneWork:
         """Gather the tensor of each rank, in a list."""
-        return self._gather_lists([only("all_gather", outputs)], [only("all_gather", inputs)], opts, outputs)
+        tensor, outs = with_list("all_gather", inputs, outputs)
+        return self._gather_lists([outs], [tensor], options, outs)
 
-    def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> LaneWork:
+    @in_any_form("output_lists", "input_list")
+    def allgather_coalesced(self, outputs: Any, inputs: Any, options: Options) -> LaneWork:
         """Gather several tensors of each rank: tensor i of rank r in outputs[r][i]."""
         inputs = as_list("all_gather_coalesced", inputs)
         by_tensor = [[per_rank[i] for per_rank in outputs] for i in range(len(inputs))]
-        return self._gather_lists(by_tensor, inputs, opts, outputs)
+        return self._gather_lists(by_tensor, inputs, options, outputs)
 
-    def _gather_lists(self, lists: Any, inputs: Any, opts: Any, outputs: Any) -> LaneWork:
+    def _gather_lists(self, lists: Any, inputs: Any, options: Options, outputs: Any) -> LaneWork:
         name = "all_gather"
         gathers = []
         for outs, tensor in zip(lists, inputs, strict=True):
@@ -150,20 +184,25 @@ class BaguaGroup(GroupBase):
         def all_gather(timeout_s: float | None) -> None:
             for x, targets, counts in gathers:
                 buffer = row(sum(counts), x)
-                if len(set(counts)) == 1:
+                if len(set(counts)) == 1:  # on all ranks, or the call is wrong
                     self.comm.allgather(x, buffer, timeout_s=timeout_s)
                 else:
                     self.comm.allgatherv(x, buffer, counts, timeout_s=timeout_s)
                 divided(buffer, targets)
 
-        return self._submit(name, opts, outputs, all_gather)
+        return self._submit(name, options, outputs, all_gather)
 
-    def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> LaneWork:
+    @in_any_form("output", "input")
+    def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, options: Options) -> LaneWork:
         """Gather the tensor of each rank, in one tensor."""
-        return self.all_gather_single_coalesced([output], [tensor], opts)
+        return self._gather_each([output], [tensor], options)
 
-    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> LaneWork:
+    @in_any_form("outputs", "inputs")
+    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, options: Options) -> LaneWork:
         """`all_gather_single` of each pair of tensors."""
+        return self._gather_each(outputs, inputs, options)
+
+    def _gather_each(self, outputs: Any, inputs: Any, options: Options) -> LaneWork:
         name = "all_gather"
         work = []
         for output, tensor in pairs(name, outputs, inputs):
@@ -176,21 +215,24 @@ class BaguaGroup(GroupBase):
             for out, x in work:
                 self.comm.allgather(x, out, timeout_s=timeout_s)
 
-        return self._submit(name, opts, outputs, all_gather)
+        return self._submit(name, options, outputs, all_gather)
 
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
-    def gather(self, outputs: Any, inputs: Any, opts: Any) -> LaneWork:
+    @in_any_form("output_tensors", "input_tensors|input_tensor", "root", "timeout")
+    def gather(self, outputs: Any, inputs: Any, options: Options) -> LaneWork:
         """Gather the tensor of each rank on the root, in a list."""
-        name = "gather"
-        x, root = any_dtype(name, only(name, inputs)), root_of(name, opts, self.size())
-        targets = []
+        name, root, targets = "gather", options.root, []
+        check_root(name, root, self.size())
+        tensor, outs = with_list(name, inputs, outputs if self.rank() == root else [])
         if self.rank() == root:
-            targets = one_of_each(name, only(name, outputs), self.size(), any_dtype)
-            check_dtypes(name, x, *targets)
-            check_size(name, x, targets[root].size)
+            targets = one_of_each(name, outs, self.size(), any_dtype)
+        x = any_dtype(name, tensor)
+        check_dtypes(name, x, *targets)
         counts = [target.size for target in targets]
+        if targets:
+            check_size(name, x, counts[root])
 
         def gather(timeout_s: float | None) -> None:
             buffer = row(sum(counts), x) if targets else None
@@ -198,15 +240,17 @@ class BaguaGroup(GroupBase):
             if buffer is not None:
                 divided(buffer, targets)
 
-        return self._submit(name, opts, outputs or inputs, gather, fills=bool(targets))
+        return self._submit(name, options, outs, gather, reads=[tensor])
 
-    def scatter(self, outputs: Any, inputs: Any, opts: Any) -> LaneWork:
+    @in_any_form("output_tensors|output_tensor", "input_tensors", "root", "timeout")
+    def scatter(self, outputs: Any, inputs: Any, options: Options) -> LaneWork:
         """Send one tensor of a list of the root to each rank."""
-        name = "scatter"
-        out, root = any_dtype(name, only(name, outputs)), root_of(name, opts, self.size())
-        parts = []
+        name, root, parts = "scatter", options.root, []
+        check_root(name, root, self.size())
+        output, tensors = with_list(name, outputs, inputs if self.rank() == root else [])
+        out = any_dtype(name, output)
         if self.rank() == root:
-            parts = one_of_each(name, only(name, inputs), self.size(), any_dtype)
+            parts = one_of_each(name, tensors, self.size(), any_dtype)
             check_dtypes(name, out, *parts)
             check_size(name, out, parts[root].size)
         counts = [part.size for part in parts] or None
@@ -215,15 +259,17 @@ class BaguaGroup(GroupBase):
             buffer = joined(parts) if parts else None
             self.comm.scatterv(buffer, counts, out, root=root, timeout_s=timeout_s)
 
-        return self._submit(name, opts, outputs, scatter)
+        return self._submit(name, options, [output], scatter)
 
+    @in_any_form("output", "input", "output_split_sizes", "input_split_sizes", "timeout")
     def all_to_all_single(
         self,
         output: torch.Tensor,
         tensor: torch.Tensor,
         output_splits: Sequence[int] | None = None,
         input_splits: Sequence[int] | None = None,
-        opts: Any = None,
+        *,
+        options: Options,
     ) -> LaneWork:
         """Send rows of a tensor to each rank; without numbers of rows, equal ones."""
         name = "all_to_all"
@@ -231,18 +277,18 @@ class BaguaGroup(GroupBase):
         check_dtypes(name, out, x)
         sends = elements(name, "input_split_sizes", x, input_splits, self.size())
         recvs = elements(name, "output_split_sizes", out, output_splits, self.size())
-        return self._all_to_all([x], sends, [out], recvs, opts, output, bool(input_splits or output_splits))
+        return self._all_to_all([x], sends, [out], recvs, options, [output])
 
     alltoall_base = all_to_all_single
 
-    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> LaneWork:
+    @in_any_form("output_tensors", "input_tensors")
+    def alltoall(self, outputs: Any, inputs: Any, options: Options) -> LaneWork:
         """Send one tensor of a list to each rank."""
         name = "all_to_all"
         xs = one_of_each(name, inputs, self.size(), any_dtype)
         outs = one_of_each(name, outputs, self.size(), any_dtype)
         check_dtypes(name, *xs, *outs)
-        sends, recvs = [x.size for x in xs], [out.size for out in outs]
-        return self._all_to_all(xs, sends, outs, recvs, opts, outputs, True)
+        return self._all_to_all(xs, [x.size for x in xs], outs, [out.size for out in outs], options, outputs)
 
     def _all_to_all(
         self,
@@ -250,10 +296,10 @@ class BaguaGroup(GroupBase):
         sends: list[int],
         outs: Sequence[Array],
         recvs: list[int],
-        opts: Any,
+        options: Options,
         outputs: Any,
-        uneven: bool,
     ) -> LaneWork:
+        """Send `sends[r]` elements to rank r: by the same call, whether or not a rank's numbers are equal."""
         if sends[self.rank()] != recvs[self.rank()]:
             raise ArrayError(
                 f"all_to_all: this rank sends {sends[self.rank()]} elements to itself, but expects "
@@ -261,18 +307,19 @@ class BaguaGroup(GroupBase):
             )
 
         def all_to_all(timeout_s: float | None) -> None:
+            if len(xs) == len(outs) == 1 and not arrays.overlap(xs[0], outs[0]):
+                self.comm.alltoallv(xs[0], sends, outs[0], recvs, timeout_s=timeout_s)
+                return
             x, buffer = joined(xs), row(sum(recvs), xs[0])
-            if uneven:
-                self.comm.alltoallv(x, sends, buffer, recvs, timeout_s=timeout_s)
-            else:
-                self.comm.alltoall(x, buffer, timeout_s=timeout_s)
+            self.comm.alltoallv(x, sends, buffer, recvs, timeout_s=timeout_s)
             divided(buffer, outs)
 
-        return self._submit("all_to_all", opts, outputs, all_to_all)
+        return self._submit("all_to_all", options, outputs, all_to_all)
 
-    def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> LaneWork:
+    @in_any_form("timeout")
+    def barrier(self, options: Options) -> LaneWork:
         """Wait until all ranks have called it."""
-        return self._submit("barrier", timeout or opts, [], self.comm.barrier)
+        return self._submit("barrier", options, [], self.comm.barrier)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Wait until all ranks have called it, no longer than `timeout`; the error names the others."""
@@ -280,21 +327,21 @@ class BaguaGroup(GroupBase):
 
     # Messages between two ranks ---------------------------------------------------------------------------
 
-    def send(self, tensors: Any, peer: int, tag: int) -> LaneWork:
+    def send(self, tensors: Any, dstRank: int, tag: int) -> LaneWork:  # noqa: N803 - PyTorch's name
         """Send a tensor to another rank."""
         tensor = only("send", tensors)
         x = np.ascontiguousarray(any_dtype("send", tensor.detach().cpu()))
-        return self._message("send", peer, tag, x, tensors)
+        return self._message("send", dstRank, tag, x, tensors)
 
-    def recv(self, tensors: Any, peer: int, tag: int) -> LaneWork:
+    def recv(self, tensors: Any, srcRank: int, tag: int) -> LaneWork:  # noqa: N803 - PyTorch's name
         """Receive a tensor from another rank."""
         tensor = only("recv", tensors)
         x = any_dtype("recv", tensor)
         if tensor.device.type == "cpu" and tensor.is_contiguous():
-            return self._message("recv", peer, tag, x, tensors)
+            return self._message("recv", srcRank, tag, x, tensors)
         buffer = torch.empty_like(tensor, device="cpu", memory_format=torch.contiguous_format)
         into = any_dtype("recv", buffer)
-        return self._message("recv", peer, tag, into, tensors, copying(tensor.detach(), buffer))
+        return self._message("recv", srcRank, tag, into, tensors, copying(tensor.detach(), buffer))
 
     def recv_anysource(self, tensors: Any, tag: int) -> LaneWork:
         """Refuse: name the rank to receive from."""

@@ -9,6 +9,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlparse
 from weakref import WeakSet
 
+import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import _rendezvous_handlers
 
@@ -19,39 +20,44 @@ from bagua_comm.bootstrap.world import current, default_or
 from bagua_comm.lane import InlineLane, Lane, ThreadLane
 
 from ..process_group import ProcessGroupTransport, RendezvousInfo
-from ..process_group.bootstrap import serve_store, use_device
+from ..process_group.bootstrap import BACKEND, serve_store, use_device
 from ..process_group.transport import count
 from ..process_group.waiter import CHECK_S
+from .alone import warn_if_alone
 from .group import BaguaGroup
 from .options import BackendOptions
 
-NAME = "bagua"
+_POLL_S = 0.001
+"""How long a rank waits at first before it asks again whether all have come; later, longer."""
 
 _connected: WeakSet[Communicator] = WeakSet()
 """The worlds that a rendezvous has connected, which the end of the group closes."""
 
 
 def register_backend() -> None:
-    """Register the backend "bagua", once, and let `init_process_group` find the ranks that MPI has started."""
-    if NAME.upper() in dist.Backend._plugins:
+    """Register the backend "bagua", once, and let programs for torchrun find the ranks that MPI has started."""
+    if BACKEND.upper() in dist.Backend._plugins:
         return
     backend: Any = dist.Backend  # torch leaves it untyped
-    backend.register_backend(NAME, _make_group, extended_api=True, devices=["cpu", "cuda"])
+    devices = ["cpu", "cuda"] if torch.cuda.device_count() else ["cpu"]  # ShardedTensor uses the last of them
+    backend.register_backend(BACKEND, _make_group, extended_api=True, devices=devices)
     handlers: dict[str, Any] = _rendezvous_handlers
     handlers["env"] = _EnvironmentOrMPI(handlers["env"])
+    environment.copy_numbers_for_torch()
+    warn_if_alone()
 
 
 class _EnvironmentOrMPI:
-    """The rendezvous "env://": of MPI, if it started this process and no variable names another rendezvous."""
+    """The rendezvous "env://": of MPI, or of the world that is connected, if no variable names another one."""
 
     def __init__(self, without_mpi: Any) -> None:
         self._without_mpi = without_mpi
 
     def __call__(self, url: str, timeout: timedelta = dist.default_pg_timeout, **options: Any) -> Iterator[Any]:
-        if not environment.torch_ranks_by_mpi():
+        before = current()
+        if environment.names_rendezvous() or (before is None and not environment.under_mpi()):
             yield from self._without_mpi(url, timeout=timeout, **options)
             return
-        before = current()
         world = default_or(lambda: bagua_comm.connect(timeout_s=timeout.total_seconds()))
         if world is not before:
             _connected.add(world)
@@ -60,7 +66,7 @@ class _EnvironmentOrMPI:
             asked = query.get(name, [str(mine)])[0]
             if asked != str(mine):
                 raise BootstrapError(
-                    f"init_process_group: {name} is {asked}, but MPI started this process with {mine}; leave it "
+                    f"init_process_group: {name} is {asked}, but this process is connected with {mine}; leave it "
                     "out, or set MASTER_ADDR and MASTER_PORT to use the ranks of your own"
                 )
         yield serve_store(world), world.rank, world.size
@@ -116,28 +122,31 @@ def wait_for_ranks(
         BootstrapError: Some have not called it. It names them.
         RankFailed: Some cannot call it any more.
     """
-    keys = [f"bagua/{name}/{each}" for each in range(len(ranks))]
-    store.set(keys[rank], b"here")
-    group, until = f"to make the group of ranks {list(ranks)}", time.monotonic() + timeout_s
+    keys, whole = [f"bagua/{name}/{each}" for each in range(len(ranks))], f"bagua/{name}/all"
+    group, start_s = f"to make the group of ranks {list(ranks)}", time.monotonic()
+    checked_s = start_s
 
     def missing() -> list[int]:
         return [each for each, key in zip(ranks, keys, strict=True) if not store.check([key])]
 
-    while True:
-        left_s = until - time.monotonic()
-        try:
-            store.wait(keys, timedelta(seconds=max(min(CHECK_S, left_s), 0.001)))
-            return
-        except dist.DistNetworkError as exc:
-            raise BootstrapError(f"the backend bagua: rank {ranks[rank]} has lost the store, {group}") from exc
-        except RuntimeError as exc:
-            if left_s <= CHECK_S:
+    try:
+        store.set(keys[rank], b"here")
+        if store.add(f"{whole}/count", 1) == len(ranks):
+            store.set(whole, b"here")
+        # `store.wait` with a short timeout would print a warning of PyTorch's each time.
+        while not store.check([whole]):
+            now_s = time.monotonic()
+            if now_s - start_s > timeout_s:
                 text = f"has waited {timeout_s:g} s for ranks {missing()} {group}"
-                raise BootstrapError(f"the backend bagua: rank {ranks[rank]} {text}") from exc
-        closed = [] if parent is None else _lost_among(parent, ranks)
-        if closed and (lost := [each for each in missing() if each in closed]):
-            text = f"waited for ranks {missing()} {group}, but has lost ranks {lost}: they died or left"
-            raise RankFailed(f"the backend bagua: rank {ranks[rank]} {text}", lost)
+                raise BootstrapError(f"the backend bagua: rank {ranks[rank]} {text}")
+            if parent is not None and now_s - checked_s > CHECK_S:
+                checked_s, closed = now_s, _lost_among(parent, ranks)
+                if lost := [each for each in (missing() if closed else ()) if each in closed]:
+                    text = f"waited for ranks {missing()} {group}, but has lost ranks {lost}: they died or left"
+                    raise RankFailed(f"the backend bagua: rank {ranks[rank]} {text}", lost)
+            time.sleep(min(max((now_s - start_s) / 8, _POLL_S), CHECK_S / 4))
+    except dist.DistError as exc:
+        raise BootstrapError(f"the backend bagua: rank {ranks[rank]} has lost the store, {group}") from exc
 
 
 def _lost_among(comm: Communicator, ranks: Sequence[int]) -> list[int]:

@@ -1,9 +1,8 @@
-"""Tensors of a call as arrays, and its options."""
+"""Tensors of a call as arrays, and its reduction."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -45,16 +44,26 @@ def as_list(call: str, tensors: Any) -> list[torch.Tensor]:
 
 
 def only(call: str, values: Any) -> Any:
-    """Return the single element of a list that has one for each device of a process.
+    """Return the single element of a list that has one for each device of a process, or a tensor itself.
 
     Raises:
-        UnsupportedError: It has several, or none.
+        UnsupportedError: The list has several, or none.
     """
     if isinstance(values, torch.Tensor):
         return values
     if len(values) != 1:
         raise UnsupportedError(f"{call}: there are {len(values)} tensors of this rank, expected one")
     return values[0]
+
+
+def with_list(call: str, tensor: Any, tensors: Any) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+    """Return the tensor of a rank, and its list of one tensor for each rank; [] if it gives none.
+
+    Both are given as they are, or each in a list of one element.
+    """
+    if isinstance(tensor, torch.Tensor):
+        return tensor, tensors
+    return only(call, tensor), only(call, tensors) if tensors else []
 
 
 def one_of_each(call: str, tensors: Sequence[torch.Tensor], size: int, move: Callable[..., Array]) -> list[Array]:
@@ -124,16 +133,15 @@ def check_dtypes(call: str, *xs: Array) -> None:
         raise ArrayError(f"{call}: the dtypes differ: {', '.join(dict.fromkeys(str(x.dtype) for x in xs))}")
 
 
-def reduction(call: str, opts: Any, xs: Sequence[Array]) -> tuple[Op, list[Array]]:
-    """Return our name of the reduction of the options of a call, and the arrays to reduce by it.
+def reduction(call: str, wanted: Any, xs: Sequence[Array]) -> tuple[Op, list[Array]]:
+    """Return our name of a reduction of PyTorch, None for the sum, and the arrays to reduce by it.
 
     Bools are reduced as bytes: their sum is "or", and their product "and", as over NCCL.
 
     Raises:
         UnsupportedError: There is no such reduction, or not of this dtype.
     """
-    wanted = getattr(opts, "reduceOp", opts)
-    name = "SUM" if opts is None else str(getattr(wanted, "op", wanted).name)
+    name = "SUM" if wanted is None else str(getattr(wanted, "op", wanted).name)
     op = _REDUCTIONS.get(name)
     if op is None:
         raise UnsupportedError(f"{call}: op is {name}, expected one of {', '.join(_REDUCTIONS)}")
@@ -146,24 +154,10 @@ def reduction(call: str, opts: Any, xs: Sequence[Array]) -> tuple[Op, list[Array
     return op, list(xs)
 
 
-def root_of(call: str, opts: Any, size: int) -> int:
-    """Return the root of a call.
-
-    Raises:
-        ArrayError: It is no rank of the group.
-    """
-    root = int(getattr(opts, "rootRank", opts))
+def check_root(call: str, root: int, size: int) -> None:
+    """Raise `ArrayError` unless the root is a rank of the group."""
     if not 0 <= root < size:
         raise ArrayError(f"{call}: the root is rank {root} of the group, expected one from 0 to {size - 1}")
-    return root
-
-
-def seconds(opts: Any) -> float | None:
-    """Return the time limit of a call; None for that of the group."""
-    timeout = opts if isinstance(opts, timedelta) else getattr(opts, "timeout", None)
-    if not isinstance(timeout, timedelta) or timeout <= timedelta(0):
-        return None
-    return timeout.total_seconds()
 
 
 def device_of(tensors: Any) -> torch.device:
@@ -233,6 +227,22 @@ def joined(parts: Sequence[Array]) -> Array:
     for part, target in zip(parts, arrays.parts(buffer, [part.size for part in parts]), strict=True):
         target[...] = part.reshape(-1)
     return buffer
+
+
+def apart(xs: Sequence[Array]) -> list[Array]:
+    """Return these arrays, but a copy in place of one that has come before."""
+    before: set[Any] = set()
+    found = []
+    for x in xs:
+        place = arrays.address(x), x.shape, x.strides
+        found.append(x.copy() if place in before else x)
+        before.add(place)
+    return found
+
+
+def flat(x: Array) -> Array:
+    """Return the elements of `x` in one dimension; shares memory with `x` if that is contiguous."""
+    return arrays.contiguous(x).reshape(-1)
 
 
 def divided(buffer: Array, targets: Sequence[Array]) -> None:

@@ -24,8 +24,9 @@ from bagua_comm.bootstrap.world import current, default_or
 
 from ..bases import with_base
 from ..process_group import connect
+from ..process_group.bootstrap import BACKEND
 from .group import BaguaGroup
-from .start import NAME, lane_of
+from .start import lane_of
 from .work import LaneWork
 
 
@@ -150,7 +151,7 @@ class TorchCommBagua:
 
     def get_backend_name(self) -> str:
         """Return "bagua"."""
-        return NAME
+        return BACKEND
 
     def get_comm_name(self) -> str:
         """Return the name of this communicator."""
@@ -256,7 +257,7 @@ def register() -> None:
         from torchcomms import _comms
     except ImportError:
         return
-    _comms.register_backend(NAME, with_base(TorchCommBagua, _comms.TorchCommBackend))
+    _comms.register_backend(BACKEND, with_base(TorchCommBagua, _comms.TorchCommBackend))
 
 
 register()

@@ -110,7 +110,9 @@ class LaneWork(_Work):  # type: ignore[misc]
             self._task.result()
         return True
 
-    synchronize = wait
+    def synchronize(self) -> None:
+        """Wait, until the time limit of the call."""
+        self.wait()
 
     def is_completed(self) -> bool:
         """Whether the call is done; on a device, whether its work is."""
@@ -138,7 +140,13 @@ class LaneWork(_Work):  # type: ignore[misc]
     _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Return a future of PyTorch, whose value is the tensors that the call fills."""
+        """Return a future of PyTorch, whose value is the tensors that the call fills.
+
+        A future keeps no more of an error than its text. So a backward pass that asks for one, as that of
+        PyTorch's DistributedDataParallel does, waits for the call at its end, and raises the error itself.
+        """
+        if torch._C._current_graph_task_id() != -1:
+            torch.autograd.Variable._execution_engine.queue_callback(self.synchronize)
         devices: Any = None if self._device.type == "cpu" else [self._device]
         done: torch.futures.Future[None] = torch.futures.Future(devices=devices)
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,10 @@ from bagua_comm.processes import this_network
 from bagua_comm.transports import Transport
 
 from . import serving
-from .transport import ProcessGroupTransport, count
+from .transport import ProcessGroupTransport, RendezvousInfo, count
+
+BACKEND = "bagua"
+"""The name of this library's backend of torch.distributed."""
 
 _RELEASE_S = 0.001
 """Time for threads of gloo to release the tensors of finished calls."""
@@ -42,7 +45,7 @@ def connect(
     net: Net | None = None,
     record: str | Path | None = None,
     op_order: OpOrder = "rank",
-    process_group: bool = False,
+    process_group: bool | Literal["bagua"] = False,
 ) -> Communicator:
     """Join the world that torchrun or mpirun has started; a world of one rank without a launcher.
 
@@ -66,23 +69,31 @@ def connect(
         record: A folder for the last calls of each rank, written when a call fails; see `bagua_comm.connect`.
         op_order: The order in which host tensors are added over MPI, "rank" or "any"; see `bagua_comm.connect`.
         process_group: Under mpirun or without a launcher, also initialize torch.distributed's default process
-            group with these ranks, which `DeviceMesh` and `fully_shard` need. `close` destroys it.
+            group with these ranks, which `DeviceMesh` and `fully_shard` need. `close` destroys it. "bagua": make
+            it of the backend "bagua", also under torchrun, so that its calls are those of this library.
 
     Raises:
         BootstrapError: A launcher started this process, but the world cannot be set up, or has too few ranks; or
-            what `gpu` or `net` asks for cannot be set up; or the communicator that was made last is open.
+            what `gpu` or `net` asks for cannot be set up; or the communicator that was made last is open; or
+            `process_group` is invalid, or asks for another backend than the group has that exists.
 
     >>> with connect() as comm:
     ...     comm.rank, comm.size
     (0, 1)
     """
     check_timeout(timeout_s)
+    _check_group(process_group)
     refuse_a_second_world()
     transport: Transport | None = None
+    store: Any = None
     if alone:
         pass
     elif dist.is_available() and dist.is_initialized():
         transport = ProcessGroupTransport(timeout_s=timeout_s)
+    elif environment.under_torchrun() and process_group == BACKEND:
+        store, rank, size = _torchrun_store_of_a_world()
+        info = RendezvousInfo(store, "bagua/connect", rank, size, None if environment.torchrun_serves() else 0)
+        transport = ProcessGroupTransport(timeout_s=timeout_s, rendezvous=info)
     elif environment.under_torchrun():
         transport = _TorchrunWorld(timeout_s=timeout_s)
     comm = bagua_comm.connect(
@@ -99,12 +110,20 @@ def connect(
     )
     use_device(comm)
     if process_group and not dist.is_initialized():
-        if comm.size == 1:
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-        else:
-            provide_group(comm)
+        init_group(comm, store or serve_store(comm), BACKEND if process_group == BACKEND else None)
         comm.at_close = functools.partial(_destroy, dist.group.WORLD)
     return comm
+
+
+def _check_group(process_group: object) -> None:
+    """Raise `BootstrapError` unless `connect` can make, or leave, such a default process group."""
+    if not isinstance(process_group, bool) and process_group != BACKEND:
+        raise BootstrapError(f"connect: process_group is {process_group!r}, expected True, False or {BACKEND!r}")
+    if process_group == BACKEND and dist.is_initialized() and dist.get_backend() != BACKEND:
+        raise BootstrapError(
+            f"connect: process_group is {BACKEND!r}, but the default process group of torch.distributed exists, "
+            f"of {dist.get_backend()}; connect before it is made, or give its init_process_group {BACKEND!r}"
+        )
 
 
 def _destroy(group: Any) -> None:
@@ -149,10 +168,27 @@ def provide_group(comm: Communicator) -> None:
     """
     if comm.size == 1 or not dist.is_available() or dist.is_initialized():
         return
-    cuda = comm.device is not None and dist.is_nccl_available()
-    store, wait = serve_store(comm), timedelta(seconds=comm.timeout_s)
-    try:
+    init_group(comm, serve_store(comm))
+
+
+def init_group(comm: Communicator, store: Any, backend: str | None = None) -> None:
+    """Initialize the default process group with the ranks of `comm`.
+
+    Collective.
+
+    Args:
+        comm: The communicator.
+        store: A store that its ranks share.
+        backend: Its backend; gloo if None, and NCCL for CUDA tensors.
+
+    Raises:
+        BootstrapError: The ranks cannot connect.
+    """
+    if backend is None:
+        cuda = comm.device is not None and dist.is_nccl_available()
         backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    wait = timedelta(seconds=comm.timeout_s)
+    try:
         dist.init_process_group(backend, store=store, rank=comm.rank, world_size=comm.size, timeout=wait)
     except (RuntimeError, ValueError) as exc:
         raise BootstrapError(f"torch.distributed cannot connect the ranks: {exc}") from exc
@@ -226,16 +262,27 @@ def _init_process_group(timeout_s: float) -> None:
         backend = "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(environment.torchrun_local_rank() % torch.cuda.device_count())
     try:
-        store, rank, size = torchrun_store()
-        # Under a new prefix: an earlier group may have left keys in the store.
-        prefixed = dist.distributed_c10d.PrefixStore(f"bagua/world-{count(store, 'bagua/world', rank)}", store)
+        store, rank, size = _torchrun_store_of_a_world()
         dist.init_process_group(
-            backend, store=prefixed, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)
+            backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)
         )
     except (RuntimeError, ValueError) as exc:
-        raise BootstrapError(
-            f"connect: torchrun started this process, but torch.distributed cannot join its world: {exc}"
-        ) from exc
+        raise _cannot_join(exc) from exc
+
+
+def _torchrun_store_of_a_world() -> tuple[Any, int, int]:
+    """Like `torchrun_store`, with a new prefix: an earlier group may have left keys in the store."""
+    try:
+        store, rank, size = torchrun_store()
+        number = count(store, "bagua/world", rank)
+    except (RuntimeError, ValueError) as exc:
+        raise _cannot_join(exc) from exc
+    return dist.distributed_c10d.PrefixStore(f"bagua/world-{number}", store), rank, size
+
+
+def _cannot_join(exc: Exception) -> BootstrapError:
+    text = "connect: torchrun started this process, but torch.distributed cannot join its world"
+    return BootstrapError(f"{text}: {exc}")
 
 
 @functools.lru_cache(maxsize=1)

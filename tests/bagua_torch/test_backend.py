@@ -1,12 +1,18 @@
 """The calls of a process group of the backend "bagua", on ranks that are threads."""
 
+import contextlib
+import sys
 import time
+import warnings
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.distributed_c10d import BackendConfig
 
+import bagua_torch
 from bagua_comm import (
     ArrayError,
     BootstrapError,
@@ -22,8 +28,10 @@ from bagua_comm import (
 )
 from bagua_comm.testing import run_ranks
 from bagua_torch import BackendOptions
+from bagua_torch.backend.alone import warn_if_alone
 from bagua_torch.backend.group import BaguaGroup
 from bagua_torch.backend.start import lane_of, wait_for_ranks
+from bagua_torch.process_group.serving import serve
 
 RANKS = 3
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8]
@@ -287,7 +295,8 @@ BAD_CALLS = {
     "meta": (UnsupportedError, "meta", lambda g: g.allreduce([torch.ones(2, device="meta")])),
     "band": (UnsupportedError, "band", lambda g: g.allreduce([torch.ones(2)], dist.ReduceOp.BAND)),
     "float8": (UnsupportedError, "float8", lambda g: g.allreduce([torch.ones(2).to(torch.float8_e5m2)])),
-    "empty": (ArrayError, "empty", lambda g: g.allreduce([])),
+    "empty": (ArrayError, "empty", lambda g: g.allreduce_coalesced([])),
+    "two of a rank": (UnsupportedError, "2 tensors of this rank", lambda g: g.allreduce([torch.ones(2)] * 2)),
     "root": (
         ArrayError,
         "root is rank 5",
@@ -450,7 +459,106 @@ def test_options_must_be_an_average():
             BackendOptions(average=average)
 
 
-def test_a_missing_rank_is_named_when_a_group_is_made():
-    store = dist.HashStore()
+def test_a_missing_rank_is_named_when_a_group_is_made_and_waits_print_nothing(capfd):
+    """Waits of the store with a short timeout made PyTorch print warnings, from C++."""
+    store = serve("127.0.0.1", timeout_s=20)
     with pytest.raises(BootstrapError, match=r"ranks \[7\] to make the group of ranks \[5, 7\]"):
         wait_for_ranks(store, "x", 0, [5, 7], 0.2)
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("average", [None, Reproducible()])
+def test_a_tensor_twice_in_a_coalesced_call_is_reduced_once(average):
+    def body(group):
+        x, y = torch.tensor([1.0, group.rank()]), torch.ones(1)
+        group.allreduce_coalesced([x, y, x] if group.rank() else [x, y, x.clone()]).wait()
+        assert (x.tolist(), y.tolist()) == ([3.0, 3.0], [3.0])
+
+    on_groups(body, options=BackendOptions(average=average))
+
+
+def test_bools_and_floats_in_a_coalesced_call_are_reduced_each_by_its_own_operation():
+    def body(group):
+        outs = [torch.empty(1), torch.empty(1, dtype=torch.bool)]
+        group.reduce_scatter_single_coalesced(outs, [torch.ones(3), torch.ones(3, dtype=torch.bool)]).wait()
+        assert [out.tolist() for out in outs] == [[3.0], [True]]
+
+    on_groups(body)
+
+
+@pytest.mark.parametrize("hook", [None, fp16_compress_hook])
+def test_an_error_in_the_backward_pass_of_pytorchs_wrapper_keeps_its_type(hook):
+    """It came as RuntimeError, so that `except RankFailed` did not catch it."""
+
+    def body(comm):
+        group = BaguaGroup(lane_of(comm.dup(), 20.0), comm)
+        ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4), process_group=group)
+        if hook is not None:
+            ddp.register_comm_hook(group, hook)
+        for _ in range(2):
+            ddp(torch.ones(2, 4)).sum().backward()  # the first pass rebuilds the buckets
+        loss = ddp(torch.ones(2, 4)).sum()
+        with pytest.raises(CommMismatch, match="float32"):
+            group.allreduce([torch.ones(3)]).wait() if comm.rank else loss.backward()
+        group.abort()
+
+    run_ranks(2, body)
+
+
+def test_the_backend_is_for_the_devices_of_this_machine():
+    """ShardedTensor.gather took a CUDA device where there is none."""
+    devices = BackendConfig(dist.Backend("bagua")).get_device_backend_map()
+    assert set(devices) == ({"cpu", "cuda"} if torch.cuda.device_count() else {"cpu"})
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_process_alone_may_connect_and_then_make_the_group(at_once):
+    with bagua_torch.connect(process_group="bagua" if at_once else False) as comm:
+        if not at_once:
+            dist.init_process_group("bagua")
+        assert (dist.get_backend(), dist.get_world_size()) == ("bagua", 1)
+        assert dist.group.WORLD.parent is comm
+        if not at_once:
+            dist.destroy_process_group()
+    assert not dist.is_initialized()
+
+
+def test_process_group_must_be_a_backend_that_connect_makes():
+    with pytest.raises(BootstrapError, match="'gloo', expected True, False or 'bagua'"):
+        bagua_torch.connect(process_group="gloo")
+    with bagua_torch.connect(process_group=True), pytest.raises(BootstrapError, match="exists, of gloo"):
+        bagua_torch.connect(process_group="bagua")
+
+
+MPI = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4"}
+
+
+def trains_with_a_warning(monkeypatch, variables, connects=False):
+    """The warnings of two steps of an optimizer, in a process with these variables."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delitem(sys.modules, "mpi4py.MPI", raising=False)
+    hook = warn_if_alone()
+    optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)])
+    world = bagua_torch.connect(alone=True) if connects else contextlib.nullcontext()
+    with warnings.catch_warnings(record=True) as found, world:
+        warnings.simplefilter("always")
+        optimizer.step()
+        optimizer.step()
+    if hook is not None:
+        hook.remove()
+    return [str(each.message) for each in found]
+
+
+def test_one_of_many_that_has_connected_to_none_is_warned_when_it_trains(monkeypatch):
+    (text,) = trains_with_a_warning(monkeypatch, MPI)
+    assert text.startswith("4 processes were started, but this one, rank 0, trains alone")
+
+
+@pytest.mark.parametrize(
+    ("variables", "connects"),
+    [({}, False), (MPI, True), (MPI | {"OMPI_COMM_WORLD_RANK": "1"}, False)],
+    ids=["alone", "connected", "another rank"],
+)
+def test_others_are_not_warned(monkeypatch, variables, connects):
+    assert trains_with_a_warning(monkeypatch, variables, connects) == []

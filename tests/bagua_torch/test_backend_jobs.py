@@ -4,12 +4,17 @@ import pytest
 from support.launch import run_python, torchrun
 
 PROGRAM = """
-import sys, torch, torch.distributed as dist
+import os, sys, torch, torch.distributed as dist
+from torch.distributed import _shard
 from torch.distributed.fsdp import fully_shard
+if "OMPI_COMM_WORLD_RANK" in os.environ:  # as under plain mpirun, without the variables of `run`
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        del os.environ[name]
 if sys.argv[1] == "bagua":
     import bagua_torch
+rank, size, local = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
 dist.init_process_group(sys.argv[1])
-rank, size = dist.get_rank(), dist.get_world_size()
+assert (rank, size) == (dist.get_rank(), dist.get_world_size())
 torch.manual_seed(0)
 def train(model):
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -31,12 +36,33 @@ send = dist.P2POp(dist.isend, torch.full_like(y, rank), (rank + 1) % size)
 for work in dist.batch_isend_irecv([send, dist.P2POp(dist.irecv, y, (rank - 1) % size)]):
     work.wait()
 assert (y == (rank - 1) % size).all()
+same = [size] * size if rank else None  # a fact of one rank alone
+given, out = torch.arange(float(size * size)), torch.empty(size * size)
+dist.all_to_all_single(out, given, same, same)
+assert out.tolist() == [float(rank * size + i) for _ in range(size) for i in range(size)]
+if sys.argv[1] == "bagua":  # of gloo, all ranks must have one shape
+    out = torch.empty(size).reshape((size, 1) if rank else (size,))
+    dist.reduce_scatter_tensor(out, given)
+    assert out.flatten().tolist() == (size * given).view(size, size)[rank].tolist()
+spec = _shard.sharding_spec.ChunkShardingSpec(0, [f"rank:{each}/cpu" for each in range(size)])
+shards, whole = _shard.sharded_tensor.full(spec, (2 * size,), 3.0), torch.empty(2 * size)
+shards.gather(0, whole if rank == 0 else None)
+assert rank or whole.tolist() == [3.0] * 2 * size
 objects = [None] * size
 dist.all_gather_object(objects, {"rank": rank})
 assert objects == [{"rank": each} for each in range(size)]
 if rank == 0:
     print("weights", x.tolist(), torch.cat([each.detach().flatten() for each in weights]).tolist())
 dist.destroy_process_group()
+if sys.argv[1] == "bagua":
+    dist.init_process_group("bagua")
+    with bagua_torch.connect() as comm:
+        assert comm.size == size
+    dist.destroy_process_group()
+    with bagua_torch.connect(process_group="bagua") as comm:
+        assert dist.get_backend() == "bagua"
+        dist.all_reduce(x)
+    assert not dist.is_initialized()
 """
 
 PENDING = """

@@ -262,3 +262,42 @@ def test_under_a_foreign_mpirun_every_process_says_so(module):
 def without_launchers(variables):
     names = ("OMPI_COMM_", "PMI", "MPI_LOCAL", "SLURM_", "PRTE_")
     return {name: value for name, value in variables.items() if not name.startswith(names)}
+
+
+TORCHS = {
+    "Open MPI": (
+        {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4"}
+        | {"OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
+        ["3", "4", "1", "2"],
+    ),
+    "MPICH": (
+        {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"},
+        ["0", "2", "0", "2"],
+    ),
+    "Slurm": (
+        {"PMIX_RANK": "1", "SLURM_STEP_NUM_TASKS": "2", "PMIX_NAMESPACE": "slurm.pmix.8.0", "SLURM_LOCALID": "1"},
+        ["1", "2", "1"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("variables", "numbers"), TORCHS.values(), ids=TORCHS)
+def test_programs_for_torchrun_find_the_numbers_of_mpi_and_the_launcher_stays_mpi(variables, numbers):
+    found = launchers.torch_numbers(variables)
+    assert [found[name] for name in launchers.TORCH_NUMBERS if name in found] == numbers
+    both = variables | found
+    assert launchers.find(both).launcher is launchers.find(variables).launcher
+    assert not launchers.under_torchrun(both)
+    assert launchers.torch_numbers(both) == {}
+    torchrun = {"RANK": "0", "WORLD_SIZE": "8", "TORCHELASTIC_RUN_ID": "x"}  # one that such a process starts
+    assert launchers.under_torchrun(both | torchrun)
+    assert launchers.under_torchrun(both | {"RANK": "5", "WORLD_SIZE": "8"})
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"LOCAL_RANK": "0"}, {"OMPI_COMM_WORLD_SIZE": "1"}, {"RANK": "0", "WORLD_SIZE": "2"}],
+    ids=["one is set", "alone", "torchrun"],
+)
+def test_numbers_are_not_copied_for_one_process_or_over_others(more):
+    assert launchers.torch_numbers({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"} | more) == {}
