@@ -1,7 +1,7 @@
 """Element-wise steps of algorithms and optimizers.
 
-Flat arrays of one size. float16 and bfloat16 are computed in float32 and rounded once; `out` may be an input. So are
-their factors: these are rounded to the dtype in which the kernel computes, never to a narrower one.
+Flat arrays of one size. float16 and bfloat16 are computed in float32 and rounded once; `out` may be an input. A
+factor is rounded to the dtype in which a kernel computes, never to a narrower one.
 """
 
 from __future__ import annotations
@@ -103,9 +103,7 @@ def adam_moments(
 ) -> None:
     """Adam's moments: g' = g + wd x; m <- b1 m + (1 - b1) g'; v <- b2 v + (1 - b2) g'^2."""
 
-    def step(
-        x: Array, g: Array, m: Array, v: Array, b1: float, b2: float, decay: float
-    ) -> tuple[Array, Array]:
+    def step(x: Array, g: Array, m: Array, v: Array, b1: float, b2: float, decay: float) -> tuple[Array, Array]:
         g = g + x * decay if decay else g
         return m * b1 + g * (1 - b1), v * b2 + g * g * (1 - b2)
 
