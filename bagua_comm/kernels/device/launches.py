@@ -18,7 +18,7 @@ from typing import Any
 import cupy
 import numpy.typing as npt
 
-from ...arrays import Array, DType, address, dtype_name
+from ...arrays import Array, DType, address, check_device, dtype_name
 from ...cuda import SharedScratch
 from ...files import cache_folder, is_own_file, private_folder, write_at_once
 from ...recording import current, unrecorded
@@ -77,8 +77,16 @@ def launch(
     args: tuple[Any, ...],
     *defines: str,
 ) -> None:
-    """Launch a kernel on the current device and stream."""
-    kernel = _loaded(cupy.cuda.runtime.getDevice(), file, name, element, *defines)
+    """Launch a kernel on the current device and stream.
+
+    Raises:
+        ArrayError: An array is on another device.
+    """
+    device = cupy.cuda.runtime.getDevice()
+    for arg in args:
+        if isinstance(arg, cupy.ndarray) and arg.data.device_id != device:
+            check_device(name, "an array", arg)
+    kernel = _loaded(device, file, name, element, *defines)
     _observed(name, kernel, grid, cta, args)
     recording = current()
     if recording is not None:
