@@ -298,6 +298,36 @@ def address(x: Array) -> int:
     return int(x.data.ptr)
 
 
+def check_device(call: str, name: str, x: Array, device: int | None = None) -> None:
+    """Check that `x`, argument `name` of `call`, is on the current device of this thread; host arrays pass.
+
+    Args:
+        call: The call that an error names.
+        name: The argument that an error names.
+        x: An array.
+        device: The device of the communicator, which must be the current one; None if any will do.
+
+    Raises:
+        ArrayError: It is on another device.
+    """
+    if isinstance(x, np.ndarray):
+        return
+    current, mine = sys.modules["cupy"].cuda.runtime.getDevice(), x.data.device_id
+    expected, whose = (
+        (current, "the current one of this thread") if device is None else (device, "its communicator's")
+    )
+    if mine != expected:
+        raise ArrayError(
+            f"{call}: {name} is on CUDA device {mine}, expected device {expected}, {whose}; copy it there, or "
+            "use a process for each device"
+        )
+    if current != expected:
+        raise ArrayError(
+            f"{call}: the current CUDA device of this thread is {current}, expected {expected}, {whose}; make "
+            f"the call inside `with cupy.cuda.Device({expected}):`"
+        )
+
+
 def as_bytes(x: Array) -> Array:
     """View contiguous `x` as a row of bytes."""
     return x.reshape(-1).view(np.uint8)

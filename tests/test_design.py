@@ -22,7 +22,8 @@ LAYERS = {
     "bagua_comm": [
         "_version caching closing deprecation errors files logs moved processes recording refusals trace",
         "arrays flight futures net pickling timeline topology",
-        "bucket cuda kernels",
+        "bucket cuda",
+        "kernels",
         "codecs hooks lane optim transports",
         "comm",
         "averages bootstrap divergence",

@@ -57,7 +57,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .. import arrays, kernels, topology
-from ..arrays import A, Array, LinearOp
+from ..arrays import COMPLEX, INTEGERS, A, Array, LinearOp
 from ..comm import Communicator
 from ..comm.call import Call
 from ..errors import ArrayError, UnsupportedError
@@ -133,7 +133,25 @@ class Reproducible:
     def check(self, dtype: str) -> None:
         """Accept float32, float16 and bfloat16."""
         if dtype not in DTYPES:
-            raise UnsupportedError(f"{self} cannot average {dtype}, only {', '.join(sorted(DTYPES))}")
+            raise UnsupportedError(
+                f"{self} cannot average {dtype}, only {', '.join(sorted(DTYPES))}{way_out(dtype)}"
+            )
+
+
+def way_out(dtype: str) -> str:
+    """What gives sums of another dtype that do not depend on the order, as the end of an error message."""
+    if dtype in INTEGERS:
+        return "; sums of integers do not round, so allreduce has the same bits in any order"
+    if dtype in COMPLEX:
+        return "; pass the real and the imaginary parts, x.view(x.real.dtype)" + (
+            f", which are float64{way_out('float64')}" if dtype == "complex128" else ""
+        )
+    if dtype == "float64":
+        return (
+            "; round to x.astype('float32'), or add int64 multiples of a common unit by allreduce, a few lines "
+            "in docs/how-it-works/exactness.md, 'Sums of float64'"
+        )
+    return ""
 
 
 class _Held:
@@ -220,7 +238,7 @@ def reproducible_allreduce(
 
     Raises:
         ArrayError: `out` does not fit `x`, `op` is not "sum" or "avg", or `block` is not a positive integer.
-        UnsupportedError: The dtype is another, or no transport takes such an array.
+        UnsupportedError: The dtype is another, such as float64, or no transport takes such an array.
 
     >>> from bagua_comm.testing import run_ranks
     >>> tiny = np.float32(2**-24)
@@ -236,6 +254,7 @@ def reproducible_allreduce(
     if dtype not in DTYPES:
         raise UnsupportedError(
             f"reproducible_allreduce: x has dtype {dtype}, expected one of {', '.join(sorted(DTYPES))}"
+            f"{way_out(dtype)}"
         )
     call.writes_to(out, call.x.shape)
     call.in_place()

@@ -255,12 +255,14 @@ class Codec(ABC):
         arrays.library(wire)
         if wire.shape != shape or wire.dtype != np.uint8 or not wire.flags.c_contiguous:
             raise ArrayError(f"{call}: {name} is {wire.dtype}{wire.shape}, expected C-contiguous uint8{shape}")
+        arrays.check_device(call, name, wire)
         if not isinstance(wire, np.ndarray) and arrays.address(wire) % _HEADER_BYTES:
             raise ArrayError(f"{call}: {name} begins at an address that is not a multiple of {_HEADER_BYTES}")
 
 
 def check_aligned(call: str, name: str, x: Array) -> None:
-    """Check that kernels can read the elements of `x` in place; raise `ArrayError` if not."""
+    """Check that kernels can read the elements of `x` in place, on this device; raise `ArrayError` if not."""
+    arrays.check_device(call, name, x)
     if not isinstance(x, np.ndarray) and arrays.address(x) % x.itemsize:
         raise ArrayError(
             f"{call}: {name} begins at an address that is not a multiple of {x.itemsize}, the size of an "

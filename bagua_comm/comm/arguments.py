@@ -45,10 +45,13 @@ def as_argument(call: str, name: str, x: Any) -> Array:
         raise UnsupportedError(f"{call}: {name}: {exc}") from exc
 
 
-def transport_for(transports: Sequence[Transport], call: str, name: str, x: Array) -> Transport:
+def transport_for(
+    transports: Sequence[Transport], call: str, name: str, x: Array, device: int | None
+) -> Transport:
     """Return the first transport that moves `x`, argument `name` of `call`.
 
     Raises:
+        ArrayError: It is not on `device`, that of the communicator.
         UnsupportedError: No transport moves such arrays.
     """
     if not arrays.is_movable(x.dtype):
@@ -58,6 +61,7 @@ def transport_for(transports: Sequence[Transport], call: str, name: str, x: Arra
         )
     for transport in transports:
         if transport.moves(x):
+            arrays.check_device(call, name, x, device)
             return transport
     names = ", ".join(transport.name for transport in transports)
     raise UnsupportedError(
@@ -74,7 +78,7 @@ def resolve_output(
     With `any_shape`, an `out` of any shape with the same number of elements will do.
 
     Raises:
-        ArrayError: `out` does not fit the shape, or `like` in dtype and library, or cannot be written to.
+        ArrayError: `out` does not fit the shape, or `like` in dtype, library and device, or cannot be written to.
         UnsupportedError: `out` is not an array.
     """
     if out is None:
@@ -93,6 +97,7 @@ def resolve_output(
         raise ArrayError(f"{call}: {name} has dtype {value.dtype}, expected {like.dtype}")
     if type(value) is not type(like) and arrays.library(value) != arrays.library(like):
         raise ArrayError(f"{call}: {name} is a {arrays.library(value)} array, expected {arrays.library(like)}")
+    arrays.check_device(call, name, value)
     check_writable(call, name, out, value)
     target = value if arrays.is_contiguous(value) else arrays.empty(value.shape, value.dtype, like=value)
     return Output(out, value, target)

@@ -150,7 +150,7 @@ class CommBase(Shared):
             UnsupportedError: No transport moves `x`: it is not an array, or its dtype or its library is not
                 supported.
         """
-        return transport_for(self.transports, call, name, as_argument(call, name, x))
+        return transport_for(self.transports, call, name, as_argument(call, name, x), self.device)
 
     def next_id(self, kind: str) -> int:
         """Return the next number, from 1 on, of things such as layers that all ranks make in the same order."""

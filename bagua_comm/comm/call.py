@@ -74,7 +74,7 @@ class Call(Course):
         if transport is None:
             if type(x) is not np.ndarray:
                 self.x = as_argument(name, argument, x)
-            transport = transport_for(comm.transports, name, argument, self.x)
+            transport = transport_for(comm.transports, name, argument, self.x, comm.device)
         self.transport = transport
         self.output = NO_OUTPUT
         self.target: Array = EMPTY

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 
-from bagua_comm import Communicator, Exact, Hierarchical, Quantized, UnsupportedError, arrays
+from bagua_comm import (
+    Communicator,
+    Exact,
+    Hierarchical,
+    Quantized,
+    Reproducible,
+    UnsupportedError,
+    arrays,
+    kernels,
+)
 from bagua_comm.arrays import Array, LinearOp, Op
 from bagua_comm.averages import Average, InPlace
 from bagua_comm.averages.quantized_shards import codec_for, reduce_scatter
@@ -30,15 +40,16 @@ class GroupAverage:
         try:
             for dtype in {arrays.dtype_name(x.dtype) for x in xs}:
                 self._average.check(dtype)
-        except UnsupportedError:
+        except UnsupportedError as exc:
+            if isinstance(self._average, Reproducible) and dtype not in arrays.INTEGERS and dtype != "bool":
+                warnings.warn(f"BackendOptions: the bits depend on the order of the ranks: {exc}", stacklevel=2)
             return False
         return True
 
     def allreduce(self, xs: Sequence[Array], op: Op) -> None:
         """Reduce each of `xs` over all ranks, in place. Collective."""
         for x in xs:
-            mean = self._averaged(x).reshape(x.shape)
-            x[...] = mean * self._comm.size if op == "sum" else mean
+            x[...] = self._averaged(x, op).reshape(x.shape)
 
     def reduce_scatter(self, x: Array, out: Array, op: Op) -> None:
         """Reduce `x`, (p * m,), over all ranks, and keep this rank's chunk in `out`, (m,).
@@ -58,15 +69,16 @@ class GroupAverage:
             return average.bind_shards(comm)
 
         def cut(x: Array, out: Array, op: LinearOp) -> None:
-            mean = arrays.rows(self._averaged(x.copy()), comm.size)[comm.rank]
-            out[...] = mean * comm.size if op == "sum" else mean
+            out[...] = arrays.rows(self._averaged(x.copy(), op), comm.size)[comm.rank]
 
         return cut
 
-    def _averaged(self, x: Array) -> Array:
-        """The average of `x` over all ranks, flat; may overwrite `x`. Collective."""
+    def _averaged(self, x: Array, op: Op) -> Array:
+        """The sum or average of `x` over all ranks, flat; may overwrite `x`. Collective."""
         assert self._average is not None
         if self._mean is None:
             self._mean = self._average.bind(self._comm)
         mean: Array = self._mean(arrays.contiguous(x).reshape(-1))
+        if op == "sum":  # by a kernel, since NumPy rounds the factor to 16 bits
+            kernels.of(mean).scale(arrays.as_real(mean, op), self._comm.size)
         return mean

@@ -18,7 +18,8 @@ class BackendOptions:
         average: How `all_reduce` and `reduce_scatter` add and average floats: by `Quantized(codec)`,
             `Reproducible()`, or another average without a residual; if None, exactly. It applies to every such
             call of the group with SUM or AVG of a dtype that the average takes, except to a `reduce_scatter` of
-            parts that differ in size; the time limit is that of the group, whatever the call says.
+            parts that differ in size. `Reproducible()` takes no float64, and a sum of those warns. The
+            time limit is that of the group, whatever the call says.
             Make a group for the gradients alone:
             `DistributedDataParallel(model, process_group=dist.new_group(pg_options=...))`.
 

@@ -248,7 +248,7 @@ class Reduce(_Allocating, FeedsBack, ReduceScatter):
             self._mean(x)
             out[...] = arrays.rows(x, comm.size)[comm.rank]
             if op == "sum":
-                out *= comm.size
+                result.mul_(comm.size)  # PyTorch multiplies in float32; NumPy rounds the factor to the dtype
         elif feedback is not None:
             fit(self._unit.name, feedback, x)
             inner, decay = feedback.settings.inner, feedback.settings.decay

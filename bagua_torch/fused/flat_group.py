@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..flats import Flat, Layout, joined_view, same_place, shares_storage
+from ..flats import Flat, Layout, joined_view, shares_storage
 from .layout import address_of
 
 
@@ -33,6 +33,11 @@ class FlatGroup:
         """The `id` of each gradient at these addresses."""
         self.copies: Flat | None = None
         """Memory for copies of gradients that are not contiguous."""
+        self._copies: list[Tensor] = []
+        """The part of each gradient in `copies`."""
+        self._copy_addresses: list[int] = []
+        self.copied = 0
+        """Number of the last steps, one after the other, that copied gradients."""
         self.addresses_at_layout = [address_of(p.grad) for p in self.parameters]
         """The addresses of the gradients when the parameters were put in this order."""
         self.last_addresses: list[int | None] = self.addresses_at_layout
@@ -51,18 +56,19 @@ class FlatGroup:
         """
         addresses, ids = list(map(Tensor.data_ptr, gradients)), list(map(id, gradients))
         if addresses == self.gradient_addresses and ids == self.gradient_ids:
-            self.flat.grad = self.gradient
+            self.flat.grad, self.copied = self.gradient, 0
             return
         joined = joined_view(gradients, self.parameters)
         if joined is not None:
-            self.gradient, self.gradient_addresses = joined, addresses
+            self.gradient, self.gradient_addresses, self.copied = joined, addresses, 0
         else:
             if self.copies is None:
                 self.copies = Flat(torch.empty_like(self.flat))
-            copies = self.copies.views(self._layouts)
-            pairs = [(v, g) for v, g in zip(copies, gradients, strict=True) if not same_place(v, g)]
-            torch._foreach_copy_([v for v, _ in pairs], [g for _, g in pairs])
-            self.gradient, self.gradient_addresses = self.copies.tensor, [v.data_ptr() for v in copies]
+                self._copies = self.copies.views(self._layouts)
+                self._copy_addresses = list(map(Tensor.data_ptr, self._copies))
+            torch._foreach_copy_(self._copies, list(gradients))  # nothing happens to one that is there already
+            self.gradient, self.gradient_addresses = self.copies.tensor, self._copy_addresses
+            self.copied += 1
             moved = addresses == self.last_addresses != self.addresses_at_layout
             if moved and any(map(shares_storage, gradients)):
                 reorder()

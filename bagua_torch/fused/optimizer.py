@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import is_
 from typing import Any
@@ -28,6 +29,10 @@ from ..flats import Flat, begin_of, joined_view
 from .elementwise import bare, check_group, same_rest, step_of
 from .flat_group import FlatGroup
 from .layout import addresses_of, check_parameters, contiguous_runs, split_flat
+
+_SLOWER_THAN_FUSED, _SLOWER_THAN_PLAIN = (64, 128, 1024), (1024, 4096, 32768)
+"""Elements of a parameter, on average, from which PyTorch's `fused=True`, or the class as it is, steps faster
+than a flat tensor with a copy: with 0, 1, or more states for each element (see `benchmarks.fused -e`)."""
 
 SCALER_ATTRIBUTES = ("found_inf", "grad_scale")
 """Attributes that a GradScaler sets on an optimizer for one step."""
@@ -45,7 +50,10 @@ def fuse(optimizer: Optimizer, *, exact: bool = True) -> Any:
     Parameters move into flat tensors in the first step, or when DistributedDataParallel is constructed: views of
     them taken earlier do not follow. Forward passes may round differently afterwards, since matrix products on a
     CPU may round by the addresses of weights. Parameters in memory with another owner (weights in buckets, shared
-    memory) stay there. Gradients that are contiguous are used in place; others are copied together. A parameter
+    memory) stay there. Gradients that are contiguous are used in place, as those that DistributedDataParallel or
+    `zero_grad(set_to_none=False)` leaves in their memory; others, which each backward pass makes anew, are copied
+    together. If that takes longer than it saves, a warning says what is faster, and larger parameters step as
+    without `fuse` from then on (`units` is then 0). A parameter
     without a gradient is skipped, as always. Its neighbours then step as separate flat tensors, so many such
     parameters cost most of the speed. `units` is the number of flat tensors.
 
@@ -105,6 +113,7 @@ class FusedOptimizer(Optimizer):
         self._flat_groups: list[list[FlatGroup]] = []  # by parameter group
         self._storages: dict[int, Flat] = {}  # allocated here for parameters, by address
         self._known: Any = None  # the parameters of the flat groups; None if these must be built anew
+        self._advised = self._is_plain = False  # whether a warning was given; whether parameters step as they are
 
     @property
     def units(self) -> int:
@@ -173,7 +182,12 @@ class FusedOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, or set them to zero; see `torch.optim.Optimizer.zero_grad`."""
         flat_groups = [flat_group for group in self._flat_groups for flat_group in group]
-        if set_to_none or self._moved() or not all(flat_group.zero() for flat_group in flat_groups):
+        if (
+            set_to_none
+            or self._is_plain
+            or self._moved()
+            or not all(flat_group.zero() for flat_group in flat_groups)
+        ):
             super().zero_grad(set_to_none)
 
     @torch.no_grad()
@@ -187,9 +201,15 @@ class FusedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self._is_plain:
+            self._step_inner(self)
+            return loss
         if self._moved():
             self.flatten()
         self._hold_gradients()
+        if self._advise():
+            self._step_inner(self)
+            return loss
         rows = zip(self.param_groups, self._inner.param_groups, self._flat_groups, strict=True)
         for mine, inner, flat_groups in rows:
             inner.update({key: value for key, value in mine.items() if key != "params"})
@@ -213,6 +233,36 @@ class FusedOptimizer(Optimizer):
                     self._split_state(flat_group)
                     increment_version(flat_group.parameters)
         return loss
+
+    def _advise(self) -> bool:
+        """Warn, once, if gradients are new in each step and something else is faster.
+
+        Returns whether flat groups are given up for that reason.
+        """
+        copied = [] if self._advised else [g for groups in self._flat_groups for g in groups if g.copied > 2]
+        if not copied:
+            return False
+        elements = sum(g.flat.numel() for g in copied) / sum(len(g.parameters) for g in copied)
+        states = min(2, max(len(self._elementwise.intersection(g.state)) for g in copied))
+        self._advised = True
+        if elements < _SLOWER_THAN_FUSED[states]:
+            return False
+        self._is_plain = elements >= _SLOWER_THAN_PLAIN[states]
+        taken = "so it now steps as without fuse" if self._is_plain else "which take time to copy"
+        warnings.warn(
+            f"fuse: the gradients of {self._kind.__name__} are new tensors in each step, {taken}; PyTorch's own "
+            "fused=True is faster here, and so is zero_grad(set_to_none=False), which keeps gradients in place",
+            stacklevel=5,
+        )
+        if self._is_plain:
+            for entry in self.state.values():
+                for key, value in entry.items():
+                    if isinstance(value, Tensor) and key not in self._elementwise:  # shared by the parameters
+                        entry[key] = value.clone()
+            self._drop([g for groups in self._flat_groups for g in groups])
+            self._inner.state.clear()
+            self._flat_groups = [[] for _ in self._flat_groups]
+        return self._is_plain
 
     # Flat groups --------------------------------------------------------------------------------------------
 

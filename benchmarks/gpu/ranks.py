@@ -176,7 +176,6 @@ def graph(comm: Communicator, work: Work, hold: Hold, iterations: int) -> dict[s
     stream = cuda.Stream(non_blocking=True)
     stream.wait_event(cuda.get_current_stream().record())
     with stream:
-        work.whole()  # once before the capture: memory between kernels is allocated for each stream
         stream.begin_capture()
         work.whole()
         captured = stream.end_capture()

@@ -5,11 +5,14 @@ r"""The simulator against all measured steps and calls, and its steps on 8 to 4,
 
 reads JSON files of benchmarks.training, benchmarks.training.scaling and benchmarks.collectives, and writes
 simulator.json, simulator.md and simulator.png. Calibration sees the rows `exact` and `bytegrad` of `scaling` on 2
-and 4 ranks, which show the share of the line rate that is reached, and those of vgg16 on 4 ranks at 1 and 10
-Gbit/s, which show the work. All other rows are predicted, those on 8 ranks among them.
+and 4 ranks, which show the share of the line rate that is reached, and those of vgg16 on 4 ranks at 0.5, 1 and 10
+Gbit/s, which show the work. The constant `WHOLE` of the simulator was fitted by hand to the rows
+`low-precision-ring` of `scaling` on 2 and 4 ranks. All other rows are predicted, those on 8 ranks among them.
+Rows of another file that repeat one of those configurations are shown, but not counted.
 
-Where a file does not say how long computation alone takes, it is that of the same model in another file. Of the
-rounds of `scaling` the fastest counts: other work on the machine only makes them longer.
+Files are read in the order of their names. Where a file does not say how long computation alone takes, it is that
+of the same model in the first other file that says so. Of the rounds of `scaling` the fastest counts: other work
+on the machine only makes them longer.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import numpy as np
 
@@ -28,7 +32,8 @@ import bagua_comm
 from bagua_comm.commands.advise_simulated import read_record
 from bagua_comm.launch.cli import CommandError
 from bagua_comm.planning.costmodel import Cluster, Rates, predict
-from bagua_comm.planning.simulator import VERSION, simulate, simulate_call
+from bagua_comm.planning.simulator import VERSION, replay, simulate, simulate_call
+from bagua_comm.planning.simulator.replay import WHOLE
 
 from ..bench import RESULTS
 from ..bench.arguments import add_out_argument
@@ -49,11 +54,12 @@ Record = dict[str, Any]
 
 
 def read_points(paths: Sequence[Path]) -> list[tuple[str, Point]]:
-    """The measured rows of all files, each with the name of its file.
+    """The measured rows of all files, in the order of their names, each with the name of its file.
 
     Raises:
         ValueError: No file says how long computation takes.
     """
+    paths = sorted(paths, key=lambda path: path.stem)
     records = read_records(paths)
     alone = [{**r, "results": [row for row in r["results"] if row["algorithm"] == ALONE]} for r in records]
     found = []
@@ -79,6 +85,26 @@ def is_seen(name: str, point: Point) -> bool:
     if name.startswith("scaling"):
         return row["hosts"] in (2, 4)
     return name in ("ddp-vgg16-500", "ddp-vgg16-1000", "ddp-vgg16-10000")
+
+
+def has_fitted_whole(name: str, point: Point) -> bool:
+    """Whether the constant `WHOLE` of the simulator was fitted to a row."""
+    row = point.row
+    return (name, row["algorithm"]) in {(f"scaling-100-{n}x1", "low-precision-ring") for n in (2, 4)}
+
+
+def _mark_repeats(rows: Sequence[Row]) -> None:
+    """Mark the rows of other files that repeat a configuration which was fitted to."""
+    names = ("model", "batch", "hosts", "ranks_per_host", "rate_mbit", "algorithm")
+    seen = {tuple(row[name] for name in names) for row in rows if row["calibrated"]}
+    for row in rows:
+        row["repeats"] = not row["calibrated"] and tuple(row[name] for name in names) in seen
+
+
+def _of_communication(row: Row) -> float:
+    """The relative error of the part of a step that is not computation."""
+    predicted, measured = (row[name] - row["alone_s"] for name in ("predicted_s", "measured_s"))
+    return float(predicted / measured - 1)
 
 
 # Calls -----------------------------------------------------------------------------------------------------
@@ -126,24 +152,31 @@ def _gbit(name: str) -> float:
 
 
 def summary_of(rows: Sequence[Row]) -> Record:
-    """How good the predictions of rows are that were not calibrated on, and how good they should be."""
-    found = summarize(rows, TARGET)
+    """How good the predictions of rows are that calibration has not seen, and how good they should be."""
+    found = summarize([row for row in rows if not row.get("repeats")], TARGET)
     return {**found, "target": TARGET, "share": found["within"] / found["predicted"] if found["predicted"] else 0}
 
 
 def markdown(record: Record, picture: str | None) -> str:
     """The report, with the name of its figure if there is one."""
-    steps, calls, eight = (record["summary"][name] for name in ("steps", "calls", "eight_ranks"))
-    rates = record["rates"]
+    summary, rates = record["summary"], record["rates"]
+    names = {
+        "Steps": "steps",
+        "Of these, steps on 8 ranks": "eight_ranks",
+        "The part of these steps that is communication": "communication",
+        f"Steps without the constant WHOLE = {WHOLE}": "without_whole",
+        "Calls": "calls",
+    }
     lines = [
         "# Simulated and measured steps",
         "",
-        "* Calibrated on 2 and 4 ranks; these rows are marked with a star.",
+        "* Rows that calibration saw, on 2 and 4 ranks, are marked with a star, and those of other files that "
+        "repeat their configurations with a plus. Neither are counted.",
         *(
             f"* {what}: {each['within']} of {each['predicted']} are predicted within {TARGET:.0%} "
             f"({each['share']:.0%}; the aim is {SHARE:.0%}); the median error is {each['median']:.0%}, "
             f"the largest {each['worst']:.0%}."
-            for what, each in (("Steps", steps), ("Of these, steps on 8 ranks", eight), ("Calls", calls))
+            for what, each in ((what, summary[name]) for what, name in names.items())
             if each["predicted"]
         ),
         f"* Rates: {rates['direct']:.2f} of the line rate with many peers, {rates['ring']:.2f} on a ring, "
@@ -161,7 +194,7 @@ def markdown(record: Record, picture: str | None) -> str:
             *(f"{row[name]:.3f}" for name in ("alone_s", "measured_s", "predicted_s")),
             f"{row['error']:+.0%}",
             f"{row['costmodel_error']:+.0%}",
-            "*" * row["calibrated"],
+            "*" * row["calibrated"] + "+" * row["repeats"],
         ]
         for row in record["results"]
     ]
@@ -175,7 +208,7 @@ def markdown(record: Record, picture: str | None) -> str:
         "simulated (s)",
         "error",
         "cost model's",
-        "calibrated on",
+        "seen",
     ]
     lines += ["", *markdown_table(titles, cells, "llllrrrrrl"), "", "## Calls", ""]
     cells = [
@@ -245,10 +278,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("simulator: the files have no row to calibrate on, of 2 or 4 ranks", file=sys.stderr)
         return 2
     points = [point for _, point in named]
-    rows = compare(points, chosen, rates, simulate)
-    formulas = compare(points, chosen, rates, predict)
-    for (name, _), row, other in zip(named, rows, formulas, strict=True):
+    seen = [*chosen, *(point for name, point in named if has_fitted_whole(name, point))]
+    rows = compare(points, seen, rates, simulate)
+    formulas = compare(points, seen, rates, predict)
+    with mock.patch.object(replay, "WHOLE", 1.0):
+        without_whole = compare(points, seen, rates, simulate)
+    for (name, _), row, other, without in zip(named, rows, formulas, without_whole, strict=True):
         row.update(file=name, costmodel_s=other["predicted_s"], costmodel_error=other["error"])
+        row["without_whole_error"] = without["error"]
+    _mark_repeats(rows)
     calls = compare_calls(options.calls, rates)
     record = {
         "benchmark": "simulator",
@@ -257,6 +295,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "summary": {
             "steps": summary_of(rows),
             "eight_ranks": summary_of(_of_ranks(rows, 8)),
+            "communication": summary_of([{**row, "error": _of_communication(row)} for row in rows]),
+            "without_whole": summary_of([{**row, "error": row["without_whole_error"]} for row in rows]),
             "calls": summary_of(calls),
             "costmodel": summary_of([{**row, "error": row["costmodel_error"]} for row in rows]),
         },

@@ -77,11 +77,10 @@ def test_a_mean_can_be_captured_and_replayed(device):
 
         mean, x = SMALL.bind(comm), up(first[comm.rank])
         stream = cupy.cuda.Stream(non_blocking=True)
+        mean(x)  # allocates and compiles
         cupy.cuda.get_current_stream().synchronize()
         with stream:
-            mean(x)  # allocates and compiles
-            stream.synchronize()
-            stream.begin_capture()
+            stream.begin_capture(cupy.cuda.runtime.streamCaptureModeThreadLocal)
             mean(x)
             graph = stream.end_capture()
             found = []

@@ -6,6 +6,7 @@ import time
 import warnings
 from datetime import timedelta
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -29,6 +30,7 @@ from bagua_comm import (
 from bagua_comm.testing import run_ranks
 from bagua_torch import BackendOptions
 from bagua_torch.backend.alone import warn_if_alone
+from bagua_torch.backend.averaging import GroupAverage
 from bagua_torch.backend.group import BaguaGroup
 from bagua_torch.backend.start import lane_of, wait_for_ranks
 from bagua_torch.process_group.serving import serve
@@ -410,6 +412,14 @@ def test_a_group_that_was_destroyed_refuses_calls():
             group.send([torch.ones(1)], 1 - comm.rank, 0)
 
     run_ranks(2, body)
+
+
+def test_a_sum_of_float64_that_is_not_reproducible_warns_and_says_what_is():
+    average = GroupAverage(Reproducible(), comm=None)
+    with pytest.warns(UserWarning, match="depend on the order of the ranks.*'Sums of float64'"):
+        assert not average.takes("sum", [np.ones(2)])
+    assert average.takes("sum", [np.ones(2, np.float32)])
+    assert not average.takes("sum", [np.ones(2, np.int64)])  # in silence: it has one result
 
 
 @pytest.mark.parametrize(

@@ -647,3 +647,47 @@ def test_clipped_gradients_of_tied_weights_are_stepped_alike():
         return weights(model)
 
     assert torch.equal(run(False), run(True))
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adam"])
+def test_an_optimizer_that_copies_would_slow_down_steps_as_it_is_and_says_so(kind):
+    make = {
+        "sgd": lambda ps: torch.optim.SGD(ps, lr=0.1),
+        "adam": lambda ps: torch.optim.Adam(ps, foreach=False),
+    }[kind]
+    sizes, random = (40_000, 30_000, 50_000), torch.Generator().manual_seed(0)
+    start = [torch.randn(size, generator=random) for size in sizes]
+    models = [[nn.Parameter(each.clone()) for each in start] for _ in range(2)]
+    plain, fused = make(models[0]), fuse(make(models[1]))
+
+    def step():
+        for each in zip(*models, strict=True):
+            gradient = torch.randn(each[0].shape, generator=random)
+            for p in each:
+                p.grad = gradient.clone()
+        for optimizer in (plain, fused):
+            optimizer.step()
+
+    step(), step()
+    assert fused.units == 1
+    with pytest.warns(
+        UserWarning, match=r"new tensors in each step, so it now steps as without fuse.*fused=True"
+    ):
+        step()
+    step()
+    assert fused.units == 0
+    for a, b in zip(*models, strict=True):
+        assert torch.equal(a, b)
+    assert str(plain.state_dict()) == str(fused.state_dict())
+    fused.zero_grad(set_to_none=False)
+    assert all((p.grad == 0).all() for p in models[1])
+
+
+def test_many_small_gradients_that_are_new_in_each_step_are_copied_without_a_word():
+    ps = [nn.Parameter(torch.ones(8)) for _ in range(5)]
+    fused = fuse(torch.optim.SGD(ps, lr=1.0, momentum=0.5))
+    for _ in range(5):
+        for p in ps:
+            p.grad = torch.ones(8)
+        fused.step()
+    assert fused.units == 1

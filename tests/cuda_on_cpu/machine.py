@@ -389,7 +389,7 @@ class Machine:
             return 0 if operation.done else 600
 
     def _breaks_a_capture(self) -> bool:
-        """Whether a capture forbids this thread a call that may wait; such captures end."""
+        """Whether a capture forbids this thread a call that may wait or allocates; such captures end."""
         thread = threading.get_ident()
         forbidding = [
             capture
@@ -463,7 +463,13 @@ class Machine:
     # Memory -----------------------------------------------------------------------------------------
 
     def allocate(self, nbytes: int, pool: Queue | None) -> Memory:
-        """Memory full of poison: of the device of `pool`, or pinned host memory if `pool` is None."""
+        """Memory full of poison: of the device of `pool`, or pinned host memory if `pool` is None.
+
+        A pool may have to take memory from the device, which a capture forbids unless it is relaxed.
+        """
+        with self.changed:
+            if pool is not None and self._breaks_a_capture():
+                raise CUDARuntimeError(900)
         guarded = np.full(ALIGNMENT + GUARD + nbytes + GUARD, GUARD_BYTE, np.uint8)
         start = GUARD + -(guarded.ctypes.data + GUARD) % ALIGNMENT
         data = guarded[start : start + nbytes]

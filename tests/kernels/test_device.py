@@ -461,6 +461,43 @@ def test_elements_at_odd_addresses_and_arrays_of_both_memories_are_refused_befor
             call()
 
 
+@pytest.mark.parametrize("name", ["minmax", "top_k"])
+def test_graphs_captured_on_one_stream_may_run_beside_each_other(device, run, name):
+    import cupy
+
+    cuda, graphs, given, wires, expected = cupy.cuda, [], [], [], []
+    stream, *launching = (cuda.Stream(non_blocking=True) for _ in range(3))
+    codec, settings = MinMaxUInt8(None), (64, 6, 2)
+    for seed in range(2):
+        x = normal((1, 20_000), "float32", seed, scale=1 + seed)
+        if name == "minmax":
+            expected.append(codec.encode(x).tobytes())
+        else:
+            wire = np.empty(host.top_k_layout(x.size, *settings).nbytes, np.uint8)
+            host.top_k_encode(x[0], wire, *settings)
+            expected.append(wire.tobytes())
+        given.append(up(x))
+        wires.append(cupy.empty((1, len(expected[-1])), np.uint8))
+
+        def encode(x=given[-1], wire=wires[-1]):
+            codec.encode(x, wire) if name == "minmax" else run.top_k_encode(x[0], wire[0], *settings)
+
+        encode()  # allocates and compiles
+        cuda.get_current_stream().synchronize()
+        with stream:
+            stream.begin_capture(cuda.runtime.streamCaptureModeGlobal)
+            encode()
+            graphs.append(stream.end_capture())
+    ends = []
+    for graph, each in zip(graphs, launching, strict=True):
+        graph.launch(each)
+        ends.append(each.record())
+    cuda.runtime.eventQuery(ends[0].ptr)  # the first kernel of the first graph runs
+    ends[1].synchronize()
+    ends[0].synchronize()
+    assert [wire.get().tobytes() for wire in wires] == expected
+
+
 def test_a_kernel_that_others_could_have_written_is_compiled_again(device, run, tmp_path, monkeypatch):
     monkeypatch.setattr(run.launches.Path, "home", lambda: tmp_path)
     x = up(np.ones(1, np.float32))

@@ -167,11 +167,16 @@ def test_divide_truncates_integers_towards_zero(dtype):
         assert expected == quotient.tolist()
 
 
-def test_scale_multiplies_in_place():
-    for name in sorted(FLOATS):
-        x = np.array([2.0, -3.0, 0.0], dtype_named(name))
-        host.scale(x, 1.5)
-        assert x.astype(float).tolist() == [3.0, -4.5, 0.0]
+@pytest.mark.parametrize("dtype", sorted(FLOATS))
+def test_a_factor_is_not_rounded_to_16_bits_and_may_be_a_scalar_of_numpy(dtype):
+    x, wide = values(1000, dtype), np.float64 if dtype == "float64" else np.float32
+    expected = (x.astype(wide) * wide(0.95)).astype(x.dtype)
+    for factor in (0.95, np.float64(0.95)):
+        scaled, moved = x.copy(), np.zeros_like(x)
+        host.scale(scaled, factor)
+        host.add_scaled(moved, x, factor)
+        assert same_bytes(expected, scaled)
+        assert same_bytes(expected, moved)
 
 
 # Casts

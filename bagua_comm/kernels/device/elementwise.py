@@ -11,7 +11,7 @@ from .launches import launch_flat
 
 def scale(x: Array, factor: float) -> None:
     """See `host.scale`."""
-    _elementwise("scale", x, x, float(x.dtype.type(factor)))
+    _elementwise("scale", x, x, float(factor))
 
 
 def add(x: Array, y: Array, out: Array) -> None:
@@ -81,7 +81,7 @@ def adam_moments(
 def adam_step(x: Array, m: Array, v: Array, *, lr: float, eps: float, corrections: tuple[float, float]) -> None:
     """See `host.adam_step`."""
     first, second = corrections
-    _elementwise("adam_step", x, x, m, v, lr / first, math.sqrt(second), float(eps))
+    _elementwise("adam_step", x, x, m, v, float(lr / first), math.sqrt(second), float(eps))
 
 
 def _elementwise(name: str, like: Array, *args: Any) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from importlib.resources import files
@@ -18,7 +18,8 @@ from typing import Any
 import cupy
 import numpy.typing as npt
 
-from ...arrays import Array, DType, Scratch, address, dtype_name
+from ...arrays import Array, DType, address, check_device, dtype_name
+from ...cuda import SharedScratch
 from ...files import cache_folder, is_own_file, private_folder, write_at_once
 from ...recording import current, unrecorded
 
@@ -76,8 +77,16 @@ def launch(
     args: tuple[Any, ...],
     *defines: str,
 ) -> None:
-    """Launch a kernel on the current device and stream."""
-    kernel = _loaded(cupy.cuda.runtime.getDevice(), file, name, element, *defines)
+    """Launch a kernel on the current device and stream.
+
+    Raises:
+        ArrayError: An array is on another device.
+    """
+    device = cupy.cuda.runtime.getDevice()
+    for arg in args:
+        if isinstance(arg, cupy.ndarray) and arg.data.device_id != device:
+            check_device(name, "an array", arg)
+    kernel = _loaded(device, file, name, element, *defines)
     _observed(name, kernel, grid, cta, args)
     recording = current()
     if recording is not None:
@@ -91,27 +100,34 @@ def _observed(name: str, kernel: Any, grid: tuple[int, ...], cta: tuple[int, ...
     kernel(grid, cta, args)
 
 
-def between_kernels(key: str, shape: tuple[int, ...], dtype: npt.DTypeLike, like: Array) -> Array:
-    """An uninitialised array through which a kernel passes results to later ones of the same call.
+def between_kernels(key: str, shape: tuple[int, ...], dtype: npt.DTypeLike, wire: Array) -> Array:
+    """An uninitialised array through which a kernel passes results to later ones that write to `wire`.
 
-    Replays of a recorded call could not use it, since it is another one on other streams.
+    It belongs to the memory of `wire`, and is freed with it. Calls that write there come one after the other in
+    any case, also those on several streams and in CUDA graphs. So a captured call allocates nothing if one was
+    made before. Replays of a recorded call could not use it, since they may come on other streams.
     """
     recording = current()
     if recording is not None:
         recording.is_complete = False
-    stream = cupy.cuda.get_current_stream()
-    return _scratch(like.device.id, stream.ptr, threading.get_ident()).take(key, shape, dtype, like=like)
+    root = wire if wire.base is None else wire.base
+    found = _between.get(id(root))
+    if found is None:
+        found = _between[id(root)] = {}
+        weakref.finalize(root, _free, _between, id(root)).atexit = False
+    place = address(wire)
+    if place not in found:
+        found[place] = SharedScratch()
+    return found[place].take(key, shape, dtype, like=wire)
 
 
-@functools.cache
-def _scratch(device: int, stream: int, thread: int) -> Scratch:
-    """Scratch memory between kernels of a stream; one for each thread, since their launches may interleave.
+_between: dict[int, dict[int, SharedScratch]] = {}
+"""The memory of `between_kernels`: of an array that owns its memory, by its id, and of an address in it."""
 
-    It is never freed, since a CUDA graph may have captured it. It takes as many bytes as the largest arrays of
-    `between_kernels`, for each stream address and thread id. Both are reused after their owner ends, so there are
-    no more of them than were in use at one time.
-    """
-    return Scratch()
+
+def _free(between: dict[int, dict[int, SharedScratch]], root: int) -> None:
+    for scratch in between.pop(root).values():
+        scratch.clear()
 
 
 @functools.cache

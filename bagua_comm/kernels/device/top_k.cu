@@ -431,6 +431,7 @@ extern "C" __global__ void __launch_bounds__(warps* warp, 8) subtract(element* x
         }
         // Only then may there be more that is not finite, since the largest are sent.
         if (__all_sync(all_lanes, !broken)) continue;
+        __syncwarp();  // lanes read what others have stored: a vote does not order memory
         for (int i = threadIdx.x; i < chunk.length; i += warp)
             if (!is_finite(widen(from[i]))) from[i] = element{};
     }

@@ -27,7 +27,8 @@ Vector: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
 
 WHOLE = 0.55
 """The share of the rate that one process reaches if it sends and receives long messages whole, in place of in
-pieces: on 2 and 4 emulated hosts at 100 Mbit/s, the weights of a ring took 1.7 times as long as their bytes."""
+pieces. It was fitted by hand to the steps of `LowPrecisionDecentralized` on 2 and 4 emulated hosts at 100 Mbit/s,
+which took 1.7 times as long as their bytes; `benchmarks.training.simulator` does not count those as predicted."""
 
 Factors: TypeAlias = Callable[[int], "Vector | float"]
 """By step: by how much the computation of each rank is slower than that of the job."""
