@@ -26,6 +26,9 @@ from ..errors import CommMismatch
 History: TypeAlias = Sequence[tuple[int, str]]
 """The numbers of steps after which a rank has replaced its weights, and hashes of the new ones."""
 
+ROUNDING = 2**-7
+"""Relative changes up to this size are no new weights: evaluating a model in bfloat16, and back, makes them."""
+
 SAMPLES = 8
 """How many elements of each tensor are compared, from one step to the next."""
 
@@ -184,8 +187,10 @@ class WeightSamples:
             return ""
         first, together = "", True
         for x, y, (_, _, tensors) in zip(now, self._kept, self._parts, strict=True):
-            width = f"V{x.dtype.itemsize}"  # bytes: NaN is unlike itself
-            differ = x.view(width) != y.view(width)
+            present, past = x.astype(np.float64), y.astype(np.float64)
+            with np.errstate(invalid="ignore"):  # infinities
+                differ = np.abs(present - past) > ROUNDING * np.abs(past)
+            differ |= np.isfinite(present) != np.isfinite(past)
             for name, begin, end in tensors:
                 whole = bool(differ[begin:end].all())
                 together = together and whole
