@@ -29,9 +29,10 @@ from bagua_comm import (
     UnsupportedError,
     Window,
 )
-from bagua_comm.algorithms.base import TRANSIENT, check_average, check_average_argument
+from bagua_comm.algorithms.base import TRANSIENT
 from bagua_comm.algorithms.state import load_state, save_state
 from bagua_comm.averages import InPlace
+from bagua_comm.averages.base import check_average, check_average_argument
 
 from .arrays import as_array, as_tensor, cupy_stream, dtype_name, torch_stream
 from .entry import communicator_of, errors_on_all

@@ -170,7 +170,13 @@ class TorchEngine(Engine):
 
         Collective.
         """
+        self._follow_weights()
         self._schedule.finish()
+        self._exchanges.compare_replacements()
+
+    def keep_weights(self) -> None:
+        """Note that ranks have averaged their weights: their mean, on which algorithms depend, is unchanged."""
+        self._replacements.keep()
 
     def state_tensors(self) -> dict[str, Any]:
         """The result of `Engine.state_dict`, with tensors for arrays."""

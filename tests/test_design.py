@@ -89,8 +89,10 @@ LAYERS = {
         "measure_links supervisor",
     ],
     "bagua_comm/engine": [
-        "callbacks checks points schedule storage",
-        "progress restore weights",
+        "callbacks checks points replaced storage",
+        "exchanges progress restore weights",
+        "schedule",
+        "saving",
         "engine",
         "__init__",
     ],
@@ -114,7 +116,7 @@ LAYERS = {
         "__init__",
     ],
     "bagua_torch/training": [
-        "__init__ backward buffers join optimizers stage timing unaveraged unfreezing unused versions",
+        "__init__ backward buffers join optimizers scaling stage timing unaveraged unfreezing unused versions",
         "exchange hooks",
         "step",
         "steps",

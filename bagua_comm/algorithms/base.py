@@ -13,7 +13,6 @@ from enum import Enum
 from typing import Any, Protocol, TypeAlias
 
 from ..arrays import FLOATS, Array
-from ..averages import Average
 from ..bucket import Bucket, Plan, TensorSpec
 from ..comm import Communicator
 from ..deprecation import former_names
@@ -319,6 +318,21 @@ class WithDefaults:
         """Whether it defines `commit`."""
         return getattr(self.algorithm, "commit", None) is not None
 
+    def restart(self, bucket: Bucket, state: State) -> None:
+        """Optional: begin anew from the weights in the bucket, which the program has replaced on all ranks.
+
+        What the state keeps of earlier weights becomes these, and momenta and residuals become zero. Steps are
+        counted on, so that ranks continue to exchange in the same steps. It sends nothing. Default: nothing, for
+        algorithms whose state keeps nothing of weights.
+        """
+        self._call("restart", bucket, state)
+
+    @property
+    def restarts(self) -> bool:
+        """Whether it defines `restart`: its state keeps something of earlier weights."""
+        core = core_of(self.algorithm)
+        return self.payload == "weight" and getattr(core, "restart", None) is not None
+
     def _call(self, name: str, *args: Any) -> None:
         method = getattr(self.algorithm, name, None)
         if method is not None:
@@ -490,21 +504,6 @@ def check_integer(owner: str, name: str, value: object, *, least: int) -> None:
     """Raise `ArrayError` unless `value` is an integer of at least `least`."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ArrayError(f"{owner}: {name} is {value!r}, expected an integer of at least {least}")
-
-
-def check_average_argument(owner: str, value: object, name: str = "average") -> None:
-    """Raise `ArrayError` unless `value`, of the argument `name`, is an Average."""
-    if isinstance(value, type) or not callable(getattr(value, "bind", None)):
-        raise ArrayError(
-            f"{owner}: {name} is {value!r}, expected an Average such as Exact() or Quantized(MinMaxUInt8())"
-        )
-
-
-def check_average(average: Average, dtype: str) -> None:
-    """Raise `UnsupportedError` unless `average` supports this dtype; one without `check` supports all."""
-    check = getattr(average, "check", None)
-    if check is not None:
-        check(dtype)
 
 
 def check_floating(algorithm: object, dtype: str) -> None:

@@ -160,6 +160,14 @@ class ByNode(Combinator):
         """x <- the result."""
         bucket.flat[...] = state.result[: bucket.flat.size]
 
+    def restart(self, bucket: Bucket, state: _State) -> None:
+        """Begin anew from the chunk of the weights, which all ranks of a node have."""
+        intra, _, _ = state.levels
+        state.result[: bucket.flat.size], state.result[bucket.flat.size :] = bucket.flat, 0
+        first = intra.rank * state.chunk.flat.size  # 0 of a rank without a chunk
+        state.chunk.flat[...] = state.result[first : first + state.chunk.flat.size]
+        self._inner.restart(state.chunk, state.inner)
+
 
 def _reduce(bucket: Bucket, comm: Communicator, state: _State) -> None:
     """Write this rank's chunk of the mean of the node to `state.chunk`. Collective."""

@@ -103,6 +103,10 @@ class Every(Combinator):
         """See `WithDefaults.skip`."""
         self._inner.skip(bucket, state.inner)
 
+    def restart(self, bucket: Bucket, state: Interval) -> None:
+        """See `WithDefaults.restart`."""
+        self._inner.restart(bucket, state.inner)
+
     def commit(self, bucket: Bucket, state: Interval) -> None:
         """Write back if this step communicated."""
         if self._takes_part(state):
@@ -222,6 +226,10 @@ class After:
     def skip(self, bucket: Bucket, state: State) -> None:
         """See `WithDefaults.skip`; that of this step's phase."""
         with_defaults(self.phase(bucket.step)).skip(bucket, state)
+
+    def restart(self, bucket: Bucket, state: State) -> None:
+        """Begin anew from the weights, as the phase of this step does."""
+        with_defaults(self.phase(bucket.step)).restart(bucket, state)
 
     def commit(self, bucket: Bucket, state: State) -> None:
         """Write back, as the phase of this step does."""

@@ -18,6 +18,7 @@ from typing import ClassVar, Protocol
 from .. import arrays, kernels
 from ..arrays import Array
 from ..averages import Average, Exact, InPlace
+from ..averages.base import check_average, check_average_argument
 from ..bucket import Bucket
 from ..comm import Communicator
 from ..errors import ArrayError
@@ -26,12 +27,10 @@ from .base import (
     Point,
     Ungrouped,
     Window,
-    check_average,
-    check_average_argument,
     check_floating,
     check_integer,
 )
-from .residuals import average_in_place, bind_average
+from .residuals import average_in_place, bind_average, clear_residuals
 
 
 @dataclass
@@ -146,6 +145,17 @@ class DiLoCo(Ungrouped):
         """x <- a, after an outer step."""
         if not state.steps:
             bucket.flat[...] = state.anchor
+
+    def restart(self, bucket: Bucket, state: Outer) -> None:
+        """a <- x, u <- 0."""
+        restart_outer(bucket, state)
+
+
+def restart_outer(bucket: Bucket, state: Outer) -> None:
+    """Begin anew from the weights in the bucket: a <- x, u <- 0, and no residual."""
+    state.anchor[...] = bucket.flat
+    state.momentum[...] = 0
+    clear_residuals(state.average)
 
 
 def mean_change(bucket: Bucket, comm: Communicator, anchor: Array, average: InPlace) -> Array:

@@ -101,6 +101,11 @@ class LowPrecisionDecentralized(_LowPrecision):
         """x <- w."""
         bucket.flat[...] = state.weight
 
+    def restart(self, bucket: Bucket, state: Replicas) -> None:
+        """w, L, R <- x: all ranks have the same weights now."""
+        for replica in (state.weight, state.left, state.right):
+            replica[...] = bucket.flat
+
 
 @dataclass
 class EdgeReplicas:
@@ -167,6 +172,10 @@ class LowPrecisionOnePeer(_LowPrecision):
     def commit(self, bucket: Bucket, state: EdgeReplicas) -> None:
         """x <- the new weights."""
         bucket.flat[...] = state.weight
+
+    def restart(self, bucket: Bucket, state: EdgeReplicas) -> None:
+        """S[k], R[k] <- x: all ranks have the same weights now."""
+        state.sent[...] = state.received[...] = bucket.flat
 
 
 def _exchange_on_ring(

@@ -106,6 +106,17 @@ def gather_residuals(bucket: Bucket, state: Any) -> None:
         levels.across.residual = None
 
 
+def clear_residuals(state: Any) -> None:
+    """Forget the errors of earlier averages in a state. What counts averages, alike on all ranks, continues."""
+    if not dataclasses.is_dataclass(state):
+        return
+    for entry in dataclasses.fields(state):
+        if entry.name == "residual" and entry.metadata.get("reshape"):
+            setattr(state, entry.name, None)
+        else:
+            clear_residuals(getattr(state, entry.name))
+
+
 def _residuals_in(state: Any) -> Iterator[Residual]:
     """Iterate over the residuals of error feedback in a state."""
     if isinstance(state, Residual):

@@ -19,6 +19,7 @@ from typing import ClassVar, Literal
 from .. import kernels
 from ..arrays import Array
 from ..averages import Average, ErrorFeedback, InPlace, TopK
+from ..averages.base import check_average, check_average_argument
 from ..averages.error_feedback import check_retain
 from ..averages.top_k import check_top_k
 from ..bucket import Bucket
@@ -29,13 +30,11 @@ from .base import (
     Point,
     Ungrouped,
     Window,
-    check_average,
-    check_average_argument,
     check_floating,
     check_integer,
 )
 from .diloco import mean_change
-from .residuals import bind_average
+from .residuals import bind_average, clear_residuals
 
 
 @dataclass
@@ -133,3 +132,8 @@ class SparseLoCo(Ungrouped):
         """x <- a, after an outer step."""
         if not state.steps:
             bucket.flat[...] = state.anchor
+
+    def restart(self, bucket: Bucket, state: SparseOuter) -> None:
+        """a <- x, e <- 0."""
+        state.anchor[...] = bucket.flat
+        clear_residuals(state.average)

@@ -330,7 +330,11 @@ def _check_number(path: str, mine: object, found: Mapping[str, Any]) -> None:
         if not fits:
             raise ArrayError(f"{path!r} of {tensor!r} is {shown(value)}, expected {_a(mine)} such as {mine!r}")
         if value != first and not (value != value and first != first):  # NaN is unlike itself
-            raise ArrayError(f"{path!r} of {tensor!r} is {value!r}, expected {first!r}, as for the other tensors")
+            raise ArrayError(
+                f"{path!r} of {tensor!r} is {value!r}, expected {first!r}, as for other tensors of its bucket. "
+                "They were in several buckets when this was saved, one of them with an exchange under way: pack "
+                "both plans by Plan.pack(tensors, groups=algorithm.groups(tensors)), or save without one"
+            )
 
 
 def _check_array(path: str, tensor: str, piece: Any, like: Array, shape: tuple[int, ...] | None) -> None:

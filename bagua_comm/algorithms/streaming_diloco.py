@@ -25,11 +25,12 @@ import numpy as np
 from .. import arrays, kernels
 from ..arrays import Array
 from ..averages import Average, Exact
+from ..averages.base import check_average
 from ..bucket import Bucket, Plan, TensorSpec
 from ..comm import Communicator
 from ..errors import ArrayError, CommMismatch, shown
-from .base import TRANSIENT, Pending, Point, Window, check_average, check_floating, check_integer
-from .diloco import Outer, check_settings, step_outer
+from .base import TRANSIENT, Pending, Point, Window, check_floating, check_integer
+from .diloco import Outer, check_settings, restart_outer, step_outer
 from .residuals import average_in_place, bind_average
 
 
@@ -177,6 +178,11 @@ class StreamingDiLoCo:
             kernels.of(bucket.flat).blend(bucket.flat, state.anchor, self.mix, out=bucket.flat)
         else:
             bucket.flat[...] = state.anchor
+
+    def restart(self, bucket: Bucket, state: OuterFragment) -> None:
+        """a <- x, u <- 0; no change is under way."""
+        state.delta = None
+        restart_outer(bucket, state)
 
     def _of_buckets(self, plan: Plan) -> list[int]:
         """The fragment of each bucket.

@@ -19,7 +19,7 @@ from typing import Protocol, TypeAlias
 
 from ..arrays import COMPLEX, FLOATS, Array
 from ..comm import Communicator
-from ..errors import UnsupportedError
+from ..errors import ArrayError, UnsupportedError
 
 InPlace: TypeAlias = Callable[[Array], Array]
 """A function that averages an array over all ranks in place, and returns it. Collective."""
@@ -61,3 +61,18 @@ class Exact:
         """Accept every floating-point and complex dtype."""
         if dtype not in FLOATS | COMPLEX:
             raise UnsupportedError(f"{self} cannot average {dtype}; expected a floating-point or complex dtype")
+
+
+def check_average_argument(owner: str, value: object, name: str = "average") -> None:
+    """Raise `ArrayError` unless `value`, of the argument `name`, is an Average."""
+    if isinstance(value, type) or not callable(getattr(value, "bind", None)):
+        raise ArrayError(
+            f"{owner}: {name} is {value!r}, expected an Average such as Exact() or Quantized(MinMaxUInt8())"
+        )
+
+
+def check_average(average: Average, dtype: str) -> None:
+    """Raise `UnsupportedError` unless `average` supports this dtype; one without `check` supports all."""
+    check = getattr(average, "check", None)
+    if check is not None:
+        check(dtype)

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import difflib
 import logging
-from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
@@ -27,32 +25,24 @@ from ..algorithms.base import (
     with_defaults,
 )
 from ..algorithms.residuals import gather_residuals
-from ..algorithms.state import Saved, StateHeader, check_movable, replicated_arrays
+from ..algorithms.state import check_movable, replicated_arrays
 from ..arrays import Array
 from ..bucket import Plan
-from ..closing import Closing
 from ..comm import Communicator
 from ..comm.public_methods import public_method
 from ..deprecation import warn_renamed
 from ..errors import ArrayError
 from ..lane import StreamLane
 from ..logs import log_on_root
-from ..pickling import Live
 from ..trace import Counter, ExchangeCounters, Tracer
 from .callbacks import EngineCallbacks
 from .checks import check_fit, check_same_training
+from .exchanges import Exchanges
 from .points import PointOrder
 from .progress import Progress
-from .restore import (
-    check_same_types,
-    check_state_dict,
-    load_states,
-    make_state_dict,
-    make_states,
-    phase_to_continue,
-    save_states,
-)
-from .schedule import Exchanges, ExchangeSchedule, schedule_of
+from .restore import check_same_types, make_states, phase_to_continue
+from .saving import EngineState
+from .schedule import ExchangeSchedule, schedule_of
 from .storage import (
     GivenArrays,
     Storage,
@@ -71,7 +61,7 @@ from .weights import EngineWeights
 _log = logging.getLogger(__name__)
 
 
-class Engine(Live, Closing):
+class Engine(EngineState):
     """Exchanges the buckets of a plan by an algorithm.
 
     Collective. All ranks give the same plan and algorithm; they are compared. On every rank and in every step,
@@ -122,6 +112,7 @@ class Engine(Live, Closing):
         self._comm: Communicator = self._lane.comm
         self._weights = EngineWeights(self._comm, storage, compare=self._alone)
         self._exchanges = Exchanges(self._lane, self._tracer, self, warn=self._alone)
+        self._replacements = self._exchanges.replacements
         counters, on_device = self._exchanges.counters, isinstance(self._lane, StreamLane)
         order = PointOrder(algorithm) if self._alone else None
         self._progress = Progress(self._tracer, _log, comm.rank, counters, on_device=on_device, order=order)
@@ -138,11 +129,6 @@ class Engine(Live, Closing):
             self._callbacks = callbacks
 
     # A training step --------------------------------------------------------------------------------
-
-    @property
-    def step(self) -> int:
-        """Number of training steps that have ended."""
-        return self._exchanges.step
 
     @property
     def phase(self) -> Algorithm:
@@ -201,18 +187,22 @@ class Engine(Live, Closing):
         if not isinstance(point, Point):
             raise ArrayError(f"at: point is {point!r}, expected a Point")
         began_ns, step = self._progress.begin(point, self.step), self.step
+        self._follow_weights()
         if point is Point.FORWARD and not self.stopped and phase_of(self.algorithm, self.step) != self._phase:
             self._change_phase()
         if point is Point.FORWARD:
-            if self._weights.is_due(self.step) and not self.stopped and not self._in_step:
+            due = not self.stopped and not self._in_step and self._weights.is_due(self.step)
+            if due and self._weights.must_be_equal(self._phase, self._buckets):
                 self._lane.wait()
                 self._weights.check(self._phase, self.plan, self._buckets)
+            self._replacements.look(self.step)
             self._comm.flight.steps[self._comm.group] = self.step + 1
         elif point is Point.STEP and self._alone:
             self._given.check()
         self._in_step, self._held = point is Point.FORWARD, self._held and point is not Point.BACKWARD
         self._schedule.at(point)
         if point is Point.STEP:
+            self._replacements.keep(stepped=True)
             self._exchanges.set_step(self.step + 1)
             if self._drifts or self.stopped:
                 self._weights.differ = True
@@ -251,6 +241,34 @@ class Engine(Live, Closing):
         for bucket, state in zip(self.buckets, self.states, strict=True):
             with_defaults(self._phase).hold(bucket, state)
 
+    def weights_replaced(self) -> None:
+        """Report that the program has replaced the weights in the storage, as by a checkpoint without this state.
+
+        Call it on all ranks between the same two steps, after writing the same weights on all of them. Training
+        goes on as if it began with them: what the algorithm keeps of earlier weights becomes the new ones, its
+        momenta and residuals become zero, and the results of exchanges under way are dropped. Steps are counted
+        on. Nothing is sent: ranks compare what they have replaced at a later exchange, 16 or more steps after the
+        comparison before, and in `stop` and `close`; `CommMismatch` is raised there if it differs. It does
+        nothing for algorithms that exchange gradients.
+        """
+        if self.payload == "weight":
+            self._replacements.note(self.step, known=True)
+            self._begin_anew()
+
+    def expect_weights(self) -> None:
+        """Report that the program is about to load weights: if they are others in the end, they were replaced."""
+        self._replacements.expect()
+
+    def _follow_weights(self) -> None:
+        if self._replacements.expected and self._replacements.note(self.step):
+            self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        """Begin anew from the weights in the buckets."""
+        self._schedule.drop()
+        for bucket, state in zip(self.buckets, self.states, strict=True):
+            self._exchanges.algorithm.restart(bucket, state)
+
     def settle(self) -> None:
         """Write back exchanges before weights are read or saved; those that outlive further steps continue."""
         self._schedule.settle()
@@ -269,7 +287,9 @@ class Engine(Live, Closing):
         different numbers of steps. Steps are counted, but the next phase of `after` begins only after `resume`.
         """
         if not self.stopped:
+            self._follow_weights()
             self._schedule.stop()
+            self._exchanges.compare_replacements()
             self._exchanges.stop()
 
     @public_method("Engine.resume")
@@ -349,7 +369,9 @@ class Engine(Live, Closing):
         if self._held:
             raise ArrayError("replan: addends are held, and would be lost; call it between two steps")
         check_fit(algorithm, plan, self._comm.size)
+        self._follow_weights()
         self._schedule.finish()
+        self._exchanges.compare_replacements()
         if tensors_of(plan) != tensors_of(self.plan):
             raise ArrayError("replan: the new plan has other tensors than the old one")
         began, continues = phase_to_continue(algorithm, self._phase, began=self._exchanges.began, step=self.step)
@@ -376,63 +398,6 @@ class Engine(Live, Closing):
             self._load(saved)
         log_plan(_log, self._comm.rank, plan, algorithm, lane=type(self._lane).__name__)
         return memory_of(self._buckets)
-
-    # Checkpoints ------------------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        """A copy of the algorithm's state on this rank: arrays and numbers by tensor name.
-
-        Call it between steps, and before the weights are copied: exchanges since the last step are written back
-        to them first.
-        """
-        self._schedule.before_saving(phase_ends=phase_of(self.algorithm, self.step) != self._phase)
-        steps = self.step, repr(self._phase), self._exchanges.began
-        header = StateHeader(repr(self.algorithm), *steps, self._comm.rank, self._comm.size)
-        return make_state_dict(header, self._training, self.algorithm, self._saved())
-
-    @public_method("Engine.load_state_dict")
-    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Continue from the result of `state_dict`, also under another plan.
-
-        Collective. All ranks load what was saved together, in one step of one training. Some algorithms keep
-        arrays that differ between ranks: replicas of neighbours' weights (LowPrecisionDecentralized,
-        LowPrecisionOnePeer) or residuals (ErrorFeedback). Then every rank loads what it saved itself, on the same
-        number of ranks, and the same nodes if it keeps parts of buckets (by_node, Hierarchical(ErrorFeedback)).
-        All other algorithms keep nothing, or the same on all ranks, which loads on any rank of any number.
-
-        Exchanges under way are finished, but not written back.
-
-        Raises:
-            ArrayError: On all ranks alike, and the engine stays as it was. A rank's state was saved with another
-                algorithm, for other tensors, by an earlier version, or by another rank or on other nodes if that
-                matters; it is damaged; or the ranks' states were not saved together.
-        """
-        self._schedule.before_loading()  # the lane must be idle before its communicator is used here
-        names = [name for bucket in self.buckets for name in bucket.views]
-        loaded = check_state_dict(self._comm, self.algorithm, self._buckets, names, saved)
-        self._training = loaded.training
-        self._exchanges.set_step(loaded.header.step)
-        self._progress.restart()
-        self._begin_phase(loaded.header.phase_began, loaded.states)
-        self._weights.load(differ=self._drifts and loaded.continues)
-        if loaded.continues:
-            self._load(loaded.tensors)
-
-    def begin_anew(self) -> None:
-        """Begin the algorithm with a new state, and with the mean of the weights if it needs equal ones.
-
-        Collective.
-        """
-        self._weights.differ = True
-        self._make_equal(self._phase)
-        self._begin_phase(self._exchanges.began)
-        self._weights.differ = True  # those that the storage lacks are averaged when the next step ends
-
-    def _saved(self) -> Saved:
-        return save_states(self._comm, self.buckets, self.states)
-
-    def _load(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
-        load_states(self._comm, self.buckets, self.states, saved)
 
     # The end ----------------------------------------------------------------------------------------
 
@@ -482,6 +447,7 @@ class Engine(Live, Closing):
         """Finish the algorithm of the steps so far, and begin that of this step. Collective."""
         if self._weights.differ or not self._drifts:  # else it was finished before weights became equal
             self._schedule.finish()
+        self._exchanges.compare_replacements()
         self._make_equal()
         self._begin_phase(self.step)
         if not self._drifts:

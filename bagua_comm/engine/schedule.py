@@ -11,215 +11,18 @@ decides when buckets leave and when they are written back; `Exchanges` does both
 from __future__ import annotations
 
 import time
-import warnings
-import weakref
-from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from ..algorithms.base import (
-    Algorithm,
-    Pending,
-    Point,
-    Rounds,
-    State,
-    Window,
-    WithDefaults,
-    name_of,
-    with_defaults,
-)
+from ..algorithms.base import Point, Rounds, Window
 from ..bucket import Bucket
-from ..comm import Communicator
-from ..errors import ArrayError
-from ..futures import abandon
-from ..lane import Lane
-from ..trace import ExchangeCounters, Tracer
+from ..errors import ArrayError, CommMismatch, CommTimeout
+from .exchanges import Exchanges
 
-
-class Exchanges:
-    """Sends buckets on the lane, waits for them, and writes back the results.
-
-    Args:
-        lane: The lane on which exchanges run, with the communicator that they use.
-        tracer: Where their spans go.
-        owner: The engine. Once it is gone, nobody can ask for exchanges under way. None if it stays.
-        warn: Whether to warn of tensors that never became ready.
-    """
-
-    def __init__(
-        self, lane: Lane[Communicator], tracer: Tracer, owner: object | None = None, *, warn: bool = False
-    ) -> None:
-        self.lane, self.tracer = lane, tracer
-        if owner is not None:
-            weakref.finalize(owner, abandon, lane, lane.comm.flight.unasked).atexit = False
-        self._warn, self._warned = warn, set[str]()
-        self.counters = ExchangeCounters()
-        """All exchanges of this rank, and how long training waited for them."""
-        self.step = self.began = 0
-        """Numbers of training steps that have ended: now, and when the current phase began."""
-        self.exchanged = 0
-        """The number of steps that had ended when ranks communicated last, with the step of that exchange."""
-        self._named: dict[str, str] = {}
-        """What spans of exchanges name: the algorithm, and its payload."""
-        self.stopped = False
-        """Whether `send` holds buckets back."""
-        self.sent: list[Bucket] = []
-        """Buckets that have left in the open window or in the current round."""
-        self.held: list[Bucket] = []
-        """Buckets that `send` held back in the open window."""
-
-    def begin_phase(
-        self, algorithm: Algorithm, buckets: Sequence[Bucket], states: Sequence[State], began: int
-    ) -> None:
-        """Exchange these buckets by this algorithm from now on; `states` has one state for each bucket."""
-        self.algorithm: WithDefaults = with_defaults(algorithm)
-        self._named = {"algorithm": name_of(algorithm), "payload": self.algorithm.payload}
-        self.buckets, self.states, self.began = list(buckets), list(states), began
-        self.sent, self.held = [], []
-
-    def set_step(self, step: int) -> None:
-        """Set the number of steps that have ended."""
-        self.step = step
-
-    def stop(self) -> None:
-        """Hold buckets back from now on."""
-        self.stopped = True
-
-    def resume(self) -> None:
-        """Send buckets again."""
-        self.stopped = False
-
-    def begin_round(self) -> None:
-        """Forget the buckets of the last round."""
-        self.sent = []
-
-    def pop_held(self) -> list[Bucket]:
-        """Return the buckets that were held back, and forget them."""
-        held, self.held = self.held, []
-        return held
-
-    def send(self, bucket: Bucket) -> Future[Any]:
-        """Prepare the exchange of a bucket and submit it to the lane, or hold it back if stopped."""
-        self._enter_step(bucket)
-        if self.stopped:
-            self.held.append(bucket)
-            return Future()
-        self.sent.append(bucket)
-        return self._submit(bucket)
-
-    def send_if_due(self, bucket: Bucket, delay: int) -> Future[Any] | None:
-        """Prepare a step of a bucket. If it communicates, submit an exchange that outlives `delay` steps."""
-        state = self.states[bucket.index]
-        self._enter_step(bucket)
-        if self.stopped:
-            self.algorithm.skip(bucket, state)
-        elif self.algorithm.communicates(bucket.step, state):
-            self.pending(bucket).begin(delay)
-            return self._submit(bucket)
-        else:
-            self.algorithm.begin(bucket, state)
-        return None
-
-    def pending(self, bucket: Bucket) -> Pending:
-        """Whether an exchange of this bucket outlives steps; for an algorithm whose window has a delay."""
-        found = self.algorithm.pending(self.states[bucket.index])
-        if found is None:
-            raise ArrayError(
-                f"the window of {self.algorithm.algorithm} has a delay, but its state has no Pending; expected "
-                "one as its field `pending`"
-            )
-        return found
-
-    def _enter_step(self, bucket: Bucket) -> None:
-        bucket.step = self.step - self.began
-        bucket.padding[...] = 0  # a NaN in the last block may have spread to the padding
-
-    def _submit(self, bucket: Bucket) -> Future[Any]:
-        state = self.states[bucket.index]
-        self.algorithm.begin(bucket, state)
-        began = time.perf_counter_ns()
-        future = self.lane.submit(self._exchange, self.algorithm, bucket, state, step=self.began + bucket.step)
-        self.counters.wait.time_ns += time.perf_counter_ns() - began  # a lane without a thread runs it here
-        return future
-
-    def warn_of_zeros(self, names: Sequence[str]) -> None:
-        """Warn that zeros take the place of the gradients `names`, once for each of them."""
-        new = [name for name in names if name not in self._warned] if self._warn else []
-        if not new:
-            return
-        self._warned.update(new)
-        missing = f"{new[0]!r} was" if len(new) == 1 else f"{new[0]!r} and {len(new) - 1} more were"
-        gradient = "its gradient" if len(new) == 1 else "their gradients"
-        warnings.warn(
-            f"in step {self.step}, {missing} not ready on rank {self.lane.comm.rank}: zeros are averaged in "
-            f"place of {gradient}; call engine.ready({new[0]!r}) when it is complete",
-            stacklevel=5,  # the line that calls at()
-        )
-
-    def _exchange(self, algorithm: WithDefaults, bucket: Bucket, state: State, step: int) -> None:
-        """Run an exchange, on the lane; `step` is the training step in which the bucket left. Collective."""
-        comm = self.lane.comm
-        before, began = comm.counters.total(), time.perf_counter_ns()
-        detail = {"bucket": bucket.index, "bytes": bucket.nbytes, "step": step}
-        self.lane.note(**detail)
-        context = comm.context
-        try:
-            context.bucket, context.bucket_step = bucket, (bucket.index, step)
-            with self.tracer.span("exchange", **detail, **self._named):
-                algorithm.exchange(bucket, comm, state)
-        finally:  # no call before these assignments: a signal handler could raise there
-            context.bucket = context.bucket_step = None
-        after = comm.counters.total()
-        if after.calls > before.calls:
-            spent_ns = time.perf_counter_ns() - began
-            self.counters.exchange.add(bucket.nbytes, after.wire_bytes - before.wire_bytes, spent_ns)
-            self.exchanged = step + 1
-
-    @property
-    def communicates(self) -> bool:
-        """Whether ranks communicate in this step, and wait for each other; the same on all ranks."""
-        if self.stopped or isinstance(self.algorithm.window, Rounds):
-            return False
-        return any(self.algorithm.communicates(self.step - self.began, state) for state in self.states)
-
-    def wait(self) -> None:
-        """Wait for all tasks on the lane, and raise the first error among them."""
-        with self._waiting():
-            self.lane.wait()
-
-    def wait_for(self, futures: Sequence[Future[Any]]) -> None:
-        """Wait for these tasks on the lane, and raise the first error among them."""
-        with self._waiting():
-            for future in futures:
-                self.lane.result(future)
-
-    @contextmanager
-    def _waiting(self) -> Iterator[None]:
-        """Count what happens in it as a wait."""
-        began = time.perf_counter_ns()
-        try:
-            with self.tracer.span("wait for exchanges"):
-                yield
-        finally:
-            self.counters.wait.add(0, 0, time.perf_counter_ns() - began)
-
-    def write_back(self, buckets: Sequence[Bucket]) -> None:
-        """Write back the results of these buckets."""
-        if buckets and self.algorithm.commits:
-            for bucket in buckets:
-                self.algorithm.commit(bucket, self.states[bucket.index])
-            self.counters.commits += 1
-
-    def commit(self) -> None:
-        """Write back the results of the buckets that were sent. Buckets that were held back stay local."""
-        self.write_back(self.sent)
-        for bucket in self.held:
-            self.algorithm.skip(bucket, self.states[bucket.index])
-        self.sent, self.held = [], []
-
+APART_ROUNDS = 100
+"""How many rounds in which ranks have replaced their weights unlike each other pass without a warning."""
 
 _LEFT_OUT = "; was engine.at(Point.BACKWARD) left out?"
 
@@ -281,7 +84,14 @@ class StepSchedule:
     def settle(self) -> None:
         """Close the window if it is open between steps."""
         if self._window.closes is Point.FORWARD:
-            self._close()
+            try:
+                self._close()
+            except CommTimeout as exc:
+                exc.args = (
+                    f"{exc}; a rank that has left out its optimizer's step begins this exchange in its next "
+                    "forward pass, or by engine.complete_step()",
+                )
+                raise
 
     def before_saving(self, *, phase_ends: bool) -> None:
         """Wait until no exchange changes the states."""
@@ -295,6 +105,13 @@ class StepSchedule:
     def finish(self) -> None:
         """Close the window, if it is open."""
         self._close()
+
+    def drop(self) -> None:
+        """End the exchanges under way without their results. A window that stays open sends nothing more."""
+        self._exchanges.drop()
+        if self._left and self._window.closes is Point.FORWARD:
+            self._left = 0
+            self._expect_all()
 
     def stop(self) -> None:
         """Finish the exchanges under way. The window stays open: later buckets of it stay local."""
@@ -399,6 +216,13 @@ class DelayedSchedule:
         """End all exchanges now. Collective."""
         self._end(most=self._delay + 1)
 
+    def drop(self) -> None:
+        """End all exchanges now, without their results."""
+        self._exchanges.wait_for(list(self._under_way.values()))
+        self._under_way.clear()
+        for bucket in self._exchanges.buckets:
+            self._exchanges.pending(bucket).end()
+
     def stop(self) -> None:
         """End all exchanges now. Collective."""
         self.finish()
@@ -432,7 +256,11 @@ class RoundSchedule:
     def __init__(self, rounds: Rounds, exchanges: Exchanges) -> None:
         self._interval_s, self._exchanges = rounds.interval_s, exchanges
         self._under_way: list[Future[Any]] = []
-        """Futures of the current round: whether all ranks are stopping, then the exchanges of the buckets."""
+        """Futures of the current round: what all ranks know of it, then the exchanges of the buckets."""
+        self._replaced = self._apart = 0
+        """How often the weights of this rank were replaced, and how many rounds ranks have differed in that."""
+        self._current = True
+        """Whether the weights are those with which the round began."""
         self._began_s = float("-inf")
 
     def ready(self, name: str) -> None:
@@ -462,6 +290,11 @@ class RoundSchedule:
         """Finish the rounds on all ranks, without writing back. Collective."""
         self.finish(commit=False)
 
+    def drop(self) -> None:
+        """Continue without the result of this round."""
+        self._replaced += 1
+        self._current = False
+
     def stop(self) -> None:
         """Run rounds until all ranks stop. Collective."""
         self.finish()
@@ -477,23 +310,39 @@ class RoundSchedule:
         while not agreed:
             self._begin(stopping=True)
             agreed = self._end(commit=commit)
+        if self._apart and commit:
+            raise CommMismatch(
+                "some ranks have replaced their weights since their last common round, and others have not (this "
+                f"one {self._replaced} times), so that no round averaged them: load the same weights on all ranks"
+            )
 
     def _begin(self, *, stopping: bool) -> None:
-        self._began_s = time.monotonic()
+        self._began_s, self._current = time.monotonic(), True
         self._exchanges.begin_round()
-        self._under_way = [self._exchanges.lane.submit(self._agree, stopping)]
+        self._under_way = [self._exchanges.lane.submit(self._agree, stopping, self._replaced)]
         self._under_way += [self._exchanges.send(bucket) for bucket in self._exchanges.buckets]
 
-    def _agree(self, stopping: bool) -> bool:
-        """Whether all ranks are stopping. Collective."""
-        return bool(self._exchanges.lane.comm.allreduce(np.array(stopping, np.uint8), op="min"))
+    def _agree(self, stopping: bool, replaced: int) -> tuple[bool, bool]:
+        """Whether all ranks are stopping, and have replaced their weights equally often. Collective."""
+        mine = np.array([stopping, replaced, -replaced])
+        least = self._exchanges.lane.comm.allreduce(mine, op="min").tolist()
+        return bool(least[0]), least[1] == -least[2]
 
     def _end(self, *, commit: bool = True) -> bool:
-        """Wait for the round and write it back; return whether all ranks were stopping when it began."""
+        """Wait for the round and write it back; return whether all ranks were stopping when it began.
+
+        A round of earlier weights is dropped, and so is one in which some ranks have replaced theirs already.
+        """
         self._exchanges.wait()
-        if commit:
+        (agreed, alike), self._under_way = self._under_way[0].result(), []
+        self._apart = 0 if alike else self._apart + 1
+        if self._apart == APART_ROUNDS:
+            self._exchanges.replacements.warn(
+                f"the last {APART_ROUNDS} rounds averaged nothing, since some ranks have replaced their weights, "
+                "and others have not: load the same weights on all ranks"
+            )
+        if commit and alike and self._current:
             self._exchanges.commit()
-        agreed, self._under_way = self._under_way[0].result(), []
         return bool(agreed)
 
 

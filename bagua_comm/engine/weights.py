@@ -84,10 +84,20 @@ class EngineWeights:
         doubled = step >= 16 and not step & (step - 1)
         return self.unchecked or (self._compare and (step == self._again_at or doubled))
 
-    def check(self, phase: Algorithm, plan: Plan, buckets: Buckets) -> None:
-        """Raise if the weights differ between ranks, and `phase`, the algorithm of this step, needs equal ones.
+    def must_be_equal(self, phase: Algorithm, buckets: Buckets) -> bool:
+        """Whether there are weights that must be the same on all ranks now, under `phase`, this step's algorithm.
 
-        Collective.
+        It is the same on all ranks. What is due is over where there are none.
+        """
+        found = not self.differ and with_defaults(phase).equal_start and bool(self._flats(buckets))
+        if not found:
+            self.unchecked, self._again_at = False, -1
+        return found
+
+    def check(self, phase: Algorithm, plan: Plan, buckets: Buckets) -> None:
+        """Raise if the weights differ between ranks, where they must be equal.
+
+        Collective. The lane is idle.
 
         After the first steps it warns instead, once: processors of different types may round differently.
 
@@ -95,8 +105,6 @@ class EngineWeights:
             CommMismatch: They differ when training begins, or did when `phase` copied them.
         """
         trained, self.unchecked, self._again_at = not self.unchecked, False, -1
-        if self.differ or not with_defaults(phase).equal_start or not self._flats(buckets):
-            return
         comm, mine = self._comm, _Digests(self._digests(plan, buckets), self._copied)
         if are_equal(comm.allreduce(equality_terms(repr(mine).encode()), op="max")):
             return

@@ -22,9 +22,9 @@ from bagua_comm import (
     UnsupportedError,
     arrays,
 )
-from bagua_comm.algorithms.base import check_average
 from bagua_comm.arrays import Array, LinearOp
 from bagua_comm.averages import InPlace, quantized_reduce_scatter
+from bagua_comm.averages.base import check_average
 from bagua_comm.averages.error_feedback import Residual, residual_of
 from bagua_comm.averages.hierarchical_shards import GatherByNode
 from bagua_comm.averages.quantized_shards import allgather, codec_for, reduce_scatter

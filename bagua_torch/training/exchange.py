@@ -123,6 +123,7 @@ class BucketExchange(Live):
     def average_weights(self) -> None:
         """Set the weights of all ranks to their mean. Collective."""
         average_tensors(self.comm, self.model.trained.values(), self.device)
+        self.engine.keep_weights()
 
     def reclaim(self) -> None:
         """Move weights back to the buckets, before an exchange, if user code has replaced their memory."""

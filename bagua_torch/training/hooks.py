@@ -17,6 +17,7 @@ from bagua_comm import CommError, Communicator
 
 from ..flats import lay_out_state
 from .backward import BackwardWatch, watches_of
+from .scaling import on_skipped_step
 
 
 class WeakCall:
@@ -68,10 +69,12 @@ class Hooks:
         *,
         before: Callable[..., Any],
         after: Callable[..., Any],
+        skipped: Callable[..., Any],
     ) -> None:
-        """Call `before` and `after` each step; give loaded states the strides of their parameters."""
+        """Call `before` and `after` each step, or `skipped`; give loaded states the parameters' strides."""
         for optimizer in optimizers:
             self._handles += [
+                on_skipped_step(optimizer, WeakCall(skipped)),
                 optimizer.register_step_pre_hook(WeakCall(before, self._handles)),
                 optimizer.register_step_post_hook(WeakCall(after, self._handles)),
                 optimizer.register_load_state_dict_post_hook(lay_out_state),
@@ -91,8 +94,9 @@ class Hooks:
             module.register_forward_pre_hook(WeakCall(running, self._handles)),
             module.register_forward_hook(EagerWeakCall(returned, self._handles)),
             module.register_state_dict_pre_hook(WeakCall(saving, self._handles)),
-            module.register_load_state_dict_pre_hook(WeakCall(loading, self._handles)),
         ]
+        for part in module.modules():  # each of them may be loaded alone
+            self._handles.append(part.register_load_state_dict_pre_hook(WeakCall(loading, self._handles)))
 
     def remove(self) -> None:
         """Remove all hooks."""

@@ -396,6 +396,13 @@ class TrainingStep(Live):
         if len(self._stepped) == len(self.optimizers) and (averaged or self.engine.payload == "grad"):
             self._end()
 
+    def _after_skipped_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """A GradScaler has left out a step on this rank: where others exchange their weights, it does so, too."""
+        if self.engine.payload == "weight" and self.stage in (Stage.AVERAGED, Stage.REOPENED):
+            self._stepped.add(id(optimizer))
+            if len(self._stepped) == len(self.optimizers):
+                self._end()
+
     def _end(self) -> None:
         self.stage = Stage.ANNOUNCED if self.stage in (Stage.REOPENED, Stage.ANNOUNCED) else Stage.IDLE
         self.watch.forget_outputs(reached=self.stage is Stage.ANNOUNCED)

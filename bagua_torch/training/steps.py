@@ -192,6 +192,7 @@ class TrainingSteps(TrainingStep):
     def _before_loading(self, *_: Any) -> None:
         self.settle()
         self.watch.forget_gradients()  # of weights that are replaced
+        self.engine.expect_weights()
 
     @property
     def hooked(self) -> bool:
@@ -202,7 +203,8 @@ class TrainingSteps(TrainingStep):
         """Register the hooks on the module, or on `wrapper` if it takes none, and on the optimizers."""
         self._hooks = Hooks()
         before, after = self._before_optimizer_step, self._after_optimizer_step
-        self._hooks.on_optimizers(self.optimizers, before=before, after=after)
+        skipped = self._after_skipped_step
+        self._hooks.on_optimizers(self.optimizers, before=before, after=after, skipped=skipped)
         if self.hooked:
             self._hooks.on_module(
                 self.model.module,

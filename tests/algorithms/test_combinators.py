@@ -308,7 +308,7 @@ def test_integers_are_refused_with_the_tensor(algorithm):
 # Members
 
 
-MEMBERS = {name for name in vars(WithDefaults) if not name.startswith("_")} - {"commits"}
+MEMBERS = {name for name in vars(WithDefaults) if not name.startswith("_")} - {"commits", "restarts"}
 """All that an algorithm may have."""
 
 

@@ -25,7 +25,7 @@ from bagua_comm import (
 )
 from bagua_comm.bootstrap.rendezvous import Deadline
 from bagua_comm.bucket import Plan, TensorSpec, make_buckets
-from bagua_comm.engine.schedule import Exchanges
+from bagua_comm.engine.exchanges import Exchanges
 from bagua_comm.files import write_at_once
 from bagua_comm.flight import FlightRecorder
 from bagua_comm.testing import run_ranks

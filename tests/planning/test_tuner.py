@@ -372,10 +372,10 @@ def train(comm, algorithm, tuner=None, *, steps=40):
     rng = np.random.default_rng(comm.rank)
     weights = {spec.name: np.ones(spec.shape, np.float32) for spec in SPECS}
     payload = algorithm.payload
+    if payload == "weight":
+        for view in plan.cut(storage["weight"]).values():
+            view[...] = 1
     with Engine(comm, algorithm, plan, {payload: storage[payload]}) as engine:
-        if payload == "weight":
-            for view in plan.cut(storage["weight"]).values():
-                view[...] = 1
         for _ in range(steps):
             engine.at(Point.FORWARD)
             views = engine.plan.cut([bucket.flat for bucket in engine.buckets])

@@ -26,8 +26,9 @@ from ...averages.quantized_shards import quantized_allgather, quantized_reduce_s
 from ...bucket import Bucket, Plan, TensorSpec, make_buckets
 from ...codecs import Codec
 from ...comm import Communicator
+from ...engine.exchanges import Exchanges
 from ...engine.restore import make_states
-from ...engine.schedule import Exchanges, ExchangeSchedule, RoundSchedule, schedule_of
+from ...engine.schedule import ExchangeSchedule, RoundSchedule, schedule_of
 from ...lane import Lane
 from ...trace import NULL
 from ..costmodel import Cluster, Job, Method, TorchDDP

@@ -1,0 +1,66 @@
+"""Steps that a GradScaler leaves out, since a gradient is not finite: it calls no hook of the optimizer then.
+
+Where weights are exchanged, each rank has its own gradients, and one may leave out a step that others make. Its
+exchange must begin even so, as they wait for it.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+Skipped = Callable[[torch.optim.Optimizer], Any]
+"""A function that is called with the optimizer whose step was left out."""
+
+_SKIPPED: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[Skipped]] = weakref.WeakKeyDictionary()
+"""What to call for each optimizer."""
+
+
+class _Handle:
+    """A registration, until `remove`."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, call: Skipped) -> None:
+        self._optimizer, self._call = weakref.ref(optimizer), call
+
+    def remove(self) -> None:
+        """End the registration."""
+        optimizer = self._optimizer()
+        calls = [] if optimizer is None else _SKIPPED.get(optimizer, [])
+        calls[:] = [call for call in calls if call is not self._call]
+
+
+def on_skipped_step(optimizer: torch.optim.Optimizer, call: Skipped) -> _Handle:
+    """Call `call(optimizer)` after each `torch.amp.GradScaler.step(optimizer)` that leaves out its step."""
+    _watch_scalers()
+    _SKIPPED.setdefault(optimizer, []).append(call)
+    return _Handle(optimizer, call)
+
+
+def _watch_scalers() -> None:
+    """Let every GradScaler say which steps it leaves out: PyTorch has no hook for that."""
+    original: Any = torch.amp.GradScaler.step
+    if hasattr(original, "_says_skipped"):
+        return
+
+    @functools.wraps(original)
+    def step(self: Any, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        calls = _SKIPPED.get(optimizer)
+        if not calls:
+            return original(self, optimizer, *args, **kwargs)
+        made: list[object] = []
+        handle = optimizer.register_step_post_hook(lambda *_: made.append(None))
+        try:
+            result = original(self, optimizer, *args, **kwargs)
+        finally:
+            handle.remove()
+        if not made:
+            for call in list(calls):
+                call(optimizer)
+        return result
+
+    step._says_skipped = True  # type: ignore[attr-defined]
+    setattr(torch.amp.GradScaler, "step", step)  # noqa: B010  (mypy refuses an assignment to a method)
