@@ -29,9 +29,10 @@ from bagua_comm import (
     UnsupportedError,
     Window,
 )
-from bagua_comm.algorithms.base import TRANSIENT, check_average, check_average_argument
+from bagua_comm.algorithms.base import TRANSIENT, check_average
 from bagua_comm.algorithms.state import load_state, save_state
 from bagua_comm.averages import InPlace
+from bagua_comm.averages.base import check_average_argument
 
 from .arrays import as_array, as_tensor, cupy_stream, dtype_name, torch_stream
 from .entry import communicator_of, errors_on_all
@@ -252,6 +253,8 @@ def check_hook(hook: object) -> Callable[[Any, Any], Any]:
     """
     if not callable(hook):
         raise UnsupportedError(f"register_comm_hook: hook is {hook!r}, expected an Average or a function")
+    if isinstance(hook, type) or hasattr(getattr(hook, "func", None), "bind"):
+        check_average_argument("register_comm_hook", hook, "hook")
     signature = inspect.signature(hook)
     places = list(signature.parameters.values())
     if len(places) < 2:

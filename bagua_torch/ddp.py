@@ -409,7 +409,7 @@ class DistributedDataParallel(TorchNames):
                 f"register_comm_hook: the algorithm is {self.algorithm}, which a hook cannot replace; wrap the "
                 "module without one"
             )
-        if hasattr(hook, "bind"):
+        if hasattr(hook, "bind") and not isinstance(hook, type):
             self.switch(GradientAllReduce(hook))
         else:
             self.switch(HookAlgorithm(check_hook(hook), state, self._trained))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch.nn.parallel import DistributedDataParallel
 
 from bagua_comm import Average, Communicator, Quantized, UnsupportedError
-from bagua_comm.algorithms.base import check_average_argument
+from bagua_comm.averages.base import check_average_argument
 
 from .bases import with_base
 from .comm_hook import comm_hook

@@ -18,6 +18,7 @@ from typing import ClassVar, Protocol
 from .. import arrays, kernels
 from ..arrays import Array
 from ..averages import Average, Exact, InPlace
+from ..averages.base import check_average_argument
 from ..bucket import Bucket
 from ..comm import Communicator
 from ..errors import ArrayError
@@ -27,7 +28,6 @@ from .base import (
     Ungrouped,
     Window,
     check_average,
-    check_average_argument,
     check_floating,
     check_integer,
 )

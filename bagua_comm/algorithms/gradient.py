@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ..averages import Average, Exact, InPlace, Quantized
+from ..averages.base import check_average_argument
 from ..bucket import Bucket
 from ..codecs import MinMaxUInt8
 from ..comm import Communicator
 from ..errors import ArrayError
-from .base import HOLD_HINT, Point, Ungrouped, Window, check_average, check_average_argument
+from .base import HOLD_HINT, Point, Ungrouped, Window, check_average
 from .residuals import average_in_place, bind_average
 
 

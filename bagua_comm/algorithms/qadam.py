@@ -16,6 +16,7 @@ from typing import ClassVar
 from .. import arrays, kernels
 from ..arrays import Array
 from ..averages import Average, Exact, InPlace, Quantized
+from ..averages.base import check_average_argument
 from ..bucket import Bucket
 from ..comm import Communicator
 from ..errors import ArrayError, CommError
@@ -25,7 +26,6 @@ from .base import (
     Ungrouped,
     Window,
     check_average,
-    check_average_argument,
     check_floating,
     check_integer,
 )

@@ -19,6 +19,7 @@ from typing import ClassVar, Literal
 from .. import kernels
 from ..arrays import Array
 from ..averages import Average, ErrorFeedback, InPlace, TopK
+from ..averages.base import check_average_argument
 from ..averages.error_feedback import check_retain
 from ..averages.top_k import check_top_k
 from ..bucket import Bucket
@@ -30,7 +31,6 @@ from .base import (
     Ungrouped,
     Window,
     check_average,
-    check_average_argument,
     check_floating,
     check_integer,
 )

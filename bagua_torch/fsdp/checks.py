@@ -19,7 +19,8 @@ from bagua_comm import (
     TopK,
     UnsupportedError,
 )
-from bagua_comm.algorithms.base import check_average, check_average_argument
+from bagua_comm.algorithms.base import check_average
+from bagua_comm.averages.base import check_average_argument
 from bagua_comm.codecs.base import codecs_in
 
 from ..arrays import dtype_name

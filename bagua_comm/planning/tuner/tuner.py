@@ -15,13 +15,13 @@ import numpy as np
 from ...algorithms import Algorithm
 from ...algorithms.base import (
     check_algorithm_argument,
-    check_average_argument,
     check_integer,
     pack,
     phases_of,
     runs_in_rounds,
 )
 from ...averages import Average
+from ...averages.base import check_average_argument
 from ...bucket import DEFAULT_BUCKET_BYTES, TensorSpec
 from ...comm import Communicator
 from ...engine import check_fit
