@@ -66,14 +66,16 @@ class DistributedDataParallel(TorchNames):
     be unfrozen between two steps, and then be given to one of the optimizers: in the next training forward pass
     ranks agree on it, and it becomes rank 0's.
 
-    `module` is the wrapped module; attributes that are missing here are looked up there. A backward pass is
-    averaged if it is the first one after a forward pass of this wrapper, or goes through a tensor that such a
-    pass returned. Several passes may do so, as for two losses. `p.grad` is then the mean over ranks of the sum of
-    their gradients; an average that rounds, as to eight bits, rounds in each pass. Weights are exchanged once a
-    step even so. `ddp.module(x).backward()` stays on this rank. An optimizer that is about to step by a gradient
-    that was not averaged raises an error. As with PyTorch's wrapper, gradients must be accumulated by
-    `backward()`: `torch.autograd.grad` of parameters raises, and gradients of `torch.distributed.autograd` are
-    not averaged. Every rank makes the same number of forward and backward passes, or enters `join`.
+    `module` is the wrapped module; attributes that are missing here are looked up there. `isinstance` finds it to
+    be PyTorch's wrapper, of which it has the attributes; those that it lacks raise an error that says what to
+    use. A backward pass is averaged if it is the first one after a forward pass of this wrapper, or goes through
+    a tensor that such a pass returned. Several passes may do so, as for two losses. `p.grad` is then the mean
+    over ranks of the sum of their gradients; an average that rounds, as to eight bits, rounds in each pass.
+    Weights are exchanged once in a step of the optimizers, whatever number of passes it has.
+    `ddp.module(x).backward()` stays on this rank. An optimizer that is about to step by a gradient that was not
+    averaged raises an error. As with PyTorch's wrapper, gradients must be accumulated by `backward()`:
+    `torch.autograd.grad` of parameters raises, and gradients of `torch.distributed.autograd` are not averaged.
+    Every rank makes the same number of forward and backward passes, or enters `join`.
 
     Buffers (the statistics of BatchNorm) become rank 0's at the end of every averaged backward pass, so that
     ranks are the same after every step, and evaluation needs no communication. With `every` and `DiLoCo` this
@@ -366,7 +368,7 @@ class DistributedDataParallel(TorchNames):
         """Average the next backward pass, even if it goes through no output of this wrapper.
 
         Collective. For losses that a module computes besides its outputs, if they have a separate backward pass.
-        It does nothing if the next pass is averaged anyway, in `no_sync`, and where weights are exchanged.
+        It does nothing if the next pass is averaged anyway, and in `no_sync`.
         """
         self._steps.expect_backward()
 

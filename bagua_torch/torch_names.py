@@ -242,13 +242,17 @@ class TorchNames(WrapperState):
     @property
     def process_group(self) -> dist.ProcessGroup:
         """The process group of torch.distributed with the same ranks: the one given, or the default one."""
-        group = self._others.get("process_group")
-        if group is not None:
-            return group  # type: ignore[no-any-return]
-        mine = self.comm.size, self.comm.rank
-        if dist.is_available() and dist.is_initialized() and mine == (dist.get_world_size(), dist.get_rank()):
-            return dist.group.WORLD
-        raise AttributeError("process_group")  # `__getattr__` says what to use
+        group, mine = self._others.get("process_group"), (self.comm.size, self.comm.rank)
+        if (
+            group is None
+            and dist.is_available()
+            and dist.is_initialized()
+            and mine == (dist.get_world_size(), dist.get_rank())
+        ):
+            group = dist.group.WORLD
+        if group is None:
+            raise AttributeError("process_group")  # `__getattr__` says what to use
+        return group  # type: ignore[no-any-return]
 
     @property
     def reducer(self) -> Reducer:

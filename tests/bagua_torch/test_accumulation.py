@@ -131,6 +131,8 @@ def test_weights_are_exchanged_once_for_the_microbatches_of_a_step(algorithm, wa
     Decentralized mixes weights in the first averaged pass: only then are later ones computed with mixed weights.
     """
     mixes_first = with_defaults(algorithm).window.closes is Point.BACKWARD
+    if mixes_first and way is forward_passes_first:
+        pytest.skip("the second graph would need weights from before they were mixed, which is an error")
     alike = not mixes_first or way in (by_attribute, by_no_sync, one_backward_pass)
     ranks = trained(way, algorithm, closure=closure)
     for (actual, counted, calls), (wanted, _, expected) in zip(ranks, in_one_pass(algorithm), strict=True):
