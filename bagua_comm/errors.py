@@ -19,6 +19,7 @@ only be shrunk, aborted or closed.
 
 from __future__ import annotations
 
+import functools
 import reprlib
 from collections.abc import Callable, Iterable
 from types import FunctionType
@@ -111,6 +112,25 @@ def shown(value: object) -> str:
         return reprlib.repr(value)
     except Exception:  # such as an int with more digits than Python converts
         return f"a {type(value).__name__}"
+
+
+def how_to_call(value: object, form: str = "{}") -> str:
+    """How to make an object of a class, partial or function given in its place, as the end of a message.
+
+    `form` is what to do with the result. "" for other values.
+
+    >>> how_to_call(functools.partial(ArrayError, "no"))
+    "; a functools.partial makes one when it is called: write ArrayError('no')"
+    """
+    made = value.func if isinstance(value, functools.partial) else value
+    if not isinstance(made, (type, FunctionType)):
+        return ""
+    name, arguments = made.__name__, ""
+    what = f"{name} is a {'class' if isinstance(made, type) else 'function'}"
+    if isinstance(value, functools.partial):
+        what = "a functools.partial makes one when it is called"
+        arguments = ", ".join([*map(shown, value.args), *(f"{n}={shown(v)}" for n, v in value.keywords.items())])
+    return f"; {what}: write {form.format(f'{name}({arguments})')}" if name.isidentifier() else "; call it"
 
 
 class CheckpointError(BaguaError, OSError):

@@ -253,6 +253,8 @@ def check_hook(hook: object) -> Callable[[Any, Any], Any]:
     """
     if not callable(hook):
         raise UnsupportedError(f"register_comm_hook: hook is {hook!r}, expected an Average or a function")
+    if isinstance(hook, type) or hasattr(getattr(hook, "func", None), "bind"):
+        check_average_argument("register_comm_hook", hook, "hook")
     signature = inspect.signature(hook)
     places = list(signature.parameters.values())
     if len(places) < 2:

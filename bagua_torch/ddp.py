@@ -6,7 +6,8 @@ backward pass continues (`engine`). At the end of the backward pass the lane is 
 optimizer reads `p.grad`, which has not moved.
 
 Other files: `model_state`, the parameters and buffers that all ranks share; `checks`, refused arguments;
-`wrapper_state`, state dicts and checkpoints; `training.buffers`, copies of buffers; `training.join`, uneven data;
+`wrapper_state`, state dicts and checkpoints; `torch_names`, other attributes of PyTorch's wrapper;
+`training.buffers`, copies of buffers; `training.join`, uneven data; `training.accumulation`, several passes;
 `training.unused`, parameters without a gradient; `training.versions`, optimizers that step too early;
 `training.hooks`, hooks, and the end of older wrappers of a module.
 """
@@ -47,15 +48,16 @@ from .errors import MisuseError
 from .memory import pack, specs_of
 from .model_state import ModelState
 from .torch_arguments import bytes_of_cap, check_others, device_of_inputs, moved
+from .torch_names import TorchNames
 from .training.hooks import end_older
 from .training.steps import TrainingSteps
 from .training.timing import StepTimer
-from .wrapper_state import WrapperState
 
 _log = logging.getLogger("bagua_comm.torch")
 
 
-class DistributedDataParallel(WrapperState):
+@nn.parallel.DistributedDataParallel.register  # a virtual subclass: frameworks unwrap by isinstance
+class DistributedDataParallel(TorchNames):
     """Data-parallel training of a module over any algorithm of bagua_comm.
 
     Collective. On construction, parameters, buffers and optimizer states become rank 0's, in place. Parameters
@@ -64,14 +66,16 @@ class DistributedDataParallel(WrapperState):
     be unfrozen between two steps, and then be given to one of the optimizers: in the next training forward pass
     ranks agree on it, and it becomes rank 0's.
 
-    `module` is the wrapped module; attributes that are missing here are looked up there. A backward pass is
-    averaged if it is the first one after a forward pass of this wrapper, or goes through a tensor that such a
-    pass returned. Several passes may do so, as for two losses. `p.grad` is then the mean over ranks of the sum of
-    their gradients; an average that rounds, as to eight bits, rounds in each pass. Weights are exchanged once a
-    step even so. `ddp.module(x).backward()` stays on this rank. An optimizer that is about to step by a gradient
-    that was not averaged raises an error. As with PyTorch's wrapper, gradients must be accumulated by
-    `backward()`: `torch.autograd.grad` of parameters raises, and gradients of `torch.distributed.autograd` are
-    not averaged. Every rank makes the same number of forward and backward passes, or enters `join`.
+    `module` is the wrapped module; attributes that are missing here are looked up there. `isinstance` finds it to
+    be PyTorch's wrapper, of which it has the attributes; those that it lacks raise an error that says what to
+    use. A backward pass is averaged if it is the first one after a forward pass of this wrapper, or goes through
+    a tensor that such a pass returned. Several passes may do so, as for two losses. `p.grad` is then the mean
+    over ranks of the sum of their gradients; an average that rounds, as to eight bits, rounds in each pass.
+    Weights are exchanged once in a step of the optimizers, whatever number of passes it has.
+    `ddp.module(x).backward()` stays on this rank. An optimizer that is about to step by a gradient that was not
+    averaged raises an error. As with PyTorch's wrapper, gradients must be accumulated by `backward()`:
+    `torch.autograd.grad` of parameters raises, and gradients of `torch.distributed.autograd` are not averaged.
+    Every rank makes the same number of forward and backward passes, or enters `join`.
 
     Buffers (the statistics of BatchNorm) become rank 0's at the end of every averaged backward pass, so that
     ranks are the same after every step, and evaluation needs no communication. With `every` and `DiLoCo` this
@@ -167,42 +171,42 @@ class DistributedDataParallel(WrapperState):
         **others: Any,
     ) -> None:
         super().__init__()
-        self.comm = communicator_of("DistributedDataParallel", comm)
+        comm = communicator_of("DistributedDataParallel", comm)
         self.broadcast_buffers = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
         self.find_unused_parameters = find_unused_parameters
         self.static_graph = static_graph
         self.tuner = tuner
         algorithm = algorithm if algorithm is not None else GradientAllReduce()
 
-        with errors_on_all(self.comm):
+        with errors_on_all(comm):
             checks.check_type(module)
             self.module = module
-            self.optimizers = checks.listed(optimizers)
+            listed = checks.listed(optimizers)
             bucket_bytes = bytes_of_cap(bucket_bytes, bucket_cap_mb, DEFAULT_BUCKET_BYTES)
             self._model = ModelState(module, checks.names_to_ignore(module, params_and_buffers_to_ignore))
             self._trained = self._model.trained
-            self._device = checks.check_module(self.comm, self._model)
-            checks.check_batch_norm(self.comm, module)
+            self._device = checks.check_module(comm, self._model)
+            checks.check_batch_norm(comm, module)
             self._inputs_to = device_of_inputs(device_ids, self._device)
             own = inspect.signature(DistributedDataParallel).parameters
-            check_others(others, ranks=self.comm.size, device=self._device, own=own)
-            checks.check_optimizers(self.optimizers, self._trained, algorithm)
+            check_others(others, ranks=comm.size, device=self._device, own=own)
+            self._others = others
+            checks.check_optimizers(listed, self._trained, algorithm)
             checks.check_memory(self._trained)
-            check_fit(algorithm, pack(self._trained, algorithm, bucket_bytes, self.comm.size), self.comm.size)
-        checks.check_ranks(self.comm, self._model, self.optimizers, tuned=tuner is not None)
+            check_fit(algorithm, pack(self._trained, algorithm, bucket_bytes, comm.size), comm.size)
+        checks.check_ranks(comm, self._model, listed, tuned=tuner is not None)
 
-        end_older(module, self.comm)
-        registry = self.comm.engine_registry
-        if init_sync and (registry is None or not registry.already_broadcast(module, *self.optimizers)):
-            self._model.copy_all(self.comm, self.optimizers)
+        end_older(module, comm)
+        registry = comm.engine_registry
+        if init_sync and (registry is None or not registry.already_broadcast(module, *listed)):
+            self._model.copy_all(comm, listed)
         if tuner is not None:
-            best = tuner.start(self.comm, algorithm, specs_of(self._trained), bucket_bytes=bucket_bytes)
+            best = tuner.start(comm, algorithm, specs_of(self._trained), bucket_bytes=bucket_bytes)
             bucket_bytes, algorithm = best.bucket_bytes, best.algorithm
-        self.algorithm, self.bucket_bytes = algorithm, bucket_bytes
         self._steps = TrainingSteps(
-            self.comm,
+            comm,
             self._model,
-            self.optimizers,
+            listed,
             algorithm,
             bucket_bytes,
             self._device,
@@ -255,18 +259,6 @@ class DistributedDataParallel(WrapperState):
     def _time_step(self) -> None:
         paused = self._steps.joined or self.engine.stopped
         self._timer.next_step(self.tuner, self.replan, paused=paused)
-
-    def __getattr__(self, name: str) -> Any:
-        """Look up missing attributes in the wrapped module."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("module"), name)
-
-    _ddp_params_and_buffers_to_ignore = checks.refused_to_pytorchs_own
-
-    def __getstate__(self) -> Any:
-        raise UnsupportedError("DistributedDataParallel: cannot be copied or pickled; copy its .module")
 
     @public_method("DistributedDataParallel.close")
     def close(self) -> None:
@@ -376,7 +368,7 @@ class DistributedDataParallel(WrapperState):
         """Average the next backward pass, even if it goes through no output of this wrapper.
 
         Collective. For losses that a module computes besides its outputs, if they have a separate backward pass.
-        It does nothing if the next pass is averaged anyway, in `no_sync`, and where weights are exchanged.
+        It does nothing if the next pass is averaged anyway, and in `no_sync`.
         """
         self._steps.expect_backward()
 
@@ -419,7 +411,7 @@ class DistributedDataParallel(WrapperState):
                 f"register_comm_hook: the algorithm is {self.algorithm}, which a hook cannot replace; wrap the "
                 "module without one"
             )
-        if hasattr(hook, "bind"):
+        if hasattr(hook, "bind") and not isinstance(hook, type):
             self.switch(GradientAllReduce(hook))
         else:
             self.switch(HookAlgorithm(check_hook(hook), state, self._trained))
@@ -450,7 +442,6 @@ class DistributedDataParallel(WrapperState):
             self._steps.make_equal()
         log_on_root(_log, self.comm.rank, "switch: from %s to %s", self.algorithm, algorithm)
         self._steps.switch(algorithm)
-        self.algorithm = algorithm
 
     @public_method("DistributedDataParallel.replan")
     def replan(self, *, bucket_bytes: int | None = None, algorithm: Algorithm | None = None) -> None:
@@ -473,7 +464,6 @@ class DistributedDataParallel(WrapperState):
         checks.check_backward_ended(self._steps.watch.unfinished)
         self._steps.complete()
         self._steps.replan(bucket_bytes, algorithm)
-        self.bucket_bytes, self.algorithm = bucket_bytes, algorithm
 
     @public_method("DistributedDataParallel.average_weights")
     def average_weights(self) -> None:

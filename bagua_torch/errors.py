@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bagua_comm import ArrayError, CommError, CommMismatch
+from bagua_comm import ArrayError, CommError, CommMismatch, UnsupportedError
 
 
 class MisuseError(ArrayError, RuntimeError):
@@ -11,6 +11,10 @@ class MisuseError(ArrayError, RuntimeError):
 
 class MismatchError(CommMismatch, RuntimeError):
     """The ranks' modules differ; PyTorch's wrapper raises a RuntimeError."""
+
+
+class MissingError(UnsupportedError, AttributeError):
+    """PyTorch's wrapper has this attribute and ours does not, or it cannot be set; an AttributeError as well."""
 
 
 class EarlyEndError(CommError, RuntimeError):

@@ -27,11 +27,19 @@ class WrapperState(nn.Module):
     """Base of DistributedDataParallel: its state dict, and its part of a checkpoint."""
 
     module: nn.Module
-    comm: Communicator
-    algorithm: Algorithm
     tuner: Tuner | None
     _model: ModelState
     _steps: TrainingSteps
+
+    @property
+    def comm(self) -> Communicator:
+        """The ranks."""
+        return self._steps.comm
+
+    @property
+    def algorithm(self) -> Algorithm:
+        """The algorithm in use; `switch` and `replan` change it."""
+        return self._steps.engine.algorithm
 
     def replan(self, *, bucket_bytes: int | None = None, algorithm: Algorithm | None = None) -> None:
         """Continue with other buckets, or the same algorithm with other settings. Collective."""

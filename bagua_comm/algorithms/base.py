@@ -13,10 +13,11 @@ from enum import Enum
 from typing import Any, Protocol, TypeAlias
 
 from ..arrays import FLOATS, Array
+from ..averages.base import briefly, form_of_class
 from ..bucket import Bucket, Plan, TensorSpec
 from ..comm import Communicator
 from ..deprecation import former_names
-from ..errors import ArrayError, UnsupportedError
+from ..errors import ArrayError, UnsupportedError, how_to_call
 
 Payload: TypeAlias = str
 """The contents of buckets: "grad" or "weight". To type checkers `payload = "grad"` is a `str`."""
@@ -482,22 +483,15 @@ def _how_to_make_an_algorithm(value: object) -> str:
     """How to make an algorithm of a value that is none, as the end of a message; "" if that is not known."""
     if isinstance(value, str):
         return f"; bagua_comm.algorithms.from_name({value!r}) makes one of a known name, such as 'bytegrad'"
-    if isinstance(value, type) or (callable(value) and not hasattr(value, "bind")):
-        return f"; make one by {getattr(value, '__name__', 'it')}()"
+    if isinstance(value, type) or callable(value):
+        return how_to_call(
+            value, form_of_class(value, "GradientAllReduce(Quantized({}))", "GradientAllReduce({})")
+        )
     if hasattr(value, "bind"):
-        return f"; an average becomes one by GradientAllReduce({_briefly(value)})"
+        return f"; an average becomes one by GradientAllReduce({briefly(value)})"
     if hasattr(value, "wire_nbytes"):
-        return f"; a codec becomes one by GradientAllReduce(Quantized({_briefly(value)}))"
+        return f"; a codec becomes one by GradientAllReduce(Quantized({briefly(value)}))"
     return ""
-
-
-def _briefly(settings: object) -> str:
-    """The expression that makes an object, without its settings."""
-    kind = type(settings)
-    try:
-        return f"{kind.__name__}()" if kind() == settings else f"{kind.__name__}(...)"
-    except Exception:  # it needs arguments
-        return f"{kind.__name__}(...)"
 
 
 def check_integer(owner: str, name: str, value: object, *, least: int) -> None:

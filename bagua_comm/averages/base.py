@@ -15,11 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Protocol, TypeAlias
 
 from ..arrays import COMPLEX, FLOATS, Array
 from ..comm import Communicator
-from ..errors import ArrayError, UnsupportedError
+from ..errors import ArrayError, UnsupportedError, how_to_call
 
 InPlace: TypeAlias = Callable[[Array], Array]
 """A function that averages an array over all ranks in place, and returns it. Collective."""
@@ -63,12 +64,37 @@ class Exact:
             raise UnsupportedError(f"{self} cannot average {dtype}; expected a floating-point or complex dtype")
 
 
+# Checks of arguments --------------------------------------------------------------------------------
+
+
 def check_average_argument(owner: str, value: object, name: str = "average") -> None:
     """Raise `ArrayError` unless `value`, of the argument `name`, is an Average."""
     if isinstance(value, type) or not callable(getattr(value, "bind", None)):
-        raise ArrayError(
-            f"{owner}: {name} is {value!r}, expected an Average such as Exact() or Quantized(MinMaxUInt8())"
+        hint = (
+            ""
+            if isinstance(value, FunctionType)
+            else how_to_call(value, form_of_class(value, "Quantized({})", "{}"))
         )
+        if hasattr(value, "wire_nbytes") and not hint:
+            hint = f"; a codec becomes one by Quantized({briefly(value)})"
+        raise ArrayError(
+            f"{owner}: {name} is {value!r}, expected an Average such as Exact() or Quantized(MinMaxUInt8()){hint}"
+        )
+
+
+def form_of_class(value: object, of_codec: str, of_average: str) -> str:
+    """The form for `how_to_call` that fits what a class or a partial of it makes; "{}" if that is neither."""
+    made = getattr(value, "func", value)
+    return of_average if hasattr(made, "bind") else of_codec if hasattr(made, "wire_nbytes") else "{}"
+
+
+def briefly(settings: object) -> str:
+    """The expression that makes an object, without its settings."""
+    kind = type(settings)
+    try:
+        return f"{kind.__name__}()" if kind() == settings else f"{kind.__name__}(...)"
+    except Exception:  # it needs arguments
+        return f"{kind.__name__}(...)"
 
 
 def check_average(average: Average, dtype: str) -> None:

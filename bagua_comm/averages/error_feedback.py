@@ -13,7 +13,7 @@ from ..arrays import Array, Scratch
 from ..codecs import Codec
 from ..comm import Communicator
 from ..comm.call import Call
-from ..errors import ArrayError, UnsupportedError
+from ..errors import ArrayError, UnsupportedError, how_to_call
 from .base import InPlace
 from .coded import check_decay
 from .quantized import Quantized, QuantizedMean
@@ -80,7 +80,7 @@ class ErrorFeedback:
     def __post_init__(self) -> None:
         if not isinstance(self.inner, (Quantized, TopK)):
             found = type(self.inner).__name__
-            advice = f"; or {found}(ErrorFeedback())" if found == "Hierarchical" else ""
+            advice = f"; or {found}(ErrorFeedback())" if found == "Hierarchical" else how_to_call(self.inner)
             raise ArrayError(
                 f"ErrorFeedback: inner is {self.inner!r}, expected Quantized(codec) or TopK(){advice}"
             )
@@ -102,7 +102,7 @@ class ErrorFeedback:
         if self.residual_codec is not None and not isinstance(self.residual_codec, Codec):
             raise ArrayError(
                 f"ErrorFeedback: residual_codec is {self.residual_codec!r}, expected None or a Codec such as "
-                "MinMaxUInt8()"
+                f"MinMaxUInt8(){how_to_call(self.residual_codec)}"
             )
         if self.residual_codec is not None and self.residual_codec.random_seed is not None:
             raise ArrayError(

@@ -13,8 +13,8 @@ from ..arrays import Array
 from ..codecs import Codec
 from ..comm import Communicator
 from ..comm.call import Call
-from ..errors import ArrayError
-from .base import Average, Exact, InPlace
+from ..errors import ArrayError, how_to_call
+from .base import Average, Exact, InPlace, check_average_argument
 from .hierarchical_shards import GatherByNode, ShardsByNode, chunks_by_node
 from .quantized import Quantized
 from .quantized_shards import allgather, codec_for, quantized_reduce_scatter
@@ -54,8 +54,12 @@ class Hierarchical:
     inside: Exact | Quantized = field(default_factory=Exact, kw_only=True)
 
     def __post_init__(self) -> None:
+        check_average_argument("Hierarchical", self.inner, "inner")
         if not isinstance(self.inside, (Exact, Quantized)):
-            raise ArrayError(f"Hierarchical: inside is {self.inside!r}, expected Exact() or Quantized(codec)")
+            hint = how_to_call(self.inside)
+            raise ArrayError(
+                f"Hierarchical: inside is {self.inside!r}, expected Exact() or Quantized(codec){hint}"
+            )
         if isinstance(self.inside, Quantized) and self.inside.codec.random_seed is not None:
             raise ArrayError(
                 f"Hierarchical: inside is {self.inside}, which rounds stochastically, so that nodes would "

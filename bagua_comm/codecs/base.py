@@ -20,7 +20,7 @@ import numpy as np
 
 from .. import arrays, kernels
 from ..arrays import Array, DType
-from ..errors import ArrayError, UnsupportedError, shown
+from ..errors import ArrayError, UnsupportedError, how_to_call, shown
 from ..kernels.host import Draws
 
 ALIGNMENT = 32
@@ -312,7 +312,9 @@ def check_codec_argument(owner: str, codec: object, dtype: str | None = None) ->
         UnsupportedError: It does not take the dtype.
     """
     if not isinstance(codec, Codec):
-        raise ArrayError(f"{owner}: codec is {codec!r}, expected a Codec such as MinMaxUInt8()")
+        raise ArrayError(
+            f"{owner}: codec is {codec!r}, expected a Codec such as MinMaxUInt8(){how_to_call(codec)}"
+        )
     if dtype is not None and dtype not in codec.dtypes:
         wanted = ", ".join(sorted(codec.dtypes))
         cure = "; pass x.astype('float32')" if dtype == "float64" and "float32" in codec.dtypes else ""

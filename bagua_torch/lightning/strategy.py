@@ -13,13 +13,13 @@ import torch
 from torch import nn
 
 from bagua_comm import Algorithm, ArrayError, Communicator, UnsupportedError
-from bagua_comm.algorithms.base import exchanges_weights
+from bagua_comm.algorithms.base import check_algorithm_argument, exchanges_weights
 
 from ..arrays import as_array, torch_stream
 from ..bases import with_base
 from ..broadcast import map_leaves
 from ..ddp import DistributedDataParallel
-from ..entry import communicator_of, raise_on_all
+from ..entry import communicator_of, errors_on_all
 from .packages import FABRICS, package_of
 
 KEY = "bagua"
@@ -38,7 +38,9 @@ class RankStrategy:
         """Find the ranks; return the arguments of Lightning's base class. Collective."""
         self.algorithm, self._options = algorithm, options
         self.comm = communicator_of(type(self).__name__, comm)
-        raise_on_all(self.comm, None)
+        with errors_on_all(self.comm):
+            if algorithm is not None:
+                check_algorithm_argument(type(self).__name__, "algorithm", algorithm)
         self._hosts = len(set(self.comm.allgather_object(self.comm.node)))
         cuda = self.comm.device is not None and torch.cuda.is_available()
         self._device = torch.device(f"cuda:{self.comm.device}") if cuda else torch.device("cpu")

@@ -18,6 +18,7 @@ from ..memory import BucketMemory
 from ..model_state import ModelState
 from ..stages import StageSpan
 from . import unaveraged, unfreezing
+from .accumulation import AveragedGradients
 from .backward import BackwardWatch, queue_callback
 from .buffers import SharedBuffers
 from .exchange import BucketExchange
@@ -64,8 +65,7 @@ class TrainingStep(Live):
         self.stage = Stage.IDLE
         self.averages = 0
         """Number of averaged backward passes."""
-        self.averaging = True
-        """Whether backward passes are averaged; False in `no_sync`."""
+        self._averaging = True
         self._join: Join | None = None
         self._buffers = SharedBuffers(comm, model, enabled=copies_buffers)
         self._stepped: set[int] = set()  # ids of the optimizers that stepped since the last backward pass
@@ -75,6 +75,10 @@ class TrainingStep(Live):
         self._running = False  # the same while the module runs
         self._opened = False  # by the wrapper, in a training forward pass whose module does not run yet
         self._stays = False  # a backward pass since the last step was not averaged
+        self._accumulated = False  # a forward pass has continued the averaged step
+        self._cleared = False  # the gradients of that step were cleared, and others accumulated
+        self._late = 0  # steps that this rank has skipped unnoticed
+        self._closes = False  # an optimizer runs a closure
         self._used = False  # a forward pass went through the wrapper, or a backward pass was announced
         self._warned = False  # of a forward pass without a backward pass
         self._warned_local = False  # of a step by gradients that are not averaged
@@ -102,6 +106,7 @@ class TrainingStep(Live):
             reached=self._reach_output,
         )
         self._versions = WeightVersions(self._trained)
+        self._gradients = AveragedGradients(self._trained)
 
     def _callbacks(self) -> EngineCallbacks:
         """Functions for the engine, which hold this object weakly."""
@@ -142,18 +147,20 @@ class TrainingStep(Live):
             self._opens_late = not training
             if training:
                 self._buffers.due = True
-                if self.stage in (Stage.IDLE, Stage.AVERAGED):
-                    self._begin_step()
-                    between_steps()
-                    self.watch.armed = True  # a new plan disarms it
-                    self._announce()
-                self._begin_forward()
+                self._accumulated = self._accumulates()
+                if not self._accumulated:
+                    if self.stage in (Stage.IDLE, Stage.AVERAGED):
+                        self._begin_step()
+                        between_steps()
+                        self.watch.armed = True  # a new plan disarms it
+                        self._announce()
+                    self._begin_forward()
         self._called, self._opened, self._used = self.averaging, training, True
 
     def expect_backward(self) -> None:
         """Average the next backward pass, whether or not it goes through an output of the wrapper. Collective."""
         self._used = True
-        if not self.averaging or self.watch.armed or self.engine.payload != "grad":
+        if not self.averaging or self.watch.armed or self._accumulates():
             return
         if self.stage in (Stage.IDLE, Stage.AVERAGED):
             self.finish()
@@ -161,16 +168,29 @@ class TrainingStep(Live):
         self._begin_forward()
         self.watch.armed = True
 
+    @property
+    def averaging(self) -> bool:
+        """Whether backward passes are averaged; False in `no_sync`."""
+        return self._averaging
+
+    @averaging.setter
+    def averaging(self, value: bool) -> None:
+        self._averaging, self._used = value, self._used or not value
+        self.watch.leaves = not value or not self.hooked
+
+    @property
+    def hooked(self) -> bool:
+        """Whether the module takes hooks; otherwise the wrapper calls `before_running` and `returned`."""
+        return not isinstance(self.model.module, torch.jit.ScriptModule)
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """A context in which backward passes are not averaged."""
-        self._used = True
-        before = self.averaging, self.watch.leaves
-        self.averaging, self.watch.leaves = False, True
+        before, self.averaging = self.averaging, False
         try:
             yield
         finally:
-            self.averaging, self.watch.leaves = before
+            self.averaging = before
 
     def _check(self, *, in_forward: bool = True) -> None:
         """Raise unless a training forward pass may begin; `join` counts it. Collective after unfreezing."""
@@ -248,6 +268,9 @@ class TrainingStep(Live):
     def _begin_backward(self) -> None:
         """Let autograd accumulate into the buckets. Collective if no training forward pass came before."""
         self.spans["backward"].begin()
+        if self._accumulated and not self._accumulates():
+            self._late += 1  # it was skipped, and its gradients were cleared after the forward pass
+        self._accumulated = False
         if self.stage not in (Stage.OPEN, Stage.REOPENED):
             self._open_late()
         self._versions.begin(self.memory.names)
@@ -260,7 +283,7 @@ class TrainingStep(Live):
         """
         further = self.stage is Stage.AVERAGED and not self._opens_late
         self._opens_late = False
-        if further and self.engine.payload == "weight":
+        if self._accumulates() or (further and self.engine.payload == "weight"):
             return  # weights are exchanged once a step, and gradients stay on this rank
         self._check(in_forward=False)
         self._buffers.due |= self.model.module.training  # checkpointing runs parts of the module again
@@ -272,7 +295,9 @@ class TrainingStep(Live):
 
     def _before_gradient(self, name: str) -> None:
         """Let autograd accumulate into the bucket in a pass that is not averaged."""
-        self._stays = True
+        if not self._stays:
+            self._stays = True
+            self._cleared = self.stage is Stage.AVERAGED and not self._accumulates()
         if self._trained[name].grad is None:  # otherwise it may be in the bucket of another wrapper
             self.memory.attach(name)
 
@@ -310,8 +335,10 @@ class TrainingStep(Live):
         self.exchange.note_new_weights()
         self.attach_states()
         self.stage = Stage.AVERAGED
+        if self.engine.payload == "weight":
+            self._gradients.note(self.memory.names)
         self.averages += 1
-        self._stays = False
+        self._stays = self._cleared = False
         self._stepped.clear()
         self.watch.forget_gradients()  # they were in the buckets, too
         self._fetch_buffers()
@@ -351,6 +378,7 @@ class TrainingStep(Live):
             self._check_local(optimizer)
         self.engine.settle()  # if this step was counted already
         self.exchange.reclaim()
+        self._closes = _has_closure(args, kwargs)
         self.spans["optimizer"].begin()
 
     def _check_local(self, optimizer: torch.optim.Optimizer) -> None:
@@ -389,10 +417,13 @@ class TrainingStep(Live):
 
     def _after_optimizer_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self.spans["optimizer"].end()
+        self._closes = False
         if _has_closure(args, kwargs):  # which has made the backward pass
             self._check_local(optimizer)
-        self._stepped.add(id(optimizer))
         averaged = self.stage in (Stage.AVERAGED, Stage.REOPENED)
+        if not averaged and all(group.get("lr") == 0 for group in optimizer.param_groups):
+            return  # PyTorch's checkpoints make such a step, so that the optimizer has its state
+        self._stepped.add(id(optimizer))
         if len(self._stepped) == len(self.optimizers) and (averaged or self.engine.payload == "grad"):
             self._end()
 
@@ -407,12 +438,26 @@ class TrainingStep(Live):
         self.stage = Stage.ANNOUNCED if self.stage in (Stage.REOPENED, Stage.ANNOUNCED) else Stage.IDLE
         self.watch.forget_outputs(reached=self.stage is Stage.ANNOUNCED)
         self._passes = 0
-        self._stays = False
+        self._stays = self._accumulated = self._cleared = False
         self._stepped.clear()
         self.exchange.reclaim()
         self._buffers.keep()
+        late, self._late = self._late, 0
+        for point in [Point.STEP, Point.FORWARD, Point.BACKWARD] * late:
+            self.engine.at(point)
         self.engine.at(Point.STEP)
         self.exchange.note_new_weights()
+
+    def _accumulates(self) -> bool:
+        """Whether a further pass belongs to the averaged step, in which weights are exchanged once."""
+        if self.stage is not Stage.AVERAGED or self.engine.payload != "weight" or self._stepped:
+            return False
+        return self._closes or not (self._cleared or self._gradients.cleared)
+
+    def complete_skipped(self) -> None:
+        """As `complete`, unless further passes may belong to the step. Collective."""
+        if not self._accumulates() or (not self._closes and self._gradients.overflowed):
+            self.complete()
 
     def complete(self) -> None:
         """Where weights are exchanged, end a step that the optimizers skipped (with a GradScaler). Collective."""
@@ -434,7 +479,8 @@ class TrainingStep(Live):
         for span in self.spans.values():
             span.forget()
         self.stage = Stage.CLOSED if self.stage is Stage.CLOSED else Stage.IDLE
-        self._passes = 0
+        self._passes = self._late = 0
+        self._accumulated = self._cleared = self._closes = False
         self._stepped.clear()
         self.exchange.note_new_weights()
 

@@ -173,7 +173,7 @@ class TrainingSteps(TrainingStep):
         """Before the module runs, saves or loads: write back the results of exchanges since the last step."""
         self._running, self._called = self._called, False
         if not self.model.module.training:
-            self.complete()
+            self.complete_skipped()
         self.engine.settle()
         self.exchange.note_new_weights()
         self._buffers.keep()
@@ -193,11 +193,6 @@ class TrainingSteps(TrainingStep):
         self.settle()
         self.watch.forget_gradients()  # of weights that are replaced
         self.engine.expect_weights()
-
-    @property
-    def hooked(self) -> bool:
-        """Whether the module takes hooks; otherwise the wrapper calls `before_running` and `returned`."""
-        return not isinstance(self.model.module, torch.jit.ScriptModule)
 
     def attach_to(self, wrapper: Any) -> None:
         """Register the hooks on the module, or on `wrapper` if it takes none, and on the optimizers."""

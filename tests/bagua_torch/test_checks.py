@@ -1,5 +1,7 @@
 """The checks of a wrapper, one by one: their errors and results, and that they change nothing."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -10,6 +12,7 @@ from bagua_comm import (
     CommError,
     CommMismatch,
     Decentralized,
+    DiLoCo,
     Float16,
     GradientAllReduce,
     MinMaxUInt8,
@@ -170,8 +173,12 @@ def test_optimizers_of_other_parameters_are_refused(optimizers, message):
     ("algorithm", "how"),
     [
         (None, "$"),
-        (GradientAllReduce, r"; make one by GradientAllReduce\(\)"),
-        (ByteGrad, r"; make one by ByteGrad\(\)"),
+        (DiLoCo, r"; DiLoCo is a class: write DiLoCo\(\)$"),
+        (ByteGrad, r"; ByteGrad is a function: write ByteGrad\(\)$"),
+        (partial(DiLoCo, 4, outer_lr=0.5), r"; a functools.partial makes .*: write DiLoCo\(4, outer_lr=0.5\)$"),
+        (lambda: ByteGrad(), "; call it$"),
+        (Quantized, r"; Quantized is a class: write GradientAllReduce\(Quantized\(\)\)$"),
+        (MinMaxUInt8, r"; MinMaxUInt8 is a class: write GradientAllReduce\(Quantized\(MinMaxUInt8\(\)\)\)$"),
         ("bytegrad", r"; bagua_comm.algorithms.from_name\('bytegrad'\) makes one"),
         (Quantized(), r"; an average becomes one by GradientAllReduce\(Quantized\(\)\)"),
         (Quantized(Float16()), r"; an average becomes one by GradientAllReduce\(Quantized\(...\)\)"),

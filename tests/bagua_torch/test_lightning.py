@@ -376,7 +376,7 @@ def test_a_traceback_is_shown_although_torch_distributed_has_a_hook(tmp_path):
 @pytest.mark.parametrize(
     ("start", "package", "programs"),
     [
-        (run_python, "lightning", ["resume", "weights", "failing", "fabric"]),
+        (run_python, "lightning", ["resume", "weights", "failing", "fabric", "manual"]),
         (torchrun, "pytorch_lightning", ["equal", "norms", "unfreezing"]),
     ],
     ids=["mpirun-lightning", "torchrun-pytorch_lightning"],

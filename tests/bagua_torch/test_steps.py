@@ -72,8 +72,12 @@ def test_gradients_that_are_averaged_twice_before_a_step():
 def test_where_weights_are_exchanged_a_step_that_was_left_out_counts():
     def body(comm):
         driven = Driven(comm, Decentralized())
-        assert driven.after("forward", "backward", "forward", "backward") == [OPEN, AVERAGED] * 2
+        assert driven.after(*["forward", "backward"] * 2, "evaluate") == [OPEN, *[AVERAGED] * 4]  # microbatches
+        assert driven.ddp.engine.step == 0
+        driven.optimizer.zero_grad()
+        assert driven.after("forward", "backward") == [OPEN, AVERAGED]
         assert driven.ddp.engine.step == 1
+        driven.optimizer.zero_grad()
         assert driven.after("evaluate") == [IDLE]  # weights are read
         assert driven.ddp.engine.step == 2
         driven.ddp.close()

@@ -401,6 +401,24 @@ def fabric():
         alone.setup_module(nn.Linear(2, 2))
 
 
+def manual():
+    """What Lightning's own strategy does of a pass in manual optimization, and of accumulation."""
+    overrides = importlib.import_module(f"{L.__name__}.overrides.distributed")
+    control = importlib.import_module(f"{F.__name__}.strategies.ddp")._DDPBackwardSyncControl()
+    model = nn.Linear(2, 1)
+    ddp = bagua_torch.DistributedDataParallel(model, comm=comm)
+    with control.no_backward_sync(ddp, True):
+        assert not ddp.require_backward_grad_sync
+        loss = ddp(torch.full((1, 2), float(comm.rank))).sum()
+    overrides.prepare_for_backward(ddp, loss)
+    loss.backward()
+    assert model.weight.grad.tolist() == [[(comm.size - 1) / 2] * 2]
+    ddp.reducer._delay_all_reduce()
+    with pytest.raises(AttributeError, match="the reducer of bagua_torch has no attribute"):
+        _ = ddp.reducer._install_post_backward_futures
+    ddp.close()
+
+
 if __name__ == "__main__":
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
