@@ -25,6 +25,7 @@ from bagua_comm.processes import this_network
 from bagua_comm.transports import Transport
 
 from . import serving
+from .children import kept_in_children
 from .transport import ProcessGroupTransport, count
 
 _RELEASE_S = 0.001
@@ -100,11 +101,17 @@ def connect(
     use_device(comm)
     if process_group and not dist.is_initialized():
         if comm.size == 1:
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+            _initialize("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
         else:
             provide_group(comm)
         comm.at_close = functools.partial(_destroy, dist.group.WORLD)
     return comm
+
+
+def _initialize(backend: str, **settings: Any) -> None:
+    """Make the default process group of torch.distributed."""
+    dist.init_process_group(backend, **settings)
+    kept_in_children(dist.group.WORLD)
 
 
 def _destroy(group: Any) -> None:
@@ -153,7 +160,7 @@ def provide_group(comm: Communicator) -> None:
     store, wait = serve_store(comm), timedelta(seconds=comm.timeout_s)
     try:
         backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-        dist.init_process_group(backend, store=store, rank=comm.rank, world_size=comm.size, timeout=wait)
+        _initialize(backend, store=store, rank=comm.rank, world_size=comm.size, timeout=wait)
     except (RuntimeError, ValueError) as exc:
         raise BootstrapError(f"torch.distributed cannot connect the ranks: {exc}") from exc
 
@@ -229,9 +236,7 @@ def _init_process_group(timeout_s: float) -> None:
         store, rank, size = torchrun_store()
         # Under a new prefix: an earlier group may have left keys in the store.
         prefixed = dist.distributed_c10d.PrefixStore(f"bagua/world-{count(store, 'bagua/world', rank)}", store)
-        dist.init_process_group(
-            backend, store=prefixed, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)
-        )
+        _initialize(backend, store=prefixed, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s))
     except (RuntimeError, ValueError) as exc:
         raise BootstrapError(
             f"connect: torchrun started this process, but torch.distributed cannot join its world: {exc}"
