@@ -1,9 +1,9 @@
 """How a `with` block ends: closed or left."""
 
-import os
 import sys
 
 import pytest
+from support.children import forked
 
 from bagua_comm.closing import Closing
 
@@ -44,15 +44,11 @@ def test_an_exit_with_code_0_ends_a_block_as_its_last_line_does(leave, ended):
 
 def test_in_a_forked_child_the_end_of_the_block_does_nothing():
     ends = Ends()
-    reader, writer = os.pipe()
-    try:
-        with ends:
-            child = os.fork()
-            if child == 0:
-                sys.exit(0)
-    except SystemExit:
-        os.write(writer, repr(ends.ended).encode())
-        os._exit(0)
-    os.waitpid(child, 0)
-    assert os.read(reader, 100) == b"[]"
+
+    def child():
+        ends.__exit__(SystemExit, SystemExit(0), None)
+        assert ends.ended == []
+
+    with ends:
+        assert forked(child) == 0
     assert ends.ended == ["closed"]

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support import exit_codes
 
 import bagua_comm
 from bagua_comm import Communicator, errors
@@ -304,6 +305,23 @@ LINES = 520
 """At most in a file of Python."""
 
 
+FORKS = {"tests/support/children.py", "bagua_comm/launch/stderr_filter.py"}
+"""The files that call os.fork: a helper of the tests, and a process that outlives its parent."""
+
+
+def test_the_exit_code_of_every_child_is_read_and_tests_fork_by_their_helper_alone():
+    files = [*PROGRAMS, *(ROOT / "tests").rglob("*.py"), *(ROOT / "examples").rglob("*.py")]
+    forking, unread = set(), []
+    for file in files:
+        text, place = file.read_text(), file.relative_to(ROOT).as_posix()
+        if exit_codes.may_start(text):
+            unread += [f"{place}:{line}: {what}" for line, what in exit_codes.unread(text)]
+            if exit_codes.forks(text):
+                forking.add(place)
+    assert unread == []
+    assert forking == FORKS, "tests use support.children"
+
+
 def test_no_file_is_longer_than_one_subject_takes():
     lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in PROGRAMS}
     assert {name: length for name, length in lengths.items() if length > LINES} == {}
@@ -403,6 +421,7 @@ def test_importing_the_library_imports_numpy_and_nothing_heavier():
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert result.stdout == "['bagua_comm', 'numpy']\n", result.stderr
+    assert result.returncode == 0, result.stderr
 
 
 def test_public_names_are_exactly_those_listed():

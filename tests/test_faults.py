@@ -12,6 +12,7 @@ import time
 from typing import get_args
 
 import pytest
+from support.children import Forked
 from support.waiting import until
 
 from benchmarks.faults import hosts, means, plans, report, verdict
@@ -132,10 +133,11 @@ def test_the_clock_of_a_trial_is_set_and_the_monotonic_one_is_not(tmp_path):
         return
     environment = {**os.environ, **means.make_clock(tmp_path)}
     show = "import time; input(); print(time.time(), time.monotonic())"
-    ask = {"input": "\n", "env": environment, "text": True, "capture_output": True, "check": True}
+    ask = {"input": "\n", "env": environment, "text": True, "capture_output": True}
     for shift in (0, -86400, 86400):
         means.set_clock(tmp_path, shift)
-        date, monotonic = map(float, subprocess.run([sys.executable, "-S", "-c", show], **ask).stdout.split())
+        said = subprocess.run([sys.executable, "-S", "-c", show], check=True, **ask).stdout
+        date, monotonic = map(float, said.split())
         assert abs(date - time.time() - shift) < 60
         assert abs(monotonic - time.monotonic()) < 60
 
@@ -334,13 +336,15 @@ def test_a_timeline_leaves_out_steps_that_went_well():
 
 def test_the_output_of_a_killed_process_is_read(tmp_path):
     with EventReader(tmp_path / "pipe") as listener:
-        child = os.fork()
-        if not child:
+
+        def child():
             EventWriter(tmp_path / "pipe")("step", step=3)
             os.kill(os.getpid(), signal.SIGKILL)
-        os.waitpid(child, 0)
+
+        process = Forked(child)
+        assert process.code() == -signal.SIGKILL
         (event,) = listener.listen(1.0)
-        assert (event.pid, event.what, event.facts) == (child, "step", {"step": 3})
+        assert (event.pid, event.what, event.facts) == (process.pid, "step", {"step": 3})
         assert list(listener.listen(0.0)) == []
 
 

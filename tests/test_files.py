@@ -92,7 +92,7 @@ def test_a_private_folder_is_removed_when_the_process_ends_but_not_by_a_forked_c
         child = os.fork()
         if child == 0:
             sys.exit(0)
-        os.waitpid(child, 0)
+        assert os.waitpid(child, 0)[1] == 0
         assert (folder / "kernel").exists()
         print(folder)
     """

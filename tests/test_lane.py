@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from support.children import forked
 from support.waiting import until
 
 from bagua_comm import ArrayError, CommAborted, CommError, CommMismatch, CommTimeout
@@ -335,8 +336,8 @@ def test_a_forked_child_is_refused_instead_of_waiting_for_the_thread_of_its_pare
     if make is ThreadLane:
         future = lane.submit(go_on.wait, PATIENCE_S)
     reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
+
+    def child():
         uses = (
             lambda: lane.submit(list),
             lambda: lane.run_or_submit(list),
@@ -350,8 +351,8 @@ def test_a_forked_child_is_refused_instead_of_waiting_for_the_thread_of_its_pare
             except CommError as exc:
                 os.write(writer, b"refused " if "was forked off process" in str(exc) else b"other ")
         lane.close()
-        os._exit(0)
-    os.waitpid(child, 0)
+
+    assert forked(child) == 0
     go_on.set()
     assert os.read(reader, 100) == b"refused " * 5
     assert lane.comm.closed == 0

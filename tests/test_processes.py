@@ -43,6 +43,7 @@ def start():
     for process in started:
         process.kill()
         process.communicate()
+        assert process.returncode == -signal.SIGKILL
 
 
 def ask(process, other):

@@ -205,7 +205,9 @@ def test_the_wheel_works_in_an_environment_of_its_own(built, tmp_path):
     run = [python, "-I", "-c", code]
     done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert done.stdout == "[3. 3.] [3. 3.]\n", done.stderr
+    assert done.returncode == 0, done.stderr
     done = subprocess.run(
         [tmp_path / "bin" / "bagua", "info"], cwd=tmp_path, capture_output=True, text=True, timeout=100
     )
     assert bagua_comm.__version__ in done.stdout, done.stderr
+    assert done.returncode == 0, done.stderr

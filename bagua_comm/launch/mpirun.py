@@ -171,6 +171,7 @@ def ask_mpirun(path: str) -> Mpirun:
             capture_output=True,
             text=True,
             timeout=30,
+            check=False,  # the text decides
             env={**os.environ, **unknown.search_path()},
         )
     except (OSError, subprocess.TimeoutExpired):

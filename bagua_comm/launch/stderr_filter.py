@@ -156,7 +156,8 @@ def _may_become(begun: bytes, wanted: bytes) -> bool:
 def filter_stderr(at_end: AtEnd | None = None) -> None:
     """Have another process filter what this one, and the program that it becomes, write to stderr.
 
-    The process ends when all writers have ended. It is no child of this one, which may become mpirun.
+    The process ends when all writers have ended. It is no child of this one, which may become mpirun. If it
+    cannot be started, stderr stays as it is.
 
     Args:
         at_end: See `Filter`.
@@ -164,17 +165,19 @@ def filter_stderr(at_end: AtEnd | None = None) -> None:
     source, sink = os.pipe()
     child = os.fork()
     if child == 0:
+        code = 1
         try:
             if os.fork() == 0:
                 os.close(sink)
                 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                     signal.signal(number, signal.SIG_IGN)  # mpirun and its ranks may write after these
                 copy(source, 2, Filter(at_end))
+            code = 0
         finally:
-            os._exit(0)
+            os._exit(code)
     os.close(source)
-    os.waitpid(child, 0)
-    os.dup2(sink, 2)
+    if os.waitpid(child, 0)[1] == 0:
+        os.dup2(sink, 2)
     os.close(sink)
 
 

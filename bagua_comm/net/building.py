@@ -138,10 +138,11 @@ def _file_name(command: tuple[str, ...]) -> str:
 def _version(command: tuple[str, ...]) -> str:
     """The version text of a compiler; its error if it fails."""
     try:
-        done = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=60)
+        return subprocess.run(
+            [*command, "--version"], capture_output=True, text=True, timeout=60, check=True
+        ).stdout
     except (OSError, subprocess.SubprocessError) as exc:
         return str(exc)
-    return done.stdout
 
 
 def _said(exc: Exception) -> str:

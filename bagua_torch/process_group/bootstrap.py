@@ -25,6 +25,7 @@ from bagua_comm.processes import this_network
 from bagua_comm.transports import Transport
 
 from . import serving
+from .children import kept_in_children
 from .transport import ProcessGroupTransport, RendezvousInfo, count
 
 BACKEND = "bagua"
@@ -190,6 +191,7 @@ def init_group(comm: Communicator, store: Any, backend: str | None = None) -> No
     wait = timedelta(seconds=comm.timeout_s)
     try:
         dist.init_process_group(backend, store=store, rank=comm.rank, world_size=comm.size, timeout=wait)
+        kept_in_children(dist.group.WORLD)
     except (RuntimeError, ValueError) as exc:
         raise BootstrapError(f"torch.distributed cannot connect the ranks: {exc}") from exc
 
@@ -266,6 +268,7 @@ def _init_process_group(timeout_s: float) -> None:
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)
         )
+        kept_in_children(dist.group.WORLD)
     except (RuntimeError, ValueError) as exc:
         raise _cannot_join(exc) from exc
 

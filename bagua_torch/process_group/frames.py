@@ -27,7 +27,7 @@ among two ranks takes three quarters of the time that it takes with 4 KiB, as no
 class Frame:
     """The head and the beginning of a message, as arrays and as a tensor that share memory."""
 
-    __slots__ = ("body", "head", "tensor", "work")
+    __slots__ = ("__weakref__", "body", "head", "tensor", "work")
 
     def __init__(self) -> None:
         memory = np.empty(HEADER_BYTES + BODY_BYTES, np.uint8)

@@ -34,6 +34,7 @@ from bagua_comm.transports import Transport
 from bagua_comm.transports.base import COLLECTIVE, POINT_TO_POINT, Channel, Flow, Message
 
 from ..arrays import as_tensor
+from .children import kept_in_children
 from .frames import BODY_BYTES, swaps_of
 from .sockets import closed_in_children
 from .store import connections_to
@@ -166,7 +167,8 @@ class ProcessGroupTransport(FramedTransport):
             connections = connections_to(info.store)
             self._verdict = Verdict(info.part(connections.unblocked), info.server)
             with closed_in_children(), connections.one(info.store) as connection:
-                return dist.ProcessGroupGloo(info.part(connection), self.rank, self.size, self._timeout)
+                group = dist.ProcessGroupGloo(info.part(connection), self.rank, self.size, self._timeout)
+                return kept_in_children(group)
 
         try:
             self._gloo = connect() if self._guard is None else self._guard(connect)
@@ -267,7 +269,8 @@ class ProcessGroupTransport(FramedTransport):
             out[...] = x
         options: Any = dist.AllreduceOptions()
         options.reduceOp, options.timeout = dist.ReduceOp.SUM, timedelta(seconds=self.limit_s)
-        self._wait_for_all(self._start(None, self._gloo.allreduce, [as_tensor(out.reshape(-1))], options))
+        work = self._start(None, self._gloo.allreduce, [as_tensor(out.reshape(-1))], options)
+        self._wait_for_all(kept_in_children(work))
         if op == "avg":
             kernels.host.divide(out, self.size)
         self.sent_bytes += 2 * x.nbytes * (self.size - 1) // self.size

@@ -36,6 +36,7 @@ from bagua_comm.errors import WHICH_CALLS
 from bagua_comm.transports import Transport
 from bagua_comm.transports.base import COLLECTIVE, FIRST_CHANNEL_TAG, Message
 
+from .children import kept_in_children
 from .frames import BODY_BYTES, HEADER_BYTES, Frame, rest_of, swaps_of
 from .verdicts import TEXT_BYTES, SharedError, Verdict, as_row, calls_that_differ, of_same_kind
 from .waiter import BUFFERED_BYTES, Pending, Waiter, wait_for_collective
@@ -217,7 +218,7 @@ class FramedTransport(Transport):
         self._posted[peer, tag] = frame
 
     def _take_frame(self) -> Frame:
-        return self._free.pop() if self._free else Frame()
+        return self._free.pop() if self._free else kept_in_children(Frame())
 
     def _send_frame(self, peer: int, tag: int, x: Array, in_return: int, number: int) -> None:
         frame = self._take_frame()
@@ -230,10 +231,10 @@ class FramedTransport(Transport):
         self._sent.setdefault((peer, tag), deque()).append(frame)
 
     def _send_rest(self, peer: int, wire_tag: int, x: Array) -> Any:
-        return self._start(peer, self._gloo.send, [rest_of(x)], peer, wire_tag)
+        return kept_in_children(self._start(peer, self._gloo.send, [rest_of(x)], peer, wire_tag))
 
     def _receive_rest(self, peer: int, wire_tag: int, out: Array) -> Any:
-        return self._start(peer, self._gloo.recv, [rest_of(out)], peer, wire_tag)
+        return kept_in_children(self._start(peer, self._gloo.recv, [rest_of(out)], peer, wire_tag))
 
     def _reclaim(self, peer: int, tag: int, keep: int) -> None:
         """Wait until all but the latest `keep` frames to `peer` have left."""

@@ -41,7 +41,10 @@ def run_scenario(scenario: Scenario) -> Record:
                 command = lab.inside(host, *module, "--only", scenario.name, "--address", lab.address(1))
                 pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
                 ends.append(subprocess.Popen(command, env=lab.environment(), text=True, **pipes))  # type: ignore[call-overload]
-            return talk(lab, scenario, ends)
+            found = talk(lab, scenario, ends)
+            if any(codes := [end.wait(30) for end in ends]):
+                raise netlab.LabError(f"the ends ended with exit codes {codes}")
+            return found
     finally:
         for end in ends:
             end.kill()

@@ -306,7 +306,7 @@ def remove(prefix: str) -> None:
     for name in _names(["ip", "netns", "list"], prefix):
         _kill_in(name)
         subprocess.run(["ip", "netns", "delete", name], check=False)
-    links = subprocess.run(["ip", "-o", "link"], capture_output=True, text=True).stdout
+    links = subprocess.run(["ip", "-o", "link"], capture_output=True, text=True, check=True).stdout
     for name in re.findall(rf"^\d+: ({prefix}[\w-]*)[@:]", links, re.MULTILINE):
         subprocess.run(["ip", "link", "delete", name], check=False, stderr=subprocess.DEVNULL)
     for agent in Path(tempfile.gettempdir()).glob(f"{prefix}*-agent"):
@@ -326,12 +326,13 @@ def _kill_in(namespace: str) -> list[int]:
 
 
 def _processes_in(namespace: str) -> list[int]:
-    found = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True).stdout.split()
-    return [int(pid) for pid in found]
+    ask = ["ip", "netns", "pids", namespace]
+    found = subprocess.run(ask, capture_output=True, text=True, check=False)  # it may be gone
+    return [int(pid) for pid in found.stdout.split()]
 
 
 def _names(command: Sequence[str], prefix: str) -> list[str]:
-    lines = subprocess.run(command, capture_output=True, text=True).stdout.splitlines()
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     return [line.split()[0] for line in lines if line.startswith(prefix)]
 
 

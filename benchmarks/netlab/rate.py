@@ -19,7 +19,10 @@ def measure_rate(lab: Lab, *, seconds: float = 2.0) -> float:
     )
     try:
         lab.output(lab.inside(0, *this, "send", lab.address(1), str(seconds)))
-        return float(receiver.communicate(timeout=30)[0])
+        received = receiver.communicate(timeout=30)[0]
+        if receiver.returncode:
+            raise LabError(f"the receiver ended with exit code {receiver.returncode}")
+        return float(received)
     finally:
         receiver.kill()
         receiver.wait()
@@ -30,7 +33,10 @@ def measure_round_trip(lab: Lab, *, count: int = 5) -> float:
     this = (sys.executable, "-m", "benchmarks.netlab")
     echo = subprocess.Popen(lab.inside(1, *this, "echo"), env=lab.environment())
     try:
-        return float(lab.output(lab.inside(0, *this, "ask", lab.address(1), str(count))))
+        took_s = float(lab.output(lab.inside(0, *this, "ask", lab.address(1), str(count))))
+        if code := echo.wait(timeout=30):  # it ends with its client
+            raise LabError(f"the other end ended with exit code {code}")
+        return took_s
     finally:
         echo.kill()
         echo.wait()

@@ -5,10 +5,10 @@ import select
 import socket
 import subprocess
 import sys
-import warnings
 
 import numpy as np
 import pytest
+from support.children import Forked
 from support.gloo import run_threads
 
 from bagua_comm import Communicator, RankFailed
@@ -33,20 +33,20 @@ def test_a_forked_child_that_outlives_its_rank_does_not_hide_its_death():
         comm.barrier()
         if comm.rank == 1:
             ends = os.pipe()
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # Python 3.12 warns of forks beside threads
-                child = os.fork()
-            if child == 0:
+
+            def wait():
                 os.close(ends[1])
                 select.select([ends[0]], [], [], 3 * TIMEOUT_S)  # until the parent closes the other end
-                os._exit(0)
+
+            child = Forked(wait)
             transport.abort()
-            return lambda: (os.close(ends[1]), os.close(ends[0]), os.waitpid(child, 0))
+            return lambda: [*map(os.close, ends), child.code()][-1]
         with pytest.raises(RankFailed, match="rank 0 lost rank 1"):
             comm.recv(np.ones(1), source=1)
         return None
 
-    run_threads(2, body, timeout_s=TIMEOUT_S)[1]()
+    end = run_threads(2, body, timeout_s=TIMEOUT_S)[1]
+    assert end() == 0
 
 
 def test_a_started_program_does_not_inherit_connections():

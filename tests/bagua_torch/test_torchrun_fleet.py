@@ -474,7 +474,8 @@ def test_workers_of_other_agents_continue_in_the_same_processes(tmp_path):
     finally:
         for agent in agents:
             agent.kill()
-            agent.wait()
+        codes = [agent.wait(20) for agent in agents]
+    assert [codes[0], codes[2]] == [-signal.SIGKILL] * 2
     for rank in (0, 2):
         begun, size, weights = ast.literal_eval((tmp_path / f"result-{rank}").read_text())
         assert begun >= 9

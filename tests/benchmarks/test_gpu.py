@@ -727,11 +727,10 @@ def test_a_command_that_is_killed_leaves_a_record_and_no_process(tmp_path, numbe
     printed, _ = command.communicate(timeout=60)
     until(lambda: [state_of(process) for process in processes] == ["ended"] * 4)
 
+    assert command.returncode == (-number if number == signal.SIGKILL else 128 + number), printed
     if number == signal.SIGKILL:
         (tmp_path / "gpu.json").unlink()
         assert gpu.main(["--report", "--out", str(tmp_path / "gpu.json")]) == 1
-    else:
-        assert command.returncode == 128 + number, printed
     record = json.loads((tmp_path / "gpu.json").read_text())
     slow, never = record["sections"]["slow"], record["sections"]["never"]
     assert (slow["outcome"], slow["reason"]) == ("out of time", "the command was ended meanwhile")

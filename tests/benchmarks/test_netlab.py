@@ -30,7 +30,7 @@ with bagua_comm.connect() as comm:
 
 
 def left_over():
-    spaces = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
+    spaces = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
     return [line for line in spaces.splitlines() if line.startswith(f"{netlab.PREFIX}{os.getpid()}")]
 
 
@@ -55,7 +55,7 @@ def test_ranks_connect_across_hosts_and_nothing_is_left_behind(tmp_path):
         printed = lab.output(lab.mpirun([str(script)], ranks_per_host=2))
         assert len(left_over()) == 2
         route = ["ip", "-n", f"{lab.prefix}-h0", "route"]
-        assert "congctl cubic" in subprocess.run(route, capture_output=True, text=True).stdout
+        assert "congctl cubic" in subprocess.run(route, capture_output=True, text=True, check=True).stdout
     assert "[('h0', 0), ('h0', 1), ('h1', 0), ('h1', 1)]" in printed
     assert left_over() == []
 

@@ -28,6 +28,7 @@ def test_one_rank_starts_no_mpi():
     code = "import sys, bagua_comm; bagua_comm.connect().close(); print('mpi4py.MPI' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert result.stdout == "False\n", result.stderr
+    assert result.returncode == 0, result.stderr
 
 
 def test_default_is_the_last_communicator_of_connect_until_it_is_closed():

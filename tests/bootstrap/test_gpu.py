@@ -135,6 +135,7 @@ def test_gpu_none_leaves_devices_alone(device):
     code = "import sys, bagua_comm; bagua_comm.connect(gpu='none').close(); print('cupy' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert result.stdout == "False\n", result.stderr
+    assert result.returncode == 0, result.stderr
 
 
 def test_gpu_must_be_one_of_four():

@@ -24,6 +24,7 @@ import pytest
 import safetensors.numpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.children import forked, started
 from support.launch import run_python
 
 from bagua_comm import (
@@ -318,11 +319,11 @@ def test_a_removal_that_was_cut_short_leaves_no_checkpoint(tmp_path):
 def test_two_programs_do_not_save_in_one_folder(tmp_path):
     held = "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.flock(f, 2); print('held', flush=True); input()"
     command = [sys.executable, "-S", "-c", held, str(tmp_path / ".lock")]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+    with started(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout.readline() == "held\n"
         with pytest.raises(CheckpointError, match="another program saves checkpoints in"):
             save(tmp_path, 1)
-        other.communicate("\n")
+        other.stdin.write("\n")
     save(tmp_path, 1)
 
 
@@ -494,11 +495,7 @@ def test_a_program_that_ends_with_a_save_in_progress_is_warned(tmp_path, capfd):
         checkpoints.save(3, {"x": np.arange(4)})
         checkpoints._at_exit()
         assert "the checkpoint of step 3 in" in capfd.readouterr().err
-        child = os.fork()
-        if child == 0:
-            checkpoints._at_exit()
-            os._exit(0)
-        os.waitpid(child, 0)
+        assert forked(checkpoints._at_exit) == 0
         assert capfd.readouterr().err == ""
         checkpoints.close()
         checkpoints._at_exit()
@@ -1096,6 +1093,7 @@ def kill_again_and_again(folder, times, seed):
             time.sleep(rng.uniform(0, 0.12))  # sleeps: the moment of the kill
             victim.send_signal(signal.SIGKILL)
             lines += victim.communicate(timeout=30)[0].split()
+            assert victim.returncode == -signal.SIGKILL
         reached = max([reached, *map(int, lines)])
         if reached == 0 and set(steps_in(folder / "checkpoints")) <= {"step-1.tmp"}:
             continue

@@ -3,6 +3,7 @@
 import os
 
 import pytest
+from support.children import Forked, forked
 
 from bagua_comm import CheckpointError
 from bagua_comm.checkpoint.folders import Folder
@@ -14,11 +15,7 @@ def test_two_objects_of_a_program_do_not_save_in_one_folder(tmp_path):
     for _ in range(2):  # that it was refused frees nothing
         with pytest.raises(CheckpointError, match="or another Checkpoints of this one; close that"):
             second.begin(2)
-    child = os.fork()
-    if child == 0:
-        first.close()
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0  # nor does what a forked child closes
+    assert forked(first.close) == 0  # nor does what a forked child closes
     with open(tmp_path / ".lock"):
         pass  # nor that other code closes the file
     with pytest.raises(CheckpointError, match="another program saves checkpoints in"):
@@ -33,15 +30,16 @@ def test_two_objects_of_a_program_do_not_save_in_one_folder(tmp_path):
 def test_a_forked_child_does_not_keep_the_folder_from_others(tmp_path):
     first, (reader, writer) = Folder(tmp_path), os.pipe()
     first.begin(1)
-    child = os.fork()
-    if child == 0:
+
+    def wait():
         os.close(writer)
         os.read(reader, 1)  # it lives until the parent has saved again
-        os._exit(0)
+
+    child = Forked(wait)
     os.close(reader)
     first.close()
     second = Folder(tmp_path)
     second.begin(2)
     second.close()
     os.close(writer)
-    assert os.waitpid(child, 0)[1] == 0
+    assert child.code() == 0

@@ -6,6 +6,7 @@ import time
 
 import numpy as np
 import pytest
+from support.children import forked
 
 from bagua_comm import (
     CommError,
@@ -44,22 +45,16 @@ def test_a_second_thread_on_one_communicator_is_refused():
     run_ranks(2, body)
 
 
-@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # of Python 3.12, about threads and fork
 def test_a_forked_child_cannot_use_its_parents_communicator():
     comm = Communicator([LocalTransport()])
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
+    parent = os.getpid()
+
+    def child():
+        with pytest.raises(CommError, match=f"was forked off process {parent}, rank 0; a child cannot use"):
             comm.allreduce(np.ones(3))
-        except CommError as exc:
-            os.write(writer, str(exc).encode())
         comm.close()  # leaves the parent's alone
-        os._exit(0)
-    os.waitpid(child, 0)
-    os.close(writer)
-    with open(reader) as text:
-        assert f"was forked off process {os.getpid()}, rank 0; a child cannot use" in text.read()
+
+    assert forked(child) == 0
     assert comm.allreduce(np.ones(3)).sum() == 3
 
 

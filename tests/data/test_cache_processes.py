@@ -34,6 +34,7 @@ def started(*arguments, program=(sys.executable, PROGRAM)):
     finally:
         process.kill()
         process.communicate()
+    assert process.returncode in (0, -signal.SIGKILL)
 
 
 def finished(process):

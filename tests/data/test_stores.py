@@ -1,6 +1,5 @@
 """Stores: what all of them promise, and how each of them fails."""
 
-import os
 import pickle
 import signal
 import subprocess
@@ -10,6 +9,7 @@ from collections import Counter
 
 import pytest
 import redis
+from support.children import Forked, started
 
 from bagua_comm import ArrayError
 from bagua_comm.data import LMDBStore, MemoryStore, RedisStore, ShardedStore, local_redis, redis_server
@@ -60,18 +60,17 @@ def test_values_are_found_in_the_order_asked_for(store):
 
 def test_a_forked_child_and_its_parent_use_it_at_a_time(store):
     store.set_many({b"before": b"1"})
-    child = os.fork()
-    if child == 0:
-        try:
-            found = store.get_many([b"before"])
-            for i in range(20):
-                store.set_many({b"child %d" % i: b"2"})
-            os._exit(found != [b"1"])
-        except BaseException:
-            os._exit(2)
+
+    def read_and_write():
+        found = store.get_many([b"before"])
+        for i in range(20):
+            store.set_many({b"child %d" % i: b"2"})
+        assert found == [b"1"]
+
+    child = Forked(read_and_write)
     for i in range(20):
         store.set_many({b"parent %d" % i: b"3"})
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert child.code() == 0
     assert store.get_many([b"before", b"parent 19"]) == [b"1", b"3"]
     if store.identity is not None:
         assert store.get_many([b"child 0", b"child 19"]) == [b"2", b"2"]
@@ -180,7 +179,8 @@ def test_a_writer_that_is_stopped_is_not_waited_for_without_end(tmp_path):
         "print('taken', flush=True)\n"
         "time.sleep(60)"
     )
-    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE) as other:
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    with started(command, code=-signal.SIGKILL, stdout=subprocess.PIPE) as other:
         assert other.stdout.readline() == b"taken\n"
         other.send_signal(signal.SIGSTOP)
         with pytest.raises(StoreError, match="another process has written"):
@@ -216,7 +216,7 @@ def test_no_message_and_no_process_shows_the_password(url):
         store.get_many([b"a"])
     assert password not in str(caught.value)
     assert password not in str(store.identity)
-    listed = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, timeout=30).stdout
+    listed = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, timeout=30, check=True).stdout
     assert "redis-server" in listed
     assert password not in listed
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from secrets import token_hex
 
 import pytest
+from support.children import started
 
 from bagua_comm.elastic.mpi import unsealing
 from bagua_comm.elastic.mpi.sealing import seal
@@ -23,7 +24,7 @@ def test_a_program_has_its_variables_and_they_are_on_no_command_line():
     assert "SHOWN=yes" in sealed.command
     name, _, value = sealed.variable.partition("=")
     assert len(sealed.variable) < 256  # what MPI takes
-    with subprocess.Popen(
+    with started(
         ["env", *sealed.command],
         env={"PATH": os.environ["PATH"], name: value},
         stdin=subprocess.PIPE,

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from support.children import forked, started
 from support.waiting import until
 
 from bagua_comm import CommMismatch, CommTimeout
@@ -35,21 +36,18 @@ load(3)
 def test_a_rank_that_sleeps_writes_the_line_where_it_sleeps(tmp_path):
     program = tmp_path / "train.py"
     program.write_text(PROGRAM)
-    with subprocess.Popen([sys.executable, program, tmp_path], stdout=subprocess.PIPE) as process:
-        try:
-            process.stdout.readline()
+    with started([sys.executable, program, tmp_path], code=-signal.SIGKILL, stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
 
-            def answered():
-                request_record(process.pid)  # which it answers once a second
-                if not (tmp_path / "rank_0.json").exists():
-                    return False
-                (record,) = read_folder(tmp_path)
-                return users_line(record.stacks) == f"{program}:11, in load: time.sleep(60)"
+        def answered():
+            request_record(process.pid)  # which it answers once a second
+            if not (tmp_path / "rank_0.json").exists():
+                return False
+            (record,) = read_folder(tmp_path)
+            return users_line(record.stacks) == f"{program}:11, in load: time.sleep(60)"
 
-            until(answered)
-            assert process.poll() is None
-        finally:
-            process.kill()
+        until(answered)
+        process.kill()
 
 
 def test_a_program_that_handles_the_signal_itself_keeps_its_handler():
@@ -101,21 +99,21 @@ def test_not_every_signal_is_answered(writes, monkeypatch):
 
 
 def test_a_forked_child_does_not_answer(writes):
-    child = os.fork()
-    if child == 0:
+    def child():
         request_record(os.getpid())
-        os._exit(len(writes))
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert writes == []
+
+    assert forked(child) == 0
     request_record(os.getpid())
     assert writes == [os.getpid()]
 
 
 def test_a_forked_child_answers_if_it_becomes_a_rank_itself(writes):
-    child = os.fork()
-    if child == 0:
+    def child():
         answered = []
         answer_requests(lambda: answered.append(os.getpid()))
         request_record(os.getpid())
-        os._exit(len(answered))
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+        assert answered == [os.getpid()]
+
+    assert forked(child) == 0
     assert writes == []

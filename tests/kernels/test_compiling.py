@@ -165,6 +165,7 @@ def test_a_compiler_that_is_stopped_while_it_imports_ends_with_its_parent(tmp_pa
     )
     command = [sys.executable, "-c", code, str(tmp_path)]
     result = subprocess.run(command, stdout=subprocess.PIPE, timeout=LIMIT_S)
+    assert result.returncode == -signal.SIGKILL
     until(lambda: has_ended(int(result.stdout)))
 
 
@@ -182,7 +183,9 @@ def test_a_process_that_is_stopped_as_soon_as_it_starts_ends_with_its_parent(tmp
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
     command = [sys.executable, "-c", code, str(tmp_path), step]
-    process = int(subprocess.run(command, stdout=subprocess.PIPE, timeout=LIMIT_S).stdout)
+    result = subprocess.run(command, stdout=subprocess.PIPE, timeout=LIMIT_S)
+    assert result.returncode == -signal.SIGKILL
+    process = int(result.stdout)
     try:
         until(lambda: has_ended(process))
     finally:

@@ -132,6 +132,7 @@ def test_no_name_leaves_its_comment(tmp_path, monkeypatch):
         ran = text[: text.index("export OMP_NUM_THREADS")] + "pwd"
         result = subprocess.run(["bash"], input=ran, text=True, capture_output=True, timeout=30, cwd=tmp_path)
         assert result.stdout == f"{folder}\n", result.stderr
+        assert result.returncode == 0, result.stderr
     assert not list(tmp_path.rglob("broken"))
 
 

@@ -180,6 +180,17 @@ def test_a_program_that_replaces_the_process_writes_through_the_filter():
     assert (result.returncode, result.stdout, result.stderr) == (3, "", "reason")
 
 
+def test_without_a_process_for_the_filter_stderr_stays_as_it_is():
+    program = (
+        "import os; from bagua_comm.launch import stderr_filter; found = [os.fork]\n"
+        "os.fork = lambda: found.pop()()  # the second fork raises IndexError\n"
+        "stderr_filter.filter_stderr()\n"
+        "os.write(2, b'words')"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "words")
+
+
 def test_a_reader_that_has_gone_ends_the_copy():
     source, sink = os.pipe()
     reader, closed = os.pipe()

@@ -255,7 +255,7 @@ def test_a_supervisor_that_is_killed_ends_its_ranks_and_the_next_one_cleans_up(t
     (folder,) = [each for each in found if is_of(each, job)]
 
     job.kill()
-    job.wait()
+    assert job.wait() == -signal.SIGKILL
 
     until(lambda: all(processes.state_of(rank) != "running" for rank in ranks), limit_s=90)
     supervise.clean_up(limit_s=1.0)

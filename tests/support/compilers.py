@@ -50,15 +50,14 @@ class FakeCompiler:
     def __call__(self, step, folder, lease, *, urgent):
         """See `background.start`."""
         self.urgent.append(urgent)
-        self.started.append(
-            subprocess.Popen(
-                [sys.executable, "-c", f"from pathlib import Path; folder = Path({str(folder)!r})\n{self.code}"],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # the group that is stopped in pauses
-            )
+        process = subprocess.Popen(
+            [sys.executable, "-c", f"from pathlib import Path; folder = Path({str(folder)!r})\n{self.code}"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # the group that is stopped in pauses
         )
-        return self.started[-1]
+        self.started.append(process)
+        return process
 
 
 def state_of(pid):

@@ -12,9 +12,16 @@ import torch.distributed as dist
 import bagua_comm
 from bagua_comm import CommError, cuda
 from bagua_torch.process_group.fleet import TorchrunFleet
+from support.children import Forked
 from support.waiting import until
 
 TIMEOUT_S = 20.0
+
+LIMIT_S = 100.0
+"""How long a process may take to end."""
+
+KILLED = (-signal.SIGKILL, -signal.SIGKILL & 0xFF, 1)
+"""Exit codes of processes that are to die; one in a container ends by `_exit(1)`, as it is process 1 there."""
 
 _NEW_MOUNTS, _NEW_PIDS = 0x20000, 0x20000000
 _PRIVATE = 0x44000
@@ -25,7 +32,7 @@ class Processes:
     """Forked processes, since importing torch in each would take seconds; this process serves their store."""
 
     def __init__(self, folder):
-        self._folder, self._pids, self._numbers = folder, {}, itertools.count()
+        self._folder, self._children, self._numbers = folder, {}, itertools.count()
         cuda.device_count()  # imports CuPy, once for all
         bagua_comm.kernels.on_host()
 
@@ -36,22 +43,22 @@ class Processes:
         """
         number = next(self._numbers)
         port = self._folder / "port"
-        pid = os.fork()
-        if pid:
-            self._pids[number] = pid
-            return number
-        try:
-            if rank in containers:
-                enter_container()
-            until(port.exists)
-            store = dist.TCPStore("127.0.0.1", int(port.read_text()), is_master=False)
-            agent = None if agents is None else agents[rank]
-            outcome = body(TorchrunFleet(store, rank, size, timeout_s=timeout_s, agent=agent, **settings))
-        except BaseException as exc:
-            outcome = f"{type(exc).__name__}: {exc}" if isinstance(exc, CommError) else traceback.format_exc()
-        (self._folder / f"new-{number}").write_bytes(pickle.dumps(outcome))
-        (self._folder / f"new-{number}").rename(self._folder / f"result-{number}")
-        os._exit(0)
+
+        def process():
+            try:
+                if rank in containers:
+                    enter_container()
+                until(port.exists)
+                store = dist.TCPStore("127.0.0.1", int(port.read_text()), is_master=False)
+                agent = None if agents is None else agents[rank]
+                outcome = body(TorchrunFleet(store, rank, size, timeout_s=timeout_s, agent=agent, **settings))
+            except BaseException as exc:
+                outcome = f"{type(exc).__name__}: {exc}" if isinstance(exc, CommError) else traceback.format_exc()
+            (self._folder / f"new-{number}").write_bytes(pickle.dumps(outcome))
+            (self._folder / f"new-{number}").rename(self._folder / f"result-{number}")
+
+        self._children[number] = Forked(process)
+        return number
 
     def serve(self):
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -61,27 +68,29 @@ class Processes:
 
     def result(self, number):
         """Return the result of the body, or None if the process was killed."""
-        os.waitpid(self._pids.pop(number), 0)
+        code = self._children.pop(number).code(LIMIT_S)
         path = self._folder / f"result-{number}"
-        return pickle.loads(path.read_bytes()) if path.exists() else None
+        if not path.exists():
+            assert code in KILLED
+            return None
+        assert code == 0
+        return pickle.loads(path.read_bytes())
 
     def results(self):
-        return [self.result(number) for number in list(self._pids)]
+        return [self.result(number) for number in list(self._children)]
 
     def close(self):
-        for pid in self._pids.values():
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+        for child in self._children.values():
+            child.kill()
 
 
 def enter_container():
     """Continue in a child with a PID namespace and a /proc to itself. Needs root, which CI has."""
     libc = ctypes.CDLL(None, use_errno=True)
     _check(libc.unshare(_NEW_MOUNTS | _NEW_PIDS))
-    child = os.fork()
-    if child:
-        os.waitpid(child, 0)
-        os._exit(0)
+    inside = Forked(None)
+    if inside.pid:
+        os._exit(inside.code(LIMIT_S) & 0xFF)
     _check(libc.prctl(1, signal.SIGKILL))  # it ends with its parent
     _check(libc.mount(None, b"/", None, _PRIVATE, None))
     _check(libc.mount(b"proc", b"/proc", b"proc", 0, None))

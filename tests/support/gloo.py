@@ -8,7 +8,7 @@ from bagua_torch import ProcessGroupTransport
 from bagua_torch.process_group.transport import RendezvousInfo
 
 
-def run_threads(size, body, *, timeout_s=30.0, store=None, server=None):
+def run_threads(size, body, *, timeout_s=30.0, store=None, server=None, close=True):
     """Return `body(transport)` of each rank. Ranks are threads; their store is that of rank `server`."""
     store = dist.HashStore() if store is None else store
 
@@ -16,7 +16,8 @@ def run_threads(size, body, *, timeout_s=30.0, store=None, server=None):
         rendezvous = RendezvousInfo(store, "test", rank, size, server)
         transport = ProcessGroupTransport(timeout_s=timeout_s, rendezvous=rendezvous)
         result = body(transport)
-        transport.close()
+        if close:
+            transport.close()
         return result
 
     with ThreadPoolExecutor(size) as pool:

@@ -434,9 +434,12 @@ def finish(run: Run) -> None:
         run.errors.setdefault(rank, "killed: did not end in time, or waited for a rank that had failed")
         pipe.close()
     run.pipes.clear()
-    for process in run.ranks:
+    for rank, process in enumerate(run.ranks):
+        process.join(10 if rank not in run.errors else 0)
         process.kill()
         process.join(10)
+        if process.exitcode != 0:
+            run.errors.setdefault(rank, f"killed: ended with exit code {process.exitcode} after it had passed")
     if run.errors:
         for rank in range(RANKS):
             with contextlib.suppress(OSError):

@@ -255,10 +255,11 @@ def _daemon(folder, *command):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(first), signal.SIGKILL)
         try:
-            outside.wait(5)
+            ended = outside.wait(5)
         except subprocess.TimeoutExpired:
             outside.kill()
-            outside.wait()
+            ended = outside.wait()
+    assert ended in (-signal.SIGKILL, 128 + signal.SIGKILL), f"{command[0]} ended with exit code {ended}"
 
 
 def _wait_for_nodes(cluster):

@@ -3,8 +3,10 @@
 Looked at after every test and its fixtures: the default communicator (one that `default()` has made unasked as
 well), PyTorch's default process group, environment variables, the working directory, and threads that the end of
 the process would wait for. A doctest has no place to close what it shows, so its communicator is closed here.
+The stacks that Python writes when a signal ends a forked child are a failure, too.
 """
 
+import faulthandler
 import gc
 import os
 import sys
@@ -23,6 +25,14 @@ ENDING_S = 5.0
 """How long a thread may take to end."""
 
 _before = pytest.StashKey[dict]()
+
+_stacks = os.memfd_create("stacks")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure():
+    """Have the stacks of forked children that crash written to a file; pytest's own way leads past `capfd`."""
+    os.register_at_fork(after_in_child=lambda: faulthandler.enable(_stacks))
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -77,6 +87,8 @@ def differences(before):
     """Return the differences from `before`, in words, and undo all but threads."""
     left = []
     after = state()
+    if stacks := new_stacks():
+        left.append(f"a child crashed: {stacks}")
     if after["communicator"] not in (None, before["communicator"]):
         left.append(f"the default communicator is open, {after['communicator']}: close() it")
         close_default()
@@ -101,6 +113,17 @@ def differences(before):
     if running:
         left.append(f"threads are running, {', '.join(thread.name for thread in running)}: end them")
     return left
+
+
+def new_stacks():
+    """Return the stacks of forked children that have crashed since the last call."""
+    size = os.fstat(_stacks).st_size
+    if not size:
+        return ""
+    text = os.pread(_stacks, size, 0).decode(errors="replace")
+    os.ftruncate(_stacks, 0)
+    os.lseek(_stacks, 0, os.SEEK_SET)
+    return text.strip()
 
 
 def still_running(threads):

@@ -8,6 +8,7 @@ import time
 
 import numpy as np
 import pytest
+from support.children import Forked
 
 from bagua_comm.arrays import FLOATS, dtype_named
 from bagua_comm.kernels import host
@@ -173,13 +174,11 @@ def test_reading_memory_of_an_aborted_rank_is_an_error(name, ranks):
 
 
 def test_a_process_that_has_ended_cannot_be_read():
-    process = os.fork()
-    if process == 0:
-        os._exit(0)
-    os.waitpid(process, 0)
+    process = Forked(lambda: None)
+    assert process.code() == 0
     x = np.ones(1)
     with pytest.raises(OSError, match="No such process"):
-        PeerMemory([process]).read(0, address_of(x), address_of(x), 8)
+        PeerMemory([process.pid]).read(0, address_of(x), address_of(x), 8)
 
 
 @pytest.mark.parametrize("error", [PermissionError, None])

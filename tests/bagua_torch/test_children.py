@@ -1,0 +1,53 @@
+"""Forked children of a rank, such as workers of a DataLoader, neither destroy nor use its objects of gloo."""
+
+import gc
+
+import numpy as np
+import pytest
+from support.children import forked
+from support.gloo import run_threads
+
+from bagua_comm import CommError, Communicator
+
+
+@pytest.fixture(autouse=True)
+def loopback(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+
+
+def failed(call, *, closed):
+    """The error of rank 0, whose peer is gone; its traceback holds the transport."""
+
+    def body(transport):
+        comm = Communicator([transport])
+        comm.barrier()
+        if comm.rank == 1:
+            transport.abort()
+            return None
+        with pytest.raises(CommError) as caught:
+            call(comm)
+        if closed:
+            comm.close()
+        return caught.value
+
+    return run_threads(2, body, timeout_s=20.0, close=False)[0]
+
+
+def receive(nbytes):
+    return lambda comm: comm.recv(np.empty(nbytes, np.uint8), source=1)
+
+
+def sum_up(count):
+    return lambda comm: comm.allreduce(np.ones(count))
+
+
+@pytest.mark.parametrize("closed", [True, False], ids=["closed", "open"])
+@pytest.mark.parametrize("call", [receive(8), sum_up(1 << 18)], ids=["receive", "sum"])
+def test_a_child_that_collects_what_a_failed_call_has_left_does_not_die(call, closed):
+    errors = [failed(call, closed=closed)]
+
+    def child():
+        errors.clear()
+        gc.collect()
+
+    assert forked(child) == 0
