@@ -135,7 +135,8 @@ class Replacements:
 
     def written(self, before: list[Array]) -> None:
         """Keep the weights that an exchange has written; warn once if changes were lost, see `before_writing`."""
-        self.keep()
+        if before or self._due:
+            self.keep()
         if before and not self._warned_lost and (found := self._samples.changed(before)):
             self._warned_lost = True
             self.warn(
