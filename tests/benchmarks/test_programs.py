@@ -1,0 +1,76 @@
+"""Programs of others, with their parts and with ours."""
+
+import copy
+
+import pytest
+import torch
+
+from benchmarks.programs.__main__ import Run, compare, main, parse_arguments
+from benchmarks.programs.changes import CHANGES, LOOPS, WRAPPER, Change, chosen
+
+
+def test_every_program_has_a_change_and_every_change_fits_its_program():
+    assert {path.stem for path in LOOPS.glob("*.py")} == set(CHANGES)
+    for program, changes in CHANGES.items():
+        for change in changes:
+            changed = change.apply((LOOPS / f"{program}.py").read_text())
+            compile(changed, program, "exec")
+            assert "bagua_torch" in changed
+
+
+def test_a_change_that_does_not_fit_is_an_error():
+    with pytest.raises(ValueError, match="is not in the program"):
+        WRAPPER.apply("import torch\n")
+
+
+def test_a_program_that_does_not_exist_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        parse_arguments(["nanogpt", "nanogpt2"])
+    assert "'nanogpt2'" in capsys.readouterr().err
+
+
+def test_launchers_are_those_of_the_change():
+    assert [launcher for _, _, launcher in chosen(["ppo"], ["bagua", "mpirun"])] == ["bagua", "mpirun"]
+    assert [change.name for _, change, _ in chosen(["gan"], ["mpirun"])] == ["backend"]
+
+
+def made(*, ranks=(0, 1), result="{}"):
+    return Run(
+        {rank: [[torch.ones(3), torch.zeros(2)], [torch.full((3,), 2.0), torch.ones(2)]] for rank in ranks},
+        result,
+    )
+
+
+def test_one_bit_of_one_rank_in_one_step_is_a_difference():
+    ours = copy.deepcopy(made())
+    ours.steps[1][0][0][2] += 2**-23
+    found = compare(made(), ours, WRAPPER)
+    assert (found["steps"], found["equal"], found["result"]) == (2, 1, "different")
+    assert compare(made(), made(), WRAPPER)["result"] == "equal"
+
+
+def test_what_rank_0_printed_and_errors_count():
+    assert compare(made(), made(result="{1}"), WRAPPER)["result"] == "different"
+    assert compare(made(), Run({}, "", "exit status 1"), WRAPPER)["result"] == "failed"
+
+
+def test_a_missing_step_is_a_difference():
+    ours = made()
+    ours.steps[1].pop()
+    assert compare(made(), ours, WRAPPER)["result"] == "different"
+
+
+def test_a_change_with_a_tolerance_is_compared_with_one_process():
+    change = Change("sync", {}, alone=True, tolerance=1e-3)
+    ours = made()
+    for rank in ours.steps:
+        ours.steps[rank][1][0] += 1e-3
+    assert compare(made(ranks=(0,)), ours, change)["result"] == "equal"
+    ours.steps[1][1][0] += 1e-2
+    assert compare(made(ranks=(0,)), ours, change)["result"] == "different"
+
+
+@pytest.mark.slow
+def test_a_program_with_two_wrappers_has_pytorchs_weights(capsys):
+    assert main(["gan", "--launchers", "bagua"]) == 0
+    assert capsys.readouterr().out.count("equal") == 3  # the head of the column, and a row for each change
