@@ -138,7 +138,7 @@ MUTANTS = [
     ),
     Mutant(
         "bagua_comm/algorithms/low_precision.py",
-        "state.round % _edges(comm.size)",
+        "round_ % _edges(comm.size)",
         "0 % _edges(comm.size)",
         "tests/algorithms/test_low_precision.py",
     ),
