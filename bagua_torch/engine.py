@@ -174,6 +174,10 @@ class TorchEngine(Engine):
         self._schedule.finish()
         self._exchanges.compare_replacements()
 
+    def expect_state(self) -> None:
+        """Note that the algorithm's state is about to be loaded: weights that are loaded now belong to it."""
+        self._replacements.belong()
+
     def keep_weights(self) -> None:
         """Note that ranks have averaged their weights: their mean, on which algorithms depend, is unchanged."""
         self._replacements.keep()

@@ -57,6 +57,7 @@ class WrapperState(nn.Module):
             names = self.comm.allgather_object(str(state.get("algorithm")) if isinstance(state, dict) else "")
             saved = self.tuner.algorithm_named(names[0]) if len(set(names)) == 1 else None
         if saved not in (None, mine):  # the algorithm that a tuner was trying
+            self._steps.engine.expect_state()  # another plan compares weights that were loaded before
             self.replan(algorithm=saved)
         try:
             self._steps.engine.load_state_tensors(state)

@@ -43,6 +43,7 @@ class Replacements:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._warned = self._warned_lost = False
+        self._belong = False  # whether weights that are loaded now belong to the algorithm's state
         self.begin("", ())
 
     def begin(self, name: str, buckets: Sequence[Bucket], *, copies: bool = False) -> None:
@@ -57,9 +58,8 @@ class Replacements:
         self.history: list[tuple[int, str]] = []
         self._before: str | None = None  # the hash of the weights before a load that may be in progress
         self._samples = WeightSamples(buckets if copies else ())
-        self._due = copies  # whether the next forward pass looks at the samples
+        self._due = copies and not self._belong  # whether the next forward pass looks at the samples
         self._stepped = False  # whether an optimizer has stepped since `begin`
-        self._belong = False  # whether weights that are loaded now belong to the algorithm's state
         self._first: str | None = None  # what changed after the first step, "" for nothing; None before
         self._always = False  # whether weights have changed after every step so far
         self._looks = 0
@@ -77,8 +77,8 @@ class Replacements:
             self._before = _digest_of(self._buckets)
 
     def belong(self) -> None:
-        """Note that the algorithm's state was loaded: weights loaded until the next pass belong to it."""
-        self._belong, self._due = True, False
+        """Note that the algorithm's state is loaded: weights loaded before the next pass belong to it."""
+        self._before, self._belong, self._due = None, True, False
 
     def note(self, step: int, *, known: bool = False) -> bool:
         """Note the weights after `step` steps; return whether they were replaced, as those `known` to be are."""
