@@ -48,6 +48,7 @@ def pytest_runtest_teardown(item):
     result = yield
     if isinstance(item, pytest.DoctestItem):
         close_default()
+    forget_meshes()
     left = differences(item.stash[_before])
     if left:
         pytest.fail("this test leaves behind: " + "; ".join(left), pytrace=False)
@@ -75,6 +76,18 @@ def close_default():
     """Close the default communicator."""
     if (comm := default()) is not None:
         comm.close()
+
+
+def forget_meshes():
+    """Empty PyTorch's caches of sharded tensors, which keep process groups that were destroyed.
+
+    The caches belong to a thread. Where another one forks, the child frees them, and the groups with them, whose
+    threads it does not have.
+    """
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()
 
 
 def has_process_group():
