@@ -252,7 +252,7 @@ class Engine(EngineState):
         nothing for algorithms that exchange gradients.
         """
         if self.payload == "weight":
-            self._replacements.note(self.step, known=True)
+            self._replacements.note(self._exchanges.common_step, known=True)
             self._begin_anew()
 
     def expect_weights(self) -> None:
@@ -260,7 +260,7 @@ class Engine(EngineState):
         self._replacements.expect()
 
     def _follow_weights(self) -> None:
-        if self._replacements.expected and self._replacements.note(self.step):
+        if self._replacements.expected and self._replacements.note(self._exchanges.common_step):
             self._begin_anew()
 
     def _begin_anew(self) -> None:
@@ -305,6 +305,7 @@ class Engine(EngineState):
         """
         if not self.stopped:
             return
+        self._follow_weights()
         # The lane is idle, so that its communicator can be used here.
         table = self._comm.allgather(np.array([self.step, self._weights.differ, self._in_step]))
         self._exchanges.resume()
