@@ -147,7 +147,7 @@ class TorchEngine(Engine):
         Collective. Other buckets and their states do not change. New ones get an initial state, or the state of
         the loaded checkpoint, and the same numbers of steps.
         """
-        self._schedule.finish()
+        self.finish()
         plan = self._memory.plan
         self._training = check_same_training(self._comm, plan, self.algorithm)
         for payload, made in buckets_over(plan, _arrays_of(self._memory), self.algorithm).items():

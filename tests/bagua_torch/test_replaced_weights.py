@@ -20,10 +20,11 @@ from bagua_comm.testing import run_ranks
 from bagua_torch import Checkpoints, DistributedDataParallel
 
 
-def make(comm, algorithm, lr=0.0):
+def make(comm, algorithm, lr=0.0, *, frozen=False):
     model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8)))
     for parameter in model.parameters():  # ranks are threads, and share PyTorch's generator
         parameter.data = torch.arange(parameter.numel()).sin().mul(0.3).reshape(parameter.shape)
+    model[0].requires_grad_(not frozen)
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     return model, optimizer, DistributedDataParallel(model, [optimizer], algorithm, comm=comm)
 
@@ -69,6 +70,22 @@ def test_weights_loaded_in_the_middle_of_training_stay_as_they_are_at_rate_0(alg
         optimizer.param_groups[0]["lr"] = 0.0
         load(model, ddp)
         step(comm, optimizer, ddp, count=9)
+        ddp.close()
+        return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+    for found in run_ranks(2, body):
+        torch.testing.assert_close(found, torch.full_like(found, 3.0), rtol=0, atol=0)
+
+
+def test_weights_that_are_loaded_before_others_are_unfrozen_stay_as_they_are_at_rate_0():
+    def body(comm):
+        model, optimizer, ddp = make(comm, DiLoCo(4), lr=0.1, frozen=True)
+        step(comm, optimizer, ddp, count=5)
+        load_module(model, ddp)
+        model[0].requires_grad_(True)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+        step(comm, optimizer, ddp, count=4)
         ddp.close()
         return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
