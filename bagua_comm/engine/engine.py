@@ -252,22 +252,19 @@ class Engine(EngineState):
         nothing for algorithms that exchange gradients.
         """
         if self.payload == "weight":
-            self._replacements.note(self._exchanges.common_step, known=True)
-            self._begin_anew()
+            self._follow_weights(known=True)
 
     def expect_weights(self) -> None:
         """Report that the program is about to load weights: if they are others in the end, they were replaced."""
         self._replacements.expect()
 
-    def _follow_weights(self) -> None:
-        if self._replacements.expected and self._replacements.note(self._exchanges.common_step):
-            self._begin_anew()
-
-    def _begin_anew(self) -> None:
-        """Begin anew from the weights in the buckets."""
-        self._schedule.drop()
-        for bucket, state in zip(self.buckets, self.states, strict=True):
-            self._exchanges.algorithm.restart(bucket, state)
+    def _follow_weights(self, *, known: bool = False) -> None:
+        if not (known or self._replacements.expected):
+            return
+        if self._replacements.note(self._exchanges.common_step, known=known):
+            self._schedule.drop()
+            for bucket, state in zip(self.buckets, self.states, strict=True):
+                self._exchanges.algorithm.restart(bucket, state)
 
     def settle(self) -> None:
         """Write back exchanges before weights are read or saved; those that outlive further steps continue."""

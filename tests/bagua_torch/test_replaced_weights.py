@@ -60,8 +60,24 @@ def load_in_place(model, ddp):
     ddp.engine.weights_replaced()
 
 
+def load_as_data(model, ddp):
+    for parameter in model.parameters():
+        parameter.data = torch.full_like(parameter, 3.0)
+    ddp.engine.weights_replaced()
+
+
+def load_into_other_memory(model, ddp):
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    load_module(model, ddp)
+    ddp.state_dict()  # which looks at the buckets, too
+
+
+LOADS = [load_module, load_parts, load_wrapper, load_in_place, load_as_data, load_into_other_memory]
+
+
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("load", [load_module, load_parts, load_wrapper, load_in_place])
+@pytest.mark.parametrize("load", LOADS)
 @pytest.mark.parametrize("algorithm", [DiLoCo(4), StreamingDiLoCo(4, 2, delay=2), SparseLoCo(4)], ids=repr)
 def test_weights_loaded_in_the_middle_of_training_stay_as_they_are_at_rate_0(algorithm, load):
     def body(comm):
