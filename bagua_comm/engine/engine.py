@@ -248,8 +248,8 @@ class Engine(EngineState):
         goes on as if it began with them: what the algorithm keeps of earlier weights becomes the new ones, its
         momenta and residuals become zero, and the results of exchanges under way are dropped. Steps are counted
         on. Nothing is sent: ranks compare what they have replaced at a later exchange, 16 or more steps after the
-        comparison before, and in `stop` and `close`; `CommMismatch` is raised there if it differs. It does
-        nothing for algorithms that exchange gradients.
+        comparison before, and in `stop` and `close`; `CommMismatch` is raised there if it differs. `close`
+        leaves out what was replaced after the last step. It does nothing for algorithms that exchange gradients.
         """
         if self.payload == "weight":
             self._follow_weights(known=True)
@@ -410,6 +410,8 @@ class Engine(EngineState):
         self._closed = True
         differ = self._drifts and not self.stopped and self._comm.size > 1
         try:
+            self._follow_weights()
+            self._replacements.forget_since(self.step)
             self.stop()
             if differ:
                 self._progress.report_alone(self.algorithm, self.step - self._exchanges.exchanged)

@@ -95,6 +95,10 @@ class Replacements:
         taken, self._history = self._history, []
         return taken
 
+    def forget_since(self, step: int) -> None:
+        """Forget what was replaced after `step` steps: no step begins from it, as in a test on one rank."""
+        self._history = [each for each in self._history if each[0] < step]
+
     # Changed without a report -----------------------------------------------------------------------
 
     def keep(self, *, stepped: bool = False) -> None:

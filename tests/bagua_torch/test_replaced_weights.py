@@ -148,6 +148,21 @@ def test_weights_loaded_on_one_rank_alone_are_an_error_on_all():
     run_ranks(2, body)
 
 
+@pytest.mark.parametrize("algorithm", [DiLoCo(4), StreamingDiLoCo(4, 2, delay=2)], ids=repr)
+def test_one_rank_may_load_the_best_weights_after_the_last_step_for_a_test(algorithm):
+    def body(comm):
+        model, optimizer, ddp = make(comm, algorithm, lr=0.1)
+        step(comm, optimizer, ddp, count=5)
+        if comm.rank == 0:
+            load_module(model, ddp)
+        ddp.close()
+        return model[0].weight.detach().clone()
+
+    found, other = run_ranks(2, body)
+    assert (found == 3).all()
+    assert (other < 1).all()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", [DiLoCo(4), StreamingDiLoCo(4, 2, delay=2)], ids=repr)
 def test_a_checkpoint_with_the_algorithms_state_continues_from_it(algorithm, tmp_path):
