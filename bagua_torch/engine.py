@@ -147,7 +147,7 @@ class TorchEngine(Engine):
         Collective. Other buckets and their states do not change. New ones get an initial state, or the state of
         the loaded checkpoint, and the same numbers of steps.
         """
-        self._schedule.finish()
+        self.finish()
         plan = self._memory.plan
         self._training = check_same_training(self._comm, plan, self.algorithm)
         for payload, made in buckets_over(plan, _arrays_of(self._memory), self.algorithm).items():
@@ -227,6 +227,11 @@ class TorchEngine(Engine):
                 arrays, flats, list(map(torch.Tensor.data_ptr, tensors.values())), tensors
             )
         return self._shared_state.tensors
+
+    def _follow_weights(self, *, known: bool = False) -> None:
+        if known or self._replacements.expected:
+            self._memory.reclaim()  # the program may have given parameters other memory
+        super()._follow_weights(known=known)
 
     def _saved(self) -> Saved:
         return self._reordered(super()._saved(), to_memory=False)

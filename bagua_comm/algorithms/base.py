@@ -483,10 +483,9 @@ def _how_to_make_an_algorithm(value: object) -> str:
     """How to make an algorithm of a value that is none, as the end of a message; "" if that is not known."""
     if isinstance(value, str):
         return f"; bagua_comm.algorithms.from_name({value!r}) makes one of a known name, such as 'bytegrad'"
-    if isinstance(value, type) or callable(value):
-        return how_to_call(
-            value, form_of_class(value, "GradientAllReduce(Quantized({}))", "GradientAllReduce({})")
-        )
+    form = form_of_class(value, "GradientAllReduce(Quantized({}))", "GradientAllReduce({})")
+    if hint := how_to_call(value, form):
+        return hint
     if hasattr(value, "bind"):
         return f"; an average becomes one by GradientAllReduce({briefly(value)})"
     if hasattr(value, "wire_nbytes"):

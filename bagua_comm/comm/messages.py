@@ -167,7 +167,7 @@ class PointToPoint(CommBase):
             (outgoing if side == "sends" else incoming).append((peer, call.x))
         if not calls:
             return
-        if not in_order and not peers:
+        if not (in_order or peers) and len(outgoing) > 1 and len(incoming) > 1:
             _check_told_apart(name, outgoing, values, incoming)
         first = calls[0]
         if any(call.transport is not first.transport for call in calls):
@@ -254,5 +254,5 @@ def _check_told_apart(
                 f"{call}: two arrays of {x.nbytes} bytes go to rank {peer}, and two come from it: only their "
                 "order tells them apart, which is easily wrong where two neighbours are one rank. Make one call "
                 "for each direction, such as sendrecv(x, out, dest=up, source=down), and then sendrecv(x, out, "
-                "dest=down, source=up)"
+                "dest=down, source=up); send several arrays of one direction as one, or by a call for each"
             )

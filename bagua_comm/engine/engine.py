@@ -248,26 +248,23 @@ class Engine(EngineState):
         goes on as if it began with them: what the algorithm keeps of earlier weights becomes the new ones, its
         momenta and residuals become zero, and the results of exchanges under way are dropped. Steps are counted
         on. Nothing is sent: ranks compare what they have replaced at a later exchange, 16 or more steps after the
-        comparison before, and in `stop` and `close`; `CommMismatch` is raised there if it differs. It does
-        nothing for algorithms that exchange gradients.
+        comparison before, and in `stop` and `close`; `CommMismatch` is raised there if it differs. `close`
+        leaves out what was replaced after the last step. It does nothing for algorithms that exchange gradients.
         """
         if self.payload == "weight":
-            self._replacements.note(self.step, known=True)
-            self._begin_anew()
+            self._follow_weights(known=True)
 
     def expect_weights(self) -> None:
         """Report that the program is about to load weights: if they are others in the end, they were replaced."""
         self._replacements.expect()
 
-    def _follow_weights(self) -> None:
-        if self._replacements.expected and self._replacements.note(self.step):
-            self._begin_anew()
-
-    def _begin_anew(self) -> None:
-        """Begin anew from the weights in the buckets."""
-        self._schedule.drop()
-        for bucket, state in zip(self.buckets, self.states, strict=True):
-            self._exchanges.algorithm.restart(bucket, state)
+    def _follow_weights(self, *, known: bool = False) -> None:
+        if not (known or self._replacements.expected):
+            return
+        if self._replacements.note(self._exchanges.common_step, known=known):
+            self._schedule.drop()
+            for bucket, state in zip(self.buckets, self.states, strict=True):
+                self._exchanges.algorithm.restart(bucket, state)
 
     def settle(self) -> None:
         """Write back exchanges before weights are read or saved; those that outlive further steps continue."""
@@ -305,6 +302,7 @@ class Engine(EngineState):
         """
         if not self.stopped:
             return
+        self._follow_weights()
         # The lane is idle, so that its communicator can be used here.
         table = self._comm.allgather(np.array([self.step, self._weights.differ, self._in_step]))
         self._exchanges.resume()
@@ -412,6 +410,8 @@ class Engine(EngineState):
         self._closed = True
         differ = self._drifts and not self.stopped and self._comm.size > 1
         try:
+            self._follow_weights()
+            self._replacements.forget_since(self.step)
             self.stop()
             if differ:
                 self._progress.report_alone(self.algorithm, self.step - self._exchanges.exchanged)

@@ -52,7 +52,9 @@ class Exchanges:
         self._warn, self._warned = warn, set[str]()
         self.replacements = Replacements(lane.comm.rank)
         """The weights that the program has replaced."""
-        self._compared_at = 0
+        self._compares = False
+        """Whether ranks compare those; in rounds, where ranks step at their own pace, `RoundSchedule` does."""
+        self._compared_at = self._stopped_at = 0
         self.counters = ExchangeCounters()
         """All exchanges of this rank, and how long training waited for them."""
         self.step = self.began = 0
@@ -79,8 +81,9 @@ class Exchanges:
         window, self._compared_at = self.algorithm.window, began
         self.overwrites = isinstance(window, Window) and not window.delay and window.closes is Point.FORWARD
         """Whether results replace weights that nobody may change meanwhile."""
-        name = self._named["algorithm"] if self.algorithm.payload == "weight" else ""
-        self.replacements.begin(name, self.buckets, copies=self.algorithm.restarts)
+        name, copies = self._named["algorithm"], self.algorithm.restarts
+        self.replacements.begin(name if self.algorithm.payload == "weight" else "", self.buckets, copies=copies)
+        self._compares = copies and not isinstance(window, Rounds)
 
     def set_step(self, step: int) -> None:
         """Set the number of steps that have ended."""
@@ -88,11 +91,16 @@ class Exchanges:
 
     def stop(self) -> None:
         """Hold buckets back from now on."""
-        self.stopped = True
+        self.stopped, self._stopped_at = True, self.step
 
     def resume(self) -> None:
         """Send buckets again."""
         self.stopped = False
+
+    @property
+    def common_step(self) -> int:
+        """The number of steps that ranks have made together, except in rounds: while stopped, that of `stop`."""
+        return self._stopped_at if self.stopped else self.step
 
     def begin_round(self) -> None:
         """Forget the buckets of the last round."""
@@ -151,20 +159,20 @@ class Exchanges:
 
     def _history_to_compare(self, bucket: Bucket, state: State) -> History | None:
         """The replacements of weights that ranks compare before this exchange; None in most exchanges."""
-        if self.step - self._compared_at < COMPARE_STEPS or not self.algorithm.restarts:
+        if not self._compares or self.step - self._compared_at < COMPARE_STEPS:
             return None
         if not self.algorithm.communicates(bucket.step, state):
             return None
         self._compared_at = self.step
-        return tuple(self.replacements.history)
+        return self.replacements.take_history()
 
     def compare_replacements(self) -> None:
         """Raise on all ranks unless they have replaced their weights alike; see `replaced.compare`.
 
         Collective. The lane is idle.
         """
-        if self.algorithm.restarts and self.replacements.copies and not self.stopped:
-            compare(self.lane.comm, self.replacements.history)
+        if self._compares and not self.stopped:
+            compare(self.lane.comm, self.replacements.take_history())
 
     def warn_of_zeros(self, names: Sequence[str]) -> None:
         """Warn that zeros take the place of the gradients `names`, once for each of them."""

@@ -54,8 +54,8 @@ class Replacements:
             buckets: The weights.
             copies: Whether it keeps something of earlier weights between steps.
         """
-        self._name, self._buckets, self.copies = name, buckets, copies
-        self.history: list[tuple[int, str]] = []
+        self._name, self._buckets, self._copies = name, buckets, copies
+        self._history: list[tuple[int, str]] = []
         self._before: str | None = None  # the hash of the weights before a load that may be in progress
         self._samples = WeightSamples(buckets if copies else ())
         self._due = copies and not self._belong  # whether the next forward pass looks at the samples
@@ -86,15 +86,24 @@ class Replacements:
         now = _digest_of(self._buckets)
         if now == before and not known:  # others were there for a while, as for an evaluation
             return False
-        self.history.append((step, now))
+        self._history.append((step, now))
         self._due = False
         return True
+
+    def take_history(self) -> History:
+        """Return what was noted since the last call; all ranks `compare` it."""
+        taken, self._history = self._history, []
+        return taken
+
+    def forget_since(self, step: int) -> None:
+        """Forget what was replaced after `step` steps: no step begins from it, as in a test on one rank."""
+        self._history = [each for each in self._history if each[0] < step]
 
     # Changed without a report -----------------------------------------------------------------------
 
     def keep(self, *, stepped: bool = False) -> None:
         """Take samples of the weights as training has made them; `stepped` if an optimizer has stepped."""
-        if self.copies:
+        if self._copies:
             self._samples.keep()
             if stepped:
                 self._due = self._stepped = True
@@ -131,7 +140,7 @@ class Replacements:
 
     def before_writing(self) -> list[Array]:
         """The samples now, before an exchange writes to the weights; none if nothing has changed since `keep`."""
-        return self._samples.take() if self.copies and self._samples.changed() else []
+        return self._samples.take() if self._copies and self._samples.changed() else []
 
     def written(self, before: list[Array]) -> None:
         """Keep the weights that an exchange has written; warn once if changes were lost, see `before_writing`."""

@@ -108,6 +108,6 @@ class EngineState(Live, Closing):
         """Average the weights if they differ between ranks, and the next step needs equal ones."""
         raise NotImplementedError
 
-    def _follow_weights(self) -> None:
-        """Begin anew from weights that the program has replaced, if it has."""
+    def _follow_weights(self, *, known: bool = False) -> None:
+        """Begin anew from the weights in the buckets if the program has replaced them; `known`: it says so."""
         raise NotImplementedError

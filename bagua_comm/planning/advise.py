@@ -82,25 +82,18 @@ def best_in_four_bits(rows: Sequence[Advice]) -> Advice | None:
 def best_of_weights(rows: Sequence[Advice]) -> Advice | None:
     """The fastest average of weights in every step; None if none is faster than averages of gradients."""
     limit_s = best_of_gradients(rows).prediction.step_s / AS_FAST
-    return _fastest((row for row in rows if _averages_weights(row.method)), limit_s)
+    return _fastest((row for row in rows if kind_of(row.method) == 1), limit_s)
 
 
 def best_now_and_then(rows: Sequence[Advice]) -> Advice | None:
     """The fastest average of weights in some of the steps; None if none is faster than averages in every step."""
     limit_s = (best_of_weights(rows) or best_of_gradients(rows)).prediction.step_s / AS_FAST
-    found = (row for row in rows if payload(row.method) == "weights" and not _averages_weights(row.method))
-    return _fastest(found, limit_s)
+    return _fastest((row for row in rows if kind_of(row.method) == 2), limit_s)
 
 
 def _fastest(rows: Iterable[Advice], limit_s: float) -> Advice | None:
     faster = (row for row in rows if row.prediction.step_s < limit_s)
     return min(faster, key=lambda row: row.prediction.step_s, default=None)
-
-
-def _averages_weights(method: object) -> bool:
-    """Whether it averages weights in every step."""
-    now_and_then = isinstance(method, (Every, AsyncModelAverage)) or hasattr(method, "local_steps")
-    return payload(method) == "weights" and not now_and_then
 
 
 def steps_of_an_exchange(row: Advice, rows: Iterable[Advice]) -> float:
@@ -118,7 +111,10 @@ def steps_of_an_exchange(row: Advice, rows: Iterable[Advice]) -> float:
 
 def kind_of(method: object) -> int:
     """The group of an algorithm in the report: 0 gradients, 1 weights in every step, 2 weights now and then."""
-    return (payload(method) == "weights") + (payload(method) == "weights" and not _averages_weights(method))
+    if payload(method) == "gradients":
+        return 0
+    now_and_then = isinstance(method, (Every, AsyncModelAverage)) or hasattr(method, "local_steps")
+    return 2 if now_and_then else 1
 
 
 def payload(method: object) -> str:

@@ -20,10 +20,11 @@ from bagua_comm.testing import run_ranks
 from bagua_torch import Checkpoints, DistributedDataParallel
 
 
-def make(comm, algorithm, lr=0.0):
+def make(comm, algorithm, lr=0.0, *, frozen=False):
     model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8)))
     for parameter in model.parameters():  # ranks are threads, and share PyTorch's generator
         parameter.data = torch.arange(parameter.numel()).sin().mul(0.3).reshape(parameter.shape)
+    model[0].requires_grad_(not frozen)
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     return model, optimizer, DistributedDataParallel(model, [optimizer], algorithm, comm=comm)
 
@@ -59,8 +60,24 @@ def load_in_place(model, ddp):
     ddp.engine.weights_replaced()
 
 
+def load_as_data(model, ddp):
+    for parameter in model.parameters():
+        parameter.data = torch.full_like(parameter, 3.0)
+    ddp.engine.weights_replaced()
+
+
+def load_into_other_memory(model, ddp):
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    load_module(model, ddp)
+    ddp.state_dict()  # which looks at the buckets, too
+
+
+LOADS = [load_module, load_parts, load_wrapper, load_in_place, load_as_data, load_into_other_memory]
+
+
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("load", [load_module, load_parts, load_wrapper, load_in_place])
+@pytest.mark.parametrize("load", LOADS)
 @pytest.mark.parametrize("algorithm", [DiLoCo(4), StreamingDiLoCo(4, 2, delay=2), SparseLoCo(4)], ids=repr)
 def test_weights_loaded_in_the_middle_of_training_stay_as_they_are_at_rate_0(algorithm, load):
     def body(comm):
@@ -69,6 +86,22 @@ def test_weights_loaded_in_the_middle_of_training_stay_as_they_are_at_rate_0(alg
         optimizer.param_groups[0]["lr"] = 0.0
         load(model, ddp)
         step(comm, optimizer, ddp, count=9)
+        ddp.close()
+        return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+    for found in run_ranks(2, body):
+        torch.testing.assert_close(found, torch.full_like(found, 3.0), rtol=0, atol=0)
+
+
+def test_weights_that_are_loaded_before_others_are_unfrozen_stay_as_they_are_at_rate_0():
+    def body(comm):
+        model, optimizer, ddp = make(comm, DiLoCo(4), lr=0.1, frozen=True)
+        step(comm, optimizer, ddp, count=5)
+        load_module(model, ddp)
+        model[0].requires_grad_(True)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+        step(comm, optimizer, ddp, count=4)
         ddp.close()
         return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
@@ -113,6 +146,21 @@ def test_weights_loaded_on_one_rank_alone_are_an_error_on_all():
             ddp.close()
 
     run_ranks(2, body)
+
+
+@pytest.mark.parametrize("algorithm", [DiLoCo(4), StreamingDiLoCo(4, 2, delay=2)], ids=repr)
+def test_one_rank_may_load_the_best_weights_after_the_last_step_for_a_test(algorithm):
+    def body(comm):
+        model, optimizer, ddp = make(comm, algorithm, lr=0.1)
+        step(comm, optimizer, ddp, count=5)
+        if comm.rank == 0:
+            load_module(model, ddp)
+        ddp.close()
+        return model[0].weight.detach().clone()
+
+    found, other = run_ranks(2, body)
+    assert (found == 3).all()
+    assert (other < 1).all()
 
 
 @pytest.mark.slow

@@ -221,6 +221,46 @@ def test_ranks_that_replace_their_weights_differently_learn_it_during_training()
     run_ranks(2, body)
 
 
+def test_weights_replaced_while_ranks_are_stopped_are_the_same_after_any_number_of_steps():
+    def body(comm):
+        engine, flats = engine_of(comm, DiLoCo(2))
+        with engine:
+            stand(engine)
+            engine.stop()
+            for _ in range(1 + comm.rank):
+                stand(engine)
+            put(flats, NEW)
+            engine.weights_replaced()
+            engine.expect_weights()
+            put(flats, 2 * NEW)
+            if comm.rank:  # it follows them here, the other rank in `resume`
+                stand(engine)
+            engine.resume()
+            for _ in range(20):
+                stand(engine)
+
+    run_ranks(2, body)
+
+
+class AsyncWithCopies(AsyncModelAverage):
+    """Rounds of an algorithm that keeps something of earlier weights."""
+
+    def restart(self, bucket, state):
+        """Nothing is kept in this test."""
+
+
+def test_ranks_with_a_pace_of_their_own_do_not_compare_replaced_weights_by_steps():
+    def body(comm):
+        engine, flats = engine_of(comm, AsyncWithCopies(0.0))
+        with engine:
+            for _ in range(5 if comm.rank else 40):
+                stand(engine)
+            put(flats, NEW)
+            engine.weights_replaced()
+
+    run_ranks(2, body, timeout_s=5)
+
+
 # Changes that nobody reports --------------------------------------------------------------------------------
 
 

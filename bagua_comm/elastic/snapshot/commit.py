@@ -161,7 +161,7 @@ def _exchange_private(
         _raise_on_all(comm, problem)
     sends = [(buddy, arrays.as_bytes(local[n])) for n in private if not is_alone and local[n].nbytes]
     recvs = [(each.rank, arrays.as_bytes(x)) for each in received for x in each.arrays if x.nbytes]
-    comm._exchange_in_order(sends, recvs)  # by the order of `private`, which is the same on all ranks
+    comm._exchange_in_order(sends, recvs)  # in the order of the sender's `private`
     for each in received:
         each.slot.finish(version, each.header, each.size)
     sent_bytes = sum(x.nbytes for _, x in sends) + (0 if is_alone else text.size)

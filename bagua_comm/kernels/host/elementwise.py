@@ -18,7 +18,7 @@ from .numbers import PIECE, ZERO
 
 def scale(x: Array, factor: float) -> None:
     """Multiply floating-point `x` in place."""
-    _elementwise(lambda x, factor: np.multiply(x, factor, out=x), (x,), (x,), factor)
+    _elementwise(np.multiply, (x,), (x,), factor)
 
 
 def add(x: Array, y: Array, out: Array) -> None:
@@ -128,7 +128,7 @@ def _elementwise(
     narrow = inputs[0].dtype.name in REDUCED_PRECISION
     with np.errstate(all="ignore"):
         if isinstance(formula, np.ufunc) and not narrow:
-            formula(*inputs, out=outputs[0])
+            formula(*inputs, *factors, out=outputs[0])
             return
         for start in range(0, inputs[0].size, PIECE):
             piece = slice(start, start + PIECE)
