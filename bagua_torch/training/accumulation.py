@@ -45,11 +45,6 @@ class AveragedGradients:
             changed |= id(gradient) != identity or gradient._version != version
         return changed and not any(bool(each.any()) for each in self._values())
 
-    @property
-    def overflowed(self) -> bool:
-        """Whether a value is not finite, so that a GradScaler skips the step. Waits for a device."""
-        return not all(bool(torch.isfinite(each).all()) for each in self._values())
-
     def _values(self) -> list[torch.Tensor]:
         gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
         return [each._values() if each.is_sparse else each for each in gradients]

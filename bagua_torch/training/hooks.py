@@ -96,7 +96,8 @@ class Hooks:
             module.register_state_dict_pre_hook(WeakCall(saving, self._handles)),
         ]
         for part in module.modules():  # each of them may be loaded alone
-            self._handles.append(part.register_load_state_dict_pre_hook(WeakCall(loading, self._handles)))
+            if not isinstance(part, torch.jit.ScriptModule):
+                self._handles.append(part.register_load_state_dict_pre_hook(WeakCall(loading, self._handles)))
 
     def remove(self) -> None:
         """Remove all hooks."""

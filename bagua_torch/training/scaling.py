@@ -8,36 +8,29 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 Skipped = Callable[[torch.optim.Optimizer], Any]
 """A function that is called with the optimizer whose step was left out."""
 
-_SKIPPED: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[Skipped]] = weakref.WeakKeyDictionary()
+_SKIPPED: weakref.WeakKeyDictionary[torch.optim.Optimizer, OrderedDict[int, Skipped]] = (
+    weakref.WeakKeyDictionary()
+)
 """What to call for each optimizer."""
 
 
-class _Handle:
-    """A registration, until `remove`."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer, call: Skipped) -> None:
-        self._optimizer, self._call = weakref.ref(optimizer), call
-
-    def remove(self) -> None:
-        """End the registration."""
-        optimizer = self._optimizer()
-        calls = [] if optimizer is None else _SKIPPED.get(optimizer, [])
-        calls[:] = [call for call in calls if call is not self._call]
-
-
-def on_skipped_step(optimizer: torch.optim.Optimizer, call: Skipped) -> _Handle:
+def on_skipped_step(optimizer: torch.optim.Optimizer, call: Skipped) -> RemovableHandle:
     """Call `call(optimizer)` after each `torch.amp.GradScaler.step(optimizer)` that leaves out its step."""
     _watch_scalers()
-    _SKIPPED.setdefault(optimizer, []).append(call)
-    return _Handle(optimizer, call)
+    calls = _SKIPPED.setdefault(optimizer, OrderedDict())
+    handle = RemovableHandle(calls)
+    calls[handle.id] = call
+    return handle
 
 
 def _watch_scalers() -> None:
@@ -58,7 +51,7 @@ def _watch_scalers() -> None:
         finally:
             handle.remove()
         if not made:
-            for call in list(calls):
+            for call in list(calls.values()):
                 call(optimizer)
         return result
 

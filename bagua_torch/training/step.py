@@ -77,7 +77,7 @@ class TrainingStep(Live):
         self._stays = False  # a backward pass since the last step was not averaged
         self._accumulated = False  # a forward pass has continued the averaged step
         self._cleared = False  # the gradients of that step were cleared, and others accumulated
-        self._late = 0  # steps that this rank has skipped unnoticed
+        self._late = False  # the last step was skipped, which the present pass of the next one has found
         self._closes = False  # an optimizer runs a closure
         self._used = False  # a forward pass went through the wrapper, or a backward pass was announced
         self._warned = False  # of a forward pass without a backward pass
@@ -263,13 +263,18 @@ class TrainingStep(Live):
     def _reach_output(self) -> None:
         """A backward pass has reached an output. It may be a further pass through the same graph."""
         self._buffers.restore()
-        queue_callback(self._buffers.write)
+        queue_callback(self._leave_output)
+
+    def _leave_output(self) -> None:
+        """A backward pass through an output has ended."""
+        if self._late:  # no gradient followed those of an inner pass
+            self.watch.end()
+        self._buffers.write()
 
     def _begin_backward(self) -> None:
         """Let autograd accumulate into the buckets. Collective if no training forward pass came before."""
         self.spans["backward"].begin()
-        if self._accumulated and not self._accumulates():
-            self._late += 1  # it was skipped, and its gradients were cleared after the forward pass
+        self._late |= self._accumulated and not self._accumulates()  # gradients were cleared since
         self._accumulated = False
         if self.stage not in (Stage.OPEN, Stage.REOPENED):
             self._open_late()
@@ -319,12 +324,18 @@ class TrainingStep(Live):
         """
         self.spans["backward"].end(parameters=len(complete))
         stepped = self._versions.changed()
+        late = self._late and not inner
+        if late:  # not before, since the pass needs the weights of its forward pass
+            self._end()
+            self._buffers.due = True
+            self._announce()
+            self._begin_forward()  # which may change to gradients
         fresh = []
-        if self.engine.payload == "grad" and len(complete) < len(self._trained):
+        if self.engine.payload == "grad" and (late or len(complete) < len(self._trained)):
             self._fresh |= self.memory.attach_all()
             fresh = sorted(self._fresh - complete)
             for index, names in enumerate(self.memory.names):
-                if not complete.issuperset(names):
+                if late or not complete.issuperset(names):
                     self._send(index)  # so that no rank waits for it
         elif self.engine.payload == "weight":
             fresh = sorted(self._fresh - complete)
@@ -341,7 +352,8 @@ class TrainingStep(Live):
         self._stays = self._cleared = False
         self._stepped.clear()
         self.watch.forget_gradients()  # they were in the buckets, too
-        self._fetch_buffers()
+        if not self._late:  # otherwise when the outer pass ends
+            self._fetch_buffers()
         if not inner:
             queue_callback(self._buffers.write)
         checks.check_not_stepped(stepped)
@@ -438,13 +450,10 @@ class TrainingStep(Live):
         self.stage = Stage.ANNOUNCED if self.stage in (Stage.REOPENED, Stage.ANNOUNCED) else Stage.IDLE
         self.watch.forget_outputs(reached=self.stage is Stage.ANNOUNCED)
         self._passes = 0
-        self._stays = self._accumulated = self._cleared = False
+        self._stays = self._accumulated = self._cleared = self._late = False
         self._stepped.clear()
         self.exchange.reclaim()
         self._buffers.keep()
-        late, self._late = self._late, 0
-        for point in [Point.STEP, Point.FORWARD, Point.BACKWARD] * late:
-            self.engine.at(point)
         self.engine.at(Point.STEP)
         self.exchange.note_new_weights()
 
@@ -453,11 +462,6 @@ class TrainingStep(Live):
         if self.stage is not Stage.AVERAGED or self.engine.payload != "weight" or self._stepped:
             return False
         return self._closes or not (self._cleared or self._gradients.cleared)
-
-    def complete_skipped(self) -> None:
-        """As `complete`, unless further passes may belong to the step. Collective."""
-        if not self._accumulates() or (not self._closes and self._gradients.overflowed):
-            self.complete()
 
     def complete(self) -> None:
         """Where weights are exchanged, end a step that the optimizers skipped (with a GradScaler). Collective."""
@@ -479,8 +483,8 @@ class TrainingStep(Live):
         for span in self.spans.values():
             span.forget()
         self.stage = Stage.CLOSED if self.stage is Stage.CLOSED else Stage.IDLE
-        self._passes = self._late = 0
-        self._accumulated = self._cleared = self._closes = False
+        self._passes = 0
+        self._accumulated = self._cleared = self._late = self._closes = False
         self._stepped.clear()
         self.exchange.note_new_weights()
 

@@ -172,8 +172,8 @@ class TrainingSteps(TrainingStep):
     def settle(self, *_: Any) -> None:
         """Before the module runs, saves or loads: write back the results of exchanges since the last step."""
         self._running, self._called = self._called, False
-        if not self.model.module.training:
-            self.complete_skipped()
+        if not (self.model.module.training or self._accumulates()):
+            self.complete()
         self.engine.settle()
         self.exchange.note_new_weights()
         self._buffers.keep()

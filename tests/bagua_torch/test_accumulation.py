@@ -5,10 +5,21 @@ import functools
 
 import pytest
 import torch
-from support.torch_training import WEIGHT_ALGORITHMS, batch, gradients, loss_of, make_model, sgd, weights, wrapped
+from support.torch_training import (
+    WEIGHT_ALGORITHMS,
+    batch,
+    filled,
+    gradients,
+    loss_of,
+    make_model,
+    sgd,
+    weights,
+    wrapped,
+)
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from bagua_comm import ByteGrad, Decentralized, DiLoCo, GradientAllReduce, Point, SparseLoCo
+from bagua_comm import ByteGrad, Decentralized, DiLoCo, GradientAllReduce, Point, SparseLoCo, after
 from bagua_comm.algorithms.base import with_defaults
 from bagua_comm.testing import run_ranks
 from bagua_torch import DistributedDataParallel
@@ -141,8 +152,11 @@ def test_weights_are_exchanged_once_for_the_microbatches_of_a_step(algorithm, wa
             torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-5)
 
 
-def diloco(ranks, steps, *, every, outer_lr, outer_momentum):
-    """DiLoCo written from its paper, over plain models: the weights of each rank after each step."""
+def diloco(ranks, steps, *, every, outer_lr, outer_momentum, skipped=()):
+    """DiLoCo written from its paper, over plain models: the weights of each rank after each step.
+
+    In the steps `skipped`, the optimizer of rank 1 does not step.
+    """
     models = [make_model() for _ in range(ranks)]
     optimizers = [sgd(model.parameters()) for model in models]
     anchor = weights(models[0])
@@ -152,7 +166,8 @@ def diloco(ranks, steps, *, every, outer_lr, outer_momentum):
             optimizer.zero_grad()
             for x in parts(rank, step):
                 loss_of(model, x).backward()
-            optimizer.step()
+            if rank != 1 or step not in skipped:
+                optimizer.step()
         if (step + 1) % every == 0:
             change = torch.stack([anchor - weights(model) for model in models]).mean(0)
             momentum = outer_momentum * momentum + change
@@ -169,6 +184,38 @@ def test_diloco_counts_steps_of_the_optimizer_as_its_paper_does(way):
     settings = {"outer_lr": 0.7, "outer_momentum": 0.5}
     expected = diloco(2, 4, every=2, **settings)
     for (actual, *_), wanted in zip(trained(way, DiLoCo(2, **settings)), expected, strict=True):
+        torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("clears_late", [False, True])
+@pytest.mark.parametrize("synced", [False, True])
+def test_a_step_that_a_scaler_leaves_out_on_one_rank_counts_once(synced, clears_late):
+    settings, skipped = {"outer_lr": 0.7, "outer_momentum": 0.5}, (1, 2)
+
+    def body(comm):
+        model, optimizer, ddp = wrapped(comm, DiLoCo(2, **settings))
+        scaler, after = torch.amp.GradScaler("cpu", init_scale=4.0), []
+        for step in range(5):
+            if not clears_late:
+                optimizer.zero_grad()
+            for number, x in enumerate(parts(comm.rank, step)):
+                ddp.require_backward_grad_sync = synced or number == PARTS - 1
+                loss = loss_of(ddp, x)
+                if clears_late and number == 0:
+                    optimizer.zero_grad()
+                overflow = float("inf") if comm.rank and step in skipped and number == 0 else 1.0
+                scaler.scale(loss * overflow).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            ddp.engine.settle()
+            after.append(weights(model))
+        steps = ddp.engine.step
+        ddp.close()
+        return torch.stack(after), steps
+
+    expected = diloco(2, 5, every=2, skipped=skipped, **settings)
+    for (actual, steps), wanted in zip(run_ranks(2, body, timeout_s=10), expected, strict=True):
+        assert steps == 5
         torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-5)
 
 
@@ -191,28 +238,71 @@ def test_averaged_gradients_accumulate_to_those_of_the_mean_loss(way):
         torch.testing.assert_close(actual, gradients(plain))
 
 
-def test_a_step_that_one_rank_skips_counts_though_gradients_are_cleared_after_the_forward_pass():
-    """As in many programs: the loss, zero_grad(), backward(), and a GradScaler that skips."""
+def train_and_skip(comm, algorithm, *, normalizes=False, checkpoints=False):
+    """Steps of which rank 0 leaves out two itself, and clears gradients after the next forward pass."""
+    part = filled(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4) if normalizes else nn.Tanh()))
+    model = Checkpointed(part) if checkpoints else part
+    optimizer = sgd(model.parameters())
+    ddp = DistributedDataParallel(model, optimizer, algorithm, comm=comm)
+    means = []
+    for step in range(6):
+        loss = loss_of(ddp, batch(comm.rank, step).requires_grad_(checkpoints))
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        loss.backward()
+        means.append(gradients(model).clone())
+        if comm.rank or step not in (1, 2):
+            optimizer.step()
+    steps = ddp.engine.step
+    ddp.switch(GradientAllReduce())
+    comm.check_consistency(weights(model).numpy())
+    ddp.close()
+    return steps, means
 
-    def body(comm, algorithm):
-        model, optimizer, ddp = wrapped(comm, algorithm)
-        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-        for step in range(6):
-            loss = loss_of(ddp, batch(comm.rank, step))
-            optimizer.zero_grad(set_to_none=step % 2 == 0)
-            overflow = float("inf") if step in (1, 2) and comm.rank == 0 else 1.0
-            scaler.scale(loss * overflow).backward()
-            scaler.step(optimizer)
-            scaler.update()
+
+class Checkpointed(nn.Module):
+    def __init__(self, part):
+        super().__init__()
+        self.part = part
+
+    def forward(self, x):
+        return checkpoint(self.part, x, use_reentrant=True)
+
+
+@pytest.mark.parametrize("settings", [{}, {"normalizes": True}, {"checkpoints": True}], ids=str)
+@pytest.mark.parametrize("algorithm", [Decentralized("shift_one"), DiLoCo(2)], ids=repr)
+def test_a_step_that_one_rank_skips_counts_though_gradients_are_cleared_after_the_forward_pass(
+    algorithm, settings
+):
+    """As in many programs: the loss, zero_grad(), backward(). With buffers, ranks once waited for each other."""
+    ranks = run_ranks(2, lambda comm: train_and_skip(comm, algorithm, **settings), timeout_s=10)
+    assert [steps for steps, _ in ranks] == [6, 6]
+
+
+def test_gradients_are_averaged_in_the_step_after_one_that_a_rank_has_skipped():
+    algorithm = after(3, DiLoCo(3), GradientAllReduce())
+    (_, ours), (_, theirs) = run_ranks(2, lambda comm: train_and_skip(comm, algorithm, normalizes=True))
+    assert all(map(torch.equal, ours[3:], theirs[3:]))
+    assert not torch.equal(ours[2], theirs[2])
+
+
+def test_an_evaluation_before_the_program_mends_an_overflow_ends_no_step():
+    def body(comm):
+        model, optimizer, ddp = wrapped(comm, DiLoCo(2))
+        for step in range(3):
+            optimizer.zero_grad()
+            (loss_of(ddp, batch(comm.rank, step)) * (float("inf") if comm.rank and step else 1.0)).backward()
+            ddp.eval()
+            with torch.no_grad():
+                ddp(batch(0, 0))
+            ddp.train()
+            for parameter in model.parameters():
+                parameter.grad.nan_to_num_(0.0, 0.0, 0.0)
+            optimizer.step()
         steps = ddp.engine.step
-        ddp.switch(GradientAllReduce())
-        comm.check_consistency(weights(model).numpy())
-        assert weights(model).isfinite().all()
         ddp.close()
         return steps
 
-    for algorithm in (Decentralized("shift_one"), DiLoCo(2)):
-        assert run_ranks(2, lambda comm, a=algorithm: body(comm, a), timeout_s=10) == [6, 6]
+    assert run_ranks(2, body, timeout_s=10) == [3, 3]
 
 
 def test_an_overflow_in_the_first_microbatch_is_no_step_of_its_own():

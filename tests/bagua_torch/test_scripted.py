@@ -93,3 +93,15 @@ def test_a_scripted_module_is_wrapped_again_and_two_losses_are_averaged():
     first, second = run_ranks(2, body, timeout_s=5)
     assert all(map(torch.equal, first, second))
     torch.testing.assert_close(first[0], first[2])
+
+
+def test_a_module_of_which_a_part_is_scripted_can_be_wrapped():
+    def body(comm):
+        model = nn.Sequential(script(filled(nn.Linear(4, 4))), nn.Linear(4, 1))
+        ddp = DistributedDataParallel(model, comm=comm)
+        ddp(batch(comm.rank, 0)).sum().backward()
+        model.load_state_dict(model.state_dict())
+        ddp.close()
+        return all(parameter.grad.any() for parameter in model.parameters())
+
+    assert all(run_ranks(2, body))
