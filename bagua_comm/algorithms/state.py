@@ -170,7 +170,11 @@ def check_tensors(
             )
         check_state(bucket, state, tensors, comm)
     if checksum(*header, saved["digest"], saved=tensors) != saved["checksum"]:
-        raise ArrayError("the state is damaged: a number, a shape or a name in it is not what was saved")
+        raise ArrayError(
+            "the state is damaged: a number, a shape or a name in it is not what was saved, or it has values of "
+            "several ranks, as from torch.distributed.checkpoint, which keeps those of one rank each: use "
+            "bagua_torch.Checkpoints, or save the state of ddp.module there, after ddp.average_weights()"
+        )
 
 
 def checksum(*header: object, saved: Mapping[str, Mapping[str, Any]]) -> str:

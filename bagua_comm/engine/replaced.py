@@ -224,13 +224,15 @@ def compare(comm: Communicator, history: History) -> None:
     for rank, row in enumerate(rows):
         if row != rows[0]:
             steps, others = ([step for step, _ in each] for each in (rows[0], row))
+            part = ""
             what = f"{_after(steps)} on rank 0, and {_after(others)} on rank {rank}"
             if steps == others:
                 what = f"by different ones on rank 0 and rank {rank}, after step {others[-1]}"
+                part = "; to load a part of them, make all equal before, as by ddp.average_weights()"
             raise CommMismatch(
                 f"the weights were replaced {what}, so that the ranks' copies of them differ: load the same "
                 "weights on all ranks between the same two steps; to load on one rank, broadcast them, and then "
-                "call engine.weights_replaced() on all"
+                f"call engine.weights_replaced() on all{part}"
             )
 
 

@@ -382,15 +382,16 @@ class TrainingStep(Live):
         """Complete a backward pass that reached no parameter and so ran no hook, as other ranks do."""
         checks.check_not_within_backward()
         checks.check_backward_ended(self.watch.unfinished)
-        self._check_outputs(optimizer)
-        self.end_backward()
+        self._closes = _has_closure(args, kwargs)
+        if not (self._closes and self._awaits_backward()):
+            self._check_outputs(optimizer)
+            self.end_backward()
         if self.watch.strays and self.exchange.averages_gradients:
             unaveraged.check_averaged(self.watch.strays, self._trained, optimizer)
-        if not _has_closure(args, kwargs):
+        if not self._closes:
             self._check_local(optimizer)
         self.engine.settle()  # if this step was counted already
         self.exchange.reclaim()
-        self._closes = _has_closure(args, kwargs)
         self.spans["optimizer"].begin()
 
     def _check_local(self, optimizer: torch.optim.Optimizer) -> None:
@@ -402,6 +403,10 @@ class TrainingStep(Live):
             unaveraged.warn_not_called(optimizer)
         elif self.exchange.averages_gradients or self._exchanges_no_weights():
             self._warned_local = unaveraged.warn_local(self.watch.local, self._trained, optimizer)
+
+    def _awaits_backward(self) -> bool:
+        """Whether a backward pass may still come: none has reached an output, or a forward pass has raised."""
+        return not self.watch.outputs or not all(self.watch.outputs.values())
 
     def _exchanges_no_weights(self) -> bool:
         """Whether this step would exchange weights, but has had no backward pass that allows it."""
@@ -430,8 +435,10 @@ class TrainingStep(Live):
     def _after_optimizer_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self.spans["optimizer"].end()
         self._closes = False
-        if _has_closure(args, kwargs):  # which has made the backward pass
+        if _has_closure(args, kwargs):  # which has made the backward pass, or none: other ranks have made theirs
             self._check_local(optimizer)
+            self._check_outputs(optimizer)
+            self.end_backward()
         averaged = self.stage in (Stage.AVERAGED, Stage.REOPENED)
         if not averaged and all(group.get("lr") == 0 for group in optimizer.param_groups):
             return  # PyTorch's checkpoints make such a step, so that the optimizer has its state

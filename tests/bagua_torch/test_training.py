@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import warnings
 
 import numpy as np
 import pytest
@@ -665,30 +666,37 @@ def test_two_optimizers_make_one_step_together(algorithm, order):
 
 
 @pytest.mark.parametrize("algorithm", [GradientAllReduce(), LowPrecisionDecentralized(), QADAM], ids=repr)
-def test_an_optimizer_may_run_the_model_itself(algorithm):
-    def trained(closure):
+def test_the_closure_of_an_optimizer_makes_the_backward_pass(algorithm):
+    def trained(way):
         def body(comm):
             model, optimizer, ddp = wrapped(comm, algorithm)
-
-            def loss_and_gradients(step):
-                optimizer.zero_grad()
-                loss = loss_of(ddp, batch(comm.rank, step))
-                loss.backward()
-                return loss
-
             for step in range(6):
-                if closure:
-                    optimizer.step(lambda step=step: loss_and_gradients(step))
+                if way == "after a forward pass that raised" and comm.rank == 0:
+                    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+                        ddp(torch.ones(2, 1))
+                outside = [loss_of(ddp, batch(comm.rank, step))] if way == "of a loss before it" else []
+
+                def closure(step=step, outside=outside):
+                    optimizer.zero_grad()
+                    loss = outside[0] if outside else loss_of(ddp, batch(comm.rank, step))
+                    loss.backward()
+                    return loss
+
+                if way:
+                    optimizer.step(closure)
                 else:
-                    loss_and_gradients(step)
+                    closure()
                     optimizer.step()
             ddp.close()
             return weights(model)
 
-        return run_ranks(2, body)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            return run_ranks(2, body, timeout_s=10)
 
-    for actual, expected in zip(trained(closure=True), trained(closure=False), strict=True):
-        assert torch.equal(actual, expected)
+    for way in ("of all", "of a loss before it", "after a forward pass that raised"):
+        for actual, expected in zip(trained(way), trained(""), strict=True):
+            assert torch.equal(actual, expected), way
 
 
 def test_a_step_of_the_optimizer_is_not_lost_if_no_forward_pass_was_between():
