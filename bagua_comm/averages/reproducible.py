@@ -312,9 +312,11 @@ class _Terms(NamedTuple):
         settings: list[_Terms] = comm.allgather_object(self)
         for rank, each in enumerate(settings):
             if each[:3] != settings[0][:3]:
+                pairs = enumerate(zip(settings[0].sizes, each.sizes, strict=False))
+                at = next((i for i, (expected, size) in pairs if size != expected), None)
                 return (
-                    f"Reproducible: ranks differ: rank 0 has {settings[0]._settings()}, but rank {rank} has "
-                    f"{each._settings()}; give all ranks the same `addends`, `block` and tensors"
+                    f"Reproducible: ranks differ: rank 0 has {settings[0]._settings(at)}, but rank {rank} has "
+                    f"{each._settings(at)}; give all ranks the same `addends`, `block` and tensors"
                 )
         wrong = [each._of(comm, rank) for rank, each in enumerate(settings) if each.given is not None]
         return "; ".join(wrong) + _ADVICE
@@ -324,8 +326,9 @@ class _Terms(NamedTuple):
         due = f"rank {rank} of {comm.size} has {share} of {self.addends} addends"
         return f"Reproducible: {due}, but has {self.given}"
 
-    def _settings(self) -> str:
-        return f"{self.addends} addends in blocks of {self.block}, in {len(self.sizes)} tensors"
+    def _settings(self, at: int | None) -> str:
+        size = "" if at is None else f", {self.sizes[at]} elements in tensor {at}"
+        return f"{self.addends} addends in blocks of {self.block}, in {len(self.sizes)} tensors{size}"
 
 
 @functools.lru_cache(maxsize=1024)

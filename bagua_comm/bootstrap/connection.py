@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -138,6 +139,8 @@ def connect(
         for name_of, value, choices in (("gpu", gpu, get_args(GPU)), ("op_order", op_order, get_args(OpOrder))):
             if value not in choices:
                 raise BootstrapError(f"connect: {name_of} is {value!r}, expected one of {', '.join(choices)}")
+        if not isinstance(record, str | Path | None):
+            raise BootstrapError(f"connect: record is {record!r}, expected the path of a folder")
         _check_choice(alone=alone, comm=comm, transport=transport)
     machines: Sequence[object] = [0]
     name, peers = "", list[ProcessId]()
@@ -293,6 +296,11 @@ def _check_choice(*, alone: bool, comm: MPI.Comm | None, transport: Transport | 
         raise BootstrapError(
             f"connect: transport is {transport!r}, expected a Transport, such as LocalTransport(); without it, "
             "connect finds the one of the launcher"
+        )
+    mpi = sys.modules.get("mpi4py.MPI")
+    if comm is not None and (mpi is None or not isinstance(comm, mpi.Comm)):
+        raise BootstrapError(
+            f"connect: comm is of type {type(comm).__name__}, expected a communicator of mpi4py (mpi4py.MPI.Comm)"
         )
     if comm is None and transport is None:
         refuse_a_second_world()

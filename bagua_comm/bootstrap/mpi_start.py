@@ -213,11 +213,7 @@ def _members(comm: Any) -> list[int]:
     Raises:
         BootstrapError: `comm` cannot be a world.
     """
-    mpi = sys.modules.get("mpi4py.MPI")
-    if mpi is None or not isinstance(comm, mpi.Comm):
-        raise BootstrapError(
-            f"connect: comm is of type {type(comm).__name__}, expected a communicator of mpi4py (mpi4py.MPI.Comm)"
-        )
+    mpi = sys.modules["mpi4py.MPI"]
     if not mpi.Is_initialized() or mpi.Is_finalized():
         when = "has ended" if mpi.Is_finalized() else "has not started (call mpi4py.MPI.Init_thread before)"
         raise BootstrapError(f"connect: comm is a communicator of mpi4py, but MPI {when}")

@@ -106,7 +106,8 @@ class PointToPoint(CommBase):
 
         Two arrays of one size to a rank and two from it are refused, unless the two to it are the same array:
         only their order tells them apart, and it is easily wrong on a ring of one or two ranks, where both
-        neighbours are one rank. There, make one call for each direction, as below.
+        neighbours are one rank. There, make one call for each direction, as below, and for each array: also for
+        several fields of one size.
 
         Raises:
             ArrayError: A peer is not a rank; or an array to receive into cannot be written to or overlaps another
@@ -253,6 +254,6 @@ def _check_told_apart(
             raise ArrayError(
                 f"{call}: two arrays of {x.nbytes} bytes go to rank {peer}, and two come from it: only their "
                 "order tells them apart, which is easily wrong where two neighbours are one rank. Make one call "
-                "for each direction, such as sendrecv(x, out, dest=up, source=down), and then sendrecv(x, out, "
-                "dest=down, source=up); send several arrays of one direction as one, or by a call for each"
+                "for each direction and each field, such as sendrecv(x, out, dest=up, source=down), and then "
+                "sendrecv(x, out, dest=down, source=up); or send the fields as one array, by numpy.stack"
             )

@@ -47,7 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--ranks",
         type=positive,
         metavar="N",
-        help="how many ranks; by default one for each slot of the hosts, or for each core here",
+        help="how many ranks; by default one for each slot of the hosts or of a scheduler's allocation, or for "
+        "each core here",
     )
     hosts = parser.add_mutually_exclusive_group()
     hosts.add_argument("--host", metavar="LIST", help="hosts to run on: node1:4,node2:4 for 4 ranks on each")

@@ -370,6 +370,16 @@ def test_a_wrong_number_of_addends_is_an_error_on_every_rank(averages, held, mes
     assert re.search(message, found[0])
 
 
+def test_ranks_with_arrays_of_other_sizes_are_told_both_sizes():
+    """The settings were named alone, which were the same on both ranks."""
+
+    def body(comm):
+        with pytest.raises(ArrayError, match=r"3 elements in tensor 0, but rank 1 .* 4 elements in tensor 0;"):
+            reproducible_allreduce(comm, np.ones(3 + comm.rank, np.float32))
+
+    run_ranks(2, body)
+
+
 def test_after_a_wrong_number_of_addends_the_next_mean_is_well():
     def body(comm):
         bound = Reproducible(addends=4).bind(comm)

@@ -49,7 +49,11 @@ def test_a_timeout_that_is_no_positive_number_of_seconds_is_refused(make, timeou
         make(timeout_s=timeout_s)
 
 
-@pytest.mark.parametrize("wrong", [{"timeout_s": -1}, {"op_order": "none"}, {"alone": True, "comm": 1}], ids=str)
+@pytest.mark.parametrize(
+    "wrong",
+    [{"timeout_s": -1}, {"op_order": "none"}, {"alone": True, "comm": 1}, {"comm": 1}, {"record": 1}],
+    ids=str,
+)
 def test_a_wrong_argument_under_mpi_is_one_short_message_of_one_rank(monkeypatch, capsys, wrong):
     handler = ExitHandler()
     monkeypatch.setattr(connection, "handler_of_this_process", lambda: handler)

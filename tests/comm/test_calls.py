@@ -395,6 +395,20 @@ def test_the_halos_of_a_ring_are_never_swapped_by_one_exchange(p):
     assert found == expected if p > 2 else [each[: len(refused[0])] for each in found] == refused
 
 
+def test_two_fields_to_and_from_one_rank_are_refused_with_what_is_right_for_them():
+    """The advice was a call for each direction, which is what the program had."""
+
+    def body(comm):
+        fields = np.full((2, 3), comm.rank)
+        other = 1 - comm.rank
+        with pytest.raises(ArrayError, match=r"each direction and each field.* numpy\.stack"):
+            comm.exchange([(other, field[1:2]) for field in fields], [(other, field[2:]) for field in fields])
+        comm.exchange([(other, fields[:, 1])], [(other, fields[:, 2])])
+        return fields[:, 2].tolist()
+
+    assert run_ranks(2, body) == [[1, 1], [0, 0]]
+
+
 def test_messages_both_ways_that_cannot_be_interchanged_match_in_order():
     """By their sizes, or since one array is sent twice; and several one way are never refused."""
 
