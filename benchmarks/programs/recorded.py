@@ -32,7 +32,11 @@ def main() -> None:
 
     register_optimizer_step_post_hook(record)
     sys.argv = [program]
-    runpy.run_path(program, run_name="__main__")
+    try:
+        runpy.run_path(program, run_name="__main__")
+    except SystemExit as exc:
+        if exc.code:
+            raise
     torch.save({"ranks": ranks, "steps": steps}, folder / f"{os.getpid()}.pt")
 
 
