@@ -120,7 +120,7 @@ def test_with_spares_the_weights_are_those_of_an_undisturbed_training_whenever_r
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*engine 0 starts with a new state:RuntimeWarning")  # three ranks are no pairs
+@pytest.mark.filterwarnings("ignore:.*engine 0 starts with a new state:RuntimeWarning")  # 3 ranks, no pairs
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_without_spares_every_algorithm_continues_with_fewer_ranks(name):
     chance = random.Random(name)
