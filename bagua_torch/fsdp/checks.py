@@ -65,8 +65,13 @@ def checked_units(model: Any, reduce: Any, gather: Any, replicas: Any) -> list[U
     return units
 
 
+def _described(unit: Unit) -> str:
+    """The module of a unit, for messages."""
+    return f"module {unit.name!r}" if unit.name else "the root module"
+
+
 def _check_replicas(unit: Unit, replicas: Average) -> None:
-    what = f"module {unit.name!r}" if unit.name else "the root module"
+    what = _described(unit)
     if unit.replicas is None:
         raise ArrayError(
             f"{NAME}: replicas is {replicas}, but {what} has none; give fully_shard a mesh of two dimensions, "
@@ -86,7 +91,7 @@ def _check_replicas(unit: Unit, replicas: Average) -> None:
 def check_hook(unit: Unit) -> None:
     """Raise `ArrayError` if a hook that was set since `attach` replaces an average."""
     if unit.hook_was_replaced:
-        what = f"module {unit.name!r}" if unit.name else "the root module"
+        what = _described(unit)
         raise ArrayError(
             f"{NAME}: set_all_reduce_hook was called for {what} since then, and replaces its average; close the "
             "handle, or leave the hook out"
@@ -94,7 +99,7 @@ def check_hook(unit: Unit) -> None:
 
 
 def _check_unit(unit: Unit, reduce: Average, gather: Exact | Quantized | Hierarchical) -> None:
-    what = f"module {unit.name!r}" if unit.name else "the root module"
+    what = _described(unit)
     if not unit.process_groups:
         raise UnsupportedError(
             f"{NAME}: {what} is replicated, not sharded; use fully_shard, or bagua_torch.DistributedDataParallel"
