@@ -127,6 +127,12 @@ def _check_group(process_group: object) -> None:
         )
 
 
+def _initialize(backend: str, **settings: Any) -> None:
+    """Make the default process group of torch.distributed."""
+    dist.init_process_group(backend, **settings)
+    kept_in_children(dist.group.WORLD)
+
+
 def _destroy(group: Any) -> None:
     """Destroy the default process group, if it is still this one."""
     if dist.is_initialized() and dist.group.WORLD is group:
@@ -190,8 +196,7 @@ def init_group(comm: Communicator, store: Any, backend: str | None = None) -> No
         backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     wait = timedelta(seconds=comm.timeout_s)
     try:
-        dist.init_process_group(backend, store=store, rank=comm.rank, world_size=comm.size, timeout=wait)
-        kept_in_children(dist.group.WORLD)
+        _initialize(backend, store=store, rank=comm.rank, world_size=comm.size, timeout=wait)
     except (RuntimeError, ValueError) as exc:
         raise BootstrapError(f"torch.distributed cannot connect the ranks: {exc}") from exc
 
@@ -265,10 +270,7 @@ def _init_process_group(timeout_s: float) -> None:
         torch.cuda.set_device(environment.torchrun_local_rank() % torch.cuda.device_count())
     try:
         store, rank, size = _torchrun_store_of_a_world()
-        dist.init_process_group(
-            backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)
-        )
-        kept_in_children(dist.group.WORLD)
+        _initialize(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s))
     except (RuntimeError, ValueError) as exc:
         raise _cannot_join(exc) from exc
 
