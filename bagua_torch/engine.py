@@ -165,15 +165,6 @@ class TorchEngine(Engine):
             copy_numbers(states[-1], states[0])
         self._begin_phase(self._exchanges.began, states)
 
-    def finish(self) -> None:
-        """Wait for all exchanges between two steps, and write them back, also those that outlive steps.
-
-        Collective.
-        """
-        self._follow_weights()
-        self._schedule.finish()
-        self._exchanges.compare_replacements()
-
     def expect_state(self) -> None:
         """Note that the algorithm's state is about to be loaded: weights that are loaded now belong to it."""
         self._replacements.belong()

@@ -270,6 +270,15 @@ class Engine(EngineState):
         """Write back exchanges before weights are read or saved; those that outlive further steps continue."""
         self._schedule.settle()
 
+    def finish(self) -> None:
+        """Wait for all exchanges between two steps, and write them back, also those that outlive steps.
+
+        Collective.
+        """
+        self._follow_weights()
+        self._schedule.finish()
+        self._exchanges.compare_replacements()
+
     def flush(self) -> None:
         """Wait for all exchanges that were submitted, and raise the first error among them."""
         self._exchanges.wait()
@@ -367,9 +376,7 @@ class Engine(EngineState):
         if self._held:
             raise ArrayError("replan: addends are held, and would be lost; call it between two steps")
         check_fit(algorithm, plan, self._comm.size)
-        self._follow_weights()
-        self._schedule.finish()
-        self._exchanges.compare_replacements()
+        self.finish()
         if tensors_of(plan) != tensors_of(self.plan):
             raise ArrayError("replan: the new plan has other tensors than the old one")
         began, continues = phase_to_continue(algorithm, self._phase, began=self._exchanges.began, step=self.step)
