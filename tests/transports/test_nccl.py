@@ -256,6 +256,7 @@ def test_the_watchdog_ends_no_capture_of_any_mode(device, monkeypatch):
 
     def body(comm):
         x, stream = cupy.zeros(3), cupy.cuda.Stream(non_blocking=True)
+        comm.transports[0].barrier()  # nobody allocates during the capture
         if comm.rank == 0:
             comm.allreduce(x)
             stream.begin_capture(cupy.cuda.runtime.streamCaptureModeGlobal)
