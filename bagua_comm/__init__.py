@@ -7,7 +7,6 @@ On every rank:
 """
 
 from . import elastic, optim, topology
-from . import moved as _moved
 from ._version import __version__ as __version__
 from .algorithms import (
     Algorithm,
@@ -62,8 +61,6 @@ from .errors import (
 from .hooks import CallView, Hook, NanWatch
 from .lane import Lane
 from .planning.tuner import Tuner
-
-_moved.install()
 
 __all__ = [
     "MXFP4",

@@ -28,7 +28,6 @@ from typing import Any, ClassVar, Generic, ParamSpec, Protocol, TypeVar
 from .bucket import Bucket
 from .closing import Closing
 from .cuda import SideFuture, SideStream, StreamOrder, record_event, use_device
-from .deprecation import warn_renamed
 from .errors import ArrayError, BaguaError, CommAborted, CommError, CommTimeout, RankFailed
 from .flight import Entry
 from .futures import TASK_END_S, Task, TaskFuture, name_of, wait_for_tasks
@@ -224,11 +223,6 @@ class Lane(Live, Closing, ABC, Generic[C]):
             future.note_asked()
         self._close_after_tasks()
         self._stop()
-
-    def give_up(self) -> None:
-        """Former name of `abort`."""
-        warn_renamed("Lane.give_up", "abort")
-        self.abort()
 
     def _close_after_tasks(self) -> None:
         """Close the communicator when no task uses it any more."""

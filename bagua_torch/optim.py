@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from bagua_comm import ArrayError, UnsupportedError
-from bagua_comm.deprecation import warn_renamed
 
 
 class QAdamOptimizer(torch.optim.Optimizer):
@@ -115,29 +114,6 @@ class QAdamOptimizer(torch.optim.Optimizer):
     def detach(self, parameters: Iterable[Tensor]) -> None:
         """Keep the momentum of each parameter in a separate tensor again."""
         self._share(parameters, {}, frozen=False)
-
-    def borrow(
-        self, parameters: Iterable[Tensor], momenta: Mapping[Tensor, Tensor], *, lender: Any, step: int
-    ) -> None:
-        """Deprecated name of `attach`."""
-        warn_renamed("QAdamOptimizer.borrow", "attach")
-        self.attach(parameters, momenta, algorithm=lender, step=step)
-
-    def give_back(self, parameters: Iterable[Tensor]) -> None:
-        """Deprecated name of `detach`."""
-        warn_renamed("QAdamOptimizer.give_back", "detach")
-        self.detach(parameters)
-
-    @property
-    def borrows(self) -> str:
-        """Deprecated name of `shares_state`."""
-        warn_renamed("QAdamOptimizer.borrows", "shares_state")
-        return self.shares_state
-
-    def check_lender(self, algorithm: Any) -> None:
-        """Deprecated name of `check_algorithm`."""
-        warn_renamed("QAdamOptimizer.check_lender", "check_algorithm")
-        self.check_algorithm(algorithm)
 
     def _share(self, parameters: Iterable[Tensor], momenta: Mapping[Tensor, Tensor], *, frozen: bool) -> None:
         for parameter in parameters:

@@ -21,7 +21,7 @@ PROGRAMS = sorted([*FILES, *(ROOT / "benchmarks").rglob("*.py")])
 
 LAYERS = {
     "bagua_comm": [
-        "_version caching closing deprecation errors files logs moved processes recording refusals trace",
+        "_version caching closing errors files logs processes recording refusals trace",
         "arrays flight futures net pickling timeline topology",
         "bucket cuda",
         "kernels",

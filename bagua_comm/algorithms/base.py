@@ -16,7 +16,6 @@ from ..arrays import FLOATS, Array
 from ..averages.base import briefly, form_of_class
 from ..bucket import Bucket, Plan, TensorSpec
 from ..comm import Communicator
-from ..deprecation import former_names
 from ..errors import ArrayError, UnsupportedError, how_to_call
 
 Payload: TypeAlias = str
@@ -503,9 +502,3 @@ def check_floating(algorithm: object, dtype: str) -> None:
     """Raise `UnsupportedError` unless `dtype` is a floating-point dtype."""
     if dtype not in FLOATS:
         raise UnsupportedError(f"{algorithm} cannot average {dtype}; expected a floating-point dtype")
-
-
-__getattr__ = former_names(
-    __name__,
-    {"ALIKE": "REPLICATED", "ANEW": "RECREATED", "Complete": "WithDefaults", "complete": "with_defaults"},
-)

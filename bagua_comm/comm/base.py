@@ -11,7 +11,6 @@ import numpy as np
 from .. import trace
 from ..arrays import AnyArray, Array, OpOrder
 from ..cuda import SharedScratch
-from ..deprecation import warn_renamed
 from ..errors import ArrayError, shown_as
 from ..flight import FlightRecorder
 from ..flight.entries import WORLD
@@ -156,16 +155,6 @@ class CommBase(Shared):
         """Return the next number, from 1 on, of things such as layers that all ranks make in the same order."""
         self._ids[kind] += 1
         return self._ids[kind]
-
-    def carrier(self, x: AnyArray, *, call: str = "carrier", name: str = "x") -> Transport:
-        """Former name of `transport_for`."""
-        warn_renamed("Communicator.carrier", "transport_for")
-        return self.transport_for(x, call=call, name=name)
-
-    def number_of(self, kind: str) -> int:
-        """Former name of `next_id`."""
-        warn_renamed("Communicator.number_of", "next_id")
-        return self.next_id(kind)
 
     def _check_peer(self, call: str, name: str, peer: Any) -> int:
         is_integer = isinstance(peer, (int, np.integer)) and not isinstance(peer, bool)

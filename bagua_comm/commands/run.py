@@ -122,7 +122,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="write the same job for a cluster instead; KIND is one of "
         f"{', '.join(job_scripts.KINDS)}, and FILE may be -",
     )
-    parser.add_argument("--image", help=argparse.SUPPRESS)  # was for --write k8s
     parser.add_argument("--force", action="store_true", help="let --write replace a file")
     parser.add_argument("-m", dest="module", action="store_true", help="the script is the name of a module")
     parser.add_argument("script")
@@ -150,11 +149,6 @@ def run(options: argparse.Namespace) -> int:
             advice = f"; a command of it runs as a module: {program_name()} run -n 2 -m bagua_comm doctor"
         raise CommandError(f"there is no file {options.script}{advice}")
     _check_supervision(options)
-    if options.image is not None or (options.write and options.write[0] == "k8s"):
-        raise CommandError(
-            "--write k8s and --image: run no longer writes a manifest; copy the one in the documentation, "
-            "docs/clusters/kubernetes.md, and adapt its marked lines"
-        )
     if options.write:
         _write_script(options)
         return 0

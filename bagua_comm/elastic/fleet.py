@@ -9,16 +9,13 @@ process that replaces a dead one gets a new number.
 
 from __future__ import annotations
 
-import functools
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ..comm import Communicator
-from ..deprecation import former_names, warn_renamed
 from ..errors import CommError
 from ..processes import ProcessId, this_host
 
@@ -80,16 +77,8 @@ class Rendezvous:
     """The deaths since the previous rendezvous."""
 
 
-_FORMER = {"meet": "rendezvous", "recruit": "spawn", "recruits_wait": "has_joining"}
-"""Former names of the methods of `Fleet`."""
-
-
 class Fleet(ABC):
-    """This process and its connection to the other processes of the job.
-
-    The former method names `meet`, `recruit` and `recruits_wait`, and the former attribute `recruits`, still
-    work, in calls as well as in subclasses that define them, with a `DeprecationWarning`.
-    """
+    """This process and its connection to the other processes of the job."""
 
     can_spawn: bool = False
     """Whether `spawn` can start processes that replace dead ones."""
@@ -101,31 +90,6 @@ class Fleet(ABC):
     """Seconds that a process may stay away from a rendezvous before it is fenced: killed, and counted as dead."""
     folder: Path | None = None
     """Where snapshots that outlive the processes are stored on each host, if the job has no folder."""
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        """Give methods that a subclass defines by a former name the present one, and the other way round."""
-        super().__init_subclass__(**options)
-        defined = vars(cls)
-        if "recruits" in defined and "can_spawn" not in defined:
-            warn_renamed(f"{cls.__name__}.recruits", "can_spawn")
-            cls.can_spawn = defined["recruits"]
-        for former, name in _FORMER.items():
-            if name in defined:
-                setattr(cls, former, _former_method(former, name, defined[name]))
-            elif former in defined:
-                warn_renamed(f"{cls.__name__}.{former}", name)
-                setattr(cls, name, defined[former])
-
-    @property
-    def recruits(self) -> bool:
-        """Former name of `can_spawn`."""
-        warn_renamed("Fleet.recruits", "can_spawn")
-        return self.can_spawn
-
-    @recruits.setter
-    def recruits(self, value: bool) -> None:
-        warn_renamed("Fleet.recruits", "can_spawn")
-        self.can_spawn = value
 
     @abstractmethod
     def rendezvous(self, cause: CommError | None = None) -> Rendezvous:
@@ -196,15 +160,3 @@ class Fleet(ABC):
 
         Called by all trainers, in any order.
         """
-
-
-def _former_method(former: str, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def call(self: Fleet, *args: Any, **options: Any) -> Any:
-        warn_renamed(f"Fleet.{former}", name)
-        return method(self, *args, **options)
-
-    return call
-
-
-__getattr__ = former_names(__name__, {"Meeting": "Rendezvous"})

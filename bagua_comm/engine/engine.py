@@ -30,7 +30,6 @@ from ..arrays import Array
 from ..bucket import Plan
 from ..comm import Communicator
 from ..comm.public_methods import public_method
-from ..deprecation import warn_renamed
 from ..errors import ArrayError
 from ..lane import StreamLane
 from ..logs import log_on_root
@@ -439,11 +438,6 @@ class Engine(EngineState):
         self._exchanges.stop()
         self._callbacks.detach()
         self._lane.abort()
-
-    def give_up(self) -> None:
-        """Deprecated name of `abort`."""
-        warn_renamed("Engine.give_up", "abort")
-        self.abort()
 
     def _leave(self, error: BaseException) -> None:
         """Leave it open: what ends the program, or `abort`, ends it on all ranks."""

@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
 
 from ..comm import Communicator
-from ..deprecation import warn_renamed
 from ..elastic.fleet import Death, Fleet, Process, Rendezvous
 from ..errors import CommAborted, CommError, CommTimeout, RankFailed
 from ..transports import LocalTransport, Transport
@@ -26,17 +25,6 @@ class Killed(BaseException):
     """This process has been killed."""
 
 
-_FORMER = {
-    "waiting": "joining",
-    "here": "present",
-    "called": "requested_rounds",
-    "met": "completed_rounds",
-    "meetings": "rounds",
-    "recruit": "spawn",
-}
-"""Former names of attributes of `ThreadJob`."""
-
-
 class ThreadJob:
     """The processes of a job, as threads; shared by all of them.
 
@@ -46,7 +34,6 @@ class ThreadJob:
         hosts: The host of each process; a single host if None.
         timeout_s: How long a call or a rendezvous may wait.
         spawn: Run as a new process by `Fleet.spawn`; None if this job cannot start processes.
-        recruit: Former name of `spawn`.
     """
 
     def __init__(
@@ -57,11 +44,8 @@ class ThreadJob:
         hosts: Sequence[str] | None = None,
         timeout_s: float = 20.0,
         spawn: Callable[[ThreadFleet], Any] | None = None,
-        recruit: Callable[[ThreadFleet], Any] | None = None,
     ) -> None:
-        if recruit is not None:
-            warn_renamed("ThreadJob(recruit=)", "spawn=")
-        self.wanted, self.timeout_s, self.spawn = wanted or size, timeout_s, spawn or recruit
+        self.wanted, self.timeout_s, self.spawn = wanted or size, timeout_s, spawn
         self.changed = threading.Condition(threading.RLock())
         self.processes = {n: Process(n, hosts[n] if hosts else "host", 1000 + n) for n in range(size)}
         """All processes that have ever been admitted, by number."""
@@ -84,17 +68,6 @@ class ThreadJob:
         self.threads: list[threading.Thread] = []
         self.fleet: Callable[[ThreadJob, int], ThreadFleet] = ThreadFleet
         """Makes the fleet of a process, given its number."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name not in _FORMER:
-            raise AttributeError(f"ThreadJob has no attribute {name!r}")
-        warn_renamed(f"ThreadJob.{name}", _FORMER[name])
-        return getattr(self, _FORMER[name])
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in _FORMER:
-            warn_renamed(f"ThreadJob.{name}", _FORMER[name])
-        super().__setattr__(_FORMER.get(name, name), value)
 
     def kill(self, *numbers: int) -> None:
         """Kill processes together, each in its next call; the others detect all of these deaths at once."""

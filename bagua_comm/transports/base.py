@@ -10,17 +10,14 @@ current stream, and the result is there for work enqueued on it after the call.
 
 from __future__ import annotations
 
-import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
 
 import numpy as np
 
 from .. import arrays
 from ..arrays import Array, OpOrder
 from ..cuda import SharedScratch
-from ..deprecation import warn_renamed
 from ..errors import CommError, UnsupportedError
 from ..pickling import Live
 from . import derived
@@ -61,9 +58,6 @@ __all__ = [
     "ended",
 ]
 
-_FORMER = {"tell": "notify_failure", "heard": "poll_failures", "shortcut": "fast_path"}
-"""Former names of hooks, and their names now."""
-
 
 class Transport(CallState, Live, ABC):
     """Moves contiguous arrays between `size` ranks, of which this is `rank`."""
@@ -94,16 +88,6 @@ class Transport(CallState, Live, ABC):
     def __init__(self) -> None:
         super().__init__()
         self._scratch = SharedScratch()
-
-    def __init_subclass__(cls, **settings: Any) -> None:
-        """Give hooks that a subclass defines by a former name the present one, and the other way round."""
-        super().__init_subclass__(**settings)
-        for former, name in _FORMER.items():
-            if former in vars(cls) and name not in vars(cls):
-                _warn(former)
-                setattr(cls, name, vars(cls)[former])
-            elif name in vars(cls) and former not in vars(cls):
-                setattr(cls, former, _former_hook(former, vars(cls)[name]))
 
     # Required ---------------------------------------------------------------------------------------
 
@@ -350,7 +334,7 @@ class Transport(CallState, Live, ABC):
         """
         self._scratch.clear()
 
-    # For subclasses, and former names ---------------------------------------------------------------
+    # For subclasses ---------------------------------------------------------------------------------
 
     def _members(self, color: int, key: int) -> list[int]:
         """The ranks that give the same `color`, ordered by (`key`, rank), as `split` groups them. Collective."""
@@ -359,62 +343,3 @@ class Transport(CallState, Live, ABC):
     def _apart(self, x: Array, out: Array) -> Array:
         """`x`, or a copy if it overlaps `out`."""
         return derived.apart(x, out, self._scratch)
-
-    # Methods, since a `__getattr__` would slow down each access to an attribute of a transport. They call the
-    # hooks of this class: a subclass that overrides one under its former name may call them by `super()`.
-
-    def tell(self, group: str, error: CommError) -> None:
-        """Former name of `notify_failure`."""
-        _warn("tell")
-        Transport.notify_failure(self, group, error)
-
-    def heard(self, groups: Collection[str]) -> CommError | None:
-        """Former name of `poll_failures`."""
-        _warn("heard")
-        return Transport.poll_failures(self, groups)
-
-    def shortcut(self, name: str, x: Array, op: str = "", root: int | None = None) -> Move | None:
-        """Former name of `fast_path`."""
-        _warn("shortcut")
-        return Transport.fast_path(self, name, x, op, root)
-
-    def allreduce_over(self, flow: Flow, x: Array, out: Array, op: str) -> None:
-        """Former name of `derived.allreduce`. Collective."""
-        _warn("allreduce_over")
-        derived.allreduce(flow, x, out, op, self._scratch)
-
-    def reduce_scatter_over(self, flow: Flow, chunks: Sequence[Array], out: Array, op: str) -> None:
-        """Former name of `derived.reduce_scatter`. Collective."""
-        _warn("reduce_scatter_over")
-        derived.reduce_scatter(flow, chunks, out, op, self._scratch)
-
-    def reduce_over(self, flow: Flow, x: Array, out: Array | None, root: int, op: str) -> None:
-        """Former name of `derived.reduce`. Collective."""
-        _warn("reduce_over")
-        derived.reduce(flow, x, out, root, op, self._scratch)
-
-    def allgather_over(self, flow: Flow, x: Array, out: Array) -> None:
-        """Former name of `derived.allgather`. Collective."""
-        _warn("allgather_over")
-        derived.allgather(flow, x, out)
-
-    def alltoall_over(self, flow: Flow, x: Array, out: Array) -> None:
-        """Former name of `derived.alltoall`. Collective."""
-        _warn("alltoall_over")
-        derived.alltoall(flow, x, out, self._scratch)
-
-
-def _former_hook(former: str, hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method that calls `hook` under its former name."""
-
-    @functools.wraps(hook)
-    def call(self: Transport, *args: Any, **options: Any) -> Any:
-        _warn(former)
-        return hook(self, *args, **options)
-
-    return call
-
-
-def _warn(former: str) -> None:
-    name = f"Transport.{_FORMER[former]}" if former in _FORMER else f"derived.{former.removesuffix('_over')}"
-    warn_renamed(f"Transport.{former}", name)

@@ -29,7 +29,6 @@ from bagua_comm import (
 )
 from bagua_comm.arrays import Array, dtype_name
 from bagua_comm.bootstrap import environment
-from bagua_comm.deprecation import warn_renamed
 from bagua_comm.transports import Transport
 from bagua_comm.transports.base import COLLECTIVE, POINT_TO_POINT, Channel, Flow, Message
 
@@ -123,7 +122,6 @@ class ProcessGroupTransport(FramedTransport):
         rendezvous: How the ranks find each other; a new rendezvous of `group` if None.
         guard: Called with a function that connects the ranks, for this transport and for subgroups; returns its
             result, or raises a `CommError` sooner. None to wait for all ranks as long as a call may.
-        meeting: Former name of `rendezvous`.
         connected: A transport whose connections to use; None to connect the ranks.
 
     Raises:
@@ -143,12 +141,9 @@ class ProcessGroupTransport(FramedTransport):
         timeout_s: float = 300.0,
         rendezvous: RendezvousInfo | None = None,
         guard: Guard | None = None,
-        meeting: RendezvousInfo | None = None,
         connected: ProcessGroupTransport | None = None,
     ) -> None:
-        if meeting is not None:
-            warn_renamed("ProcessGroupTransport(meeting=)", "rendezvous=")
-        info = rendezvous or meeting or RendezvousInfo.of(group)
+        info = rendezvous or RendezvousInfo.of(group)
         super().__init__(info.rank, info.size, timeout_s)
         self._guard, self._rendezvous = guard, info
         self._splits = 0

@@ -820,14 +820,6 @@ def test_an_interrupted_call_closes_its_connections_so_that_gloo_sends_no_more_a
     run_threads(2, body, timeout_s=20)
 
 
-def test_former_names_of_a_rendezvous_warn():
-    with pytest.warns(DeprecationWarning, match="Meeting is now RendezvousInfo") as warned:
-        former = bagua_torch.process_group.Meeting
-    assert warned[0].filename == __file__
-    with pytest.warns(DeprecationWarning, match=r"\(meeting=\) is now rendezvous="):
-        ProcessGroupTransport(timeout_s=1, meeting=former(dist.HashStore(), "former", 0, 1)).close()
-
-
 def loops():
     """How many threads of gloo's connections this process has."""
     names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]

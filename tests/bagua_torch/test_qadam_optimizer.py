@@ -258,22 +258,3 @@ def test_a_group_added_later_is_checked_as_well():
 
     with pytest.raises(ArrayError, match="all groups must have the same"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))], "warmup_steps": 5})
-
-
-def test_former_names_of_its_methods_warn_and_work():
-    x = nn.Parameter(torch.ones(2))
-    optimizer = QAdamOptimizer([x], warmup_steps=1)
-    shared = torch.zeros(2)
-    with pytest.warns(DeprecationWarning, match="is now shares_state") as warned:
-        assert optimizer.borrows == "momentum"
-    assert warned[0].filename == __file__
-    with pytest.warns(DeprecationWarning, match="is now check_algorithm"):
-        optimizer.check_lender(QAdam(1))
-    with pytest.warns(DeprecationWarning, match="is now attach"):
-        optimizer.borrow([x], {x: shared}, lender=QAdam(1), step=0)
-    x.grad = torch.ones(2)
-    optimizer.step()
-    assert optimizer.state[x]["exp_avg"] is shared
-    with pytest.warns(DeprecationWarning, match="is now detach"):
-        optimizer.give_back([x])
-    assert optimizer.state[x]["exp_avg"] is not shared

@@ -477,16 +477,6 @@ def test_a_registry_of_engines_gets_no_callbacks():
     assert run_ranks(1, body) == [(True, [])]
 
 
-def test_give_up_is_the_deprecated_name_of_abort():
-    def body(comm):
-        engine = Engine(comm, ByteGrad(), PLAN, PLAN.allocate())
-        with pytest.warns(DeprecationWarning, match="is now abort"):
-            engine.give_up()
-        return engine.closed
-
-    assert run_ranks(1, body) == [True]
-
-
 # What an engine alone says of ranks that differ ------------------------------------------------
 
 

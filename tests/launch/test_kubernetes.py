@@ -5,7 +5,6 @@ tests/clusters/test_ssh.py runs the command.
 
 import re
 
-import pytest
 import yaml
 from support.kubernetes import PAGE, container, manifest
 
@@ -100,11 +99,3 @@ def test_the_lines_to_adapt_with_gpus_are_yaml_too():
     text = PAGE.read_text()
     limits = re.findall(r"^ *# (limits:\n) *# ( +nvidia.com/gpu: 4) ", text, re.MULTILINE)
     assert [yaml.safe_load("".join(found)) for found in limits] == [{"limits": {"nvidia.com/gpu": 4}}]
-
-
-@pytest.mark.parametrize("arguments", [["--write", "k8s", "job.yaml"], ["--image", "me:1"]])
-def test_the_former_options_name_the_page(arguments, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert cli.main(["run", *arguments, __file__]) == 2
-    assert str(PAGE.relative_to(PAGE.parents[2])) in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
