@@ -103,70 +103,61 @@ def reduce_scatter(comm: Communicator, x: torch.Tensor, *, op: LinearOp = "sum")
     return _call(rows, _ReduceScatter(comm, _number(comm, "reduce_scatter"), op=op))
 
 
-def alltoall(comm: Communicator, x: torch.Tensor) -> torch.Tensor:
-    """Send chunk j of `x`, (p * m, ...), to rank j; chunk i of the result, of the same shape, is from rank i.
-
-    Collective. `x` has the same shape and dtype on every rank. The gradient of chunk j of `x` is rank j's
-    gradient of the chunk that it received: the same exchange, of gradients.
-
-    Raises:
-        ArrayError: `x` does not split evenly.
-        CommMismatch: The ranks' calls do not fit together.
-        UnsupportedError: `x` is not a tensor that `comm` carries.
-    """
-    _even_chunk("alltoall", x, comm.size)
-    return _call(x, _AllToAll(comm, _number(comm, "alltoall")))
-
-
-def alltoallv(
+def alltoall(
     comm: Communicator,
     x: torch.Tensor,
-    counts: Sequence[int],
-    out_counts: Sequence[int] | None = None,
     *,
+    counts: Sequence[int] | None = None,
+    out_counts: Sequence[int] | None = None,
     codec: Codec | None = None,
 ) -> torch.Tensor:
-    """Send counts[j] rows of `x` to rank j; out_counts[i] rows of the result come from rank i.
+    """Send chunk j of `x`, (p * m, ...), to rank j; chunk i of the result, of the same shape, is from rank i.
 
-    Collective. Rows are along the first dimension, in the order of the ranks. They have the same shape and dtype
-    on every rank. The gradient of a row is the gradient of the received row.
+    Collective. With `counts`, counts[j] rows of `x` go to rank j, and out_counts[i] rows of the result come from
+    rank i. Rows are along the first dimension, in the order of the ranks. They have the same shape and dtype on
+    every rank. The gradient of a row is the gradient of the received row: the same exchange, of gradients.
 
     Args:
         comm: The ranks.
-        x: The tensor of this rank, (sum(counts), ...).
-        counts: The numbers of rows sent to each rank, (p,).
-        out_counts: The numbers of rows received from each rank, (p,); if None, ranks exchange them in one small
-            message.
+        x: The tensor of this rank, (p * m, ...) or (sum(counts), ...).
+        counts: The numbers of rows sent to each rank, (p,); m for each if None, on all ranks.
+        out_counts: The numbers of rows received from each rank, (p,); if it is None and `counts` is not, ranks
+            exchange them in one small message.
         codec: The encoding of each row, also of rows to this rank itself. The gradient ignores it and is sent
             exactly (a straight-through estimator).
 
     Raises:
-        ArrayError: The counts do not fit the ranks or `x`.
+        ArrayError: `x` does not split evenly, or the counts do not fit the ranks or `x`.
         CommMismatch: The counts of two ranks, or the ranks' calls, do not fit together.
         UnsupportedError: `x` is not a tensor that `comm` carries or the codec accepts.
 
     >>> from bagua_comm.testing import run_ranks
     >>> def body(comm):
-    ...     return alltoallv(comm, torch.full((3, 1), comm.rank), [1, 2])
+    ...     return alltoall(comm, torch.full((3, 1), comm.rank), counts=[1, 2])
     >>> [rows.flatten().tolist() for rows in run_ranks(2, body)]
     [[0, 1], [0, 0, 1, 1]]
     """
-    name = "alltoallv"
+    name = "alltoall"
     _check_tensor(name, x)
     if codec is not None:
         check_codec_argument(name, codec, dtype_name(x))
+    if counts is None:
+        if out_counts is not None:
+            raise ArrayError(f"{name}: out_counts is given, but counts is None; give both, or counts alone")
+        _even_chunk(name, x, comm.size)
+        return _call(x, _AllToAll(comm, _number(comm, name), codec=codec))
     rows = x.shape[0] if x.dim() else -1
     sends = _check_counts(name, "counts", counts, comm.size)
     if rows != sum(sends):
         raise ArrayError(
             f"{name}: x has shape {tuple(x.shape)}, expected ({sum(sends)}, ...), the sum of counts, as rows"
         )
-    number = _number(comm, name)
+    number = f"{_number(comm, name)} with counts"
     if out_counts is None:
         recvs: list[int] = comm.alltoall(np.array(sends, np.int64)).tolist()
     else:
         recvs = _check_counts(name, "out_counts", out_counts, comm.size)
-    return _call(x, _AllToAllV(comm, number, counts=sends, out_counts=recvs, codec=codec))
+    return _call(x, _AllToAll(comm, number, counts=sends, out_counts=recvs, codec=codec))
 
 
 def broadcast(comm: Communicator, x: torch.Tensor, *, root: int) -> torch.Tensor:
@@ -255,23 +246,12 @@ class _ReduceScatter(_Collective):
 
 @dataclass(frozen=True)
 class _AllToAll(_Collective):
-    def run(self, x: torch.Tensor) -> torch.Tensor:
-        out = torch.empty_like(x)
-        self.comm.alltoall(as_array(x), out=as_array(out))
-        return out
-
-    def _adjoint(self, number: str) -> _Collective:
-        return _AllToAll(self.comm, number)
-
-
-@dataclass(frozen=True)
-class _AllToAllV(_Collective):
-    counts: list[int]
-    out_counts: list[int]
+    counts: list[int] | None = None
+    out_counts: list[int] | None = None
     codec: Codec | None = None
 
     def run(self, x: torch.Tensor) -> torch.Tensor:
-        out = x.new_empty((sum(self.out_counts), *x.shape[1:]))
+        out = x.new_empty((len(x) if self.out_counts is None else sum(self.out_counts), *x.shape[1:]))
         width = math.prod(x.shape[1:])
         source, target = as_array(x), as_array(out)
         if self.codec is None:
@@ -286,11 +266,14 @@ class _AllToAllV(_Collective):
         return out
 
     def _exchange(self, x: Any, out: Any, width: int) -> None:
+        if self.counts is None or self.out_counts is None:
+            self.comm.alltoall(x, out)
+            return
         sends, recvs = ([width * n for n in counts] for counts in (self.counts, self.out_counts))
-        self.comm.alltoallv(x, sends, out, recvs)
+        self.comm.alltoall(x, out, counts=sends, out_counts=recvs)
 
     def _adjoint(self, number: str) -> _Collective:
-        return _AllToAllV(self.comm, number, self.out_counts, self.counts)
+        return _AllToAll(self.comm, number, self.out_counts, self.counts)
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from . import rng
 from .broadcast import broadcast_tree, map_leaves
 from .checks import check_same_layer
 from .entry import communicator_of, errors_on_all
-from .functional import alltoallv
+from .functional import alltoall
 
 
 class Experts(nn.ModuleDict):
@@ -193,11 +193,12 @@ class MoE(nn.Module):
 
         order = chosen.reshape(-1).argsort(stable=True)  # by expert, so by rank
         sent = tokens.repeat_interleave(self.k, 0)[order].to(dtype)  # (n k, hidden)
-        received = alltoallv(self.comm, sent, sends, recvs, codec=self.codec)  # by rank, then by expert
+        # By rank, then by expert.
+        received = alltoall(self.comm, sent, counts=sends, out_counts=recvs, codec=self.codec)
         made = self._run(received, held)
         if torch.is_grad_enabled() and not made.requires_grad:
             made.requires_grad_()  # as on the other ranks, whose experts may need one
-        back = alltoallv(self.comm, made, recvs, sends, codec=self.codec)[order.argsort()]
+        back = alltoall(self.comm, made, counts=recvs, out_counts=sends, codec=self.codec)[order.argsort()]
         y = (back.view(-1, self.k, self.hidden) * weights.unsqueeze(-1)).sum(1)
 
         self._balance(scores, table.sum(0))

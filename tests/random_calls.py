@@ -398,21 +398,21 @@ def scatter(draw):
     )
 
 
-def allgatherv(draw):
+def allgather_by_counts(draw):
     rank, dtype = draw.comm.rank, draw.one_of(MOVED)
     counts = draw.counts()
     xs = [draw.operands((count,), dtype)[r] for r, count in enumerate(counts)]
     x, out = draw.laid_out(xs[rank], writable=False), draw.place((sum(counts),), dtype)
-    text = f"allgatherv of {dtype}, counts={counts}"
+    text = f"allgather of {dtype}, counts={counts}"
     return Call(
         text,
-        lambda comm: comm.allgatherv(x, out, counts),
+        lambda comm: comm.allgather(x, out, counts=counts),
         lambda result: _assert_same(result, np.concatenate(xs), text),
         alike=True,
     )
 
 
-def alltoallv(draw):
+def alltoall_by_counts(draw):
     p, rank = draw.comm.size, draw.comm.rank
     dtype = draw.one_of(MOVED)
     counts = [[draw.count() * draw.one_of((0, 1)) for _ in range(p)] for _ in range(p)]  # [i][j]: from i to j
@@ -420,20 +420,20 @@ def alltoallv(draw):
     incoming = [row[rank] for row in counts]
     x, out = draw.laid_out(xs[rank], writable=False), draw.place((sum(incoming),), dtype)
     parts = [xs[i][sum(counts[i][:rank]) :][: counts[i][rank]] for i in range(p)]
-    text = f"alltoallv of {dtype}, counts={counts}"
+    text = f"alltoall of {dtype}, counts={counts}"
     return Call(
         text,
-        lambda comm: comm.alltoallv(x, counts[rank], out, incoming),
+        lambda comm: comm.alltoall(x, out, counts=counts[rank], out_counts=incoming),
         lambda result: _assert_same(result, np.concatenate(parts), text),
     )
 
 
-def gatherv(draw):
+def gather_by_counts(draw):
     rank, dtype, root = draw.comm.rank, draw.one_of(MOVED), draw.rank()
     counts = draw.counts()
     xs = [draw.operands((count,), dtype)[r] for r, count in enumerate(counts)]
     x, out = draw.laid_out(xs[rank], writable=False), draw.out((sum(counts),), dtype)
-    text = f"gatherv of {dtype}, counts={counts}, root={root}"
+    text = f"gather of {dtype}, counts={counts}, root={root}"
 
     def check(result):
         if rank != root:
@@ -441,20 +441,20 @@ def gatherv(draw):
         else:
             _assert_same(result, np.concatenate(xs), text)
 
-    return Call(text, lambda comm: comm.gatherv(x, out, counts if rank == root else None, root=root), check)
+    return Call(text, lambda comm: comm.gather(x, out, root=root, counts=counts if rank == root else None), check)
 
 
-def scatterv(draw):
+def scatter_by_counts(draw):
     rank, dtype, root = draw.comm.rank, draw.one_of(MOVED), draw.rank()
     counts = draw.counts()
     whole = draw.operands((sum(counts),), dtype)[root]
     x = draw.laid_out(whole, writable=False) if rank == root else None
     out = draw.out((counts[rank],), dtype) if rank == root else draw.place((counts[rank],), dtype)
-    text = f"scatterv of {dtype}, counts={counts}, root={root}"
+    text = f"scatter of {dtype}, counts={counts}, root={root}"
     expected = whole[sum(counts[:rank]) :][: counts[rank]]
     return Call(
         text,
-        lambda comm: comm.scatterv(x, counts if rank == root else None, out, root=root),
+        lambda comm: comm.scatter(x, out, root=root, counts=counts if rank == root else None),
         lambda result: _assert_same(result, expected, text),
     )
 
@@ -618,8 +618,8 @@ def wrong(draw):
             ("root", ArrayError, lambda comm: comm.broadcast(x, root=beyond)),
             ("root", ArrayError, lambda comm: comm.gather(x, root=beyond)),
             ("dest", ArrayError, lambda comm: comm.send(x, dest=beyond or p)),
-            ("counts", ArrayError, lambda comm: comm.allgatherv(x, x, [1] * (p + 1))),
-            ("counts", ArrayError, lambda comm: comm.alltoallv(flat, [-1] * p, flat, [1] * p)),
+            ("counts", ArrayError, lambda comm: comm.allgather(x, x, counts=[1] * (p + 1))),
+            ("counts", ArrayError, lambda comm: comm.alltoall(flat, flat, counts=[-1] * p, out_counts=[1] * p)),
             ("color", ArrayError, lambda comm: comm.split(-1)),
             ("lane", ArrayError, lambda comm: comm.lane("fast")),
         ]
@@ -640,8 +640,8 @@ CASES = {
     alltoall: 2,
     gather: 1,
     scatter: 1,
-    allgatherv: 1,
-    alltoallv: 1,
+    allgather_by_counts: 1,
+    alltoall_by_counts: 1,
     sendrecv: 1,
     send_and_recv: 1,
     exchange: 1,
@@ -654,8 +654,8 @@ CASES = {
     exscan: 1,
     complex_sum: 1,
     allreduce_many: 1,
-    gatherv: 1,
-    scatterv: 1,
+    gather_by_counts: 1,
+    scatter_by_counts: 1,
     broadcast_many: 1,
     consistency: 1,
     wrong: 3,

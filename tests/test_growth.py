@@ -44,8 +44,8 @@ CALLS = {
     "allgather_object of m bytes": lambda comm, x: comm.allgather_object(OBJECT),
     "check_consistency": lambda comm, x: comm.check_consistency(x),
     "barrier with `connect(check=True)`": lambda comm, x: comm.barrier(),
-    "alltoallv of 8 bytes to each rank, with `connect(check=True)`": lambda comm, x: comm.alltoallv(
-        np.ones(comm.size), [1] * comm.size, np.ones(comm.size), [1] * comm.size
+    "alltoall with counts, of 8 bytes to each rank, with `connect(check=True)`": lambda comm, x: comm.alltoall(
+        np.ones(comm.size), counts=[1] * comm.size, out_counts=[1] * comm.size
     ),
     "split": lambda comm, x: comm.split(0, comm.rank),
     "dup": lambda comm, x: comm.dup(),

@@ -154,7 +154,7 @@ class ByNode(Combinator):
         self._inner.begin(chunk, state.inner)
         self._inner.exchange(chunk, across, state.inner)
         self._inner.commit(chunk, state.inner)
-        intra.allgatherv(chunk.flat, state.result, _counts(state))
+        intra.allgather(chunk.flat, state.result, counts=_counts(state))
 
     def commit(self, bucket: Bucket, state: _State) -> None:
         """x <- the result."""

@@ -28,8 +28,8 @@ class Hierarchical:
     The array is cut into L chunks, where L is the size of the smallest node; in each node, L ranks own one chunk
     each. The steps are: reduce_scatter within the node, `inner` among the owners of the same chunk, allgather
     within the node. Node means are weighted by the sizes of the nodes, so the result is the true mean even if
-    nodes differ in size. Some nodes then have more ranks than chunks, so alltoallv and allgatherv replace
-    reduce_scatter and allgather.
+    nodes differ in size. Some nodes then have more ranks than chunks, so alltoall and allgather with counts
+    replace reduce_scatter and allgather.
 
     Use it if several ranks share the link of a node: each node sends one array over it, not one for each rank.
     Try `Hierarchical(Quantized())` first if that link is the bottleneck; with one rank on each node, it equals
@@ -236,7 +236,7 @@ def _exchanged(comm: Communicator, chunks: Array, counts: list[int]) -> Array:
     """Send chunk j to rank j if counts[j] > 0; return this rank's own chunk of every rank, (p, m)."""
     incoming = [counts[comm.rank]] * comm.size
     parts = comm.scratch.take("parts", (comm.size, counts[comm.rank]), chunks.dtype, like=chunks)
-    comm.alltoallv(chunks, counts, parts, incoming)
+    comm.alltoall(chunks, parts, counts=counts, out_counts=incoming)
     return parts
 
 

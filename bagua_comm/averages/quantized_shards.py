@@ -234,7 +234,7 @@ def allgather(
     counts = None if counts is None or min(counts) == max(counts) else counts
     if codec is not None:
         return quantized_allgather(comm, x, out, codec=codec, counts=counts)
-    return comm.allgather(x, out=out) if counts is None else comm.allgatherv(x, out, counts)
+    return comm.allgather(x, out=out, counts=counts)
 
 
 class _ReduceScatter(Coded):

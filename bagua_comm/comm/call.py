@@ -178,4 +178,5 @@ class Call(Course):
         """Return the text that is equal on all ranks if they all make this call."""
         parts = [arrays.dtype_name(self.x.dtype)] if self.x is not EMPTY else [""]
         parts += [f"{key}={self.detail[key]}" for key in ("codec", "op", "root") if key in self.detail]
+        parts += ["with counts"] if "counts" in self.detail and "root" not in self.detail else []
         return f"{self.name}({', '.join(parts)})"

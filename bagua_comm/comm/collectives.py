@@ -1,4 +1,4 @@
-"""Collectives on arrays of equal size: reductions, broadcast, allgather, alltoall, barrier."""
+"""Reductions, broadcast, allgather, alltoall, barrier."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import numpy.typing as npt
 from .. import arrays
 from ..arrays import A, AnyArray, Array, Elements, Op, S, as_real, parts
 from ..errors import ArrayError, shown_as
+from ..transports.base import COLLECTIVE
+from .agreement import compare_calls, compare_counts
 from .arguments import EMPTY, check_mutable, check_writable
 from .base import CommBase
 from .call import Call
@@ -19,7 +21,7 @@ from .prepared import run_if_known
 
 @shown_as("Communicator")
 class Collectives(CommBase):
-    """Collectives on arrays of equal size."""
+    """Reductions, and collectives whose result is on all ranks."""
 
     def allreduce(self, x: A, out: A | None = None, *, op: Op = "sum", timeout_s: float | None = None) -> A:
         """Reduce `x` over all ranks, to the same bytes on every rank.
@@ -114,24 +116,42 @@ class Collectives(CommBase):
         return x
 
     @overload
-    def allgather(self, x: AnyArray, out: A, *, timeout_s: float | None = None) -> A: ...
+    def allgather(
+        self, x: AnyArray, out: A, *, counts: Sequence[int] | None = None, timeout_s: float | None = None
+    ) -> A: ...
 
     @overload
     def allgather(
-        self, x: Elements[S], out: None = None, *, timeout_s: float | None = None
+        self,
+        x: Elements[S],
+        out: None = None,
+        *,
+        counts: Sequence[int] | None = None,
+        timeout_s: float | None = None,
     ) -> npt.NDArray[S]: ...
 
     @overload
-    def allgather(self, x: A, out: None = None, *, timeout_s: float | None = None) -> A: ...
+    def allgather(
+        self, x: A, out: None = None, *, counts: Sequence[int] | None = None, timeout_s: float | None = None
+    ) -> A: ...
 
-    def allgather(self, x: Any, out: Any = None, *, timeout_s: float | None = None) -> Any:
+    def allgather(
+        self, x: Any, out: Any = None, *, counts: Sequence[int] | None = None, timeout_s: float | None = None
+    ) -> Any:
         """Gather `x` of all ranks on every rank: row r of the result is that of rank r.
 
-        Collective. `x` has the same shape and dtype on every rank; the result has shape `(p, *x.shape)`.
-        `out` may have any shape with that many elements. `x` may be this rank's row of `out`.
+        Collective. `x` has the same shape and dtype on every rank; the result has shape `(p, *x.shape)`. With
+        `counts`, rank r sends counts[r] elements, in any shape, and the result, (sum(counts),), has them in rank
+        order.
+
+        Args:
+            x: The array of this rank; may be its row or its part of `out`.
+            out: Where to put the result, of any shape with that many elements.
+            counts: Numbers of elements that the ranks send, (p,), the same on every rank; equal ones if None.
+            timeout_s: See `allreduce`.
 
         Raises:
-            ArrayError: `out` does not fit.
+            ArrayError: `counts` does not fit the ranks or `x`, or `out` does not fit.
             UnsupportedError: No transport takes such an array.
 
         >>> import numpy as np
@@ -139,6 +159,8 @@ class Collectives(CommBase):
         >>> run_ranks(2, lambda comm: comm.allgather(np.array([comm.rank, 7])))[0]
         array([[0, 7], [1, 7]])
         """
+        if counts is not None:
+            return self._allgather_parts(x, out, counts, timeout_s)
         shape = None if out is None else getattr(out, "shape", "unknown")
         result = run_if_known(self, "allgather", (shape,), x, out, timeout_s)
         if result is not None:
@@ -148,6 +170,27 @@ class Collectives(CommBase):
         call.contiguous()
         call.check_overlap(arrays.rows(call.target, self.size)[self.rank])
         call.run_and_cache(call.transport.allgather, shape)
+        return call.result
+
+    def _allgather_parts(self, x: Any, out: Any, counts: Sequence[int], timeout_s: float | None) -> Any:
+        """`allgather` with counts. Collective."""
+        call = Call(self, "allgather", x, timeout_s=timeout_s)
+        counts = call.detail["counts"] = self._check_counts("allgather", "counts", counts, call.x, own=True)
+        call.writes_to(out, (sum(counts),), any_shape=True)
+        call.contiguous()
+        send, whole = call.x.reshape(-1), call.target.reshape(-1)
+        chunks = parts(whole, counts)
+        call.check_overlap(chunks[self.rank])
+        call.sends(send)
+        call.x, call.payload = whole, send.nbytes  # inputs differ among ranks; the outputs are alike
+        others = [r for r in range(self.size) if r != self.rank]
+
+        def move(x: Array, target: Array) -> None:
+            if not arrays.same_memory(send, chunks[self.rank]):
+                chunks[self.rank][...] = send
+            call.transport.exchange([(r, send) for r in others], [(r, chunks[r]) for r in others], tag=COLLECTIVE)
+
+        call.run(move)
         return call.result
 
     @overload
@@ -287,15 +330,47 @@ class Collectives(CommBase):
         call.run(lambda x, target: scan(as_real(x, op), as_real(target, op), op, exclusive=exclusive))
         return out if exclusive and self.rank == 0 else call.result
 
-    def alltoall(self, x: A, out: A | None = None, *, timeout_s: float | None = None) -> A:
+    def alltoall(
+        self,
+        x: A,
+        out: A | None = None,
+        *,
+        counts: Sequence[int] | None = None,
+        out_counts: Sequence[int] | None = None,
+        timeout_s: float | None = None,
+    ) -> A:
         """Send chunk j of `x` to rank j; chunk i of the result comes from rank i.
 
-        Collective. `x` has shape (p * m, ...) on every rank, and so has the result. `out` may be `x`.
+        Collective. `x` has shape (p * m, ...) on every rank, and so has the result. With `counts` and
+        `out_counts`, chunks may differ: counts[j] elements of `x` go to rank j, and the result,
+        (sum(out_counts),), has out_counts[i] elements of rank i. Chunks are consecutive, in rank order.
+
+        Args:
+            x: The array of this rank.
+            out: Where to put the result; may be `x` without counts. With counts, it may have any shape with that
+                many elements.
+            counts: Numbers of elements for each rank, (p,); equal ones if None, on all ranks.
+            out_counts: Numbers of elements from each rank, (p,), given with `counts`: out_counts[i] of rank j is
+                counts[j] of rank i.
+            timeout_s: See `allreduce`.
 
         Raises:
-            ArrayError: `x` does not split evenly, or `out` does not fit.
+            ArrayError: `x` does not split evenly, the counts do not fit the ranks or `x`, or `out` does not fit.
+            CommMismatch: The counts of two ranks do not fit together.
             UnsupportedError: No transport takes such an array.
+
+        >>> import numpy as np
+        >>> from bagua_comm.testing import run_ranks
+        >>> sizes = [[0, 1], [1, 2]]  # sizes[i][j]: elements from rank i to rank j
+        >>> def body(comm):
+        ...     counts, out_counts = sizes[comm.rank], [row[comm.rank] for row in sizes]
+        ...     return comm.alltoall(np.full(sum(counts), comm.rank), counts=counts, out_counts=out_counts)
+        >>> run_ranks(2, body)
+        [array([1]), array([0, 1, 1])]
         """
+        if counts is not None or out_counts is not None:
+            parted: A = self._alltoall_parts(x, out, counts, out_counts, timeout_s)
+            return parted
         repeated: A | None = run_if_known(self, "alltoall", (), x, out, timeout_s)
         if repeated is not None:
             return repeated
@@ -307,6 +382,36 @@ class Collectives(CommBase):
         call.run_and_cache(call.transport.alltoall)
         result: A = call.result
         return result
+
+    def _alltoall_parts(self, x: Any, out: Any, counts: Any, out_counts: Any, timeout_s: float | None) -> Any:
+        """`alltoall` with counts. Collective."""
+        name = "alltoall"
+        call = Call(self, name, x, timeout_s=timeout_s).unchecked()
+        sends = call.detail["counts"] = self._check_counts(name, "counts", counts, call.x)
+        recvs = call.detail["out_counts"] = self._check_counts(name, "out_counts", out_counts)
+        if sends[self.rank] != recvs[self.rank]:
+            raise ArrayError(
+                f"{name}: counts[{self.rank}] is {sends[self.rank]}, but out_counts[{self.rank}] is "
+                f"{recvs[self.rank]}; both are this rank's own part"
+            )
+        call.writes_to(out, (sum(recvs),), any_shape=True)
+        call.contiguous()
+        if arrays.overlap(call.x, call.target):
+            raise ArrayError(f"{name}: out overlaps x")
+        source, chunks = parts(call.x, sends), parts(call.target, recvs)
+        others = [r for r in range(self.size) if r != self.rank]
+
+        def move(x: Array, target: Array) -> None:
+            if self.check:
+                compare_calls(self.host, call.signature())
+                compare_counts(self.host, sends, recvs)
+            chunks[self.rank][...] = source[self.rank]
+            call.transport.exchange(
+                [(r, source[r]) for r in others], [(r, chunks[r]) for r in others], tag=COLLECTIVE
+            )
+
+        call.run(move)
+        return call.result
 
     def barrier(self, *, timeout_s: float | None = None) -> None:
         """Wait until every rank has called it.
@@ -321,8 +426,9 @@ class Collectives(CommBase):
     def _even_chunk(self, call: str, x: Array) -> int:
         """Return the length of a rank's chunk of `x`; raise unless chunks are equal."""
         if x.ndim == 0 or x.shape[0] % self.size:
+            cure = "counts= and out_counts=" if call == "alltoall" else "counts="
             raise ArrayError(
-                f"{call}: x has shape {x.shape}, expected a first dimension divisible by {self.size} ranks"
-                + ("; or give counts=, the length of each rank's part" if call == "reduce_scatter" else "")
+                f"{call}: x has shape {x.shape}, expected a first dimension divisible by {self.size} ranks; "
+                f"or give {cure}, the length of each rank's part"
             )
         return int(x.shape[0]) // self.size

@@ -31,11 +31,11 @@ from .arguments import hint_of
 from .call import Call
 from .coalesced import CoalescedCollectives
 from .collectives import Collectives
+from .gather_scatter import GatherScatter
 from .messages import PointToPoint
 from .objects import ObjectCalls
 from .public_methods import public_method
 from .tracing import Traced, write_spans
-from .uneven import UnevenCollectives
 
 _log = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ _NOT_HERE = {
 """Names of mpi4py in small letters that have no counterpart, and what to do instead."""
 
 
-class Communicator(Collectives, UnevenCollectives, CoalescedCollectives, ObjectCalls, PointToPoint, Closing):
+class Communicator(Collectives, GatherScatter, CoalescedCollectives, ObjectCalls, PointToPoint, Closing):
     """A group of `size` ranks that make collective calls together; this process is rank `rank`.
 
     Rules for all methods:

@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeAlias
 
 from .batches import fewer_batches, more, named
 from .circles import circles
-from .entries import LEFT_WELL, Entry, RankRecord, Signature, read_folder
+from .entries import LEFT_WELL, Entry, RankRecord, Signature, differences, read_folder, share_counts
 from .recorder import FlightRecorder
 from .stacks import users_line
 
@@ -204,6 +204,10 @@ class _Analysis:
         }
         self.silent = [rank for rank in range(size) if rank not in ranks]
         """The ranks without a record."""
+        for group in groups:
+            for number in self._numbers(group):
+                for rank, entry in share_counts(self._calls_at(group, number)).items():
+                    ranks[rank].calls[group][number] = entry
 
     def findings(self) -> Iterator[Finding]:
         """All problems, in the order of their certainty."""
@@ -267,7 +271,7 @@ class _Analysis:
         elif late == usual:
             kind, text = "skipped", f"{text}: {one} made one call too many, or {named(many)} left it out"
         elif right.name == wrong.name:
-            kind, text = "unlike", f"{text}: {_unlike(right, wrong)}"
+            kind, text = "unlike", f"{text}: {differences(right, wrong)}"
         else:
             kind, text = "different", f"{text}; look for a call that only some ranks make"
         text += _all_must(calls.values())
@@ -490,21 +494,6 @@ def _all_must(entries: Iterable[Entry]) -> str:
         return ""
     verb = "is" if len(methods) == 1 else "are"
     return f"; {' and '.join(methods)} {verb} collective: all ranks must make the same calls"
-
-
-def _unlike(expected: Entry, found: Entry) -> str:
-    """The differences between two calls of one name."""
-    ways = []
-    if expected.dtype != found.dtype:
-        ways.append(f"dtypes differ ({expected.dtype} and {found.dtype})")
-    if expected.size != found.size:
-        ways.append(f"sizes differ ({expected.size} and {found.size} elements)")
-    ways += [
-        f"{key} differs ({expected.detail.get(key)} and {found.detail.get(key)})"
-        for key in ("op", "root", "codec")
-        if str(expected.detail.get(key)) != str(found.detail.get(key))
-    ]
-    return ", ".join(ways)
 
 
 def _position(entry: Entry) -> str:

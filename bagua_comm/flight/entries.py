@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -29,8 +29,8 @@ ended, failed: it is over."""
 Signature: TypeAlias = tuple[object, ...]
 """The properties that matching calls have in common."""
 
-_UNLIKE = frozenset({"gatherv", "scatterv", "alltoallv"})
-"""Collective calls whose arrays may differ between ranks."""
+_UNLIKE = frozenset({"gather", "scatter", "alltoall"})
+"""Collective calls whose arrays may differ between ranks if they have counts."""
 
 _COMPARED = ("codec", "op", "root")
 """The arguments that all ranks must have in common."""
@@ -98,8 +98,10 @@ class Entry:
     @property
     def signature(self) -> Signature:
         """The properties that are equal on all ranks that make the same call."""
-        array = (self.dtype, None if self.name in _UNLIKE else self.size) if self.dtype else ()
-        return (self.name, *array, *(str(self.detail[key]) for key in _COMPARED if key in self.detail))
+        has_counts = "counts" in self.detail
+        array = (self.dtype, None if has_counts and self.name in _UNLIKE else self.size) if self.dtype else ()
+        others = (str(self.detail[key]) for key in _COMPARED if key in self.detail)
+        return (self.name, has_counts, *array, *others)
 
     @property
     def call(self) -> str:
@@ -120,6 +122,32 @@ class Entry:
         within = "" if self.bucket is None else f" (bucket {self.bucket}, step {self.step})"
         text = f"{numbered(call, self.number, self.group)}{within}"
         return f"{self.method} ({text})" if self.method else text
+
+
+def share_counts(calls: Mapping[int, Entry]) -> Mapping[int, Entry]:
+    """The entries of one call, by rank. If the root of a gather or scatter has counts, all have, of None."""
+    names = {entry.name for entry in calls.values() if {"counts", "root"} <= entry.detail.keys()}
+    return {
+        rank: replace(entry, detail={"counts": None, **entry.detail}) if entry.name in names else entry
+        for rank, entry in calls.items()
+    }
+
+
+def differences(expected: Entry, found: Entry) -> str:
+    """The differences between two calls of one name."""
+    ways = []
+    if expected.dtype != found.dtype:
+        ways.append(f"dtypes differ ({expected.dtype} and {found.dtype})")
+    if ("counts" in expected.detail) != ("counts" in found.detail):
+        ways.append("only one has counts")
+    elif expected.size != found.size:
+        ways.append(f"sizes differ ({expected.size} and {found.size} elements)")
+    ways += [
+        f"{key} differs ({expected.detail.get(key)} and {found.detail.get(key)})"
+        for key in _COMPARED
+        if str(expected.detail.get(key)) != str(found.detail.get(key))
+    ]
+    return ", ".join(ways)
 
 
 def numbered(call: str, number: int, group: str) -> str:

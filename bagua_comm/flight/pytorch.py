@@ -41,18 +41,14 @@ NAMES = {
     "scatter_object": "barrier",
     "reduce_scatter": "_reduce_scatter_base",
     "gather": "gather",
-    "gatherv": "gather",
     "scatter": "scatter",
-    "scatterv": "scatter",
-    "allgatherv": "all_reduce",
     "alltoall": "all_to_all",
-    "alltoallv": "all_to_all",
     "barrier": "barrier",
     "split": "barrier",
     "dup": "barrier",
 }
-"""PyTorch's operations. `allgatherv` and `quantized_allgather` record the whole result, equal on all ranks.
-Calls on pickled objects are barriers, since their sizes are unknown at the begin; so is any other call."""
+"""PyTorch's operations. `quantized_allgather` records the whole result, equal on all ranks. Calls on pickled
+objects are barriers, since their sizes are unknown at the begin; so is any other call."""
 
 _STATES = {"started": "started", "enqueued": "started", "ended": "completed", "failed": "started"}
 
@@ -112,7 +108,7 @@ def _entry(place: int, entry: Entry, members: Sequence[int]) -> dict[str, Any]:
         "collective_seq_id": entry.number,
         "p2p_seq_id": 0,
         "op_id": entry.number,
-        "profiling_name": f"gloo:{NAMES.get(entry.name, 'barrier')}",
+        "profiling_name": f"gloo:{_operation(entry)}",
         "time_created_ns": entry.start_ns,
         "time_discovered_started_ns": entry.start_ns,
         "time_discovered_completed_ns": entry.end_ns if entry.state == "ended" else None,
@@ -129,10 +125,16 @@ def _entry(place: int, entry: Entry, members: Sequence[int]) -> dict[str, Any]:
     }
 
 
+def _operation(entry: Entry) -> str:
+    """The operation of PyTorch's; an `allgather` with counts records the whole result, equal on all ranks."""
+    has_parts = entry.name == "allgather" and "counts" in entry.detail
+    return "all_reduce" if has_parts else NAMES.get(entry.name, "barrier")
+
+
 def _sizes(entry: Entry, size: int) -> tuple[list[list[int]], list[list[int]]]:
     """The sizes of inputs and outputs that the analyser compares."""
     count = entry.size if entry.dtype else 0
-    name = NAMES.get(entry.name, "barrier")
+    name = _operation(entry)
     if name == "barrier":
         return [[0]], [[0]]
     if name == "all_gather":

@@ -318,10 +318,10 @@ def _check_layouts(comm: Communicator) -> None:
                 _assert_same(gathered, stack, f"gather {what}")
             row = comm.scatter(x if rank == 0 else None, None if rank == 0 else zeros[0].copy(), root=0)
             _assert_same(row, xs[0][rank], f"scatter {what}")
-            row = comm.allgatherv(x[rank], np.zeros_like(xs[0]), counts)
-            _assert_same(row, np.stack([xs[r][r] for r in range(p)]), f"allgatherv {what}")
-            row = comm.alltoallv(x, counts, np.zeros_like(xs[0]), counts)
-            _assert_same(row, columns, f"alltoallv {what}")
+            row = comm.allgather(x[rank], np.zeros_like(xs[0]), counts=counts)
+            _assert_same(row, np.stack([xs[r][r] for r in range(p)]), f"allgather with counts {what}")
+            row = comm.alltoall(x, np.zeros_like(xs[0]), counts=counts, out_counts=counts)
+            _assert_same(row, columns, f"alltoall with counts {what}")
             received = comm.sendrecv(x, zeros.copy(), dest=right, source=left)
             _assert_same(received, xs[left], f"sendrecv {what}")
             if x.flags.writeable:
@@ -348,8 +348,8 @@ def _check_landings(comm: Communicator, xs: Sequence[Array], out: Array, what: s
     _assert_same(out, columns, f"alltoall into an array {what}")
     assert comm.allgather(x[0], out=out) is out
     _assert_same(out, np.stack([x[0] for x in xs]), f"allgather into an array {what}")
-    comm.allgatherv(x[0], out, [x[0].size] * p)
-    _assert_same(out, np.stack([x[0] for x in xs]), f"allgatherv into an array {what}")
+    comm.allgather(x[0], out, counts=[x[0].size] * p)
+    _assert_same(out, np.stack([x[0] for x in xs]), f"allgather with counts into an array {what}")
     out[...] = x
     assert comm.alltoall(out, out=out) is out
     _assert_same(out, columns, f"alltoall in place {what}")
@@ -366,15 +366,15 @@ def _check_uneven(comm: Communicator, put: Callable[[Array], Array]) -> None:
     p, rank = comm.size, comm.rank
     counts = [(r * 2 + 1) % 4 for r in range(p)]  # some of them zero
     xs = [sample(r, (counts[r],), "int32") for r in range(p)]
-    everything = comm.allgatherv(put(xs[rank]), put(np.zeros(sum(counts), np.int32)), counts)
-    _assert_same(everything, np.concatenate(xs), "allgatherv")
+    everything = comm.allgather(put(xs[rank]), put(np.zeros(sum(counts), np.int32)), counts=counts)
+    _assert_same(everything, np.concatenate(xs), "allgather with counts")
 
     sizes = [[(i + 2 * j) % 3 for j in range(p)] for i in range(p)]  # what i sends to j
     ys = [[sample(i * p + j, (sizes[i][j],), "float32") for j in range(p)] for i in range(p)]
     incoming = [sizes[i][rank] for i in range(p)]
     out = put(np.zeros(sum(incoming), np.float32))
-    comm.alltoallv(put(np.concatenate(ys[rank])), sizes[rank], out, incoming)
-    _assert_same(out, np.concatenate([ys[i][rank] for i in range(p)]), "alltoallv")
+    comm.alltoall(put(np.concatenate(ys[rank])), out, counts=sizes[rank], out_counts=incoming)
+    _assert_same(out, np.concatenate([ys[i][rank] for i in range(p)]), "alltoall with counts")
 
 
 def _check_point_to_point(comm: Communicator, put: Callable[[Array], Array]) -> None:
@@ -486,7 +486,7 @@ def _check_refusals(comm: Communicator) -> None:
         (ArrayError, lambda: comm.send(x, dest=comm.size)),
         (ArrayError, lambda: comm.recv(x, source=-1)),
         (ArrayError, lambda: comm.reduce_scatter(np.array(1.0))),
-        (ArrayError, lambda: comm.allgatherv(x, x, [1])),
+        (ArrayError, lambda: comm.allgather(x, x, counts=[1])),
         (ArrayError, lambda: comm.split(-1)),
     ):
         assert_raises(error, call)

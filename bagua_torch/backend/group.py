@@ -184,10 +184,8 @@ class BaguaGroup(GroupBase):
         def all_gather(timeout_s: float | None) -> None:
             for x, targets, counts in gathers:
                 buffer = row(sum(counts), x)
-                if len(set(counts)) == 1:  # on all ranks, or the call is wrong
-                    self.comm.allgather(x, buffer, timeout_s=timeout_s)
-                else:
-                    self.comm.allgatherv(x, buffer, counts, timeout_s=timeout_s)
+                even = len(set(counts)) == 1  # on all ranks, or the call is wrong
+                self.comm.allgather(x, buffer, counts=None if even else counts, timeout_s=timeout_s)
                 divided(buffer, targets)
 
         return self._submit(name, options, outputs, all_gather)
@@ -236,7 +234,7 @@ class BaguaGroup(GroupBase):
 
         def gather(timeout_s: float | None) -> None:
             buffer = row(sum(counts), x) if targets else None
-            self.comm.gatherv(x, buffer, counts or None, root=root, timeout_s=timeout_s)
+            self.comm.gather(x, buffer, root=root, counts=counts, timeout_s=timeout_s)
             if buffer is not None:
                 divided(buffer, targets)
 
@@ -253,11 +251,11 @@ class BaguaGroup(GroupBase):
             parts = one_of_each(name, tensors, self.size(), any_dtype)
             check_dtypes(name, out, *parts)
             check_size(name, out, parts[root].size)
-        counts = [part.size for part in parts] or None
+        counts = [part.size for part in parts]
 
         def scatter(timeout_s: float | None) -> None:
             buffer = joined(parts) if parts else None
-            self.comm.scatterv(buffer, counts, out, root=root, timeout_s=timeout_s)
+            self.comm.scatter(buffer, out, root=root, counts=counts, timeout_s=timeout_s)
 
         return self._submit(name, options, [output], scatter)
 
@@ -308,10 +306,10 @@ class BaguaGroup(GroupBase):
 
         def all_to_all(timeout_s: float | None) -> None:
             if len(xs) == len(outs) == 1 and not arrays.overlap(xs[0], outs[0]):
-                self.comm.alltoallv(xs[0], sends, outs[0], recvs, timeout_s=timeout_s)
+                self.comm.alltoall(xs[0], outs[0], counts=sends, out_counts=recvs, timeout_s=timeout_s)
                 return
             x, buffer = joined(xs), row(sum(recvs), xs[0])
-            self.comm.alltoallv(x, sends, buffer, recvs, timeout_s=timeout_s)
+            self.comm.alltoall(x, buffer, counts=sends, out_counts=recvs, timeout_s=timeout_s)
             divided(buffer, outs)
 
         return self._submit("all_to_all", options, outputs, all_to_all)

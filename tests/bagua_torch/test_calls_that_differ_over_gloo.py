@@ -46,19 +46,19 @@ def counts(comm, odd):
     return [3 + 2000 * odd] + [3] * (comm.size - 1)
 
 
-def allgatherv(comm, odd):
+def allgather(comm, odd):
     each = counts(comm, odd)
-    comm.allgatherv(np.zeros(each[comm.rank]), np.zeros(sum(each)), each)
+    comm.allgather(np.zeros(each[comm.rank]), counts=each)
 
 
-def alltoallv(comm, odd):
+def alltoall(comm, odd):
     out = counts(comm, odd)
-    comm.alltoallv(np.zeros(3 * comm.size), [3] * comm.size, np.zeros(sum(out)), out)
+    comm.alltoall(np.zeros(3 * comm.size), counts=[3] * comm.size, out_counts=out)
 
 
-def gatherv(comm, odd):
+def gather(comm, odd):
     each, root = counts(comm, odd), comm.size - 1
-    comm.gatherv(np.zeros(3), np.zeros(sum(each)) if odd else None, each if odd else None, root=root)
+    comm.gather(np.zeros(3), root=root, counts=each if odd else None)
 
 
 COLLECTIVES = {
@@ -90,9 +90,15 @@ COLLECTIVES = {
         lambda comm, odd: comm.scatter(np.zeros((comm.size, 4)), np.zeros(4), root=int(odd)),
         ["root=0", "root=1"],
     ),
-    "allgatherv, counts": (allgatherv, ["rank 0 sends 24 bytes to rank", "which expects 16024 bytes"]),
-    "alltoallv, counts": (alltoallv, ["rank 0 sends 24 bytes to rank", "which expects 16024 bytes"]),
-    "gatherv, counts": (gatherv, ["rank 0 sends 24 bytes to rank", "which expects 16024 bytes"]),
+    "allgather, counts": (allgather, ["rank 0 sends 24 bytes to rank", "which expects 16024 bytes"]),
+    "alltoall, counts": (alltoall, ["rank 0 sends 24 bytes to rank", "which expects 16024 bytes"]),
+    "gather, counts": (gather, ["rank 0 sends 24 bytes to rank", "which expects 16024 bytes"]),
+    "alltoall, counts on some ranks": (
+        lambda comm, odd: comm.alltoall(
+            np.zeros(comm.size), **{name: [1] * comm.size for name in ("counts", "out_counts") if odd}
+        ),
+        [r"alltoall\(float64\)", r"alltoall\(float64, with counts\)"],
+    ),
     "codec": (
         lambda comm, odd: quantized_allreduce(comm, np.zeros(5000, "f4"), codec=MinMaxUInt8(64 if odd else 128)),
         ["128", "64"],

@@ -20,7 +20,7 @@ def uneven(comm, x):
     recvs = [COUNTS[r][comm.rank] for r in range(comm.size)]
     # As many rows as are sent, made of x.
     rows = torch.cat([x] * 3)[: sum(sends)]
-    return functional.alltoallv(comm, rows, sends, recvs)
+    return functional.alltoall(comm, rows, counts=sends, out_counts=recvs)
 
 
 CALLS = {
@@ -30,7 +30,7 @@ CALLS = {
     "reduce_scatter": lambda comm, x: functional.reduce_scatter(comm, x),
     "reduce_scatter avg": lambda comm, x: functional.reduce_scatter(comm, x, op="avg"),
     "alltoall": lambda comm, x: functional.alltoall(comm, x),
-    "alltoallv": uneven,
+    "alltoall by counts": uneven,
     "broadcast": lambda comm, x: functional.broadcast(comm, x, root=comm.size - 1),
 }
 
@@ -97,7 +97,9 @@ def test_values_are_those_of_plain_tensors(p):
     total = sum(xs[1:], start=xs[0])
     results = run_ranks(
         p,
-        lambda comm: {name: call(comm, xs[comm.rank]) for name, call in CALLS.items() if name != "alltoallv"},
+        lambda comm: {
+            name: call(comm, xs[comm.rank]) for name, call in CALLS.items() if name != "alltoall by counts"
+        },
     )
     for rank, found in enumerate(results):
         mine = slice(2 * rank, 2 * rank + 2)
@@ -116,30 +118,31 @@ def test_uneven_rows_go_where_counts_say(p):
         counts = COUNTS[comm.rank][:p]
         rows = [[comm.rank, dest] for dest, n in enumerate(counts) for _ in range(n)]
         x = torch.tensor(rows, dtype=torch.int64).reshape(-1, 2)
-        return functional.alltoallv(comm, x, counts)  # the ranks exchange the counts
+        return functional.alltoall(comm, x, counts=counts)  # the ranks exchange the counts
 
     for rank, found in enumerate(run_ranks(p, body)):
         expected = [[source, rank] for source in range(p) for _ in range(COUNTS[source][rank])]
         assert found.tolist() == expected
 
 
-def test_encoded_rows_have_the_exact_gradient():
-    codec = MinMaxUInt8(block=None)
+@pytest.mark.parametrize("counts", [[1, 2], None])
+def test_encoded_rows_have_the_exact_gradient(counts):
+    codec, own = MinMaxUInt8(block=None), 1 if counts else 2
 
     def body(comm):
-        x = draw(3, 5, seed=comm.rank, dtype=torch.float32).requires_grad_()
-        y = functional.alltoallv(comm, x, [1, 2], codec=codec)
+        x = draw(3 if counts else 4, 5, seed=comm.rank, dtype=torch.float32).requires_grad_()
+        y = functional.alltoall(comm, x, counts=counts, codec=codec)
         weights = draw(*y.shape, seed=10 + comm.rank, dtype=torch.float32)
         (y * weights).sum().backward()
         return x, y, weights
 
     (x0, y0, w0), (x1, y1, w1) = run_ranks(2, body)
-    for y, rows in ((y0, [x0[:1], x1[:1]]), (y1, [x0[1:], x1[1:]])):
+    for y, rows in ((y0, [x0[:own], x1[:own]]), (y1, [x0[own:], x1[own:]])):
         rows = torch.cat(rows).detach().numpy()
         assert y.detach().numpy().tobytes() == codec.decode(codec.encode(rows), np.empty_like(rows)).tobytes()
         assert not np.array_equal(y.detach().numpy(), rows)
-    assert x0.grad.equal(torch.cat([w0[:1], w1[:2]]))
-    assert x1.grad.equal(torch.cat([w0[1:], w1[2:]]))
+    assert x0.grad.equal(torch.cat([w0[:own], w1[:2]]))
+    assert x1.grad.equal(torch.cat([w0[own:], w1[2:]]))
 
 
 # Kinds of tensors ----------------------------------------------------------------------------------------
@@ -166,7 +169,7 @@ def test_empty_tensors_take_part_forward_and_backward(call):
     if call is uneven:
 
         def call(comm, x):
-            return functional.alltoallv(comm, x, [0, 0])
+            return functional.alltoall(comm, x, counts=[0, 0])
 
     def body(comm):
         x = torch.zeros(0, 3, requires_grad=True)
@@ -276,18 +279,31 @@ def test_the_communicator_is_in_use_until_backward_returns():
         (lambda c, x: functional.reduce_scatter(c, x, op=None), ArrayError, "reduce_scatter: op is None"),
         (lambda c, x: functional.reduce_scatter(c, x), ArrayError, r"shape \(3, 2\), .* divisible by 2 ranks"),
         (lambda c, x: functional.alltoall(c, x[0, 0]), ArrayError, r"alltoall: x has shape \(\)"),
-        (lambda c, x: functional.alltoallv(c, x, [1, 1]), ArrayError, r"shape \(3, 2\), expected \(2, ...\)"),
         (
-            lambda c, x: functional.alltoallv(c, x, [3]),
+            lambda c, x: functional.alltoall(c, x, counts=[1, 1]),
+            ArrayError,
+            r"shape \(3, 2\), expected \(2, ...\)",
+        ),
+        (
+            lambda c, x: functional.alltoall(c, x, counts=[3]),
             ArrayError,
             r"counts is \[3\], expected 2 numbers of rows",
         ),
-        (lambda c, x: functional.alltoallv(c, x, [4, -1]), ArrayError, r"counts is \[4, -1\]"),
-        (lambda c, x: functional.alltoallv(c, x, [1, 2], [1]), ArrayError, r"out_counts is \[1\]"),
-        (lambda c, x: functional.alltoallv(c, x[0, 0], [0, 0]), ArrayError, r"x has shape \(\)"),
-        (lambda c, x: functional.alltoallv(c, x, [1, 2], codec=8), ArrayError, "codec is 8, expected a Codec"),
+        (lambda c, x: functional.alltoall(c, x, counts=[4, -1]), ArrayError, r"counts is \[4, -1\]"),
         (
-            lambda c, x: functional.alltoallv(c, x.double(), [1, 2], codec=BFloat16()),
+            lambda c, x: functional.alltoall(c, x, counts=[1, 2], out_counts=[1]),
+            ArrayError,
+            r"out_counts is \[1\]",
+        ),
+        (lambda c, x: functional.alltoall(c, x, out_counts=[1, 2]), ArrayError, "counts is None; give both"),
+        (lambda c, x: functional.alltoall(c, x[0, 0], counts=[0, 0]), ArrayError, r"x has shape \(\)"),
+        (
+            lambda c, x: functional.alltoall(c, x, counts=[1, 2], codec=8),
+            ArrayError,
+            "codec is 8, expected a Codec",
+        ),
+        (
+            lambda c, x: functional.alltoall(c, x.double(), counts=[1, 2], codec=BFloat16()),
             UnsupportedError,
             "cannot code float64",
         ),
@@ -306,10 +322,19 @@ def test_wrong_arguments_are_refused_and_leave_the_communicator_usable(call, err
     assert run_ranks(2, body) == [2.0, 2.0]
 
 
+def test_counts_on_some_ranks_alone_raise():
+    def body(comm):
+        counts = {} if comm.rank else {"counts": [1, 1], "out_counts": [1, 1]}
+        with pytest.raises(CommMismatch, match=r"functional.alltoall #1 (\(|with counts)"):
+            functional.alltoall(comm, torch.ones(2, 2), **counts)
+
+    run_ranks(2, body, check=True)
+
+
 def test_counts_that_do_not_fit_together_raise():
     def body(comm):
         recvs = [[1, 1], [2, 1]][comm.rank]  # rank 0 sends one row to rank 1
-        functional.alltoallv(comm, torch.ones(2, 2), [1, 1], recvs)
+        functional.alltoall(comm, torch.ones(2, 2), counts=[1, 1], out_counts=recvs)
 
     with pytest.raises((ArrayError, CommMismatch)):
         run_ranks(2, body)

@@ -67,7 +67,7 @@ CALLS = {
     "reduce": lambda comm, x, **out: comm.reduce(x, root=0, **out),
     "allgather": lambda comm, x, **out: comm.allgather(x, **out),
     "gather": lambda comm, x, **out: comm.gather(x, root=0, **out),
-    "gatherv": lambda comm, x, **out: comm.gatherv(x, counts=[8, 8], root=0, **out),
+    "gather by counts": lambda comm, x, **out: comm.gather(x, counts=[8, 8], root=0, **out),
     "reduce_scatter": lambda comm, x, **out: comm.reduce_scatter(x, op="max", **out),
     "reduce_scatter of counts": lambda comm, x, **out: comm.reduce_scatter(x, counts=[3, 5], **out),
     "alltoall": lambda comm, x, **out: comm.alltoall(x, **out),
@@ -111,8 +111,8 @@ def test_tensors_travel_between_two_ranks_and_from_one_to_all():
         row = comm.scatter(
             torch.arange(4).reshape(2, 2) if comm.rank == 0 else None, torch.empty(2).long(), root=0
         )
-        whole = comm.allgatherv(x, torch.empty(6, dtype=x.dtype), [3, 3])
-        swapped = comm.alltoallv(x[:2], [1, 1], torch.empty(2, dtype=x.dtype), [1, 1])
+        whole = comm.allgather(x, torch.empty(6, dtype=x.dtype), counts=[3, 3])
+        swapped = comm.alltoall(x[:2], torch.empty(2, dtype=x.dtype), counts=[1, 1], out_counts=[1, 1])
         comm.check_consistency(whole)
         return [t.tolist() for t in (out, x, many[0], row, whole, swapped)]
 

@@ -83,12 +83,12 @@ def test_scatter_needs_its_arguments():
         ),
         (lambda comm: comm.alltoall(np.zeros(5)), ArrayError, "divisible by 2 ranks"),
         (
-            lambda comm: comm.allgatherv(np.zeros(3), np.zeros(3), [1, 2]),
+            lambda comm: comm.allgather(np.zeros(3), np.zeros(3), counts=[1, 2]),
             ArrayError,
             r"x has 3 elements, expected counts\[[01]\] = [12]",
         ),
         (
-            lambda comm: comm.alltoallv(np.zeros(2), [1, 1], np.zeros(5), [2, 3]),
+            lambda comm: comm.alltoall(np.zeros(2), np.zeros(5), counts=[1, 1], out_counts=[2, 3]),
             ArrayError,
             "own part",
         ),

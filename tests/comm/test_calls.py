@@ -72,8 +72,8 @@ def test_calls_leave_no_cycles_of_references():
         comm.scan(x, out)
         comm.gather(x, root=0)
         comm.scatter(x[None], root=0)
-        comm.allgatherv(x, out, [3])
-        comm.alltoallv(x, [3], out, [3])
+        comm.allgather(x, out, counts=[3])
+        comm.alltoall(x, out, counts=[3], out_counts=[3])
         comm.allreduce_many([x, x])
         comm.allgather_object("text")
 
@@ -158,17 +158,24 @@ def test_calls_over_gloo(check, monkeypatch):
 def test_wrong_arguments_of_new_calls_are_named():
     x, p = np.zeros(3), 2
     cases = [
-        (lambda comm: comm.gatherv(x, root=comm.rank), ArrayError, "gatherv: counts is None; root must give it"),
-        (lambda comm: comm.gatherv(x, counts=[1, 1], root=comm.rank), ArrayError, r"expected counts\[[01]\] = 1"),
-        (lambda comm: comm.gatherv(x, root=5), ArrayError, "gatherv: root is 5"),
-        (lambda comm: comm.scatterv(x, None, root=comm.rank), ArrayError, "scatterv: counts is None; root must"),
-        (lambda comm: comm.scatterv(None, [1, 2], root=comm.rank), ArrayError, "scatterv: x is None; root must"),
+        (lambda comm: comm.gather(x, counts=[1, 1], root=comm.rank), ArrayError, r"expected counts\[[01]\] = 1"),
+        (lambda comm: comm.gather(x, root=5), ArrayError, "gather: root is 5"),
+        (lambda comm: comm.scatter(x, root=comm.rank), ArrayError, r"scatter: .* \(2, ...\); or give counts="),
         (
-            lambda comm: comm.scatterv(x, [1, 1], root=comm.rank),
+            lambda comm: comm.scatter(None, counts=[1, 2], root=comm.rank),
+            ArrayError,
+            "scatter: x is None; root must",
+        ),
+        (
+            lambda comm: comm.scatter(x, counts=[1, 1], root=comm.rank),
             ArrayError,
             "x has 3 elements, expected 2, the sum of counts",
         ),
-        (lambda comm: comm.scatterv(x, [1, 2], root=1 - comm.rank), ArrayError, "out is None; ranks other than"),
+        (
+            lambda comm: comm.scatter(x, counts=[1, 2], root=1 - comm.rank),
+            ArrayError,
+            "out is None; ranks other than",
+        ),
         (lambda comm: comm.reduce_scatter(x, counts=[1, 1]), ArrayError, "x has 3 elements, expected 2, the sum"),
         (
             lambda comm: comm.reduce_scatter(x, counts=[1.5, 1.5]),
@@ -187,7 +194,18 @@ def test_wrong_arguments_of_new_calls_are_named():
         (lambda comm: comm.allreduce_many([x[:2], x[2:]], [x[1:], None]), ArrayError, "written to overlaps"),
         (lambda comm: comm.broadcast_many([x, x[:1]], root=0), ArrayError, "written to overlaps another array"),
         (lambda comm: comm.allreduce_many(None), ArrayError, "allreduce_many: xs is None, expected a list"),
-        (lambda comm: comm.allgatherv(x, x, None), ArrayError, "allgatherv: counts is None, expected 2 integers"),
+        (
+            lambda comm: comm.allgather(x, x, counts=[3]),
+            ArrayError,
+            r"allgather: counts is \[3\], expected 2 int",
+        ),
+        (lambda comm: comm.alltoall(x), ArrayError, "divisible by 2 ranks; or give counts= and out_counts="),
+        (lambda comm: comm.alltoall(x, counts=[1, 2]), ArrayError, "out_counts is None, expected 2 integers"),
+        (
+            lambda comm: comm.alltoall(x, out_counts=[1, 2]),
+            ArrayError,
+            "alltoall: counts is None, expected 2 int",
+        ),
         (lambda comm: comm.reduce_scatter(x, counts=3), ArrayError, "reduce_scatter: counts is 3, expected 2"),
         (lambda comm: comm.exchange(None, []), ArrayError, r"exchange: sends and recvs are lists of pairs"),
         (
@@ -266,8 +284,8 @@ def test_the_end_of_a_long_call_is_compared():
         counts = [1] * comm.size
         if comm.rank == 1:
             counts[-2:] = 2, 0
-        with pytest.raises(CommMismatch, match="rank 0 called allgatherv"):
-            comm.allgatherv(np.ones(counts[comm.rank]), np.ones(sum(counts)), counts)
+        with pytest.raises(CommMismatch, match="rank 0 called allgather"):
+            comm.allgather(np.ones(counts[comm.rank]), counts=counts)
 
     run_ranks(100, body, check=True)
 
@@ -276,9 +294,61 @@ def test_arrays_of_another_shape_and_equal_size_are_the_same_call():
     def body(comm):
         shape = (4,) if comm.rank == 0 else (2, 2)
         comm.allgather(np.ones(2), np.empty(shape))
-        return comm.allgatherv(np.ones(2), np.empty(shape), [2, 2]).sum()
+        return comm.allgather(np.ones(2), np.empty(shape), counts=[2, 2]).sum()
 
     assert run_ranks(2, body, check=True) == [4, 4]
+
+
+@pytest.mark.parametrize("check", [False, True])
+def test_a_result_by_counts_has_one_dimension(check):
+    def body(comm):
+        mine, sizes = np.full((1, comm.rank + 1), comm.rank), [[0, 1], [1, 2]]
+        gathered = comm.allgather(mine, counts=[1, 2])
+        swapped = comm.alltoall(
+            np.full(sum(sizes[comm.rank]), comm.rank),
+            counts=sizes[comm.rank],
+            out_counts=[row[comm.rank] for row in sizes],
+        )
+        return gathered.tolist(), swapped.tolist()
+
+    assert run_ranks(2, body, check=check) == [([0, 1, 1], [1]), ([0, 1, 1], [0, 1, 1])]
+
+
+def test_counts_on_some_ranks_alone_are_another_call():
+    def body(comm):
+        counts = {} if comm.rank else {"counts": [1, 1], "out_counts": [1, 1]}
+        with pytest.raises(
+            CommMismatch,
+            match=r"called alltoall\(float64, with counts\), but rank 1 called alltoall\(float64\[2\]\)",
+        ):
+            comm.alltoall(np.ones(2), **counts)
+        with pytest.raises(
+            CommMismatch, match=r"0 called allgather\(float64\[2\], counts=.* allgather\(float64\[1\]\)"
+        ):
+            comm.allgather(np.ones(1), counts=None if comm.rank else [1, 1])
+
+    run_ranks(2, body, check=True)
+
+
+def gather(comm, x, counts):
+    return comm.gather(x, root=0, counts=counts)
+
+
+def scatter(comm, x, counts):
+    return comm.scatter(np.ones((2, 2)) if comm.rank == 0 else None, x, root=0, counts=counts)
+
+
+@pytest.mark.parametrize("call", [gather, scatter])
+def test_shapes_of_a_gather_or_scatter_are_compared_unless_the_root_has_counts(call):
+    def body(comm):
+        x = np.ones((1, 2) if comm.rank else 2)
+        call(comm, x, [2, 2] if comm.rank == 0 else None)
+        with pytest.raises(
+            CommMismatch, match=r"0 called \w+\(float64\[2\], .* rank 1 called \w+\(float64\[1, 2\]"
+        ):
+            call(comm, x, None)
+
+    run_ranks(2, body, check=True)
 
 
 def test_a_message_that_matches_a_collective_raises_on_both_ranks():

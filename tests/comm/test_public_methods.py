@@ -29,7 +29,7 @@ def test_the_outermost_method_is_named_and_none_after_an_error():
     "call",
     [
         lambda comm: comm.send(np.ones(1), 1),
-        lambda comm: comm.scatterv(),
+        lambda comm: comm.scatter(),
         lambda comm: comm.allreduce(np.ones(1), operation="max"),
         lambda comm: comm.allreduce_many(1, 2, 3, 4),
         lambda comm: comm.broadcast_object(1),
@@ -41,7 +41,7 @@ def test_the_outermost_method_is_named_and_none_after_an_error():
     ],
 )
 def test_errors_of_python_name_the_class_that_users_know(call):
-    """They named 'World', 'PointToPoint', 'UnevenCollectives'."""
+    """They named 'World', 'PointToPoint', 'GatherScatter'."""
     with connect() as comm, pytest.raises((TypeError, AttributeError), match=r"^'?Communicator\b"):
         call(comm)
     with pytest.raises(TypeError, match=r"^Codec\.steps\(\)"):

@@ -107,9 +107,21 @@ def test_calls_whose_arguments_differ(change, words):
     assert words in finding.text
 
 
-def test_calls_whose_arrays_may_differ_are_no_mismatch():
-    parts = [record(rank, calls("gatherv", size=rank)) for rank in range(3)]
-    assert diagnose(parts).findings == ()
+@pytest.mark.parametrize(("name", "root"), [("alltoall", {}), ("gather", {"root": 1}), ("scatter", {"root": 1})])
+def test_arrays_may_differ_in_size_where_there_are_counts(name, root):
+    def made(has_counts):
+        details = [root | ({"counts": [0, 1, 2]} if has_counts(rank) else {}) for rank in range(3)]
+        return [record(rank, calls(name, size=rank, detail=detail)) for rank, detail in enumerate(details)]
+
+    assert diagnose(made(lambda rank: not root or rank == 1)).findings == ()
+    assert "sizes differ (0 and 1 elements)" in only(made(lambda rank: False)).text
+
+
+def test_counts_on_some_ranks_alone_are_named():
+    usual = calls("alltoall", detail={"counts": [2, 1, 1]})
+    finding = only([record(0, usual), record(1, calls("alltoall")), record(2, usual)])
+    assert (finding.kind, finding.ranks) == ("unlike", (1,))
+    assert finding.text.endswith("only one has counts")
 
 
 def test_a_rank_that_died_is_named_by_its_peers_and_so_is_its_last_call():

@@ -54,12 +54,14 @@ def test_calls_that_match_pass_the_analyser(tmp_path):
         comm.alltoall(x)
         comm.broadcast(x, root=1)
         comm.gather(x, root=0)
+        comm.allgather(x[: 1 + comm.rank], counts=range(1, 1 + comm.size))
         comm.allgather_object("an object")
         comm.split(0).barrier()
         comm.reduce(x, root=0)
 
     collectives = analysed(records_of(body), tmp_path)
-    assert len(collectives) == 10
+    assert len(collectives) == 11
+    assert [each.collective_name for each in collectives][6] == "gloo:all_reduce"  # the whole result on each rank
     assert all(each.pass_check for each in collectives)
     assert {each.collective_state for each in collectives} == {"completed"}
 

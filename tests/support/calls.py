@@ -68,32 +68,32 @@ def close(actual, expected):
     np.testing.assert_allclose(actual.astype(wide), expected.astype(wide), rtol=2e-2, atol=1e-2)
 
 
-def gatherv_and_scatterv(comm, put):
+def gather_and_scatter_by_counts(comm, put):
     p, rank, counts = comm.size, comm.rank, [(3 * r + 1) % 5 * 700 for r in range(comm.size)]
     for root, dtype in ((0, "float32"), (p - 1, "bfloat16")):
         xs = [sample(r, (counts[r],), dtype) for r in range(p)]
         everything = np.concatenate(xs)
 
-        gathered = comm.gatherv(put(xs[rank]), counts=counts if rank == root else None, root=root)
+        gathered = comm.gather(put(xs[rank]), counts=counts if rank == root else None, root=root)
         if rank == root:
             same(gathered, everything)
             out = put(np.zeros((1, everything.size, 1), dtype_named(dtype)))
-            assert comm.gatherv(put(xs[rank]), out, counts, root=root) is out
+            assert comm.gather(put(xs[rank]), out, root=root, counts=counts) is out
             same(to_host(out).reshape(-1), everything)
         else:
             assert gathered is None
-            comm.gatherv(put(xs[rank]), root=root)
-        comm.gatherv(put(xs[rank]), counts=counts, root=root)  # counts are ignored off root
+            comm.gather(put(xs[rank]), root=root)
+        comm.gather(put(xs[rank]), counts=counts, root=root)  # counts are ignored off root
 
         mine = put(np.zeros((counts[rank], 1), dtype_named(dtype)))
         whole, parts = (put(everything), np.array(counts)) if rank == root else (None, None)
-        assert comm.scatterv(whole, parts, mine, root=root) is mine
+        assert comm.scatter(whole, mine, root=root, counts=parts) is mine
         same(to_host(mine).reshape(-1), xs[rank])
         if rank == root:
-            same(comm.scatterv(whole, parts, root=root), xs[rank])
+            same(comm.scatter(whole, root=root, counts=parts), xs[rank])
         else:
-            comm.scatterv(None, None, mine, root=root)
-        comm.scatterv(whole, counts, mine, root=root)
+            comm.scatter(None, mine, root=root)
+        comm.scatter(whole, mine, root=root, counts=counts)
 
 
 def scatters_and_gathers_in_place(comm, put):
@@ -103,10 +103,10 @@ def scatters_and_gathers_in_place(comm, put):
     expected = np.repeat(np.arange(p), counts)
     whole = put(np.where(expected == rank, rank, -1))
     own = whole[end - counts[rank] : end]
-    comm.gatherv(own, whole if rank == 0 else None, counts if rank == 0 else None, root=0)
+    comm.gather(own, whole if rank == 0 else None, root=0, counts=counts if rank == 0 else None)
     if rank == 0:
         same(whole, expected)
-    comm.scatterv(whole if rank == 0 else None, counts if rank == 0 else None, own, root=0)
+    comm.scatter(whole if rank == 0 else None, own, root=0, counts=counts if rank == 0 else None)
     same(own, np.full(counts[rank], rank))
 
 
@@ -347,35 +347,45 @@ def counts_that_differ(comm, put):
     incoming[0] = 2 if rank == 1 else 1
     wrong = "rank 0 sends 1 elements to rank 1, which expects 2"
     out = put(np.zeros(sum(incoming)))
-    raises(CommMismatch, wrong, comm.alltoallv, x, [1] * p, out, incoming)
+    raises(CommMismatch, wrong, comm.alltoall, x, out, counts=[1] * p, out_counts=incoming)
     y = put(np.zeros(p, np.int64 if rank == 1 else np.uint64))
     raises(
-        CommMismatch, r"alltoallv\(uint64\), but rank 1 called alltoallv\(int64\)", alltoallv_of_one_each, comm, y
+        CommMismatch,
+        r"alltoall\(uint64, with counts\), but rank 1 called alltoall\(int64, with counts\)",
+        alltoall_of_one_each,
+        comm,
+        y,
     )
     if rank == 1:
-        raises(CommMismatch, r"alltoallv\(float64\), but rank 1 called barrier", comm.barrier)
+        raises(CommMismatch, r"alltoall\(float64, with counts\), but rank 1 called barrier", comm.barrier)
     else:
-        raises(CommMismatch, r"alltoallv\(float64\), but rank 1 called barrier", alltoallv_of_one_each, comm, x)
-    alltoallv_of_one_each(comm, x)
+        raises(
+            CommMismatch,
+            r"alltoall\(float64, with counts\), but rank 1 called barrier",
+            alltoall_of_one_each,
+            comm,
+            x,
+        )
+    alltoall_of_one_each(comm, x)
 
     x = put(np.zeros(rank + 1))
     counts = [3, *range(2, p + 1)] if rank else [1, 7, *range(3, p + 1)]
     wrong = "rank 1 sends 2 elements to rank 0, which expects 7"
-    raises(CommMismatch, wrong, comm.gatherv, x, None, counts if rank == 0 else None, root=0)
+    raises(CommMismatch, wrong, comm.gather, x, root=0, counts=counts if rank == 0 else None)
     raises(
-        CommMismatch, r"gatherv\(float64, root=0\), but rank 1", comm.gatherv, x, None, range(1, p + 1), root=rank
+        CommMismatch, r"gather\(float64, root=0\), but rank 1", comm.gather, x, root=rank, counts=range(1, p + 1)
     )
     whole = put(np.zeros(sum(counts)))
     wrong = "rank 0 sends 7 elements to rank 1, which expects 2"
-    raises(CommMismatch, wrong, comm.scatterv, whole if rank == 0 else None, counts, x, root=0)
+    raises(CommMismatch, wrong, comm.scatter, whole if rank == 0 else None, x, root=0, counts=counts)
     wrong = r"rank 0 called reduce_scatter\(float64\[7\], op=sum, counts=.* but rank 1 called reduce_scatter"
     counts = [7, *[0] * (p - 1)] if rank == 0 else [0, 7, *[0] * (p - 2)]
     raises(CommMismatch, wrong, comm.reduce_scatter, put(np.zeros(7)), counts=counts)
 
 
-def alltoallv_of_one_each(comm, x):
+def alltoall_of_one_each(comm, x):
     counts = [1] * comm.size
-    comm.alltoallv(x, counts, x.copy(), counts)
+    comm.alltoall(x, x.copy(), counts=counts, out_counts=counts)
 
 
 def messages_that_differ(comm, put):
@@ -438,7 +448,7 @@ def groups_and_lanes_are_compared(comm, put):
 
 
 WITHOUT_CHECK = [
-    gatherv_and_scatterv,
+    gather_and_scatter_by_counts,
     scatters_and_gathers_in_place,
     reduce_scatter_with_counts,
     prefixes,
