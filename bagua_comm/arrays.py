@@ -49,6 +49,9 @@ Elements: TypeAlias = np.ndarray[Any, np.dtype[S]] | S
 Op: TypeAlias = Literal["sum", "avg", "prod", "min", "max", "band", "bor", "bxor"]
 """A reduction."""
 
+Counts: TypeAlias = Sequence[int] | None
+"""Numbers of elements of the parts of each rank, (p,); equal ones if None."""
+
 OpOrder: TypeAlias = Literal["rank", "any"]
 """The order in which floats are added and multiplied: rank order, or any order that MPI chooses."""
 

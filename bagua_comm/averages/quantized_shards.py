@@ -6,10 +6,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 from .. import arrays, kernels
-from ..arrays import A, AnyArray, Array, LinearOp
+from ..arrays import A, AnyArray, Array, Counts, LinearOp
 from ..arrays import parts as parts_of
 from ..codecs import Codec
 from ..codecs.base import check_codec_argument
@@ -31,7 +30,7 @@ def quantized_reduce_scatter(
     codec: Codec | None = None,
     residual: AnyArray | None = None,
     decay: float = 0.0,
-    counts: Sequence[int] | None = None,
+    counts: Counts = None,
 ) -> A:
     """Sum or average `x` over all ranks through a lossy codec, and keep this rank's chunk.
 
@@ -118,7 +117,7 @@ def quantized_allgather(
     *,
     codec: Codec | None = None,
     reference: AnyArray | None = None,
-    counts: Sequence[int] | None = None,
+    counts: Counts = None,
 ) -> A:
     """Gather `x` of all ranks through a lossy codec, to the same bytes on every rank.
 
@@ -212,7 +211,7 @@ def reduce_scatter(
     *,
     op: LinearOp,
     codec: Codec | None,
-    counts: Sequence[int] | None = None,
+    counts: Counts = None,
 ) -> Array:
     """Reduce `x`, (p * m,), and keep this rank's chunk in `out`, (m,): exactly if `codec` is None. Collective.
 
@@ -224,9 +223,7 @@ def reduce_scatter(
     return quantized_reduce_scatter(comm, x, out, op=op, codec=codec, counts=counts)
 
 
-def allgather(
-    comm: Communicator, x: Array, out: Array, *, codec: Codec | None, counts: Sequence[int] | None = None
-) -> Array:
+def allgather(comm: Communicator, x: Array, out: Array, *, codec: Codec | None, counts: Counts = None) -> Array:
     """Gather `x`, (m,), of all ranks in `out`, (p * m,): exactly if `codec` is None. Collective.
 
     Rank r has counts[r] elements instead of m if there are `counts`. `x` may be this rank's part of `out`.

@@ -9,7 +9,7 @@ from typing import Any, overload
 import numpy.typing as npt
 
 from .. import arrays
-from ..arrays import A, AnyArray, Array, Elements, Op, S, as_real, parts
+from ..arrays import A, AnyArray, Array, Counts, Elements, Op, S, as_real, parts
 from ..errors import ArrayError, shown_as
 from ..transports.base import COLLECTIVE
 from .agreement import compare_calls, compare_counts
@@ -116,28 +116,19 @@ class Collectives(CommBase):
         return x
 
     @overload
-    def allgather(
-        self, x: AnyArray, out: A, *, counts: Sequence[int] | None = None, timeout_s: float | None = None
-    ) -> A: ...
+    def allgather(self, x: AnyArray, out: A, *, counts: Counts = None, timeout_s: float | None = None) -> A: ...
 
     @overload
     def allgather(
-        self,
-        x: Elements[S],
-        out: None = None,
-        *,
-        counts: Sequence[int] | None = None,
-        timeout_s: float | None = None,
+        self, x: Elements[S], out: None = None, *, counts: Counts = None, timeout_s: float | None = None
     ) -> npt.NDArray[S]: ...
 
     @overload
     def allgather(
-        self, x: A, out: None = None, *, counts: Sequence[int] | None = None, timeout_s: float | None = None
+        self, x: A, out: None = None, *, counts: Counts = None, timeout_s: float | None = None
     ) -> A: ...
 
-    def allgather(
-        self, x: Any, out: Any = None, *, counts: Sequence[int] | None = None, timeout_s: float | None = None
-    ) -> Any:
+    def allgather(self, x: Any, out: Any = None, *, counts: Counts = None, timeout_s: float | None = None) -> Any:
         """Gather `x` of all ranks on every rank: row r of the result is that of rank r.
 
         Collective. `x` has the same shape and dtype on every rank; the result has shape `(p, *x.shape)`. With
@@ -195,13 +186,7 @@ class Collectives(CommBase):
 
     @overload
     def reduce_scatter(
-        self,
-        x: AnyArray,
-        out: A,
-        *,
-        op: Op = "sum",
-        counts: Sequence[int] | None = None,
-        timeout_s: float | None = None,
+        self, x: AnyArray, out: A, *, op: Op = "sum", counts: Counts = None, timeout_s: float | None = None
     ) -> A: ...
 
     @overload
@@ -211,29 +196,17 @@ class Collectives(CommBase):
         out: None = None,
         *,
         op: Op = "sum",
-        counts: Sequence[int] | None = None,
+        counts: Counts = None,
         timeout_s: float | None = None,
     ) -> npt.NDArray[S]: ...
 
     @overload
     def reduce_scatter(
-        self,
-        x: A,
-        out: None = None,
-        *,
-        op: Op = "sum",
-        counts: Sequence[int] | None = None,
-        timeout_s: float | None = None,
+        self, x: A, out: None = None, *, op: Op = "sum", counts: Counts = None, timeout_s: float | None = None
     ) -> A: ...
 
     def reduce_scatter(
-        self,
-        x: Any,
-        out: Any = None,
-        *,
-        op: Op = "sum",
-        counts: Sequence[int] | None = None,
-        timeout_s: float | None = None,
+        self, x: Any, out: Any = None, *, op: Op = "sum", counts: Counts = None, timeout_s: float | None = None
     ) -> Any:
         """Reduce `x` over all ranks and keep this rank's chunk.
 
@@ -335,8 +308,8 @@ class Collectives(CommBase):
         x: A,
         out: A | None = None,
         *,
-        counts: Sequence[int] | None = None,
-        out_counts: Sequence[int] | None = None,
+        counts: Counts = None,
+        out_counts: Counts = None,
         timeout_s: float | None = None,
     ) -> A:
         """Send chunk j of `x` to rank j; chunk i of the result comes from rank i.

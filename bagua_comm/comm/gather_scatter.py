@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, overload
 
 import numpy as np
 import numpy.typing as npt
 
 from .. import arrays
-from ..arrays import A, AnyArray, Array, Elements, S, parts
+from ..arrays import A, AnyArray, Array, Counts, Elements, S, parts
 from ..errors import ArrayError, shown_as
 from ..transports.base import COLLECTIVE
 from .agreement import compare_calls, compare_counts
@@ -23,13 +22,7 @@ class GatherScatter(CommBase):
 
     @overload
     def gather(
-        self,
-        x: AnyArray,
-        out: A,
-        *,
-        root: int,
-        counts: Sequence[int] | None = None,
-        timeout_s: float | None = None,
+        self, x: AnyArray, out: A, *, root: int, counts: Counts = None, timeout_s: float | None = None
     ) -> A | None: ...
 
     @overload
@@ -39,29 +32,17 @@ class GatherScatter(CommBase):
         out: None = None,
         *,
         root: int,
-        counts: Sequence[int] | None = None,
+        counts: Counts = None,
         timeout_s: float | None = None,
     ) -> npt.NDArray[S] | None: ...
 
     @overload
     def gather(
-        self,
-        x: A,
-        out: A | None = None,
-        *,
-        root: int,
-        counts: Sequence[int] | None = None,
-        timeout_s: float | None = None,
+        self, x: A, out: A | None = None, *, root: int, counts: Counts = None, timeout_s: float | None = None
     ) -> A | None: ...
 
     def gather(
-        self,
-        x: Any,
-        out: Any = None,
-        *,
-        root: int,
-        counts: Sequence[int] | None = None,
-        timeout_s: float | None = None,
+        self, x: Any, out: Any = None, *, root: int, counts: Counts = None, timeout_s: float | None = None
     ) -> Any:
         """Gather `x` of all ranks on `root`, where row r of the result is that of rank r; return None elsewhere.
 
@@ -113,13 +94,7 @@ class GatherScatter(CommBase):
 
     @overload
     def scatter(
-        self,
-        x: AnyArray | None,
-        out: A,
-        *,
-        root: int,
-        counts: Sequence[int] | None = None,
-        timeout_s: float | None = None,
+        self, x: AnyArray | None, out: A, *, root: int, counts: Counts = None, timeout_s: float | None = None
     ) -> A: ...
 
     @overload
@@ -129,29 +104,17 @@ class GatherScatter(CommBase):
         out: None = None,
         *,
         root: int,
-        counts: Sequence[int] | None = None,
+        counts: Counts = None,
         timeout_s: float | None = None,
     ) -> npt.NDArray[S]: ...
 
     @overload
     def scatter(
-        self,
-        x: A,
-        out: None = None,
-        *,
-        root: int,
-        counts: Sequence[int] | None = None,
-        timeout_s: float | None = None,
+        self, x: A, out: None = None, *, root: int, counts: Counts = None, timeout_s: float | None = None
     ) -> A: ...
 
     def scatter(
-        self,
-        x: Any,
-        out: Any = None,
-        *,
-        root: int,
-        counts: Sequence[int] | None = None,
-        timeout_s: float | None = None,
+        self, x: Any, out: Any = None, *, root: int, counts: Counts = None, timeout_s: float | None = None
     ) -> Any:
         """Scatter the rows of `x` of `root`: the result is row `rank`.
 
