@@ -19,8 +19,6 @@ from bagua_comm.algorithms.base import (
     check_algorithm_argument,
     core_of,
     exchanges_weights,
-    phases_of,
-    with_defaults,
 )
 from bagua_comm.algorithms.combinators import Every
 from bagua_comm.errors import shown
@@ -229,9 +227,7 @@ def check_optimizers(
                 "parameters that are averaged. If it steps only experts or ignored parameters, leave it out of "
                 "the list; otherwise, was the module copied after the optimizer was made?"
             )
-        if isinstance(optimizer, torch.optim.SparseAdam) and any(
-            p.payload == "grad" for p in phases_of(algorithm)
-        ):
+        if isinstance(optimizer, torch.optim.SparseAdam) and any(p.payload == "grad" for p in algorithm.phases):
             raise UnsupportedError(
                 f"DistributedDataParallel: optimizer {number} ({type(optimizer).__name__}) takes only "
                 f"sparse gradients, but {algorithm} averages dense ones; give torch.optim.Adam, or an algorithm "
@@ -245,18 +241,18 @@ def check_optimizers(
             f"{' and others' if len(missing) > 3 else ''}; give all optimizers, or freeze such parameters"
         )
     check_sharded(optimizers, algorithm)
-    phases = phases_of(algorithm)
+    phases = algorithm.phases
     counting = len(phases) > 1 or exchanges_weights(algorithm) or any(isinstance(p, Every) for p in phases)
     if counting and not optimizers:
         raise ArrayError(f"DistributedDataParallel: {algorithm} depends on steps: give the optimizers")
     for phase in phases:
-        if with_defaults(phase).lends:
+        if phase.lends:
             _check_sharing(optimizers, phase)
 
 
 def _check_sharing(optimizers: Sequence[torch.optim.Optimizer], algorithm: Algorithm) -> None:
     """Raise `ArrayError` unless all optimizers share the algorithm's state, and have the same settings."""
-    shared = with_defaults(algorithm).lends
+    shared = algorithm.lends
     if not optimizers:
         raise ArrayError(
             f"DistributedDataParallel: {algorithm} needs an optimizer that shares its {shared}, such as "
@@ -397,7 +393,7 @@ def _unfrozen(model: ModelState) -> dict[str, nn.Parameter]:
 
 def check_may_freeze(name: str, algorithm: Algorithm) -> None:
     """Raise `UnsupportedError` if `algorithm` cannot omit a parameter that is frozen after wrapping."""
-    shared = with_defaults(algorithm).lends
+    shared = algorithm.lends
     if shared:
         raise UnsupportedError(
             f"DistributedDataParallel: {name!r} was frozen after the module was wrapped, but {algorithm} "
@@ -408,8 +404,8 @@ def check_may_freeze(name: str, algorithm: Algorithm) -> None:
 
 def check_may_begin(name: str, algorithm: Algorithm) -> None:
     """Raise `UnsupportedError` if `algorithm` cannot begin to train a parameter later than others."""
-    for phase in phases_of(algorithm):
-        if shared := with_defaults(phase).lends:
+    for phase in algorithm.phases:
+        if shared := phase.lends:
             raise UnsupportedError(
                 f"DistributedDataParallel: {name!r} was unfrozen after the module was wrapped, but {phase} has "
                 f"averaged the {shared} of all parameters since its first step; close this one and wrap the "

@@ -19,6 +19,7 @@ import torch
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from bagua_comm import (
+    Algorithm,
     ArrayError,
     Average,
     Bucket,
@@ -185,7 +186,7 @@ class _Running:
 
 
 @dataclass(frozen=True, eq=False)
-class HookAlgorithm:
+class HookAlgorithm(Algorithm):
     """Gradients averaged by a hook, each bucket as soon as it is complete.
 
     The hook is called on the thread of the backward pass; the lane waits for its future.

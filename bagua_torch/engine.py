@@ -18,7 +18,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from bagua_comm import Algorithm, Communicator, Engine
-from bagua_comm.algorithms.base import Payload, with_defaults
+from bagua_comm.algorithms.base import Payload
 from bagua_comm.algorithms.parts import PER_BUCKET
 from bagua_comm.algorithms.state import (
     Saved,
@@ -157,7 +157,7 @@ class TorchEngine(Engine):
         prepare_codecs(self.algorithm, self._buckets)
         states = list(self.states)
         for bucket in self._buckets[self.payload][len(states) :]:
-            states.append(with_defaults(self._phase).init(bucket, self._comm))
+            states.append(self._phase.init(bucket, self._comm))
             if self._later.keys() >= bucket.views.keys():
                 later = self._reordered(self._later, to_memory=True)
                 check_state(bucket, states[-1], later, self._comm)
@@ -205,7 +205,7 @@ class TorchEngine(Engine):
 
         They are the same in every step, unless user code moves them.
         """
-        phase = with_defaults(self.phase)
+        phase = self.phase
         if not phase.lends:
             return {}
         arrays = [phase.lent(state) for state in self.states]

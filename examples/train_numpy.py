@@ -19,7 +19,7 @@ from sklearn.datasets import load_digits
 
 import bagua_comm
 from bagua_comm import Communicator, Engine, Plan, Point, QAdam, TensorSpec, optim
-from bagua_comm.algorithms import NAMED, GroupedAlgorithm, from_name
+from bagua_comm.algorithms import NAMED, Algorithm, from_name
 
 Arrays = dict[str, np.ndarray]
 
@@ -57,7 +57,7 @@ def parse_arguments() -> argparse.Namespace:
     return options
 
 
-def algorithm_of(options: argparse.Namespace) -> GroupedAlgorithm:
+def algorithm_of(options: argparse.Namespace) -> Algorithm:
     return from_name(options.algorithm, **SETTINGS.get(options.algorithm, {}))
 
 

@@ -1,7 +1,7 @@
 """Training algorithms: what ranks exchange, when, and how."""
 
 from .async_average import AsyncModelAverage
-from .base import Algorithm, GroupedAlgorithm, Pending, Point, Rounds, Window
+from .base import Algorithm, Pending, Point, Rounds, Window
 from .by_node import by_node
 from .combinators import after, every
 from .decentralized import Decentralized
@@ -21,7 +21,6 @@ __all__ = [
     "Decentralized",
     "DiLoCo",
     "GradientAllReduce",
-    "GroupedAlgorithm",
     "LowPrecisionDecentralized",
     "LowPrecisionOnePeer",
     "Pending",

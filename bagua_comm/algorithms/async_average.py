@@ -16,7 +16,7 @@ from ..arrays import Array
 from ..bucket import Bucket
 from ..comm import Communicator
 from ..errors import ArrayError
-from .base import TRANSIENT, Algorithm, Rounds, Ungrouped, check_floating, check_integer
+from .base import TRANSIENT, Algorithm, Rounds, check_floating, check_integer
 from .gradient import GradientAllReduce
 
 
@@ -29,7 +29,7 @@ class Snapshot:
 
 
 @dataclass(frozen=True)
-class AsyncModelAverage(Ungrouped):
+class AsyncModelAverage(Algorithm):
     """Average a snapshot of the weights, and add the change to the weights when it arrives.
 
     Every rank trains at its own speed. Weights differ between ranks: before evaluation, call `Engine.stop` on all
@@ -56,7 +56,7 @@ class AsyncModelAverage(Ungrouped):
             )
 
     @property
-    def window(self) -> Rounds:
+    def window(self) -> Rounds:  # type: ignore[override]
         """Rounds beside training."""
         return Rounds(self.interval_s)
 

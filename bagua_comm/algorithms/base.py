@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from ..arrays import FLOATS, Array
 from ..averages.base import briefly, form_of_class
@@ -125,237 +125,143 @@ class Rounds:
     interval_s: float = 0.0
 
 
-class Algorithm(Protocol):
-    """A communication method; a frozen dataclass.
+class Algorithm:
+    """A communication method: the base class of all, for frozen dataclasses of settings.
 
-    It must have the four members below; `payload` and `window` may be properties, fields or plain assignments in
-    the class. It may have the other members of `WithDefaults`, which has a default for each that is missing.
-
-    Algorithms and averages are Protocols, because they inherit nothing: any dataclass with these members is one.
-    Codecs and transports are base classes, because a subclass inherits most of its behaviour: the checks of
-    arguments from `Codec`, and derived collectives from `Transport`.
+    A subclass sets `payload` and `window`, as assignments in the class or as fields, and defines `init` and
+    `exchange`. The other members have defaults.
     """
 
-    @property
-    def payload(self) -> Payload:
-        """The contents of the buckets: "grad", gradients, or "weight", weights.
+    payload: Payload
+    """The contents of the buckets: "grad", gradients, or "weight", weights."""
 
-        A class sets it by `payload = "grad"`, without an annotation: pyright takes no `ClassVar` for a property.
+    window: Window | Rounds
+    """When a bucket may be exchanged."""
+
+    # What it exchanges ------------------------------------------------------------------------------
+
+    @property
+    def lends(self) -> str | None:
+        """The name of the array in its state that is averaged in place of the gradient.
+
+        Default: None, the gradient itself is averaged.
         """
+        return None
+
+    def lent(self, state: State) -> Array:
+        """The array that `lends` names. Default: the field of this name in `state`."""
+        found: Array = getattr(state, str(self.lends))
+        return found
 
     @property
-    def window(self) -> Window | Rounds:
-        """When a bucket may be exchanged."""
+    def equal_start(self) -> bool:
+        """Whether all ranks must have the same weights when it begins.
+
+        If they differ then, they are averaged. Default: whether it exchanges gradients.
+        """
+        return self.payload == "grad"
+
+    @property
+    def drifts(self) -> bool:
+        """Whether ranks' weights differ while it is used. Default: whether it exchanges weights."""
+        return self.payload == "weight"
+
+    @property
+    def phases(self) -> tuple[Algorithm, ...]:
+        """All algorithms that this one uses during training, in order. Default: itself alone."""
+        return (self,)
+
+    def phase(self, step: int) -> Algorithm:
+        """The algorithm to use in this training step; one of `phases`. Default: itself."""
+        return self
+
+    def check(self, dtype: str) -> None:
+        """Raise `UnsupportedError` unless it supports this dtype. Default: it supports all."""
+
+    def check_size(self, size: int) -> None:
+        """Raise `ArrayError` unless it supports this number of ranks. Default: it supports all."""
+
+    def check_plan(self, plan: Plan) -> None:
+        """Raise `ArrayError` unless it can exchange these buckets. Default: it can exchange any."""
+
+    def groups(self, tensors: Sequence[TensorSpec]) -> Sequence[int] | None:
+        """The argument `groups` of `Plan.pack`: the group of each tensor; a bucket has tensors of one group.
+
+        Default: None, any tensors may share a bucket.
+        """
+        return None
+
+    # A step -----------------------------------------------------------------------------------------
 
     def init(self, bucket: Bucket, comm: Communicator) -> State:
         """Make the state that `exchange` keeps between steps.
 
         Collective.
         """
+        raise NotImplementedError
+
+    def hold(self, bucket: Bucket, state: State) -> None:
+        """Keep what the bucket holds as one addend of the next exchange, and leave zeros in it.
+
+        Default: raise `ArrayError`.
+        """
+        raise ArrayError(f"hold: {self} keeps no addends; {HOLD_HINT} does")
+
+    def communicates(self, step: int, state: State) -> bool:
+        """Whether the exchange of this step communicates; the same on all ranks. Default: True.
+
+        Called between two exchanges, with the number of steps since the algorithm began.
+        """
+        return True
+
+    def pending(self, state: State) -> Pending | None:
+        """The part of the state that says whether an exchange outlives steps; see `Window.delay`.
+
+        Default: the field `pending` of `state`; None if there is none.
+        """
+        found: Pending | None = getattr(state, "pending", None)
+        return found
+
+    def begin(self, bucket: Bucket, state: State) -> None:
+        """Prepare an exchange, on the caller's thread, before the bucket leaves. Default: nothing."""
 
     def exchange(self, bucket: Bucket, comm: Communicator, state: State) -> None:
         """Communicate. Runs on the lane; may write to `bucket.flat` only if training waits for it (`Window`).
 
         Collective.
         """
-
-
-class GroupedAlgorithm(Algorithm, Protocol):
-    """An algorithm of this library: it also has `groups`, so that any of them fits one program."""
-
-    def groups(self, tensors: Sequence[TensorSpec]) -> Sequence[int] | None:
-        """The argument `groups` of `Plan.pack`, with which it can exchange the buckets of these tensors."""
-
-
-class Ungrouped:
-    """Base class of algorithms that exchange any buckets."""
-
-    def groups(self, tensors: Sequence[TensorSpec]) -> Sequence[int] | None:
-        """The argument `groups` of `Plan.pack`: None, since any tensors may share a bucket."""
-        return None
-
-
-class WithDefaults:
-    """An algorithm with defaults for its optional members.
-
-    Made by `with_defaults`. Code that runs an algorithm calls this object and asks for no method.
-
-    Args:
-        algorithm: The algorithm.
-    """
-
-    def __init__(self, algorithm: Algorithm) -> None:
-        self.algorithm = algorithm
-
-    @property
-    def payload(self) -> Payload:
-        """See `Algorithm.payload`."""
-        return self.algorithm.payload
-
-    @property
-    def window(self) -> Window | Rounds:
-        """See `Algorithm.window`."""
-        return self.algorithm.window
-
-    @property
-    def lends(self) -> str | None:
-        """Optional: the name of the array in its state that is averaged in place of the gradient.
-
-        Default: None, the gradient itself is averaged.
-        """
-        name: str | None = getattr(self.algorithm, "lends", None)
-        return name
-
-    def lent(self, state: State) -> Array:
-        """Optional: the array that `lends` names. Default: the field of this name in `state`."""
-        method = getattr(self.algorithm, "lent", None)
-        found: Array = getattr(state, str(self.lends)) if method is None else method(state)
-        return found
-
-    @property
-    def equal_start(self) -> bool:
-        """Optional: whether all ranks must have the same weights when it begins.
-
-        If they differ then, they are averaged. Default: whether it exchanges gradients.
-        """
-        return bool(getattr(self.algorithm, "equal_start", self.payload == "grad"))
-
-    @property
-    def drifts(self) -> bool:
-        """Optional: whether ranks' weights differ while it is used. Default: whether it exchanges weights."""
-        return bool(getattr(self.algorithm, "drifts", self.payload == "weight"))
-
-    @property
-    def phases(self) -> tuple[Algorithm, ...]:
-        """Optional: all algorithms that this one uses during training, in order.
-
-        Default: itself alone.
-        """
-        return tuple(getattr(self.algorithm, "phases", (self.algorithm,)))
-
-    def phase(self, step: int) -> Algorithm:
-        """Optional: the algorithm to use in this training step; one of `phases`. Default: itself."""
-        phase = getattr(self.algorithm, "phase", None)
-        found: Algorithm = self.algorithm if phase is None else phase(step)
-        return found
-
-    def check(self, dtype: str) -> None:
-        """Optional: raise `UnsupportedError` unless it supports this dtype. Default: it supports all."""
-        self._call("check", dtype)
-
-    def check_size(self, size: int) -> None:
-        """Optional: raise `ArrayError` unless it supports this number of ranks. Default: it supports all."""
-        self._call("check_size", size)
-
-    def init(self, bucket: Bucket, comm: Communicator) -> State:
-        """See `Algorithm.init`. Collective."""
-        return self.algorithm.init(bucket, comm)
-
-    def check_plan(self, plan: Plan) -> None:
-        """Optional: raise `ArrayError` unless it can exchange these buckets. Default: it can exchange any."""
-        self._call("check_plan", plan)
-
-    def groups(self, tensors: Sequence[TensorSpec]) -> Sequence[int]:
-        """Optional: the group of each tensor; a bucket has tensors of one group alone. Default: 0 for all.
-
-        None is the same as 0 for all.
-        """
-        method = getattr(self.algorithm, "groups", None)
-        found = None if method is None else method(tensors)
-        return [0] * len(tensors) if found is None else list(found)
-
-    def pending(self, state: State) -> Pending | None:
-        """Optional: the part of the state that says whether an exchange outlives steps; see `Window.delay`.
-
-        Default: the field `pending` of `state`; None if there is none.
-        """
-        method = getattr(self.algorithm, "pending", None)
-        found: Pending | None = getattr(state, "pending", None) if method is None else method(state)
-        return found
-
-    def hold(self, bucket: Bucket, state: State) -> None:
-        """Optional: keep what the bucket holds as one addend of the next exchange, and leave zeros in it.
-
-        Default: raise `ArrayError`.
-        """
-        method = getattr(self.algorithm, "hold", None)
-        if method is None:
-            raise ArrayError(f"hold: {self.algorithm} keeps no addends; {HOLD_HINT} does")
-        method(bucket, state)
-
-    def communicates(self, step: int, state: State) -> bool:
-        """Optional: whether the exchange of this step communicates; the same on all ranks. Default: True.
-
-        Called between two exchanges, with the number of steps since the algorithm began.
-        """
-        method = getattr(self.algorithm, "communicates", None)
-        return method is None or bool(method(step, state))
-
-    def begin(self, bucket: Bucket, state: State) -> None:
-        """Optional: prepare an exchange, on the caller's thread, before the bucket leaves. Default: nothing."""
-        self._call("begin", bucket, state)
-
-    def exchange(self, bucket: Bucket, comm: Communicator, state: State) -> None:
-        """See `Algorithm.exchange`. Collective."""
-        self.algorithm.exchange(bucket, comm, state)
+        raise NotImplementedError
 
     def skip(self, bucket: Bucket, state: State) -> None:
-        """Optional: called in place of `exchange` in a step without communication, as in a stopped engine.
+        """Called in place of `exchange` in a step without communication, as in a stopped engine.
 
         Default: nothing; the bucket keeps what this rank has computed.
         """
-        self._call("skip", bucket, state)
 
     def commit(self, bucket: Bucket, state: State) -> None:
-        """Optional: write the result back, on the caller's thread, when the window closes.
-
-        Default: nothing.
-        """
-        self._call("commit", bucket, state)
-
-    @property
-    def commits(self) -> bool:
-        """Whether it defines `commit`."""
-        return getattr(self.algorithm, "commit", None) is not None
+        """Write the result back, on the caller's thread, when the window closes. Default: nothing."""
 
     def restart(self, bucket: Bucket, state: State) -> None:
-        """Optional: begin anew from the weights in the bucket, which the program has replaced on all ranks.
+        """Begin anew from the weights in the bucket, which the program has replaced on all ranks.
 
         What the state keeps of earlier weights becomes these, and momenta and residuals become zero. Steps are
         counted on, so that ranks continue to exchange in the same steps. It sends nothing. Default: nothing, for
         algorithms whose state keeps nothing of weights.
         """
-        self._call("restart", bucket, state)
 
-    @property
-    def restarts(self) -> bool:
-        """Whether it defines `restart`: its state keeps something of earlier weights."""
-        core = core_of(self.algorithm)
-        return self.payload == "weight" and getattr(core, "restart", None) is not None
-
-    def _call(self, name: str, *args: Any) -> None:
-        method = getattr(self.algorithm, name, None)
-        if method is not None:
-            method(*args)
+    def defines(self, method: str) -> bool:
+        """Whether its class replaces the default of this method."""
+        return getattr(type(self), method) is not getattr(Algorithm, method)
 
 
-def with_defaults(algorithm: Algorithm | WithDefaults) -> WithDefaults:
-    """Return `algorithm` with defaults for its optional members."""
-    return algorithm if isinstance(algorithm, WithDefaults) else WithDefaults(algorithm)
-
-
-class Combinator:
+class Combinator(Algorithm):
     """Base class of algorithms that wrap another one, their field `algorithm`.
 
-    A combinator has every member of `WithDefaults`. It defines those that are not here, or refuses algorithms
-    that have them. Its state holds the state of the inner algorithm as its field `inner`.
+    A combinator defines the members of `Algorithm` that are not here, or refuses algorithms that have them. Its
+    state holds the state of the inner algorithm as its field `inner`.
     """
 
     algorithm: Algorithm
-
-    @property
-    def _inner(self) -> WithDefaults:
-        return with_defaults(self.algorithm)
 
     def _with(self, algorithm: Algorithm) -> Algorithm:
         """A copy of this combinator around another algorithm."""
@@ -363,57 +269,57 @@ class Combinator:
         return changed  # type: ignore[no-any-return]
 
     @property
-    def payload(self) -> Payload:
+    def payload(self) -> Payload:  # type: ignore[override]
         """The payload of its algorithm."""
-        return self._inner.payload
+        return self.algorithm.payload
 
     @property
-    def window(self) -> Window | Rounds:
+    def window(self) -> Window | Rounds:  # type: ignore[override]
         """The window of its algorithm."""
-        return self._inner.window
+        return self.algorithm.window
 
     @property
     def phases(self) -> tuple[Algorithm, ...]:
         """The phases of its algorithm, each wrapped in this combinator."""
-        return tuple(map(self._with, phases_of(self.algorithm)))
+        return tuple(map(self._with, self.algorithm.phases))
 
     def phase(self, step: int) -> Algorithm:
         """The phase of its algorithm, wrapped in this combinator."""
-        return self._with(phase_of(self.algorithm, step))
+        return self._with(self.algorithm.phase(step))
 
     @property
     def lends(self) -> str | None:
-        """See `WithDefaults`; that of its algorithm."""
-        return self._inner.lends
+        """See `Algorithm`; that of its algorithm."""
+        return self.algorithm.lends
 
     def lent(self, state: State) -> Array:
-        """See `WithDefaults`; that of its algorithm."""
-        return self._inner.lent(state.inner)
+        """See `Algorithm`; that of its algorithm."""
+        return self.algorithm.lent(state.inner)
 
     @property
     def equal_start(self) -> bool:
         """Whether its algorithm needs equal weights when it begins."""
-        return self._inner.equal_start
+        return self.algorithm.equal_start
 
     def check(self, dtype: str) -> None:
         """Supports the dtypes of its algorithm."""
-        self._inner.check(dtype)
+        self.algorithm.check(dtype)
 
     def check_plan(self, plan: Plan) -> None:
         """Supports the buckets of its algorithm."""
-        self._inner.check_plan(plan)
+        self.algorithm.check_plan(plan)
 
-    def groups(self, tensors: Sequence[TensorSpec]) -> Sequence[int]:
+    def groups(self, tensors: Sequence[TensorSpec]) -> Sequence[int] | None:
         """The groups of its algorithm."""
-        return self._inner.groups(tensors)
+        return self.algorithm.groups(tensors)
 
     def pending(self, state: State) -> Pending | None:
-        """See `WithDefaults`; that of its algorithm."""
-        return self._inner.pending(state.inner)
+        """See `Algorithm`; that of its algorithm."""
+        return self.algorithm.pending(state.inner)
 
     def communicates(self, step: int, state: State) -> bool:
         """Whether its algorithm communicates in this step."""
-        return self._inner.communicates(step, state.inner)
+        return self.algorithm.communicates(step, state.inner)
 
 
 def core_of(algorithm: Algorithm) -> Algorithm:
@@ -427,19 +333,14 @@ def name_of(algorithm: Algorithm) -> str:
     return type(algorithm).__name__ + inner
 
 
-def phase_of(algorithm: Algorithm, step: int) -> Algorithm:
-    """The algorithm that `algorithm` uses in this training step."""
-    return with_defaults(algorithm).phase(step)
-
-
-def phases_of(algorithm: Algorithm) -> tuple[Algorithm, ...]:
-    """All algorithms that `algorithm` uses during training, in order."""
-    return with_defaults(algorithm).phases
+def keeps_weights(algorithm: Algorithm) -> bool:
+    """Whether its state keeps something of earlier weights, which `restart` replaces."""
+    return algorithm.payload == "weight" and core_of(algorithm).defines("restart")
 
 
 def runs_in_rounds(algorithm: Algorithm) -> bool:
     """Whether `algorithm` exchanges in `Rounds` in one of its phases."""
-    return any(isinstance(with_defaults(phase).window, Rounds) for phase in phases_of(algorithm))
+    return any(isinstance(phase.window, Rounds) for phase in algorithm.phases)
 
 
 def exchanges_weights(algorithm: Algorithm) -> bool:
@@ -447,25 +348,25 @@ def exchanges_weights(algorithm: Algorithm) -> bool:
 
     They do where weights are exchanged, and where gradients stay local in some steps.
     """
-    return any(with_defaults(phase).drifts for phase in phases_of(algorithm))
+    return any(phase.drifts for phase in algorithm.phases)
 
 
 def check_size(algorithm: Algorithm, size: int) -> None:
     """Raise `ArrayError` unless all phases of `algorithm` support this number of ranks."""
-    for phase in phases_of(algorithm):
-        with_defaults(phase).check_size(size)
+    for phase in algorithm.phases:
+        phase.check_size(size)
 
 
 def pack(algorithm: Algorithm, tensors: Iterable[TensorSpec], *, bucket_bytes: int, alignment: int = 1) -> Plan:
     """Fill buckets as `Plan.pack` does, so that `algorithm` can exchange them."""
     tensors = list(tensors)
-    groups = with_defaults(algorithm).groups(tensors)
+    groups = algorithm.groups(tensors)
     return Plan.pack(tensors, bucket_bytes=bucket_bytes, alignment=alignment, groups=groups)
 
 
 def needs_groups(algorithm: Algorithm, tensors: Sequence[TensorSpec]) -> bool:
     """Whether some of these tensors may share no bucket."""
-    return len(set(with_defaults(algorithm).groups(tensors))) > 1
+    return len(set(algorithm.groups(tensors) or ())) > 1
 
 
 # Checks of arguments --------------------------------------------------------------------------------
@@ -473,9 +374,13 @@ def needs_groups(algorithm: Algorithm, tensors: Sequence[TensorSpec]) -> bool:
 
 def check_algorithm_argument(owner: str, name: str, value: object) -> None:
     """Raise `ArrayError` unless `value` is an algorithm."""
-    if isinstance(value, type) or not callable(getattr(value, "exchange", None)):
+    if not isinstance(value, Algorithm):
         hint = _how_to_make_an_algorithm(value)
         raise ArrayError(f"{owner}: {name} is {value!r}, expected an algorithm such as ByteGrad(){hint}")
+    missing = [each for each in ("payload", "window") if not hasattr(value, each)]
+    missing += [each for each in ("init", "exchange") if not value.defines(each)]
+    if missing:
+        raise ArrayError(f"{owner}: {name} is {value!r}, whose class defines no {' and no '.join(missing)}")
 
 
 def _how_to_make_an_algorithm(value: object) -> str:
@@ -485,6 +390,8 @@ def _how_to_make_an_algorithm(value: object) -> str:
     form = form_of_class(value, "GradientAllReduce(Quantized({}))", "GradientAllReduce({})")
     if hint := how_to_call(value, form):
         return hint
+    if callable(getattr(value, "exchange", None)) and not isinstance(value, type):
+        return f"; let {type(value).__name__} inherit from bagua_comm.algorithms.Algorithm"
     if hasattr(value, "bind"):
         return f"; an average becomes one by GradientAllReduce({briefly(value)})"
     if hasattr(value, "wire_nbytes"):

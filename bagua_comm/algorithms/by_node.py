@@ -36,9 +36,7 @@ from .base import (
     Window,
     check_algorithm_argument,
     core_of,
-    phases_of,
     runs_in_rounds,
-    with_defaults,
 )
 
 
@@ -65,10 +63,6 @@ class _State:
     levels: _NodeComms = field(metadata=TRANSIENT)
 
 
-_NOT_BY_NODE = {"lends": "lends an array to optimizers", "skip": "works in steps that communicate nothing"}
-"""Members of `WithDefaults` that `by_node` refuses, and the reasons."""
-
-
 @dataclass(frozen=True)
 class ByNode(Combinator):
     """`algorithm` among nodes, on the mean of each node; see `by_node`."""
@@ -77,19 +71,18 @@ class ByNode(Combinator):
 
     def __post_init__(self) -> None:
         check_algorithm_argument("by_node", "algorithm", self.algorithm)
-        for phase in phases_of(self.algorithm):
-            if with_defaults(phase).payload != "weight":
+        for phase in self.algorithm.phases:
+            if phase.payload != "weight":
                 raise ArrayError(
                     f"by_node: {phase} exchanges gradients, expected an algorithm that exchanges weights; for "
                     "gradients, take Hierarchical(average)"
                 )
-            for name, what in _NOT_BY_NODE.items():
-                if getattr(core_of(phase), name, None) is not None:
-                    raise ArrayError(
-                        f"by_node: {phase} {what}, but its state belongs to a chunk of the node's mean; "
-                        "expected an algorithm that does not"
-                    )
-            window = with_defaults(phase).window
+            if does := _needs_whole_buckets(core_of(phase)):
+                raise ArrayError(
+                    f"by_node: {phase} {does}, but its state belongs to a chunk of the node's mean; "
+                    "expected an algorithm that does not"
+                )
+            window = phase.window
             if isinstance(window, Window) and window.delay:
                 raise ArrayError(
                     f"by_node: exchanges of {phase} outlive {window.delay} steps, and the mean of a node is made "
@@ -107,7 +100,7 @@ class ByNode(Combinator):
     @property
     def drifts(self) -> bool:
         """Whether weights differ between ranks under its algorithm."""
-        return self._inner.drifts
+        return self.algorithm.drifts
 
     def check_size(self, size: int) -> None:
         """Supports every number of ranks; `init` checks the number of nodes."""
@@ -120,7 +113,7 @@ class ByNode(Combinator):
         """
         nodes, owners = len(comm.node_sizes), min(comm.node_sizes)
         if nodes > 1:
-            self._inner.check_size(nodes)
+            self.algorithm.check_size(nodes)
         intra, across = comm.by_node()
         if intra.rank >= owners:
             across = Communicator([LocalTransport(timeout_s=comm.timeout_s)], device=comm.device)
@@ -132,7 +125,7 @@ class ByNode(Combinator):
         chunk = Bucket(bucket.index, spec, flat, plan=bucket.plan)
         state = _State(None, chunk, result, _NodeComms(intra, across, owners))
         _reduce(bucket, comm, state)
-        state.inner = self._inner.init(chunk, across)
+        state.inner = self.algorithm.init(chunk, across)
         return state
 
     def hold(self, bucket: Bucket, state: _State) -> None:
@@ -151,9 +144,9 @@ class ByNode(Combinator):
         chunk = state.chunk
         chunk.step = bucket.step
         _reduce(bucket, comm, state)
-        self._inner.begin(chunk, state.inner)
-        self._inner.exchange(chunk, across, state.inner)
-        self._inner.commit(chunk, state.inner)
+        self.algorithm.begin(chunk, state.inner)
+        self.algorithm.exchange(chunk, across, state.inner)
+        self.algorithm.commit(chunk, state.inner)
         intra.allgather(chunk.flat, state.result, counts=_counts(state))
 
     def commit(self, bucket: Bucket, state: _State) -> None:
@@ -166,7 +159,14 @@ class ByNode(Combinator):
         state.result[: bucket.flat.size], state.result[bucket.flat.size :] = bucket.flat, 0
         first = intra.rank * state.chunk.flat.size  # 0 of a rank without a chunk
         state.chunk.flat[...] = state.result[first : first + state.chunk.flat.size]
-        self._inner.restart(state.chunk, state.inner)
+        self.algorithm.restart(state.chunk, state.inner)
+
+
+def _needs_whole_buckets(algorithm: Algorithm) -> str:
+    """What it does with the buckets of a rank beside exchanging them; "" if nothing."""
+    if algorithm.lends:
+        return "lends an array to optimizers"
+    return "works in steps that communicate nothing" if algorithm.defines("skip") else ""
 
 
 def _reduce(bucket: Bucket, comm: Communicator, state: _State) -> None:

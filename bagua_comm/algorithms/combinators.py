@@ -26,10 +26,7 @@ from .base import (
     Window,
     check_algorithm_argument,
     check_integer,
-    phase_of,
-    phases_of,
     runs_in_rounds,
-    with_defaults,
 )
 
 
@@ -63,15 +60,15 @@ class Every(Combinator):
     @property
     def drifts(self) -> bool:
         """Whether weights differ between ranks: they do if some steps do not communicate."""
-        return self.n > 1 or self._inner.drifts
+        return self.n > 1 or self.algorithm.drifts
 
     def check_size(self, size: int) -> None:
         """Supports the numbers of ranks of its algorithm."""
-        self._inner.check_size(size)
+        self.algorithm.check_size(size)
 
     def init(self, bucket: Bucket, comm: Communicator) -> Interval:
         """See `Algorithm.init`. Collective."""
-        return Interval(self._inner.init(bucket, comm))
+        return Interval(self.algorithm.init(bucket, comm))
 
     def hold(self, bucket: Bucket, state: Interval) -> None:
         """Keep an addend of this step's exchange; refused if some steps have none."""
@@ -80,37 +77,37 @@ class Every(Combinator):
                 f"hold: {self} averages nothing in some steps, and what is held then would go into the mean of "
                 "another step; expected an algorithm that averages in each"
             )
-        self._inner.hold(bucket, state.inner)
+        self.algorithm.hold(bucket, state.inner)
 
     def communicates(self, step: int, state: Interval) -> bool:
         """Whether this is one of the `n`th steps and its algorithm communicates in it."""
-        return step % self.n == 0 and self._inner.communicates(step, state.inner)
+        return step % self.n == 0 and self.algorithm.communicates(step, state.inner)
 
     def begin(self, bucket: Bucket, state: Interval) -> None:
         """Decide whether this step communicates."""
         state.due = bucket.step % self.n == 0
         if state.due:
-            self._inner.begin(bucket, state.inner)
+            self.algorithm.begin(bucket, state.inner)
 
     def exchange(self, bucket: Bucket, comm: Communicator, state: Interval) -> None:
         """Communicate if this step does. Collective."""
         if self._takes_part(state):
-            self._inner.exchange(bucket, comm, state.inner)
+            self.algorithm.exchange(bucket, comm, state.inner)
         else:
-            self._inner.skip(bucket, state.inner)
+            self.algorithm.skip(bucket, state.inner)
 
     def skip(self, bucket: Bucket, state: Interval) -> None:
-        """See `WithDefaults.skip`."""
-        self._inner.skip(bucket, state.inner)
+        """See `Algorithm.skip`."""
+        self.algorithm.skip(bucket, state.inner)
 
     def restart(self, bucket: Bucket, state: Interval) -> None:
-        """See `WithDefaults.restart`."""
-        self._inner.restart(bucket, state.inner)
+        """See `Algorithm.restart`."""
+        self.algorithm.restart(bucket, state.inner)
 
     def commit(self, bucket: Bucket, state: Interval) -> None:
         """Write back if this step communicated."""
         if self._takes_part(state):
-            self._inner.commit(bucket, state.inner)
+            self.algorithm.commit(bucket, state.inner)
 
     def _takes_part(self, state: Interval) -> bool:
         """Whether this step communicates, or an exchange of an earlier step is under way."""
@@ -119,7 +116,7 @@ class Every(Combinator):
 
 
 @dataclass(frozen=True)
-class After:
+class After(Algorithm):
     """`first` for `steps` steps, then `then`; see `after`."""
 
     steps: int
@@ -135,105 +132,103 @@ class After:
         return f"after({self.steps}, {self.first!r}, {self.then!r})"
 
     @property
-    def payload(self) -> Payload:
+    def payload(self) -> Payload:  # type: ignore[override]
         """The payload of the first step."""
         return self.phase(0).payload
 
     @property
-    def window(self) -> Window | Rounds:
+    def window(self) -> Window | Rounds:  # type: ignore[override]
         """The window of the first step."""
         return self.phase(0).window
 
     @property
     def phases(self) -> tuple[Algorithm, ...]:
         """The phases of `first`, then the phases of `then`."""
-        return (*(phases_of(self.first) if self.steps else ()), *phases_of(self.then))
+        return (*(self.first.phases if self.steps else ()), *self.then.phases)
 
     def phase(self, step: int) -> Algorithm:
         """The phase of `first`, or of `then`, whose steps are counted from its beginning."""
         if step < self.steps:
-            return phase_of(self.first, step)
-        return phase_of(self.then, step - self.steps)
+            return self.first.phase(step)
+        return self.then.phase(step - self.steps)
 
     @property
     def lends(self) -> str | None:
-        """See `WithDefaults`; that of the first step's algorithm."""
-        return with_defaults(self.phase(0)).lends
+        """See `Algorithm`; that of the first step's algorithm."""
+        return self.phase(0).lends
 
     def lent(self, state: State) -> Array:
-        """See `WithDefaults`; that of the first step's algorithm."""
-        return with_defaults(self.phase(0)).lent(state)
+        """See `Algorithm`; that of the first step's algorithm."""
+        return self.phase(0).lent(state)
 
     @property
     def equal_start(self) -> bool:
         """Whether the algorithm of the first step needs equal weights."""
-        return with_defaults(self.phase(0)).equal_start
+        return self.phase(0).equal_start
 
     @property
     def drifts(self) -> bool:
         """Whether weights differ between ranks in one of the phases."""
-        return any(with_defaults(phase).drifts for phase in self.phases)
+        return any(phase.drifts for phase in self.phases)
 
     def check(self, dtype: str) -> None:
         """Supports the dtypes that both support."""
         for phase in self.phases:
-            with_defaults(phase).check(dtype)
+            phase.check(dtype)
 
     def check_size(self, size: int) -> None:
         """Supports the numbers of ranks that both support."""
         for phase in self.phases:
-            with_defaults(phase).check_size(size)
+            phase.check_size(size)
 
     def check_plan(self, plan: Plan) -> None:
         """Supports the buckets that both support."""
         for phase in self.phases:
-            with_defaults(phase).check_plan(plan)
+            phase.check_plan(plan)
 
     def groups(self, tensors: Sequence[TensorSpec]) -> list[int]:
         """Tensors are in one group if they are in every phase."""
         numbers: dict[tuple[int, ...], int] = {}
-        of_phases = (with_defaults(phase).groups(tensors) for phase in self.phases)
+        of_phases = (phase.groups(tensors) or [0] * len(tensors) for phase in self.phases)
         return [numbers.setdefault(row, len(numbers)) for row in zip(*of_phases, strict=True)]
 
     # The engine calls the phases themselves, each with a state of its own.
 
     def init(self, bucket: Bucket, comm: Communicator) -> State:
         """See `Algorithm.init`. Collective."""
-        return with_defaults(self.phase(0)).init(bucket, comm)
+        return self.phase(0).init(bucket, comm)
 
     def pending(self, state: State) -> Pending | None:
-        """See `WithDefaults`; that of the first step's algorithm."""
-        return with_defaults(self.phase(0)).pending(state)
+        """See `Algorithm`; that of the first step's algorithm."""
+        return self.phase(0).pending(state)
 
     def hold(self, bucket: Bucket, state: State) -> None:
         """Keep an addend of the next exchange, as the phase of this step does."""
-        with_defaults(self.phase(bucket.step)).hold(bucket, state)
+        self.phase(bucket.step).hold(bucket, state)
 
     def communicates(self, step: int, state: State) -> bool:
         """Whether the phase of this step communicates."""
-        return with_defaults(self.phase(step)).communicates(
-            step if step < self.steps else step - self.steps, state
-        )
+        return self.phase(step).communicates(step if step < self.steps else step - self.steps, state)
 
     def begin(self, bucket: Bucket, state: State) -> None:
         """Prepare an exchange, as the phase of this step does."""
-        with_defaults(self.phase(bucket.step)).begin(bucket, state)
+        self.phase(bucket.step).begin(bucket, state)
 
     def exchange(self, bucket: Bucket, comm: Communicator, state: State) -> None:
         """See `Algorithm.exchange`. Collective."""
-        with_defaults(self.phase(bucket.step)).exchange(bucket, comm, state)
+        self.phase(bucket.step).exchange(bucket, comm, state)
 
     def skip(self, bucket: Bucket, state: State) -> None:
-        """See `WithDefaults.skip`; that of this step's phase."""
-        with_defaults(self.phase(bucket.step)).skip(bucket, state)
+        """See `Algorithm.skip`; that of this step's phase."""
+        self.phase(bucket.step).skip(bucket, state)
 
     def restart(self, bucket: Bucket, state: State) -> None:
         """Begin anew from the weights, as the phase of this step does."""
-        with_defaults(self.phase(bucket.step)).restart(bucket, state)
+        self.phase(bucket.step).restart(bucket, state)
 
     def commit(self, bucket: Bucket, state: State) -> None:
         """Write back, as the phase of this step does."""
-        with_defaults(self.phase(bucket.step)).commit(bucket, state)
+        self.phase(bucket.step).commit(bucket, state)
 
 
 def every(n: int, algorithm: Algorithm) -> Every:
@@ -248,7 +243,7 @@ def every(n: int, algorithm: Algorithm) -> Every:
             time.
     """
     found = Every(n, algorithm)
-    alone = next((phase for phase in phases_of(algorithm) if phase.payload == "grad"), None)
+    alone = next((phase for phase in algorithm.phases if phase.payload == "grad"), None)
     if n > 1 and alone is not None:
         warnings.warn(
             f"every: {alone} averages gradients, so that ranks drift apart for good in the steps without it; sum "

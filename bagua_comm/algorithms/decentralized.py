@@ -17,7 +17,7 @@ from ..arrays import Array
 from ..bucket import Bucket
 from ..comm import Communicator
 from ..errors import ArrayError
-from .base import TRANSIENT, Point, Ungrouped, Window, check_floating
+from .base import TRANSIENT, Algorithm, Point, Window, check_floating
 
 PEERS = ("all", "shift_one", "one_peer_exponential")
 
@@ -32,7 +32,7 @@ class Averaged:
 
 
 @dataclass(frozen=True)
-class Decentralized(Ungrouped):
+class Decentralized(Algorithm):
     """Average weights with peers during the forward and backward pass, instead of gradients.
 
     Weights differ between ranks, because each rank adds its own gradient to the average; average them before

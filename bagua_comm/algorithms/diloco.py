@@ -24,8 +24,8 @@ from ..comm import Communicator
 from ..errors import ArrayError
 from .base import (
     REPLICATED,
+    Algorithm,
     Point,
-    Ungrouped,
     Window,
     check_floating,
     check_integer,
@@ -89,7 +89,7 @@ def step_outer(settings: OuterSettings, state: Outer, delta: Array) -> None:
 
 
 @dataclass(frozen=True)
-class DiLoCo(Ungrouped):
+class DiLoCo(Algorithm):
     """Train locally for `local_steps`, then step an outer Nesterov optimizer with the averaged change.
 
     Communicates in one of `local_steps` steps. Weights are equal on all ranks after an outer step, and differ

@@ -10,7 +10,7 @@ from ..bucket import Bucket
 from ..codecs import MinMaxUInt8
 from ..comm import Communicator
 from ..errors import ArrayError
-from .base import HOLD_HINT, Point, Ungrouped, Window
+from .base import HOLD_HINT, Algorithm, Point, Window
 from .residuals import average_in_place, bind_average
 
 
@@ -22,7 +22,7 @@ class _State:
 
 
 @dataclass(frozen=True)
-class GradientAllReduce(Ungrouped):
+class GradientAllReduce(Algorithm):
     """Average the gradients of each bucket as soon as they are complete.
 
     Args:

@@ -16,11 +16,11 @@ from ..bucket import Bucket
 from ..codecs import Codec, MinMaxUInt8
 from ..codecs.base import check_codec_argument
 from ..comm import Communicator
-from .base import RECREATED, TRANSIENT, Point, Ungrouped, Window
+from .base import RECREATED, TRANSIENT, Algorithm, Point, Window
 
 
 @dataclass(frozen=True)
-class _LowPrecision(Ungrouped):
+class _LowPrecision(Algorithm):
     """Base class of both algorithms: settings, window, checks."""
 
     codec: Codec = field(default_factory=MinMaxUInt8)

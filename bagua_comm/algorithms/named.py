@@ -21,7 +21,7 @@ from ..averages.reproducible import Reproducible
 from ..codecs import MXFP4, MXFP8, NVFP4, BFloat16, Codec, Float16, Int4, MinMaxUInt8
 from ..errors import ArrayError, BaguaError, shown
 from .async_average import AsyncModelAverage
-from .base import GroupedAlgorithm
+from .base import Algorithm
 from .by_node import by_node
 from .combinators import after, every
 from .decentralized import Decentralized
@@ -47,11 +47,11 @@ def _error_feedback(
     return GradientAllReduce(ErrorFeedback(inner or Quantized(), decay, reset_every, residual_codec, retain))
 
 
-def _warm_up(steps: int = 50, local_steps: int = 10) -> GroupedAlgorithm:
+def _warm_up(steps: int = 50, local_steps: int = 10) -> Algorithm:
     return after(steps, GradientAllReduce(), DiLoCo(local_steps))
 
 
-NAMED: Mapping[str, Callable[..., GroupedAlgorithm]] = MappingProxyType(
+NAMED: Mapping[str, Callable[..., Algorithm]] = MappingProxyType(
     {
         # Gradients
         "gradient-allreduce": GradientAllReduce,
@@ -140,7 +140,7 @@ _OBJECTS: Mapping[str, tuple[str, Mapping[str, Callable[..., Any]]]] = MappingPr
 """Settings whose values are algorithms, averages or codecs, with the tables of their names."""
 
 
-def from_name(name: str | Mapping[str, Any], **settings: Any) -> GroupedAlgorithm:
+def from_name(name: str | Mapping[str, Any], **settings: Any) -> Algorithm:
     """Make an algorithm from its name and settings, as a configuration file has them.
 
     A setting that is an algorithm, an average or a codec is given by its name, by a mapping with "name" and
@@ -161,7 +161,7 @@ def from_name(name: str | Mapping[str, Any], **settings: Any) -> GroupedAlgorith
     if isinstance(name, Mapping):
         settings, name = {**name, **settings}, ""
         name = settings.pop("name", None)
-    made: GroupedAlgorithm = _make("algorithm", NAMED, name, settings)
+    made: Algorithm = _make("algorithm", NAMED, name, settings)
     return made
 
 

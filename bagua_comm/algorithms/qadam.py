@@ -22,8 +22,8 @@ from ..comm import Communicator
 from ..errors import ArrayError, CommError
 from .base import (
     REPLICATED,
+    Algorithm,
     Point,
-    Ungrouped,
     Window,
     check_floating,
     check_integer,
@@ -44,7 +44,7 @@ class Momentum:
 
 
 @dataclass(frozen=True)
-class QAdam(Ungrouped):
+class QAdam(Algorithm):
     """Average gradients exactly for `warmup_steps`, then average Adam's momentum, quantized.
 
     After the warm-up, gradients are not averaged, and clipping them has no effect. To accumulate gradients, use

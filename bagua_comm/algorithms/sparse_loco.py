@@ -27,8 +27,8 @@ from ..comm import Communicator
 from ..errors import ArrayError
 from .base import (
     REPLICATED,
+    Algorithm,
     Point,
-    Ungrouped,
     Window,
     check_floating,
     check_integer,
@@ -48,7 +48,7 @@ class SparseOuter:
 
 
 @dataclass(frozen=True)
-class SparseLoCo(Ungrouped):
+class SparseLoCo(Algorithm):
     """Train locally for `local_steps`, then move by the mean of the largest changes; keep the others for later.
 
     Communicates in one of `local_steps` steps, 112 bytes for 4,096 weights by default, 146 times less than

@@ -27,7 +27,7 @@ from ..arrays import Array, dtype_name
 from ..bucket import Bucket, BucketSpec
 from ..comm import Communicator
 from ..errors import ArrayError, UnsupportedError, shown
-from .base import Algorithm, Rounds, phase_of, with_defaults
+from .base import Algorithm, Rounds
 from .parts import PER_BUCKET, check_part, layout_of, layout_of_part, not_movable, without_part
 
 Saved = dict[str, dict[str, Any]]
@@ -88,7 +88,7 @@ def read_header(saved: object, algorithm: Algorithm, names: Iterable[str]) -> St
             f"the state is of step {header.step} in a phase that began in step {header.phase_began}, on rank "
             f"{header.rank} of {header.size}; expected a phase that began before, and a rank below {header.size}"
         )
-    wanted = repr(phase_of(algorithm, header.phase_began))
+    wanted = repr(algorithm.phase(header.phase_began))
     if header.phase != wanted:
         raise ArrayError(f"'phase' is {header.phase}, expected {wanted} from step {header.phase_began} on")
     check_names(names, saved["tensors"])
@@ -97,7 +97,7 @@ def read_header(saved: object, algorithm: Algorithm, names: Iterable[str]) -> St
 
 def steps_in_lockstep(algorithm: Algorithm, step: int) -> bool:
     """Whether all ranks are in the same step; in `Rounds` each rank trains at its own speed."""
-    return not isinstance(with_defaults(phase_of(algorithm, step)).window, Rounds)
+    return not isinstance(algorithm.phase(step).window, Rounds)
 
 
 def with_tensors(saved: Mapping[str, Any], tensors: Saved) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from ..averages.base import check_average
 from ..bucket import Bucket, Plan, TensorSpec
 from ..comm import Communicator
 from ..errors import ArrayError, CommMismatch, shown
-from .base import TRANSIENT, Pending, Point, Window, check_floating, check_integer
+from .base import TRANSIENT, Algorithm, Pending, Point, Window, check_floating, check_integer
 from .diloco import Outer, check_settings, restart_outer, step_outer
 from .residuals import average_in_place, bind_average
 
@@ -46,7 +46,7 @@ class OuterFragment(Outer):
 
 
 @dataclass(frozen=True)
-class StreamingDiLoCo:
+class StreamingDiLoCo(Algorithm):
     """DiLoCo whose outer steps take one part of the model at a time, and communicate while training continues.
 
     The model is divided into fragments. Each makes an outer step every `local_steps` steps, in steps of its own,
@@ -108,7 +108,7 @@ class StreamingDiLoCo:
         return f"StreamingDiLoCo({', '.join(f'{name}={value}' for name, value in values.items())})"
 
     @property
-    def window(self) -> Window:
+    def window(self) -> Window:  # type: ignore[override]
         """From an optimizer step until the forward pass after `delay` further ones."""
         return Window(Point.STEP, Point.FORWARD, self.delay)
 

@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from ..algorithms.base import Algorithm, check_size, with_defaults
+from ..algorithms.base import Algorithm, check_size
 from ..bucket import Plan
 from ..comm import Communicator
 from ..errors import ArrayError, CommMismatch
@@ -23,12 +23,12 @@ def check_fit(algorithm: Algorithm, plan: Plan, size: int) -> None:
     """
     for bucket in plan.buckets:
         try:
-            with_defaults(algorithm).check(bucket.dtype)
+            algorithm.check(bucket.dtype)
         except TypeError as exc:
             names = ", ".join(repr(tensor.name) for tensor in bucket.tensors[:3])
             raise type(exc)(f"tensor {names}: {exc}") from exc
     check_size(algorithm, size)
-    with_defaults(algorithm).check_plan(plan)
+    algorithm.check_plan(plan)
 
 
 def check_same_training(comm: Communicator, plan: Plan, algorithm: Algorithm, storage: object = None) -> str:

@@ -20,9 +20,7 @@ from ..algorithms.base import (
     Point,
     State,
     check_algorithm_argument,
-    phase_of,
     runs_in_rounds,
-    with_defaults,
 )
 from ..algorithms.residuals import gather_residuals
 from ..algorithms.state import check_movable, replicated_arrays
@@ -187,7 +185,7 @@ class Engine(EngineState):
             raise ArrayError(f"at: point is {point!r}, expected a Point")
         began_ns, step = self._progress.begin(point, self.step), self.step
         self._follow_weights()
-        if point is Point.FORWARD and not self.stopped and phase_of(self.algorithm, self.step) != self._phase:
+        if point is Point.FORWARD and not self.stopped and self.algorithm.phase(self.step) != self._phase:
             self._change_phase()
         if point is Point.FORWARD:
             due = not self.stopped and not self._in_step and self._weights.is_due(self.step)
@@ -238,7 +236,7 @@ class Engine(EngineState):
             raise ArrayError("hold: buckets have left in this step; hold microbatches before the last one begins")
         self._held = True
         for bucket, state in zip(self.buckets, self.states, strict=True):
-            with_defaults(self._phase).hold(bucket, state)
+            self._phase.hold(bucket, state)
 
     def weights_replaced(self) -> None:
         """Report that the program has replaced the weights in the storage, as by a checkpoint without this state.
@@ -379,7 +377,7 @@ class Engine(EngineState):
         if tensors_of(plan) != tensors_of(self.plan):
             raise ArrayError("replan: the new plan has other tensors than the old one")
         began, continues = phase_to_continue(algorithm, self._phase, began=self._exchanges.began, step=self.step)
-        phase = phase_of(algorithm, began)
+        phase = algorithm.phase(began)
         if continues and algorithm != self.algorithm:
             for bucket, state in zip(self.buckets, self.states, strict=True):
                 gather_residuals(bucket, state)
@@ -467,9 +465,9 @@ class Engine(EngineState):
             return
         begins = following is not None
         if following is None:
-            following = phase_of(self.algorithm, self.step)
+            following = self.algorithm.phase(self.step)
             begins = following != self._phase
-        if (self._drifts and not begins) or not with_defaults(following).equal_start:
+        if (self._drifts and not begins) or not following.equal_start:
             return
         self._schedule.finish()
         if not begins:
@@ -478,8 +476,8 @@ class Engine(EngineState):
 
     def _begin_phase(self, began: int, states: list[State] | None = None) -> None:
         """Set up the algorithm of step `began`, with new states unless some are given."""
-        self._phase = phase_of(self.algorithm, began)
-        self._drifts = with_defaults(self._phase).drifts
+        self._phase = self.algorithm.phase(began)
+        self._drifts = self._phase.drifts
         self.buckets = self._buckets[self._phase.payload]
         self._names = {name for bucket in self.buckets for name in bucket.views}
         self.states = make_states(self._phase, self.buckets, self._comm, None) if states is None else states

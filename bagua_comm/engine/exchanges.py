@@ -17,9 +17,8 @@ from ..algorithms.base import (
     Rounds,
     State,
     Window,
-    WithDefaults,
+    keeps_weights,
     name_of,
-    with_defaults,
 )
 from ..bucket import Bucket
 from ..comm import Communicator
@@ -74,14 +73,14 @@ class Exchanges:
         self, algorithm: Algorithm, buckets: Sequence[Bucket], states: Sequence[State], began: int
     ) -> None:
         """Exchange these buckets by this algorithm from now on; `states` has one state for each bucket."""
-        self.algorithm: WithDefaults = with_defaults(algorithm)
+        self.algorithm = algorithm
         self._named = {"algorithm": name_of(algorithm), "payload": self.algorithm.payload}
         self.buckets, self.states, self.began = list(buckets), list(states), began
         self.sent, self.held = [], []
         window, self._compared_at = self.algorithm.window, began
         self.overwrites = isinstance(window, Window) and not window.delay and window.closes is Point.FORWARD
         """Whether results replace weights that nobody may change meanwhile."""
-        name, copies = self._named["algorithm"], self.algorithm.restarts
+        name, copies = self._named["algorithm"], keeps_weights(algorithm)
         self.replacements.begin(name if self.algorithm.payload == "weight" else "", self.buckets, copies=copies)
         self._compares = copies and not isinstance(window, Rounds)
 
@@ -138,7 +137,7 @@ class Exchanges:
         found = self.algorithm.pending(self.states[bucket.index])
         if found is None:
             raise ArrayError(
-                f"the window of {self.algorithm.algorithm} has a delay, but its state has no Pending; expected "
+                f"the window of {self.algorithm} has a delay, but its state has no Pending; expected "
                 "one as its field `pending`"
             )
         return found
@@ -189,7 +188,7 @@ class Exchanges:
         )
 
     def _exchange(
-        self, algorithm: WithDefaults, bucket: Bucket, state: State, step: int, history: History | None = None
+        self, algorithm: Algorithm, bucket: Bucket, state: State, step: int, history: History | None = None
     ) -> None:
         """Run an exchange, on the lane. Collective.
 
@@ -249,7 +248,7 @@ class Exchanges:
 
     def write_back(self, buckets: Sequence[Bucket]) -> None:
         """Write back the results of these buckets."""
-        if buckets and self.algorithm.commits:
+        if buckets and self.algorithm.defines("commit"):
             before = self.replacements.before_writing() if self.overwrites else []
             for bucket in buckets:
                 self.algorithm.commit(bucket, self.states[bucket.index])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..algorithms.base import Algorithm, Point, Rounds, phases_of, with_defaults
+from ..algorithms.base import Algorithm, Point, Rounds
 from ..algorithms.combinators import Every
 from ..errors import ArrayError
 
@@ -16,7 +16,7 @@ def needed_points(algorithm: Algorithm) -> tuple[Point, ...]:
     >>> [point.name for point in needed_points(ByteGrad())]
     ['BACKWARD']
     """
-    phases = [with_defaults(phase) for phase in phases_of(algorithm)]
+    phases = algorithm.phases
     needed: set[Point] = set()
     for phase in phases:
         window = phase.window

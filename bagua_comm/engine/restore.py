@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ..algorithms.base import Algorithm, Combinator, Payload, State, phase_of, phases_of
+from ..algorithms.base import Algorithm, Combinator, Payload, State
 from ..algorithms.parts import PER_BUCKET
 from ..algorithms.state import (
     MOVED,
@@ -97,8 +97,8 @@ def check_state_dict(
     rows = check_on_all_ranks(comm, read)
     header = rows[comm.rank][0]
     check_together(algorithm, [row[:2] for row in rows])
-    phase = phase_of(algorithm, header.phase_began)
-    continues = repr(phase_of(algorithm, header.step)) == header.phase
+    phase = algorithm.phase(header.phase_began)
+    continues = repr(algorithm.phase(header.step)) == header.phase
     states = [phase.init(bucket, comm) for bucket in buckets[phase.payload]]
     pairs = list(zip(buckets[phase.payload], states, strict=True)) if continues else []
     lost: list[str] = []
@@ -155,7 +155,7 @@ def check_same_types(old: Algorithm, new: Algorithm) -> None:
     Raises:
         ArrayError: It is another algorithm.
     """
-    if [_types_of(phase) for phase in phases_of(new)] != [_types_of(phase) for phase in phases_of(old)]:
+    if [_types_of(phase) for phase in new.phases] != [_types_of(phase) for phase in old.phases]:
         raise ArrayError(f"replan: algorithm is {new}, expected {old} with other settings")
 
 
@@ -164,7 +164,7 @@ def phase_to_continue(algorithm: Algorithm, current: Algorithm, *, began: int, s
 
     If it is another phase, that one begins in this step.
     """
-    continues = _types_of(phase_of(algorithm, began)) == _types_of(current)
+    continues = _types_of(algorithm.phase(began)) == _types_of(current)
     return (began if continues else step), continues
 
 

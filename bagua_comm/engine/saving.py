@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..algorithms.base import Algorithm, Payload, State, phase_of
+from ..algorithms.base import Algorithm, Payload, State
 from ..algorithms.state import Saved, StateHeader
 from ..bucket import Bucket
 from ..closing import Closing
@@ -49,7 +49,7 @@ class EngineState(Live, Closing):
         to them first.
         """
         self._follow_weights()
-        self._schedule.before_saving(phase_ends=phase_of(self.algorithm, self.step) != self._phase)
+        self._schedule.before_saving(phase_ends=self.algorithm.phase(self.step) != self._phase)
         steps = self.step, repr(self._phase), self._exchanges.began
         header = StateHeader(repr(self.algorithm), *steps, self._comm.rank, self._comm.size)
         return make_state_dict(header, self._training, self.algorithm, self._saved())

@@ -10,7 +10,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from .. import arrays
-from ..algorithms.base import Algorithm, Payload, phases_of, runs_in_rounds
+from ..algorithms.base import Algorithm, Payload, runs_in_rounds
 from ..arrays import Array
 from ..bucket import Bucket, Flats, Plan, make_buckets
 from ..codecs.base import codecs_in
@@ -33,7 +33,7 @@ def buckets_over(plan: Plan, storage: Storage, algorithm: Algorithm) -> dict[Pay
         UnsupportedError: An item of `storage` is not an array.
     """
     given = storage if isinstance(storage, Mapping) else {algorithm.payload: storage}
-    needed = {phase.payload for phase in phases_of(algorithm)}
+    needed = {phase.payload for phase in algorithm.phases}
     if not needed <= set(given):
         wanted = " and ".join(map(repr, sorted(needed)))
         raise ArrayError(f"storage is for {', '.join(map(repr, given))}, but {algorithm} needs {wanted}")
@@ -152,7 +152,7 @@ def prepare_codecs(algorithm: Algorithm, buckets: Mapping[Payload, Sequence[Buck
     waited in another thread to launch the same kernel, both would hang. Kernels of sums, of optimizers and of
     CuPy itself are loaded at their first use.
     """
-    for phase in phases_of(algorithm):
+    for phase in algorithm.phases:
         for flat in {bucket.flat.dtype: bucket.flat for bucket in buckets[phase.payload]}.values():
             for codec in codecs_in(phase):
                 codec.prepare(flat)

@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from .. import arrays
-from ..algorithms.base import Algorithm, Payload, with_defaults
+from ..algorithms.base import Algorithm, Payload
 from ..arrays import Array
 from ..bucket import Bucket, Plan
 from ..comm import Communicator
@@ -63,7 +63,7 @@ class EngineWeights:
 
     def note_copies(self, phase: Algorithm, plan: Plan, buckets: Buckets) -> None:
         """Note the weights that `phase`, the first algorithm, may have copied when its state was made."""
-        if self._compare and phase.payload == "weight" and with_defaults(phase).equal_start:
+        if self._compare and phase.payload == "weight" and phase.equal_start:
             self._copied = self._digests(plan, buckets)
 
     def load(self, *, differ: bool) -> None:
@@ -89,7 +89,7 @@ class EngineWeights:
 
         It is the same on all ranks. What is due is over where there are none.
         """
-        found = not self.differ and with_defaults(phase).equal_start and bool(self._flats(buckets))
+        found = not self.differ and phase.equal_start and bool(self._flats(buckets))
         if not found:
             self.unchecked, self._again_at = False, -1
         return found

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..algorithms import Algorithm, Point, Rounds
-from ..algorithms.base import pack, phases_of, runs_in_rounds, with_defaults
+from ..algorithms.base import pack, runs_in_rounds
 from ..algorithms.combinators import Interval
 from ..arrays import Array
 from ..bucket import TensorSpec
@@ -43,9 +43,9 @@ def check_algorithm(
     assert dataclasses.is_dataclass(algorithm), f"{algorithm!r} is not a dataclass"
     again = evaluated(algorithm)
     assert again == algorithm, f"the repr of {algorithm!r} evaluates to {again!r}"
-    for phase in phases_of(algorithm):
+    for phase in algorithm.phases:
         assert phase.payload in ("grad", "weight"), f'payload is {phase.payload!r}, expected "grad" or "weight"'
-        window = with_defaults(phase).window
+        window = phase.window
         if not isinstance(window, Rounds):
             for point in (window.opens, window.closes):
                 assert point in _POINTS, f"{window} opens or closes at {point}, expected a Point of a step"
@@ -64,7 +64,7 @@ _SPECS = [TensorSpec(f"t{i}", (5, i + 1), "float32") for i in range(6)]
 def _check_training(comm: Communicator, algorithm: Algorithm) -> None:
     def make() -> Engine:
         plan = pack(algorithm, _SPECS, bucket_bytes=200, alignment=4 * comm.size)
-        return Engine(comm, algorithm, plan, {p.payload: plan.allocate() for p in phases_of(algorithm)})
+        return Engine(comm, algorithm, plan, {p.payload: plan.allocate() for p in algorithm.phases})
 
     with make() as engine:
         assert len(engine.buckets) > 1

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from bagua_comm import Algorithm, Communicator, Plan
-from bagua_comm.algorithms.base import needs_groups, phases_of
+from bagua_comm.algorithms.base import needs_groups
 from bagua_comm.engine import EngineCallbacks
 from bagua_comm.pickling import Live
 from bagua_comm.trace import ExchangeCounters
@@ -66,7 +66,7 @@ class BucketExchange(Live):
 
     def _start(self, algorithm: Algorithm) -> None:
         """Construct the engine for `algorithm`, and allocate missing memory. Collective."""
-        self.memory.provide({phase.payload for phase in phases_of(algorithm)})
+        self.memory.provide({phase.payload for phase in algorithm.phases})
         self.engine = TorchEngine(self.comm, algorithm, self.memory, self.device, self._callbacks)
         self.memory.commits = 0
 
@@ -97,7 +97,7 @@ class BucketExchange(Live):
         self.reclaim()
         plan = self.plan_for(algorithm, bucket_bytes)
         memory = BucketMemory(self.model.trained, plan, in_buckets=self.memory.in_buckets)
-        for payload in {phase.payload for phase in phases_of(algorithm)}:
+        for payload in {phase.payload for phase in algorithm.phases}:
             memory.allocate(payload)
         self.engine.move(memory, algorithm)
         memory.replace(self.memory)

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 
 from bagua_comm import Communicator, Point
-from bagua_comm.algorithms.base import with_defaults
 
 from ..engine import TorchEngine
 from ..errors import EarlyEndError
@@ -81,7 +80,7 @@ class Join:
         if self.active and not self.divide_by_initial_size:
             self.scale = self.comm.size / len(self.active)
         while not active and engine.step < table[:, 1].max():
-            if with_defaults(engine.phase).lends:
+            if engine.phase.lends:
                 for optimizer in self.optimizers:  # also updates the shared state
                     optimizer.step()
             else:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bagua_comm.algorithms.base import core_of, with_defaults
+from bagua_comm.algorithms.base import core_of
 
 from ..engine import TorchEngine
 from ..fused import FusedOptimizer
@@ -30,7 +30,7 @@ def attach_states(
     sharing = sharing_optimizers(optimizers)
     if not sharing:
         return
-    name = "" if engine is None else with_defaults(engine.phase).lends
+    name = "" if engine is None else engine.phase.lends
     tensors = {trained[key]: tensor for key, tensor in engine.shared_state().items()} if engine and name else {}
     for optimizer in sharing:
         if engine is not None and optimizer.shares_state == name:

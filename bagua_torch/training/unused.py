@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from bagua_comm import Algorithm, Communicator, Exact, GradientAllReduce, Hierarchical, Reproducible
-from bagua_comm.algorithms.base import with_defaults
 
 from ..checks import check_may_freeze
 from ..engine import TorchEngine
@@ -73,7 +72,7 @@ class UnusedParameters:
             check_may_freeze(frozen[0], engine.phase)
         if engine.stopped or engine.payload == "weight":
             # As in a single process. Zero gradients would move weights by momentum and decay.
-            self._remove(() if with_defaults(engine.phase).lends else fresh)
+            self._remove(() if engine.phase.lends else fresh)
             return
         if self.find or self.static:
             self._remove_unused(fresh, number, static=self.static, inner=inner)

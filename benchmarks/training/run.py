@@ -49,7 +49,6 @@ import bagua_comm
 import bagua_torch
 from bagua_comm import Algorithm, ArrayError, Communicator, QAdam
 from bagua_comm.algorithms import from_name
-from bagua_comm.algorithms.base import with_defaults
 from bagua_comm.arrays import Array
 from bagua_comm.bucket import DEFAULT_BUCKET_BYTES
 from bagua_comm.planning.tuner import period_of
@@ -419,7 +418,7 @@ def unsuitable(size: int) -> dict[str, str]:
     reasons = {}
     for name, algorithm in ALGORITHMS.items():
         try:
-            with_defaults(algorithm).check_size(size)
+            algorithm.check_size(size)
         except ArrayError as exc:
             reasons[name] = str(exc)
     return reasons

@@ -27,7 +27,6 @@ from bagua_comm import (
     after,
     every,
 )
-from bagua_comm.algorithms.base import phase_of, with_defaults
 from bagua_comm.testing import run_ranks
 
 SPECS = [TensorSpec("a", (5, 6), "float32"), TensorSpec("b", (4,), "float32")]
@@ -55,7 +54,7 @@ ALIKE = [
 def make_engine(comm, algorithm, bucket_bytes=1000):
     plan = Plan.pack(SPECS, bucket_bytes=bucket_bytes, alignment=4)
     storage = {payload: plan.allocate() for payload in ("grad", "weight")}
-    alike = with_defaults(phase_of(algorithm, 0)).equal_start
+    alike = algorithm.phase(0).equal_start
     for payload, flats in storage.items():
         factor = 1 if alike and payload == "weight" else comm.rank + 1
         for i, flat in enumerate(flats):

@@ -31,7 +31,7 @@ from bagua_comm import (
     by_node,
     every,
 )
-from bagua_comm.algorithms.base import exchanges_weights, phases_of, runs_in_rounds, with_defaults
+from bagua_comm.algorithms.base import exchanges_weights, runs_in_rounds
 from bagua_comm.checkpoint import tree_of_engine
 from bagua_comm.testing import run_ranks, sample
 
@@ -73,7 +73,7 @@ ALL = [*GRADIENTS, *LENDING, *WEIGHTS, *ROUNDS, *MADE]
 
 def outlives_steps(algorithm):
     """Whether an exchange may be under way between two steps."""
-    return any(getattr(with_defaults(phase).window, "delay", 0) for phase in phases_of(algorithm))
+    return any(getattr(phase.window, "delay", 0) for phase in algorithm.phases)
 
 
 def trained(algorithm, **settings):
@@ -104,9 +104,9 @@ def test_after_0_steps_changes_nothing(algorithm):
 @pytest.mark.algorithms("sample")
 @pytest.mark.parametrize("algorithm", UNPADDED, ids=repr)
 def test_by_node_changes_nothing_on_nodes_of_one_rank(algorithm):
-    phases = phases_of(algorithm)
+    phases = algorithm.phases
     refused = runs_in_rounds(algorithm) or outlives_steps(algorithm)
-    if refused or any(with_defaults(phase).payload == "grad" for phase in phases):
+    if refused or any(phase.payload == "grad" for phase in phases):
         with pytest.raises(ArrayError, match="by_node"):
             by_node(algorithm)
         return
@@ -122,7 +122,7 @@ def test_every_n_qadam_trains_as_its_optimizer_alone_does_between():
             for _ in range(8):
                 before = momenta[-1] if momenta else None
                 training.step()
-                momenta.append(with_defaults(training.engine.phase).lent(training.engine.states[0]).copy())
+                momenta.append(training.engine.phase.lent(training.engine.states[0]).copy())
                 if before is not None and training.engine.step in (5, 6, 8):
                     expected = 0.9 * before + 0.1 * training.grads[0]
                     np.testing.assert_allclose(momenta[-1], expected, rtol=1e-5, atol=1e-7)
@@ -163,7 +163,7 @@ def equal_alone(algorithm, steps):
 def assert_equal_as_without(first, then, folder):
     """In `after`, ranks have equal weights in all steps in which they have them by `then` alone, and can save."""
     local = [every(2, QAdam(2))]  # the momenta of its ranks differ, and its checkpoint says so
-    goes_on = first == then and len(phases_of(then)) == 1
+    goes_on = first == then and len(then.phases) == 1
     alone = equal_alone(then, 8)[3 if goes_on else 0 :][:5]
     folder = folder if first not in local and then not in local else None
     actual = equal_after(after(3, first, then), 8, folder)[3:]
@@ -266,7 +266,7 @@ class FixedTrainer(FittingTrainer):
 LINEAR = [
     x
     for x in ALL
-    if not any(with_defaults(p).lends for p in phases_of(x)) and not outlives_steps(x) and x != DiLoCo(2)
+    if not any(p.lends for p in x.phases) and not outlives_steps(x) and x != DiLoCo(2)
     if not isinstance(x, SparseLoCo)  # which keeps what it has not sent
 ]
 """Algorithms that leave the sum of the weights over the ranks as it is, up to rounding."""
@@ -343,7 +343,7 @@ def test_a_stopped_rank_trains_by_itself_and_continues_from_there(algorithm, rea
 
     ranks = run_ranks(2, body)
     for before, now, step in ranks:
-        if not exchanges_weights(with_defaults(algorithm).phase(6)):
+        if not exchanges_weights(algorithm.phase(6)):
             before = {name: (ranks[0][0][name] + ranks[1][0][name]) / 2 for name in before}
         for name in before:
             np.testing.assert_allclose(now[name], before[name], atol=1e-6)
@@ -355,7 +355,7 @@ class Alone:
     """The expected result of the next step of a rank that trains alone."""
 
     def __init__(self, training):
-        phase = with_defaults(training.engine.phase)
+        phase = training.engine.phase
         self.weights = [x.copy() for x in training.weights]
         self.momenta = [phase.lent(state).copy() for state in training.engine.states] if phase.lends else None
         self.variances = [moments.variance.copy() for moments in training.moments]

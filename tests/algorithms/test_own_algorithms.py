@@ -7,6 +7,7 @@ import pytest
 from support.own_algorithms import OWN_ALGORITHMS, Beside, Half, Plain, RandomPeer, Unhashable
 
 from bagua_comm import (
+    Algorithm,
     ArrayError,
     ByteGrad,
     CommMismatch,
@@ -105,39 +106,36 @@ def test_every_dtype_and_number_of_ranks_fits_if_it_does_not_say_otherwise():
         check_fit(after(1, Plain(), every(2, Decentralized("shift_one"))), PLAN, 3)
 
 
-def test_defaults_replace_missing_members():
-    whole = base.with_defaults(Plain())
-    assert base.with_defaults(whole) is whole
-    assert (whole.algorithm, whole.payload, whole.window) == (Plain(), "grad", Plain.window)
-    assert (whole.phases, whole.phase(7), whole.lends) == ((Plain(),), Plain(), None)
-    assert not whole.commits
-    assert base.with_defaults(RandomPeer()).commits
-    whole.check("int8")
-    whole.check_size(3)
+def test_members_have_defaults():
+    plain = Plain()
+    assert (plain.phases, plain.phase(7), plain.lends, plain.drifts) == ((plain,), plain, None, False)
+    assert not plain.defines("commit")
+    assert RandomPeer().defines("commit")
+    plain.check("int8")
+    plain.check_size(3)
 
 
-def test_its_own_methods_come_before_the_defaults():
+def test_an_algorithm_without_a_required_member_or_without_the_base_class_is_refused():
     @dataclass(frozen=True)
-    class Particular(Plain):
-        lends: str = "momentum"
-        phases: tuple = (Plain(), RandomPeer())
-        check: object = None  # equal to none
+    class Empty(Algorithm):
+        payload = "grad"
 
-        def phase(self, step):
-            return self.phases[step]
+        def init(self, bucket, comm):
+            return None
 
-        def check_size(self, size):
-            raise ArrayError(f"{size}")
+    @dataclass(frozen=True)
+    class Duck:
+        payload, window = Plain.payload, Plain.window
+        init, exchange = Plain.init, Plain.exchange
 
-    whole = base.with_defaults(Particular())
-    assert (whole.lends, whole.phases, whole.phase(1)) == ("momentum", (Plain(), RandomPeer()), RandomPeer())
-    whole.check("int8")
-    with pytest.raises(ArrayError, match="3"):
-        whole.check_size(3)
+    with pytest.raises(ArrayError, match="whose class defines no window and no exchange"):
+        every(2, Empty())
+    with pytest.raises(ArrayError, match=r"let Duck inherit from bagua_comm.algorithms.Algorithm"):
+        every(2, Duck())
 
 
 def test_an_algorithm_with_rounds_runs_in_rounds():
-    assert base.with_defaults(Beside()).window == Rounds(0.0)
+    assert Beside().window == Rounds(0.0)
     assert base.runs_in_rounds(after(5, Plain(), Beside()))
     assert not base.runs_in_rounds(after(5, Plain(), RandomPeer()))
     with pytest.raises(ArrayError, match="begin by time"):
@@ -179,7 +177,7 @@ def test_check_algorithm_names_the_step_and_the_bucket_of_gradients_that_differ(
 
 
 def test_check_algorithm_refuses_classes_that_are_no_dataclass():
-    class Loose:
+    class Loose(Algorithm):
         payload, window = Plain.payload, Plain.window
         init, exchange = Plain.init, Plain.exchange
 

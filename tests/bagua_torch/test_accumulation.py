@@ -20,7 +20,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from bagua_comm import ByteGrad, Decentralized, DiLoCo, GradientAllReduce, Point, SparseLoCo, after
-from bagua_comm.algorithms.base import with_defaults
 from bagua_comm.testing import run_ranks
 from bagua_torch import DistributedDataParallel
 
@@ -141,7 +140,7 @@ def test_weights_are_exchanged_once_for_the_microbatches_of_a_step(algorithm, wa
 
     Decentralized mixes weights in the first averaged pass: only then are later ones computed with mixed weights.
     """
-    mixes_first = with_defaults(algorithm).window.closes is Point.BACKWARD
+    mixes_first = algorithm.window.closes is Point.BACKWARD
     if mixes_first and way is forward_passes_first:
         pytest.skip("the second graph would need weights from before they were mixed, which is an error")
     alike = not mixes_first or way in (by_attribute, by_no_sync, one_backward_pass)

@@ -9,6 +9,7 @@ import pytest
 from support.waiting import until
 
 from bagua_comm import (
+    Algorithm,
     ArrayError,
     AsyncModelAverage,
     ByteGrad,
@@ -43,7 +44,7 @@ class Calls:
 
 
 @dataclass(frozen=True)
-class Probe:
+class Probe(Algorithm):
     """An algorithm that writes down when it is called."""
 
     opens: Point

@@ -37,7 +37,6 @@ from bagua_comm import (
     every,
     topology,
 )
-from bagua_comm.algorithms.base import with_defaults
 from bagua_comm.averages import quantized_allgather, quantized_reduce_scatter
 from bagua_comm.bucket import make_buckets
 from bagua_comm.planning.costmodel import (
@@ -393,9 +392,9 @@ def test_bytes_are_those_that_the_communicator_counts(nodes):
         before = comm.counters.total().wire_bytes
         for step in range(1, steps + 1):  # step 0 would be QAdam's warm-up
             bucket.step = step
-            with_defaults(method).begin(bucket, state)
+            method.begin(bucket, state)
             method.exchange(bucket, comm, state)
-            with_defaults(method).commit(bucket, state)
+            method.commit(bucket, state)
         return comm.counters.total().wire_bytes - before
 
     counted = run_ranks(

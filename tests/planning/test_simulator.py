@@ -8,6 +8,7 @@ import pytest
 from support.rates import FREE
 
 from bagua_comm import (
+    Algorithm,
     ArrayError,
     ByteGrad,
     Decentralized,
@@ -72,7 +73,7 @@ def test_a_simulated_rank_sends_the_bytes_that_an_engine_sends(algorithm, steps)
     assert simulate(algorithm, JOB, FOUR).wire_bytes == bytes_sent(algorithm, steps)
 
 
-class SwapWithNext:
+class SwapWithNext(Algorithm):
     """An algorithm that this library does not know: each rank gets the weights of the next one."""
 
     payload = "weight"

@@ -4,11 +4,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from bagua_comm import Point, Rounds, Window
+from bagua_comm import Algorithm, Point, Rounds, Window
 
 
 @dataclass(frozen=True)
-class Plain:
+class Plain(Algorithm):
     """The mean of the gradients, with nothing that could be left out."""
 
     payload = "grad"
@@ -22,7 +22,7 @@ class Plain:
 
 
 @dataclass
-class Unhashable:
+class Unhashable(Algorithm):
     """A dataclass that is not frozen, and so has no hash."""
 
     factors: list = field(default_factory=lambda: [1.0])
@@ -42,7 +42,7 @@ class Kept:
 
 
 @dataclass(frozen=True)
-class RandomPeer:
+class RandomPeer(Algorithm):
     """The mean of the weights of two ranks that are drawn anew in every round."""
 
     seed: int = 0
@@ -69,7 +69,7 @@ class RandomPeer:
 
 
 @dataclass(frozen=True)
-class Beside:
+class Beside(Algorithm):
     """The mean of the weights in rounds beside training."""
 
     payload = "weight"
@@ -89,7 +89,7 @@ class Beside:
 
 
 @dataclass(frozen=True)
-class Half:
+class Half(Algorithm):
     """Has `phase` but not `phases`: the mean of the gradients, and from step 2 on half of it."""
 
     factor: float = 1.0

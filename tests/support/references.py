@@ -12,7 +12,6 @@ from itertools import count, islice
 import numpy as np
 
 from bagua_comm import Engine, Plan, Point, TensorSpec, optim
-from bagua_comm.algorithms.base import phase_of, with_defaults
 from bagua_comm.arrays import dtype_named
 from bagua_comm.testing import run_ranks, sample
 from bagua_comm.topology import one_peer_exponential, shift_one
@@ -220,7 +219,7 @@ def common_start(spec, rank):
 
 def start_of(algorithm):
     """Weights that differ between ranks, unless the algorithm needs equal ones."""
-    return common_start if with_defaults(phase_of(algorithm, 0)).equal_start else start
+    return common_start if algorithm.phase(0).equal_start else start
 
 
 @cache
@@ -339,7 +338,7 @@ class FittingTrainer(Trainer):
         self.fitted = self.moments = None
 
     def update(self):
-        phase = with_defaults(self.engine.phase)
+        phase = self.engine.phase
         self.engine.flush()  # so that rounds begin and end in the same steps each time
         if self.engine.phase != self.fitted:
             self.fitted, self.moments = self.engine.phase, [self.optimizer.init(x) for x in self.weights]

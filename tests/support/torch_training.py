@@ -11,7 +11,7 @@ from torch import nn
 
 from bagua_comm import QAdam
 from bagua_comm.algorithms import from_name
-from bagua_comm.algorithms.base import core_of, phases_of
+from bagua_comm.algorithms.base import core_of
 from bagua_torch import DistributedDataParallel, QAdamOptimizer, as_array
 
 GRADIENT_ALGORITHMS = [from_name(name) for name in ("exact", "bytegrad", "error-feedback", "hierarchical-bytes")]
@@ -70,7 +70,7 @@ def sgd(parameters):
 
 def optimizer_for(algorithm, parameters, **settings):
     """The optimizer that QAdam needs, or SGD with momentum."""
-    for phase in phases_of(algorithm):
+    for phase in algorithm.phases:
         core = core_of(phase)
         if isinstance(core, QAdam):
             return QAdamOptimizer(parameters, lr=0.01, warmup_steps=core.warmup_steps, **settings)

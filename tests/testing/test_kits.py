@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from bagua_comm import (
+    Algorithm,
     ByteGrad,
     Codec,
     CommMismatch,
@@ -242,7 +243,7 @@ def test_kits_pass_classes_that_keep_the_contract():
 
 
 @dataclass(frozen=True)
-class Nothing:
+class Nothing(Algorithm):
     """An algorithm of a user, made of parts."""
 
     payload = "grad"

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -77,7 +77,7 @@ def lanes(comm: Communicator, x: Floats, t: torch.Tensor) -> None:
 
 
 @dataclass(frozen=True)
-class Plain:
+class Plain(Algorithm):
     """An algorithm whose class says what it is."""
 
     payload = "grad"
@@ -91,15 +91,11 @@ class Plain:
 
 
 @dataclass(frozen=True)
-class Chosen:
+class Chosen(Algorithm):
     """An algorithm whose settings say what it is."""
 
     payload: str = "weight"
-    seconds: float = 1.0
-
-    @property
-    def window(self) -> Rounds:
-        return Rounds(self.seconds)
+    window: Rounds = field(default_factory=Rounds)
 
     def init(self, bucket: Bucket, comm: Communicator) -> Floats:
         return np.empty_like(bucket.flat)

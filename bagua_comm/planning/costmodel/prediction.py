@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable
 
 from ...algorithms import Point, Rounds, StreamingDiLoCo, Window
-from ...algorithms.base import check_size, phases_of, with_defaults
+from ...algorithms.base import check_size
 from ...algorithms.by_node import ByNode
 from ...algorithms.combinators import Every
 from ...averages import Exact
@@ -77,13 +77,13 @@ def _predict_averages(method: Method, job: Job, costs: Costs) -> Prediction:
     if isinstance(method, TorchDDP):
         job = dataclasses.replace(job, bucket_bytes=method.bucket_bytes)
     else:
-        method = phases_of(method)[-1]
+        method = method.phases[-1]
     if isinstance(method, Every):
         return _mean_over(method.n, _predict_averages(method.algorithm, job, costs))
     exchanges = (
         [exchange_of(method, nbytes, costs) for nbytes, _ in job.buckets()] if costs.cluster.size > 1 else []
     )
-    window = method.window if isinstance(method, TorchDDP) else with_defaults(method).window
+    window = method.window
     if isinstance(window, Rounds):
         return _predict_rounds(window.interval_s, job, exchanges, costs)
     if isinstance(method, StreamingDiLoCo):
@@ -125,9 +125,9 @@ def check_fit(method: Method, job: Job, cluster: Cluster) -> None:
         UnsupportedError: It does not support the dtype of the job.
     """
     if not isinstance(method, TorchDDP):
-        with_defaults(method).check(job.dtype)
+        method.check(job.dtype)
         check_size(method, cluster.size)
-        for phase in phases_of(method):
+        for phase in method.phases:
             if isinstance(phase, ByNode) and cluster.nodes > 1:
                 check_size(phase.algorithm, cluster.nodes)
 

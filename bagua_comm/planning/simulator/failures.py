@@ -14,7 +14,6 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from ...algorithms.base import phases_of, with_defaults
 from ...errors import ArrayError
 from ..costmodel import Cluster, Job, Method, Rates, TorchDDP
 from .simulation import Simulation, check_range
@@ -194,7 +193,7 @@ def _costs(
         stored_s = state / (failures.storage_gbs * 1e9)
         steps = failures.checkpoint_minutes * 60 / simulation.step_s
         return _Costs(stored_s, max(1.0, steps), failures.detection_s + failures.restart_s + stored_s, 0.0)
-    private = not isinstance(method, TorchDDP) and with_defaults(phases_of(method)[-1]).drifts
+    private = not isinstance(method, TorchDDP) and method.phases[-1].drifts
     sent_s = cluster.ranks_per_node * state / link if private and cluster.nodes > 1 else 0.0
     save_s = state / (failures.commit_gbs * 1e9) + sent_s
     rounds = math.ceil(math.log2(max(2, cluster.size)))

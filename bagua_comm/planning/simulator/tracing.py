@@ -18,7 +18,7 @@ import numpy as np
 
 from ... import kernels
 from ...algorithms import Decentralized, LowPrecisionOnePeer, Point, Rounds, StreamingDiLoCo, Window
-from ...algorithms.base import Algorithm, core_of, phases_of, with_defaults
+from ...algorithms.base import Algorithm, core_of
 from ...algorithms.by_node import ByNode
 from ...arrays import dtype_named
 from ...averages import Exact, quantized_allreduce
@@ -76,7 +76,7 @@ def _elements(nbytes: int, dtype: str) -> Any:
 
 
 @dataclass(frozen=True)
-class _RingAverage:
+class _RingAverage(Algorithm):
     """What PyTorch's DistributedDataParallel exchanges: the gradients of a bucket, copied to and fro."""
 
     dtype: str | None = None
@@ -153,7 +153,7 @@ class _Tracing:
             job = dataclasses.replace(job, bucket_bytes=method.bucket_bytes)
             phase: Algorithm = _RingAverage(method.dtype)
         else:
-            phase = phases_of(method)[-1]
+            phase = method.phases[-1]
         plan, self._shares = _plan_of(job, phase)
         self._comm = SimulatedCommunicator(recorder)
         flats = [of_size(bucket.size, dtype_named(bucket.dtype)) for bucket in plan.buckets]
@@ -161,7 +161,7 @@ class _Tracing:
         self._exchanges = Exchanges(_RecordingLane(self._comm, recorder), NULL)
         states = make_states(phase, self._buckets, self._comm, None)
         self._exchanges.begin_phase(phase, self._buckets, states, began=0)
-        window = with_defaults(phase).window
+        window = phase.window
         self._schedule: ExchangeSchedule = schedule_of(self._exchanges)
         if isinstance(window, Rounds):
             self._program.interval_s = window.interval_s
@@ -271,6 +271,6 @@ def _steps_of(phase: Algorithm, cluster: Cluster) -> int:
     rounds = 1
     if isinstance(core, LowPrecisionOnePeer) or core == Decentralized("one_peer_exponential"):
         rounds = max(1, (size - 1).bit_length())
-    window = with_defaults(phase).window
+    window = phase.window
     again = 2 if isinstance(window, Window) and window.delay else 1
     return period_of(phase) * rounds * again

@@ -17,7 +17,6 @@ from ...algorithms.base import (
     check_algorithm_argument,
     check_integer,
     pack,
-    phases_of,
     runs_in_rounds,
 )
 from ...averages import Average
@@ -141,7 +140,7 @@ class Tuner:
             )
         check_algorithm_argument("Tuner", "algorithm", algorithm)
         check_integer("Tuner", "bucket_bytes", bucket_bytes, least=1)
-        last = phases_of(algorithm)[-1]
+        last = algorithm.phases[-1]
         if runs_in_rounds(last):
             raise UnsupportedError(
                 f"Tuner: no step waits for {last}, so the time of a step does not tell how fast it is; train "
