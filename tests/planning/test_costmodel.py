@@ -11,6 +11,7 @@ import torch
 from support.rates import FREE
 
 from bagua_comm import (
+    Algorithm,
     ArrayError,
     AsyncModelAverage,
     ByteGrad,
@@ -629,8 +630,8 @@ def test_rates_survive_json():
 
 def test_unknown_names_are_refused():
     @dataclasses.dataclass(frozen=True)
-    class Unknown:
-        window = Decentralized.window
+    class Unknown(Algorithm):
+        payload, window = Decentralized.payload, Decentralized.window
 
         def bind(self, comm):
             raise NotImplementedError
