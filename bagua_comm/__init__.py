@@ -42,7 +42,7 @@ from .averages.reproducible import Reproducible, reproducible_allreduce
 from .bootstrap import connect, default
 from .bucket import Bucket, BucketSpec, Plan, TensorSpec
 from .checkpoint import Checkpoints, Own
-from .codecs import MXFP4, MXFP8, NVFP4, BFloat16, Codec, Float16, Int4, MinMaxUInt8
+from .codecs import BFloat16, Codec, Float16, Int4, MinMaxUInt8
 from .comm import Communicator, Nodes
 from .engine import Engine
 from .errors import (
@@ -63,9 +63,6 @@ from .lane import Lane
 from .planning.tuner import Tuner
 
 __all__ = [
-    "MXFP4",
-    "MXFP8",
-    "NVFP4",
     "Algorithm",
     "ArrayError",
     "AsyncModelAverage",

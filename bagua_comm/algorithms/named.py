@@ -18,7 +18,7 @@ from typing import Any
 
 from ..averages import Average, ErrorFeedback, Exact, Hierarchical, Quantized, TopK
 from ..averages.reproducible import Reproducible
-from ..codecs import MXFP4, MXFP8, NVFP4, BFloat16, Codec, Float16, Int4, MinMaxUInt8
+from ..codecs import BFloat16, Codec, Float16, Int4, MinMaxUInt8
 from ..errors import ArrayError, BaguaError, shown
 from .async_average import AsyncModelAverage
 from .base import Algorithm
@@ -118,9 +118,6 @@ CODECS: Mapping[str, Callable[..., Codec]] = MappingProxyType(
         "int4": Int4,
         "float16": Float16,
         "bfloat16": BFloat16,
-        "mxfp8": MXFP8,
-        "mxfp4": MXFP4,
-        "nvfp4": NVFP4,
     }
 )
 """Functions that make codecs, by name."""

@@ -4,13 +4,9 @@ from ..kernels.host import Draws, largest_finite
 from .base import Codec, padded
 from .cast import BFloat16, Float16
 from .int4 import Int4
-from .microscaling import MXFP4, MXFP8, NVFP4
 from .minmax import MinMaxUInt8
 
 __all__ = [
-    "MXFP4",
-    "MXFP8",
-    "NVFP4",
     "BFloat16",
     "Codec",
     "Draws",

@@ -93,8 +93,6 @@ FOUR_BITS = {
     "int4-plain-error-feedback": _mean("four bits, not rotated, error feedback", _feedback(_NOT_ROTATED)),
     "int4-error-feedback": _mean("four bits, rotated, error feedback", _feedback("int4")),
     "int4-loco": _mean("four bits, rotated, LoCo", _feedback("int4", decay=0.8, reset_every=1024)),
-    "mxfp4": _mean("four bits, MXFP4", _quantized("mxfp4")),
-    "nvfp4": _mean("four bits, NVFP4", _quantized("nvfp4")),
 }
 """Gradients of four bits. Unless algorithms are named, only the task gpt trains with them, and with some."""
 

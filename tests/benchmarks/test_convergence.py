@@ -145,9 +145,9 @@ def test_only_results_that_should_match_are_judged():
 
 
 def test_a_ratio_is_the_mean_over_seeds_with_its_standard_deviation():
-    record = record_of({"torch": {0: 2.0, 1: 4.0}, "mxfp4": {0: 2.2, 1: 4.0, 2: 9.0}}, "gpt")
+    record = record_of({"torch": {0: 2.0, 1: 4.0}, "int4-stochastic": {0: 2.2, 1: 4.0, 2: 9.0}}, "gpt")
 
-    row = row_of(record, "mxfp4", "gpt")
+    row = row_of(record, "int4-stochastic", "gpt")
     assert row["ratio"] == pytest.approx(1.05)
     assert row["ratio_spread"] == pytest.approx(0.1 / 2**0.5)
     assert row["spread"] == pytest.approx(statistics.stdev([2.2, 4.0, 9.0]))
@@ -183,9 +183,9 @@ def test_each_task_has_its_own_algorithms_by_default():
     assert ("digits", "diloco-10", 0) in wanted
     few_bits = ["torch", "bytegrad", "int4-plain", "int4", "int4-error-feedback", "int4-loco"]
     assert [name for task, name, _ in wanted if task == "gpt"] == few_bits
-    assert ("digits", "mxfp4", 0) not in wanted
-    named = run.parse_arguments(["--task", "digits", "--seeds", "0", "--algorithms", "mxfp4"])
-    assert run.missing({"results": []}, named) == [("digits", "mxfp4", 0)]
+    assert ("digits", "int4-stochastic", 0) not in wanted
+    named = run.parse_arguments(["--task", "digits", "--seeds", "0", "--algorithms", "int4-stochastic"])
+    assert run.missing({"results": []}, named) == [("digits", "int4-stochastic", 0)]
 
 
 def test_every_method_makes_an_algorithm():

@@ -5,8 +5,6 @@ import numpy as np
 import pytest
 
 from bagua_comm import (
-    MXFP8,
-    NVFP4,
     ArrayError,
     BaguaError,
     BFloat16,
@@ -26,8 +24,6 @@ CODECS = [
     Float16(),
     BFloat16(),
     Int4(8, 2, "stochastic"),
-    MXFP8(),
-    NVFP4(),
 ]
 DTYPES = [np.dtype("float32"), np.dtype("float16"), np.dtype(ml_dtypes.bfloat16)]
 

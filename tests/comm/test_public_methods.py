@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from bagua_comm import MXFP8, Checkpoints, CommTimeout, connect
+from bagua_comm import Checkpoints, CommTimeout, Float16, connect
 from bagua_comm.comm.public_methods import current_method, public_method
 from bagua_comm.testing import run_ranks
 
@@ -45,7 +45,7 @@ def test_errors_of_python_name_the_class_that_users_know(call):
     with connect() as comm, pytest.raises((TypeError, AttributeError), match=r"^'?Communicator\b"):
         call(comm)
     with pytest.raises(TypeError, match=r"^Codec\.steps\(\)"):
-        MXFP8().steps()
+        Float16().steps()
 
 
 def first_error(body):

@@ -40,7 +40,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from make_microscaling import main
+from golden_file import main
 from numpy.typing import NDArray
 
 FILE = Path(__file__).with_name("outer_steps.json")

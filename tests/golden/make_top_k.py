@@ -45,7 +45,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from make_microscaling import main
+from golden_file import main
 from make_minmax import (
     BFLOAT16,
     FLOAT16,

@@ -25,7 +25,6 @@ from .elementwise import (
 )
 from .fixed_point import fixed_add, fixed_exponents, fixed_mean
 from .int4 import int4_combine, int4_decode, int4_encode
-from .microscaling import MX_BLOCK, NVFP4_BLOCK, mx_decode, mx_encode, nvfp4_decode, nvfp4_encode
 from .minmax import minmax_combine, minmax_decode, minmax_encode
 from .numbers import largest_finite, silent_context, widen
 from .random_bits import Draws
@@ -33,8 +32,6 @@ from .sums import divide, is_plain, reduce_rows
 from .top_k import TOP_K_LARGEST_CHUNK, TopKLayout, top_k_encode, top_k_layout, top_k_subtract, top_k_sum
 
 __all__ = [
-    "MX_BLOCK",
-    "NVFP4_BLOCK",
     "TOP_K_LARGEST_CHUNK",
     "Draws",
     "TopKLayout",
@@ -65,10 +62,6 @@ __all__ = [
     "minmax_decode",
     "minmax_encode",
     "move_half",
-    "mx_decode",
-    "mx_encode",
-    "nvfp4_decode",
-    "nvfp4_encode",
     "reduce_rows",
     "ring_difference",
     "scale",
