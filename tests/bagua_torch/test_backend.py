@@ -291,6 +291,17 @@ def test_time_limits_of_the_group_of_a_call_and_of_a_wait():
     assert time.monotonic() - begin < 10
 
 
+def test_a_new_time_limit_of_the_group_holds_for_later_calls():
+    def body(group):
+        if group.rank() == 0:
+            group.set_timeout(timedelta(milliseconds=50))
+            with pytest.raises(CommTimeout, match=r"0\.05 s"):
+                group.barrier().wait()
+            group.abort()
+
+    run_ranks(2, lambda comm: body(BaguaGroup(lane_of(comm.dup(), 20.0), comm)))
+
+
 BAD_CALLS = {
     "premul": (UnsupportedError, "PREMUL_SUM", lambda g: g.allreduce([torch.ones(2)], premul())),
     "sparse": (UnsupportedError, "layout", lambda g: g.allreduce([torch.eye(2).to_sparse()])),
