@@ -80,14 +80,6 @@ def test_a_seed_gives_the_same_trials_and_another_one_others():
     assert list(plans.kills(20, 1)) == first[:20]
 
 
-def test_new_processes_are_admitted_after_all_kinds_of_deaths():
-    trials = list(plans.newcomers(60, 1))
-    assert {trial.kind for trial in trials} == {"spawn"}
-    blows = [blow for trial in trials for blow in trial.blows]
-    assert {blow.phase for blow in blows} == {"construct", "step", "commit", "regrow"}
-    assert {blow.whom for blow in blows} == {"rank", "newcomer"}
-
-
 def test_every_class_of_faults_has_trials_that_a_seed_repeats():
     first, again = list(plans.classes(2, 1)), list(plans.classes(2, 1))
     assert first == again
@@ -372,7 +364,7 @@ def test_processes_and_files_that_are_left_are_found_and_removed(monkeypatch):
 
 def test_the_table_counts_outcomes_and_the_report_has_a_figure(tmp_path):
     row = {"name": "kill-1-0", "group": "fewer", "algorithm": "ByteGrad()", "left": [], "problems": ["broke"]}
-    times = {"recovery_s": 0.05, "regrowth_s": None, "ended_s": None}
+    times = {"recovery_s": 0.05, "ended_s": None}
     rows = [{**row, **times, "outcome": outcome} for outcome in ("went on", "went on", "failed")]
     lines = report.lines(rows)
     assert lines[4].split() == ["fewer", "3", "2", "1", "0", "0", "50.00", "50.00", "50.00", "50.00"]
@@ -380,11 +372,6 @@ def test_the_table_counts_outcomes_and_the_report_has_a_figure(tmp_path):
     machine = {"cpu": "one", "cores": 2, "cores_per_rank": 2}
     record = {"machine": machine, "versions": {}, "ranks": 3, "seed": 1, "trials": rows}
     assert "| fewer | 3 | 2 | 1 | 0 | 0 | 50.00 |" in report.markdown(record)
-
-
-def test_with_regrow_the_number_of_ranks_must_be_restored():
-    verdict = judge(of_kind("spawn"), a_recovery())
-    assert verdict.problems == ["there were never 3 ranks again"]
 
 
 def test_an_unknown_trial_is_refused():

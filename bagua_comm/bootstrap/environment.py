@@ -30,27 +30,6 @@ def job() -> Job:
     return Job.of(os.environ)
 
 
-def job_variables() -> dict[str, str]:
-    """Return the environment variables of this process, without those of its rank."""
-    of_the_rank = {*launchers.TORCH_NUMBERS, launchers.COPIED, "BAGUA_RECRUITER", "PWD", "OLDPWD"}
-    prefixes = ("OMPI_", "PMIX_", "PMI_", "PRTE_")
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if name not in of_the_rank and not name.startswith(prefixes)
-    }
-
-
-def child_program(source: str) -> str:
-    """Return a program that passes its environment variables to `main` of `source`.
-
-    `source` may import the standard library only.
-    """
-    # The current folder may contain modules with names of the standard library.
-    path = "import os, sys; sys.path[:] = filter(None, sys.path)"
-    return f"{path}\n{source}\nmain(dict(os.environ))\n"
-
-
 def own_variables() -> dict[str, str]:
     """Return the environment variables of this process, without those inherited from another Slurm step."""
     return launchers.without_inherited(os.environ, slurm_step())

@@ -8,7 +8,6 @@ the memory of each host. One of its files is the record, with a line of JSON for
     attempt    the supervisor            ranks, spares, hosts, left_out
     start      each rank                 rank, size, and the files in /dev/shm that MPI shares memory by
     death      each rank that saw it     dead: the number, host and pid of the process; reason; meeting
-    recruits   the rank that starts processes to replace dead ones: count
     recovery   each rank that continues  seconds, ranks, the commit that it continues from, meeting
     trained    each rank that trained to the end
     exit       each rank whose program has finished
@@ -46,7 +45,6 @@ KINDS = (
     "attempt",
     "start",
     "death",
-    "recruits",
     "recovery",
     "trained",
     "exit",
@@ -75,9 +73,6 @@ class Job:
     """The least number of ranks that train; None if the user did not set it."""
     attempt: int = 0
     """The number of restarts of mpirun so far."""
-    recruiter: str = ""
-    """The process that has started this one to replace a dead one, from BAGUA_RECRUITER (see
-    `elastic.mpi.spawn`); empty for a process that was started with the job."""
 
     @classmethod
     def of(cls, variables: Mapping[str, str]) -> Job:
@@ -102,14 +97,13 @@ class Job:
             number("BAGUA_SPARES", 0) or 0,
             number("BAGUA_MIN_RANKS", 1),
             number("BAGUA_ATTEMPT", 0) or 0,
-            variables.get("BAGUA_RECRUITER", ""),
         )
 
     def variables(self) -> dict[str, str]:
         """Return the environment variables from which `of` makes an equal job.
 
         >>> Job.of(Job("a", Path("/a"), 1, 2, 3).variables())
-        Job(name='a', folder=PosixPath('/a'), spares=1, min_ranks=2, attempt=3, recruiter='')
+        Job(name='a', folder=PosixPath('/a'), spares=1, min_ranks=2, attempt=3)
         """
         found = {"BAGUA_SPARES": str(self.spares)}
         if self.min_ranks is not None:

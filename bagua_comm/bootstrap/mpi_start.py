@@ -20,7 +20,6 @@ from ..transports import Transport
 from . import launchers, segments, tcp_links
 from .environment import (
     has_ulfm,
-    job,
     number_of_links,
     own_variables,
     ranks_on_other_hosts,
@@ -105,8 +104,7 @@ def start_fleet(timeout_s: float, first: Callable[[], F]) -> F:
     """
     handler, log = _start_mpi(timeout_s, None)
     try:
-        # A process that joins later waits for as long as the others train; see `elastic.mpi.spawn`.
-        fleet = first() if job().recruiter else handler.limit(Wait(log, timeout_s + LOOK_S), first)
+        fleet = handler.limit(Wait(log, timeout_s + LOOK_S), first)
     except CommError as exc:
         raise _lost_at_the_start(log, exc) from exc
     handler.abort.set_notify(fleet.fail)

@@ -26,7 +26,7 @@ from collections.abc import Callable, Mapping
 from contextlib import redirect_stderr, suppress
 from dataclasses import dataclass
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from ..comm import Communicator
 from ..comm.arguments import hint_of
@@ -39,9 +39,6 @@ from ..futures import end_lanes
 from ..processes import mapped_files
 from .environment import has_ulfm, job, own_variables
 from .rendezvous import Deadline, JoinLog, Wait
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 T = TypeVar("T")
 
@@ -62,11 +59,6 @@ def exit_handler() -> ExitHandler:
     return ExitHandler()
 
 
-def set_abort_group(everyone: MPI.Comm) -> None:
-    """Have an uncaught exception of this process end all processes of `everyone`, in place of MPI's world."""
-    exit_handler().abort.set_group(everyone)
-
-
 class Abort:
     """Ends all ranks of the job, after one of them has printed the reason."""
 
@@ -74,17 +66,11 @@ class Abort:
         self.log = JoinLog(own_variables())
         self.mpi: Any = None
         """The module `mpi4py.MPI`, once it is imported."""
-        self._group: MPI.Comm | None = None
-        """All processes of the job, if some of them are outside of MPI's world."""
         self._notify: Callable[[str], None] | None = None
 
     def prepare(self, mpi: Any, log: JoinLog) -> None:
         """Use this module `mpi4py.MPI`, and this log of the ranks that connect."""
         self.mpi, self.log = mpi, log
-
-    def set_group(self, group: MPI.Comm) -> None:
-        """End the processes of `group`, in place of MPI's world."""
-        self._group = group
 
     def set_notify(self, notify: Callable[[str], None]) -> None:
         """Call `notify(reason)` first: the other processes of a fleet may survive MPI_Abort."""
@@ -100,7 +86,7 @@ class Abort:
         """Return the name of this rank in messages; its launcher may know of ranks that MPI does not find."""
         if self.mpi is None or self._is_alone():
             return self.log.name()
-        world = self._group or self.mpi.COMM_WORLD
+        world = self.mpi.COMM_WORLD
         return f"rank {world.Get_rank()} of {world.Get_size()}"
 
     def wait_for_turn(self) -> None:
@@ -124,12 +110,12 @@ class Abort:
                 self._notify(reason)
         mpi = self.mpi
         if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized() and not self._is_alone():
-            (self._group or mpi.COMM_WORLD).Abort(exit_code)
+            mpi.COMM_WORLD.Abort(exit_code)
         os._exit(exit_code)  # MPI has not started; mpirun ends the other ranks
 
     def _is_alone(self) -> bool:
         """Whether this process is the only one of the job that MPI knows of."""
-        alone: bool = (self._group or self.mpi.COMM_WORLD).Get_size() == 1
+        alone: bool = self.mpi.COMM_WORLD.Get_size() == 1
         return alone
 
 

@@ -31,7 +31,7 @@ def kept_apart() -> Iterator[None]:
         yield
     finally:
         if folder is not None:
-            del os.environ[VARIABLE]  # MPI would pass it to processes that it spawns, on other hosts as well
+            del os.environ[VARIABLE]
 
 
 def _other_folder() -> Path | None:

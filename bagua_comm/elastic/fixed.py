@@ -54,18 +54,6 @@ class FixedFleet(Fleet):
         """See `Fleet.stand_by`; there are no spares."""
         return False
 
-    def spawn(self, count: int) -> None:
-        """See `Fleet.spawn`.
-
-        Raises:
-            UnsupportedError: Always.
-        """
-        raise UnsupportedError(f"this job cannot start processes; {ADVICE}")
-
-    def has_joining(self) -> bool:
-        """See `Fleet.has_joining`."""
-        return False
-
     def end(self) -> None:
         """See `Fleet.end`."""
         exit_handler().advise("")

@@ -4,7 +4,7 @@ A fleet detects that a process has died, brings the living processes together in
 of them by a communicator. It does not decide who trains, nor does it restore any state: `loop` does.
 
 Every process has a number, which it keeps for as long as it lives. Its rank in a communicator may change. A
-process that replaces a dead one gets a new number.
+process that a launcher starts in the place of a dead one gets a new number.
 """
 
 from __future__ import annotations
@@ -80,8 +80,6 @@ class Rendezvous:
 class Fleet(ABC):
     """This process and its connection to the other processes of the job."""
 
-    can_spawn: bool = False
-    """Whether `spawn` can start processes that replace dead ones."""
     me: int
     """The number of this process."""
     wanted: int
@@ -130,20 +128,6 @@ class Fleet(ABC):
         Args:
             training: The numbers of the processes that train.
         """
-
-    @abstractmethod
-    def spawn(self, count: int) -> None:
-        """Start `count` processes that replace dead ones, in the background; they join a later rendezvous.
-
-        Only the first process of `Rendezvous.alive` calls this, once after a rendezvous.
-
-        Raises:
-            UnsupportedError: This fleet cannot start processes.
-        """
-
-    @abstractmethod
-    def has_joining(self) -> bool:
-        """Whether started processes are ready to join at a rendezvous. Any process may ask, at any time."""
 
     def fail(self, reason: str) -> None:  # noqa: B027 - not every fleet needs it
         """Report that the program has failed on this process: the rendezvous of the others raises `CommAborted`.

@@ -25,7 +25,6 @@ from ..errors import (
     CommError,
     CommTimeout,
     RankFailed,
-    UnsupportedError,
     shown,
 )
 from ..logs import log_on_root
@@ -84,7 +83,6 @@ def run(
     state: State,
     *,
     min_ranks: int = 1,
-    regrow: bool = False,
     timeout_s: float = TIMEOUT_S,
     fleet: Fleet | None = None,
     op_order: OpOrder = "rank",
@@ -109,7 +107,6 @@ def run(
         state: The state that is committed and restored.
         min_ranks: With fewer ranks than this, training ends with `RankFailed` on all living processes. The larger
             of this and `bagua run --min-ranks` applies.
-        regrow: Start processes that replace dead ones, and admit them after a later commit.
         timeout_s: How long a call may wait for its peers, and how long a process may be late before it is
             counted as dead, in seconds.
         fleet: The processes; by default those that were started with this one.
@@ -124,7 +121,6 @@ def run(
         ArrayError: `state` is not a `State`, `op_order` is unknown, or `min_ranks` is more than there are ranks;
             on all ranks alike.
         BootstrapError: A communicator is open already.
-        UnsupportedError: `regrow` is set, but this fleet cannot start processes; on all ranks alike.
         RankFailed: Too few ranks are left, or no snapshot of the state; the message names the dead processes.
     """
     if not isinstance(state, State):
@@ -145,12 +141,7 @@ def run(
                 "call nothing collective before elastic.run: it connects"
             )
         processes = start.start(timeout_s) if fleet is None else fleet
-        if regrow and not processes.can_spawn:
-            raise UnsupportedError(
-                "elastic.run: regrow=True, but processes cannot be started here to replace dead ones; start "
-                "spares with the job, bagua run --spares 1, which replace them at once"
-            )
-        result: T | None = _Loop(state, processes, min_ranks, regrow, op_order).run(train)
+        result: T | None = _Loop(state, processes, min_ranks, op_order).run(train)
         return result
 
     return decorator
@@ -176,13 +167,12 @@ class _Failure:
 
 
 class _Loop:
-    def __init__(self, state: State, fleet: Fleet, min_ranks: int, regrow: bool, op_order: OpOrder) -> None:
-        self._state, self._fleet = state, fleet
-        self._regrow, self._op_order = regrow, op_order
+    def __init__(self, state: State, fleet: Fleet, min_ranks: int, op_order: OpOrder) -> None:
+        self._state, self._fleet, self._op_order = state, fleet, op_order
         job = current_job()
         self._job = replace(job, folder=job.folder or fleet.folder)
         self._min_ranks = max(min_ranks, job.min_ranks or 1)
-        self._session = Session(state, fleet.me, self._job, fleet.has_joining if regrow else None)
+        self._session = Session(state, fleet.me, self._job)
         self._trainers: tuple[Process, ...] = ()
         self._entered = 0
         self._dead: list[Death] = []
@@ -248,8 +238,6 @@ class _Loop:
         newest_version = max((each.version for row in rows for each in row.snapshots), default=INITIAL)
         everyone.close()
         before, self._trainers, self._entered = known.trainers, trainers, known.entered + 1
-        if self._regrow and len(trainers) < fleet.wanted and fleet.me == rendezvous.alive[0].number:
-            fleet.spawn(fleet.wanted - len(trainers))
         training = [process.number for process in trainers]
         if fleet.me not in training:
             self._dead = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from ..checkpoint.engines import keep_engine, take_engine
 from ..checkpoint.trees import Packed
 from ..comm import Communicator
 from ..engine import Engine
-from ..errors import ArrayError, BaguaError, CommAborted
+from ..errors import ArrayError, BaguaError
 from ..flight import FlightRecorder
 from .roles import buddies
 from .snapshot import parts
@@ -25,10 +25,6 @@ from .snapshot.snapshots import Buffer, Layout, Snapshot, remove_slots, snapshot
 from .state import State
 
 
-class RanksChange(CommAborted):
-    """Processes are ready to join. All ranks raise it in the same commit, and start a rendezvous."""
-
-
 class Session:
     """One process's part in one training.
 
@@ -36,13 +32,10 @@ class Session:
         state: The state of the training.
         number: The number of this process.
         job: The job. Snapshots are files in its folder; without one, they are in memory of this process.
-        has_joining: Whether processes are ready to join.
     """
 
-    def __init__(
-        self, state: State, number: int, job: Job | None = None, has_joining: Callable[[], bool] | None = None
-    ) -> None:
-        self._state, self._has_joining = state, has_joining
+    def __init__(self, state: State, number: int, job: Job | None = None) -> None:
+        self._state = state
         self._parts: dict[str, parts.Part] = state._internals.parts
         self._job = job or Job()
         checksum(np.zeros(1))  # loads the kernel now: after a death, all would wait for a spare that loads it
@@ -152,7 +145,7 @@ class Session:
         """
         self._comm, self._buddies, self._engines = comm, buddies(hosts), []
         self._run, self._version = run, version - 1
-        self._commit(flag=False)
+        self._commit()
         if self._folder is not None:
             remove_slots(self._folder, except_of=living)
         comm.engine_registry = self
@@ -176,22 +169,16 @@ class Session:
                     warnings.warn(text, RuntimeWarning, stacklevel=4)
 
     def commit(self) -> None:
-        """Commit the state and the engines. Collective.
-
-        Raises:
-            RanksChange: Processes are ready to join; on all ranks, after the commit.
-        """
+        """Commit the state and the engines. Collective."""
         began_ns = time.perf_counter_ns()
         comm = self._comm
         assert comm is not None
-        done = self._commit(flag=self._has_joining is not None and self._has_joining())
+        done = self._commit()
         ended_ns = time.perf_counter_ns()
         detail = {"commit": self._version, "bytes": done.nbytes, "sent_bytes": done.sent_bytes}
         comm.tracer.add("commit", began_ns, ended_ns, detail)
         self._state._internals.commits.add(done.nbytes, done.sent_bytes, (ended_ns - began_ns) / 1e6)
         self.note_recovery()
-        if done.flag:
-            raise RanksChange("other processes are ready to join")
 
     def defer_records(self, comm: Communicator) -> None:
         """Let `write_records` write the records of the flight recorder of `comm` about calls that fail."""
@@ -216,7 +203,7 @@ class Session:
             self._comm.tracer.add("recovery", begin_ns, end_ns, {"meeting": change.number, "change": str(change)})
         self.write_records()
 
-    def _commit(self, *, flag: bool) -> Any:
+    def _commit(self) -> Any:
         assert self._comm is not None
         buffer = self._buffers[0] if self._newest is not self._buffers[0] else self._buffers[1]
         done = commit(
@@ -226,7 +213,6 @@ class Session:
             run=self._run,
             version=self._version + 1,
             buddies=self._buddies,
-            flag=flag,
         )
         self._version, self._newest = self._version + 1, buffer
         self._job.committed(self._version)

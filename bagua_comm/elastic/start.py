@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import logging
-import os
 from collections.abc import Callable
 
-from .. import kernels
-from ..bootstrap.connection import TIMEOUT_S, check_timeout, connect, open_world
-from ..bootstrap.environment import job, under_torchrun
+from ..bootstrap.connection import TIMEOUT_S, check_timeout, connect
+from ..bootstrap.environment import under_torchrun
 from ..bootstrap.mpi_start import start_fleet, under_ulfm
-from ..bootstrap.rendezvous import Deadline
 from ..bootstrap.world import refuse_a_second_world
 from ..errors import BootstrapError
-from ..transports import LocalTransport
 from .fixed import FixedFleet
 from .fleet import Fleet
-from .mpi.parent import ParentInfo
-
-_log = logging.getLogger(__name__)
 
 _under_torchrun: Callable[[float], Fleet] | None = None
 
@@ -61,18 +53,4 @@ def start(timeout_s: float = TIMEOUT_S) -> Fleet:
 
         return mpi.gather(timeout_s)
 
-    recruiter = job().recruiter
-    if not recruiter:
-        return start_fleet(timeout_s, gather)
-    parent = ParentInfo.parse(recruiter)
-    # No other process waits for a joining one yet, so whatever is slow the first time happens now.
-    kernels.on_host()
-    open_world(LocalTransport(), [0]).close()
-    deadline = Deadline(lambda: f"{parent} has ended" if parent.has_ended() else None, _exit)
-    return deadline.run(lambda: start_fleet(timeout_s, gather))
-
-
-def _exit(why: str) -> None:
-    """End this joining process, which can no longer be admitted: MPI may block for ever."""
-    _log.info("a joining process ends: %s", why)
-    os._exit(0)
+    return start_fleet(timeout_s, gather)

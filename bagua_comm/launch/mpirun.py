@@ -120,7 +120,7 @@ class Mpirun:
         return ("--mca", "btl_tcp_links", str(tcp_links.odd(count)))
 
     def ulfm(self) -> tuple[str, ...]:
-        """Return the arguments that let the other ranks continue when one dies, and new processes join."""
+        """Return the arguments that let the other ranks continue when one dies."""
         self.must_be_open_mpi("--ulfm")
         return ("--with-ft", "ulfm", "--prtemca", "state_base_recoverable", "1")
 

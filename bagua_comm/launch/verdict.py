@@ -7,8 +7,7 @@ a host has died. An attempt
                   without `elastic.run`, if mpirun returned 0 and every rank that connected finished
     failed        if a rank ended with an uncaught exception of its own, or with an exit code of its own, since a
                   restart would fail again; or if it died after training, but before the end of the program, when
-                  commits are gone. It is not restarted. mpirun's exit code may also be that of a process that was
-                  started to replace a dead one, and ended before it connected: then it is ignored
+                  commits are gone. It is not restarted
     was lost      otherwise: ranks were killed by signals or ended because of others, mpirun was killed, or hosts
                   are gone. It is restarted
 """
@@ -56,7 +55,7 @@ def judge(entries: Sequence[dict[str, Any]], code: int, *, gone: Sequence[str] =
     if own:
         return Verdict("failed", code if 0 < code < 128 else 1, _describe(own[0]))
     is_lost = errors or missing or gone or before
-    if (1 < code < 128 and not _is_a_recruit_missing(entries)) or (code == 1 and not is_lost):
+    if 1 < code < 128 or (code == 1 and not is_lost):
         return Verdict("failed", code, f"the program ended with exit code {code}")
     if trained:
         missing = [entry for entry in missing if _process(entry) in trained]
@@ -94,13 +93,6 @@ def _deaths_before_connect(entries: Sequence[dict[str, Any]]) -> str:
         return ""
     texts = {f"rank {number} on {host} ended without calling connect" for _, number, host, _ in deaths(entries)}
     return ", ".join(sorted(texts))
-
-
-def _is_a_recruit_missing(entries: Sequence[dict[str, Any]]) -> bool:
-    """Whether a process that was started to replace a dead one has not connected."""
-    recruits: int = sum(entry["count"] for entry in entries if entry["kind"] == "recruits")
-    sizes: list[int] = [entry.get("size", 1) for entry in entries if entry["kind"] == "start"]
-    return recruits > 0 and len(sizes) < max(sizes, default=1) + recruits
 
 
 def deaths(entries: Sequence[dict[str, Any]]) -> set[tuple[Any, ...]]:

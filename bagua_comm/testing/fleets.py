@@ -33,7 +33,6 @@ class ThreadJob:
         wanted: How many train; all of them if None.
         hosts: The host of each process; a single host if None.
         timeout_s: How long a call or a rendezvous may wait.
-        spawn: Run as a new process by `Fleet.spawn`; None if this job cannot start processes.
     """
 
     def __init__(
@@ -43,14 +42,13 @@ class ThreadJob:
         wanted: int | None = None,
         hosts: Sequence[str] | None = None,
         timeout_s: float = 20.0,
-        spawn: Callable[[ThreadFleet], Any] | None = None,
     ) -> None:
-        self.wanted, self.timeout_s, self.spawn = wanted or size, timeout_s, spawn
+        self.wanted, self.timeout_s = wanted or size, timeout_s
         self.changed = threading.Condition(threading.RLock())
         self.processes = {n: Process(n, hosts[n] if hosts else "host", 1000 + n) for n in range(size)}
         """All processes that have ever been admitted, by number."""
         self.joining: list[int] = []
-        """Spawned processes that are ready to join."""
+        """Processes that were started later, and are ready to join."""
         self.alive = set(self.processes)
         self.dead: list[Death] = []
         self.doomed: set[int] = set()
@@ -115,8 +113,13 @@ class ThreadJob:
             raise Killed(f"process {number} in {what}")
 
     def start(self, body: Callable[[ThreadFleet], Any], number: int) -> dict[str, Any]:
-        """Start a process; the returned dictionary will hold its "result", "error" or "killed"."""
+        """Start a process; the returned dictionary will hold its "result", "error" or "killed".
+
+        A process with a number that the job does not have yet is admitted at the next rendezvous.
+        """
         outcome: dict[str, Any] = {}
+        with self.changed:
+            self.alive.add(number)
 
         def process() -> None:
             try:
@@ -145,7 +148,6 @@ class ThreadFleet(Fleet):
 
     def __init__(self, job: ThreadJob, number: int) -> None:
         self._job, self.me, self.wanted, self.timeout_s = job, number, job.wanted, job.timeout_s
-        self.can_spawn = job.spawn is not None
         self._connected = 0
         self._admitted = number in job.processes
 
@@ -154,7 +156,7 @@ class ThreadFleet(Fleet):
         job = self._job
         job.check(self.me, "rendezvous")
         with job.changed:
-            if not self._admitted:  # a spawned process waits for a rendezvous of the others
+            if not self._admitted:  # a process that was started later waits for the others
                 job.joining.append(self.me)
                 job.wake()
                 job.changed.wait_for(lambda: self.me in job.processes or job.over, job.timeout_s)
@@ -219,20 +221,6 @@ class ThreadFleet(Fleet):
             job.changed.wait_for(is_over)
         job.check(self.me, "stand_by")
         return job.requested_rounds > completed or not job.over
-
-    def spawn(self, count: int) -> None:
-        """See `Fleet.spawn`."""
-        job = self._job
-        assert job.spawn is not None
-        for _ in range(count):
-            with job.changed:
-                number = max([*job.processes, *job.joining, *job.alive], default=-1) + 1
-                job.alive.add(number)
-            job.start(job.spawn, number)
-
-    def has_joining(self) -> bool:
-        """See `Fleet.has_joining`."""
-        return bool(self._job.joining)
 
     def end(self) -> None:
         """See `Fleet.end`."""

@@ -37,7 +37,6 @@ from bagua_comm import (
     CommTimeout,
     Communicator,
     RankFailed,
-    UnsupportedError,
 )
 from bagua_comm.bootstrap import environment
 from bagua_comm.bootstrap.connection import open_world
@@ -142,8 +141,6 @@ class TorchrunFleet(Fleet):
         self._lock = threading.Lock()
         self._requested = threading.Event()
         self._stopped = threading.Event()
-        self._joining = 0
-        """How many restarted processes have registered so far."""
         self._watcher = threading.Thread(target=self._watch, name="bagua-fleet", daemon=True)
         self._watcher.start()
         atexit.register(self._stop_watching)
@@ -321,7 +318,6 @@ class TorchrunFleet(Fleet):
                     next_s = time.monotonic() + HEARTBEAT_S
                     store.add(f"heartbeat/{self.me}", 1)
                     store.add("heartbeat", 1)
-                    self._joining = store.add("joining")
         except RankFailed as exc:
             _log.warning("%s", exc)
 
@@ -329,18 +325,3 @@ class TorchrunFleet(Fleet):
         """Stop the watching thread. A request to the store while Python exits would abort the process."""
         self._stopped.set()
         self._watcher.join(STOP_S)
-
-    def has_joining(self) -> bool:
-        """See `Fleet.has_joining`: processes that torchrun has restarted."""
-        return any(self._started + each not in self._processes for each in range(self._joining))
-
-    def spawn(self, count: int) -> None:
-        """See `Fleet.spawn`.
-
-        Raises:
-            UnsupportedError: Always.
-        """
-        raise UnsupportedError(
-            "regrow: only torchrun starts processes here; give it --max-restarts, and leave regrow out, or start "
-            "the program by `python -m bagua_comm run`"
-        )

@@ -67,7 +67,6 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--trials", type=at_least(0), default=15, help="trainings whose ranks are killed (15)")
     parser.add_argument("--torch", type=at_least(0), default=0, help="the same with DistributedDataParallel (0)")
-    parser.add_argument("--regrow", type=at_least(0), default=0, help="the same, and newcomers are let in (0)")
     parser.add_argument("--stops", type=at_least(0), default=0, help="trainings whose ranks are stopped (0)")
     parser.add_argument("--classes", type=at_least(0), default=0, help="other faults, each so often (0); root")
     parser.add_argument("--hosts", type=at_least(0), default=0, help="trainings that lose a host (0); needs root")
@@ -88,7 +87,6 @@ def planned(options: argparse.Namespace) -> list[Trial]:
     trials = [
         *plans.kills(options.trials, options.seed),
         *plans.torch_kills(options.torch, options.seed),
-        *plans.newcomers(options.regrow, options.seed),
         *plans.stops(options.stops, options.seed),
         *plans.classes(options.classes, options.seed),
     ]
@@ -141,8 +139,6 @@ def group_of(trial: Trial) -> str:
         return trial.fault
     if trial.kind == "host":
         return trial.blows[0].phase
-    if trial.kind == "spawn":
-        return "let in"
     stopped = any(blow.signal != plans.SIGKILL for blow in trial.blows)
     return f"stop, {trial.kind}" if stopped else trial.kind
 

@@ -14,22 +14,21 @@ from typing import Any, Literal
 from .means import Means
 from .model import MICROBATCHES
 
-Kind = Literal["spare", "fewer", "spawn", "too few", "host"]
-"""The expected result of a death: a spare replaces the rank; fewer ranks continue; fewer continue until a new
-process is admitted; all end; all are started again on the hosts that are alive."""
+Kind = Literal["spare", "fewer", "too few", "host"]
+"""The expected result of a death: a spare replaces the rank; fewer ranks continue; all end; all are
+started again on the hosts that are alive."""
 
 LinkFault = Literal["slow sender", "slow reader", "half-open, out", "half-open, in", "split brain"]
 """What happens to a host's link: it sends or is sent one byte a millisecond; what it sends or is sent is lost;
 half of the hosts are cut off from the others. It ends after a while."""
 
 Phase = (
-    Literal["construct", "step", "commit", "recover", "regrow", "leave", "save", "unsaved"]
+    Literal["construct", "step", "commit", "recover", "leave", "save", "unsaved"]
     | Literal["dead host", "cut host"]
     | LinkFault
 )
-"""When a blow falls: while an engine is made, in a step, in a commit, in a recovery, while a process is started
-to replace a dead one, after the last step, while a checkpoint is saved, after that has failed; or in a step on
-all processes of a host, or on its link."""
+"""When a blow falls: while an engine is made, in a step, in a commit, in a recovery, after the last step, while a
+checkpoint is saved, after that has failed; or in a step on all processes of a host, or on its link."""
 
 RANKS = 3
 LIMIT_S = 60.0
@@ -125,7 +124,7 @@ class Blow:
         phase: The phase of training in which it falls.
         step: The first step in which it may fall.
         delay_s: Seconds after a process has reported the phase.
-        whom: The victim: a training "rank", a "spare", a "newcomer", or all processes of a "host".
+        whom: The victim: a training "rank", a "spare", or all processes of a "host".
         choices: A number from 0 to 1 for each victim, which selects it among the candidates.
         signal: SIGKILL or SIGSTOP.
         resume_s: After SIGSTOP, seconds until SIGCONT; None for never.
@@ -137,7 +136,7 @@ class Blow:
     phase: Phase
     step: int
     delay_s: float
-    whom: Literal["rank", "spare", "newcomer", "host"] = "rank"
+    whom: Literal["rank", "spare", "host"] = "rank"
     choices: tuple[float, ...] = (0.0,)
     signal: int = SIGKILL
     resume_s: float | None = None
@@ -186,7 +185,6 @@ _DELAYS = {
     "commit": 0.004,
     "save": 0.01,
     "recover": 0.03,
-    "regrow": 1.2,
     "leave": 0.05,
 }
 """Longest duration of a phase: delays are drawn from 0 to this."""
@@ -202,22 +200,6 @@ def torch_kills(count: int, seed: int) -> Iterator[Trial]:
     """Trials of DistributedDataParallel with SIGKILL."""
     for number in range(count):
         yield draw(f"torch-{seed}-{number}", TORCH_CASES[number % len(TORCH_CASES)])
-
-
-def newcomers(count: int, seed: int) -> Iterator[Trial]:
-    """Trials with SIGKILL in which processes are started in the place of dead ones, and may die as well."""
-    for number in range(count):
-        name = f"grow-{seed}-{number}"
-        chance = random.Random(name)
-        phase: Phase = chance.choices(["step", "commit", "construct"], [50, 30, 20])[0]
-        step = 0 if phase == "construct" else chance.randrange(1, STEPS - 10)
-        victims = 2 if chance.random() < TWO_AT_ONCE else 1
-        delay_s = chance.uniform(0, _DELAYS[phase])
-        blows = [Blow(phase, step, delay_s, choices=tuple(chance.random() for _ in range(victims)))]
-        if victims == 1 and chance.random() < 0.3:
-            whom = chance.choice(["rank", "newcomer"])
-            blows.append(Blow("regrow", 0, chance.uniform(0, _DELAYS["regrow"]), whom, (chance.random(),)))
-        yield Trial(name, "spawn", CASES[number % len(CASES)], 0, 1, STEPS, 1, tuple(blows))
 
 
 def stops(count: int, seed: int) -> Iterator[Trial]:

@@ -32,8 +32,8 @@ Rows = Sequence[dict[str, Any]]
 
 
 def times_of(rows: Rows) -> np.ndarray:
-    """The times of all trials that have one, in milliseconds: how long until it went on, grew again, or ended."""
-    times = [row.get("regrowth_s") or row.get("recovery_s") or row.get("ended_s") for row in rows]
+    """The times of all trials that have one, in milliseconds: how long until it went on, or ended."""
+    times = [row.get("recovery_s") or row.get("ended_s") for row in rows]
     return np.array([time * 1e3 for time in times if time is not None])
 
 

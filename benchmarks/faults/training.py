@@ -18,7 +18,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +28,6 @@ from .model import MICROBATCHES, Data, Model, Steps, digest_of
 
 SAVE_EVERY = 3
 """Steps from one checkpoint to the next."""
-
-LAST_STEPS, HOLD_S = 10, 20.0
-"""A training that starts processes waits before its last steps until all ranks are back, at most this long."""
 
 
 # Steps and commits --------------------------------------------------------------------------------------------
@@ -45,9 +42,6 @@ def train(comm: Any, model: Model, state: Any, options: argparse.Namespace, send
     checkpoints = Checkpoints(options.checkpoints, comm, send) if options.checkpoints else None
     restored = {"model": copy.deepcopy(model.state_dict()), "engine": steps.engine.state_dict()}
     for step in range(began, options.steps):
-        if comm.size < options.ranks and step >= options.steps - LAST_STEPS:
-            hold(comm, lambda: commit(steps, model, state, send))
-            options.ranks = 0  # no process was admitted: end without
         if options.until and comm.broadcast_object(time.monotonic() > options.until, root=0):
             break
         time.sleep(options.pause_s)
@@ -115,14 +109,6 @@ class Checkpoints:
         self._checkpoints.close()
 
 
-def hold(comm: Any, commit: Callable[[], None]) -> None:
-    """Commit without steps, so that new processes are admitted, for `HOLD_S` at most. Collective."""
-    until = time.monotonic() + HOLD_S
-    while comm.broadcast_object(time.monotonic() < until, root=0):
-        time.sleep(0.02)
-        commit()
-
-
 def replay(comm: Any, model: Model, restored: dict[str, Any], steps: range) -> str:
     """Repeat these steps from the restored state; return the digest of the weights. Collective."""
     model.load_state_dict(restored["model"])
@@ -167,7 +153,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             faulthandler.dump_traceback_later(5 * options.timeout_s, file=stacks)
             raise
 
-    run = elastic.run(state, min_ranks=options.min_ranks, regrow=options.regrow, timeout_s=options.timeout_s)
+    run = elastic.run(state, min_ranks=options.min_ranks, timeout_s=options.timeout_s)
     send("run")
     try:
         ended = run(body)
@@ -208,8 +194,6 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--min-ranks", type=int, default=1)
     parser.add_argument("--timeout-s", type=float, default=15.0)
     parser.add_argument("--checkpoints", type=Path, help="a folder to save the weights in")
-    parser.add_argument("--regrow", action="store_true", help="start processes in the place of dead ones")
-    parser.add_argument("--ranks", type=int, default=0, help="wait until so many train before the last steps")
     parser.add_argument("--alike", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--replay", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--compiled", action="store_true", help="use Numba's kernels")

@@ -44,7 +44,7 @@ class Stroke:
     blow: int
     """The index of the blow."""
     rank: int | None
-    """Its rank then; None for a spare or a new process."""
+    """Its rank then; None for a spare."""
     signal: int
     means: Means = "signal"
 
@@ -104,7 +104,6 @@ def training_of(trial: Trial, folder: TrialFolder, data: Path) -> list[str]:
     arguments += ["--alike" if trial.case.alike else "--no-alike"]
     arguments += ["--replay" if trial.case.repeats else "--no-replay"]
     arguments += ["--checkpoints", folder.disk] if trial.uses("full disk") else []
-    arguments += ["--regrow", "--ranks", trial.ranks] if trial.kind == "spawn" else []
     return ["-m", "benchmarks.faults.training", *map(str, arguments)]
 
 
@@ -199,8 +198,6 @@ def _comes(event: Event, blow: Blow, seen: Seen) -> bool:
     """Whether an event reports the phase in which the blow falls."""
     if seen.strokes and event.t < seen.strokes[-1].t:
         return False
-    if blow.phase == "regrow":
-        return event.what == ("hello" if blow.whom == "newcomer" else "enter")
     return event.what == BEGINS[blow.phase] and event.facts.get("step", blow.step) >= blow.step
 
 
@@ -249,9 +246,7 @@ def _targets(blow: Blow, seen: Seen) -> list[int]:
     ranks = seen.ranks()
     if blow.whom == "rank":
         return sorted((pid for pid in living if pid in ranks), key=lambda pid: ranks[pid])
-    late = seen.strokes[0].t if seen.strokes else float("inf")
-    came = {e.pid: e.t for e in seen.of("hello")}
-    return [pid for pid in living if pid not in ranks and (came[pid] > late) == (blow.whom == "newcomer")]
+    return [pid for pid in living if pid not in ranks]
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -1,7 +1,6 @@
 """The verdict on a trial: whether it continued, or ended as it must; and how soon.
 
 A trial that continues must:
-* have all ranks again, if new processes are started;
 * end in time with exit code 0, on every process that is alive, with as many ranks as possible;
 * restore what was committed: bytes that some rank committed at that step, or, if weights differ between ranks and
   their number has changed, the mean over the ranks; and no earlier step than the last for which `commit` returned
@@ -47,8 +46,6 @@ class Verdict:
     problems: list[str] = field(default_factory=list)
     recovery_s: float | None = None
     """Seconds from the last blow to the first step that all ranks have made."""
-    regrowth_s: float | None = None
-    """Seconds from the last blow to the first step with as many ranks as before."""
     ended_s: float | None = None
     """Seconds from the last blow to the end of the last rank, if too few were left."""
 
@@ -82,11 +79,8 @@ def judge(trial: Trial, seen: Seen, undisturbed: str | None = None) -> Verdict:
     problems = [*_of_the_end(trial, seen, alive), *_of_restoring(seen), *_of_weights(trial, seen, undisturbed)]
     problems += _of_a_split(seen) if trial.fault == "split brain" else []
     problems += _of_checkpoints(trial, seen) if trial.uses("full disk") else []
-    regrowth_s = _first_step(seen, alive, least=trial.ranks) if trial.kind == "spawn" else None
-    if trial.kind == "spawn" and regrowth_s is None and not _late(seen):
-        problems.append(f"there were never {trial.ranks} ranks again")
-    recovery_s = _first_step(seen, alive, least=1)
-    return Verdict("failed" if problems else "went on", problems, recovery_s=recovery_s, regrowth_s=regrowth_s)
+    recovery_s = _first_step(seen, alive)
+    return Verdict("failed" if problems else "went on", problems, recovery_s=recovery_s)
 
 
 # Trials that continue ------------------------------------------------------------------------------------------
@@ -113,13 +107,8 @@ def _of_the_end(trial: Trial, seen: Seen, alive: list[int]) -> Iterator[str]:
     sizes = {e.facts["size"] for e in done}
     if len(sizes) != 1:
         yield f"ranks ended among {sorted(sizes)} ranks"
-    elif not (size := sizes.pop()) >= least or (size > least and not _may_return(trial) and not _late(seen)):
+    elif not (size := sizes.pop()) >= least or (size > least and not trial.uses("link") and not _late(seen)):
         yield f"{size} ranks trained to the end, expected {least}"
-
-
-def _may_return(trial: Trial) -> bool:
-    """Whether dead processes are replaced by new ones, or hosts are used again."""
-    return trial.kind == "spawn" or trial.uses("link")
 
 
 def _late(seen: Seen) -> bool:
@@ -171,8 +160,8 @@ def _of_weights(trial: Trial, seen: Seen, undisturbed: str | None) -> Iterator[s
         yield "the bytes are not those of a training that nobody disturbed"
 
 
-def _first_step(seen: Seen, alive: list[int], least: int) -> float | None:
-    """From the last blow until all ranks have done a step, `least` of them or more."""
+def _first_step(seen: Seen, alive: list[int]) -> float | None:
+    """From the last blow until all ranks have done a step."""
     blow = seen.strokes[-1].t
     entered: dict[int, Event] = {}
     since: dict[int, float] = {}
@@ -186,8 +175,7 @@ def _first_step(seen: Seen, alive: list[int], least: int) -> float | None:
             since.pop(event.pid, None)
         elif event.what == "step" and event.pid in entered:
             since.setdefault(event.pid, event.t)
-            size = event_size = entered[event.pid].facts["size"]
-            if event_size >= least and len(since) == size:
+            if len(since) == entered[event.pid].facts["size"]:
                 return max(since.values()) - blow
     return None
 

@@ -3,8 +3,8 @@
     python -m benchmarks.soak --minutes 60 --out benchmarks/results/soak
     python -m benchmarks.soak --minutes 3 --every 8
 
-The training runs under `bagua run --spares --restarts` with `regrow=True` on two emulated hosts, so dead
-processes are replaced by spares, by new processes, and by new starts of mpirun. It fails if a minute passes
+The training runs under `bagua run --spares --restarts` on two emulated hosts, so dead
+processes are replaced by spares, and by new starts of mpirun. It fails if a minute passes
 without a step, if the memory, threads or descriptors of a process or the files in /dev/shm grow, if something is
 left behind, or if a commit or the end has other bytes than an undisturbed training. This needs root
 (benchmarks.netlab).

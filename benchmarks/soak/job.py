@@ -165,7 +165,7 @@ def _command(lab: Lab, folder: TrialFolder, data: Path, record: Path, until: flo
     run += ["--record", str(record)]
     training = ["-m", "benchmarks.faults.training", "--pipe", folder.path / "events", "--data", data]
     training += ["--algorithm", ALGORITHM, "--steps", 10**9, "--until", until, "--pause-s", PAUSE_S]
-    training += ["--timeout-s", TIMEOUT_S, "--min-ranks", least, "--regrow", "--no-replay"]
+    training += ["--timeout-s", TIMEOUT_S, "--min-ranks", least, "--no-replay"]
     return lab.inside(0, *run, *map(str, training))
 
 
@@ -259,7 +259,7 @@ class _Disturber:
             else:
                 kill(member.pid, member.start)
                 self._seen.members.pop(member.pid, None)
-        return [f"rank {m.rank}" if m.rank is not None else "spare or newcomer" for m in victims]
+        return [f"rank {m.rank}" if m.rank is not None else "spare" for m in victims]
 
     def _victims(self, what: Disturbance) -> list[Member]:
         alive = [m for m in self._seen.members.values() if m.start and start_of(m.pid) == m.start]

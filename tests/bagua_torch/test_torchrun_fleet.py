@@ -20,7 +20,7 @@ from support.forked_fleet import TIMEOUT_S, Processes, run
 from support.launch import torchrun, with_packages
 from support.waiting import until
 
-from bagua_comm import ArrayError, BootstrapError, CommError, RankFailed, UnsupportedError, elastic
+from bagua_comm import ArrayError, BootstrapError, CommError, RankFailed, elastic
 from bagua_comm.elastic import start
 from bagua_comm.files import shared_memory
 from bagua_torch.process_group import agent_folder, fleet
@@ -223,7 +223,7 @@ def test_a_process_that_is_started_again_alone_is_admitted(processes):
             die()
         with pytest.raises(CommError) as error:
             total(comm)
-        until(fleet.has_joining)
+        until(lambda: fleet._fleet_store.add("joining") == 1)
         rendezvous = fleet.rendezvous(error.value)
         comm = connect_all(fleet, rendezvous)
         result = total(comm)
@@ -242,13 +242,6 @@ def test_a_process_that_is_started_again_alone_is_admitted(processes):
     assert processes.result(second) is None
     third = processes.start(1, 2, new)
     assert [processes.result(first), processes.result(third)] == [([0, 2], 3.0)] * 2
-
-
-def test_this_fleet_starts_no_processes():
-    fleet = TorchrunFleet(dist.HashStore(), 0, 1, timeout_s=5)
-    with pytest.raises(UnsupportedError, match="give it --max-restarts"):
-        fleet.spawn(1)
-    fleet.end()
 
 
 @pytest.mark.slow

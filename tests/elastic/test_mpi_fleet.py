@@ -166,9 +166,6 @@ def test_one_process_without_a_launcher_is_a_fleet_with_one_rendezvous():
         assert comm.allreduce(np.ones(2)).tolist() == [1, 1]
     with pytest.raises(UnsupportedError, match=r"members are \[0, 1\], expected all 1 processes"):
         fleet.connect([0, 1])
-    with pytest.raises(UnsupportedError, match="run --ulfm"):
-        fleet.spawn(1)
-    assert not fleet.has_joining()
     assert not fleet.stand_by([0])
     with pytest.raises(RankFailed, match=r"lost \(rank 1 died\); start it by .*--ulfm") as caught:
         fleet.rendezvous(RankFailed("rank 1 died", [1]))
@@ -293,7 +290,7 @@ def test_a_half_of_a_split_ends_and_names_a_process_that_it_does_not_reach():
     for index, silent in ((0, (2, 3)), (3, (0, 1))):
         living = [each for each in range(4) if each != index]
         agreement = Agreement(
-            SimpleNamespace(index=index, places=places, living=lambda living=living: living), 3.0, tuple
+            SimpleNamespace(index=index, places=places, living=lambda living=living: living), 3.0
         )
         agreement.participants = participants
         expected = (

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-import threading
 
 import numpy as np
 import pytest
@@ -11,7 +10,7 @@ from support.golden import GOLDEN
 from support.waiting import until
 
 import bagua_comm
-from bagua_comm import Engine, Point, TensorSpec
+from bagua_comm import CommAborted, Engine, Point, TensorSpec
 from bagua_comm.algorithms.base import pack
 from bagua_comm.elastic import State, run
 from bagua_comm.testing.fleets import ThreadJob, run_fleet
@@ -33,22 +32,15 @@ class Training:
     def __init__(self, case):
         self.case, self.algorithm = case, algorithm_of(case)
         self.joining = sum(len(each["ranks"]) for each in case["failures"] if each["where"] == "join")
-        self.job = ThreadJob(
-            case["ranks"] + case["spares"],
-            wanted=case["ranks"] + self.joining,
-            spawn=self.body if self.joining else None,
-        )
-        self.may_join = threading.Event()
+        self.job = ThreadJob(case["ranks"] + case["spares"], wanted=case["ranks"] + self.joining)
         self.rows = {}
         """By run, step and rank: the weights, and where they are committed the state of the engine."""
 
     def body(self, fleet):
-        if fleet.me not in self.job.processes:
-            assert self.may_join.wait(20)
         weights = {name: value.copy() for name, value in INITIAL.items()}
         state = State(step=0, **weights)
 
-        @run(state, fleet=fleet, regrow=bool(self.joining))
+        @run(state, fleet=fleet)
         def train(comm):
             self.train(comm, fleet, state, weights)
 
@@ -83,12 +75,20 @@ class Training:
                         row[field] = {name: np.array(saved[name][field]) for name in weights}
                     if (failure["where"], failure["step"]) == ("commit", state.step):
                         self.die(comm, fleet, failure["ranks"])
-                    if (failure["where"], failure["step"]) == ("join", state.step):
-                        self.may_join.set()
-                        until(lambda: len(self.job.joining) == self.joining)
                     state.commit()
                     comm.barrier()  # all have committed this step before one dies in a later one
+                    if (failure["where"], failure["step"]) == ("join", state.step):
+                        self.admit(comm)
             engine.stop()
+
+    def admit(self, comm):
+        """Let processes join, and leave this run for a rendezvous with them."""
+        if comm.rank == 0:
+            first = len(self.job.processes)
+            for number in range(first, first + self.joining):
+                self.job.start(self.body, number)
+        until(lambda: len(self.job.joining) == self.joining)
+        raise CommAborted("others wait to join")
 
     def die(self, comm, fleet, ranks):
         """Let these ranks die in their next call."""

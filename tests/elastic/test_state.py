@@ -6,8 +6,9 @@ import threading
 
 import numpy as np
 import pytest
+from support.waiting import until
 
-from bagua_comm import ArrayError, CommError, Own, Plan, TensorSpec, UnsupportedError
+from bagua_comm import ArrayError, CommAborted, CommError, Own, Plan, TensorSpec, UnsupportedError
 from bagua_comm.elastic import State, run
 from bagua_comm.elastic.session import Session
 from bagua_comm.elastic.snapshot.snapshots import Buffer
@@ -237,22 +238,27 @@ def test_a_callback_is_called_before_training_is_entered_again():
     assert seen == [(1, 2, 1, 1)]
 
 
-def test_processes_that_wait_are_admitted_at_a_commit():
+def test_a_process_that_waits_is_admitted_at_the_next_rendezvous():
     def body(fleet):
         state = State(step=0)
 
-        @run(state, fleet=fleet, regrow=True)
+        @run(state, fleet=fleet)
         def train(comm):
-            while state.step < 50 and not (state.step > 5 and comm.size == 3):
+            while not (state.step > 5 and comm.size == 3):
                 state.step += 1
                 if fleet.me == 1 and state.step == 3:
                     job.kill(1)
                 state.commit()
+                if state.step == 5 and comm.size == 2:
+                    if comm.rank == 0:
+                        job.start(body, 3)
+                    until(lambda: job.joining)
+                    raise CommAborted("another waits to join")
             return comm.rank, comm.size
 
         return train, [len(change.after) for change in state.history]
 
-    job = ThreadJob(3, spawn=body)
+    job = ThreadJob(3)
     first, _, third = run_fleet(job, body)
     assert first["result"] == ((0, 3), [2, 3])
     assert third["result"] == ((1, 3), [2, 3])

@@ -22,7 +22,7 @@ Elastic training. Everything is committed after every third step. A failure is o
 
     step      ranks die in a step, after the inner optimizer and before the exchange
     commit    ranks die in the commit after a step
-    join      no rank dies: ranks join in the commit after a step, which is valid
+    join      no rank dies: ranks join after the commit of a step, which is valid
 
 and training continues from the last commit: from its step number, anchors, momenta, and what is under way. With a
 spare for each dead rank, each rank has its own weights again. On another number of ranks, all begin with the mean

@@ -316,7 +316,6 @@ def entry(kind, rank=0, attempt=0, **facts):
 START = [entry("start", rank, size=2) for rank in range(2)]
 TRAINED = [entry("trained", rank) for rank in range(2)]
 EXIT = [entry("exit", rank) for rank in range(2)]
-RECRUIT, NEWCOMER = entry("recruits", count=1), entry("start", 2, size=1)
 OWN = entry("error", 1, error="ValueError", text="x", due_to_others=False)
 UNCONNECTED = entry("death", dead={"number": 1, "host": "a"}, reason="ended without calling connect")
 OTHERS = entry("error", 0, error="RankFailed", text="rank 1 died", due_to_others=True)
@@ -331,10 +330,6 @@ OTHERS = entry("error", 0, error="RankFailed", text="rank 1 died", due_to_others
         ([*START, TRAINED[0], EXIT[0]], 0, [], ("succeeded", 0)),
         ([*START, *TRAINED, EXIT[0]], 0, [], ("failed", 1)),  # killed after training, in what follows
         ([*START, *TRAINED, *EXIT], 3, [], ("failed", 3)),
-        # The code may be that of the process that vanished.
-        ([*START, RECRUIT, *TRAINED, *EXIT], 3, [], ("succeeded", 0)),
-        ([*START, RECRUIT, NEWCOMER, *TRAINED, *EXIT], 3, [], ("failed", 3)),
-        ([*START, RECRUIT, EXIT[0]], 3, ["b"], ("lost", 3)),
         ([*START, EXIT[0], OWN], 1, [], ("failed", 1)),
         ([*START, OTHERS, OWN], 137, [], ("failed", 1)),
         ([*START, OTHERS], 1, [], ("lost", 1)),

@@ -23,17 +23,6 @@ ACCEPTED = {
     ("transports/mpi/world.py", "each.Free"): "the same",
     ("bootstrap/rank_exit.py", "self.library.MPI_Finalize"): "at exit, when all ranks have left",
     ("bootstrap/rank_exit.py", "library.MPI_Finalize"): "at exit, while another thread watches",
-    ("elastic/mpi/spawn.py", "MPI.Info.Create"): "it is local",
-    (
-        "elastic/mpi/spawn.py",
-        "MPI.COMM_SELF.Spawn",
-    ): "on a thread of its own; SpawnedGroup.trouble watches it",
-    ("elastic/mpi/spawn.py", "between.Merge"): "the same; where others take part, they are ready",
-    ("elastic/mpi/spawn.py", "between.Disconnect"): "the same",
-    ("elastic/mpi/spawn.py", "comm.recv"): "the same, or it has arrived",
-    ("elastic/mpi/spawn.py", "self.comm.send"): "it is short, and waits for nobody",
-    ("elastic/mpi/spawn.py", "everyone.Free"): "of a group, which is this process' own",
-    ("elastic/mpi/spawn.py", "group.Free"): "of a group, which is this process' own",
 }
 """Calls that may block elsewhere, with the reason."""
 

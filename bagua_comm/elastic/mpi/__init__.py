@@ -1,1 +1,1 @@
-"""A fleet over MPI: membership, agreement, failure detection, and spawned processes."""
+"""A fleet over MPI: membership, agreement, and failure detection."""

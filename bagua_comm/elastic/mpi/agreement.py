@@ -13,7 +13,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -51,8 +51,6 @@ class Participant:
     info: ProcessInfo
     killed: tuple[tuple[int, str], ...] = ()
     """The processes that it has killed, and why."""
-    joining: tuple[ProcessInfo, ...] = ()
-    """The processes that it has spawned, and that are ready to be admitted."""
 
 
 def location_of(info: ProcessInfo) -> Place:
@@ -66,15 +64,12 @@ class Agreement:
     Args:
         processes: The processes of the job.
         timeout_s: How long a process may stay away before it is fenced.
-        joining: Returns the processes that this one has spawned, and that are ready to be admitted.
     """
 
-    def __init__(
-        self, processes: JobProcesses, timeout_s: float, joining: Callable[[], Sequence[ProcessInfo]]
-    ) -> None:
-        self._processes, self._timeout_s, self._joining = processes, timeout_s, joining
+    def __init__(self, processes: JobProcesses, timeout_s: float) -> None:
+        self._processes, self._timeout_s = processes, timeout_s
         self.round = 0
-        """Number of rounds so far in the present communicator."""
+        """Number of rounds so far."""
         self.control: ChannelTransport | None = None
         """Connects all participants of the last agreement."""
         self.participants: dict[int, Participant] = {}
@@ -139,8 +134,7 @@ class Agreement:
             )
         channel = processes.channel_of_round(self.round)
         control = ChannelTransport(processes, alive, channel, timeout_s=self._limit_s(), with_window=False)
-        joining = tuple(self._joining()) if wants == RESUME else ()
-        this = Participant(wants, ProcessInfo.of_this(), tuple(self._killed.items()), joining)
+        this = Participant(wants, ProcessInfo.of_this(), tuple(self._killed.items()))
         rows: list[Participant] = []
         with suppress(CommError):
             rows = Communicator([control], tracer=NULL).allgather_object(this)

@@ -261,10 +261,10 @@ class ChannelTransport(MPITransport):
     ) -> None:
         self._processes = processes
         super().__init__(
-            cast(MPI.Comm, Channel(processes.comm, [processes.rank_of(each) for each in members], channel)),
+            cast(MPI.Comm, Channel(processes.comm, members, channel)),
             timeout_s=timeout_s,
             world=processes,
-            group=f"channel {processes.size}.{channel}",  # channel numbers restart when processes are admitted
+            group=f"channel {channel}",
             members=members,
             with_window=with_window,
         )

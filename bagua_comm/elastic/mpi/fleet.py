@@ -1,9 +1,7 @@
 """A fleet over MPI that survives deaths (Open MPI with ULFM: `bagua run --ulfm`).
 
 All processes are ranks of one MPI communicator, and no other one is created (see `channel`). A rendezvous is an
-agreement of all living processes (see `agreement`). If spawned processes are ready to join, the living processes
-admit them: they create one communicator with them, agree that all have it, move to it, and hold another
-agreement there.
+agreement of all living processes (see `agreement`).
 
 The end of the job is an agreement too, so that no process leaves while another one may have to repeat its last
 steps.
@@ -11,7 +9,6 @@ steps.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
@@ -22,25 +19,15 @@ from mpi4py import MPI
 from ... import kernels
 from ...bootstrap import environment
 from ...bootstrap.connection import open_world
-from ...bootstrap.rank_exit import set_abort_group
 from ...comm import Communicator
-from ...errors import BootstrapError, CommAborted, CommError, CommMismatch, RankFailed, UnsupportedError
-from ...processes import sees_starter
-from ..fleet import Death, Fleet, Process, ProcessInfo, Rendezvous
-from . import spawn
-from .agreement import EITHER, FINISH, POLL_S, RESUME, Agreement, Participant, location_of
+from ...errors import BootstrapError, CommAborted, CommError, CommMismatch, RankFailed
+from ..fleet import Death, Fleet, Process, Rendezvous
+from .agreement import EITHER, FINISH, POLL_S, RESUME, Agreement
 from .channel import ChannelTransport
-from .parent import ParentInfo
 from .processes import ENDING, FAILED, FAREWELL_S, JOIN, JobProcesses
-from .spawn import JoinReply, Spawner
 
 SPARE_POLL_S = 0.002
 """Interval at which a spare polls."""
-
-MAX_SPAWNED_DEATHS = 20
-"""How many spawned processes may die before no more are spawned."""
-
-_log = logging.getLogger(__name__)
 
 
 def gather(timeout_s: float) -> MPIFleet:
@@ -51,10 +38,7 @@ def gather(timeout_s: float) -> MPIFleet:
     Raises:
         BootstrapError: BAGUA_SPARES leaves no process to train.
     """
-    job, size = environment.job(), MPI.COMM_WORLD.Get_size()
-    spares = job.spares
-    if job.recruiter:
-        return _join(ParentInfo.parse(job.recruiter), timeout_s)
+    spares, size = environment.job().spares, MPI.COMM_WORLD.Get_size()
     if spares >= size:
         raise BootstrapError(
             f"elastic.run: BAGUA_SPARES is {spares}, so that none of {size} processes would train; start more "
@@ -66,14 +50,6 @@ def gather(timeout_s: float) -> MPIFleet:
     return fleet
 
 
-def _join(parent: ParentInfo, timeout_s: float) -> MPIFleet:
-    """The fleet that admits this spawned process."""
-    comm, reply = spawn.join(parent)
-    fleet = MPIFleet(comm, timeout_s=timeout_s, wanted=reply.wanted, reply=reply)
-    fleet.start()
-    return fleet
-
-
 class MPIFleet(Fleet):
     """The processes that mpirun has started, of which some may die.
 
@@ -81,23 +57,13 @@ class MPIFleet(Fleet):
         comm: The communicator of all of them; no other thread may make collective calls of it.
         timeout_s: How long a process may stay away from a rendezvous, and a call may wait for its peers.
         wanted: How many processes train, while enough are alive.
-        reply: The reply of the parent, if this process was spawned.
     """
 
-    def __init__(self, comm: MPI.Comm, *, timeout_s: float, wanted: int, reply: JoinReply | None = None) -> None:
+    def __init__(self, comm: MPI.Comm, *, timeout_s: float, wanted: int) -> None:
         comm.Set_errhandler(MPI.ERRORS_RETURN)
-        processes = JobProcesses(comm, None if reply is None else reply.numbers)
-        self._processes = processes
-        self._started = processes.size
-        """How many processes were started with the job."""
-        if reply is not None:
-            set_abort_group(comm)
-            processes.rounds, self._started = reply.rounds, reply.started
-            processes.dead = set(range(processes.size)) - set(reply.numbers)
-        self.can_spawn = MPI.Query_thread() == MPI.THREAD_MULTIPLE
-        self._spawner = Spawner(environment.job_variables(), environment.job())
+        processes = self._processes = JobProcesses(comm)
         self.me, self.wanted, self.timeout_s = processes.index, wanted, timeout_s
-        self._agreement = Agreement(processes, timeout_s, self._joining)
+        self._agreement = Agreement(processes, timeout_s)
         self._comms: list[Communicator] = []
         """Communicators made since the last rendezvous."""
         self._first: Rendezvous | None = None
@@ -122,10 +88,7 @@ class MPIFleet(Fleet):
         before = processes.dead
         while True:
             participants = self._agreement.hold(RESUME, cause)
-            parent = next((process for process, each in sorted(participants.items()) if each.joining), None)
-            if parent is not None:
-                self._admit(parent, participants[parent].joining)
-            elif all(each.wants == RESUME for each in participants.values()):
+            if all(each.wants == RESUME for each in participants.values()):
                 break
         processes.rounds += 1
         processes.dead, processes.critical = set(range(processes.size)) - set(participants), set(participants)
@@ -171,7 +134,6 @@ class MPIFleet(Fleet):
     def _say_farewell(self, everyone: Iterable[int]) -> None:
         """Wait until the others have noticed that the job has ended, for at most `FAREWELL_S`."""
         processes = self._processes
-        self._spawner.close()
         processes.over = True
         processes.rounds += 1
         until = time.monotonic() + FAREWELL_S
@@ -240,61 +202,3 @@ class MPIFleet(Fleet):
                     f"{offer[1:].tolist()}"
                 )
         return int(offer[0])
-
-    # Spawned processes ------------------------------------------------------------------------------
-
-    def spawn(self, count: int) -> None:
-        """See `Fleet.spawn`."""
-        if not self.can_spawn:
-            raise UnsupportedError(
-                "this MPI cannot spawn processes while other threads call it; start spares with the job: bagua "
-                "run --spares 1"
-            )
-        lost = sum(process >= self._started for process in self._processes.dead)
-        if lost < MAX_SPAWNED_DEATHS:
-            participants = self._agreement.participants
-            living = (self.me, *self._processes.living())
-            namespaces = {participants[each].info.namespace for each in living}
-            self._spawner.start(count, here=len(namespaces) == 1 and sees_starter("PMIX_NAMESPACE"))
-        else:
-            _log.warning("%d spawned processes have died; no more are spawned", lost)
-
-    def has_joining(self) -> bool:
-        """See `Fleet.has_joining`."""
-        return self._spawner.ready() is not None
-
-    def _joining(self) -> Sequence[ProcessInfo]:
-        group = self._spawner.ready()
-        return group.processes if group is not None else ()
-
-    def _admit(self, parent: int, joining: Sequence[ProcessInfo]) -> None:
-        """Move to a communicator that includes spawned processes; stay if that fails, the same on all.
-
-        Collective among all living processes.
-
-        Args:
-            parent: The process that has spawned them.
-            joining: The spawned processes.
-        """
-        processes, agreement = self._processes, self._agreement
-        group = self._spawner.pop_ready() if parent == self.me else None
-        created: tuple[MPI.Intracomm, list[int]] | None = None
-        with suppress(CommError, MPI.Exception):
-            created = spawn.admit(processes.comm, group, processes.rank_of(parent))
-        while (agreed := agreement.agree(created is not None)) is None:
-            pass  # another process has died; the communicator is as good
-        if not agreed or created is None:
-            _log.warning("spawned processes could not be admitted; training continues without them")
-            if group is not None:
-                group.kill()
-            return
-        comm, ranks = created
-        numbers = spawn.numbers_with_joining(processes.numbers, ranks, processes.size, len(joining))
-        processes.move_to(comm, numbers)
-        set_abort_group(comm)
-        agreement.round = 0
-        for number, info in zip(numbers[-len(joining) :], joining, strict=True):
-            agreement.participants[number] = Participant(RESUME, info)
-            processes.places[number] = location_of(info)
-        if group is not None:
-            group.send(JoinReply(numbers, self.wanted, processes.rounds, self._started))

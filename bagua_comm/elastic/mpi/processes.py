@@ -1,7 +1,6 @@
 """The processes of an elastic job over MPI: which of them have died, and which wait in a rendezvous.
 
-All processes are ranks of one MPI communicator, which is never revoked. No other one is created beside it. When
-spawned processes are admitted, a communicator that includes them replaces it (`JobProcesses.move_to`). A process
+All processes are ranks of one MPI communicator, which is never revoked. No other one is created. A process
 learns of a death from MPI, or from another process that has learnt of one and starts a rendezvous. A process
 that waits in a rendezvous repeats its notice as a heartbeat, which distinguishes it from a process that hangs.
 """
@@ -18,7 +17,7 @@ from typing import ClassVar, Protocol
 from mpi4py import MPI
 
 from ...errors import CommAborted, CommError, RankFailed
-from ...transports.mpi.world import Arriving, Place, World
+from ...transports.mpi.world import Place, World
 from ...transports.notices import Notice
 
 NOTICES_TAG = (1 << 12) - 1
@@ -54,17 +53,15 @@ class Endpoint(Protocol):
 class JobProcesses(World):
     """The processes of a job, by number.
 
-    A process keeps its number for as long as it lives. At the start the numbers are the ranks of `comm`.
-
     Args:
-        comm: The communicator of all processes.
-        numbers: Their numbers, by rank; the ranks themselves by default.
+        comm: The communicator of all processes; the number of a process is its rank there.
     """
 
     notices_tag: ClassVar[int] = NOTICES_TAG
 
-    def __init__(self, comm: MPI.Comm, numbers: Sequence[int] | None = None) -> None:
-        super().__init__(comm, [], frozenset())
+    def __init__(self, comm: MPI.Comm) -> None:
+        self.index, self.size = comm.Get_rank(), comm.Get_size()
+        super().__init__(comm, [Place("a host not known yet", 0)] * self.size, frozenset())
         self.dead: set[int] = set()
         """Processes known to be dead at the last rendezvous."""
         self.critical: set[int] = set()
@@ -77,63 +74,29 @@ class JobProcesses(World):
         """Called repeatedly while this process waits in a rendezvous; None outside of one."""
         self.over = False
         """Whether the job has ended: it has succeeded, or the program has failed on some process."""
-        self._allocating = threading.Lock()
-        self._kept: list[object] = []
-        """Communicators that this process has left, and buffers that MPI may still use there."""
-        self._use(comm, range(comm.Get_size()) if numbers is None else numbers)
-
-    def move_to(self, comm: MPI.Comm, numbers: Sequence[int]) -> None:
-        """Replace the communicator by one that includes admitted processes; `numbers` are by its ranks.
-
-        Collective. The previous communicator is never freed: messages may be under way there.
-        """
-        self._kept.append((self.comm, self._under_way, self._arriving))
-        self._under_way, self._arriving = [], Arriving()
-        self.completed.clear()
-        self._use(comm, numbers)
-
-    def _use(self, comm: MPI.Comm, numbers: Sequence[int]) -> None:
-        self.comm, self.numbers = comm, list(numbers)
-        self.index = self.numbers[comm.Get_rank()]
-        """The number of this process."""
-        self.size = max(len(self.places), 1 + max(self.numbers))
-        """How many processes there have ever been."""
-        self.places += [Place("a host not known yet", 0)] * (self.size - len(self.places))
-        self._ranks = {number: rank for rank, number in enumerate(self.numbers)}
         self._everyone = comm.Get_group()
+        self._allocating = threading.Lock()
         self._channels = itertools.count()
-
-    def rank_of(self, process: int) -> int:
-        """The rank of a process in the communicator."""
-        return self._ranks[process]
-
-    def _post(self, rank: int, message: bytes) -> None:
-        super()._post(self.rank_of(rank), message)
-
-    def _take(self, hear: Callable[[int, bytes], None]) -> bool:
-        return super()._take(lambda rank, message: hear(self.numbers[rank], message))
 
     # Channels ---------------------------------------------------------------------------------------
 
     def new_channel(self) -> int:
         """A channel number that no process has used or will use, unless this one passes it on."""
         with self._allocating:
-            return next(self._channels) * (len(self.numbers) + 1) + self.comm.Get_rank()
+            return next(self._channels) * (self.size + 1) + self.index
 
     def channel_of_round(self, number: int) -> int:
         """The channel number of an agreement round; all processes count these rounds alike."""
-        return number * (len(self.numbers) + 1) + len(self.numbers)
+        return number * (self.size + 1) + self.size
 
     # Deaths -----------------------------------------------------------------------------------------
 
     def failed(self) -> set[int]:
-        """Processes that MPI reports dead, and those that died before the last ones were admitted."""
-        gone = set(range(self.size)) - self._ranks.keys()
+        """Processes that MPI reports dead."""
         group = self.comm.Get_failed()
         try:
             count = group.Get_size()
-            ranks = group.Translate_ranks(range(count), self._everyone) if count else ()
-            return gone | {self.numbers[rank] for rank in ranks}
+            return set(group.Translate_ranks(range(count), self._everyone) if count else ())
         finally:
             group.Free()
 

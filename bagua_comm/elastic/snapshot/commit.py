@@ -27,7 +27,7 @@ from ...errors import ArrayError, BaguaError, UnsupportedError
 from .slot import Slot, offsets, views
 from .snapshots import Buffer, Layout, PendingSnapshot, digest_of
 
-_FAILED, _LAYOUT, _TEXTS, _SUMS, _FLAG = range(5)
+_FAILED, _LAYOUT, _TEXTS, _SUMS = range(4)
 """The columns of the row that ranks compare."""
 
 
@@ -38,8 +38,6 @@ class Committed(NamedTuple):
     """Bytes that this rank copied."""
     sent_bytes: int
     """Bytes that this rank sent to its buddy."""
-    flag: bool
-    """Whether any rank set its flag."""
 
 
 def commit(
@@ -50,7 +48,6 @@ def commit(
     run: str,
     version: int,
     buddies: Sequence[int],
-    flag: bool = False,
 ) -> Committed:
     """Commit the tree that `prepare` returns to `buffer`.
 
@@ -63,7 +60,6 @@ def commit(
         run: Identifies the run of training in which these ranks commit.
         version: The number of this commit.
         buddies: For every rank, the rank that holds a snapshot of its private state.
-        flag: All ranks learn whether any of them sets it.
 
     Raises:
         ArrayError: The tree of a rank cannot be saved; on all ranks alike. The previous commit is still valid.
@@ -71,8 +67,8 @@ def commit(
         CommError: A rank died, or did not take part.
     """
     pending, problem = _write(comm, buffer, prepare, run, version)
-    row = np.zeros(5, np.uint64)
-    row[_FAILED], row[_FLAG] = problem is not None, flag
+    row = np.zeros(4, np.uint64)
+    row[_FAILED] = problem is not None
     if pending is not None:
         row[_LAYOUT], row[_TEXTS] = pending.layout.shared.digest(), digest_of(pending.texts())
         row[_SUMS] = digest_of(repr(pending.sums[: len(pending.packed.shared)]))
@@ -91,7 +87,7 @@ def commit(
         for slot in received:
             slot.commit()
     buffer.local.commit()
-    return Committed(pending.size, sent_bytes, bool(table[:, _FLAG].any()))
+    return Committed(pending.size, sent_bytes)
 
 
 def _write(

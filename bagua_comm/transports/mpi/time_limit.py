@@ -17,14 +17,13 @@ class BlockedCall(threading.Thread):
     """A thread that is inside a call of MPI; MPI cannot be shut down meanwhile."""
 
 
-def in_time(call: Callable[[], T], limit_s: float, name: str, *, kind: type[threading.Thread] = BlockedCall) -> T:
+def in_time(call: Callable[[], T], limit_s: float, name: str) -> T:
     """Make a call of MPI that blocks and cannot be interrupted.
 
     Args:
         call: The call.
         limit_s: How long it may take.
         name: The name of the call, for the error.
-        kind: The class of the thread; not `BlockedCall` if the process may end well while the call blocks.
 
     Raises:
         CommTimeout: The call has not returned within `limit_s`. It continues on its thread until the process
@@ -41,7 +40,7 @@ def in_time(call: Callable[[], T], limit_s: float, name: str, *, kind: type[thre
         except BaseException as exc:
             failures.append(exc)
 
-    thread = kind(target=run, name=name, daemon=True)
+    thread = BlockedCall(target=run, name=name, daemon=True)
     thread.start()
     thread.join(limit_s)
     if failures:
