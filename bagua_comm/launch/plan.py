@@ -149,7 +149,6 @@ def make_plan(
 def _arguments(request: _Request) -> Iterator[Setting]:
     """The arguments for the placement and the communication of ranks."""
     options, mpirun = request.options, request.mpirun
-    survives = options.ulfm or request.supervised is not None
     if request.hosts:
         yield Setting("you named these hosts", mpirun.hosts(request.hosts, request.hostfile))
     if mpirun.is_open_mpi:
@@ -163,14 +162,9 @@ def _arguments(request: _Request) -> Iterator[Setting]:
         why = f"{sees}; a rank uses one"
         yield Setting(why, ("--oversubscribe",))
     if mpirun.is_open_mpi and request.alone and _can_use_shared_memory(request.ranks, options.mpirun):
-        if survives:
-            why = "one host: ranks use shared memory, and new processes TCP on the loopback interface"
-            own = () if options.interface else ("--mca", "btl_tcp_if_include", "127.0.0.0/8")
-            yield Setting(why, ("--mca", "btl", "self,sm,tcp", *own))
-        else:
-            why = "one host: ranks use shared memory, and listen on no port; mpirun itself does (SECURITY.md)"
-            yield Setting(why, ("--mca", "btl", "self,sm"))
-    if survives:
+        why = "one host: ranks use shared memory, and listen on no port; mpirun itself does (SECURITY.md)"
+        yield Setting(why, ("--mca", "btl", "self,sm"))
+    if options.ulfm or request.supervised is not None:
         yield Setting("--ulfm: when a rank dies, the others continue", mpirun.ulfm())
     if options.links:
         why = "--links: the number of TCP connections between two ranks of different hosts"

@@ -233,7 +233,8 @@ def test_other_mpis_get_no_flags_of_open_mpi(mpirun):
 
 
 def test_ranks_on_one_host_use_shared_memory_alone():
-    assert has(plan("-n", "2"), "--mca", "btl", "self,sm")
+    for flags in ([], ["--ulfm"], ["--spares", "1"], ["--restarts", "1"]):
+        assert has(plan("-n", "2", *flags), "--mca", "btl", "self,sm")
     given = ("--report-bindings", "--mca", "mpi_show_handle_leaks", "1")
     assert has(plan("-n", "2", *(f"--mpirun={word}" for word in given)), "--mca", "btl", "self,sm")
 
