@@ -41,8 +41,11 @@ def sum_up(count):
     return lambda comm: comm.allreduce(np.ones(count))
 
 
-@pytest.mark.parametrize("closed", [True, False], ids=["closed", "open"])
-@pytest.mark.parametrize("call", [receive(8), sum_up(1 << 18)], ids=["receive", "sum"])
+@pytest.mark.parametrize(
+    ("call", "closed"),
+    [(receive(8), False), (sum_up(1 << 18), False), (sum_up(1 << 18), True)],
+    ids=["receive, open", "sum, open", "sum, closed"],
+)
 def test_a_child_that_collects_what_a_failed_call_has_left_does_not_die(call, closed):
     errors = [failed(call, closed=closed)]
 
