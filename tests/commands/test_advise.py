@@ -276,9 +276,8 @@ def test_a_model_is_given_by_its_layers_or_its_number_of_parameters(capsys):
     assert alike["algorithms"] == steps_of(["--model-bytes", "497759232"], capsys)["algorithms"]
     assert alike["algorithms"] != gpt2["algorithms"]
     # Without their work, layers are complete in proportion to their parameters.
-    assert steps_of(["--layers", "2x10M"], capsys) == steps_of(["--layers", "10M:1,10M:1"], capsys) | {
-        "job": steps_of(["--layers", "2x10M"], capsys)["job"]
-    }
+    found, given = (steps_of(["--layers", layers], capsys) for layers in ("2x10M", "10M:1,10M:1"))
+    assert found == given | {"job": found["job"]}
 
 
 def test_only_rates_of_gpus_that_were_not_measured_are_called_guesses(tmp_path, capsys):
