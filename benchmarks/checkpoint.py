@@ -67,7 +67,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("-n", "--iters", type=int, default=9, help="saves of each way (9)")
     parser.add_argument("--ranks", type=int, default=1, help="number of ranks, threads of this process (1)")
     parser.add_argument("--folder", help="where checkpoints go (a folder for temporary files)")
-    parser.add_argument("--json", help="write a record to this file")
+    parser.add_argument("--json", type=Path, help="write a record to this file")
     return parser.parse_args(argv)
 
 

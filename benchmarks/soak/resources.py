@@ -121,7 +121,7 @@ def growth(uses: Sequence[Use]) -> dict[str, float] | None:
 
     >>> uses = [Use(float(t), 40.0 + 0.01 * t, 3, 20) for t in range(331)]
     >>> growth(uses)
-    {'mib': 2.01, 'threads': 0, 'descriptors': 0}
+    {'mib': 2.01, 'threads': 0.0, 'descriptors': 0.0}
     """
     warm = [use for use in uses if use.t - uses[0].t >= WARM_UP_S]
     if not warm or warm[-1].t - warm[0].t < LEAST_S:

@@ -117,8 +117,8 @@ def _measurement(
 def method_of(row: Row) -> Method:
     """The algorithm of a row.
 
-    >>> method_of({"algorithm": "bytegrad", "settings": "GradientAllReduce(average=Quantized())"})
-    GradientAllReduce(average=Quantized(codec=MinMaxUInt8(block=512, eps=0.0)))
+    >>> method_of({"algorithm": "exact", "settings": "GradientAllReduce(average=Exact())"})
+    GradientAllReduce(average=Exact())
     """
     if row["algorithm"] in TORCH:
         return TORCH[row["algorithm"]]

@@ -8,7 +8,6 @@ import pytest
 
 from benchmarks import figures
 from benchmarks.bench import RESULTS
-from benchmarks.netlab import run
 
 PROGRAMS = {
     "benchmarks.collectives": "benchmarks.collectives.run",
@@ -45,24 +44,6 @@ def test_programs_take_the_arguments_and_write_to_the_results(number):
         return
     options = importlib.import_module(PROGRAMS[program]).parse_arguments(arguments)
     assert (getattr(options, "json", None) or options.out).parent == RESULTS
-
-
-def test_a_pattern_selects_the_files_that_match(tmp_path):
-    for name in ("b-2.json", "b-1.json", "a-1.json"):
-        (tmp_path / name).touch()
-    assert figures.expanded(tmp_path / "b-*.json") == [f"{tmp_path}/b-1.json", f"{tmp_path}/b-2.json"]
-    assert figures.expanded(4) == ["4"]
-
-
-def test_hosts_are_those_of_netlab(monkeypatch):
-    seen = []
-    monkeypatch.setattr(run, "_run_command", lambda options: seen.append(options) or 0)
-    for job in (figures.network("1gbit"), figures.training("vgg16", 500)):
-        assert [*job[:2], run.main(list(map(str, job[2:])))] == ["-m", "benchmarks.netlab", 0]
-    assert [(options.hosts, options.rate, options.module, options.script) for options in seen] == [
-        (4, "1gbit", True, "benchmarks.collectives"),
-        (4, "500mbit", True, "benchmarks.training"),
-    ]
 
 
 def test_a_command_that_fails_ends_the_others(monkeypatch, capsys):

@@ -1,12 +1,8 @@
 """The benchmark of the network plugin: its classes, its tables, and a short trial of every byte."""
 
-import json
-
 import numpy as np
-import pytest
 
-from benchmarks import net_check
-from benchmarks.net import link, report, run
+from benchmarks.net import link, report
 from benchmarks.net_traffic import random_sizes
 
 
@@ -30,17 +26,6 @@ def test_a_burst_above_the_rate_of_the_link_counts_as_that_rate():
     assert lines[2] == "| 8 | 80 | - | 10 | 160 (4x1) | 8.00 | 0.80 |"
 
 
-@pytest.mark.needs("matplotlib")
-def test_a_record_is_reported_and_drawn(tmp_path):
-    path = tmp_path / "net.json"
-    machine = {"cpu": "one", "cores": 2}
-    record = {"machine": machine, "ranks": 1, "versions": {}, "results": [result(plugin=2.0, default=1.0)]}
-    path.write_text(json.dumps(record))
-    assert run.main(["--report", "--out", str(tmp_path / "net")]) == 0
-    assert "| 8 | 2 | - | 1 | 1 (default) | 2.00 | 2.00 |" in (tmp_path / "net.md").read_text()
-    assert (tmp_path / "net.png").stat().st_size > 1000
-
-
 def test_each_source_port_has_a_class_of_its_own():
     lines = [
         link.class_line("add", port, "1mbit") for port in range(link.FIRST_PORT, link.FIRST_PORT + link.PORTS)
@@ -54,13 +39,3 @@ def test_sizes_reach_from_nothing_to_the_largest_and_have_the_mean():
     assert min(sizes) == 0
     assert max(sizes) == 64 << 20
     assert 8_000 < np.mean(sizes) < 32_000
-
-
-@pytest.mark.slow
-def test_a_short_trial_finds_no_wrong_byte(tmp_path):
-    path = tmp_path / "net_check.json"
-    options = ["--messages", "800", "--builds", "short", "--json", str(path)]
-    assert net_check.main(options) == 0
-    (found,) = json.loads(path.read_text())["results"]
-    assert found["faults"] == []
-    assert found["bytes"] > 64 << 20

@@ -104,23 +104,3 @@ def test_the_record_is_that_of_the_committed_files_and_this_simulator():
         assert row["predicted_s"] == pytest.approx(simulate(method, job, cluster, rates).step_s, rel=1e-6)
         seen = ("exact", "bytegrad", "low-precision-ring")
         assert row["calibrated"] == (cluster.size == 2 and point.row["algorithm"] in seen)
-
-
-@pytest.mark.needs("matplotlib")
-def test_a_report_is_made_of_records(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(simulator, "simulate_scale", lambda rates: RECORD["at_scale"][:1])
-    files = [str(RESULTS / "scaling-100-2x1.json"), "--calls", str(RESULTS / "few_bits-network-100mbit.json")]
-    out = tmp_path / "simulator"
-    rates = ["--rates", str(RESULTS / "simulator.json"), "--out", str(out)]
-    assert simulator.main([*files, *rates]) == 0
-    record = json.loads(out.with_suffix(".json").read_text())
-    assert record["summary"]["steps"]["predicted"] == 3
-    assert "| scaling-100-2x1 | 4 buckets | 2 x 1, 100 Mbit/s | exact |" in out.with_suffix(".md").read_text()
-    assert out.with_suffix(".png").stat().st_size > 10_000
-
-
-def test_files_that_are_no_records_are_refused(tmp_path, capsys):
-    path = tmp_path / "a.json"
-    path.write_text("{}")
-    assert simulator.main([str(path)]) == 2
-    assert "expected JSON files of benchmarks.training" in capsys.readouterr().err

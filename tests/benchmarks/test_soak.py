@@ -1,19 +1,16 @@
 """The soak: its disturbances, what counts as growth, and what it calls wrong."""
 
 import itertools
-import mmap
 import os
 import re
 
 import numpy as np
 import pytest
 
-from benchmarks.bench.record import begin_record
 from benchmarks.faults.events import Event
 from benchmarks.soak import job, report
-from benchmarks.soak.__main__ import main, parse_arguments, summary
 from benchmarks.soak.plan import WEIGHTS, disturbances
-from benchmarks.soak.resources import Limit, Use, files_in, growth, role_of, use_of
+from benchmarks.soak.resources import Limit, Use, growth
 
 EXPECTED = ["zero", "one", "two", "three"]
 
@@ -70,19 +67,6 @@ def test_a_process_that_grows_is_named():
     assert growth(uses[:60]) is None, "too short a life to see anything grow"
 
 
-def test_what_this_process_uses_is_read_from_linux(tmp_path):
-    before = use_of(os.getpid(), 0.0)
-    (tmp_path / "file").write_bytes(bytes(1 << 20))
-    with open(tmp_path / "file", "rb"):
-        kept = mmap.mmap(-1, 64 << 20, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # not freed memory
-        kept.write(bytes([1]) * (64 << 20))
-        after = use_of(os.getpid(), 1.0)
-    assert after.descriptors == before.descriptors + 1
-    assert after.mib >= before.mib + 60
-    assert files_in(tmp_path) == (pytest.approx(1.0, abs=0.1), 1)
-    assert (role_of(os.getpid()), use_of(1 << 30, 0.0), kept[0]) == ("", None, 1)
-
-
 def test_a_seed_gives_the_same_disturbances_and_another_one_others():
     first, again, other = (list(itertools.islice(disturbances(seed, 20.0), 300)) for seed in (1, 1, 2))
     assert first == again != other
@@ -111,24 +95,3 @@ def test_the_expected_bytes_are_those_of_any_number_of_ranks(tmp_path):
     digests = job.undisturbed(tmp_path / "digits.npz", 3)
     assert len(set(digests)) == 4
     assert digests == job.undisturbed(tmp_path / "digits.npz", 3)
-
-
-def test_the_report_names_what_happened_and_what_is_wrong(tmp_path):
-    options = parse_arguments(["--minutes", "1", "--seed", "4"])
-    record = begin_record("soak", options)
-    seen = a_soak(final="other")
-    seen.disturbed = [{"t": 1.0, "kind": "kill", "hit": ["rank 1"]}]
-    record["results"] = report.results(seen, EXPECTED, Limit()) | {"job": summary(tmp_path / "no record")}
-    text = report.markdown(record)
-    assert "Disturbances: 1 x kill." in text
-    assert "Problems: ranks ended with the bytes" in text
-    assert "seed 4" in text
-
-
-@pytest.mark.parametrize(
-    "wrong", [["--minutes", "0"], ["--minutes", "soon"], ["--every", "-1"], ["--min-ranks", "0"]]
-)
-def test_settings_out_of_range_are_refused(wrong, capsys):
-    with pytest.raises(SystemExit):
-        main(wrong)
-    assert "is not a" in capsys.readouterr().err
