@@ -55,18 +55,26 @@ def pytest_sessionstart(session):
         with contextlib.suppress(OSError):  # a checkout that cannot be written
             build.keep_in(cache.mkdir("cuda_on_cpu"))
     _compiling.start()
-    if not getattr(session.config.option, "numprocesses", None):
+    if getattr(session.config.option, "numprocesses", None):
+        _precompiling.start()
+    else:
         _compiling.join()
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_node_collection_finished():
     _compiling.join()  # no process gets a test before
+    _precompiling.join()
 
 
 def _compile():
     with contextlib.suppress(ImportError, RuntimeError):  # the tests that need the compiled kernels say so
         kernels.compile_now()
+
+
+def _precompile():
+    with contextlib.suppress(OSError, AssertionError):  # the tests that need the compiler say so
+        build.precompiled()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -76,6 +84,7 @@ def _kernels_are_compiled():
 
 
 _compiling = threading.Thread(target=_compile, name="compile kernels")
+_precompiling = threading.Thread(target=_precompile, name="precompile the stand-in's header")
 
 
 def pytest_ignore_collect(collection_path, config):

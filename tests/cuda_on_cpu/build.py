@@ -75,15 +75,14 @@ class Kernels:
 
 @functools.cache
 def _compiled(source: str, defines: tuple[str, ...]) -> Path:
-    what = f"{_compiler()}{HEADER.read_text()}{FLAGS}{defines}{source}"
-    key = hashlib.sha256(what.encode()).hexdigest()[:20]
-    library = Path(os.environ.get(KERNELS) or folder()) / f"{key}.so"
+    library = _place(f"{defines}{source}", ".so")
     if not library.exists():
         compiler = [COMPILER, *FLAGS, *defines, "-x", "c++", "-"]
-        kernels = re.findall(r'extern "C" void\s+(\w+)', _run([*compiler, "-include", str(HEADER), "-E"], source))
+        plain = _run([*compiler, "-D__global__=", "-D__launch_bounds__(...)=", "-E"], source)
+        kernels = re.findall(r'extern "C" void\s+(\w+)', plain)
         code = source + "".join(f"\nLAUNCHER({name})" for name in kernels) + "\n"
         complete = library.with_suffix(f".{os.getpid()}")
-        _run([*compiler, *LINK, "-include", str(_header()), "-o", str(complete)], code)
+        _run([*compiler, *LINK, "-include", str(precompiled()), "-o", str(complete)], code)
         complete.replace(library)  # atomically: other processes may be looking
     return library
 
@@ -110,16 +109,22 @@ def keep_in(kernels: Path) -> None:
 
 
 @functools.cache
-def _header() -> Path:
+def precompiled() -> Path:
     """A copy of the header, beside which the compiler finds what it once made of it."""
-    header, parts = folder() / HEADER.name, folder() / f"{os.getpid()}"
-    precompiled = header.with_suffix(".h.gch")
-    if not precompiled.exists():
+    header = _place("", ".h")
+    parts, made = header.with_suffix(f".{os.getpid()}"), header.with_suffix(".h.gch")
+    if not made.exists():
         parts.write_bytes(HEADER.read_bytes())
         parts.replace(header)  # atomically: other processes may be looking
         _run([COMPILER, *FLAGS, "-x", "c++-header", "-o", str(parts), str(header)], "")
-        parts.replace(precompiled)
+        parts.replace(made)
     return header
+
+
+def _place(what: str, suffix: str) -> Path:
+    """The file of what is made by this compiler with the header."""
+    key = hashlib.sha256(f"{_compiler()}{HEADER.read_text()}{FLAGS}{what}".encode()).hexdigest()[:20]
+    return Path(os.environ.get(KERNELS) or folder()) / f"{key}{suffix}"
 
 
 def _run(command: list[str], code: str) -> str:
