@@ -7,9 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.net_builds import built
 
 from bagua_comm import net
-from bagua_comm.net import binding, building
+from bagua_comm.net import binding
 from bagua_comm.net.binding import Plugin, PluginError
 from benchmarks.net_traffic import connect_pair, exchange, make_pool
 
@@ -19,8 +20,7 @@ MACHINE = Path(__file__).parents[1] / "support" / "interfaces.h"
 @pytest.fixture(scope="module")
 def made_up(tmp_path_factory):
     """A build on a machine that is made up."""
-    library = tmp_path_factory.mktemp("net") / "interfaces.so"
-    return building.compile_to(next(building.compilers()), library, ["-include", str(MACHINE)])
+    return built(tmp_path_factory.mktemp("net"), "interfaces", header=MACHINE.read_text())
 
 
 @pytest.fixture(autouse=True)

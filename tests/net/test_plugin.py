@@ -13,9 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support import net_peer
+from support.net_builds import built
 
 from bagua_comm import net
-from bagua_comm.net import binding, building
+from bagua_comm.net import binding
 from bagua_comm.net.binding import Plugin, PluginError
 from benchmarks.net_traffic import connect_pair, exchange, make_pool, random_sizes
 
@@ -31,33 +32,28 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def library(folder):
-    return net.build(folder)
+    return built(folder)
 
 
 @pytest.fixture(scope="module")
 def short(folder):
     """A build whose every read and write moves at most 1000 bytes."""
-    command = next(building.compilers())
-    return building.compile_to(command, folder / "short.so", ["-DBAGUA_NET_MOVE_AT_MOST=1000"])
+    return built(folder, "short", ["-DBAGUA_NET_MOVE_AT_MOST=1000"])
 
 
 @pytest.fixture(scope="module")
 def eager(folder):
     """A build that opens more flows whenever it has measured anything, and cuts messages small."""
-    command = next(building.compilers())
-    flags = ["-DGAIN=0.0", "-DWINDOW_S=1e-6", "-DCHUNK=4096"]
-    return building.compile_to(command, folder / "eager.so", flags)
+    return built(folder, "eager", ["-DGAIN=0.0", "-DWINDOW_S=1e-6", "-DCHUNK=4096"])
 
 
 @pytest.fixture(scope="module")
 def steered(folder):
     """A build where more flows pay if they make it `gain` times as fast, and trials last `trial_s`."""
-    header = folder / "gain.h"
     variables = ("gain", "trial_s = 1e9")
-    header.write_text("".join(f'__attribute__((visibility("default"))) double {one};\n' for one in variables))
-    flags = ["-include", str(header), "-DGAIN=gain", "-DTRIAL_S=trial_s"]
-    flags += ["-DWINDOW_S=1e-6", "-DREST_S=1e-3", "-DCHUNK=4096"]
-    return building.compile_to(next(building.compilers()), folder / "steered.so", flags)
+    header = "".join(f'__attribute__((visibility("default"))) double {one};\n' for one in variables)
+    flags = "-DGAIN=gain -DTRIAL_S=trial_s -DWINDOW_S=1e-6 -DREST_S=1e-3 -DCHUNK=4096"
+    return built(folder, "steered", flags.split(), header=header)
 
 
 @pytest.fixture(params=binding.VERSIONS)

@@ -9,9 +9,9 @@ import time
 
 import numpy as np
 import pytest
+from support.net_builds import built
 
-from bagua_comm import net
-from bagua_comm.net import binding, building
+from bagua_comm.net import binding
 from bagua_comm.net.binding import Plugin, PluginError
 
 MAGIC = 0x316E2D6175676162
@@ -23,7 +23,7 @@ SOON_S = 5.0
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    return net.build(tmp_path_factory.mktemp("net"))
+    return built(tmp_path_factory.mktemp("net"))
 
 
 ELSEWHERE = """
@@ -44,10 +44,7 @@ static inline int before_it_was_set_back(clockid_t clock, struct timespec *time)
 @pytest.fixture(scope="module")
 def elsewhere(tmp_path_factory):
     """A build for a system that hands silent connections over at once, and whose time of day was set back."""
-    folder = tmp_path_factory.mktemp("net")
-    header = folder / "elsewhere.h"
-    header.write_text(ELSEWHERE)
-    return building.compile_to(next(building.compilers()), folder / "elsewhere.so", ["-include", str(header)])
+    return built(tmp_path_factory.mktemp("net"), "elsewhere", header=ELSEWHERE)
 
 
 @pytest.fixture(params=["library", pytest.param("elsewhere", marks=pytest.mark.slow)])
