@@ -104,3 +104,12 @@ def test_the_record_is_that_of_the_committed_files_and_this_simulator():
         assert row["predicted_s"] == pytest.approx(simulate(method, job, cluster, rates).step_s, rel=1e-6)
         seen = ("exact", "bytegrad", "low-precision-ring")
         assert row["calibrated"] == (cluster.size == 2 and point.row["algorithm"] in seen)
+
+
+def test_a_report_is_made_of_records(tmp_path, monkeypatch):
+    monkeypatch.setattr(simulator, "simulate_scale", lambda rates: RECORD["at_scale"][:1])  # takes minutes
+    files = [str(RESULTS / "scaling-100-2x1.json"), "--rates", str(RESULTS / "simulator.json")]
+    assert simulator.main([*files, "--out", str(tmp_path / "simulator")]) == 0
+    record = json.loads((tmp_path / "simulator.json").read_text())
+    assert record["summary"]["steps"]["predicted"] == 3
+    assert "| scaling-100-2x1 | 4 buckets |" in (tmp_path / "simulator.md").read_text()

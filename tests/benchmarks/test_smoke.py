@@ -11,7 +11,7 @@ import pytest
 from support.launch import TIME_FACTOR, run_python, torchrun, with_packages
 
 from bagua_comm.launch.mpirun import find_mpirun
-from benchmarks.bench import RESULTS, ROOT
+from benchmarks.bench import ROOT
 
 
 class Case(NamedTuple):
@@ -52,9 +52,6 @@ CASES = {
     "reproducible": Case("-b 64K -e 64K -n 1 -w 1 --json"),
     "training": Case(f"{TINY} --algorithms ddp,exact,bytegrad --bucket-bytes 64K --json", 2, "torch"),
     "training.scaling": Case("--model-bytes 64K --rounds 1 --rate-mbit 100 --json", 2),
-    "training.simulator": Case(
-        f"{RESULTS}/scaling-100-2x1.json --rates {RESULTS}/simulator.json --out", 0, "torch matplotlib"
-    ),
     "training.tuner": Case(f"{TINY} --bucket-bytes 1K,64K --rematches 1 --out", 2, "torch"),
 }
 BY_DEFAULT = {"collectives"}
