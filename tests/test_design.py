@@ -309,10 +309,6 @@ def bodies_of(path):
             yield node.body
 
 
-LINES = 520
-"""At most in a file of Python."""
-
-
 FORKS = {"tests/support/children.py", "bagua_comm/launch/stderr_filter.py"}
 """The files that call os.fork: a helper of the tests, and a process that outlives its parent."""
 
@@ -328,11 +324,6 @@ def test_the_exit_code_of_every_child_is_read_and_tests_fork_by_their_helper_alo
                 forking.add(place)
     assert unread == []
     assert forking == FORKS, "tests use support.children"
-
-
-def test_no_file_is_longer_than_one_subject_takes():
-    lengths = {str(path.relative_to(ROOT)): len(text_of(path).splitlines()) for path in PROGRAMS}
-    assert {name: length for name, length in lengths.items() if length > LINES} == {}
 
 
 @functools.cache

@@ -1,0 +1,223 @@
+"""How large the library may be: lines of code of its packages, files and tests, and what else only shrinks.
+
+The budgets of packages stand in docs/how-it-works/layout.md, with what makes the large ones large. A change that
+needs more code raises a number there, in the same commit and with its reason. A change that needs less lowers it.
+"""
+
+import ast
+import functools
+import re
+from collections import Counter, defaultdict
+from pathlib import Path
+
+from support import code_lines
+
+import bagua_comm
+from bagua_comm.transports.local import Hub, LocalTransport
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = [ROOT / "bagua_comm", ROOT / "bagua_torch"]
+FILES = sorted(path for package in PACKAGES for path in package.rglob("*.py"))
+
+A_FILE, A_MODULE = 450, 25
+"""Lines of code: at most in a file, and at least in a module."""
+
+TESTS = 1.30
+"""Lines of code of the tests, at most, for each line of the library."""
+
+PARAMETERS = 8
+"""Of a function, at most, without `self`."""
+
+SPARE = 40
+"""Lines by which a budget may be above what its package needs."""
+
+
+@functools.cache
+def nodes(path):
+    """All nodes of a file's syntax tree."""
+    return tuple(ast.walk(ast.parse(path.read_text())))
+
+
+def budgets():
+    """The table of layout.md: lines of code by package; "." stands for the modules at the root of a package."""
+    page = (ROOT / "docs" / "how-it-works" / "layout.md").read_text()
+    rows = re.findall(r"^\| `(bagua_[\w/.]+)` \| ([\d,]+) \|", page, re.MULTILINE)
+    return {name: int(number.replace(",", "")) for name, number in rows}
+
+
+def sizes():
+    """Lines of code by package, as in `budgets`."""
+    found = Counter()
+    for package in PACKAGES:
+        for path in filter(code_lines.is_code, package.rglob("*.*")):
+            inside = path.relative_to(package).parts
+            part = f"{package.name}/{inside[0]}" if len(inside) > 1 else f"{package.name}/."
+            found[part] += code_lines.count(path)
+    return found
+
+
+def test_each_package_keeps_its_budget():
+    found, table = sizes(), budgets()
+    assert found.keys() == table.keys()
+    assert {name: n for name, n in found.items() if n > table[name]} == {}, "needs more than its budget"
+    assert {name: n for name, n in found.items() if n < table[name] - SPARE} == {}, "lower its budget"
+
+
+def test_tests_are_not_much_larger_than_what_they_test():
+    library = sum(sizes().values())
+    tests = sum(map(code_lines.count, (ROOT / "tests").rglob("*.py")))
+    assert TESTS - 0.03 < tests / library <= TESTS
+
+
+def test_no_file_is_longer_than_one_subject_takes():
+    files = [*FILES, *(ROOT / "benchmarks").rglob("*.py")]
+    assert {str(path): n for path in files if (n := code_lines.count(path)) > A_FILE} == {}
+
+
+SHORT = {
+    "bagua_comm/caching.py",
+    "bagua_comm/closing.py",
+    "bagua_comm/comm/cache.py",
+    "bagua_comm/commands/compare.py",
+    "bagua_comm/commands/figures.py",
+    "bagua_comm/elastic/roles.py",
+    "bagua_comm/elastic/sharing.py",
+    "bagua_comm/engine/callbacks.py",
+    "bagua_comm/flight/batches.py",
+    "bagua_comm/pickling.py",
+    "bagua_comm/planning/simulator/program.py",
+    "bagua_comm/transports/mpi/pair_channel.py",
+    "bagua_torch/backend/options.py",
+    "bagua_torch/bases.py",
+    "bagua_torch/fsdp/passes.py",
+    "bagua_torch/lightning/layer_sync.py",
+    "bagua_torch/process_group/children.py",
+    "bagua_torch/rng.py",
+    "bagua_torch/training/stage.py",
+    "bagua_torch/training/timing.py",
+    "bagua_torch/training/versions.py",
+}
+"""Modules of fewer lines than `A_MODULE`; a list that may only get shorter."""
+
+ALWAYS_SHORT = {"__init__", "_version", "errors", "signatures"}
+"""Names of modules that may be short: errors and tables. So may those of the families of kernels."""
+
+
+def test_no_module_is_too_short_for_a_subject():
+    short = {
+        str(path.relative_to(ROOT))
+        for path in FILES
+        if path.stem not in ALWAYS_SHORT and "kernels" not in path.parts and code_lines.count(path) < A_MODULE
+    }
+    assert short == SHORT
+
+
+STEMS = {
+    "transport": 4, "agreement": 3, "checks": 3, "fleet": 3, "messages": 3,
+}  # fmt: skip
+"""Names that more than two modules have, and how many; a list that may only get shorter."""
+
+
+def test_a_module_has_a_name_of_its_own():
+    stems = Counter(path.stem for path in FILES if "kernels" not in path.parts)
+    del stems["__init__"], stems["base"]
+    assert {stem: n for stem, n in stems.items() if n > 2} == STEMS
+
+
+SPLIT = {
+    "Collectives",
+    "PointToPoint",
+    "ObjectCalls",
+    "GatherScatter",
+    "CoalescedCollectives",
+    "EngineState",
+    "GroupBase",
+    "ProcessGroupTransport",
+    "FramedTransport",
+    "TorchNames",
+    "WrapperState",
+    "TrainingStep",
+}
+"""Classes that are the other half of their one subclass; a list that may only get shorter."""
+
+CONTRACTS = {"Scratch", "ShardedStore", "TaskFuture", "Outer"}
+"""Classes with one subclass in another file that are used for themselves."""
+
+
+def test_a_class_lives_in_one_file():
+    home, subclasses = {}, defaultdict(list)
+    for path in FILES:
+        for node in nodes(path):
+            if isinstance(node, ast.ClassDef):
+                home[node.name] = path
+                for base in node.bases:
+                    subclasses[ast.unparse(base).partition("[")[0].rpartition(".")[2]].append(path)
+    halves = set()
+    for name, path in home.items():
+        match subclasses[name]:
+            case [other] if other != path and other.parent == path.parent:
+                halves.add(name)
+    assert halves - CONTRACTS == SPLIT
+
+
+MANY_PARAMETERS = {
+    "bagua_comm/averages/coded.py:__init__",
+    "bagua_comm/bootstrap/connection.py:connect",  # public
+    "bagua_comm/bootstrap/connection.py:open_world",
+    "bagua_comm/data/balanced.py:__init__",  # of PyTorch's DistributedSampler, and more
+    "bagua_comm/planning/simulator/failures.py:goodput",
+    "bagua_torch/ddp.py:__init__",  # of PyTorch's class
+    "bagua_torch/moe.py:__init__",  # public
+    "bagua_torch/process_group/bootstrap.py:connect",
+    "bagua_torch/training/step.py:__init__",
+}
+"""Functions with more parameters than `PARAMETERS`, kernels left out; a list that may only get shorter."""
+
+
+def test_a_function_has_few_parameters():
+    many = {
+        f"{path.relative_to(ROOT)}:{node.name}"
+        for path in FILES
+        if "kernels" not in path.parts
+        for node in nodes(path)
+        if isinstance(node, ast.FunctionDef) and number_of_parameters(node) > PARAMETERS
+    }
+    assert many == MANY_PARAMETERS
+
+
+def number_of_parameters(function):
+    if any(ast.unparse(each) == "overload" for each in function.decorator_list):
+        return 0
+    names = [each.arg for each in (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)]
+    return len(names) - (names[:1] in (["self"], ["cls"]))
+
+
+ATTRIBUTES = 25
+"""Public attributes of a `Communicator` that are no methods; a number that may only get smaller."""
+
+
+def test_a_communicator_has_few_attributes():
+    comm = bagua_comm.Communicator([LocalTransport(Hub(1), 0)])
+    public = [name for name in dir(comm) if not name.startswith("_")]
+    assert len([name for name in public if not callable(getattr(comm, name))]) == ATTRIBUTES
+
+
+FOREIGN = re.compile("_(exit|fields|make|replace|buffers|metadata|modules|parameters|version)")
+"""Names of Python's and PyTorch's that begin alike, and that classes here have as well."""
+
+PRIVATE = {"_exchange_in_order": 1}
+"""Private names that files use of classes in others, and how often; a list that may only get shorter."""
+
+
+def test_private_names_stay_in_their_file():
+    used, defined = Counter(), set()
+    for path in FILES:
+        own = {node.name for node in nodes(path) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+        attributes = [
+            node for node in nodes(path) if isinstance(node, ast.Attribute) and re.match("_[^_]", node.attr)
+        ]
+        others = [node for node in attributes if ast.unparse(node.value) not in ("self", "cls")]
+        own |= {each.attr for each in {*attributes} - {*others} if isinstance(each.ctx, ast.Store)}
+        defined |= own
+        used.update(each.attr for each in others if each.attr not in own and not FOREIGN.fullmatch(each.attr))
+    assert {name: n for name, n in used.items() if name in defined} == PRIVATE
