@@ -63,7 +63,7 @@ class LaneComm(Protocol):
     def close(self) -> None:
         """Free it. Collective."""
 
-    def _stop_calls(self, reason: str) -> None:
+    def stop_calls(self, reason: str) -> None:
         """Let the call in progress fail soon, and refuse all later ones; any thread may call it."""
 
 
@@ -254,7 +254,7 @@ class Lane(Live, Closing, ABC, Generic[C]):
         self._closed = True
         if running:
             self._failure = self._failure or CommAborted(f"{of} was closed")
-            self.comm._stop_calls(f"{of} was closed while a task ran on this lane")
+            self.comm.stop_calls(f"{of} was closed while a task ran on this lane")
             wait_for_tasks(running, STOP_S)
             for future in running:
                 future.note_asked()  # their end is reported already

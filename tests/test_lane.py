@@ -516,7 +516,7 @@ def test_the_end_of_a_communicator_that_does_not_work_any_more_warns_of_the_erro
     def body(comm):
         mismatched(comm, comm.lane())
         comm.barrier()
-        comm._stop_calls("a rank has died")
+        comm.stop_calls("a rank has died")
         if comm.rank == 0:
             return
         with pytest.warns(RuntimeWarning, match="recv on lane.* failed, and nobody has asked for its result"):

@@ -13,6 +13,7 @@ from ..arrays import parts as parts_of
 from ..codecs import Codec
 from ..codecs.base import check_codec_argument
 from ..comm import Communicator
+from ..comm.arguments import check_counts, even_chunk
 from ..comm.call import Call
 from ..errors import ArrayError
 from ..transports.flow import Rows
@@ -77,9 +78,9 @@ def quantized_reduce_scatter(
     call = Call(comm, name, x, codec=codec, op=op)
     check_codec_argument(name, codec, arrays.dtype_name(call.x.dtype))
     if counts is None:
-        lengths, shape = None, (comm._even_chunk(name, call.x), *call.x.shape[1:])
+        lengths, shape = None, (even_chunk(comm, name, call.x), *call.x.shape[1:])
     else:
-        lengths = call.detail["counts"] = comm._check_counts(name, "counts", counts, call.x)
+        lengths = call.detail["counts"] = check_counts(comm, name, "counts", counts, call.x)
         shape = (lengths[comm.rank],)
     call.writes_to(out, shape, any_shape=counts is not None)
     errors = None if residual is None else as_like(call, "residual", residual, call.x)
@@ -162,7 +163,7 @@ def quantized_allgather(
     if counts is None:
         lengths, shape = None, (comm.size, *call.x.shape)
     else:
-        lengths = call.detail["counts"] = comm._check_counts(name, "counts", counts, call.x, own=True)
+        lengths = call.detail["counts"] = check_counts(comm, name, "counts", counts, call.x, own=True)
         shape = (sum(lengths),)
     call.writes_to(out, shape, any_shape=True)
     call.contiguous()

@@ -47,7 +47,7 @@ def end_save(
         if not save.done():
             give_up()
             if wait([save], STOP_S).not_done:  # another rank does not answer
-                comm._stop_calls(LEFT)
+                comm.stop_calls(LEFT)
                 wait([save], STOP_S)
         if not is_complete(save):
             say(f"{who}: {what} was not completed{_why(save)}")

@@ -6,7 +6,7 @@ import inspect
 import math
 import re
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -17,6 +17,18 @@ from ..transports.base import Transport
 
 EMPTY: Array = np.empty(0, np.uint8)
 """The array of calls that take none."""
+
+
+class Ranks(Protocol):
+    """What checks ask of a communicator."""
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
 
 
 class Output(NamedTuple):
@@ -161,3 +173,32 @@ def hint_of(error: BaseException, owner: type) -> str:
     names = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY and each.name != "timeout_s"]
     shown_as = ", ".join(f"{name}=..." for name in names or ["timeout_s"])
     return f"give {' and '.join(names or ['timeout_s'])} by name: {found[2]}(..., {shown_as})"
+
+
+def check_counts(
+    ranks: Ranks, call: str, name: str, counts: Sequence[int], x: Array | None = None, *, own: bool = False
+) -> list[int]:
+    """Return `counts` as integers, one for each rank.
+
+    `x` must have sum(counts) elements or, if `own`, counts[rank].
+    """
+    found = list(counts) if np.iterable(counts) else []
+    if len(found) != ranks.size or not all(isinstance(n, (int, np.integer)) and n >= 0 for n in found):
+        wanted = f"{ranks.size} integers of at least 0, numbers of elements"
+        raise ArrayError(f"{call}: {name} is {found or counts}, expected {wanted}")
+    if own and x is not None and x.size != found[ranks.rank]:
+        raise ArrayError(f"{call}: x has {x.size} elements, expected {name}[{ranks.rank}] = {found[ranks.rank]}")
+    if not own and x is not None and x.size != sum(found):
+        raise ArrayError(f"{call}: x has {x.size} elements, expected {sum(found)}, the sum of {name}")
+    return [int(n) for n in found]
+
+
+def even_chunk(ranks: Ranks, call: str, x: Array) -> int:
+    """Return the length of a rank's chunk of `x`; raise unless chunks are equal."""
+    if x.ndim == 0 or x.shape[0] % ranks.size:
+        cure = "counts= and out_counts=" if call == "alltoall" else "counts="
+        raise ArrayError(
+            f"{call}: x has shape {x.shape}, expected a first dimension divisible by {ranks.size} ranks; "
+            f"or give {cure}, the length of each rank's part"
+        )
+    return int(x.shape[0]) // ranks.size

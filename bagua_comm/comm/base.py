@@ -9,7 +9,7 @@ from typing import Any, Protocol, get_args
 import numpy as np
 
 from .. import trace
-from ..arrays import AnyArray, Array, OpOrder
+from ..arrays import AnyArray, OpOrder
 from ..cuda import SharedScratch
 from ..errors import ArrayError, shown_as
 from ..flight import FlightRecorder
@@ -164,22 +164,3 @@ class CommBase(Shared):
                 hint = "; for MPI.PROC_NULL pass None, in sendrecv and exchange; there is no MPI.ANY_SOURCE"
             raise ArrayError(f"{call}: {name} is {peer!r}, expected {wanted}{hint}")
         return int(peer)
-
-    def _check_counts(
-        self, call: str, name: str, counts: Sequence[int], x: Array | None = None, *, own: bool = False
-    ) -> list[int]:
-        """Return `counts` as integers, one for each rank.
-
-        `x` must have sum(counts) elements or, if `own`, counts[rank].
-        """
-        found = list(counts) if np.iterable(counts) else []
-        if len(found) != self.size or not all(isinstance(n, (int, np.integer)) and n >= 0 for n in found):
-            wanted = f"{self.size} integers of at least 0, numbers of elements"
-            raise ArrayError(f"{call}: {name} is {found or counts}, expected {wanted}")
-        if own and x is not None and x.size != found[self.rank]:
-            raise ArrayError(
-                f"{call}: x has {x.size} elements, expected {name}[{self.rank}] = {found[self.rank]}"
-            )
-        if not own and x is not None and x.size != sum(found):
-            raise ArrayError(f"{call}: x has {x.size} elements, expected {sum(found)}, the sum of {name}")
-        return [int(n) for n in found]

@@ -13,7 +13,7 @@ from ..arrays import A, AnyArray, Array, Counts, Elements, Op, S, as_real, parts
 from ..errors import ArrayError, shown_as
 from ..transports.base import COLLECTIVE
 from .agreement import compare_calls, compare_counts
-from .arguments import EMPTY, check_mutable, check_writable
+from .arguments import EMPTY, check_counts, check_mutable, check_writable, even_chunk
 from .base import CommBase
 from .call import Call
 from .prepared import run_if_known
@@ -166,7 +166,7 @@ class Collectives(CommBase):
     def _allgather_parts(self, x: Any, out: Any, counts: Sequence[int], timeout_s: float | None) -> Any:
         """`allgather` with counts. Collective."""
         call = Call(self, "allgather", x, timeout_s=timeout_s)
-        counts = call.detail["counts"] = self._check_counts("allgather", "counts", counts, call.x, own=True)
+        counts = call.detail["counts"] = check_counts(self, "allgather", "counts", counts, call.x, own=True)
         call.writes_to(out, (sum(counts),), any_shape=True)
         call.contiguous()
         send, whole = call.x.reshape(-1), call.target.reshape(-1)
@@ -238,10 +238,10 @@ class Collectives(CommBase):
         call = Call(self, "reduce_scatter", x, op=op, timeout_s=timeout_s)
         call.check_reduction(op)
         if counts is None:
-            shape = (self._even_chunk("reduce_scatter", call.x), *call.x.shape[1:])
+            shape = (even_chunk(self, "reduce_scatter", call.x), *call.x.shape[1:])
             chunks = [math.prod(shape)] * self.size
         else:
-            chunks = call.detail["counts"] = self._check_counts("reduce_scatter", "counts", counts, call.x)
+            chunks = call.detail["counts"] = check_counts(self, "reduce_scatter", "counts", counts, call.x)
             shape = (chunks[self.rank],)
         call.writes_to(out, shape, any_shape=counts is not None)
         call.contiguous()
@@ -348,7 +348,7 @@ class Collectives(CommBase):
         if repeated is not None:
             return repeated
         call = Call(self, "alltoall", x, timeout_s=timeout_s)
-        self._even_chunk("alltoall", call.x)
+        even_chunk(self, "alltoall", call.x)
         call.writes_to(out, call.x.shape)
         call.in_place()
         call.contiguous()
@@ -360,8 +360,8 @@ class Collectives(CommBase):
         """`alltoall` with counts. Collective."""
         name = "alltoall"
         call = Call(self, name, x, timeout_s=timeout_s).unchecked()
-        sends = call.detail["counts"] = self._check_counts(name, "counts", counts, call.x)
-        recvs = call.detail["out_counts"] = self._check_counts(name, "out_counts", out_counts)
+        sends = call.detail["counts"] = check_counts(self, name, "counts", counts, call.x)
+        recvs = call.detail["out_counts"] = check_counts(self, name, "out_counts", out_counts)
         if sends[self.rank] != recvs[self.rank]:
             raise ArrayError(
                 f"{name}: counts[{self.rank}] is {sends[self.rank]}, but out_counts[{self.rank}] is "
@@ -395,13 +395,3 @@ class Collectives(CommBase):
             call = Call(self, "barrier", timeout_s=timeout_s)
             host = self.host
             call.run_and_cache(lambda *_: host.barrier(), fills="nothing")
-
-    def _even_chunk(self, call: str, x: Array) -> int:
-        """Return the length of a rank's chunk of `x`; raise unless chunks are equal."""
-        if x.ndim == 0 or x.shape[0] % self.size:
-            cure = "counts= and out_counts=" if call == "alltoall" else "counts="
-            raise ArrayError(
-                f"{call}: x has shape {x.shape}, expected a first dimension divisible by {self.size} ranks; "
-                f"or give {cure}, the length of each rank's part"
-            )
-        return int(x.shape[0]) // self.size

@@ -331,7 +331,7 @@ class Communicator(Collectives, GatherScatter, CoalescedCollectives, ObjectCalls
         log_on_root(_log, survivors.rank, "shrink: %d of %d ranks are left", survivors.size, self.size)
         return survivors
 
-    def _stop_calls(self, reason: str) -> None:
+    def stop_calls(self, reason: str) -> None:
         """Let the call in progress fail soon, and refuse all later ones; any thread may call it."""
         for transport in self.transports:
             transport.stop(reason)
@@ -385,7 +385,7 @@ class Communicator(Collectives, GatherScatter, CoalescedCollectives, ObjectCalls
         problems = end_lanes(self.flight.lanes, self.flight.unasked, self.group)
         if not problems:
             return
-        is_usable = all(transport._broken is None for transport in self.transports)
+        is_usable = all(transport.broken is None for transport in self.transports)
         for each in problems[1:] if is_usable else problems:
             warnings.warn(f"close: {each}", RuntimeWarning, stacklevel=3)
         if is_usable:

@@ -12,6 +12,7 @@ from ..arrays import A, AnyArray, Array, Counts, Elements, S, parts
 from ..errors import ArrayError, shown_as
 from ..transports.base import COLLECTIVE
 from .agreement import compare_calls, compare_counts
+from .arguments import check_counts
 from .base import CommBase
 from .call import Call
 
@@ -74,7 +75,7 @@ class GatherScatter(CommBase):
         sizes = [given.size] * self.size
         if at_root:
             if counts is not None:
-                sizes = call.detail["counts"] = self._check_counts("gather", "counts", counts, given, own=True)
+                sizes = call.detail["counts"] = check_counts(self, "gather", "counts", counts, given, own=True)
             shape = (self.size, *given.shape) if counts is None else (sum(sizes),)
             call.writes_to(out, shape, any_shape=True)
             chunks = parts(call.target, sizes)
@@ -162,7 +163,7 @@ class GatherScatter(CommBase):
             sizes = [given.size // self.size] * self.size
             call.writes_to(out, given.shape[1:])
         else:
-            sizes = call.detail["counts"] = self._check_counts(name, "counts", counts, given)
+            sizes = call.detail["counts"] = check_counts(self, name, "counts", counts, given)
             call.writes_to(out, (sizes[root],), any_shape=True)
         if at_root:
             call.contiguous()

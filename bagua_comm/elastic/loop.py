@@ -35,7 +35,7 @@ from .roles import choose_trainers
 from .session import Session
 from .snapshot.restore import INITIAL, newest
 from .snapshot.snapshots import Snapshot, SnapshotInfo
-from .state import State
+from .state import State, internals_of
 
 T = TypeVar("T")
 
@@ -129,7 +129,7 @@ def run(
         raise ArrayError(f"elastic.run: min_ranks is {shown(min_ranks)}, expected an integer of at least 1")
     if op_order not in get_args(OpOrder):
         raise ArrayError(f"elastic.run: op_order is {shown(op_order)}, expected one of {get_args(OpOrder)}")
-    if state._internals.session is not None:
+    if internals_of(state).session is not None:
         raise ArrayError("elastic.run: this state is being trained already; end that training first")
 
     def decorator(train: Callable[[Communicator], T]) -> T | None:
@@ -185,7 +185,7 @@ class _Loop:
         self._result: Any = None
 
     def run(self, train: Callable[[Communicator], Any]) -> Any:
-        internals = self._state._internals
+        internals = internals_of(self._state)
         internals.session = self._session
         _last[:] = [self._state]
         try:
@@ -366,7 +366,7 @@ class _Loop:
             after=self._trainers,
             commit=commit,
         )
-        internals = self._state._internals
+        internals = internals_of(self._state)
         internals.history.add(change, failure.noticed_s)
         log_on_root(_log, comm.rank, "ranks have changed: %s", change)
         if commit in (INITIAL, self._unchanged) and change.dead and comm.rank == 0:

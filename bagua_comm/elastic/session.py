@@ -22,7 +22,7 @@ from .snapshot.commit import commit
 from .snapshot.restore import INITIAL, Sources, restore
 from .snapshot.slot import checksum
 from .snapshot.snapshots import Buffer, Layout, Snapshot, remove_slots, snapshots_in
-from .state import State
+from .state import State, internals_of
 
 
 class Session:
@@ -36,7 +36,7 @@ class Session:
 
     def __init__(self, state: State, number: int, job: Job | None = None) -> None:
         self._state = state
-        self._parts: dict[str, parts.Part] = state._internals.parts
+        self._parts: dict[str, parts.Part] = internals_of(state).parts
         self._job = job or Job()
         checksum(np.zeros(1))  # loads the kernel now: after a death, all would wait for a spare that loads it
         folder = self._job.folder
@@ -177,7 +177,7 @@ class Session:
         ended_ns = time.perf_counter_ns()
         detail = {"commit": self._version, "bytes": done.nbytes, "sent_bytes": done.sent_bytes}
         comm.tracer.add("commit", began_ns, ended_ns, detail)
-        self._state._internals.commits.add(done.nbytes, done.sent_bytes, (ended_ns - began_ns) / 1e6)
+        internals_of(self._state).commits.add(done.nbytes, done.sent_bytes, (ended_ns - began_ns) / 1e6)
         self.note_recovery()
 
     def defer_records(self, comm: Communicator) -> None:
@@ -193,7 +193,7 @@ class Session:
 
     def note_recovery(self) -> None:
         """Note, the first time after a change, that training has resumed, and how long that took."""
-        change = self._state._internals.history.recovered()
+        change = internals_of(self._state).history.recovered()
         if change is not None and self._comm is not None:
             seconds = change.recovery_s or 0.0
             facts = {"meeting": change.number, "seconds": seconds, "commit": change.commit}

@@ -158,3 +158,8 @@ class State:
     def __repr__(self) -> str:
         types = (f"{name}={type(part.value).__name__}" for name, part in self._internals.parts.items())
         return f"<State {', '.join(types)}>"
+
+
+def internals_of(state: State) -> Internals:
+    """What the loop and the session of a training know of its state; parts may have any other name."""
+    return state._internals

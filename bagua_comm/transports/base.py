@@ -291,7 +291,7 @@ class Transport(CallState, Live, ABC):
         rank. The others may read or write `arrays`.
         """
         if self.size > 1:
-            self._break(f"a call was interrupted by {type(error).__name__}")
+            self.refuse_calls(f"a call was interrupted by {type(error).__name__}")
 
     def shrink(self, host: Transport | None = None) -> Transport:
         """A transport over the ranks that are still alive.

@@ -31,7 +31,7 @@ class CallState:
         self._describe: Callable[[], str] | None = None
         self._in_collective = False
         self._deadline_s: float | None = None
-        self._broken: str | None = None
+        self.broken: str | None = None
         """Why no call can be made any more; None as long as calls can."""
 
     def begin_call(self, name: str, *, collective: bool, describe: Callable[[], str] | None = None) -> None:
@@ -62,7 +62,7 @@ class CallState:
 
     def stop(self, reason: str) -> None:
         """Let the call in progress fail soon, and refuse all later ones; any thread may call it."""
-        self._break(reason)
+        self.refuse_calls(reason)
 
     def set_timeout(self, timeout_s: float) -> None:
         """Set the time limit of calls, in seconds, from the next one on."""
@@ -104,13 +104,14 @@ class CallState:
         """The other ranks, each rank starting behind itself so that not all send to rank 0 first."""
         return [(self.rank + i) % self.size for i in range(1, self.size)]
 
-    def _check_usable(self) -> None:
-        if self._broken is not None:
-            raise CommAborted(f"rank {self.rank}: this communicator cannot be used: {self._broken}")
+    def check_usable(self) -> None:
+        """Raise `CommAborted` if no call can be made any more."""
+        if self.broken is not None:
+            raise CommAborted(f"rank {self.rank}: this communicator cannot be used: {self.broken}")
 
-    def _break(self, reason: str) -> None:
+    def refuse_calls(self, reason: str) -> None:
         """Refuse all calls from now on; the first reason stays."""
-        self._broken = self._broken or reason
+        self.broken = self.broken or reason
 
 
 def check_timeout(call: str, timeout_s: object, error: type[BaguaError] = BootstrapError) -> float:

@@ -129,7 +129,7 @@ class LocalTransport(Transport):
 
     def _abort_after(self, error: CommError, peer: int) -> None:
         """Refuse more calls, and wake the others with `error`, or with that of `peer` if it came from there."""
-        self._broken = str(error)
+        self.broken = str(error)
         self._hub.fail(self.rank, self._hub.broken.get(peer, type(error)(str(error))))
 
     def _receive(self, peer: int, out: Array, tag: int, signature: str, deadline_s: float) -> None:
@@ -219,7 +219,7 @@ class LocalTransport(Transport):
         return None
 
     def _check_alive(self) -> None:
-        reason = self._hub.aborted or self._broken
+        reason = self._hub.aborted or self.broken
         if reason is not None:
             raise CommAborted(f"this communicator cannot be used: {reason}")
 

@@ -197,8 +197,8 @@ class ProcessGroupTransport(FramedTransport):
 
     def exchange(self, sends: Sequence[Message], recvs: Sequence[Message], *, tag: int = POINT_TO_POINT) -> None:
         """All messages at once; see `Transport.exchange`."""
-        if self._broken is not None:
-            self._check_usable()
+        if self.broken is not None:
+            self.check_usable()
         swaps = swaps_of(sends, recvs) if tag == COLLECTIVE else {}
         swaps.pop(self.rank, None)
         try:
@@ -214,7 +214,7 @@ class ProcessGroupTransport(FramedTransport):
         except CommError:
             raise
         except BaseException as exc:
-            self._break(f"a call was interrupted ({type(exc).__name__})")
+            self.refuse_calls(f"a call was interrupted ({type(exc).__name__})")
             raise
 
     def _compare_messages(self, sends: Sequence[Message], recvs: Sequence[Message]) -> None:
@@ -332,7 +332,7 @@ class ProcessGroupTransport(FramedTransport):
 
     def stop(self, reason: str) -> None:
         """See `CallState.stop`. Closes the connections, which a channel shares with its transport."""
-        self._break(reason)
+        self.refuse_calls(reason)
         self._hang_up()
 
     def abort(self, exit_code: int = 1) -> None:
@@ -340,7 +340,7 @@ class ProcessGroupTransport(FramedTransport):
 
         This ends no process; but torchrun ends all processes when one ends with an error.
         """
-        self._break("aborted")
+        self.refuse_calls("aborted")
         for child in self._children:
             child.abort(exit_code)
         self._hang_up()
@@ -361,16 +361,16 @@ class ProcessGroupTransport(FramedTransport):
         Collective. The process group stays. Subgroups that were not closed are closed here.
         """
         try:
-            if self._broken is None:
+            if self.broken is None:
                 for peer, tag in tuple(self._sent):
                     self._reclaim(peer, tag, 0)
                 self._say_goodbye()
         except (RankFailed, CommMismatch):
             pass  # the peer left without receiving everything, or calls differ
         finally:
-            self._break("closed")
+            self.refuse_calls("closed")
             for each in (self, *self._channels):
-                each._drop()
+                each.drop()
             self._channels.clear()
             self._children.clear()
 

@@ -196,7 +196,7 @@ class FramedTransport(Transport):
         except CommError:
             return self._close_with(CommMismatch(f"{mine}, but rank {next(iter(unlike))} another call"))
         error = CommMismatch(calls_that_differ(rows))
-        self._break(f"a call failed earlier ({type(error).__name__})")
+        self.refuse_calls(f"a call failed earlier ({type(error).__name__})")
         return error
 
     def _next_frame(self, peer: int, tag: int) -> Frame:
@@ -249,7 +249,7 @@ class FramedTransport(Transport):
     def _receive_own(self, out: Array, tag: int) -> None:
         messages = self._own.get(tag)
         if not messages:
-            self._break("it waited for a message from itself")
+            self.refuse_calls("it waited for a message from itself")
             raise CommTimeout(f"rank {self.rank} would wait for ever for {out.nbytes} bytes from itself")
         x = messages.popleft()
         if x.nbytes != out.nbytes:
@@ -279,7 +279,7 @@ class FramedTransport(Transport):
 
     def _close_with(self, error: _Error) -> _Error:
         """Close the connections, so that peers that wait for this rank raise the same error."""
-        self._break(f"a call failed earlier ({type(error).__name__})")
+        self.refuse_calls(f"a call failed earlier ({type(error).__name__})")
         if not self._leaving and self._verdict is not None:
             self._verdict.own = self._verdict.own or error
             self._verdict.post(error)
@@ -305,7 +305,7 @@ class FramedTransport(Transport):
                 with contextlib.suppress(RuntimeError):
                     work.wait(timedelta(milliseconds=1))
 
-    def _drop(self) -> None:
+    def drop(self) -> None:
         """Free the connections and their threads, which end when nothing refers to them any more.
 
         A thread of gloo that still runs when Python ends may end the process by a signal.
@@ -370,7 +370,7 @@ class FramedTransport(Transport):
             return self._lost(peer, peers, reason)
         else:
             error = CommError(f"rank {self.rank}: torch.distributed failed: {reason}")
-        self._break(f"a call failed earlier ({type(error).__name__})")
+        self.refuse_calls(f"a call failed earlier ({type(error).__name__})")
         return error
 
     def _closed_here(self, peers: str) -> CommError:
@@ -402,7 +402,7 @@ class FramedTransport(Transport):
             text = f"rank {self.rank} lost {peers}, which gave up: {first}"
             error = of_same_kind(type(first).__name__, text, getattr(first, "ranks", ()))
         if self._is_channel:  # the other messages of this rank go on
-            self._break(f"a message failed earlier ({type(error).__name__})")
+            self.refuse_calls(f"a message failed earlier ({type(error).__name__})")
             return error
         return self._close_with(error)
 

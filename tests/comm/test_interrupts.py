@@ -175,7 +175,7 @@ def test_a_call_that_was_not_ended_is_ended_by_the_next():
     comm.guard.leave = end
     assert comm.guard.limit_s == 0.01
     fresh = Communicator([LocalTransport()])
-    comm.transports[0]._broken = None
+    comm.transports[0].broken = None
     comm.barrier()
     assert comm.guard.limit_s is None
     assert comm.transports[0].limit_s == fresh.transports[0].limit_s

@@ -307,8 +307,8 @@ class ChannelTransport(MPITransport):
         self._unmap()
         if self._endpoint.begun:  # MPI may still write there
             self._endpoint.keep_for_ever()
-        if self._broken is None:
-            self._break("closed")
+        if self.broken is None:
+            self.refuse_calls("closed")
             self._world.forget()
         with suppress(KeyError):
             del self._world.completed[self._endpoint.group]

@@ -33,7 +33,7 @@ class CountedCalls(CallState):
 
     def end_call(self) -> None:
         """See `CallState.end_call`."""
-        if self._in_collective and self._broken is None:
+        if self._in_collective and self.broken is None:
             self.completed[0] += 1
         self._call, self._in_collective = None, False
         if self.making:

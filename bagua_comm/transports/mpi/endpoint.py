@@ -71,7 +71,7 @@ class Endpoint:
 
     def complete(self, start: Callable[[], MPI.Request], buffers: object) -> None:
         """Start a non-blocking call of MPI and wait for it."""
-        if self.calls._broken is not None or self.begun:
+        if self.calls.broken is not None or self.begun:
             self.check_idle()
         request = None
         try:
@@ -85,7 +85,7 @@ class Endpoint:
 
     def run_in_window(self, sent: int, call: Callable[..., T], *arguments: object) -> T:
         """Make a call through the window that sends `sent` bytes to other ranks."""
-        if self.calls._broken is not None or self.begun:
+        if self.calls.broken is not None or self.begun:
             self.check_idle()
         try:
             result = call(*arguments)
@@ -164,7 +164,7 @@ class Endpoint:
 
         Also raises if another thread has stopped the calls.
         """
-        self.calls._check_usable()
+        self.calls.check_usable()
         self._listen(peers)
 
     def _listen(self, peers: Collection[int] | None) -> None:
@@ -187,13 +187,13 @@ class Endpoint:
 
     def check_idle(self) -> None:
         """Raise unless this communicator can be used, and no exchange that has begun is still under way."""
-        if self.begun and self.calls._broken is None:
+        if self.begun and self.calls.broken is None:
             self.abort_after(CommAborted("a call was interrupted"), None)
-        self.calls._check_usable()
+        self.calls.check_usable()
 
     def check_usable(self) -> None:
         """Raise unless this communicator can be used."""
-        self.calls._check_usable()
+        self.calls.check_usable()
 
     # Abort ------------------------------------------------------------------------------------------
 
@@ -210,7 +210,7 @@ class Endpoint:
         if self.window is not None and (self.calls.in_collective or not isinstance(exc, CommMismatch)):
             self.window.abort()
         self.keep_for_ever(in_flight)
-        self.calls._break(f"a call failed earlier ({type(exc).__name__})")
+        self.calls.refuse_calls(f"a call failed earlier ({type(exc).__name__})")
         error = exc
         if isinstance(exc, MPI.Exception):
             if exc.Get_error_class() == MPI.ERR_IN_STATUS:
@@ -258,7 +258,7 @@ class Endpoint:
         """Refuse all calls from now on, and keep the memory of unfinished ones; notifies no other rank."""
         self._has_notified = True
         self.abort_after(CommAborted(reason), None)
-        self.calls._broken = reason
+        self.calls.broken = reason
 
     def revoke(self) -> None:
         """Wake the ranks that are in a call, where MPI can do that."""
@@ -293,7 +293,7 @@ class Endpoint:
         if self.size == 1:
             return True
         error = CommAborted(reason) if reason is not None else None
-        if reason is not None or self.calls._broken is not None:
+        if reason is not None or self.calls.broken is not None:
             self._send_leave(error)
             return False
         start, has_notified = time.monotonic(), np.array([not world.is_quiet], np.uint8)

@@ -35,7 +35,7 @@ class Messages:
     def exchange(self, sends: Sequence[Message], recvs: Sequence[Message], tag: int) -> None:
         """All messages at once, non-blocking; see `Transport.exchange`."""
         endpoint = self._endpoint
-        if self._calls._broken is not None or endpoint.begun:
+        if self._calls.broken is not None or endpoint.begun:
             endpoint.check_idle()
         if len(sends) > 1 or len(recvs) > 1:
             self._exchange_many(sends, recvs, tag)
@@ -146,8 +146,8 @@ class Messages:
     def start(self, paced: PacedMessages, sends: Sequence[Message], recvs: Sequence[Message]) -> Wait:
         """Begin an exchange of a call that the ranks have agreed on; see `Flow.begin`."""
         endpoint = self._endpoint
-        if self._calls._broken is not None:
-            self._calls._check_usable()
+        if self._calls.broken is not None:
+            self._calls.check_usable()
         endpoint.begun[id(paced)] = paced
         try:
             ended = paced.add(sends, recvs)

@@ -120,7 +120,7 @@ class SmallMessages:
         """
         endpoint, calls = self._endpoint, self._calls
         window = endpoint.window
-        if calls._broken is not None or self._begun:
+        if calls.broken is not None or self._begun:
             endpoint.check_idle()
         if window is None:
             return self._gather_over_mpi(table, call, x)

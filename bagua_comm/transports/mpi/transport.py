@@ -287,8 +287,8 @@ class MPITransport(CountedCalls, Transport):
 
     def shrink(self, host: Transport | None = None) -> Transport:
         """A transport over the survivors, with ULFM (`mpirun --with-ft ulfm`)."""
-        if self._broken is None:
-            self._break("shrunk")
+        if self.broken is None:
+            self.refuse_calls("shrunk")
         try:
             self._world.revoke(self.members)
             self.revoke()
@@ -305,7 +305,7 @@ class MPITransport(CountedCalls, Transport):
 
     def interrupted(self, error: BaseException, arrays: object) -> None:
         """See `Transport.interrupted`. Notifies the others."""
-        if self.size > 1 and self._broken is None:
+        if self.size > 1 and self.broken is None:
             self._endpoint.abort_after(error, arrays)
 
     def abort(self, exit_code: int = 1) -> None:
@@ -329,9 +329,9 @@ class MPITransport(CountedCalls, Transport):
         self._unmap()
         world, endpoint = self._world, self._endpoint
         if endpoint.begun:
-            self._break("a call was interrupted")
-        if self._broken is None and not MPI.Is_finalized():
-            self._break("closed")
+            self.refuse_calls("a call was interrupted")
+        if self.broken is None and not MPI.Is_finalized():
+            self.refuse_calls("closed")
             world.forget()
             in_time(endpoint.comm.Free, self.timeout_s, "MPI_Comm_free")
             # Calls on communicators that are still open, for instance of a lane, receive notices on the world's.
