@@ -31,23 +31,11 @@ extensions = [
 exclude_patterns = ["_build"]
 nitpicky = True
 INTERNAL = (  # types that signatures name, and that nobody needs to know
-    *("After", "ByNode", "Dataset", "Every", "Flow", "Hub", "Order", "RendezvousInfo", "Steps"),
-    *("Clock", "SpanContext", "SupportsDLPack", "TorchEngine", "EngineRegistry", "Session"),
-    *(
-        "Encoding",
-        "Failure",
-        "GatherByNode",
-        "Hooks",
-        "LaneComm",
-        "Momentum",
-        "ProcessId",
-        "Channel",
-        "Ranks",
-        "Scheduler",
-        "RecordedFailure",
-        "SampleOrder",
-        "ShardsByNode",
-    ),
+    *("After", "ByNode", "Channel", "Clock", "Dataset", "EdgeReplicas", "Encoding", "EngineRegistry", "Every"),
+    *("Failure", "Flow", "GatherByNode", "Hooks", "Hub", "LaneComm", "Momentum", "Order", "Outer"),
+    *("OuterFragment", "ProcessId", "Ranks", "RecordedFailure", "Reducer", "RendezvousInfo", "Replicas"),
+    *("SampleOrder", "Scheduler", "Session", "ShardsByNode", "SpanContext", "SparseOuter", "Steps"),
+    *("SupportsDLPack", "TorchEngine", "Traced"),
 )
 # Backticks in docstrings are for code, too, and types may come from libraries that are not described here.
 nitpick_ignore_regex = [
