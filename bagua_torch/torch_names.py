@@ -36,7 +36,6 @@ INSTEAD = {
     "join_hook": _JOIN,
     "join_device": _JOIN,
     "join_process_group": _JOIN,
-    "_join_config": _JOIN,
     "buffer_hook": "give broadcast_buffers=False, and send buffers by ddp.comm",
     "_register_buffer_comm_hook": "give broadcast_buffers=False, and send buffers by ddp.comm",
     "_register_builtin_comm_hook": "use register_comm_hook(None, Quantized(Float16())), for example",
@@ -115,8 +114,8 @@ class TorchNames(WrapperState):
         if instead is None and hasattr(TorchWrapper, name) and not hasattr(type(self), name):
             instead = _OWN_REDUCER
         if instead is not None:
-            plain = isinstance(value, (type(None), bool, int, str, torch.device))
-            if not plain or value != getattr(self, name, ...):
+            plain, now = isinstance(value, (type(None), bool, int, str, torch.device)), getattr(self, name, ...)
+            if value is not now and not (plain and value == now):
                 raise MissingError(f"'{type(self).__name__}' object: '{name}' cannot be set; {instead}")
         else:
             super().__setattr__(name, value)
