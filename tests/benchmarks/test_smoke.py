@@ -27,7 +27,7 @@ TINY = "--model tiny --image-size 16 --steps 1 --rounds 1"
 CASES = {
     "backend": Case("--sizes 64 --iters 1 --width 8 --json", 2, "torch"),
     "checkpoint": Case("--megabytes 0.2 -n 1 --ranks 2 --json", 0, "torch"),
-    "codec_quality": Case("--codec Float16() NVFP4() --elements 4096 --steps 1 --out", 0, "torch sklearn"),
+    "codec_quality": Case("--codec Float16() Int4() --elements 4096 --steps 1 --out", 0, "torch sklearn"),
     "codecs": Case("-b 64K -e 64K -n 1 -w 1 --json"),
     "collectives": Case("-b 8 -e 8 -n 1 -w 0 --json"),
     "collectives beside others": Case(
