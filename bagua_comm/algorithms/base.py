@@ -125,6 +125,18 @@ class Rounds:
     interval_s: float = 0.0
 
 
+class Default:
+    """A property that a field of a subclass, with or without a default of its own, may replace."""
+
+    def __init__(self, function: Any) -> None:
+        self._function, self.__doc__ = function, function.__doc__
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        if instance is None:
+            raise AttributeError("a class has none, so that dataclasses find no default of a field")
+        return self._function(instance)
+
+
 class Algorithm:
     """A communication method: the base class of all, for frozen dataclasses of settings.
 
@@ -250,8 +262,13 @@ class Algorithm:
         """
 
     def defines(self, method: str) -> bool:
-        """Whether its class replaces the default of this method."""
-        return getattr(type(self), method) is not getattr(Algorithm, method)
+        """Whether it replaces the default of this method."""
+        return getattr(getattr(self, method), "__func__", None) is not getattr(Algorithm, method)
+
+
+for _name, _value in tuple(vars(Algorithm).items()):
+    if isinstance(_value, property):
+        setattr(Algorithm, _name, Default(_value.fget))
 
 
 class Combinator(Algorithm):
@@ -366,7 +383,8 @@ def pack(algorithm: Algorithm, tensors: Iterable[TensorSpec], *, bucket_bytes: i
 
 def needs_groups(algorithm: Algorithm, tensors: Sequence[TensorSpec]) -> bool:
     """Whether some of these tensors may share no bucket."""
-    return len(set(algorithm.groups(tensors) or ())) > 1
+    groups = algorithm.groups(tensors)
+    return groups is not None and len(set(groups)) > 1
 
 
 # Checks of arguments --------------------------------------------------------------------------------
@@ -379,8 +397,17 @@ def check_algorithm_argument(owner: str, name: str, value: object) -> None:
         raise ArrayError(f"{owner}: {name} is {value!r}, expected an algorithm such as ByteGrad(){hint}")
     missing = [each for each in ("payload", "window") if not hasattr(value, each)]
     missing += [each for each in ("init", "exchange") if not value.defines(each)]
+    kind = type(value).__name__
     if missing:
-        raise ArrayError(f"{owner}: {name} is {value!r}, whose class defines no {' and no '.join(missing)}")
+        raise ArrayError(
+            f"{owner}: {name} is {value!r}, expected an algorithm with {' and '.join(missing)}; define "
+            f"{'them' if len(missing) > 1 else 'it'} in class {kind}"
+        )
+    if hasattr(type(value), "__getattr__"):
+        raise ArrayError(
+            f"{owner}: {name} is {value!r}, whose __getattr__ is not asked for members that have a default; to "
+            f"forward them, let {kind} inherit from bagua_comm.algorithms.base.Combinator"
+        )
 
 
 def _how_to_make_an_algorithm(value: object) -> str:

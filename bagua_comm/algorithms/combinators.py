@@ -189,7 +189,8 @@ class After(Algorithm):
     def groups(self, tensors: Sequence[TensorSpec]) -> list[int]:
         """Tensors are in one group if they are in every phase."""
         numbers: dict[tuple[int, ...], int] = {}
-        of_phases = (phase.groups(tensors) or [0] * len(tensors) for phase in self.phases)
+        found = (phase.groups(tensors) for phase in self.phases)
+        of_phases = ([0] * len(tensors) if each is None else each for each in found)
         return [numbers.setdefault(row, len(numbers)) for row in zip(*of_phases, strict=True)]
 
     # The engine calls the phases themselves, each with a state of its own.

@@ -19,7 +19,11 @@ EMPTY: Array = np.empty(0, np.uint8)
 """The array of calls that take none."""
 
 
-class Ranks(Protocol):
+GIVEN = "given"
+"""Stands for counts in the records of a call: all numbers would be p times as long on each of p ranks."""
+
+
+class SizedGroup(Protocol):
     """What checks ask of a communicator."""
 
     @property
@@ -176,7 +180,7 @@ def hint_of(error: BaseException, owner: type) -> str:
 
 
 def check_counts(
-    ranks: Ranks, call: str, name: str, counts: Sequence[int], x: Array | None = None, *, own: bool = False
+    ranks: SizedGroup, call: str, name: str, counts: Sequence[int], x: Array | None = None, *, own: bool = False
 ) -> list[int]:
     """Return `counts` as integers, one for each rank.
 
@@ -184,7 +188,7 @@ def check_counts(
     """
     found = list(counts) if np.iterable(counts) else []
     if len(found) != ranks.size or not all(isinstance(n, (int, np.integer)) and n >= 0 for n in found):
-        wanted = f"{ranks.size} integers of at least 0, numbers of elements"
+        wanted = f"{ranks.size} integers of at least 0, the number of elements of each rank"
         raise ArrayError(f"{call}: {name} is {found or counts}, expected {wanted}")
     if own and x is not None and x.size != found[ranks.rank]:
         raise ArrayError(f"{call}: x has {x.size} elements, expected {name}[{ranks.rank}] = {found[ranks.rank]}")
@@ -193,7 +197,7 @@ def check_counts(
     return [int(n) for n in found]
 
 
-def even_chunk(ranks: Ranks, call: str, x: Array) -> int:
+def even_chunk(ranks: SizedGroup, call: str, x: Array) -> int:
     """Return the length of a rank's chunk of `x`; raise unless chunks are equal."""
     if x.ndim == 0 or x.shape[0] % ranks.size:
         cure = "counts= and out_counts=" if call == "alltoall" else "counts="

@@ -13,7 +13,7 @@ from ..arrays import A, AnyArray, Array, Counts, Elements, Op, S, as_real, parts
 from ..errors import ArrayError, shown_as
 from ..transports.base import COLLECTIVE
 from .agreement import compare_calls, compare_counts
-from .arguments import EMPTY, check_counts, check_mutable, check_writable, even_chunk
+from .arguments import EMPTY, GIVEN, check_counts, check_mutable, check_writable, even_chunk
 from .base import CommBase
 from .call import Call
 from .prepared import run_if_known
@@ -21,7 +21,7 @@ from .prepared import run_if_known
 
 @shown_as("Communicator")
 class Collectives(CommBase):
-    """Reductions, and collectives whose result is on all ranks."""
+    """Reductions, and collectives in which all ranks send."""
 
     def allreduce(self, x: A, out: A | None = None, *, op: Op = "sum", timeout_s: float | None = None) -> A:
         """Reduce `x` over all ranks, to the same bytes on every rank.
@@ -360,8 +360,12 @@ class Collectives(CommBase):
         """`alltoall` with counts. Collective."""
         name = "alltoall"
         call = Call(self, name, x, timeout_s=timeout_s).unchecked()
-        sends = call.detail["counts"] = check_counts(self, name, "counts", counts, call.x)
-        recvs = call.detail["out_counts"] = check_counts(self, name, "out_counts", out_counts)
+        if counts is None or out_counts is None:
+            missing = "counts" if counts is None else "out_counts"
+            raise ArrayError(f"{name}: {missing} is None, expected both counts and out_counts, or neither")
+        sends = check_counts(self, name, "counts", counts, call.x)
+        recvs = check_counts(self, name, "out_counts", out_counts)
+        call.detail["counts"] = GIVEN
         if sends[self.rank] != recvs[self.rank]:
             raise ArrayError(
                 f"{name}: counts[{self.rank}] is {sends[self.rank]}, but out_counts[{self.rank}] is "

@@ -55,6 +55,10 @@ _NAMES_OF_MPI4PY = {
     "sendrecv_replace": "sendrecv(x.copy(), x, ...)",
     "reduce_scatter_block": "reduce_scatter",
     "ssend": "send",
+    "gatherv": "gather(x, root=root, counts=counts)",
+    "scatterv": "scatter(x, out, root=root, counts=counts)",
+    "allgatherv": "allgather(x, counts=counts)",
+    "alltoallv": "alltoall(x, counts=counts, out_counts=out_counts)",
 }
 """Names of mpi4py in small letters that are not those here."""
 

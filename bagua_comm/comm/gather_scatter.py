@@ -12,7 +12,7 @@ from ..arrays import A, AnyArray, Array, Counts, Elements, S, parts
 from ..errors import ArrayError, shown_as
 from ..transports.base import COLLECTIVE
 from .agreement import compare_calls, compare_counts
-from .arguments import check_counts
+from .arguments import GIVEN, check_counts
 from .base import CommBase
 from .call import Call
 
@@ -75,7 +75,8 @@ class GatherScatter(CommBase):
         sizes = [given.size] * self.size
         if at_root:
             if counts is not None:
-                sizes = call.detail["counts"] = check_counts(self, "gather", "counts", counts, given, own=True)
+                sizes = check_counts(self, "gather", "counts", counts, given, own=True)
+                call.detail["counts"] = GIVEN
             shape = (self.size, *given.shape) if counts is None else (sum(sizes),)
             call.writes_to(out, shape, any_shape=True)
             chunks = parts(call.target, sizes)
@@ -158,12 +159,14 @@ class GatherScatter(CommBase):
             call.writes_to(out, given.shape)
         elif counts is None:
             if given.ndim == 0 or given.shape[0] != self.size:
-                cure = f"pass x.reshape({self.size}, -1)" if given.size % self.size == 0 else "or give counts="
+                even = f"x.reshape({self.size}, -1), or " if given.size % self.size == 0 else ""
+                cure = f"pass {even}counts= for parts that differ"
                 raise ArrayError(f"{name}: x has shape {given.shape}, expected ({self.size}, ...); {cure}")
             sizes = [given.size // self.size] * self.size
             call.writes_to(out, given.shape[1:])
         else:
-            sizes = call.detail["counts"] = check_counts(self, name, "counts", counts, given)
+            sizes = check_counts(self, name, "counts", counts, given)
+            call.detail["counts"] = GIVEN
             call.writes_to(out, (sizes[root],), any_shape=True)
         if at_root:
             call.contiguous()

@@ -206,7 +206,7 @@ class _Analysis:
         """The ranks without a record."""
         for group in groups:
             for number in self._numbers(group):
-                for rank, entry in share_counts(self._calls_at(group, number)).items():
+                for rank, entry in share_counts(self._calls_at(group, number), groups[group]).items():
                     ranks[rank].calls[group][number] = entry
 
     def findings(self) -> Iterator[Finding]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -124,11 +124,23 @@ class Entry:
         return f"{self.method} ({text})" if self.method else text
 
 
-def share_counts(calls: Mapping[int, Entry]) -> Mapping[int, Entry]:
-    """The entries of one call, by rank. If the root of a gather or scatter has counts, all have, of None."""
-    names = {entry.name for entry in calls.values() if {"counts", "root"} <= entry.detail.keys()}
+def share_counts(calls: Mapping[int, Entry], members: Sequence[int]) -> Mapping[int, Entry]:
+    """The entries of one call, by rank. All have counts, of None, where the root of a gather or scatter may have.
+
+    Args:
+        calls: The entries that there are, by rank of the world; that of the root may be missing.
+        members: The ranks of the communicator.
+    """
+
+    def may_have(entry: Entry) -> bool:
+        root = entry.detail.get("root")
+        if entry.name not in _UNLIKE or root is None:
+            return False
+        at_root = calls.get(members[root])
+        return at_root is None or "counts" in at_root.detail
+
     return {
-        rank: replace(entry, detail={"counts": None, **entry.detail}) if entry.name in names else entry
+        rank: replace(entry, detail={"counts": None, **entry.detail}) if may_have(entry) else entry
         for rank, entry in calls.items()
     }
 

@@ -308,7 +308,7 @@ def test_integers_are_refused_with_the_tensor(algorithm):
 # Members
 
 
-MEMBERS = {name for name in vars(Algorithm) if not name.startswith("_")} - {"defines"}
+MEMBERS = {name for name in [*vars(Algorithm), *Algorithm.__annotations__] if name[0] != "_"} - {"defines"}
 """All that an algorithm may have."""
 
 

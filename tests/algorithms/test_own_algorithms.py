@@ -115,6 +115,22 @@ def test_members_have_defaults():
     plain.check_size(3)
 
 
+def test_fields_replace_members():
+    @dataclass(frozen=True)
+    class Particular(Plain):
+        lends: str
+        phases: tuple = field(default_factory=lambda: (Plain(), RandomPeer()))
+        drifts: bool = True
+
+        def __post_init__(self):
+            object.__setattr__(self, "commit", lambda bucket, state: None)
+
+    made = Particular("momentum")
+    assert (made.lends, made.phases, made.drifts) == ("momentum", (Plain(), RandomPeer()), True)
+    assert made.defines("commit")
+    assert made.equal_start
+
+
 def test_an_algorithm_without_a_required_member_or_without_the_base_class_is_refused():
     @dataclass(frozen=True)
     class Empty(Algorithm):
@@ -128,8 +144,15 @@ def test_an_algorithm_without_a_required_member_or_without_the_base_class_is_ref
         payload, window = Plain.payload, Plain.window
         init, exchange = Plain.init, Plain.exchange
 
-    with pytest.raises(ArrayError, match="whose class defines no window and no exchange"):
+    @dataclass(frozen=True)
+    class Around(Plain):
+        def __getattr__(self, name):
+            return getattr(QAdam(2), name)
+
+    with pytest.raises(ArrayError, match="expected an algorithm with window and exchange; define them"):
         every(2, Empty())
+    with pytest.raises(ArrayError, match=r"let Around inherit from .*Combinator"):
+        every(2, Around())
     with pytest.raises(ArrayError, match=r"let Duck inherit from bagua_comm.algorithms.Algorithm"):
         every(2, Duck())
 
