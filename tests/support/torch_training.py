@@ -70,7 +70,7 @@ def sgd(parameters):
 
 def optimizer_for(algorithm, parameters, **settings):
     """The optimizer that QAdam needs, or SGD with momentum."""
-    for phase in algorithm.phases:
+    for phase in algorithm.phases if algorithm else ():
         core = core_of(phase)
         if isinstance(core, QAdam):
             return QAdamOptimizer(parameters, lr=0.01, warmup_steps=core.warmup_steps, **settings)
