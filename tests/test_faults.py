@@ -61,7 +61,8 @@ def test_a_disk_that_fills_in_a_checkpoint_fails_that_save_alone(tmp_path):
     if os.geteuid() != 0:  # the disk is a file system of its own
         return
     trial = next(trial for trial in plans.classes(1, 1) if trial.fault == "full disk")
-    trial = dataclasses.replace(trial, case=EXACT)  # which is compared with no second training
+    # Compared with no second training, and long enough for a blow that comes late on busy cores.
+    trial = dataclasses.replace(trial, case=EXACT, steps=200)
     row = tried(trial, write_digits(tmp_path / "digits.npz"), {"undisturbed": {}})
     text = "\n".join([*row["problems"], *row["output"]])
     assert (row["outcome"], row["left"]) == ("went on", []), text
