@@ -6,6 +6,7 @@ They are in the records of the flight recorder, which so show the line where a r
 from __future__ import annotations
 
 import functools
+import gc
 import linecache
 import site
 import sys
@@ -68,10 +69,10 @@ def stacks_now() -> tuple[ThreadStack, ...]:
     """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main = threading.main_thread().ident
-    frames = sorted(sys._current_frames().items(), key=lambda item: item[0] != main)
+    frames = sorted(_current_stacks().items(), key=lambda item: item[0] != main)
     stacks = [
-        ThreadStack(names.get(ident, f"thread {ident}"), tuple(_frames(frame)))
-        for ident, frame in frames[:THREADS]
+        ThreadStack(names.get(ident, f"thread {ident}"), tuple(_frames(stack)))
+        for ident, stack in frames[:THREADS]
     ]
     return tuple(sorted(stacks, key=lambda stack: stack.users_frame is None))
 
@@ -99,9 +100,30 @@ def _installed() -> tuple[str, ...]:
     return ("<", *sorted(paths))
 
 
-def _frames(innermost: FrameType | None) -> Iterator[Frame]:
+def _current_stacks() -> dict[int, list[FrameType]]:
+    """The frames of all threads, by thread, innermost first.
+
+    CPython hangs if it collects garbage while it lists the frames of threads (python/cpython#106883), and may
+    crash if a thread ends before its frames are followed. So neither happens here, if it can be helped.
+    """
+    with _listing:
+        collects, interval_s = gc.isenabled(), sys.getswitchinterval()
+        gc.disable()
+        sys.setswitchinterval(1.0)
+        try:
+            return {ident: list(_outward(frame)) for ident, frame in sys._current_frames().items()}
+        finally:
+            sys.setswitchinterval(interval_s)
+            if collects:
+                gc.enable()
+
+
+_listing = threading.RLock()
+"""Held while settings of the interpreter are changed; a signal handler may list frames meanwhile."""
+
+
+def _frames(frames: list[FrameType]) -> Iterator[Frame]:
     """The frames of a stack, without the innermost ones that write the record."""
-    frames = list(_outward(innermost))
     while frames and _module(frames[0]).startswith(_RECORDING):
         del frames[0]
     for frame in frames[:FRAMES]:

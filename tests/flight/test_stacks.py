@@ -1,5 +1,7 @@
 """The stacks of threads, which another process reads from a record."""
 
+import gc
+import sys
 import threading
 
 from bagua_comm.flight import RankRecord, recorder, stacks
@@ -26,6 +28,15 @@ def test_the_stacks_of_all_threads_have_lines_and_functions_the_innermost_first(
     mine = found["MainThread"].frames[0]
     assert mine.function == "test_the_stacks_of_all_threads_have_lines_and_functions_the_innermost_first"
     assert mine.text == "found = {stack.name: stack for stack in stacks_now()}"
+
+
+def test_no_garbage_is_collected_while_the_frames_of_threads_are_listed(monkeypatch):
+    collects, frames = [], sys._current_frames
+    monkeypatch.setattr(sys, "_current_frames", lambda: collects.append(gc.isenabled()) or frames())
+    settings = gc.isenabled(), sys.getswitchinterval()
+    assert stacks_now()
+    assert collects == [False]
+    assert (gc.isenabled(), sys.getswitchinterval()) == settings
 
 
 def test_threads_of_the_user_come_before_those_of_libraries():
