@@ -266,6 +266,7 @@ class Algorithm:
         return getattr(getattr(self, method), "__func__", None) is not getattr(Algorithm, method)
 
 
+# Type checkers see properties; at run time, fields of subclasses may take their names.
 for _name, _value in tuple(vars(Algorithm).items()):
     if isinstance(_value, property):
         setattr(Algorithm, _name, Default(_value.fget))

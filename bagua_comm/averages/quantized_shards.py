@@ -78,9 +78,9 @@ def quantized_reduce_scatter(
     call = Call(comm, name, x, codec=codec, op=op)
     check_codec_argument(name, codec, arrays.dtype_name(call.x.dtype))
     if counts is None:
-        lengths, shape = None, (even_chunk(comm, name, call.x), *call.x.shape[1:])
+        lengths, shape = None, (even_chunk(name, call.x, comm.size), *call.x.shape[1:])
     else:
-        lengths = call.detail["counts"] = check_counts(comm, name, "counts", counts, call.x)
+        lengths = call.detail["counts"] = check_counts(name, "counts", counts, comm.size, call.x)
         shape = (lengths[comm.rank],)
     call.writes_to(out, shape, any_shape=counts is not None)
     errors = None if residual is None else as_like(call, "residual", residual, call.x)
@@ -163,7 +163,7 @@ def quantized_allgather(
     if counts is None:
         lengths, shape = None, (comm.size, *call.x.shape)
     else:
-        lengths = call.detail["counts"] = check_counts(comm, name, "counts", counts, call.x, own=True)
+        lengths = call.detail["counts"] = check_counts(name, "counts", counts, comm.size, call.x, own=comm.rank)
         shape = (sum(lengths),)
     call.writes_to(out, shape, any_shape=True)
     call.contiguous()

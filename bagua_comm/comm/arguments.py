@@ -6,7 +6,7 @@ import inspect
 import math
 import re
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,18 +21,6 @@ EMPTY: Array = np.empty(0, np.uint8)
 
 GIVEN = "given"
 """Stands for counts in the records of a call: all numbers would be p times as long on each of p ranks."""
-
-
-class SizedGroup(Protocol):
-    """What checks ask of a communicator."""
-
-    @property
-    def rank(self) -> int:
-        """This rank."""
-
-    @property
-    def size(self) -> int:
-        """The number of ranks."""
 
 
 class Output(NamedTuple):
@@ -180,29 +168,29 @@ def hint_of(error: BaseException, owner: type) -> str:
 
 
 def check_counts(
-    ranks: SizedGroup, call: str, name: str, counts: Sequence[int], x: Array | None = None, *, own: bool = False
+    call: str, name: str, counts: Sequence[int], ranks: int, x: Array | None = None, *, own: int | None = None
 ) -> list[int]:
-    """Return `counts` as integers, one for each rank.
+    """Return `counts` as integers, one for each of `ranks`.
 
-    `x` must have sum(counts) elements or, if `own`, counts[rank].
+    `x` must have sum(counts) elements or, if `own` is a rank, counts[own].
     """
     found = list(counts) if np.iterable(counts) else []
-    if len(found) != ranks.size or not all(isinstance(n, (int, np.integer)) and n >= 0 for n in found):
-        wanted = f"{ranks.size} integers of at least 0, the number of elements of each rank"
+    if len(found) != ranks or not all(isinstance(n, (int, np.integer)) and n >= 0 for n in found):
+        wanted = f"{ranks} integers of at least 0, the number of elements of each rank"
         raise ArrayError(f"{call}: {name} is {found or counts}, expected {wanted}")
-    if own and x is not None and x.size != found[ranks.rank]:
-        raise ArrayError(f"{call}: x has {x.size} elements, expected {name}[{ranks.rank}] = {found[ranks.rank]}")
-    if not own and x is not None and x.size != sum(found):
+    if x is not None and own is not None and x.size != found[own]:
+        raise ArrayError(f"{call}: x has {x.size} elements, expected {name}[{own}] = {found[own]}")
+    if x is not None and own is None and x.size != sum(found):
         raise ArrayError(f"{call}: x has {x.size} elements, expected {sum(found)}, the sum of {name}")
     return [int(n) for n in found]
 
 
-def even_chunk(ranks: SizedGroup, call: str, x: Array) -> int:
+def even_chunk(call: str, x: Array, ranks: int) -> int:
     """Return the length of a rank's chunk of `x`; raise unless chunks are equal."""
-    if x.ndim == 0 or x.shape[0] % ranks.size:
+    if x.ndim == 0 or x.shape[0] % ranks:
         cure = "counts= and out_counts=" if call == "alltoall" else "counts="
         raise ArrayError(
-            f"{call}: x has shape {x.shape}, expected a first dimension divisible by {ranks.size} ranks; "
+            f"{call}: x has shape {x.shape}, expected a first dimension divisible by {ranks} ranks; "
             f"or give {cure}, the length of each rank's part"
         )
-    return int(x.shape[0]) // ranks.size
+    return int(x.shape[0]) // ranks

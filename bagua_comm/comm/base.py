@@ -164,3 +164,7 @@ class CommBase(Shared):
                 hint = "; for MPI.PROC_NULL pass None, in sendrecv and exchange; there is no MPI.ANY_SOURCE"
             raise ArrayError(f"{call}: {name} is {peer!r}, expected {wanted}{hint}")
         return int(peer)
+
+    def _others(self) -> list[int]:
+        """Return all ranks but this one."""
+        return [r for r in range(self.size) if r != self.rank]

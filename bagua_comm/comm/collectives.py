@@ -166,7 +166,9 @@ class Collectives(CommBase):
     def _allgather_parts(self, x: Any, out: Any, counts: Sequence[int], timeout_s: float | None) -> Any:
         """`allgather` with counts. Collective."""
         call = Call(self, "allgather", x, timeout_s=timeout_s)
-        counts = call.detail["counts"] = check_counts(self, "allgather", "counts", counts, call.x, own=True)
+        counts = call.detail["counts"] = check_counts(
+            "allgather", "counts", counts, self.size, call.x, own=self.rank
+        )
         call.writes_to(out, (sum(counts),), any_shape=True)
         call.contiguous()
         send, whole = call.x.reshape(-1), call.target.reshape(-1)
@@ -174,7 +176,7 @@ class Collectives(CommBase):
         call.check_overlap(chunks[self.rank])
         call.sends(send)
         call.x, call.payload = whole, send.nbytes  # inputs differ among ranks; the outputs are alike
-        others = [r for r in range(self.size) if r != self.rank]
+        others = self._others()
 
         def move(x: Array, target: Array) -> None:
             if not arrays.same_memory(send, chunks[self.rank]):
@@ -238,10 +240,10 @@ class Collectives(CommBase):
         call = Call(self, "reduce_scatter", x, op=op, timeout_s=timeout_s)
         call.check_reduction(op)
         if counts is None:
-            shape = (even_chunk(self, "reduce_scatter", call.x), *call.x.shape[1:])
+            shape = (even_chunk("reduce_scatter", call.x, self.size), *call.x.shape[1:])
             chunks = [math.prod(shape)] * self.size
         else:
-            chunks = call.detail["counts"] = check_counts(self, "reduce_scatter", "counts", counts, call.x)
+            chunks = call.detail["counts"] = check_counts("reduce_scatter", "counts", counts, self.size, call.x)
             shape = (chunks[self.rank],)
         call.writes_to(out, shape, any_shape=counts is not None)
         call.contiguous()
@@ -348,7 +350,7 @@ class Collectives(CommBase):
         if repeated is not None:
             return repeated
         call = Call(self, "alltoall", x, timeout_s=timeout_s)
-        even_chunk(self, "alltoall", call.x)
+        even_chunk("alltoall", call.x, self.size)
         call.writes_to(out, call.x.shape)
         call.in_place()
         call.contiguous()
@@ -363,8 +365,8 @@ class Collectives(CommBase):
         if counts is None or out_counts is None:
             missing = "counts" if counts is None else "out_counts"
             raise ArrayError(f"{name}: {missing} is None, expected both counts and out_counts, or neither")
-        sends = check_counts(self, name, "counts", counts, call.x)
-        recvs = check_counts(self, name, "out_counts", out_counts)
+        sends = check_counts(name, "counts", counts, self.size, call.x)
+        recvs = check_counts(name, "out_counts", out_counts, self.size)
         call.detail["counts"] = GIVEN
         if sends[self.rank] != recvs[self.rank]:
             raise ArrayError(
@@ -376,7 +378,7 @@ class Collectives(CommBase):
         if arrays.overlap(call.x, call.target):
             raise ArrayError(f"{name}: out overlaps x")
         source, chunks = parts(call.x, sends), parts(call.target, recvs)
-        others = [r for r in range(self.size) if r != self.rank]
+        others = self._others()
 
         def move(x: Array, target: Array) -> None:
             if self.check:

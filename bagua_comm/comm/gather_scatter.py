@@ -75,7 +75,7 @@ class GatherScatter(CommBase):
         sizes = [given.size] * self.size
         if at_root:
             if counts is not None:
-                sizes = check_counts(self, "gather", "counts", counts, given, own=True)
+                sizes = check_counts("gather", "counts", counts, self.size, given, own=root)
                 call.detail["counts"] = GIVEN
             shape = (self.size, *given.shape) if counts is None else (sum(sizes),)
             call.writes_to(out, shape, any_shape=True)
@@ -83,7 +83,8 @@ class GatherScatter(CommBase):
             call.check_overlap(chunks[root])
 
         def move(x: Array, target: Array) -> None:
-            self._compare(call, root, self._only(root, given.size), sizes if at_root else None)
+            if self.check:
+                self._compare(call, root, self._only(root, given.size), sizes if at_root else None)
             if not at_root:
                 call.transport.exchange([(root, x)], [], tag=COLLECTIVE)
                 return
@@ -165,7 +166,7 @@ class GatherScatter(CommBase):
             sizes = [given.size // self.size] * self.size
             call.writes_to(out, given.shape[1:])
         else:
-            sizes = check_counts(self, name, "counts", counts, given)
+            sizes = check_counts(name, "counts", counts, self.size, given)
             call.detail["counts"] = GIVEN
             call.writes_to(out, (sizes[root],), any_shape=True)
         if at_root:
@@ -176,7 +177,8 @@ class GatherScatter(CommBase):
         call.x = call.target  # ranks compare and count their parts
 
         def move(x: Array, target: Array) -> None:
-            self._compare(call, root, sizes if at_root else None, self._only(root, target.size))
+            if self.check:
+                self._compare(call, root, sizes if at_root else None, self._only(root, target.size))
             if not at_root:
                 call.transport.exchange([], [(root, target)], tag=COLLECTIVE)
             else:
@@ -188,12 +190,10 @@ class GatherScatter(CommBase):
         return call.result
 
     def _compare(self, call: Call, root: int, sends: list[int] | None, recvs: list[int] | None) -> None:
-        """With `check`, compare a call: with counts, the sizes of its messages, else the shapes. Collective.
+        """Compare a call: with counts, the sizes of its messages, else the shapes. Collective.
 
         `sends` and `recvs` are numbers of elements for and from each rank, (p,); None stands for zeros.
         """
-        if not self.check:
-            return
         compare_calls(self.host, call.signature())
         by_counts = np.array(["counts" in call.detail], np.uint8)
         self.host.broadcast(by_counts, root)  # no other rank knows
@@ -202,10 +202,6 @@ class GatherScatter(CommBase):
             compare_counts(self.host, sends or nothing, recvs or nothing)
         else:
             call.compare()
-
-    def _others(self) -> list[int]:
-        """Return all ranks but this one."""
-        return [r for r in range(self.size) if r != self.rank]
 
     def _only(self, rank: int, count: int) -> list[int]:
         """Return `count` for one rank and zero for the others, (p,)."""

@@ -69,7 +69,7 @@ def stacks_now() -> tuple[ThreadStack, ...]:
     """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main = threading.main_thread().ident
-    frames = sorted(_current_stacks().items(), key=lambda item: item[0] != main)
+    frames = sorted(current_stacks().items(), key=lambda item: item[0] != main)
     stacks = [
         ThreadStack(names.get(ident, f"thread {ident}"), tuple(_frames(stack)))
         for ident, stack in frames[:THREADS]
@@ -100,7 +100,7 @@ def _installed() -> tuple[str, ...]:
     return ("<", *sorted(paths))
 
 
-def _current_stacks() -> dict[int, list[FrameType]]:
+def current_stacks() -> dict[int, list[FrameType]]:
     """The frames of all threads, by thread, innermost first.
 
     CPython hangs if it collects garbage while it lists the frames of threads (python/cpython#106883), and may

@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import heapq
 import itertools
-import sys
 import threading
 import traceback
 from collections import deque
@@ -23,6 +22,7 @@ from queue import SimpleQueue
 from random import Random
 
 from ...errors import CommTimeout
+from ...flight.stacks import current_stacks
 
 _running: list[Scheduler] = []
 """The scheduler of the simulation in progress, if there is one."""
@@ -259,14 +259,14 @@ class Scheduler:
         """The latest steps, and the stacks of all threads that have not ended."""
         lines = [f"latest steps, at {self.now_s:.6f} s of virtual time:"]
         lines += [f"  {when_s:12.6f} s  {name}: {what or 'begins'}" for when_s, name, what in self.latest]
-        frames = sys._current_frames()
+        stacks = current_stacks()
         for task in self.tasks:
             if not task.is_over:
                 lines.append(
                     f"{task.name}: {'ready' if task.is_ready else 'waits'} in {task.waits_for or 'its start'}"
                 )
-                frame = frames.get(task.ident or -1)
-                stack = traceback.extract_stack(frame)[-14:] if frame is not None else []
+                frames = stacks.get(task.ident or -1)
+                stack = traceback.extract_stack(frames[0])[-14:] if frames else []
                 lines += [
                     f"    {each.filename}:{each.lineno} {each.name}: {each.line}"
                     for each in stack
