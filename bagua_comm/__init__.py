@@ -58,8 +58,8 @@ from .errors import (
     StoreError,
     UnsupportedError,
 )
+from .execution.lane import Lane
 from .hooks import CallView, Hook, NanWatch
-from .lane import Lane
 from .planning.tuner import Tuner
 
 __all__ = [

@@ -20,9 +20,9 @@ from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from . import refusals
-from .caching import BoundedCache
 from .errors import ArrayError, UnsupportedError
+from .objects import refusals
+from .objects.caching import BoundedCache
 
 Array: TypeAlias = Any
 DType: TypeAlias = np.dtype[Any]

@@ -14,20 +14,19 @@ except ModuleNotFoundError as exc:
         name="torch",
     ) from exc
 
-from . import backend, functional, profiler
+from . import backend, functional
 from .arrays import as_array, as_tensor, torch_stream
 from .backend.options import BackendOptions
-from .broadcast import broadcast_optimizer, broadcast_tensors
-from .checkpoint import Checkpoints
-from .comm_hook import comm_hook
-from .ddp import DistributedDataParallel
-from .fused import fuse
+from .ddp import DistributedDataParallel, comm_hook
+from .ddp.checkpoint import Checkpoints
 from .lightning.names import register_names
 from .moe import MoE
-from .optim import QAdamOptimizer
+from .optimizers import QAdamOptimizer, fuse
 from .process_group import ProcessGroupTransport, connect
 from .process_group.fleet import start_fleet
 from .sync_batchnorm import SyncBatchNorm
+from .tensors.broadcast import broadcast_optimizer, broadcast_tensors
+from .training import profiler
 
 listen(profiler.RANGES)
 register_names()

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from bagua_comm import UnsupportedError, arrays, cuda
+from bagua_comm import UnsupportedError, arrays
 from bagua_comm.arrays import Array
+from bagua_comm.execution import cuda
 
 _DTYPES = {
     torch.bool: "bool",

@@ -27,11 +27,11 @@ import bagua_comm
 from bagua_comm import ArrayError, Codec, CommMismatch, Communicator, UnsupportedError
 from bagua_comm.codecs.base import check_codec_argument
 
-from . import rng
-from .broadcast import broadcast_tree, map_leaves
-from .checks import check_same_layer
 from .entry import communicator_of, errors_on_all
 from .functional import alltoall
+from .tensors import rng
+from .tensors.broadcast import broadcast_tree, map_leaves
+from .tensors.checks import check_same_layer
 
 
 class Experts(nn.ModuleDict):

@@ -26,8 +26,8 @@ import bagua_comm
 from bagua_comm import ArrayError, CommError, CommMismatch, Communicator, UnsupportedError
 
 from .arrays import as_array, as_tensor, torch_stream
-from .checks import check_same_layer
 from .entry import check_comm, communicator_of, errors_on_all
+from .tensors.checks import check_same_layer
 
 OF_DIMENSIONS: dict[int, type[_BatchNorm]] = {
     2: nn.BatchNorm1d,

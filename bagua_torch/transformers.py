@@ -18,7 +18,7 @@ from bagua_comm import Average, Communicator, Quantized, UnsupportedError
 from bagua_comm.averages.base import check_average_argument
 
 from .bases import with_base
-from .comm_hook import comm_hook
+from .ddp.comm_hook import comm_hook
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback as _Base

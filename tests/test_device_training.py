@@ -30,7 +30,7 @@ from bagua_comm import (
     optim,
 )
 from bagua_comm.algorithms import from_name
-from bagua_comm.lane import StreamLane, ThreadLane
+from bagua_comm.execution.lane import StreamLane, ThreadLane
 from bagua_comm.testing import run_ranks, sample
 
 SPECS = [TensorSpec(name, shape, "float32") for name, shape in (("a", (7, 3)), ("b", (600,)), ("c", ()))]

@@ -21,7 +21,7 @@ from bagua_comm import (
     connect,
     trace,
 )
-from bagua_comm.cuda import NvtxRanges
+from bagua_comm.execution.cuda import NvtxRanges
 from bagua_comm.testing import run_ranks
 
 PLAN = Plan.pack([TensorSpec("x", (250_000,), "float32"), TensorSpec("y", (8,), "float32")], bucket_bytes=2**20)

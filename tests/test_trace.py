@@ -22,7 +22,7 @@ from bagua_comm import (
     TensorSpec,
     trace,
 )
-from bagua_comm.cuda import NvtxRanges
+from bagua_comm.execution.cuda import NvtxRanges
 from bagua_comm.testing import run_ranks
 from bagua_comm.timeline.chrome import chrome_trace
 from bagua_comm.trace import Counter, Counters, Recorder

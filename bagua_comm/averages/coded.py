@@ -26,7 +26,7 @@ from ..comm.base import CommBase
 from ..comm.call import Call
 from ..comm.prepared import PreparedCall
 from ..errors import ArrayError, BaguaError, CommError
-from ..recording import recorded
+from ..execution.recording import recorded
 from ..transports.base import Transport
 from ..transports.flow import Flow, Rows
 from ..transports.pipeline import LAG, Stages, cut, reduce_through

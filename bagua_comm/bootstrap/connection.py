@@ -19,17 +19,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
-from .. import cuda
 from .._version import __version__
 from ..arrays import OpOrder
 from ..comm import Communicator
 from ..errors import BootstrapError
+from ..execution import cuda
 from ..flight.entries import LEFT_WELL
 from ..flight.recorder import FlightRecorder, default_folder, forget_old_jobs
 from ..flight.requests import answer_requests
 from ..logs import log_world
 from ..net.choosing import Net
-from ..processes import ProcessId, this_host
+from ..system.processes import ProcessId, this_host
 from ..trace import NULL, Recorder, listen
 from ..transports import LocalTransport, Transport, base
 from .environment import job, under_mpi

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 
 from ..errors import BootstrapError
-from ..processes import slurm_step
+from ..system.processes import slurm_step
 from . import launchers, tcp_links
 from .job import Job
 

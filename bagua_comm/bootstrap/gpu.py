@@ -12,13 +12,13 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from .. import cuda
 from ..comm import Communicator
-from ..cuda import STREAMS_PER_THREAD, has_streams_per_thread
 from ..errors import BootstrapError, CommError
-from ..files import private_folder
+from ..execution import cuda
+from ..execution.cuda import STREAMS_PER_THREAD, has_streams_per_thread
 from ..logs import log_on_root
 from ..net import choosing
+from ..system.files import private_folder
 from ..transports import LocalTransport, Transport
 
 GPU: TypeAlias = Literal["auto", "nccl", "staged", "none"]

@@ -33,8 +33,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import BootstrapError
-from ..files import make_own_folder
-from ..processes import pid_namespace
+from ..system.files import make_own_folder
+from ..system.processes import pid_namespace
 from .launchers import checked_number
 
 RECORD, COMMITTED = "record", "committed"

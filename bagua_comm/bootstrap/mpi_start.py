@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ..comm import Communicator
 from ..errors import BootstrapError, CommError, CommTimeout, RankFailed
-from ..processes import this_host
+from ..system.processes import this_host
 from ..topology import hosts
 from ..trace import NULL
 from ..transports import Transport

@@ -31,12 +31,12 @@ from typing import Any, TypeVar
 from ..comm import Communicator
 from ..comm.arguments import hint_of
 from ..errors import BaguaError, CommError
+from ..execution.futures import end_lanes
 from ..flight import explain
 from ..flight.entries import LEFT_WELL, file_name
 from ..flight.requests import answer_requests
 from ..flight.stacks import LIBRARY, is_installed
-from ..futures import end_lanes
-from ..processes import mapped_files
+from ..system.processes import mapped_files
 from .environment import has_ulfm, job, own_variables
 from .rendezvous import Deadline, JoinLog, Wait
 

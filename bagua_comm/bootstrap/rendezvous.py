@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from ..processes import ProcessId, children_of, sees_starter, started_with, starter, state_of
+from ..system.processes import ProcessId, children_of, sees_starter, started_with, starter, state_of
 from .launchers import SRUN, SRUN_PMIX, find
 
 R = TypeVar("R")

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from ..files import remove_at_exit, shared_memory
+from ..system.files import remove_at_exit, shared_memory
 
 VARIABLE = "OMPI_MCA_btl_sm_backing_directory"
 """Open MPI's parameter of the folder of these files."""

@@ -16,12 +16,12 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from ..closing import Closing
 from ..comm import Communicator
 from ..comm.public_methods import public_method
 from ..errors import ArrayError, BaguaError, CheckpointError, CommMismatch, UnsupportedError, shown
 from ..logs import log_on_root, megabytes
-from ..pickling import Live
+from ..objects.closing import Closing
+from ..objects.pickling import Live
 from . import saving, trees
 from .folders import FORMAT, VERSION, Folder, Found, manifest_at
 from .leaving import LEFT, end_save, is_complete, say, text_of

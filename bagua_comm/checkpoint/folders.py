@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from weakref import WeakSet
 
 from ..errors import CheckpointError
-from ..files import sync_folder, write_at_once
+from ..system.files import sync_folder, write_at_once
 from .trees import Json
 
 FORMAT, VERSION = "bagua_comm checkpoint", 1

@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .. import arrays, refusals
+from .. import arrays
 from ..arrays import Array, as_array
 from ..errors import ArrayError, UnsupportedError, shown
+from ..objects import refusals
 from ..transports.base import Transport
 
 EMPTY: Array = np.empty(0, np.uint8)

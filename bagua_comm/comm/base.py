@@ -10,12 +10,12 @@ import numpy as np
 
 from .. import trace
 from ..arrays import AnyArray, OpOrder
-from ..cuda import SharedScratch
 from ..errors import ArrayError, shown_as
+from ..execution.cuda import SharedScratch
 from ..flight import FlightRecorder
 from ..flight.entries import WORLD
 from ..hooks import Hooks
-from ..pickling import Shared
+from ..objects.pickling import Shared
 from ..topology import place
 from ..trace import Counters, Recorder
 from ..transports.base import Transport, check_timeout

@@ -19,12 +19,12 @@ import numpy as np
 
 from .. import arrays
 from ..arrays import AnyArray, Array
-from ..closing import Closing
 from ..errors import ArrayError, BaguaError, CommError, CommMismatch, UnsupportedError, shown
-from ..futures import end_lanes, is_inside
+from ..execution.futures import end_lanes, is_inside
+from ..execution.lane import InlineLane, Lane, StreamLane, ThreadLane
 from ..hooks import Hook, Listener
-from ..lane import InlineLane, Lane, StreamLane, ThreadLane
 from ..logs import log_on_root
+from ..objects.closing import Closing
 from ..transports.base import Transport
 from .agreement import agree_on_split, are_equal, equality_terms
 from .arguments import hint_of

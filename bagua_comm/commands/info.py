@@ -13,9 +13,10 @@ import subprocess
 import sys
 from typing import Any
 
-from .. import arrays, cuda, kernels, net
+from .. import arrays, kernels, net
 from .._version import __version__
 from ..bootstrap.gpu import describe_gpu, nccl_obstacle, provide_cupy_cache
+from ..execution import cuda
 from ..launch.cli import cores
 from ..launch.mpirun import OPEN_MPI, find_mpirun
 from ..logs import library_name

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from ..arrays import Array
-from ..files import private_folder
+from ..system.files import private_folder
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import StoreError
-from ..files import is_private
+from ..system.files import is_private
 from .locks import Holder, locks_in
 from .stores import Store
 

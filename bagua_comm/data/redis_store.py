@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from urllib.parse import parse_qs, unquote, urlsplit
 
 from ..errors import ArrayError, StoreError
-from ..files import is_private
+from ..system.files import is_private
 from .stores import ShardedStore, Store
 
 T = TypeVar("T")

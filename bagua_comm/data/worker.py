@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeVar
 
 from ..errors import StoreError
-from ..files import cache_folder
-from ..processes import ProcessId
+from ..system.files import cache_folder
+from ..system.processes import ProcessId
 from .counters import Counts
 from .locks import NUMBERS, Holder, Locks, locks_in
 from .stores import Store

@@ -13,11 +13,11 @@ import numpy as np
 
 from .. import arrays
 from ..arrays import AnyArray, Array
-from ..closing import Closing
 from ..comm import Communicator
 from ..comm.agreement import are_equal, equality_terms
 from ..comm.public_methods import public_method
 from ..errors import ArrayError, BaguaError, CommMismatch, shown
+from ..objects.closing import Closing
 from .differences import difference_of, parted
 from .records import RecordWriter, Step, Tensor
 

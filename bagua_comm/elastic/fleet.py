@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ..comm import Communicator
 from ..errors import CommError
-from ..processes import ProcessId, this_host
+from ..system.processes import ProcessId, this_host
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The engine: exchanges the buckets of a training step by an algorithm's schedule."""
 
-from ..lane import Lane, StreamLane, ThreadLane
+from ..execution.lane import Lane, StreamLane, ThreadLane
 from .callbacks import EngineCallbacks
 from .checks import check_fit
 from .engine import Engine

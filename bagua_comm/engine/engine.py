@@ -29,7 +29,7 @@ from ..bucket import Plan
 from ..comm import Communicator
 from ..comm.public_methods import public_method
 from ..errors import ArrayError
-from ..lane import StreamLane
+from ..execution.lane import StreamLane
 from ..logs import log_on_root
 from ..trace import Counter, ExchangeCounters, Tracer
 from .callbacks import EngineCallbacks

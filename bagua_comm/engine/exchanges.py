@@ -23,8 +23,8 @@ from ..algorithms.base import (
 from ..bucket import Bucket
 from ..comm import Communicator
 from ..errors import ArrayError
-from ..futures import abandon
-from ..lane import Lane
+from ..execution.futures import abandon
+from ..execution.lane import Lane
 from ..trace import ExchangeCounters, Tracer
 from .replaced import History, Replacements, compare
 

@@ -8,10 +8,10 @@ from typing import Any
 from ..algorithms.base import Algorithm, Payload, State
 from ..algorithms.state import Saved, StateHeader
 from ..bucket import Bucket
-from ..closing import Closing
 from ..comm import Communicator
 from ..comm.public_methods import public_method
-from ..pickling import Live
+from ..objects.closing import Closing
+from ..objects.pickling import Live
 from .exchanges import Exchanges
 from .progress import Progress
 from .replaced import Replacements

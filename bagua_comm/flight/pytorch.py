@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..files import write_at_once
+from ..system.files import write_at_once
 from .entries import WORLD, Entry, RankRecord
 
 VERSION = "2.10"

@@ -21,8 +21,8 @@ from typing import Any, Protocol, TypeAlias
 from weakref import WeakSet
 
 from ..errors import CommAborted, CommTimeout, RankFailed
-from ..files import make_own_folder, write_at_once
-from ..processes import ProcessId
+from ..system.files import make_own_folder, write_at_once
+from ..system.processes import ProcessId
 from .entries import WORLD, Entry, RankRecord, RecordedFailure, file_name, numbered
 from .requests import request_record
 from .stacks import ThreadStack, stacks_now, users_line

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..files import shared_memory
-from ..processes import started_with
+from ..system.files import shared_memory
+from ..system.processes import started_with
 
 PREFIX, UNFINISHED = "bagua_comm-job-", "bagua_comm-new-"
 """The prefixes of folder names; the second is for unfinished folders."""

@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from ..bootstrap.job import COMMITTED, RECORD, Job, add_lines, entries
-from ..files import shared_memory, shared_memory_is_full
-from ..processes import pid_namespace, state_of
+from ..system.files import shared_memory, shared_memory_is_full
+from ..system.processes import pid_namespace, state_of
 from . import job_folder
 from .cli import CommandError, count, program_name
 from .heartbeat import Heartbeat

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ..errors import BootstrapError
-from ..files import cache_folder, is_own_file
+from ..system.files import cache_folder, is_own_file
 
 NAME = "bagua"
 """The plugin's name, for NCCL_NET."""

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from ..comm import Communicator
 from ..errors import CommAborted, CommTimeout
-from ..futures import end_lanes
+from ..execution.futures import end_lanes
 from ..transports import LocalTransport, Transport
 from ..transports.local import Hub
 

@@ -17,9 +17,9 @@ import numpy as np
 
 from .. import arrays
 from ..arrays import Array, OpOrder
-from ..cuda import SharedScratch
 from ..errors import CommError, UnsupportedError
-from ..pickling import Live
+from ..execution.cuda import SharedScratch
+from ..objects.pickling import Live
 from . import derived
 from .call_state import MAX_TIMEOUT_S, CallState, check_timeout
 from .flow import (

@@ -19,8 +19,8 @@ from weakref import WeakSet
 import numpy as np
 
 from ..arrays import Array
-from ..cuda import after, mark, passed
 from ..errors import WHICH_CALLS, CommAborted, CommError, CommMismatch, CommTimeout
+from ..execution.cuda import after, mark, passed
 from .base import Transport
 from .flow import POINT_TO_POINT, Message, Move
 from .notices import aborted

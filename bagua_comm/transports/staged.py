@@ -21,7 +21,7 @@ import cupyx
 import numpy as np
 
 from ..arrays import Array, OpOrder, address
-from ..cuda import record_event
+from ..execution.cuda import record_event
 from .base import Transport
 from .flow import COLLECTIVE, POINT_TO_POINT, Message
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from bagua_comm import CommError, Communicator
-from bagua_comm.lane import Lane
+from bagua_comm.execution.lane import Lane
 
 from ..arrays import torch_stream
 from .arguments import Options

@@ -17,7 +17,7 @@ import bagua_comm
 from bagua_comm import ArrayError, BootstrapError, Communicator, RankFailed
 from bagua_comm.bootstrap import environment
 from bagua_comm.bootstrap.world import current, default_or
-from bagua_comm.lane import InlineLane, Lane, ThreadLane
+from bagua_comm.execution.lane import InlineLane, Lane, ThreadLane
 
 from ..process_group import ProcessGroupTransport, RendezvousInfo
 from ..process_group.bootstrap import BACKEND, serve_store, use_device

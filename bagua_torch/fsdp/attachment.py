@@ -23,12 +23,12 @@ from bagua_comm import (
     Reproducible,
 )
 from bagua_comm.averages.error_feedback import Residual
-from bagua_comm.closing import Closing
+from bagua_comm.objects.closing import Closing
 from bagua_comm.trace import Counters
 
 from ..arrays import as_array, as_tensor
-from ..broadcast import broadcast_tensors
 from ..entry import communicator_of, errors_on_all, raise_on_all
+from ..tensors.broadcast import broadcast_tensors
 from .checks import NAME, check_hook, checked_units, compare_units
 from .collectives import Gather, Reduce, Replicate
 from .groups import GroupComms, LaneComms

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 import torch.distributed as dist
 
 from bagua_comm import ArrayError, Communicator, UnsupportedError
-from bagua_comm.lane import Lane
+from bagua_comm.execution.lane import Lane
 
 
 class GroupComms:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from bagua_comm import Communicator
-from bagua_comm.lane import Lane
+from bagua_comm.execution.lane import Lane
 
 from .passes import BackwardPasses
 from .torch_names import Unit, observe_forward

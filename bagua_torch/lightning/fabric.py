@@ -9,7 +9,7 @@ from torch import nn
 
 from bagua_comm import Algorithm, ArrayError, Communicator
 
-from ..ddp import DistributedDataParallel
+from ..ddp.wrapper import DistributedDataParallel
 from ..process_group import provide_group
 from .packages import FABRICS, Package, new_strategy
 from .strategy import KEY, RankStrategy, gather_states, load_states, make_equal

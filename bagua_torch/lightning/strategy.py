@@ -17,9 +17,9 @@ from bagua_comm.algorithms.base import check_algorithm_argument, exchanges_weigh
 
 from ..arrays import as_array, torch_stream
 from ..bases import with_base
-from ..broadcast import map_leaves
-from ..ddp import DistributedDataParallel
+from ..ddp.wrapper import DistributedDataParallel
 from ..entry import communicator_of, errors_on_all
+from ..tensors.broadcast import map_leaves
 from .packages import FABRICS, package_of
 
 KEY = "bagua"

@@ -12,9 +12,9 @@ import torch
 from bagua_comm import Algorithm, Communicator
 
 from ..bases import with_base
-from ..broadcast import broadcast_tensors
-from ..ddp import DistributedDataParallel
+from ..ddp.wrapper import DistributedDataParallel
 from ..process_group import provide_group
+from ..tensors.broadcast import broadcast_tensors
 from .layer_sync import BatchNormOverRanks
 from .packages import FABRICS, TRAINERS, Package, new_strategy, package_of
 from .strategy import KEY, RankStrategy, gather_states, load_states, make_equal

@@ -14,8 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from bagua_comm import BootstrapError
-from bagua_comm.files import is_private, make_own_folder, shared_memory
-from bagua_comm.processes import namespace_number, start_of, starter
+from bagua_comm.system.files import is_private, make_own_folder, shared_memory
+from bagua_comm.system.processes import namespace_number, start_of, starter
 
 PREFIX = "bagua_comm-torchrun-"
 """The prefix of the names of folders."""

@@ -21,7 +21,7 @@ from bagua_comm.bootstrap import GPU, environment
 from bagua_comm.bootstrap.connection import TIMEOUT_S, check_timeout
 from bagua_comm.bootstrap.world import default_or, refuse_a_second_world
 from bagua_comm.net.choosing import Net
-from bagua_comm.processes import this_network
+from bagua_comm.system.processes import this_network
 from bagua_comm.transports import Transport
 
 from . import serving

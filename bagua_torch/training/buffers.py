@@ -9,8 +9,8 @@ import torch
 
 from bagua_comm import CommMismatch, Communicator
 
-from ..broadcast import broadcast_values
-from ..model_state import ModelState
+from ..tensors.broadcast import broadcast_values
+from ..tensors.model_state import ModelState
 
 
 def _shapes_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:

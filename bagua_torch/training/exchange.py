@@ -10,13 +10,13 @@ from torch import nn
 from bagua_comm import Algorithm, Communicator, Plan
 from bagua_comm.algorithms.base import needs_groups
 from bagua_comm.engine import EngineCallbacks
-from bagua_comm.pickling import Live
+from bagua_comm.objects.pickling import Live
 from bagua_comm.trace import ExchangeCounters
 
-from ..broadcast import broadcast_tensors
-from ..engine import TorchEngine, average_tensors
-from ..memory import BucketMemory, extended, pack, specs_of
-from ..model_state import ModelState
+from ..tensors.broadcast import broadcast_tensors
+from ..tensors.memory import BucketMemory, extended, pack, specs_of
+from ..tensors.model_state import ModelState
+from .engine import TorchEngine, average_tensors
 from .optimizers import attach_states, flatten
 
 

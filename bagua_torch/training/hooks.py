@@ -15,7 +15,7 @@ from torch import nn
 
 from bagua_comm import CommError, Communicator
 
-from ..flats import lay_out_state
+from ..tensors.flats import lay_out_state
 from .backward import BackwardWatch, watches_of
 from .scaling import on_skipped_step
 

@@ -10,10 +10,10 @@ import torch
 
 from bagua_comm import Communicator, Point
 
-from ..engine import TorchEngine
 from ..errors import EarlyEndError
-from ..memory import BucketMemory, SavedGradients
-from ..sharded import check_join
+from ..tensors.memory import BucketMemory, SavedGradients
+from ..tensors.sharded import check_join
+from .engine import TorchEngine
 
 
 @dataclass

@@ -10,9 +10,9 @@ from torch import nn
 
 from bagua_comm.algorithms.base import core_of
 
-from ..engine import TorchEngine
-from ..fused import FusedOptimizer
-from ..memory import BucketMemory
+from ..optimizers import FusedOptimizer
+from ..tensors.memory import BucketMemory
+from .engine import TorchEngine
 
 
 def sharing_optimizers(optimizers: Sequence[torch.optim.Optimizer]) -> list[Any]:

@@ -10,20 +10,20 @@ import torch
 
 from bagua_comm import Algorithm, Communicator, Point
 from bagua_comm.engine import EngineCallbacks
-from bagua_comm.pickling import Live
+from bagua_comm.objects.pickling import Live
 
-from .. import checks
-from ..engine import TorchEngine
-from ..memory import BucketMemory
-from ..model_state import ModelState
-from ..stages import StageSpan
+from ..tensors import checks
+from ..tensors.memory import BucketMemory
+from ..tensors.model_state import ModelState
 from . import unaveraged, unfreezing
 from .accumulation import AveragedGradients
 from .backward import BackwardWatch, queue_callback
 from .buffers import SharedBuffers
+from .engine import TorchEngine
 from .exchange import BucketExchange
 from .hooks import WeakCall
 from .join import Join
+from .spans import StageSpan
 from .stage import Stage
 from .unused import UnusedParameters
 from .versions import WeightVersions

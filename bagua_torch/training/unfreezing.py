@@ -16,10 +16,10 @@ from bagua_comm import Algorithm, ArrayError, BaguaError, CommMismatch, Unsuppor
 from bagua_comm.algorithms.base import runs_in_rounds
 from bagua_comm.engine import check_fit
 
-from .. import checks
-from ..engine import TorchEngine
 from ..errors import MismatchError
-from ..memory import extended
+from ..tensors import checks
+from ..tensors.memory import extended
+from .engine import TorchEngine
 
 
 def check_together(

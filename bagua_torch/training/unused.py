@@ -10,9 +10,9 @@ from torch import nn
 
 from bagua_comm import Algorithm, Communicator, Exact, GradientAllReduce, Hierarchical, Reproducible
 
-from ..checks import check_may_freeze
-from ..engine import TorchEngine
 from ..errors import MismatchError, MisuseError
+from ..tensors.checks import check_may_freeze
+from .engine import TorchEngine
 
 
 def keeps_zeros(algorithm: Algorithm) -> bool:

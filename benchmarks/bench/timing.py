@@ -12,7 +12,7 @@ import numpy as np
 
 from bagua_comm import Communicator
 from bagua_comm.arrays import Array
-from bagua_comm.processes import processor_ticks
+from bagua_comm.system.processes import processor_ticks
 from bagua_comm.timeline.intervals import Interval, intersection, length, union
 from bagua_comm.trace import Span
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from bagua_comm import Communicator
-from bagua_comm.processes import this_host
+from bagua_comm.system.processes import this_host
 
 
 @contextmanager

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from types import TracebackType
 
-from bagua_comm.processes import started_with
+from bagua_comm.system.processes import started_with
 
 MARK = "BENCHMARK_FAULTS_TRIAL"
 """The variable whose value names the trial."""

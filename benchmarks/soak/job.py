@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import bagua_comm
-from bagua_comm.processes import kill, start_of
+from bagua_comm.system.processes import kill, start_of
 from bagua_comm.testing import run_ranks
 
 from ..bench import ROOT

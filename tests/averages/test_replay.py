@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from support.device_ranks import run_over_nccl
 
-from bagua_comm import Int4, MinMaxUInt8, Quantized, arrays, kernels, quantized_allreduce, recording
+from bagua_comm import Int4, MinMaxUInt8, Quantized, arrays, kernels, quantized_allreduce
+from bagua_comm.execution import recording
 from bagua_comm.testing import run_ranks
 
 RANKS, SIZE = 2, 2048

@@ -25,7 +25,7 @@ import bagua_torch
 from bagua_comm import ArrayError, ByteGrad, DiLoCo, GradientAllReduce, MinMaxUInt8, Quantized, UnsupportedError
 from bagua_comm.testing import run_ranks
 from bagua_torch import DistributedDataParallel, as_array, comm_hook
-from bagua_torch.torch_arguments import device_of_inputs, moved
+from bagua_torch.ddp.torch_arguments import device_of_inputs, moved
 
 # Arguments ------------------------------------------------------------------------------------------------
 

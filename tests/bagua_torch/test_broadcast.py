@@ -7,7 +7,7 @@ from torch import nn
 from bagua_comm import CommMismatch
 from bagua_comm.testing import run_ranks
 from bagua_torch import DistributedDataParallel, QAdamOptimizer, broadcast_optimizer, broadcast_tensors
-from bagua_torch.broadcast import map_leaves
+from bagua_torch.tensors.broadcast import map_leaves
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool]
 

@@ -23,8 +23,9 @@ from bagua_comm import (
     every,
 )
 from bagua_comm.testing import run_ranks
-from bagua_torch import QAdamOptimizer, checks
-from bagua_torch.model_state import ModelState
+from bagua_torch import QAdamOptimizer
+from bagua_torch.tensors import checks
+from bagua_torch.tensors.model_state import ModelState
 
 
 class Elsewhere(torch.Tensor):

@@ -48,12 +48,13 @@ from bagua_comm import (
     UnsupportedError,
 )
 from bagua_comm.algorithms import from_name
-from bagua_comm.cuda import DeviceClock, SideStream, UseStream
 from bagua_comm.engine.schedule import Exchanges, StepSchedule
-from bagua_comm.lane import StreamLane, ThreadLane
+from bagua_comm.execution.cuda import DeviceClock, SideStream, UseStream
+from bagua_comm.execution.lane import StreamLane, ThreadLane
 from bagua_comm.testing import run_ranks
-from bagua_torch import DistributedDataParallel, checks, torch_stream
-from bagua_torch.engine import TorchEngine
+from bagua_torch import DistributedDataParallel, torch_stream
+from bagua_torch.tensors import checks
+from bagua_torch.training.engine import TorchEngine
 
 ALGORITHMS = [
     *(from_name(name) for name in ("exact", "bytegrad", "error-feedback")),
@@ -143,7 +144,7 @@ def played(device, monkeypatch):
     import cupy
 
     played = PlayedByTheCPU(device, cupy)
-    for module in (bagua_torch.engine, bagua_torch.checks, bagua_torch.comm_hook.__globals__):
+    for module in (bagua_torch.training.engine, bagua_torch.tensors.checks, bagua_torch.comm_hook.__globals__):
         names = vars(module) if isinstance(module, types.ModuleType) else module
         for name in ("as_array", "as_tensor", "torch_stream"):
             if name in names:
@@ -369,7 +370,9 @@ def test_tensors_of_pytorch_are_used_in_the_order_of_their_stream(played, monkey
 def test_every_method_of_the_engine_enters_pytorchs_stream(monkeypatch):
     entered = []
     monkeypatch.setattr(
-        bagua_torch.engine, "torch_stream", lambda device: entered.append(device) or contextlib.nullcontext()
+        bagua_torch.training.engine,
+        "torch_stream",
+        lambda device: entered.append(device) or contextlib.nullcontext(),
     )
     methods = [name for name, _ in inspect.getmembers(TorchEngine, inspect.isfunction) if name[0] != "_"]
     assert {"ready", "at", "settle", "close", "ready_bucket"} <= set(methods)

@@ -15,8 +15,8 @@ from bagua_comm.checkpoint.optimizers import load_in_place, with_dtype
 from bagua_comm.testing import run_ranks
 from bagua_comm.testing.fleets import ThreadJob, run_fleet
 from bagua_torch import Checkpoints, DistributedDataParallel, broadcast_optimizer, fuse
-from bagua_torch.broadcast import map_leaves
-from bagua_torch.flats import lay_out_state
+from bagua_torch.tensors.broadcast import map_leaves
+from bagua_torch.tensors.flats import lay_out_state
 
 Pair = namedtuple("Pair", "fast slow")
 

@@ -13,7 +13,7 @@ import bagua_comm
 from bagua_comm import ByteGrad, Communicator, GradientAllReduce, trace
 from bagua_comm.testing import run_ranks
 from bagua_torch import DistributedDataParallel
-from bagua_torch.profiler import RANGES
+from bagua_torch.training.profiler import RANGES
 
 
 def config(all_threads):

@@ -9,7 +9,7 @@ import torch
 from bagua_comm import Own
 from bagua_comm.testing import run_ranks
 from bagua_torch import Checkpoints
-from bagua_torch.rng import fork
+from bagua_torch.tensors.rng import fork
 
 PROGRAM = """
 import gc
@@ -17,7 +17,7 @@ import threading
 
 import pytest
 import torch
-from bagua_torch.rng import fork
+from bagua_torch.tensors.rng import fork
 
 
 def work():

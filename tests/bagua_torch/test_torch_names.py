@@ -15,8 +15,8 @@ import bagua_comm
 from bagua_comm import ArrayError, ByteGrad, DiLoCo, GradientAllReduce, Hierarchical, MinMaxUInt8, Quantized
 from bagua_comm.testing import run_ranks
 from bagua_torch import DistributedDataParallel
+from bagua_torch.ddp.torch_names import INSTEAD
 from bagua_torch.errors import MissingError
-from bagua_torch.torch_names import INSTEAD
 
 PyTorchs = nn.parallel.DistributedDataParallel
 

@@ -22,7 +22,7 @@ from support.waiting import until
 
 from bagua_comm import ArrayError, BootstrapError, CommError, RankFailed, elastic
 from bagua_comm.elastic import start
-from bagua_comm.files import shared_memory
+from bagua_comm.system.files import shared_memory
 from bagua_torch.process_group import agent_folder, fleet
 from bagua_torch.process_group.fleet import TorchrunFleet
 from bagua_torch.process_group.rendezvous import join

@@ -19,7 +19,8 @@ from support.torch_training import (
 )
 from torch import nn
 
-from bagua_comm import AsyncModelAverage, CommError, DiLoCo, ErrorFeedback, GradientAllReduce, lane
+from bagua_comm import AsyncModelAverage, CommError, DiLoCo, ErrorFeedback, GradientAllReduce
+from bagua_comm.execution import lane
 from bagua_comm.testing import run_ranks
 from bagua_torch import DistributedDataParallel
 from bagua_torch.errors import MisuseError

@@ -15,7 +15,7 @@ from cuda_on_cpu.install import environment
 from support.waiting import until
 
 from bagua_comm import kernels
-from bagua_comm.processes import state_of
+from bagua_comm.system.processes import state_of
 from benchmarks.bench import RESULTS, ROOT
 from benchmarks.gpu import codecs as gpu_codecs
 from benchmarks.gpu import lines as gpu_lines

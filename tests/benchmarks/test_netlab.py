@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from bagua_comm.processes import started_with
+from bagua_comm.system.processes import started_with
 from benchmarks import netlab
 
 SCRIPT = """

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 import bagua_comm
-from bagua_comm import BootstrapError, processes
+from bagua_comm import BootstrapError
 from bagua_comm.bootstrap import launchers
 from bagua_comm.bootstrap.launchers import (
     ELASTIC,
@@ -25,6 +25,7 @@ from bagua_comm.bootstrap.launchers import (
     find,
     without_inherited,
 )
+from bagua_comm.system import processes
 
 STEP = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}
 ONE_TASK_PER_NODE = {**STEP, "SLURM_PROCID": "0"}

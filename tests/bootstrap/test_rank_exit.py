@@ -17,7 +17,7 @@ from bagua_comm.bootstrap.rank_exit import ExitHandler
 from bagua_comm.bootstrap.rendezvous import JoinLog
 from bagua_comm.flight import FlightRecorder, diagnose, read_folder
 from bagua_comm.launch.verdict import judge
-from bagua_comm.processes import ProcessId
+from bagua_comm.system.processes import ProcessId
 
 SOON_S = 55
 """Less than the 60 s for which ranks would wait, or sleep."""

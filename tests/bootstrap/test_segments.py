@@ -12,7 +12,7 @@ JOB = """
 
     import bagua_comm
     from bagua_comm.bootstrap.segments import VARIABLE, pattern_of
-    from bagua_comm.processes import mapped_files
+    from bagua_comm.system.processes import mapped_files
 
     mine = pattern_of(os.environ).replace("*", os.uname().nodename)
     foreign = Path("/dev/shm", mine)

@@ -47,7 +47,7 @@ from bagua_comm import (
 )
 from bagua_comm.checkpoint import folders, leaving, load_engine, saving, tensorfile, tree_of_engine, trees
 from bagua_comm.checkpoint.slices import slices_of
-from bagua_comm.files import write_at_once
+from bagua_comm.system.files import write_at_once
 from bagua_comm.testing import run_ranks
 
 

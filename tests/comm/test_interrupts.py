@@ -19,15 +19,15 @@ from bagua_comm import (
     CommTimeout,
     Communicator,
     MinMaxUInt8,
-    cuda,
     quantized_allreduce,
     reproducible_allreduce,
 )
 from bagua_comm.bootstrap.rendezvous import Deadline
 from bagua_comm.bucket import Plan, TensorSpec, make_buckets
 from bagua_comm.engine.exchanges import Exchanges
-from bagua_comm.files import write_at_once
+from bagua_comm.execution import cuda
 from bagua_comm.flight import FlightRecorder
+from bagua_comm.system.files import write_at_once
 from bagua_comm.testing import run_ranks
 from bagua_comm.trace import NULL
 from bagua_comm.transports import LocalTransport

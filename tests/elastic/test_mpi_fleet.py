@@ -16,7 +16,7 @@ import bagua_comm
 from bagua_comm import BootstrapError, RankFailed, UnsupportedError
 from bagua_comm.elastic.fleet import ProcessInfo
 from bagua_comm.elastic.start import start
-from bagua_comm.processes import kill, start_of
+from bagua_comm.system.processes import kill, start_of
 
 DYING = """
     import json

@@ -13,7 +13,7 @@ from bagua_comm import CommMismatch, CommTimeout
 from bagua_comm.flight import FlightRecorder, read_folder, requests
 from bagua_comm.flight.requests import ANSWERS, PAUSE_S, answer_requests, request_record
 from bagua_comm.flight.stacks import users_line
-from bagua_comm.processes import ProcessId
+from bagua_comm.system.processes import ProcessId
 
 PROGRAM = """
 import sys, time

@@ -29,8 +29,8 @@ from bagua_comm import (
     LowPrecisionDecentralized,
     Quantized,
 )
-from bagua_comm.cuda import current_address, use_device
-from bagua_comm.lane import StreamLane
+from bagua_comm.execution.cuda import current_address, use_device
+from bagua_comm.execution.lane import StreamLane
 from bagua_comm.transports import LocalTransport
 from bagua_torch import DistributedDataParallel, QAdamOptimizer, as_array, as_tensor, torch_stream
 from benchmarks.gpu.world import launch

@@ -26,7 +26,7 @@ from bagua_comm.kernels.numba.cache import (
     write_verdict,
 )
 from bagua_comm.kernels.numba.signatures import KERNELS
-from bagua_comm.processes import processor_ticks
+from bagua_comm.system.processes import processor_ticks
 
 pytestmark = pytest.mark.needs("numba")
 

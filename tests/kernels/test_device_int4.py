@@ -7,7 +7,7 @@ from kernels.test_device import assert_noticed, normal, special_values, twice, u
 
 from bagua_comm import Int4, kernels, quantized_allreduce
 from bagua_comm.arrays import dtype_named
-from bagua_comm.recording import recorded
+from bagua_comm.execution.recording import recorded
 from bagua_comm.testing import run_ranks
 
 pytestmark = pytest.mark.parametrize("device", ["lazy"], indirect=True)

@@ -9,8 +9,8 @@ from support.golden import GOLDEN
 
 from bagua_comm import TopK, kernels
 from bagua_comm.arrays import dtype_named
+from bagua_comm.execution.recording import recorded
 from bagua_comm.kernels import host
-from bagua_comm.recording import recorded
 
 pytestmark = pytest.mark.parametrize("device", ["lazy"], indirect=True)
 

@@ -17,7 +17,6 @@ from support.launch import run_python, with_packages
 from support.waiting import until
 
 from bagua_comm import __main__ as cli
-from bagua_comm import processes
 from bagua_comm.bootstrap.job import Job, entries
 from bagua_comm.commands import run
 from bagua_comm.errors import BootstrapError
@@ -26,6 +25,7 @@ from bagua_comm.launch import supervisor as supervise
 from bagua_comm.launch.mpirun import Mpirun
 from bagua_comm.launch.remote_shell import RemoteShell
 from bagua_comm.launch.verdict import deaths, judge, time_lost_s
+from bagua_comm.system import processes
 
 MPIRUN = """\
 #!/bin/sh

@@ -10,7 +10,8 @@ import traceback
 import torch.distributed as dist
 
 import bagua_comm
-from bagua_comm import CommError, cuda
+from bagua_comm import CommError
+from bagua_comm.execution import cuda
 from bagua_torch.process_group.fleet import TorchrunFleet
 from support.children import Forked
 from support.waiting import until

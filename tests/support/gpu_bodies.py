@@ -23,9 +23,9 @@ from bagua_comm import (
     Point,
     TensorSpec,
     kernels,
-    lane,
 )
-from bagua_comm.cuda import device_count, use_device
+from bagua_comm.execution import lane
+from bagua_comm.execution.cuda import device_count, use_device
 from bagua_comm.testing import check_transport, run_ranks
 from benchmarks.gpu.device import Hold, is_stand_in
 from support.device_ranks import over, up, values

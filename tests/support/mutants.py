@@ -53,10 +53,10 @@ MUTANTS = [
         "tests/test_topology.py",
     ),
     Mutant(
-        "bagua_comm/files.py",
+        "bagua_comm/system/files.py",
         "not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)",
         "not found.st_mode & stat.S_IWOTH",
-        "tests/test_files.py",
+        "tests/system/test_files.py",
     ),
     Mutant(
         "bagua_comm/bucket.py",
@@ -71,10 +71,10 @@ MUTANTS = [
         "tests/test_arrays.py",
     ),
     Mutant(
-        "bagua_comm/cuda.py",
+        "bagua_comm/execution/cuda.py",
         "return bool(status == 0)",
         "return True",
-        "tests/test_stream_lane.py",
+        "tests/execution/test_stream_lane.py",
     ),
     Mutant(
         "bagua_comm/kernels/host/sums.py",
@@ -185,16 +185,16 @@ MUTANTS = [
         "tests/bagua_torch -k arrays",
     ),
     Mutant(
-        "bagua_torch/torch_arguments.py",
+        "bagua_torch/ddp/torch_arguments.py",
         "max(1, int(bucket_cap_mb * 2**20))",
         "max(1, int(bucket_cap_mb * 10**6))",
         "tests/bagua_torch/test_as_pytorch.py",
     ),
     Mutant(
-        "bagua_torch/broadcast.py",
+        "bagua_torch/tensors/broadcast.py",
         "tensors.append(torch.empty_strided(leaf.shape, leaf.strides, dtype=leaf.dtype, device=device))",
         "tensors.append(torch.empty_strided(leaf.shape, leaf.strides, device=device))",
-        "tests/bagua_torch bagua_torch/broadcast.py -k broadcast",
+        "tests/bagua_torch bagua_torch/tensors/broadcast.py -k broadcast",
     ),
     Mutant(
         "bagua_torch/process_group/transport.py",

@@ -13,16 +13,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ... import cuda, net
+from ... import net
 from ..._version import __version__
 from ...bootstrap import environment
 from ...bootstrap.gpu import provide_cupy_cache
 from ...comm import Communicator
+from ...execution import cuda
 from ...launch.cli import cores
 from ...launch.mpirun import OPEN_MPI
 from ...logs import library_name
 from ...net import choosing
-from ...processes import this_host
+from ...system.processes import this_host
 from ..info import NOT_INSTALLED, installed, mpi_facts, plugin_facts
 
 LIMITS = {

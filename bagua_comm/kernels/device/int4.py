@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...arrays import Array, DType, dtype_name
-from ...recording import current
+from ...execution.recording import current
 from ..host import Draws
 from .launches import LARGEST_CTA, WARP, grid_of, launch
 

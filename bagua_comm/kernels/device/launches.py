@@ -19,9 +19,9 @@ import cupy
 import numpy.typing as npt
 
 from ...arrays import Array, DType, address, check_device, dtype_name
-from ...cuda import SharedScratch
-from ...files import cache_folder, is_own_file, private_folder, write_at_once
-from ...recording import current, unrecorded
+from ...execution.cuda import SharedScratch
+from ...execution.recording import current, unrecorded
+from ...system.files import cache_folder, is_own_file, private_folder, write_at_once
 
 THREADS, WARP = 256, 32
 """The usual number of threads in a CTA, and that in a warp."""

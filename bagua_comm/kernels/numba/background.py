@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from ...processes import processor_ticks
+from ...system.processes import processor_ticks
 from .cache import Lease, UnavailableError, load, read_verdict, verdict_path
 from .signatures import Function
 

@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ...files import is_own_file, kept_folder, write_at_once
+from ...system.files import is_own_file, kept_folder, write_at_once
 from .signatures import KERNELS, Function
 
 GOOD = "good"

@@ -29,7 +29,7 @@ from ...comm import Communicator
 from ...engine.exchanges import Exchanges
 from ...engine.restore import make_states
 from ...engine.schedule import ExchangeSchedule, RoundSchedule, schedule_of
-from ...lane import Lane
+from ...execution.lane import Lane
 from ...trace import NULL
 from ..costmodel import Cluster, Job, Method, TorchDDP
 from ..tuner.grid import period_of, warmup_of

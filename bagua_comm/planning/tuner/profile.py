@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import ArrayError
-from ...files import write_at_once
+from ...system.files import write_at_once
 from .grid import Cell, Grid
 
 _FORMAT = "bagua_comm.tuner 1"

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
-from ...closing import Closing
+from ...objects.closing import Closing
 from ...transports.local import Hub
 from .deliveries import DelayingHub
 from .scheduler import Scheduler, Task, mine, running

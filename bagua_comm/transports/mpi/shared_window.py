@@ -35,7 +35,7 @@ import numpy as np
 
 from ... import kernels
 from ...arrays import Array, DType, Scratch, rows
-from ...processes import this_host
+from ...system.processes import this_host
 from ..base import Transport
 from ..pipeline import Encoding, chunk_bounds
 

@@ -36,7 +36,7 @@ from ... import kernels
 from ...arrays import Array, OpOrder, dtype_name, parts
 from ...errors import CommError, RankFailed, UnsupportedError
 from ...logs import log_on_root
-from ...processes import namespace_number
+from ...system.processes import namespace_number
 from .. import derived
 from ..base import Transport
 from ..flow import POINT_TO_POINT, Channel, Flow, Message, Move

@@ -12,7 +12,7 @@ from mpi4py import MPI
 
 from ...arrays import Array
 from ...flight.requests import request_record
-from ...processes import state_of
+from ...system.processes import state_of
 from ..notices import Notice, Notices
 
 _GROUPS_LISTED = 64

@@ -41,9 +41,9 @@ import numpy as np
 from cupy.cuda import nccl
 
 from ...arrays import FLOATS, Array, address, dtype_name
-from ...cuda import explained
 from ...errors import CommAborted, CommError, CommTimeout, RankFailed, UnsupportedError
-from ...recording import current
+from ...execution.cuda import explained
+from ...execution.recording import current
 from ..base import Transport
 from ..call_state import check_timeout
 from ..flow import POINT_TO_POINT, Message

@@ -19,8 +19,8 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
 from typing import Any
 
-from ...cuda import passed, use_device
 from ...errors import CommAborted, CommError, CommTimeout
+from ...execution.cuda import passed, use_device
 
 LOOK_S = 0.2
 """How often the watchdog checks calls in flight; ten times in `timeout_s` if that is more often."""

@@ -1,0 +1,514 @@
+"""Lanes: queues of tasks that run concurrently with the caller, on a thread or a CUDA stream of the lane.
+
+A lane runs its tasks in order on a duplicate of a communicator, so that its messages never match the caller's.
+
+    ThreadLane    runs tasks on a thread, which works on a side stream if there is a device
+    StreamLane    runs tasks that only enqueue work: at once, on a side stream
+    InlineLane    for libraries that only one thread may call: runs tasks at once, on the caller's stream
+
+A side stream waits for the caller's stream when a task is submitted, and the caller's stream waits for the side
+stream when the lane is joined. Both wait by events: the host does not wait. Lanes query events, so work that is
+submitted to a lane cannot be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+import threading
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import suppress
+from typing import Any, ClassVar, Generic, ParamSpec, Protocol, TypeVar
+
+from ..bucket import Bucket
+from ..errors import ArrayError, BaguaError, CommAborted, CommError, CommTimeout, RankFailed
+from ..flight import Entry
+from ..objects.closing import Closing
+from ..objects.pickling import Live
+from ..trace import Counters, DeviceSpan, Tracer
+from .cuda import SideFuture, SideStream, StreamOrder, record_event, use_device
+from .futures import TASK_END_S, Task, TaskFuture, name_of, wait_for_tasks
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class CallLimit(Protocol):
+    """The limit of a communicator's call in progress."""
+
+    limit_s: float | None
+
+
+class LaneComm(Protocol):
+    """A communicator, to its lane: `Communicator` is one."""
+
+    @property
+    def guard(self) -> CallLimit:
+        """The guard of its calls."""
+
+    @property
+    def timeout_s(self) -> float:
+        """The time limit of its calls, in seconds."""
+
+    tracer: Tracer
+    counters: Counters
+    device: int | None
+    group: str
+
+    def close(self) -> None:
+        """Free it. Collective."""
+
+    def stop_calls(self, reason: str) -> None:
+        """Let the call in progress fail soon, and refuse all later ones; any thread may call it."""
+
+
+C = TypeVar("C", bound=LaneComm)
+
+SLACK_S = 5.0
+"""Longest time, in seconds, that `wait` adds to the limit of a call, so that the call itself raises the error."""
+
+STOP_S = 2.0
+"""How long a task may take to end after its communicator was stopped, in seconds."""
+
+
+class Lane(Live, Closing, ABC, Generic[C]):
+    """Runs tasks in order, concurrently with the caller.
+
+    `comm` is the communicator of the lane; tasks must use no other one. A task that fails stops the lane. Later
+    tasks fail with `RankFailed` if that was the error, else with `CommAborted`, because the calls of the other
+    ranks no longer match.
+
+    On a lane with a side stream, a future is done when the device has finished the work. `result` makes the
+    caller's current stream wait for it, not the host. The lane keeps the arguments of a task until it is joined.
+    Memory that a task allocates belongs to the side stream: on a `ThreadLane`, pass `out=` instead.
+    """
+
+    _numbers: ClassVar = itertools.count()
+
+    def __init__(self, comm: C, name: str = "lane", *, device: int | None = None) -> None:
+        self.comm = comm
+        self.name = f"{name}-{next(self._numbers)}"
+        self.tracer: Tracer = comm.tracer
+        """Receives the spans of the side stream."""
+        self._side = SideStream(device) if device is not None else None
+        self._unasked: set[TaskFuture] = set()
+        """Failed tasks whose errors nobody has asked for, of this lane and others; see `end_lanes`."""
+        self._pending: deque[tuple[TaskFuture, Task]] = deque()
+        """Futures and their tasks, whose arguments stay in memory until they are done."""
+        self._lock = threading.RLock()
+        """Held while tasks are added and forgotten: several threads may submit."""
+        self._failure: BaseException | None = None
+        self._closed = False
+        self._process = os.getpid()
+        self._note: dict[str, Any] = {}
+
+    @abstractmethod
+    def submit(self, task: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
+        """Schedule `task(*args, **kwargs)` after all tasks submitted before; return at once."""
+
+    def run_or_submit(self, task: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
+        """Run a task on the calling thread if the lane has no other one, else submit it; for callers that wait.
+
+        Handing a short task to a thread and back takes longer than the task.
+        """
+        return self.submit(task, *args, **kwargs)
+
+    def wait(self) -> None:
+        """Wait until all tasks are done; raise the first error among them.
+
+        With a side stream, wait until all tasks are enqueued; work that the caller enqueues later runs after it.
+
+        Raises:
+            CommTimeout: No task and no call of the lane's communicator has ended within its `timeout_s`.
+        """
+        done = list[tuple[TaskFuture, Task]]()
+        try:
+            for entry in list(self._pending):
+                try:
+                    error = self._outcome(entry[0])
+                except CancelledError as exc:
+                    error = exc
+                entry[0].note_asked()
+                done.append(entry)
+                if error is not None:
+                    raise error
+        finally:
+            if self._side is not None:
+                self._side.join()
+            with self._lock:
+                for entry in done:
+                    if entry in self._pending:  # another thread may have waited for it, too
+                        self._pending.remove(entry)
+
+    def result(self, future: Future[R]) -> R:
+        """Wait until one task is done; return its result or raise its error, which `wait` then raises no more.
+
+        Raises:
+            CommTimeout: No task and no call of the lane's communicator has ended within its `timeout_s`.
+        """
+        error = self._outcome(future)
+        self.forget(future)
+        if error is not None:
+            raise error
+        return future.result()
+
+    def forget(self, future: Future[Any]) -> None:
+        """Let `wait` raise the error of this task no more."""
+        with self._lock:
+            for each in self._pending:
+                if each[0] is future:
+                    each[0].note_asked()
+                    self._pending.remove(each)
+                    break
+
+    def _outcome(self, future: Future[Any]) -> BaseException | None:
+        """Wait until `future` is done; return its error, or None."""
+        self._check_process()
+        error = future.error if isinstance(future, TaskFuture) else future.exception
+        while True:
+            limit_s, calls = self._limit_s(), self.comm.counters.total().calls
+            try:
+                return error(limit_s)
+            except FutureTimeout as exc:
+                if self.comm.counters.total().calls == calls and self._limit_s() <= limit_s:
+                    raise CommTimeout(
+                        f"a task on this lane has run for more than {limit_s:g} s without ending a call"
+                    ) from exc
+
+    def _limit_s(self) -> float:
+        """Return the time to wait for the end of a call or a task, in seconds."""
+        limit_s, timeout_s = self.comm.guard.limit_s, self.comm.timeout_s
+        if limit_s is not None:
+            timeout_s = max(limit_s, timeout_s)
+        return timeout_s + min(timeout_s, SLACK_S)
+
+    def note(self, **args: Any) -> None:
+        """Add arguments to the span of the running task in the timeline of the device. Called by the task."""
+        self._note.update(args)
+
+    def close(self) -> None:
+        """Wait for all tasks and the device, and free the thread and the communicator; may be called again.
+
+        Collective.
+        """
+        if self._closed or self._process != os.getpid():
+            return
+        self._closed = True
+        try:
+            self.wait()
+        finally:
+            self._stop()
+            if self._side is not None:
+                self._side.finish(self._limit_s())
+            if all(future.done() for future, _ in self._pending):
+                self.comm.close()
+                if self._side is not None:
+                    self._side.free()
+
+    def abort(self) -> None:
+        """Run no more tasks, and do not wait; for a communicator that no longer works.
+
+        The communicator is closed when the running task ends, which it does as soon as its calls fail.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self._failure = self._failure or CommAborted("this lane was aborted")
+        for future, _ in tuple(self._pending):
+            future.note_asked()
+        self._close_after_tasks()
+        self._stop()
+
+    def _close_after_tasks(self) -> None:
+        """Close the communicator when no task uses it any more."""
+        with suppress(BaguaError):
+            self.comm.close()
+
+    def _stop(self) -> None:
+        """Free the thread when it has run the submitted tasks."""
+
+    def end_tasks(self, of: str) -> list[str]:
+        """Have all tasks end, if this lane is open, and accept no more; return the names of those that did not.
+
+        Not collective. A task that makes no progress for `TASK_END_S` is stopped. The communicator of the lane
+        stays as it is.
+
+        Args:
+            of: The group of the communicator that is about to end.
+        """
+        if self._closed:
+            return []
+        running = self._running()
+        while running:
+            before = len(running), self.comm.counters.total().calls
+            wait_for_tasks(running, min(TASK_END_S, self.comm.timeout_s))
+            running = self._running()
+            if before == (len(running), self.comm.counters.total().calls):
+                break
+        names = [future.name for future in running]
+        self._closed = True
+        if running:
+            self._failure = self._failure or CommAborted(f"{of} was closed")
+            self.comm.stop_calls(f"{of} was closed while a task ran on this lane")
+            wait_for_tasks(running, STOP_S)
+            for future in running:
+                future.note_asked()  # their end is reported already
+        self._stop()
+        return names
+
+    def _running(self) -> list[TaskFuture]:
+        """The tasks that have not ended, for the host."""
+        return [future for future, _ in tuple(self._pending) if not Future.done(future)]
+
+    def report_to(self, unasked: set[Any]) -> None:
+        """Add failed tasks to this set until somebody asks for their errors."""
+        self._unasked = unasked
+
+    def queued(self) -> list[Entry]:
+        """Return the waiting tasks, as entries of the flight recorder. Any thread may call it."""
+        group = self.comm.group
+        waiting = [task for future, task in tuple(self._pending) if not (future.done() or future.running())]
+        return [_entry_of(task, group) for task in waiting]
+
+    def _add_pending(self, future: TaskFuture, task: Task) -> None:
+        while self._pending and self._pending[0][0].done() and self._pending[0][0].error() is None:
+            self._pending.popleft()  # done, and without an error to raise
+        self._pending.append((future, task))
+
+    def _named(self, future: TaskFuture, task: Callable[..., Any]) -> TaskFuture:
+        """A future, with the name of its task."""
+        future.name, future.group = f"{name_of(task)} on {self.name}", self.comm.group
+        return future
+
+    def _fail(self, future: TaskFuture, error: BaseException) -> None:
+        """End a task with an error; the errors of later tasks are due to the first."""
+        future.fail(error, self._unasked if error is self._failure else set())
+
+    def _check_process(self) -> None:
+        """Raise `CommError` in a forked child, which has neither the thread nor the communicator of the lane."""
+        if self._process != os.getpid():
+            raise CommError(
+                f"{self.name}: this process was forked off process {self._process}; a child cannot use its "
+                "parent's lanes, checkpoints and engines: fork children only if they do not communicate"
+            )
+
+    def _check_submit(self, task: object) -> None:
+        self._check_process()
+        if self._closed:
+            raise CommError("this lane is closed")
+        if not callable(task):
+            raise ArrayError(
+                f"submit: task is {type(task).__name__}, expected a function and its arguments: "
+                "lane.submit(lane.comm.allreduce, x), not lane.submit(lane.comm.allreduce(x))"
+            )
+
+    def _run(self, task: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if isinstance(self._failure, RankFailed):
+            raise RankFailed(f"an earlier task on this lane failed: {self._failure}", self._failure.ranks)
+        if self._failure is not None:
+            raise CommAborted("an earlier task on this lane failed") from self._failure
+        try:
+            return task(*args, **kwargs)
+        except BaseException as exc:
+            self._failure = exc
+            raise
+
+    def _run_here(self, future: TaskFuture, task: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        """Run a task on the calling thread."""
+        try:
+            future.set_result(self._run(task, args, kwargs))
+        except BaseException as exc:
+            self._fail(future, exc)
+            if not isinstance(exc, Exception):
+                self.forget(future)  # the caller gets it now
+                raise
+        finally:
+            del future  # an error refers to this frame
+
+    def _run_on_side(
+        self, side: SideStream, future: SideFuture, task: Callable[..., Any], args: Any, kwargs: Any
+    ) -> None:
+        """Run a task on the side stream, after the work that the caller's stream held at submission."""
+        name = getattr(task, "__name__", type(task).__name__).strip("_")
+        self._note = {}
+        result = None
+
+        def run() -> None:
+            nonlocal result
+            span = DeviceSpan(self.tracer, side.clock, name, f"device: {self.name}")
+            try:
+                result = self._run(task, args, kwargs)
+            finally:
+                future.end = side.end = span.end(**self._note) or record_event()
+
+        try:
+            side.run_after(future.submitted, run)
+        except BaseException as exc:
+            self._fail(future, exc)
+            if not isinstance(exc, Exception):
+                raise
+        else:
+            future.set_result(result)
+
+    def _leave(self, error: BaseException) -> None:
+        self._closed = True
+        self._stop()
+
+
+class ThreadLane(Lane[C]):
+    """A lane with a thread. NumPy and MPI release the interpreter lock while they work.
+
+    If its communicator has a device, the thread has a side stream. A transport that waits for the device blocks
+    this thread, not the caller's.
+    """
+
+    def __init__(self, comm: C, name: str = "lane") -> None:
+        super().__init__(comm, name, device=_device_of(comm))
+        self._here: TaskFuture | None = None
+        """The latest task that a caller runs itself; those submitted meanwhile run after it."""
+        if self._side is None:
+            self._executor = ThreadPoolExecutor(1, self.name)
+        else:
+            self._executor = ThreadPoolExecutor(1, self.name, use_device, (self._side.device,))
+
+    def submit(self, task: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
+        """See `Lane.submit`."""
+        self._check_submit(task)
+        if self._side is None:
+            with self._lock:
+                future = self._named(TaskFuture(), task)
+                self._executor.submit(self._run_after, self._here, future, task, args, kwargs)
+                self._add_pending(future, (task, args, kwargs))
+            return future
+        on_side = self._side.future()
+        self._named(on_side, task)
+        self._executor.submit(self._run_on_side, self._side, on_side, task, args, kwargs)
+        self._add_pending(on_side, (task, args, kwargs))
+        return on_side
+
+    def run_or_submit(self, task: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
+        """See `Lane.run_or_submit`."""
+        self._check_submit(task)
+        future = self._named(TaskFuture(), task)
+        future.set_running_or_notify_cancel()  # so that it does not count as queued
+        with self._lock:
+            if self._side is not None or not all(each.done() for each, _ in self._pending):
+                return self.submit(task, *args, **kwargs)
+            self._here = future
+            self._add_pending(future, (task, args, kwargs))
+        self._run_here(future, task, args, kwargs)
+        return future
+
+    def _run_after(
+        self,
+        before: Future[Any] | None,
+        future: TaskFuture,
+        task: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+    ) -> None:
+        """Run a task on the thread, once the task `before` has ended on the caller's."""
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            if before is not None:
+                self._outcome(before)
+            result = self._run(task, args, kwargs)
+        except BaseException as exc:
+            self._fail(future, exc)
+        else:
+            future.set_result(result)
+        finally:
+            del future  # an error refers to this frame
+
+    def _close_after_tasks(self) -> None:
+        close, here = super()._close_after_tasks, self._here
+
+        def close_after() -> None:
+            if here is not None:
+                wait_for_tasks([here])  # a caller runs it; its call has a time limit
+            close()
+
+        self._executor.submit(close_after)
+
+    def _stop(self) -> None:
+        self._executor.shutdown(wait=False)
+
+
+class StreamLane(Lane[C]):
+    """A lane without a thread, for tasks that only enqueue work on CuPy's current stream and never wait for it.
+
+    `submit` runs the task at once on a side stream, concurrently with the caller's stream. Neither `submit` nor
+    `wait` blocks the host.
+    """
+
+    _side: SideStream
+
+    def __init__(self, comm: C, name: str = "lane") -> None:
+        super().__init__(comm, name, device=comm.device)
+
+    def submit(self, task: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
+        """Enqueue the task's work now; see `Lane.submit`."""
+        self._check_submit(task)
+        future = self._side.future()
+        self._named(future, task)
+        self._run_on_side(self._side, future, task, args, kwargs)
+        self._add_pending(future, (task, args, kwargs))
+        return future
+
+
+class InlineLane(Lane[C]):
+    """A lane without a thread, for libraries that only one thread may call: `submit` runs the task.
+
+    On a device, tasks run in order, and before later work of the caller, whatever stream is current.
+    """
+
+    def __init__(self, comm: C, name: str = "lane") -> None:
+        super().__init__(comm, name)
+        self._order = StreamOrder()
+
+    def wait(self) -> None:
+        """See `Lane.wait`."""
+        super().wait()
+        self._follow()
+
+    def result(self, future: Future[R]) -> R:
+        """See `Lane.result`."""
+        found = super().result(future)
+        self._follow()
+        return found
+
+    def _follow(self) -> None:
+        if _device_of(self.comm) is not None:
+            self._order.follow()
+
+    def submit(self, task: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
+        """Run the task now; see `Lane.submit`."""
+        self._check_submit(task)
+        future = self._named(TaskFuture(), task)
+        with self._lock:
+            self._follow()
+            self._run_here(future, task, args, kwargs)
+            self._add_pending(future, (task, args, kwargs))
+        return future
+
+
+def _device_of(comm: LaneComm) -> int | None:
+    """Return the device of `comm`; None if CuPy is not loaded, since there are no device arrays then."""
+    return comm.device if "cupy" in sys.modules else None
+
+
+def _entry_of(task: Task, group: str) -> Entry:
+    """Return a waiting task as an entry; a task of an engine has a bucket among its arguments."""
+    call, args, options = task
+    name = name_of(call)
+    bucket = next((arg for arg in args if isinstance(arg, Bucket)), None)
+    if bucket is None:
+        return Entry(group, 0, True, name)
+    step = options.get("step", bucket.step)  # the bucket's own goes on while the task waits
+    return Entry(group, 0, True, name, bucket.spec.dtype, (bucket.spec.size,), {}, bucket.index, step)

@@ -1,0 +1,287 @@
+"""Checkpoints of models, optimizers, schedulers and samplers, over `bagua_comm.Checkpoints`.
+
+The algorithm determines which state differs between ranks. Where gradients are averaged, all ranks have the same
+weights and optimizer states: these are written once, a part by each rank. Where weights are exchanged, they
+differ: each rank writes its weights, and another number of ranks starts from their mean. Buffers differ, since
+every rank runs the module on its data. For the state of algorithms see `bagua_comm.checkpoint.engines`.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import bagua_comm
+from bagua_comm import ArrayError, Communicator, Own
+from bagua_comm.algorithms.base import exchanges_weights
+from bagua_comm.arrays import Array
+from bagua_comm.checkpoint import Loaded
+from bagua_comm.checkpoint.optimizers import check_settings, is_optimizer, load_in_place, with_dtype
+from bagua_comm.checkpoint.trees import as_tagged, from_tagged
+from bagua_comm.comm.public_methods import public_method
+from bagua_comm.objects.closing import Closing
+from bagua_comm.objects.pickling import Live
+
+from ..arrays import as_array, as_tensor, torch_stream
+from ..entry import errors_on_all
+from ..tensors import sharded
+from .wrapper import DistributedDataParallel
+
+
+class Checkpoints(Live, Closing):
+    """Checkpoints of PyTorch objects in a folder that all ranks share; see `bagua_comm.Checkpoints`.
+
+    Collective.
+
+        with Checkpoints("runs/7", ddp.comm) as checkpoints:
+            if checkpoints.latest() is not None:
+                first = checkpoints.load(model=ddp, optimizer=optimizer).step
+            for step in range(first, steps):
+                ...
+                checkpoints.save(step + 1, model=ddp, optimizer=optimizer, epoch=epoch)
+
+    Args:
+        folder: The folder of checkpoints, in a file system that all ranks share.
+        comm: The ranks.
+        keep: The number of newest checkpoints to keep; None keeps all.
+        stall_s: Seconds without progress of a disk after which a save or a load fails.
+
+    Raises:
+        ArrayError: An argument is out of range, or differs between ranks.
+    """
+
+    @public_method("Checkpoints")
+    def __init__(
+        self, folder: str | Path, comm: Communicator, *, keep: int | None = 3, stall_s: float = 600.0
+    ) -> None:
+        self._checkpoints = _OfTensors(folder, comm, keep=keep, stall_s=stall_s)
+        self._comm = comm
+        self._device = torch.device("cpu" if comm.device is None else f"cuda:{comm.device}")
+
+    @public_method("Checkpoints.save")
+    def save(self, step: int, *, wait: bool = False, **objects: Any) -> None:
+        """Save objects as the checkpoint of a step; call it between two steps.
+
+        Collective. Returns when their tensors have been copied; a thread writes them. See
+        `bagua_comm.Checkpoints.save`.
+
+        Args:
+            step: A number of at least 0.
+            wait: Return when the checkpoint is complete.
+            objects: The objects to save, by name: anything with `state_dict`, or a tree of tensors, arrays and
+                plain values. Wrap per-rank state, such as that of a generator, in `Own(...)`.
+                The workers of a DataLoader draw batches from a sampler in advance, which would be skipped after
+                loading: save `sampler.state_dict(steps)` for the number of steps made.
+
+        Raises:
+            ArrayError: There is nothing to save.
+            CheckpointError: The last save failed, or with `wait` this one; on all ranks alike.
+            CommMismatch: Ranks give different objects, or plain values in them differ; the error has the path.
+            UnsupportedError: An object has a value that a checkpoint cannot hold; the error has the path.
+        """
+        with torch_stream(self._device):
+            models = [each for each in map(_bare, objects.values()) if isinstance(each, DistributedDataParallel)]
+            tree = {name: _tree_of(each, models) for name, each in objects.items()}
+            self._checkpoints.save(step, tree, wait=wait)
+
+    @public_method("Checkpoints.load")
+    def load(self, step: int | None = None, *, fallback: bool = False, **objects: Any) -> Loaded:
+        """Load the checkpoint of a step, or the latest one, into objects.
+
+        Collective. Construct the objects as in the training that saved them; the number of ranks may differ.
+
+        Args:
+            step: The step; None for the latest checkpoint.
+            fallback: If it is damaged, warn, and load the one saved before it.
+            objects: The objects to load into, by the names under which they were saved.
+
+        Returns:
+            The step and, in `tree`, everything that was saved under other names: values, and the state dicts of
+            objects.
+
+        Raises:
+            ArrayError: There is no such checkpoint, or it lacks one of these names; or an optimizer was saved
+                from one of another class, with other settings. Nothing is loaded then.
+            CheckpointError: It is damaged or foreign, or has state that does not load on this number of ranks.
+            RuntimeError: An object refuses its state; earlier objects are loaded already.
+        """
+        loaded = self._checkpoints.load(step, fallback=fallback)
+        tree = dict(loaded.tree)
+        missing = [name for name in objects if name not in tree]
+        if missing:
+            raise ArrayError(
+                f"load: the checkpoint of step {loaded.step} has no {', '.join(map(repr, missing))}, only "
+                f"{', '.join(map(repr, tree))}"
+            )
+        with errors_on_all(self._comm):
+            for name, target in objects.items():
+                if is_optimizer(_bare(target)) and _is_state(tree[name]):
+                    check_settings(name, _bare(target), tree[name]["state"])
+        for name in sorted(objects, key=lambda name: _order(objects[name])):
+            _load_into(name, _bare(objects[name]), tree.pop(name))
+        rest = {name: saved["state"] if _is_state(saved) else saved["value"] for name, saved in tree.items()}
+        return loaded._replace(tree=rest)
+
+    @public_method("Checkpoints.wait")
+    def wait(self) -> None:
+        """Wait until the present save is complete; see `bagua_comm.Checkpoints.wait`. Collective."""
+        self._checkpoints.wait()
+
+    @public_method("Checkpoints.latest")
+    def latest(self, *, fallback: bool = False) -> int | None:
+        """The step of the latest checkpoint, or None; see `bagua_comm.Checkpoints.latest`.
+
+        Collective.
+        """
+        return self._checkpoints.latest(fallback=fallback)
+
+    @public_method("Checkpoints.close")
+    def close(self) -> None:
+        """Wait for the present save, and end the threads; closing twice does nothing.
+
+        Collective.
+        """
+        self._checkpoints.close()
+
+    def _leave(self, error: BaseException) -> None:
+        self._checkpoints._leave(error)
+
+
+class _OfTensors(bagua_comm.Checkpoints):
+    """Checkpoints of trees with tensors, which load as tensors on the CPU."""
+
+    @staticmethod
+    def _to_array(value: Any) -> tuple[str, Array] | None:
+        if isinstance(value, torch.Tensor):
+            return "tensor", as_array(value.detach().resolve_conj().resolve_neg())
+        return as_tagged(value)
+
+    @staticmethod
+    def _from_array(tag: str, array: Array) -> Any:
+        return as_tensor(array) if tag == "tensor" else from_tagged(tag, array)
+
+
+# Objects as trees ------------------------------------------------------------------------------------------
+
+
+def _bare(value: Any) -> Any:
+    return value.value if isinstance(value, Own) else value
+
+
+def _tree_of(value: Any, models: list[DistributedDataParallel]) -> dict[str, Any]:
+    """The saved tree of an object; `models` are the models saved with it."""
+    bare = _bare(value)
+    if isinstance(bare, DistributedDataParallel):
+        if bare is not value:
+            raise ArrayError("save: a DistributedDataParallel knows its per-rank state; give it without Own")
+        return {"state": _tree_of_ddp(bare)}
+    if not hasattr(bare, "state_dict"):
+        return {"value": value}
+    if sharded.is_sharded(bare):
+        return {"state": Own(sharded.state_of(bare)), "dtypes": _dtypes_of(bare)}
+    state: Any = bare.state_dict()
+    if isinstance(bare, nn.Module):
+        state = _with_metadata(state)
+    if bare is not value:
+        return {"state": Own(state, value.reshape)}
+    if isinstance(bare, torch.optim.Optimizer):
+        stepped = {id(p) for group in bare.param_groups for p in group["params"]}
+        for model in models:
+            ignored = {id(p) for name, p in model.module.named_parameters() if name in model.ignored_names}
+            here = bool(stepped & {id(p) for p in model.module.parameters()})
+            if stepped & ignored or (here and model.parts_stay):
+                return {"state": Own(state), "dtypes": Own(_dtypes_of(bare))}
+            if here and exchanges_weights(model.algorithm):
+                return {"state": Own(state, "mean"), "dtypes": _dtypes_of(bare)}
+        return {"state": state, "dtypes": _dtypes_of(bare)}
+    return {"state": state}
+
+
+def _dtypes_of(optimizer: torch.optim.Optimizer) -> list[str]:
+    """The dtypes of its parameters: if they are the same on loading, states keep their dtypes."""
+    return [str(p.dtype) for group in optimizer.param_groups for p in group["params"]]
+
+
+def _is_state(saved: Mapping[str, Any]) -> bool:
+    return "state" in saved
+
+
+def _with_metadata(state: Mapping[str, Any]) -> dict[str, Any]:
+    versions = {name: dict(facts) for name, facts in getattr(state, "_metadata", {}).items()}
+    return {"entries": dict(state), "versions": versions}
+
+
+def _module_state(saved: Mapping[str, Any]) -> OrderedDict[str, Any]:
+    state = OrderedDict(saved["entries"])
+    state._metadata = OrderedDict(saved["versions"])  # type: ignore[attr-defined]
+    return state
+
+
+def _tree_of_ddp(model: DistributedDataParallel) -> dict[str, Any]:
+    """The saved tree of a wrapped model. Call it on all ranks between steps."""
+    engine = model.tree_of_engine()  # writes back exchanged weights, before they are read
+    module = model.module
+    state = _with_metadata(module.state_dict())
+    weights = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    parts: dict[str, dict[str, Any]] = {"weights": {}, "buffers": {}, "ignored": {}}
+    for name, value in state["entries"].items():
+        part = "ignored" if name in model.ignored_names else "weights" if name in weights else "buffers"
+        parts[part][name] = value
+    names: Any = list(state["entries"])
+    versions: Any = state["versions"]
+    if model.parts_stay:  # they differ between ranks, and so do their names
+        names, versions = Own(names), Own(versions)
+    return {
+        "weights": Own(parts["weights"], "mean") if exchanges_weights(model.algorithm) else parts["weights"],
+        "buffers": Own(parts["buffers"], "first" if model.broadcast_buffers else "mean"),
+        "ignored": Own(parts["ignored"]) if parts["ignored"] or model.parts_stay else {},
+        "names": names,
+        "versions": versions,
+        "engine": engine,
+    }
+
+
+# Trees as objects ------------------------------------------------------------------------------------------
+
+
+def _order(value: Any) -> int:
+    """Optimizers before models, which share state with them; others last."""
+    types = (torch.optim.Optimizer, DistributedDataParallel, nn.Module)
+    return next((n for n, each in enumerate(types) if isinstance(_bare(value), each)), len(types))
+
+
+def _load_into(name: str, target: Any, saved: Mapping[str, Any]) -> None:
+    if not _is_state(saved) or not hasattr(target, "load_state_dict"):
+        what = "an object's state" if _is_state(saved) else "a plain value"
+        raise ArrayError(
+            f"load: {name!r} was saved as {what}, which does not load into a {type(target).__name__}; without "
+            "this name it is in the `tree` that load returns"
+        )
+    state = saved["state"]
+    if state is None:
+        return  # Own(..., "drop") on another number of ranks: keep the initial state
+    wrapped = isinstance(state, dict) and "engine" in state
+    if isinstance(target, DistributedDataParallel):
+        if not wrapped:
+            raise ArrayError(f"load: {name!r} was saved from a plain module; load it into `.module`")
+        target.load_tree(_merged(state), state["engine"])
+    elif isinstance(target, nn.Module):
+        target.load_state_dict(_merged(state) if wrapped else _module_state(state))
+    elif is_optimizer(target):
+        restore = with_dtype if saved.get("dtypes") == _dtypes_of(target) else None
+        load = sharded.load_state if sharded.is_sharded(target) else load_in_place
+        load(target, state, restore)
+    else:
+        target.load_state_dict(state)
+
+
+def _merged(saved: Mapping[str, Any]) -> OrderedDict[str, Any]:
+    """The state dict of a wrapped module."""
+    entries = {**saved["weights"], **saved["buffers"], **saved["ignored"]}
+    ordered = {name: entries[name] for name in saved["names"]}
+    return _module_state({"entries": ordered, "versions": saved["versions"]})

@@ -1,0 +1,504 @@
+"""DistributedDataParallel over any algorithm of bagua_comm: its arguments, and its methods for users.
+
+The path of a gradient: autograd accumulates it in its bucket, since `p.grad` is a part of the bucket (`memory`).
+Hooks report that it is complete (`training.backward`). The bucket then leaves on the engine's lane while the
+backward pass continues (`engine`). At the end of the backward pass the lane is joined (`training.step`), and the
+optimizer reads `p.grad`, which has not moved.
+
+Other files: `model_state`, the parameters and buffers that all ranks share; `checks`, refused arguments;
+`wrapper_state`, state dicts and checkpoints; `torch_names`, other attributes of PyTorch's wrapper;
+`training.buffers`, copies of buffers; `training.join`, uneven data; `training.accumulation`, several passes;
+`training.unused`, parameters without a gradient; `training.versions`, optimizers that step too early;
+`training.hooks`, hooks, and the end of older wrappers of a module.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from bagua_comm import (
+    Algorithm,
+    ArrayError,
+    Communicator,
+    GradientAllReduce,
+    Reproducible,
+    Tuner,
+    UnsupportedError,
+)
+from bagua_comm.algorithms.base import HOLD_HINT, exchanges_weights
+from bagua_comm.bucket import DEFAULT_BUCKET_BYTES
+from bagua_comm.comm.public_methods import public_method
+from bagua_comm.engine import check_fit
+from bagua_comm.logs import log_on_root
+from bagua_comm.topology import share
+from bagua_comm.trace import ExchangeCounters
+
+from .. import sync_batchnorm
+from ..entry import communicator_of, errors_on_all
+from ..errors import MisuseError
+from ..tensors import checks
+from ..tensors.memory import pack, specs_of
+from ..tensors.model_state import ModelState
+from ..training.engine import TorchEngine
+from ..training.hooks import end_older
+from ..training.steps import TrainingSteps
+from ..training.timing import StepTimer
+from .comm_hook import HookAlgorithm, check_hook
+from .torch_arguments import bytes_of_cap, check_others, device_of_inputs, moved
+from .torch_names import TorchNames
+
+_log = logging.getLogger("bagua_comm.torch")
+
+
+@nn.parallel.DistributedDataParallel.register  # a virtual subclass: frameworks unwrap by isinstance
+class DistributedDataParallel(TorchNames):
+    """Data-parallel training of a module over any algorithm of bagua_comm.
+
+    Collective. On construction, parameters, buffers and optimizer states become rank 0's, in place. Parameters
+    may be tied, frozen, at the module's root, unused in a step, and of several dtypes. They may be frozen after
+    wrapping, and unfrozen again, on all ranks in the same steps. A parameter that was frozen on construction may
+    be unfrozen between two steps, and then be given to one of the optimizers: in the next training forward pass
+    ranks agree on it, and it becomes rank 0's.
+
+    `module` is the wrapped module; attributes that are missing here are looked up there. `isinstance` finds it to
+    be PyTorch's wrapper, of which it has the attributes; those that it lacks raise an error that says what to
+    use. A backward pass is averaged if it is the first one after a forward pass of this wrapper, or goes through
+    a tensor that such a pass returned. Several passes may do so, as for two losses. `p.grad` is then the mean
+    over ranks of the sum of their gradients; an average that rounds, as to eight bits, rounds in each pass.
+    Weights are exchanged once in a step of the optimizers, whatever number of passes it has.
+    `ddp.module(x).backward()` stays on this rank. An optimizer that is about to step by a gradient that was not
+    averaged raises an error. As with PyTorch's wrapper, gradients must be accumulated by `backward()`:
+    `torch.autograd.grad` of parameters raises, and gradients of `torch.distributed.autograd` are not averaged.
+    Every rank makes the same number of forward and backward passes, or enters `join`.
+
+    Buffers (the statistics of BatchNorm) become rank 0's at the end of every averaged backward pass, so that
+    ranks are the same after every step, and evaluation needs no communication. With `every` and `DiLoCo` this
+    happens in the steps in which weights are sent, with `AsyncModelAverage` only in `stop`, `average_weights` and
+    `close`.
+
+    The module is on the CPU or on the communicator's device, which `bagua_torch.connect` makes PyTorch's current
+    one. There, over NCCL, training steps do not make the host wait for the device, unless parameters are frozen
+    after wrapping. With other transports the host waits with `find_unused_parameters`, in `join`, and on rank 0
+    if there are buffers.
+
+    Construct it under the stream of the training (`torch.cuda.stream`): gradients are accumulated on the stream
+    that was current on construction, and sent from there. On another stream the results are the same, but every
+    gradient crosses streams in every step; PyTorch warns once, from 2.10 on.
+
+    `state_dict()` includes the algorithm's state, which differs between ranks: save it on every rank. An
+    algorithm without state (GradientAllReduce, except with ErrorFeedback) adds nothing: then the state dict has
+    only tensors, and one of PyTorch's wrapper loads here. `module.state_dict()` is that of the plain module.
+    Where an algorithm exchanges weights after the optimizer's step, they are written back when the module next
+    runs, saves or loads.
+
+    Args:
+        module: The module to train. Its parameters stay the same objects.
+        optimizers: All optimizers that step its parameters; None for none. Needed for algorithms that exchange
+            weights or count steps. With algorithms that exchange gradients, a backward pass that reached no
+            parameter is completed before they step.
+        algorithm: What to exchange and when; `GradientAllReduce()` if None.
+        comm: The ranks; if None, the default communicator, for which `bagua_torch.connect` is called if needed.
+        bucket_bytes: The size at which a bucket is closed; 10 MiB if None.
+        tuner: Searches during training for settings faster than `bucket_bytes` and `algorithm`: see
+            `bagua_comm.Tuner`. A step lasts from one training forward pass to the next; during the search, the
+            host waits for the device in every step. The search pauses in `join`; `switch` ends it.
+        broadcast_buffers: Copy rank 0's buffers to all ranks in every step; see above.
+        find_unused_parameters: Agree in every step on the parameters that no rank used, and leave them without a
+            gradient, which is zero otherwise. Costs one small allreduce a step, on the host. Without it PyTorch's
+            wrapper raises in the next forward pass; here unused parameters do no harm.
+        static_graph: Declare that in every step the same parameters get a gradient on this rank, which is
+            checked. The ranks then agree on unused parameters in the first step only. It has no other effect.
+        params_and_buffers_to_ignore: Names of parameters and buffers that belong to this rank alone: they are
+            neither compared nor copied nor averaged. PyTorch's attribute `_ddp_params_and_buffers_to_ignore` of
+            the module adds names, and so does a part of the module whose `stays_on_rank` is True, as the experts
+            of a `bagua_torch.moe.MoE`. An optimizer may step them too.
+        init_sync: If False, copy nothing on construction: the ranks have the same weights already. Nothing is
+            copied under `elastic.run` either, if its state has the module and the optimizers.
+        bucket_cap_mb: `bucket_bytes` in MiB, by PyTorch's name.
+        device_ids: The module's CUDA device, in a list, by PyTorch's name: inputs are moved there.
+        forward_sync_buffers: PyTorch's new name for `broadcast_buffers`.
+        gradient_as_bucket_view: Make `p.grad` a part of its bucket; by PyTorch's name, but True by default. A
+            kept gradient does not change in the next step, but views of it do. If False, gradients have separate
+            memory and are copied to the bucket and back, which takes more time and memory.
+        others: Other arguments of PyTorch's wrapper, by name. `check_reduction`, `dim`,
+            `skip_all_reduce_unused_params` and `batched_grad_copy` have no effect here; `output_device` and
+            `process_group` must be the module's device and all ranks; others are refused, unless they are None.
+
+    Close it, or delete it: a deleted wrapper exchanges nothing, but its communicator stays open until the end of
+    the program. Wrapping a module again, as a second `fit` does, ends the older wrapper.
+
+    Raises:
+        ArrayError: The module has no parameter to train; the optimizers step other parameters, or do not fit the
+            algorithm; an argument is out of range. It is a RuntimeError as well, where PyTorch's wrapper raises
+            one.
+        CommMismatch: The ranks' modules, optimizers or algorithms differ.
+        UnsupportedError: The communicator or the algorithm cannot carry a parameter, or the parameter is on
+            another device than the communicator's. The error names it.
+
+    >>> from bagua_comm import ByteGrad
+    >>> model = DistributedDataParallel(nn.Linear(2, 1), algorithm=ByteGrad())
+    >>> model(torch.ones(3, 2)).sum().backward()
+    >>> model.module.bias.grad
+    tensor([3.])
+    >>> model.close()
+    """
+
+    @public_method("DistributedDataParallel")
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = (),
+        algorithm: Algorithm | None = None,
+        *,
+        comm: Communicator | None = None,
+        bucket_bytes: int | None = None,
+        tuner: Tuner | None = None,
+        broadcast_buffers: bool = True,
+        find_unused_parameters: bool = False,
+        static_graph: bool = False,
+        params_and_buffers_to_ignore: Collection[str] = (),
+        init_sync: bool = True,
+        bucket_cap_mb: float | None = None,
+        device_ids: Sequence[int | torch.device] | None = None,
+        forward_sync_buffers: bool | None = None,
+        gradient_as_bucket_view: bool = True,
+        **others: Any,
+    ) -> None:
+        super().__init__()
+        comm = communicator_of("DistributedDataParallel", comm)
+        self.broadcast_buffers = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
+        self.find_unused_parameters = find_unused_parameters
+        self.static_graph = static_graph
+        self.tuner = tuner
+        algorithm = algorithm if algorithm is not None else GradientAllReduce()
+
+        with errors_on_all(comm):
+            checks.check_type(module)
+            self.module = module
+            listed = checks.listed(optimizers)
+            bucket_bytes = bytes_of_cap(bucket_bytes, bucket_cap_mb, DEFAULT_BUCKET_BYTES)
+            self._model = ModelState(module, checks.names_to_ignore(module, params_and_buffers_to_ignore))
+            self._trained = self._model.trained
+            self._device = checks.check_module(comm, self._model)
+            checks.check_batch_norm(comm, module)
+            self._inputs_to = device_of_inputs(device_ids, self._device)
+            own = inspect.signature(DistributedDataParallel).parameters
+            check_others(others, ranks=comm.size, device=self._device, own=own)
+            self._others = others
+            checks.check_optimizers(listed, self._trained, algorithm)
+            checks.check_memory(self._trained)
+            check_fit(algorithm, pack(self._trained, algorithm, bucket_bytes, comm.size), comm.size)
+        checks.check_ranks(comm, self._model, listed, tuned=tuner is not None)
+
+        end_older(module, comm)
+        registry = comm.engine_registry
+        if init_sync and (registry is None or not registry.already_broadcast(module, *listed)):
+            self._model.copy_all(comm, listed)
+        if tuner is not None:
+            best = tuner.start(comm, algorithm, specs_of(self._trained), bucket_bytes=bucket_bytes)
+            bucket_bytes, algorithm = best.bucket_bytes, best.algorithm
+        self._steps = TrainingSteps(
+            comm,
+            self._model,
+            listed,
+            algorithm,
+            bucket_bytes,
+            self._device,
+            copies_buffers=self.broadcast_buffers,
+            find_unused=find_unused_parameters,
+            static=static_graph,
+            in_buckets=gradient_as_bucket_view,
+        )
+        self._steps.attach_to(self)
+        self._has_hook = False  # of register_comm_hook
+        self._timer = StepTimer(self._device)
+
+    @property
+    def engine(self) -> TorchEngine:
+        """The engine that exchanges the buckets."""
+        return self._steps.engine
+
+    @property
+    def counters(self) -> ExchangeCounters:
+        """Exchanged bytes and waiting times of this rank, summed over all algorithms so far.
+
+        `.as_dict()` returns plain numbers, as for TensorBoard. Buffers, and the agreement of `join` and of
+        `find_unused_parameters`, are in `comm.counters`.
+        """
+        return self._steps.exchange.counters
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module. Collective while training, where an algorithm exchanges before the backward pass."""
+        if self._inputs_to is not None:
+            args, kwargs = moved((args, kwargs), self._inputs_to)
+        if torch.is_grad_enabled():
+            self._before_forward()
+        if self._steps.hooked:
+            return self.module(*args, **kwargs)
+        self._steps.before_running()
+        output = self.module(*args, **kwargs)
+        self._steps.returned(self.module, args, output)
+        return output
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @public_method("DistributedDataParallel.forward")
+    def _before_forward(self) -> None:
+        self._steps.open(
+            find_unused=self.find_unused_parameters,
+            static=self.static_graph,
+            copies_buffers=self.broadcast_buffers,
+            between_steps=self._time_step,
+        )
+
+    def _time_step(self) -> None:
+        paused = self._steps.joined or self.engine.stopped
+        self._timer.next_step(self.tuner, self.replan, paused=paused)
+
+    @public_method("DistributedDataParallel.close")
+    def close(self) -> None:
+        """Finish the present step, remove the hooks and close the engine. Gradients keep their memory.
+
+        Collective. Closing twice does nothing.
+        """
+        self._steps.close()
+
+    # Control of the training ------------------------------------------------------------------------------
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Accumulate gradients without averaging: forward and backward passes in this context stay on this rank.
+
+        The first backward pass after it averages all accumulated gradients.
+        """
+        return self._steps.no_sync()
+
+    def microbatches(self) -> Iterator[int]:
+        """The numbers of this rank's microbatches in one step. Call it in each step.
+
+        For `GradientAllReduce(Reproducible(addends=M))`: M microbatches, numbered from 0, are distributed over
+        the ranks as by `bagua_comm.elastic.share`. Make one forward and one backward pass for each. The last
+        backward pass leaves the mean over all M in `p.grad`: the same bits on any number of ranks, if each pass
+        gives the same gradients on any rank (with the same number of threads, and deterministic operations).
+        Buffers that a forward pass changes, such as BatchNorm's, follow rank 0's microbatches, so they depend on
+        the number of ranks.
+
+        Raises:
+            ArrayError: The algorithm is another one; a RuntimeError as well. Or this rank is stopped, so that it
+                averages nothing, and has several microbatches.
+
+        >>> from bagua_comm import Reproducible
+        >>> model = DistributedDataParallel(nn.Linear(1, 1), [], GradientAllReduce(Reproducible(addends=4)))
+        >>> for i in model.microbatches():
+        ...     model(torch.tensor([float(i)])).sum().backward()
+        >>> model.module.weight.grad
+        tensor([[1.5000]])
+        >>> model.close()
+        """
+        average = getattr(self.algorithm, "average", None)
+        addends = average.addends if isinstance(average, Reproducible) else None
+        if addends is None or not isinstance(self.algorithm, GradientAllReduce):
+            raise MisuseError(
+                f"microbatches: the algorithm is {self.algorithm}, expected {HOLD_HINT} with their number for M"
+            )
+        *others, last = share(addends, self.comm.rank, self.comm.size)
+        for i in others:
+            with self.no_sync():
+                yield i
+            self._steps.exchange.hold()
+        yield last
+
+    @contextmanager
+    def join(
+        self,
+        *,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+        divide_by_initial_size: bool = True,
+        divide_by_initial_world_size: bool | None = None,
+    ) -> Iterator[None]:
+        """Train on uneven numbers of batches: a rank without data takes part in exchanges until all have ended.
+
+        Collective: all ranks enter it around their training loops. In it every training step begins with one
+        small allgather. A rank that has ended sends zeros for gradients, and keeps its `p.grad`; at the end all
+        ranks get the weights, buffers and optimizer states of a rank that trained to the end. With algorithms
+        that exchange weights, it continues to exchange its weights, and keeps them.
+
+        Args:
+            enable: If False, do nothing: all ranks have the same number of batches.
+            throw_on_early_termination: As soon as a rank has no more batches, raise on all ranks: on this one at
+                the end, on the others in their next forward pass.
+            divide_by_initial_size: Divide sums of gradients by the number of all ranks; if False, by the number
+                of ranks that still have data.
+            divide_by_initial_world_size: PyTorch's name for `divide_by_initial_size`.
+
+        Raises:
+            CommError: A rank has ended before others, with `throw_on_early_termination`; a RuntimeError as well.
+            UnsupportedError: `throw_on_early_termination` is False, and parts of the module stay on their ranks
+                (`bagua_torch.moe`) or normalize over all ranks (`SyncBatchNorm`), or an optimizer is sharded, so
+                that all ranks are needed in every step.
+        """
+        if not enable:
+            yield
+            return
+        if self.comm.size > 1 and not throw_on_early_termination:
+            self._check_rank_may_end()
+        if divide_by_initial_world_size is not None:
+            divide_by_initial_size = divide_by_initial_world_size
+        with self._steps.join(divide_by_initial_size=divide_by_initial_size, throws=throw_on_early_termination):
+            yield
+
+    def _check_rank_may_end(self) -> None:
+        layer = sync_batchnorm.layer_over_ranks(self.module)
+        what = None if layer is None else f"a SyncBatchNorm, {layer!r}"
+        if self.parts_stay:
+            what = "parts that stay on their ranks, such as the experts of a MoE"
+        if what is not None:
+            raise UnsupportedError(
+                f"join: this module has {what}; a rank that has ended would no longer run it, and the other "
+                "ranks would wait for it. Give it empty batches instead, so that all ranks make the same number "
+                "of steps, or enter join(throw_on_early_termination=True)"
+            )
+
+    def expect_backward(self) -> None:
+        """Average the next backward pass, even if it goes through no output of this wrapper.
+
+        Collective. For losses that a module computes besides its outputs, if they have a separate backward pass.
+        It does nothing if the next pass is averaged anyway, and in `no_sync`.
+        """
+        self._steps.expect_backward()
+
+    def end_backward(self) -> None:
+        """Complete a backward pass that reached no parameter on this rank, as the other ranks do.
+
+        Collective. The optimizers' step does this as well, unless backward passes run in its closure.
+        """
+        self._steps.end_backward()
+
+    @public_method("DistributedDataParallel.register_comm_hook")
+    def register_comm_hook(self, state: object, hook: Any) -> None:
+        """Average gradients by `hook`, instead of `GradientAllReduce()`.
+
+        Collective. Call it at most once, and before the first backward pass. It ends the search of a tuner.
+
+        Args:
+            state: The first argument of a hook function; unused with an Average.
+            hook: An Average such as `Quantized(MinMaxUInt8())`. Or a hook function of PyTorch, called with
+                `state` and a bucket that has the methods of `torch.distributed.GradBucket`, on the thread of the
+                backward pass, for the buckets in the same order on all ranks. It returns a `torch.futures.Future`
+                of the averaged tensor; the hook itself divides the sum over ranks.
+
+        Raises:
+            ArrayError: A hook was registered before, or there was a backward pass (a RuntimeError as well); the
+                algorithm is not GradientAllReduce; the hook does not take (state, bucket).
+            UnsupportedError: The hook is not callable, or the Average does not accept the dtype of a parameter.
+
+        >>> from bagua_comm import MinMaxUInt8, Quantized
+        >>> model = DistributedDataParallel(nn.Linear(2, 1))
+        >>> model.register_comm_hook(None, Quantized(MinMaxUInt8()))
+        >>> model.close()
+        """
+        if self._has_hook:
+            raise MisuseError("register_comm_hook: this model has a hook; it can be registered only once")
+        if self._steps.averages:
+            raise MisuseError("register_comm_hook: call it before the first backward pass")
+        if not isinstance(self.algorithm, GradientAllReduce):
+            raise ArrayError(
+                f"register_comm_hook: the algorithm is {self.algorithm}, which a hook cannot replace; wrap the "
+                "module without one"
+            )
+        if hasattr(hook, "bind") and not isinstance(hook, type):
+            self.switch(GradientAllReduce(hook))
+        else:
+            self.switch(HookAlgorithm(check_hook(hook), state, self._trained))
+        self._has_hook = True
+
+    @public_method("DistributedDataParallel.switch")
+    def switch(self, algorithm: Algorithm) -> None:
+        """Continue with another algorithm; the model stays the same.
+
+        Collective. Call it between steps. If ranks' weights differ, because weights were exchanged until now,
+        they become the mean of all ranks, and the optimizer states become rank 0's. The new algorithm counts its
+        steps from this call.
+
+        Raises:
+            ArrayError: The optimizers do not fit the algorithm.
+            UnsupportedError: The algorithm cannot carry a parameter, which the error names.
+        """
+        checks.check_optimizers(self.optimizers, self._trained, algorithm)
+        check_fit(algorithm, self._steps.exchange.plan_to_switch(algorithm), self.comm.size)
+        checks.check_backward_ended(self._steps.watch.unfinished)
+        self._steps.complete()
+        self._steps.resume()  # averages the steps that ranks made while stopped
+        differed = exchanges_weights(self.algorithm)
+        self.engine.stop()
+        self.engine.close()  # without a note on steps since the last exchange, as weights become equal
+        self.tuner = None
+        if differed:
+            self._steps.make_equal()
+        log_on_root(_log, self.comm.rank, "switch: from %s to %s", self.algorithm, algorithm)
+        self._steps.switch(algorithm)
+
+    @public_method("DistributedDataParallel.replan")
+    def replan(self, *, bucket_bytes: int | None = None, algorithm: Algorithm | None = None) -> None:
+        """Continue with buckets of another size, or the same algorithm with other settings.
+
+        Collective. Call it between steps. Gradients and the algorithm's state move along; meanwhile memory for
+        both old and new buckets is needed.
+
+        Args:
+            bucket_bytes: The size at which a bucket is closed; unchanged if None.
+            algorithm: The same algorithm with another average or codec, for example; unchanged if None.
+
+        Raises:
+            ArrayError: It is another algorithm, or its state cannot move to other buckets.
+            UnsupportedError: The algorithm cannot carry a parameter, which the error names.
+        """
+        algorithm = algorithm if algorithm is not None else self.engine.algorithm
+        bucket_bytes = bytes_of_cap(bucket_bytes, None, self.bucket_bytes)
+        checks.check_optimizers(self.optimizers, self._trained, algorithm)
+        checks.check_backward_ended(self._steps.watch.unfinished)
+        self._steps.complete()
+        self._steps.replan(bucket_bytes, algorithm)
+
+    @public_method("DistributedDataParallel.average_weights")
+    def average_weights(self) -> None:
+        """Set weights to the mean of all ranks, and buffers to rank 0's, where an algorithm lets them differ.
+
+        Collective.
+        """
+        self._steps.complete()
+        self.engine.finish()
+        self._steps.exchange.average_weights()
+        self.copy_buffers()
+
+    @public_method("DistributedDataParallel.copy_buffers")
+    def copy_buffers(self) -> None:
+        """Copy the buffers of rank 0 to all ranks now, as at the end of a step.
+
+        Collective. Does nothing without `broadcast_buffers`.
+        """
+        self._steps.copy_buffers(enabled=self.broadcast_buffers)
+
+    @public_method("DistributedDataParallel.stop")
+    def stop(self) -> None:
+        """Finish the present step on all ranks, and exchange nothing until `resume`; see `Engine.stop`.
+
+        Collective. Until then, each rank trains like a single process, and may make any number of steps; a
+        `QAdamOptimizer` keeps its momentum itself. Resume before saving a state dict of uneven steps.
+        """
+        self._steps.stop()
+
+    @public_method("DistributedDataParallel.resume")
+    def resume(self) -> None:
+        """Continue after `stop`, with the present weights; see `Engine.resume`.
+
+        Collective. If a rank has made steps, and the algorithm exchanges gradients, the weights become the mean
+        of all ranks, and buffers and optimizer states rank 0's, as by `switch`.
+        """
+        self._steps.resume()

@@ -1,0 +1,6 @@
+"""Optimizers of PyTorch: those that step flat tensors, each of which holds many parameters, and QAdam's."""
+
+from .fused import FusedOptimizer, fuse
+from .qadam import QAdamOptimizer
+
+__all__ = ["FusedOptimizer", "QAdamOptimizer", "fuse"]

@@ -1,0 +1,83 @@
+"""Spans of the stages of training: forward and backward passes, and optimizers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from bagua_comm.trace import Clock, DeviceSpan, Tracer
+
+
+class StageSpan:
+    """The duration of a stage of training, as a span on the host and, for a CUDA device, on the device.
+
+    Args:
+        name: The stage.
+        tracer: Receives the spans.
+        device: The device of the stage.
+    """
+
+    def __init__(self, name: str, tracer: Tracer, device: torch.device) -> None:
+        self.clock: Clock | None = TorchClock(device) if device.type == "cuda" else None
+        """The clock of the device, if there is one."""
+        self._name, self._tracer = name, tracer
+        self._start_ns = 0
+        self._on_device: DeviceSpan | None = None
+
+    def begin(self) -> None:
+        """Begin the span."""
+        self._start_ns = time.perf_counter_ns()
+        if self.clock is not None:
+            self._on_device = DeviceSpan(self._tracer, self.clock, self._name, f"device: {self._name}")
+
+    def end(self, **detail: Any) -> None:
+        """End the span, if one has begun; `detail` is shown with it."""
+        if self._start_ns:
+            self._tracer.add(self._name, self._start_ns, time.perf_counter_ns(), detail)
+            if self._on_device is not None:
+                self._on_device.end(**detail)
+            self.forget()
+
+    def forget(self) -> None:
+        """Drop a span that has begun."""
+        self._start_ns, self._on_device = 0, None
+
+
+class TorchClock:
+    """The times of events on PyTorch's current stream, on the host's clock; see `DeviceClock`.
+
+    Its events are PyTorch's, which take a tenth of the time of a stream of CuPy's that is PyTorch's current one.
+
+    Args:
+        device: The CUDA device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda: Any = torch.cuda  # torch leaves its constructors untyped
+        self._device, self._stream = device, None
+
+    def _event(self) -> Any:
+        return self._cuda.Event(enable_timing=True)
+
+    def mark(self) -> Any:
+        """Record an event with a time on the current stream."""
+        event = self._event()
+        event.record(self._cuda.current_stream(self._device))
+        return event
+
+    def times(self, events: Sequence[Any]) -> list[int | None]:
+        """See `bagua_comm.trace.Clock`. The host waits for the device, but not for other streams."""
+        happened = [event.query() for event in events]
+        if self._stream is None:
+            self._stream = self._cuda.Stream(self._device)
+        now, before_ns = self._event(), time.perf_counter_ns()
+        now.record(self._stream)
+        now.synchronize()
+        now_ns = (before_ns + time.perf_counter_ns()) // 2
+        return [
+            now_ns - round(1e6 * event.elapsed_time(now)) if known else None
+            for event, known in zip(events, happened, strict=True)
+        ]
