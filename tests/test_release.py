@@ -47,6 +47,10 @@ def test_an_unreleased_change_is_one_short_line_of_the_changelog():
     assert [line for line in lines if not line.startswith("* ") or len(line) > 160] == []
 
 
+def test_the_changelog_is_short():
+    assert len((ROOT / "CHANGELOG.md").read_text().splitlines()) <= 120
+
+
 def test_links_of_the_changelog_lead_to_pages():
     links = re.findall(r"\]\((docs/[^)#]+)", (ROOT / "CHANGELOG.md").read_text())
     assert [link for link in links if not (ROOT / link).is_file()] == []

@@ -46,6 +46,7 @@ CASES = {
     "fsdp.loss": Case("--width 64 --layers 1 --steps 2 --batch-size 1 --windows 8 --seeds 0 --json", 0, "torch"),
     "fused": Case("-t 20 -e 5 -n 3 -w 1 --optimizer adam --json", 0, "torch"),
     "hooks": Case("-t 6 -e 3 -n 1 -s 2 -w 1 --json", 2, "torch"),
+    "functions": Case("--warmup 3 --repetitions 3 --json", 2),
     "latency": Case("-s 4 -n 2 --json", 2),
     "net_check": Case("--messages 800 --builds short --json"),
     "programs": Case("gan --launchers bagua --json", 0, "torch"),

@@ -6,7 +6,7 @@ import weakref
 import numpy as np
 import pytest
 from support.device_ranks import run_on_devices, run_over_nccl
-from test_stream_lane import FakeComm
+from execution.test_stream_lane import FakeComm
 
 from bagua_comm import UnsupportedError, quantized_allreduce, reproducible_allreduce
 from bagua_comm.execution import cuda

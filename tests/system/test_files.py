@@ -86,7 +86,7 @@ def test_links_and_files_that_others_could_have_written_are_not_ones_own(tmp_pat
 def test_a_private_folder_is_removed_when_the_process_ends_but_not_by_a_forked_child():
     code = """
         import os, sys
-        from bagua_comm import files
+        from bagua_comm.system import files
         folder = files.private_folder()
         (folder / "kernel").write_text("")
         child = os.fork()
@@ -184,7 +184,7 @@ def test_connect_works_where_no_home_can_be_written_though_cupy_wants_a_folder_t
 def test_a_cupy_that_finds_no_folder_at_all_is_no_reason_not_to_connect(tmp_path):
     code = """
         import bagua_comm
-        from bagua_comm import cuda
+        from bagua_comm.execution import cuda
         with bagua_comm.connect():
             print(cuda.device_facts())
     """
