@@ -170,7 +170,7 @@ class SyncBatchNorm(_BatchNorm):
         """The settings, and the number of ranks."""
         ranks = self._ranks.size
         settings = super().extra_repr()  # type: ignore[no-untyped-call]
-        return f"{settings}, ranks={ranks if ranks else 'none'}"
+        return f"{settings}, ranks={ranks or 'none'}"
 
 
 def convert(

@@ -3,8 +3,8 @@
     python -m bagua_comm run -n 2 -m benchmarks.functions
 
 A count has no noise: it compares two versions of the library on any machine. Functions are those in Python of
-`bagua_comm` and `bagua_torch`, on the calling thread and on others, on rank 0; comprehensions count, too. Each row is
-the median over the repetitions of its call.
+`bagua_comm` and `bagua_torch`, on the calling thread and on others, on rank 0; comprehensions count, too. Each
+row is the median over the repetitions of its call.
 """
 
 from __future__ import annotations

@@ -57,7 +57,8 @@ def rows_of(section):
     """The rows of the table in a section of the page: the call, and its three formulas."""
     text = PAGE.read_text().split(f"## {section}\n")[1].split("\n## ")[0]
     rows = [
-        [cell.strip() for cell in line.strip("|").split(" | ")] for line in re.findall(r"^\|.*\|$", text, re.M)
+        [cell.strip() for cell in line.strip("|").split(" | ")]
+        for line in re.findall(r"^\|.*\|$", text, re.MULTILINE)
     ]
     return [(call.strip(), [formula.strip("` ") for formula in formulas]) for call, *formulas in rows[2:]]
 

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from support.children import forked
+from support.fake_comm import PATIENCE_S, FakeComm
 from support.waiting import until
 
 from bagua_comm import ArrayError, CommAborted, CommError, CommMismatch, CommTimeout
@@ -19,23 +20,6 @@ from bagua_comm.execution import lane as lane_module
 from bagua_comm.execution.futures import TaskFuture
 from bagua_comm.execution.lane import InlineLane, ThreadLane
 from bagua_comm.testing import run_ranks
-from bagua_comm.trace import NULL, Counters
-
-PATIENCE_S = 30
-
-
-class FakeComm:
-    """All that a lane wants of a communicator."""
-
-    def __init__(self, timeout_s=PATIENCE_S):
-        self.timeout_s, self.counters = timeout_s, Counters()
-        self.device, self.tracer = None, NULL
-        self.guard, self.group = SimpleNamespace(limit_s=None), "world.1"
-        self.closed = 0
-
-    def close(self):
-        self.closed += 1
-
 
 each_lane = pytest.mark.parametrize("make", [ThreadLane, InlineLane])
 

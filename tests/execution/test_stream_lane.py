@@ -4,32 +4,16 @@ import itertools
 import threading
 import time
 import weakref
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from support.fake_comm import PATIENCE_S, FakeComm
 
 from bagua_comm import ArrayError, CommAborted, CommError, CommTimeout, Communicator, UnsupportedError, trace
 from bagua_comm.execution.cuda import DeviceClock, _stream_at, use_address
 from bagua_comm.execution.lane import StreamLane, ThreadLane
 from bagua_comm.testing import run_ranks
 from bagua_comm.trace import DEVICE_SPANS, DeviceSpan, Recorder
-
-PATIENCE_S = 30
-
-
-class FakeComm:
-    """All that a lane wants of a communicator."""
-
-    def __init__(self, device=0, timeout_s=PATIENCE_S, tracer=trace.NULL):
-        self.device, self.timeout_s, self.tracer = device, timeout_s, tracer
-        self.counters = trace.Counters()
-        self.guard, self.group = SimpleNamespace(limit_s=None), "world.1"
-        self.closed = 0
-
-    def close(self):
-        self.closed += 1
-
 
 each_lane = pytest.mark.parametrize("make", [StreamLane, ThreadLane])
 pytestmark = pytest.mark.usefixtures("device")
@@ -56,7 +40,7 @@ def fail(error):
 @each_lane
 def test_a_task_runs_between_the_callers_work_before_it_and_after_wait(cupy, make):
     x, y, z = (cupy.zeros(4, np.float32) for _ in range(3))
-    with make(FakeComm()) as lane:
+    with make(FakeComm(0)) as lane:
         for step in range(1, 4):
             x[...] = step
             lane.submit(copy, x, y)
@@ -69,7 +53,7 @@ def test_a_task_runs_between_the_callers_work_before_it_and_after_wait(cupy, mak
 @each_lane
 def test_tasks_run_in_the_order_in_which_they_were_submitted(cupy, make):
     cells = [cupy.zeros(4, np.float32) for _ in range(10)]
-    with make(FakeComm()) as lane:
+    with make(FakeComm(0)) as lane:
         cells[0][...] = 7
         for source, target in itertools.pairwise(cells):
             lane.submit(copy, source, target)
@@ -80,7 +64,7 @@ def test_tasks_run_in_the_order_in_which_they_were_submitted(cupy, make):
 @each_lane
 def test_a_result_is_there_in_the_order_of_the_stream_that_asks(cupy, make):
     x, other = cupy.zeros(4, np.float32), cupy.cuda.Stream(non_blocking=True)
-    with make(FakeComm()) as lane:
+    with make(FakeComm(0)) as lane:
         x[...] = 5
         future = lane.submit(lambda: x.copy())
         with other:
@@ -93,7 +77,7 @@ def test_wait_on_one_stream_covers_tasks_submitted_on_others(cupy, make):
     streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(3)]
     x, total = cupy.zeros((3, 4), np.float32), cupy.zeros((3, 4), np.float32)
     cupy.cuda.Device().synchronize()
-    with make(FakeComm()) as lane:
+    with make(FakeComm(0)) as lane:
         for stream, row in zip(streams, x, strict=True):
             with stream:
                 row[...] = stream.ptr
@@ -105,7 +89,7 @@ def test_wait_on_one_stream_covers_tasks_submitted_on_others(cupy, make):
 @each_lane
 def test_nothing_makes_the_host_wait_for_the_device(device, cupy, make):
     x, y = cupy.zeros(4, np.float32), cupy.zeros(4, np.float32)
-    lane = make(FakeComm(tracer=Recorder()))
+    lane = make(FakeComm(0, tracer=Recorder()))
     with device.forbid_host_sync():
         for _ in range(5):
             lane.submit(copy, x, y)
@@ -119,7 +103,7 @@ def test_nothing_makes_the_host_wait_for_the_device(device, cupy, make):
 @each_lane
 def test_a_future_is_done_when_the_device_is(cupy, make):
     x = cupy.zeros(4, np.float32)
-    with make(FakeComm()) as lane:
+    with make(FakeComm(0)) as lane:
         future = lane.submit(copy, 3, x)
         assert future.exception(PATIENCE_S) is None
         while not future.done():
@@ -130,13 +114,13 @@ def test_a_future_is_done_when_the_device_is(cupy, make):
 
 def test_a_device_that_works_is_not_done(device, cupy):
     x = cupy.zeros(4, np.float32)
-    with StreamLane(FakeComm()) as lane:
+    with StreamLane(FakeComm(0)) as lane:
         future = lane.submit(lambda: [copy(i, x) for i in range(3)])
         assert (device.side == "eager") == future.done()
 
 
 def test_a_stream_lane_works_at_once_on_the_callers_thread(cupy):
-    with StreamLane(FakeComm()) as lane:
+    with StreamLane(FakeComm(0)) as lane:
         assert threading.get_ident() == lane.submit(threading.get_ident).result()
 
 
@@ -144,7 +128,7 @@ def test_a_stream_lane_works_at_once_on_the_callers_thread(cupy):
 def test_the_callers_stream_stays_current(cupy, make):
     outer, used = cupy.cuda.Stream(), cupy.cuda.Stream()
     seen = []
-    with outer, make(FakeComm()) as lane:
+    with outer, make(FakeComm(0)) as lane:
         used.use()  # which `with stream:` of CuPy would forget
         lane.submit(lambda: seen.append(cupy.cuda.get_current_stream().ptr))
         lane.wait()
@@ -168,7 +152,7 @@ def test_tasks_run_on_the_communicators_device(device, cupy, make):
 @each_lane
 def test_arguments_are_kept_until_the_device_has_read_them(cupy, make):
     y = cupy.zeros(4, np.float32)
-    with make(FakeComm()) as lane:
+    with make(FakeComm(0)) as lane:
         x = cupy.zeros(4, np.float32)
         x[...] = 2
         lane.submit(copy, x, y)
@@ -182,7 +166,7 @@ def test_arguments_are_kept_until_the_device_has_read_them(cupy, make):
 def test_memory_of_another_stream_is_reused_after_the_lane_too(cupy, make):
     y, other = cupy.zeros(4, np.float32), cupy.cuda.Stream(non_blocking=True)
     cupy.cuda.Device().synchronize()
-    with make(FakeComm()) as lane:
+    with make(FakeComm(0)) as lane:
         with other:
             x = cupy.zeros(4, np.float32)
             x[...] = 2
@@ -198,7 +182,7 @@ def test_memory_of_another_stream_is_reused_after_the_lane_too(cupy, make):
 def test_arguments_are_released_by_wait(cupy, make):
     x = cupy.zeros(4, np.float32)
     kept = weakref.ref(x)
-    with make(FakeComm()) as lane:
+    with make(FakeComm(0)) as lane:
         future = lane.submit(copy, x, x)
         del x
         assert kept() is not None
@@ -209,7 +193,7 @@ def test_arguments_are_released_by_wait(cupy, make):
 
 @each_lane
 def test_tasks_without_a_waiter_are_freed_once_the_device_is_done(cupy, make):
-    with make(FakeComm()) as lane:
+    with make(FakeComm(0)) as lane:
         for _ in range(20):
             future = lane.submit(copy, 1, cupy.zeros(4, np.float32))
             assert future.exception(PATIENCE_S) is None
@@ -223,7 +207,7 @@ def test_tasks_without_a_waiter_are_freed_once_the_device_is_done(cupy, make):
 
 @each_lane
 def test_an_error_surfaces_at_wait_and_stops_the_lane(cupy, make):
-    error, x, lane = ValueError("in the task"), cupy.zeros(4, np.float32), make(FakeComm())
+    error, x, lane = ValueError("in the task"), cupy.zeros(4, np.float32), make(FakeComm(0))
     before = lane.submit(copy, 1, x)
     failed = lane.submit(fail, error)
     behind = lane.submit(copy, 2, x)
@@ -243,7 +227,7 @@ def test_an_error_surfaces_at_wait_and_stops_the_lane(cupy, make):
 
 @each_lane
 def test_a_result_that_is_an_error_is_raised(make):
-    lane = make(FakeComm())
+    lane = make(FakeComm(0))
     with pytest.raises(KeyError):
         lane.submit(fail, KeyError("no")).result(PATIENCE_S)
     with pytest.raises(KeyError):
@@ -258,7 +242,7 @@ def test_work_of_a_failing_task_still_comes_before_the_callers(cupy, make):
         y[...] = x
         raise ValueError("half way")
 
-    lane = make(FakeComm())
+    lane = make(FakeComm(0))
     x[...] = 3
     lane.submit(half)
     with pytest.raises(ValueError, match="half way"):
@@ -268,7 +252,7 @@ def test_work_of_a_failing_task_still_comes_before_the_callers(cupy, make):
 
 
 def test_an_interrupt_is_not_held_back():
-    lane = StreamLane(FakeComm())
+    lane = StreamLane(FakeComm(0))
     with pytest.raises(KeyboardInterrupt):
         lane.submit(fail, KeyboardInterrupt())
     assert lane._failure is not None
@@ -276,7 +260,7 @@ def test_an_interrupt_is_not_held_back():
 
 @each_lane
 def test_close_waits_for_the_device_and_then_closes_the_communicator(cupy, make):
-    comm, x = FakeComm(), cupy.zeros(4, np.float32)
+    comm, x = FakeComm(0), cupy.zeros(4, np.float32)
     lane = make(comm)
     lane.submit(copy, 6, x)
     lane.close()
@@ -292,7 +276,7 @@ def test_close_waits_for_the_device_and_then_closes_the_communicator(cupy, make)
 def test_close_gives_the_memory_of_the_side_stream_back(cupy, make):
     x, pool = cupy.zeros(400, np.uint8), cupy.get_default_memory_pool()
     before = pool.total_bytes()
-    with make(FakeComm()) as lane:
+    with make(FakeComm(0)) as lane:
         lane.submit(lambda: x.copy() is None)
         lane.wait()
         assert pool.total_bytes() == before + 400
@@ -301,7 +285,7 @@ def test_close_gives_the_memory_of_the_side_stream_back(cupy, make):
 
 @each_lane
 def test_a_device_that_is_stuck_makes_close_raise(cupy, make, monkeypatch):
-    lane = make(FakeComm(timeout_s=0.001))
+    lane = make(FakeComm(0, timeout_s=0.001))
     lane.submit(copy, 1, cupy.zeros(4, np.float32))
     monkeypatch.setattr("bagua_comm.execution.cuda.passed", lambda event: False)
     with pytest.raises(CommTimeout, match=r"for more than 0\.002 s"):
@@ -311,7 +295,7 @@ def test_a_device_that_is_stuck_makes_close_raise(cupy, make, monkeypatch):
 @each_lane
 def test_a_device_that_has_met_an_error_makes_done_and_close_raise_it_at_once(device, cupy, make):
     device.main = device.side = "lazy"
-    lane = make(FakeComm())
+    lane = make(FakeComm(0))
     future = lane.submit(copy, 1, cupy.zeros(4, np.float32))
     assert future.exception(PATIENCE_S) is None
     device.break_device(0)
@@ -326,7 +310,7 @@ def test_a_device_that_has_met_an_error_makes_done_and_close_raise_it_at_once(de
 @each_lane
 def test_a_device_that_breaks_while_close_waits_for_it_ends_the_wait(device, cupy, make, monkeypatch):
     device.main = device.side = "lazy"
-    lane = make(FakeComm())
+    lane = make(FakeComm(0))
     lane.submit(copy, 1, cupy.zeros(4, np.float32))
     monkeypatch.setattr(device, "settle", lambda *_, **__: None)  # polling does not make the device go on
     threading.Timer(0.05, device.break_device, [0]).start()
@@ -373,7 +357,7 @@ def test_each_task_is_a_span_on_a_row_of_the_device(cupy, make):
             x[...] = step
             x.get()  # by when it has happened
 
-    with make(FakeComm(tracer=tracer)) as lane:
+    with make(FakeComm(0, tracer=tracer)) as lane:
         for step in range(3):
             lane.submit(work, step)
         lane.wait()
@@ -388,7 +372,7 @@ def test_each_task_is_a_span_on_a_row_of_the_device(cupy, make):
 
 def test_spans_that_have_not_ended_are_reported_later(device, cupy):
     tracer, x = Recorder(), cupy.zeros(4, np.float32)
-    with StreamLane(FakeComm(tracer=tracer)) as lane:
+    with StreamLane(FakeComm(0, tracer=tracer)) as lane:
         lane.submit(named, x)
         if device.side == "lazy":
             assert tracer.spans() == []
@@ -409,11 +393,11 @@ def test_without_a_recorder_no_event_takes_the_time(cupy, make, monkeypatch):
                 timed.append(self)
 
     monkeypatch.setattr(cupy.cuda, "Event", Event)
-    with make(FakeComm(tracer=trace.NULL)) as lane:
+    with make(FakeComm(0, tracer=trace.NULL)) as lane:
         lane.submit(named, x)
         lane.wait()
     assert timed == []
-    with make(FakeComm(tracer=Recorder())) as lane:
+    with make(FakeComm(0, tracer=Recorder())) as lane:
         lane.submit(named, x)
         lane.wait()
     assert len(timed) == 2

@@ -6,7 +6,7 @@ import weakref
 import numpy as np
 import pytest
 from support.device_ranks import run_on_devices, run_over_nccl
-from execution.test_stream_lane import FakeComm
+from support.fake_comm import FakeComm
 
 from bagua_comm import UnsupportedError, quantized_allreduce, reproducible_allreduce
 from bagua_comm.execution import cuda
@@ -190,7 +190,7 @@ def test_tasks_of_a_lane_without_a_stream_keep_their_order_on_several_streams(de
     x, y, z = cupy.zeros(4), cupy.zeros(4), cupy.zeros(4)
     streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(3)]
     cupy.cuda.get_current_stream().synchronize()
-    lane = InlineLane(FakeComm())
+    lane = InlineLane(FakeComm(0))
     with streams[0]:
         x[...] = 1
         lane.submit(copy, x, y)
