@@ -38,7 +38,7 @@ LAYERS = {
         "testing",
     ],
     "bagua_comm/comm": [
-        "agreement arguments cache guard packets public_methods",
+        "agreement arguments guard packets public_methods",
         "base",
         "course",
         "prepared",

@@ -257,7 +257,7 @@ def new_coding(call: Call, codec: Codec, counts: tuple[int, ...] | None, x: Arra
     chunks = [-(-x.size // p)] * p if counts is None else counts
     made = Coding(call.comm, call.transport, codec, chunks, x, f"{call.name}({text})")
     try:
-        call.comm.call_cache.add(_key(call.name, codec, call.detail.get("op"), counts, x), made)
+        call.comm.call_cache[_key(call.name, codec, call.detail.get("op"), counts, x)] = made
     except TypeError:  # a codec that cannot be hashed may change
         made.forget_calls()
     return made

@@ -408,7 +408,7 @@ def _bounds(comm: Communicator, like: Array, sizes: tuple[int, ...], block: int)
         if not isinstance(like, np.ndarray):
             found = comm.scratch.take(f"{key}", host.shape, np.int64, like=like)
             found.set(host)
-        comm.call_cache.add(key, found)
+        comm.call_cache[key] = found
     return found
 
 

@@ -15,14 +15,17 @@ from ..execution.cuda import SharedScratch
 from ..flight import FlightRecorder
 from ..flight.entries import WORLD
 from ..hooks import Hooks
+from ..objects.caching import BoundedCache
 from ..objects.pickling import Shared
 from ..topology import place
 from ..trace import Counters, Recorder
 from ..transports.base import Transport, check_timeout
 from .agreement import MessageChecker
 from .arguments import EMPTY, as_argument, transport_for
-from .cache import CallCache
 from .guard import CallContext, CallGuard
+
+CACHED_CALLS = 256
+"""How many prepared calls a communicator keeps."""
 
 
 class EngineRegistry(Protocol):
@@ -80,7 +83,10 @@ class CommBase(Shared):
         self.open_checkpoints: list[Any] = []
         """The open checkpoints of this communicator and of those derived from it, in the order in which all ranks
         have made them."""
-        self.call_cache = CallCache()
+        self.call_cache: BoundedCache[Hashable, Any] = BoundedCache(CACHED_CALLS)
+        """Prepared calls, and other values that a rank computes from the arguments of a call, without
+        communication. Keys begin with the name of the call; dtype, shape and other arguments follow. Ranks drop
+        entries at any time, each for itself."""
         self.agreed: set[Hashable] = set()
         """Settings that all ranks have compared and found equal. Unlike the cache, the same on all ranks."""
         self.guard = CallGuard(self.transports, checked=check)

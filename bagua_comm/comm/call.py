@@ -162,7 +162,7 @@ class Call(Course):
         x = self.original
         if type(x) is np.ndarray:
             key = self.name, arguments, x.dtype, x.shape
-            self.comm.call_cache.add(key, PreparedCall(self, move, fills, self.output.value.shape))
+            self.comm.call_cache[key] = PreparedCall(self, move, fills, self.output.value.shape)
 
     def _head(self) -> flight.Head:
         """Return the description of the call for the flight recorder."""

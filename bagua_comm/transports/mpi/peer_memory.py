@@ -24,6 +24,7 @@ from mpi4py import MPI
 from ... import kernels
 from ...arrays import Array, DType, Scratch, as_buffer, rows
 from ...kernels import Reducer
+from ...objects.caching import BoundedCache
 from ..base import Transport
 from ..pipeline import chunk_bounds
 from .shared_window import SharedWindow, UnreadableError
@@ -56,7 +57,7 @@ class PeerMemory:
         self._segments = (ctypes.c_size_t * 6)()  # pairs of address and length: one here, and up to two there
         self._here = ctypes.addressof(self._segments)
         self._there = self._here + 2 * ctypes.sizeof(ctypes.c_size_t)
-        self._readable: dict[tuple[int, int], weakref.ref[Array]] = {}
+        self._readable: BoundedCache[tuple[int, int], weakref.ref[Array]] = BoundedCache(_ADDRESSES)
         """By address and size, the array that owns readable memory, as long as it lives."""
 
     def read(self, rank: int, address: int, to: int, nbytes: int) -> None:
@@ -87,8 +88,6 @@ class PeerMemory:
             return UNREADABLE
         owner = x if x.base is None else x.base
         if isinstance(owner, np.ndarray) and owner.flags.owndata:
-            if len(self._readable) >= _ADDRESSES:
-                self._readable.clear()
             self._readable[address, nbytes] = weakref.ref(owner)
         return address
 

@@ -21,6 +21,7 @@ from collections.abc import Callable
 
 from ... import kernels
 from ...arrays import Array, DType, OpOrder, Scratch, dtype_name, rows
+from ...objects.caching import BoundedCache
 from .. import derived
 from ..flow import Move
 from . import tuning
@@ -54,9 +55,9 @@ class Routes:
         """The reductions, (dtype, op), that are MPI's own; none of floats where they are added in rank order."""
         self.direct: DirectCalls | None = None
         """Calls by reading memory; None unless all ranks share a window, and each may read that of all others."""
-        self._known: dict[tuple[str, tuple[int, ...], DType], Move] = {}
+        self._known: BoundedCache[tuple[str, tuple[int, ...], DType], Move] = BoundedCache(tuning.TABLES)
         """Routes of calls on small arrays and through shared memory, by call, shape and dtype."""
-        self._agreed: dict[tuple[str, str, int | None, int, DType], Move] = {}
+        self._agreed: BoundedCache[tuple[str, str, int | None, int, DType], Move] = BoundedCache(tuning.TABLES)
         """Other routes, by name, op, root, size in bytes and dtype."""
 
     def use_memory(self, direct: DirectCalls | None) -> None:
@@ -84,8 +85,6 @@ class Routes:
         key = name, op, root, x.nbytes, x.dtype
         route = self._agreed.get(key)
         if route is None:
-            if len(self._agreed) >= tuning.TABLES:
-                self._agreed.clear()
             route = self._agreed[key] = self._agreed_route(name, x, op, root)
         return route
 
@@ -104,8 +103,6 @@ class Routes:
         key = call, x.shape, x.dtype
         route = self._known.get(key)
         if route is None:
-            if len(self._known) >= tuning.TABLES:
-                self._known.clear()
             make = self._small.route if small else self._shared_memory_route
             route = self._known[key] = make(name, call, x, op, -1 if root is None else root)
         return route

@@ -14,6 +14,7 @@ from mpi4py import MPI
 
 from ... import kernels
 from ...arrays import Array, DType, dtype_name, rows
+from ...objects.caching import BoundedCache
 from ..flow import Move
 from . import tuning
 from .agreement import Agreement
@@ -59,7 +60,7 @@ class SmallMessages:
         self._endpoint, self._comm, self._calls = endpoint, endpoint.comm, endpoint.calls
         self._begun, self._agreement = endpoint.begun, agreement
         self.rank, self.size = endpoint.rank, endpoint.size
-        self._tables: dict[tuple[str, int, DType], Table] = {}
+        self._tables: BoundedCache[tuple[str, int, DType], Table] = BoundedCache(tuning.TABLES)
         self._shown_bytes = 0
 
     def use_window(self, window: SharedWindow) -> None:
@@ -108,8 +109,6 @@ class SmallMessages:
         key = call, x.size, x.dtype
         table = self._tables.get(key)
         if table is None:
-            if len(self._tables) >= tuning.TABLES:
-                self._tables.clear()
             table = self._tables[key] = Table(self.size, self.rank, self._endpoint.window, call, x, op)
         return table
 
