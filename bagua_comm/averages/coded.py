@@ -150,7 +150,7 @@ class Coding:
             scratch.follow()
             recording.replay()
 
-        scratch.keep(self._addresses(x, target), PreparedCall(call, again, "out", x.shape))
+        scratch.keep(self._addresses(x, target), call.prepared(again))
 
     def replay(self, comm: CommBase, x: Array, out: Array | None) -> bool:
         """Replay an earlier call on arrays at the addresses of `x` and `out`, if one was recorded.
@@ -164,7 +164,7 @@ class Coding:
         prepared: PreparedCall | None = comm.scratch.kept(self._addresses(x, out))
         if prepared is None:
             return False
-        prepared.execute(comm, prepared.move, x, out)
+        prepared.run(comm, x, out)
         return True
 
     def forget_calls(self) -> None:

@@ -1,4 +1,4 @@
-"""The communicator, and the course of its calls."""
+"""The communicator, and its calls."""
 
 from .base import EngineRegistry
 from .communicator import Communicator, Nodes

@@ -5,11 +5,11 @@ A method of a communicator makes a call like this:
     call = Call(comm, "allreduce", x, op=op)       # `x` as an array, and the transport that moves it
     call.writes_to(out, call.x.shape)              # the output; `out` and `x` may be one array
     move = call.transport.allreduce
-    call.run(lambda x, target: move(x, target, op))     # guarded, compared, timed, counted; see `Course`
+    call.run(lambda x, target: move(x, target, op))     # guarded, compared, timed, counted
     return call.result                             # `out`, filled; or a new array of the library of `x`
 
-`run_and_cache` in place of `run` keeps the prepared call, so that `run_if_known` runs the next one like it
-without these steps.
+`run` makes a `PreparedCall` of it, and runs that. `run_and_cache` in place of `run` keeps the prepared call, so
+that `run_if_known` runs the next one like it without these steps.
 """
 
 from __future__ import annotations
@@ -24,16 +24,15 @@ from ..arrays import Array, as_real, check_reduction, returned
 from ..errors import ArrayError, UnsupportedError
 from ..flight import recorder as flight
 from ..transports.base import Move, Transport, check_timeout
-from . import guard as guards
 from .agreement import compare_calls
 from .arguments import EMPTY, NO_OUTPUT, as_argument, resolve_output, transport_for
 from .base import CommBase
-from .course import Course, describe
-from .prepared import Fills, PreparedCall
+from .guard import POINT_TO_POINT
+from .prepared import Fills, PreparedCall, describe, signature
 
 
-class Call(Course):
-    """One call of a communicator.
+class Call:
+    """The arguments of one call of a communicator, while they are checked.
 
     Args:
         comm: The communicator.
@@ -50,8 +49,6 @@ class Call(Course):
         UnsupportedError: `x` is not an array that a transport of `comm` moves.
     """
 
-    __slots__ = ("comm", "detail", "original", "output", "target", "timeout_s", "x")
-
     def __init__(
         self,
         comm: CommBase,
@@ -67,7 +64,7 @@ class Call(Course):
         if timeout_s is not None:
             check_timeout(name, timeout_s, ArrayError)
         self.comm, self.name, self.detail, self.timeout_s = comm, name, detail, timeout_s
-        self.payload = -1 if payload is None else payload  # -1: the bytes of `x` when it is run
+        self.payload = payload
         self.original = x
         """`x` as the caller gave it; a new result belongs to the same library."""
         self.x: Array = x
@@ -79,8 +76,8 @@ class Call(Course):
         self.output = NO_OUTPUT
         self.target: Array = EMPTY
         """The array that the transport fills."""
-        self.source = None
-        self.checked, self._wire_bytes = True, -1
+        self._source: Array | None = None
+        self._is_compared = True
 
     # Arguments --------------------------------------------------------------------------------------
 
@@ -119,11 +116,11 @@ class Call(Course):
 
     def sends(self, x: Array | None) -> None:
         """Set the array that hooks see as sent, if it is not `x` of the start of the call; None for none."""
-        self.source = EMPTY if x is None else x
+        self._source = EMPTY if x is None else x
 
     def unchecked(self) -> Call:
         """Leave the comparison with other ranks to the method; returns this call."""
-        self.checked = False
+        self._is_compared = False
         return self
 
     @property
@@ -140,11 +137,10 @@ class Call(Course):
 
     def run(self, move: Move) -> Any:
         """Run the call once. `move` sends and receives; it takes `x` and `target`. Returns its result."""
-        x = self.x
-        self.head, self.dtype = self._head(), x.dtype
-        if self.payload < 0:
-            self.payload = x.nbytes
-        return self.execute(self.comm, move, x, self.target, self.timeout_s)
+        call = PreparedCall(
+            self._head(), self.transport, move, self._payload(), self._source, is_compared=self._is_compared
+        )
+        return call.run(self.comm, self.x, self.target, self.timeout_s)
 
     def run_and_cache(self, move: Move, *arguments: Hashable, fills: Fills = "out") -> None:
         """Run the call by `move`, or by a faster one of the transport, and keep it; see `cache`."""
@@ -161,22 +157,35 @@ class Call(Course):
         """
         x = self.original
         if type(x) is np.ndarray:
-            key = self.name, arguments, x.dtype, x.shape
-            self.comm.call_cache[key] = PreparedCall(self, move, fills, self.output.value.shape)
+            self.comm.call_cache[self.name, arguments, x.dtype, x.shape] = self.prepared(move, fills)
+
+    def prepared(self, move: Move, fills: Fills = "out") -> PreparedCall:
+        """Return the call for other arrays, to be run by `move`; it keeps none of this one's."""
+        source = EMPTY if self._source is EMPTY else None  # else `x`
+        return PreparedCall(
+            self._head(),
+            self.transport,
+            move,
+            self._payload(),
+            source,
+            is_compared=self._is_compared,
+            fills=fills,
+            shape=self.output.value.shape,
+        )
 
     def _head(self) -> flight.Head:
         """Return the description of the call for the flight recorder."""
         dtype = None if self.x is EMPTY else self.x.dtype
-        collective, enqueues = self.name not in guards.POINT_TO_POINT, self.transport.enqueues
+        collective, enqueues = self.name not in POINT_TO_POINT, self.transport.enqueues
         return self.comm.group, collective, self.name, dtype, self.x.shape, self.detail, enqueues
+
+    def _payload(self) -> int:
+        return self.x.nbytes if self.payload is None else self.payload
 
     def compare(self) -> None:
         """Raise `CommMismatch` on all ranks unless all are about to make this call. Collective."""
         compare_calls(self.comm.host, describe(self._head()))
 
     def signature(self) -> str:
-        """Return the text that is equal on all ranks if they all make this call."""
-        parts = [arrays.dtype_name(self.x.dtype)] if self.x is not EMPTY else [""]
-        parts += [f"{key}={self.detail[key]}" for key in ("codec", "op", "root") if key in self.detail]
-        parts += ["with counts"] if "counts" in self.detail and "root" not in self.detail else []
-        return f"{self.name}({', '.join(parts)})"
+        """See `prepared.signature`."""
+        return signature(self._head())

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections import defaultdict
 from collections.abc import Callable, Sequence
-from threading import get_ident
+from contextlib import AbstractContextManager, nullcontext
+from threading import Lock, get_ident
 from typing import TypeVar
 
 from ..bucket import Bucket
@@ -17,13 +17,13 @@ R = TypeVar("R")
 POINT_TO_POINT = frozenset({"send", "recv", "sendrecv", "exchange", "send_object", "recv_object"})
 """Names of the calls between two ranks, which other ranks do not make."""
 
-forks = 0
+_forks = 0
 """Number of forks between the process that imported this module and this one."""
 
 
 def _count_fork() -> None:
-    global forks
-    forks += 1
+    global _forks
+    _forks += 1
 
 
 if hasattr(os, "register_at_fork"):
@@ -33,78 +33,76 @@ if hasattr(os, "register_at_fork"):
 class CallGuard:
     """Lets one thread at a time make calls on the transports of a communicator, and numbers the calls.
 
-    Python runs signal handlers, which may raise exceptions such as KeyboardInterrupt, where a function is called
-    and where a loop starts its next round. An exception just after a lock was acquired would leave it locked. So
-    the statements that acquire and release the guard call no function, and stand in the caller's own body:
-
-        guard.check(name)
-        me = get_ident()
-        if guard.owner[0] != me:                            # sets the owner to this thread if there is none
-            raise guard.refusal(name)
-        outermost, guard.is_free = guard.is_free, False     # a nested call neither enters nor leaves
-        try:
-            if outermost:
-                guard.enter(name, describe, timeout_s)
+        with guard.turn(name) as outermost:     # raises if another thread has the turn
+            if outermost:                       # else this call is a part of one that this thread is in
+                guard.begin(name, ...)
             ...
             if outermost:
-                guard.leave()
-        finally:
-            if outermost:
-                guard.is_free = True
-                del guard.owner[0]
+                guard.end()
+
+    The turn is a lock of C, which `with` releases wherever a signal handler raises, for instance
+    KeyboardInterrupt. Two threads that begin calls at one moment take turns.
     """
 
     def __init__(self, transports: Sequence[Transport], *, checked: bool) -> None:
         self._transports, self._checked = transports, checked
-        self._process, self.forks = os.getpid(), forks
-        self.owner: defaultdict[int, int] = defaultdict(get_ident)
-        """Under key 0, the id of the thread that is in a call; a lookup stores the caller's if there is none."""
-        self.is_free = True
-        """Whether no thread is in a call. Only the owner writes it."""
-        self._entered = False
+        self._process, self._forks = os.getpid(), _forks
+        self._lock, self._part = Lock(), nullcontext(False)
+        self._thread = 0
+        """The id of the thread that is in a call; 0 for none."""
+        self._begun = False
         """Whether the transports have begun a call and not ended it yet."""
         self._rank = transports[0].rank
         self.closed = False
-        self.calls = self.collectives = 0
-        """Number of calls that have begun, and of the collective ones among them."""
+        self.calls = [0, 0]
+        """How many calls between two ranks, and how many collective ones have begun."""
         self.limit_s: float | None = None
         """The time limit of the call in progress, in seconds, if it was given one."""
 
     @property
+    def is_free(self) -> bool:
+        """Whether no thread is in a call."""
+        return not self._lock.locked()
+
+    @property
     def is_of_this_process(self) -> bool:
         """Whether the communicator was made in this process, and not in a parent before a fork."""
-        return self.forks == forks
+        return self._forks == _forks
 
     def close(self) -> None:
         """Refuse all further calls."""
         self.closed = True
 
-    def count(self, collective: bool) -> int:
-        """Count a call that begins; return its number among the collective calls or among the other ones."""
-        self.calls += 1
-        if collective:
-            self.collectives += 1
-            return self.collectives
-        return self.calls - self.collectives
-
     def check(self, name: str) -> None:
         """Raise `CommError` if the communicator is closed or belongs to a parent process."""
-        if self.closed or self.forks != forks:
+        if self.closed or self._forks != _forks:
             raise CommError(f"{name}: {self._why_unusable()}")
 
-    def refusal(self, name: str) -> CommError:
-        """Return the error to raise if another thread is in a call."""
-        return CommError(
-            f"{name}: another thread is in a call of this communicator; give each thread its own, made by "
-            "dup() on all ranks, or submit the call to a lane()"
-        )
+    def turn(self, name: str) -> AbstractContextManager[bool]:
+        """What a call holds while it runs. `with` returns whether it is part of no other call.
 
-    def enter(self, name: str, describe: Callable[[], str], timeout_s: float | None = None) -> None:
-        """Begin an outermost call on all transports."""
-        if self._entered:
-            self.leave()  # a signal handler's exception kept the previous call from leaving
-        self._entered = True
-        collective = name not in POINT_TO_POINT
+        Raises:
+            CommError: Another thread is in a call, the communicator is closed, or it belongs to a parent process.
+        """
+        if self.closed or self._forks != _forks:
+            self.check(name)
+        if not self._lock.locked():
+            return self._lock
+        if self._thread != get_ident():
+            raise CommError(
+                f"{name}: another thread is in a call of this communicator; give each thread its own, made by "
+                "dup() on all ranks, or submit the call to a lane()"
+            )
+        return self._part
+
+    def begin(
+        self, name: str, collective: bool, describe: Callable[[], str], timeout_s: float | None = None
+    ) -> None:
+        """Begin a call, which is part of no other one, on all transports."""
+        self._thread = get_ident()
+        if self._begun:
+            self.end()  # a signal handler's exception kept the previous call from ending
+        self._begun = True
         # `connect(check=True)` compares the whole call before it moves a byte.
         compared = None if self._checked else describe
         for transport in self._transports:
@@ -112,7 +110,7 @@ class CallGuard:
         if timeout_s is not None:
             self._limit(timeout_s)
 
-    def leave(self, *, made: bool = True) -> None:
+    def end(self, *, made: bool = True) -> None:
         """End the call on all transports; not `made` means that it failed before it moved a byte."""
         for transport in self._transports:
             if made:
@@ -121,7 +119,7 @@ class CallGuard:
                 transport.cancel_call()
         if self.limit_s is not None:
             self._limit(None)
-        self._entered = False
+        self._begun, self._thread = False, 0
 
     def run(
         self, name: str, describe: Callable[[], str], body: Callable[[], R], timeout_s: float | None = None
@@ -129,25 +127,17 @@ class CallGuard:
         """Run the calls of `body` as one call, under its `timeout_s` alone. Returns the result of `body`.
 
         Raises:
-            CommError: Another thread is in a call, the communicator is closed, or it belongs to a parent process.
+            CommError: See `turn`.
         """
-        self.check(name)
-        calls, me = self.calls, get_ident()
-        if self.owner[0] != me:
-            raise self.refusal(name)
-        outermost, self.is_free = self.is_free, False
-        try:
-            if outermost:
-                self.enter(name, describe, timeout_s)
+        with self.turn(name) as outermost:
+            if not outermost:
+                return body()
+            calls = sum(self.calls)
             try:
+                self.begin(name, name not in POINT_TO_POINT, describe, timeout_s)
                 return body()
             finally:
-                if outermost:
-                    self.leave(made=self.calls > calls)
-        finally:
-            if outermost:
-                self.is_free = True
-                del self.owner[0]
+                self.end(made=sum(self.calls) > calls)
 
     def _limit(self, timeout_s: float | None) -> None:
         self.limit_s = timeout_s

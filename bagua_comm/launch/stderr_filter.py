@@ -56,7 +56,7 @@ _DEATH = re.compile(
 )
 
 REPORTS = b") has died: ", b" -m bagua_comm diagnose "
-"""Parts of the lines of a rank that has said where the records are; see `bootstrap.rank_exit`, `comm.course`."""
+"""Parts of lines in which a rank says where the records are; see `bootstrap.rank_exit`, `comm.prepared`."""
 
 
 class Death(NamedTuple):

@@ -569,10 +569,10 @@ def test_a_call_interrupted_before_it_moves_anything_can_be_made_again_and_inter
     with world_of(comm, timeout_s=30) as (world, last):
         world.barrier()
         if comm.rank == last:
-            interrupted_after(monkeypatch, world.guard, "count", lambda: world.allgather(np.ones(3)))
+            interrupted_after(monkeypatch, world.guard, "begin", lambda: world.allgather(np.ones(3)))
         world.allgather(np.ones(3))
         if comm.rank == last:
-            interrupted_after(monkeypatch, world.guard, "count", world.barrier)
+            interrupted_after(monkeypatch, world.guard, "begin", world.barrier)
             world.transports[0].interrupted(Interrupt("in the middle"), ())
         else:
             start = time.monotonic()
