@@ -25,6 +25,7 @@ from .call_state import MAX_TIMEOUT_S, CallState, check_timeout
 from .flow import (
     COLLECTIVE,
     DESCRIPTION,
+    FEW_RANKS,
     FIRST_CHANNEL_TAG,
     OBJECT,
     POINT_TO_POINT,
@@ -33,6 +34,7 @@ from .flow import (
     Message,
     Move,
     Rows,
+    TransportFlow,
     Wait,
     ended,
 )
@@ -52,6 +54,7 @@ __all__ = [
     "Move",
     "Rows",
     "Transport",
+    "TransportFlow",
     "Wait",
     "check_timeout",
     "chunk_bounds",
@@ -78,9 +81,8 @@ class Transport(CallState, Live, ABC):
     """Whether sums and products of floats have the bytes of `kernels.host.reduce_rows`, as in the derived
     collectives; False if the library below adds in another order, even if only above some size."""
 
-    few_ranks: int = 8
-    """Among more ranks than this, small arrays are gathered in log2(p) rounds; among fewer, each rank sends its
-    array to all others at once, which takes less time."""
+    few_ranks: int = FEW_RANKS
+    """See `flow.FEW_RANKS`."""
     late: Callable[[], object] | None = None
     """Called, if it is set, when this rank leaves in good order and others do not: in `leave` after a while, or
     in `close`. It writes the flight record, since this rank may be ended before they fail."""
@@ -253,7 +255,7 @@ class Transport(CallState, Live, ABC):
 
         Collective.
         """
-        return Flow(self, self.piece_bytes)
+        return TransportFlow(self, self.piece_bytes)
 
     def fast_path(self, name: str, x: Array, op: str = "", root: int | None = None) -> Move | None:
         """A faster way to make this collective on arrays that have the dtype and the shape of `x`.

@@ -17,7 +17,7 @@ import numpy as np
 from .. import arrays, kernels
 from ..arrays import REDUCED_PRECISION, Array, Scratch
 from . import rounds
-from .flow import COLLECTIVE, Exchanger, Flow
+from .flow import COLLECTIVE, Exchanger, Flow, RowExchanger
 from .pipeline import Exact, chunk_bounds, reduce_through, trade
 
 
@@ -72,7 +72,7 @@ def alltoall(flow: Flow, x: Array, out: Array, scratch: Scratch) -> None:
     trade(flow, source, target)
 
 
-def scan(transport: Exchanger, x: Array, out: Array, op: str, scratch: Scratch, *, exclusive: bool) -> None:
+def scan(transport: RowExchanger, x: Array, out: Array, op: str, scratch: Scratch, *, exclusive: bool) -> None:
     """`Transport.scan` by two alltoalls: each rank reduces a chunk of the array for all ranks. Collective."""
     rank, size = transport.rank, transport.size
     if rounds.are_fewer(transport, x.nbytes * size):
@@ -116,7 +116,7 @@ def barrier(transport: Exchanger) -> None:
         hop *= 2
 
 
-def members(transport: Exchanger, color: int, key: int) -> list[int]:
+def members(transport: RowExchanger, color: int, key: int) -> list[int]:
     """The ranks that give the same `color`, ordered by (`key`, rank); see `Transport.split`. Collective."""
     table = np.empty((transport.size, 2), np.int64)
     transport.allgather(np.array([color, key], np.int64), table)

@@ -24,6 +24,10 @@ POINT_TO_POINT, COLLECTIVE, OBJECT, DESCRIPTION = range(4)
 pickled objects, and the descriptions that `agreement` sends ahead of messages."""
 
 
+FEW_RANKS = 8
+"""Among more ranks than this, small arrays are gathered in log2(p) rounds; among fewer, each rank sends its array
+to all others at once, which takes less time."""
+
 FIRST_CHANNEL_TAG = 16
 """The first tag of messages on channels; see `Transport.channel`."""
 
@@ -47,7 +51,7 @@ class Channel(Protocol):
 
 
 class Exchanger(Protocol):
-    """The part of a transport that a `Flow` and the derived collectives use."""
+    """The part of a transport that a `Flow` and most derived collectives use."""
 
     rank: int
     size: int
@@ -58,6 +62,10 @@ class Exchanger(Protocol):
 
     def exchange(self, sends: Sequence[Message], recvs: Sequence[Message], *, tag: int = POINT_TO_POINT) -> None:
         """See `Transport.exchange`."""
+
+
+class RowExchanger(Exchanger, Protocol):
+    """An `Exchanger` with two collectives of its own."""
 
     def alltoall(self, x: Array, out: Array) -> None:
         """See `Transport.alltoall`."""
@@ -106,16 +114,33 @@ class Flow:
         return self.begin(self.messages([mine] * self.size), self.messages(into))
 
     def alltoall_at_once(self, table: Array, into: Array) -> None:
-        """`alltoall` of a contiguous table, (p, m), by the transport's own call."""
-        self.transport.alltoall(table, into)
+        """`alltoall` of a contiguous table, (p, m)."""
+        self.alltoall(list(table), list(into))()
 
     def allgather_at_once(self, mine: Array, into: Array) -> None:
-        """`allgather` into a contiguous table, (p, m), by the transport's own call."""
-        self.transport.allgather(mine, into)
+        """`allgather` into a contiguous table, (p, m)."""
+        self.allgather(mine, list(into))()
 
     def messages(self, rows: Rows) -> list[Message]:
         """A message for each of the other ranks, the next rank's first, so that not all send to rank 0 first."""
         return [*zip(self.others, map(rows.__getitem__, self.others), strict=True)]
+
+
+class TransportFlow(Flow):
+    """A flow that moves contiguous tables by the transport's own calls."""
+
+    transport: RowExchanger
+
+    def __init__(self, transport: RowExchanger, piece_bytes: int | None) -> None:
+        super().__init__(transport, piece_bytes)
+
+    def alltoall_at_once(self, table: Array, into: Array) -> None:
+        """See `Flow.alltoall_at_once`."""
+        self.transport.alltoall(table, into)
+
+    def allgather_at_once(self, mine: Array, into: Array) -> None:
+        """See `Flow.allgather_at_once`."""
+        self.transport.allgather(mine, into)
 
 
 def ended() -> None:

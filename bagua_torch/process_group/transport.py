@@ -30,7 +30,7 @@ from bagua_comm import (
 from bagua_comm.arrays import Array, dtype_name
 from bagua_comm.bootstrap import environment
 from bagua_comm.transports import Transport
-from bagua_comm.transports.base import COLLECTIVE, POINT_TO_POINT, Channel, Flow, Message
+from bagua_comm.transports.base import COLLECTIVE, POINT_TO_POINT, Channel, Flow, Message, TransportFlow
 
 from ..arrays import as_tensor
 from .children import kept_in_children
@@ -182,7 +182,7 @@ class ProcessGroupTransport(FramedTransport):
     def agree_on_call(self, call: str, x: Array) -> Flow:
         """See `Transport.agree_on_call`. Ranks compare the call in its next exchange, which raises."""
         self._name_call(call, f" of {x.size} x {dtype_name(x.dtype)} ({x.nbytes} bytes)")
-        return Flow(self, self.piece_bytes)
+        return TransportFlow(self, self.piece_bytes)
 
     def _name_call(self, call: str, of: str = "") -> None:
         """Let the next round among all ranks compare this call."""

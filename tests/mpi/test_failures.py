@@ -20,6 +20,7 @@ from bagua_comm.transports.mpi import endpoint, messages, tuning
 from bagua_comm.transports.mpi import transport as mpi_transport
 from bagua_comm.transports.mpi import world as mpi_world
 from bagua_comm.transports.mpi.shared_window import UnreadableError
+from bagua_comm.transports.mpi.small_messages import SmallCall
 from bagua_comm.transports.mpi.world import World
 from bagua_comm.transports.notices import LEFT, Notice
 
@@ -197,7 +198,7 @@ def test_many_sizes_of_small_calls_keep_little_memory(comm):
         comm.broadcast(np.zeros(count, np.uint8), root=0)
     for count in range(1, 100):
         comm.allgather(np.zeros(count, np.uint8))
-    assert len(comm.transports[0]._small._tables) <= 64
+    assert len(comm.transports[0]._routes._moves) <= 64
 
 
 def test_messages_to_oneself_match_in_order(comm):
@@ -542,7 +543,7 @@ slow = pytest.mark.slow
         pytest.param(lambda world: world.dup(), "duplicate", id="dup"),
         pytest.param(lambda world: world.dup(), "allgather", id="dup, in the new group", marks=slow),
         pytest.param(lambda world: world.split(0), "_derived", id="split", marks=slow),
-        pytest.param(lambda world: world.lane(), "rows_of_all", id="lane", marks=slow),
+        pytest.param(lambda world: world.lane(), "run", id="lane", marks=slow),
     ],
 )
 def test_a_rank_interrupted_while_it_makes_a_group_ends_that_on_all_ranks(comm, monkeypatch, make, place):
@@ -553,7 +554,7 @@ def test_a_rank_interrupted_while_it_makes_a_group_ends_that_on_all_ranks(comm, 
             owners = {
                 "allgather": mpi_transport.MPITransport,
                 "duplicate": transport._endpoint,
-                "rows_of_all": transport._small,
+                "run": SmallCall,
             }
             owner = owners.get(place, transport)
             interrupted_after(monkeypatch, owner, place, lambda: make(world))

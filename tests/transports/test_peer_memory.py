@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from support.children import Forked
 
+from bagua_comm import kernels
 from bagua_comm.arrays import FLOATS, dtype_named
 from bagua_comm.kernels import host
 from bagua_comm.testing import run_ranks, sample
@@ -32,6 +33,21 @@ def wait(done):
         os.sched_yield()
 
 
+def made(direct, name, dtype, op, root):
+    """The collective of this name; takes the addresses of all ranks' arrays, `x`, and the array to fill."""
+    add = kernels.reducer(dtype, op or "sum", direct.size)
+    return {
+        "broadcast": lambda places, x, _: direct.broadcast(places, x, root),
+        "allgather": direct.allgather,
+        "alltoall": direct.alltoall,
+        "allreduce": lambda places, x, out: direct.allreduce(places, x, out, add),
+        "reduce_scatter": lambda places, x, out: direct.reduce_scatter(places, x, out, add),
+        "reduce": lambda places, x, out: direct.reduce(
+            places, x, out if direct.rank == root else None, root, add
+        ),
+    }[name]
+
+
 def directly(ranks, body):
     """Return `body(rank, call)` of each of `ranks` threads; call(name, x, out, op, root) makes a call."""
 
@@ -42,7 +58,7 @@ def directly(ranks, body):
         def call(name, x, out, op="", root=0):
             places = window.addresses(1, memory.address(x))
             assert UNREADABLE not in places
-            DirectCalls(window, memory).of(name, x.dtype, op, root)(places, x, out)
+            made(DirectCalls(window, memory), name, x.dtype, op, root)(places, x, out)
 
         return body(comm.rank, call)
 
@@ -156,7 +172,7 @@ def test_reading_memory_of_an_aborted_rank_is_an_error(name, ranks):
         memory, x, out = open_memory(comm.transports[0]), np.ones(ranks * 1000), np.empty(ranks * ranks * 1000)
         out = out[: {"allgather": out.size, "reduce_scatter": 1000}.get(name, x.size)]
         places = window.addresses(1, address_of(x))
-        call = DirectCalls(window, memory).of(name, x.dtype, "sum", root=0 if name == "broadcast" else 1)
+        call = made(DirectCalls(window, memory), name, x.dtype, "sum", root=0 if name == "broadcast" else 1)
         if comm.rank == 0:
             window._wait = fail
             with pytest.raises(TooLate):

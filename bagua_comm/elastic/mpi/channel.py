@@ -170,7 +170,7 @@ class _ChannelDetector(FailureDetector):
         return False
 
 
-class _ChannelEndpoint(Endpoint):
+class ChannelEndpoint(Endpoint):
     """One rank of a channel, which checks for deaths and rendezvous while it waits."""
 
     world: JobProcesses
@@ -215,7 +215,7 @@ class _ChannelBroadcast(Native):
         """Broadcast along a tree, or in parts if `x` is large; see `TREE_BYTES`. Collective."""
         flat = as_bytes(x)
         if self.size == 2 or x.nbytes <= TREE_BYTES:
-            derived.broadcast(self._transport, flat, root)
+            derived.broadcast(self._messages, flat, root)
             return
         for block in cut(flat.size, flat.size, BLOCK_BYTES):
             self._broadcast_in_parts(flow, flat[block], root)
@@ -247,7 +247,7 @@ class ChannelTransport(MPITransport):
 
     name = "mpi"
     detector_class = _ChannelDetector
-    endpoint_class = _ChannelEndpoint
+    endpoint_class = ChannelEndpoint
     native_class = _ChannelBroadcast
 
     def __init__(

@@ -23,7 +23,7 @@ from ...comm import Communicator
 from ...errors import BootstrapError, CommAborted, CommError, CommMismatch, RankFailed
 from ..fleet import Death, Fleet, Process, Rendezvous
 from .agreement import EITHER, FINISH, POLL_S, RESUME, Agreement
-from .channel import ChannelTransport
+from .channel import ChannelEndpoint, ChannelTransport
 from .processes import ENDING, FAILED, FAREWELL_S, JOIN, JobProcesses
 
 SPARE_POLL_S = 0.002
@@ -151,9 +151,9 @@ class MPIFleet(Fleet):
     def _abort_pending(self, cause: CommError | None) -> None:
         """Abort pending operations in all communicators of this fleet."""
         reason = "a rendezvous started" + (f" after {type(cause).__name__}: {cause}" if cause is not None else "")
-        for transport in list(self._processes.transports):
-            if isinstance(transport, ChannelTransport):
-                transport.abandon(reason)
+        for endpoint in list(self._processes.communicators):
+            if isinstance(endpoint, ChannelEndpoint):
+                endpoint.abandon(reason)
         for comm in self._comms:
             for beside in comm.transports[1:]:
                 with suppress(CommError):

@@ -19,7 +19,7 @@ from ...comm import Communicator
 from ...comm.communicator import Nodes
 from ...trace import NULL
 from ...transports.base import Transport
-from ...transports.flow import POINT_TO_POINT, Flow, Message, Wait
+from ...transports.flow import POINT_TO_POINT, Flow, Message, TransportFlow, Wait
 from ...transports.mpi import tuning
 from ..costmodel import Cluster
 from .program import Exchange, Group, Op, Program
@@ -211,7 +211,7 @@ class SimulatedTransport(Transport):
         )
 
 
-class _RecordedFlow(Flow):
+class _RecordedFlow(TransportFlow):
     """The exchanges of one collective call, which are recorded."""
 
     transport: SimulatedTransport

@@ -13,7 +13,7 @@ from mpi4py import MPI
 from ...arrays import Array, Scratch, dtype_name
 from ...errors import CommMismatch
 from .. import derived
-from ..flow import Exchanger, Flow, Message, Wait
+from ..flow import Flow, Message, Wait
 from . import tuning
 from .endpoint import Endpoint
 from .messages import Messages
@@ -26,13 +26,12 @@ class Agreement:
     Args:
         endpoint: Waits for MPI.
         messages: Makes the exchanges of calls.
-        transport: The transport of these ranks, for the flows of calls.
         scratch: Memory for arrays that must be copied first.
     """
 
-    def __init__(self, endpoint: Endpoint, messages: Messages, transport: Exchanger, scratch: Scratch) -> None:
+    def __init__(self, endpoint: Endpoint, messages: Messages, scratch: Scratch) -> None:
         self._endpoint, self._comm, self._calls = endpoint, endpoint.comm, endpoint.calls
-        self._messages, self._transport, self._scratch = messages, transport, scratch
+        self._messages, self._scratch = messages, scratch
         self.rank, self.size = endpoint.rank, endpoint.size
         self._speeds: deque[float] = deque([0.0], maxlen=tuning.FAST_CALLS)
         """Bytes per second that this rank sent in its latest large calls."""
@@ -73,7 +72,7 @@ class Agreement:
         return self._flow(piece_bytes, PacedMessages(self._comm, None))
 
     def _flow(self, piece_bytes: int, paced: PacedMessages) -> Flow:
-        return _AgreedFlow(self._transport, piece_bytes, self._messages, paced, self._scratch)
+        return _AgreedFlow(self._messages, piece_bytes, paced, self._scratch)
 
     def watch_speed(self, call: Callable[[], object]) -> None:
         """Make a call, and measure the speed of the network."""
@@ -116,15 +115,8 @@ class Agreement:
 class _AgreedFlow(Flow):
     """Exchanges whose sizes are agreed on: receivers wait for them without asking for the sizes."""
 
-    def __init__(
-        self,
-        transport: Exchanger,
-        piece_bytes: int,
-        messages: Messages,
-        paced: PacedMessages,
-        scratch: Scratch,
-    ) -> None:
-        super().__init__(transport, piece_bytes)
+    def __init__(self, messages: Messages, piece_bytes: int, paced: PacedMessages, scratch: Scratch) -> None:
+        super().__init__(messages, piece_bytes)
         self._messages, self._paced, self._scratch = messages, paced, scratch
 
     def begin(self, sends: Sequence[Message], recvs: Sequence[Message]) -> Wait:

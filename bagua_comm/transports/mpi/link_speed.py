@@ -57,7 +57,7 @@ def measure_links(endpoint: Endpoint, messages: Messages, hosts: Sequence[str]) 
         sends = [] if receiver is None else [(receiver, x[:nbytes])]
         recvs = [] if sender is None else [(sender, out[:nbytes])]
         start = time.perf_counter()
-        messages.exchange(sends, recvs, COLLECTIVE)
+        messages.exchange(sends, recvs, tag=COLLECTIVE)
         return time.perf_counter() - start if recvs else 0.0
 
     exchange_s(1)  # opens the connections

@@ -10,7 +10,7 @@ from mpi4py import MPI
 
 from ...arrays import Array, as_buffer, as_bytes
 from ...errors import WHICH_CALLS, CommMismatch
-from ..flow import POINT_TO_POINT, Message, Wait
+from ..flow import FEW_RANKS, POINT_TO_POINT, Message, Wait
 from . import tuning
 from .endpoint import Endpoint
 from .paced_messages import PacedMessages
@@ -28,11 +28,17 @@ class Messages:
         endpoint: Waits for MPI.
     """
 
+    few_ranks = FEW_RANKS
+
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint, self._comm, self._calls = endpoint, endpoint.comm, endpoint.calls
         self.rank, self.size = endpoint.rank, endpoint.size
 
-    def exchange(self, sends: Sequence[Message], recvs: Sequence[Message], tag: int) -> None:
+    def others(self) -> list[int]:
+        """See `Transport.others`."""
+        return self._calls.others()
+
+    def exchange(self, sends: Sequence[Message], recvs: Sequence[Message], *, tag: int = POINT_TO_POINT) -> None:
         """All messages at once, non-blocking; see `Transport.exchange`."""
         endpoint = self._endpoint
         if self._calls.broken is not None or endpoint.begun:

@@ -8,9 +8,10 @@ from mpi4py import MPI
 from ... import kernels
 from ...arrays import Array, Scratch, as_bytes, rows, same_memory
 from .. import derived
-from ..flow import Exchanger, Flow
+from ..flow import Flow
 from . import tuning
 from .endpoint import Endpoint
+from .messages import Messages
 from .reductions import OPS
 
 
@@ -19,12 +20,12 @@ class Native:
 
     Args:
         endpoint: Waits for MPI.
-        transport: Makes the exchanges of a broadcast that MPI cannot count.
+        messages: Makes the exchanges of a broadcast that MPI cannot count.
         scratch: Memory for arrays that must be copied first.
     """
 
-    def __init__(self, endpoint: Endpoint, transport: Exchanger, scratch: Scratch) -> None:
-        self._endpoint, self._transport, self._scratch = endpoint, transport, scratch
+    def __init__(self, endpoint: Endpoint, messages: Messages, scratch: Scratch) -> None:
+        self._endpoint, self._messages, self._scratch = endpoint, messages, scratch
         self._comm, self._calls = endpoint.comm, endpoint.calls
         self.rank, self.size = endpoint.rank, endpoint.size
 
@@ -75,7 +76,7 @@ class Native:
     def broadcast(self, flow: Flow, x: Array, root: int) -> None:
         """Copy `x` of `root` to `x` of all ranks."""
         if x.nbytes > tuning.MESSAGE_BYTES:
-            derived.broadcast(self._transport, x, root)
+            derived.broadcast(self._messages, x, root)
             return
         self._endpoint.complete(lambda: self._comm.Ibcast([as_bytes(x), MPI.BYTE], root), x)
         self._calls.sent_bytes += x.nbytes if self.rank == root else 0

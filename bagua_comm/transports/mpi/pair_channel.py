@@ -30,4 +30,4 @@ class MPIChannel(CountedCalls):
 
     def exchange(self, sends: Sequence[Message], recvs: Sequence[Message], *, tag: int) -> None:
         """All messages at once; see `Transport.exchange`."""
-        self._messages.exchange(sends, recvs, tag)
+        self._messages.exchange(sends, recvs, tag=tag)

@@ -21,8 +21,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from mpi4py import MPI
 
-from ... import kernels
-from ...arrays import Array, DType, Scratch, as_buffer, rows
+from ...arrays import Array, Scratch, as_buffer, rows
 from ...kernels import Reducer
 from ...objects.caching import BoundedCache
 from ..base import Transport
@@ -103,19 +102,6 @@ class DirectCalls:
         self._others = [(self.rank + i) % self.size for i in range(1, self.size)]
         self._window, self.memory = window, memory
         self._scratch = Scratch()
-
-    def of(self, name: str, dtype: DType, op: str, root: int) -> Callable[[Sequence[int], Array, Array], None]:
-        """The collective of this name; takes the addresses of all ranks' arrays, `x`, and the array to fill."""
-        at_root, add = self.rank == root, kernels.reducer(dtype, op or "sum", self.size)
-        calls: dict[str, Callable[[Sequence[int], Array, Array], None]] = {
-            "broadcast": lambda addresses, x, _: self.broadcast(addresses, x, root),
-            "allgather": self.allgather,
-            "alltoall": self.alltoall,
-            "allreduce": lambda addresses, x, out: self.allreduce(addresses, x, out, add),
-            "reduce_scatter": lambda addresses, x, out: self.reduce_scatter(addresses, x, out, add),
-            "reduce": lambda addresses, x, out: self.reduce(addresses, x, out if at_root else None, root, add),
-        }
-        return calls[name]
 
     def broadcast(self, addresses: Sequence[int], x: Array, root: int) -> None:
         """Read `x` of `root`.

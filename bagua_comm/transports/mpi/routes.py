@@ -3,7 +3,7 @@
 Route                  Ranks and arrays
 copy                   one rank
 MPI's, in any order    `set_order("any")`: reductions that MPI computes as NumPy does, of larger arrays
-small messages         arrays of a few KiB (`SmallMessages`)
+small messages         arrays of a few KiB (`SmallCall`)
 shared memory          larger arrays of ranks on one host: read in place (`DirectCalls`), or through the window
 MPI's, of integers     reductions of middle size, which have no order
 gathered by MPI        reductions of middle size, reduced here in rank order
@@ -17,13 +17,16 @@ call.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
 
 from ... import kernels
 from ...arrays import Array, DType, OpOrder, Scratch, dtype_name, rows
 from ...objects.caching import BoundedCache
 from .. import derived
-from ..flow import Move
+from ..flow import Flow, Move
 from . import tuning
 from .agreement import Agreement, call_name
 from .endpoint import Endpoint
@@ -31,7 +34,38 @@ from .messages import copy
 from .native import Native
 from .peer_memory import UNREADABLE, DirectCalls
 from .reductions import in_any_order
-from .small_messages import SmallMessages
+from .small_messages import Fill, SmallCall, copy_rows
+
+AgreedMove: TypeAlias = Callable[[Any, Array, Array], object]
+"""Moves the bytes of a call: takes what the ranks have agreed on, this rank's array, and the array to fill."""
+
+
+class Ways(NamedTuple):
+    """The ways in which one collective can be made; see the table at the head of the module."""
+
+    fill: Fill | None
+    """What a small array becomes on this rank; None if it has no result."""
+    direct: AgreedMove
+    """Reads the arrays of other ranks, at the addresses on which they agree."""
+    native: AgreedMove
+    """MPI's own; takes a `Flow`, as `derived` does."""
+    derived: AgreedMove
+    windowed: Move | None = None
+    """Through the window; None for calls that only move arrays."""
+    by_chunk: bool = False
+    """Whether `fill` takes this rank's chunk of the arrays."""
+
+
+class Route(NamedTuple):
+    """How ranks agree on a collective, and how its bytes then move."""
+
+    agree: Callable[[Array, Array], Any]
+    """Takes `x` and the array to fill; raises on all ranks if calls differ. Returns what `move` needs."""
+    move: AgreedMove
+
+    def run(self, x: Array, out: Array) -> None:
+        """Make the call. Collective."""
+        self.move(self.agree(x, out), x, out)
 
 
 class Routes:
@@ -41,202 +75,182 @@ class Routes:
         endpoint: Waits for MPI and for the window.
         agreement: Compares calls between ranks.
         native: MPI's own collectives.
-        small: Collectives on small arrays.
         scratch: Memory for tables and for arrays that must be copied first.
     """
 
-    def __init__(
-        self, endpoint: Endpoint, agreement: Agreement, native: Native, small: SmallMessages, scratch: Scratch
-    ) -> None:
-        self._endpoint, self._agreement, self._native, self._small = endpoint, agreement, native, small
-        self._scratch = scratch
-        self.rank, self.size = endpoint.rank, endpoint.size
+    def __init__(self, endpoint: Endpoint, agreement: Agreement, native: Native, scratch: Scratch) -> None:
+        self._endpoint, self._agreement, self._native, self._scratch = endpoint, agreement, native, scratch
+        self._rank, self._size = endpoint.rank, endpoint.size
         self._reduced_by_mpi: frozenset[tuple[DType, str]] = frozenset()
         """The reductions, (dtype, op), that are MPI's own; none of floats where they are added in rank order."""
         self.direct: DirectCalls | None = None
         """Calls by reading memory; None unless all ranks share a window, and each may read that of all others."""
-        self._known: BoundedCache[tuple[str, tuple[int, ...], DType], Move] = BoundedCache(tuning.TABLES)
-        """Routes of calls on small arrays and through shared memory, by call, shape and dtype."""
-        self._agreed: BoundedCache[tuple[str, str, int | None, int, DType], Move] = BoundedCache(tuning.TABLES)
-        """Other routes, by name, op, root, size in bytes and dtype."""
+        self._moves: BoundedCache[Hashable, Move] = BoundedCache(tuning.TABLES)
 
     def use_memory(self, direct: DirectCalls | None) -> None:
         """Read larger arrays in the memory of other ranks from now on; None not to."""
-        self._known.clear()
+        self._moves.clear()
         self.direct = direct
 
     def set_order(self, order: OpOrder) -> bool:
         """Reduce in this order from now on; returns whether floats are added in rank order."""
-        self._agreed.clear()
+        self._moves.clear()
         self._reduced_by_mpi, has_floats = in_any_order(self._endpoint.world.sound if order == "any" else ())
         return not has_floats
 
-    def clear(self) -> None:
-        """Forget the routes of calls."""
-        self._known.clear()
-        self._agreed.clear()
-        self._small.clear()
+    def are_small(self, x: Array) -> bool:
+        """Whether arrays of the size of `x` are gathered on all ranks in one round."""
+        window, size = self._endpoint.window, self._size
+        if window is not None:
+            return bool(x.nbytes <= min(tuning.SHOWN_BYTES // size, window.slot_bytes))
+        return bool(x.nbytes <= tuning.EAGER_BYTES and x.nbytes * size <= tuning.NATIVE_BYTES)
+
+    def small(self, call: str, x: Array, fill: Fill | None) -> Move:
+        """The route of a call on small arrays such as `x`; its name says all that `fill` depends on."""
+        key = call, x.shape, x.dtype
+        move = self._moves.get(key)
+        if move is None:
+            move = self._moves[key] = SmallCall(self._endpoint, self._agreement, call, x, fill).run
+        return move
 
     def choose(self, name: str, x: Array, op: str = "", root: int | None = None) -> Move:
         """The route of a collective on arrays such as `x`; takes the array of this rank and the array to fill."""
-        route = self.fast_path(name, x, op, root)
-        if route is not None:
-            return route
-        key = name, op, root, x.nbytes, x.dtype
-        route = self._agreed.get(key)
-        if route is None:
-            route = self._agreed[key] = self._agreed_route(name, x, op, root)
-        return route
+        key = name, op, root, x.shape, x.dtype
+        move = self._moves.get(key)
+        if move is None:
+            move = self._moves[key] = self._route(name, x, op, root)
+        return move
 
-    # Small arrays, and ranks that share memory ------------------------------------------------------
-
-    def fast_path(self, name: str, x: Array, op: str = "", root: int | None = None) -> Move | None:
-        """The route of a call on small arrays or among ranks that share memory, made once; None for others."""
-        if self.size == 1:
+    def _route(self, name: str, x: Array, op: str, root: int | None) -> Move:
+        if self._size == 1:
             return copy
-        has_window, direct = self._endpoint.window is not None, self.direct
-        is_read = direct is not None and x.nbytes > tuning.READ_BYTES and name not in tuning.ALLREDUCE_LIKE
-        small = not is_read and self._small.fit(x)
-        if self._is_reduced_by_mpi(name, x, op) or not (has_window or small):
-            return None
-        call = call_name(name, op, root)
-        key = call, x.shape, x.dtype
-        route = self._known.get(key)
-        if route is None:
-            make = self._small.route if small else self._shared_memory_route
-            route = self._known[key] = make(name, call, x, op, -1 if root is None else root)
-        return route
+        call, small = call_name(name, op, root), self.are_small(x)
+        if name == "barrier":
+            return self.small(call, x, None)
+        ways = self._ways(x, op, -1 if root is None else root)[name]
+        # Small arrays are gathered, which takes less time. Large ones MPI does not `reduce`: Open MPI begins the
+        # next 8 KiB only when it is asked again.
+        largest = tuning.NATIVE_BYTES if name == "reduce" else tuning.MESSAGE_BYTES
+        if (x.dtype, op) in self._reduced_by_mpi and not small and x.nbytes <= largest:
+            return self._after_agreement(f"{call} in any order", ways.native)
+        is_read = self.direct is not None and x.nbytes > tuning.READ_BYTES and name not in tuning.ALLREDUCE_LIKE
+        if small and not is_read:
+            shown = name != "broadcast" or self._rank == root
+            return SmallCall(
+                self._endpoint, self._agreement, call, x, ways.fill, by_chunk=ways.by_chunk, shown=shown
+            ).run
+        if self._endpoint.window is not None:
+            return self._in_shared_memory(name, call, x, ways, root)
+        integers = x.dtype.kind in "iu" and (x.dtype.name, op) in self._endpoint.world.sound
+        if integers and x.nbytes <= tuning.NATIVE_BYTES:
+            return self._after_agreement(call, ways.native)
+        received = x.nbytes * (self._size if name in ("allreduce", "allgather") else 1)
+        if root is None and received <= tuning.NATIVE_BYTES:
+            return self._after_agreement(call, self._gathered_by_mpi(name, op) if op else ways.native)
+        return self._after_agreement(call, ways.derived)
 
-    def _shared_memory_route(self, name: str, call: str, x: Array, op: str, root: int) -> Move:
+    def _ways(self, x: Array, op: str, root: int) -> dict[str, Ways]:
+        """The ways of each collective on arrays such as `x`."""
+        native, scratch, at_root, watched = self._native, self._scratch, self._rank == root, self._watched
+        direct: Any = self.direct
+        window: Any = self._endpoint.window
+        add = kernels.reducer(x.dtype, op or "sum", self._size)
+        return {
+            "allreduce": Ways(
+                fill=add,
+                direct=lambda at, x, out: direct.allreduce(at, x, out, add),
+                windowed=lambda x, out: window.allreduce(x, out, op),
+                native=lambda _, x, out: native.allreduce(x, out, op),
+                derived=watched(lambda flow, x, out: derived.allreduce(flow, x, out, op, scratch)),
+            ),
+            "reduce_scatter": Ways(
+                fill=add,
+                by_chunk=True,
+                direct=lambda at, x, out: direct.reduce_scatter(at, x, out, add),
+                windowed=lambda x, out: window.reduce_scatter(x, out, op),
+                native=lambda _, x, out: native.reduce_scatter(x, out, op),
+                derived=watched(
+                    lambda flow, x, out: derived.reduce_scatter(flow, list(rows(x, self._size)), out, op, scratch)
+                ),
+            ),
+            "reduce": Ways(
+                fill=add if at_root else None,
+                direct=lambda at, x, out: direct.reduce(at, x, out if at_root else None, root, add),
+                windowed=lambda x, out: window.reduce(x, out if at_root else None, root, op),
+                native=lambda _, x, out: native.reduce(x, out if at_root else None, root, op),
+                derived=lambda flow, x, out: derived.reduce(flow, x, out if at_root else None, root, op, scratch),
+            ),
+            "broadcast": Ways(  # of small arrays MPI's own is no faster, and would not find roots that differ
+                fill=None if at_root else lambda values, out: np.copyto(out, values[root]),
+                direct=lambda at, x, _: direct.broadcast(at, x, root),
+                native=lambda flow, x, _: native.broadcast(flow, x, root),
+                derived=lambda flow, x, _: native.broadcast(flow, x, root),
+            ),
+            "allgather": Ways(
+                fill=copy_rows,
+                direct=lambda at, x, out: direct.allgather(at, x, out),
+                native=lambda _, x, out: native.allgather(x, out),
+                derived=watched(derived.allgather),
+            ),
+            "alltoall": Ways(
+                fill=copy_rows,
+                by_chunk=True,
+                direct=lambda at, x, out: direct.alltoall(at, x, out),
+                native=lambda _, x, out: native.alltoall(derived.apart(x, out, scratch), out),
+                derived=watched(lambda flow, x, out: derived.alltoall(flow, x, out, scratch)),
+            ),
+        }
+
+    def _after_agreement(self, call: str, move: AgreedMove) -> Move:
+        return Route(lambda x, _: self._agreement.agree(call, x), move).run
+
+    def _watched(self, move: AgreedMove) -> AgreedMove:
+        """`move`, which also measures the speed of the network."""
+        watch = self._agreement.watch_speed
+        return lambda flow, x, out: watch(lambda: move(flow, x, out))
+
+    def _gathered_by_mpi(self, name: str, op: str) -> AgreedMove:
+        """A reduction in rank order of arrays that MPI gathers."""
+        gather = self._native.allgather if name == "allreduce" else self._native.alltoall
+
+        def reduce(_: Flow, x: Array, out: Array) -> None:
+            table = self._scratch.take("table", (self._size, out.size), x.dtype, like=x)
+            gather(x, table)
+            kernels.on_host().reduce_rows(table, out.reshape(-1), op)
+
+        return reduce
+
+    def _in_shared_memory(self, name: str, call: str, x: Array, ways: Ways, root: int | None) -> Move:
         """The route of a call on larger arrays among ranks that share memory.
 
         They read each other's arrays. Where that is not possible, reductions go through the window, and MPI
         carries the rest.
         """
-        endpoint, direct, at_root = self._endpoint, self.direct, self.rank == root
-        window, run = endpoint.window, endpoint.run_in_window
+        window, direct, run = self._endpoint.window, self.direct, self._endpoint.run_in_window
         assert window is not None
-        flow, native, scratch = self._agreement.flow(tuning.MESSAGE_BYTES), self._native, self._scratch
+        flow, scratch = self._agreement.flow(tuning.MESSAGE_BYTES), self._scratch
         number = zlib.crc32(f"{call} {dtype_name(x.dtype)} {x.nbytes}".encode())
-        sent = _bytes_sent(name, x.nbytes, self.size, at_root=at_root)
-        through: dict[str, Move] = {
-            "broadcast": lambda x, _: native.broadcast(flow, x, root),
-            "allgather": lambda x, out: derived.allgather(flow, x, out),
-            "alltoall": lambda x, out: derived.alltoall(flow, x, out, scratch),
-            "allreduce": lambda x, out: run(sent, window.allreduce, x, out, op),
-            "reduce_scatter": lambda x, out: run(sent, window.reduce_scatter, x, out, op),
-            "reduce": lambda x, out: run(sent, window.reduce, x, out if at_root else None, root, op),
-        }
-        indirectly = through[name]
-        directly = direct.of(name, x.dtype, op, root) if direct is not None else None
+        sent = _bytes_sent(name, x.nbytes, self._size, at_root=self._rank == root)
 
-        def address(x: Array, out: Array) -> int:
-            if direct is None or not (out is x or out.nbytes == 0 or direct.memory.address(out)):
-                return UNREADABLE
-            return direct.memory.address(x)
-
-        def move(x: Array, out: Array) -> None:
-            if name == "alltoall":
-                x = derived.apart(x, out, scratch)
-            addresses = run(0, window.addresses, number, address(x, out))
+        def agree(x: Array, out: Array) -> Sequence[int]:
+            address = UNREADABLE
+            if direct is not None and (out is x or out.nbytes == 0 or direct.memory.address(out)):
+                address = direct.memory.address(x)
+            addresses = run(0, window.addresses, number, address)
             if addresses is None:
                 raise self._agreement.mismatch(call, x)
-            if directly is None or UNREADABLE in addresses:
-                indirectly(x, out)
+            return addresses
+
+        def move(addresses: Sequence[int], x: Array, out: Array) -> None:
+            if direct is not None and UNREADABLE not in addresses:
+                run(sent, ways.direct, addresses, x, out)
+            elif ways.windowed is not None:
+                run(sent, ways.windowed, x, out)
             else:
-                run(sent, directly, addresses, x, out)
+                ways.derived(flow, x, out)
 
-        return move
-
-    # Other calls: once the ranks have agreed --------------------------------------------------------
-
-    def _agreed_route(self, name: str, x: Array, op: str, root: int | None) -> Move:
-        """The route of a call on arrays such as `x` on which the ranks agree first."""
-        call, at = call_name(name, op, root), -1 if root is None else root
-        if self._is_reduced_by_mpi(name, x, op):
-            return self._after_agreement(f"{call} in any order", self._natively(name, op, at))
-        if self._is_sound(x, op):
-            return self._after_agreement(call, self._natively(name, op, at))
-        received = {"alltoall": x.nbytes, "reduce_scatter": x.nbytes, "allreduce": x.nbytes * self.size}
-        received["allgather"] = received["allreduce"]
-        is_middle = received.get(name, tuning.NATIVE_BYTES + 1) <= tuning.NATIVE_BYTES
-        if is_middle and op:
-            return self._after_agreement(call, self._gathered_by_mpi(name, op))
-        if is_middle:
-            return self._after_agreement(call, self._natively(name, op, at))
-        return self._derived(name, call, op, at)
-
-    def _after_agreement(self, call: str, move: Move) -> Move:
-        def agreed(x: Array, out: Array) -> None:
-            self._agreement.agree(call, x)
-            move(x, out)
-
-        return agreed
-
-    def _natively(self, name: str, op: str, root: int) -> Move:
-        """MPI's own collective."""
-        native, at_root = self._native, self.rank == root
-        moves: dict[str, Move] = {
-            "allreduce": lambda x, out: native.allreduce(x, out, op),
-            "reduce": lambda x, out: native.reduce(x, out if at_root else None, root, op),
-            "reduce_scatter": lambda x, out: native.reduce_scatter(x, out, op),
-            "allgather": native.allgather,
-            "alltoall": lambda x, out: native.alltoall(derived.apart(x, out, self._scratch), out),
-        }
-        return moves[name]
-
-    def _gathered_by_mpi(self, name: str, op: str) -> Move:
-        """A reduction in rank order of arrays that MPI gathers."""
-
-        def reduce(x: Array, out: Array) -> None:
-            table = self._scratch.take("table", (self.size, out.size), x.dtype, like=x)
-            if name == "allreduce":
-                self._native.allgather(x, table)
-            else:
-                self._native.alltoall(x, table)
-            kernels.on_host().reduce_rows(table, out.reshape(-1), op)
-
-        return reduce
-
-    def _derived(self, name: str, call: str, op: str, root: int) -> Move:
-        """A derived collective; MPI's own for a broadcast."""
-        agree, at_root, scratch = self._agreement.agree, self.rank == root, self._scratch
-
-        def watched(call_on: Callable[..., None], x: Array, *arguments: object) -> None:
-            flow = agree(call, x)
-            self._agreement.watch_speed(lambda: call_on(flow, *arguments))
-
-        moves: dict[str, Move] = {
-            "allreduce": lambda x, out: watched(derived.allreduce, x, x, out, op, scratch),
-            "reduce": lambda x, out: derived.reduce(
-                agree(call, x), x, out if at_root else None, root, op, scratch
-            ),
-            "reduce_scatter": lambda x, out: watched(
-                derived.reduce_scatter, x, list(rows(x, self.size)), out, op, scratch
-            ),
-            "allgather": lambda x, out: watched(derived.allgather, x, x, out),
-            "alltoall": lambda x, out: watched(derived.alltoall, x, x, out, scratch),
-            "broadcast": lambda x, _: self._native.broadcast(agree(call, x), x, root),
-        }
-        return moves[name]
-
-    # Which reductions are MPI's ---------------------------------------------------------------------
-
-    def _is_sound(self, x: Array, op: str) -> bool:
-        """Whether MPI reduces arrays such as `x` between hosts: integers of middle size, which have no order."""
-        middle = x.nbytes <= tuning.NATIVE_BYTES and x.dtype.kind in "iu"
-        return middle and (x.dtype.name, op) in self._endpoint.world.sound
-
-    def _is_reduced_by_mpi(self, name: str, x: Array, op: str) -> bool:
-        """Whether MPI reduces arrays such as `x` in its own order.
-
-        Small ones are gathered, which takes less time. Large ones it does not `reduce`: Open MPI begins the next
-        8 KiB only when it is asked again.
-        """
-        if (x.dtype, op) not in self._reduced_by_mpi:
-            return False
-        largest = tuning.NATIVE_BYTES if name == "reduce" else tuning.MESSAGE_BYTES
-        return x.nbytes <= largest and not self._small.fit(x)
+        route = Route(agree, move).run
+        return (lambda x, out: route(derived.apart(x, out, scratch), out)) if name == "alltoall" else route
 
 
 def _bytes_sent(name: str, nbytes: int, size: int, *, at_root: bool) -> int:

@@ -173,10 +173,16 @@ class SharedWindow:
 
         Collective. The result is valid until the next call.
         """
-        shown = rows[self._round & 1]
+        parity = self._round & 1
+        shown, call_ids = rows[parity], self._call_ids[parity]
         if x is not None:
             shown.mine[...] = x
-        return shown if self.agree(call) else None
+        call_ids[self.rank] = call
+        self.barrier()
+        for peer in self._others:
+            if call_ids[peer] != call:
+                return None
+        return shown
 
     def agree(self, call: int) -> bool:
         """Whether the call ids of all ranks are the same.

@@ -12,7 +12,7 @@ A transport is made of objects, each of which uses those before it:
     Endpoint            waits, time limits, and the abort of the communicator
     Messages            exchanges
     Agreement           comparison of calls, and sizes of messages
-    SmallMessages, Native, Routes       collectives, and the choice between them
+    Native, Routes      collectives, and the choice between them
 
 The first transport of a world measures the links between its hosts (`link_speed`).
 """
@@ -54,7 +54,6 @@ from .peer_memory import DirectCalls, open_memory
 from .reductions import REDUCTIONS, is_sound
 from .routes import Routes
 from .shared_window import open_window
-from .small_messages import SmallMessages
 from .time_limit import in_time
 from .world import Place, World
 
@@ -104,13 +103,12 @@ class MPITransport(CountedCalls, Transport):
         self._endpoint = self.endpoint_class(comm, self, self._world, self._detector, group, self.members)
         self.concurrent = self._endpoint.concurrent
         self._messages = Messages(self._endpoint)
-        self._agreement = Agreement(self._endpoint, self._messages, self, self._scratch)
-        self._small = SmallMessages(self._endpoint, self._agreement)
-        native = self.native_class(self._endpoint, self, self._scratch)
-        self._routes = Routes(self._endpoint, self._agreement, native, self._small, self._scratch)
+        self._agreement = Agreement(self._endpoint, self._messages, self._scratch)
+        native = self.native_class(self._endpoint, self._messages, self._scratch)
+        self._routes = Routes(self._endpoint, self._agreement, native, self._scratch)
         if world is None:
             self._world.learn(*_exchange_facts(self._endpoint))
-        self._world.add(self, group, self.completed)
+        self._world.add(self._endpoint, group, self.completed)
         self._share_memory(with_window)
         if world is None and self._endpoint.window is None:
             self._measure_links()
@@ -123,9 +121,8 @@ class MPITransport(CountedCalls, Transport):
             self.quantize_bytes = self._world.quantize_bytes or tuning.QUANTIZE_BYTES
             self._agreement.expect_slow_network()
             return
-        self._routes.clear()  # these are routes without a window
         self._endpoint.share(window)
-        self._small.use_window(window)
+        self._routes.use_memory(None)  # the routes so far are without a window
         memory = open_memory(self)
         self._routes.use_memory(DirectCalls(window, memory) if memory is not None else None)
 
@@ -151,7 +148,7 @@ class MPITransport(CountedCalls, Transport):
 
     def exchange(self, sends: Sequence[Message], recvs: Sequence[Message], *, tag: int = POINT_TO_POINT) -> None:
         """All messages at once, non-blocking; see `Transport.exchange`."""
-        self._messages.exchange(sends, recvs, tag)
+        self._messages.exchange(sends, recvs, tag=tag)
 
     def agree_on_call(self, call: str, x: Array) -> Flow:
         """See `Transport.agree_on_call`. The ranks also agree on the size of pieces, from this call on."""
@@ -162,9 +159,9 @@ class MPITransport(CountedCalls, Transport):
         return self._agreement.coded_piece_bytes(nbytes)
 
     def fast_path(self, name: str, x: Array, op: str = "", root: int | None = None) -> Move | None:
-        """See `Transport.fast_path`. Calls on small arrays and among ranks that share memory have one."""
+        """See `Transport.fast_path`. It is the route of the call."""
         is_own = getattr(type(self), name) is getattr(MPITransport, name)
-        return self._routes.fast_path(name, x, op, root) if is_own else None
+        return self._routes.choose(name, x, op, root) if is_own else None
 
     def set_order(self, order: OpOrder) -> None:
         """See `Transport.set_order`. In any order MPI reduces all that it computes as NumPy does."""
@@ -213,9 +210,12 @@ class MPITransport(CountedCalls, Transport):
     def reduce_scatterv(self, x: Array, out: Array, counts: Sequence[int], op: str) -> None:
         """See `Transport.reduce_scatterv`. Small arrays are gathered and reduced here."""
         call = f"reduce_scatter {op} by {list(counts)}"
-        if self._small.fit(x):
-            chunks = [parts(row, counts)[self.rank] for row in self._small.rows_of_all(call, x)]
-            kernels.on_host().reduce_rows(chunks, out.reshape(-1), op)
+        if self._routes.are_small(x):
+
+            def fill(values: Sequence[Array], out: Array) -> None:
+                kernels.on_host().reduce_rows([parts(row, counts)[self.rank] for row in values], out, op)
+
+            self._routes.small(call, x, fill)(x, out)
             return
         flow, chunks = self.agree_on_call(call, x), list(parts(x, counts))
         self._agreement.watch_speed(lambda: derived.reduce_scatter(flow, chunks, out, op, self._scratch))
@@ -223,10 +223,13 @@ class MPITransport(CountedCalls, Transport):
     def scan(self, x: Array, out: Array, op: str, *, exclusive: bool = False) -> None:
         """See `Transport.scan`. Small arrays are gathered and reduced here."""
         call = f"{'exscan' if exclusive else 'scan'} {op}"
-        if self._small.fit(x):
-            before = self._small.rows_of_all(call, x)[: self.rank + (not exclusive)]
-            if len(before):
-                kernels.on_host().reduce_rows(before, out.reshape(-1), op)
+        if self._routes.are_small(x):
+            count = self.rank + (not exclusive)
+
+            def fill(values: Sequence[Array], out: Array) -> None:
+                kernels.on_host().reduce_rows(values[:count], out, op)
+
+            self._routes.small(call, x, fill if count else None)(x, out)
             return
         self.agree_on_call(call, x)
         super().scan(x, out, op, exclusive=exclusive)
@@ -245,7 +248,7 @@ class MPITransport(CountedCalls, Transport):
         """See `Transport.dup`."""
         group = self.name_new_group(self._endpoint.group)
         if self.size > 1:
-            self._small.rows_of_all("dup", NOTHING)  # a missing rank, or another call, is named here
+            self._routes.small("dup", NOTHING, None)(NOTHING, NOTHING)  # names a missing rank, or another call
         return self._derived(self._endpoint.make(self._endpoint.duplicate), group, self.members)
 
     def subgroup(self, ranks: Sequence[int], name: str, host: Transport | None = None) -> Transport:
@@ -291,17 +294,13 @@ class MPITransport(CountedCalls, Transport):
             self.refuse_calls("shrunk")
         try:
             self._world.revoke(self.members)
-            self.revoke()
+            self._endpoint.revoke()
             survivors = in_time(self._endpoint.comm.Shrink, self.timeout_s, "MPI_Comm_shrink")
             return MPITransport(survivors, timeout_s=self.timeout_s)
         except (MPI.Exception, NotImplementedError) as exc:
             raise UnsupportedError(
                 "mpi: this MPI cannot go on without the ranks that died; Open MPI 5 can: mpirun --with-ft ulfm"
             ) from exc
-
-    def revoke(self) -> None:
-        """Wake the ranks that are in a call, where MPI can do that."""
-        self._endpoint.revoke()
 
     def interrupted(self, error: BaseException, arrays: object) -> None:
         """See `Transport.interrupted`. Notifies the others."""
@@ -342,7 +341,6 @@ class MPITransport(CountedCalls, Transport):
         """Drop the window, and all routes through it."""
         self._endpoint.share(None)
         self._routes.use_memory(None)
-        self._routes.clear()
 
 
 def _new_world(comm: MPI.Comm, calls: CountedCalls) -> World:

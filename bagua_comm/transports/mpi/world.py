@@ -104,7 +104,7 @@ class World:
         self.quantize_bytes: int | None = None
         """The size in bytes from which arrays are quantized between hosts; None if no link was measured."""
         self.notices = Notices(self._post, self._take)
-        self.transports: WeakSet[Revocable] = WeakSet()
+        self.communicators: WeakSet[Revocable] = WeakSet()
         self.completed: dict[str, list[int]] = {}
         """By group, a list of one number: how many collective calls this rank has completed."""
         self.open = 0
@@ -126,7 +126,7 @@ class World:
 
     def add(self, communicator: Revocable, group: str, completed: list[int]) -> None:
         """Register a communicator, the name of its group, and its count of completed collective calls."""
-        self.transports.add(communicator)
+        self.communicators.add(communicator)
         self.open += 1
         self.completed[group] = completed
 
@@ -186,7 +186,7 @@ class World:
 
     def revoke(self, dead: Collection[int]) -> None:
         """Wake all ranks that are in a call with a dead one; `dead` are ranks of this world."""
-        for communicator in list(self.transports):
+        for communicator in list(self.communicators):
             if not set(dead).isdisjoint(communicator.members):
                 communicator.revoke()
         with suppress(MPI.Exception, NotImplementedError):
