@@ -61,7 +61,7 @@ LAYERS = {
         "endpoint",
         "messages",
         "agreement link_speed native",
-        "pair_channel small_messages",
+        "small_messages",
         "routes",
         "transport",
         "__init__",

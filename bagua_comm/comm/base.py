@@ -62,6 +62,7 @@ class CommBase(Shared):
         """The transport of host arrays, which also carries barriers, objects and checks."""
         self.rank: int = first.rank
         self.size: int = first.size
+        self._others = [rank for rank in range(self.size) if rank != self.rank]
         self._labels = list(nodes) if nodes is not None else [0] * self.size
         self.node, self.local_rank, self.local_size = place(self.rank, self._labels)
         self.node_sizes = list(Counter(self._labels).values())
@@ -170,7 +171,3 @@ class CommBase(Shared):
                 hint = "; for MPI.PROC_NULL pass None, in sendrecv and exchange; there is no MPI.ANY_SOURCE"
             raise ArrayError(f"{call}: {name} is {peer!r}, expected {wanted}{hint}")
         return int(peer)
-
-    def _others(self) -> list[int]:
-        """Return all ranks but this one."""
-        return [r for r in range(self.size) if r != self.rank]

@@ -64,7 +64,7 @@ class Call:
         if timeout_s is not None:
             check_timeout(name, timeout_s, ArrayError)
         self.comm, self.name, self.detail, self.timeout_s = comm, name, detail, timeout_s
-        self.payload = payload
+        self.payload = -1 if payload is None else payload  # -1: the bytes of `x` when it is run
         self.original = x
         """`x` as the caller gave it; a new result belongs to the same library."""
         self.x: Array = x
@@ -137,8 +137,10 @@ class Call:
 
     def run(self, move: Move) -> Any:
         """Run the call once. `move` sends and receives; it takes `x` and `target`. Returns its result."""
+        if self.payload < 0:
+            self.payload = self.x.nbytes
         call = PreparedCall(
-            self._head(), self.transport, move, self._payload(), self._source, is_compared=self._is_compared
+            self._head(), self.transport, move, self.payload, self._source, is_compared=self._is_compared
         )
         return call.run(self.comm, self.x, self.target, self.timeout_s)
 
@@ -160,13 +162,13 @@ class Call:
             self.comm.call_cache[self.name, arguments, x.dtype, x.shape] = self.prepared(move, fills)
 
     def prepared(self, move: Move, fills: Fills = "out") -> PreparedCall:
-        """Return the call for other arrays, to be run by `move`; it keeps none of this one's."""
+        """Return a call that was run for other arrays, to be run by `move`; it keeps none of this one's."""
         source = EMPTY if self._source is EMPTY else None  # else `x`
         return PreparedCall(
             self._head(),
             self.transport,
             move,
-            self._payload(),
+            self.payload,
             source,
             is_compared=self._is_compared,
             fills=fills,
@@ -178,9 +180,6 @@ class Call:
         dtype = None if self.x is EMPTY else self.x.dtype
         collective, enqueues = self.name not in POINT_TO_POINT, self.transport.enqueues
         return self.comm.group, collective, self.name, dtype, self.x.shape, self.detail, enqueues
-
-    def _payload(self) -> int:
-        return self.x.nbytes if self.payload is None else self.payload
 
     def compare(self) -> None:
         """Raise `CommMismatch` on all ranks unless all are about to make this call. Collective."""

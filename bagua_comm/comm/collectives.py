@@ -176,7 +176,7 @@ class Collectives(CommBase):
         call.check_overlap(chunks[self.rank])
         call.sends(send)
         call.x, call.payload = whole, send.nbytes  # inputs differ among ranks; the outputs are alike
-        others = self._others()
+        others = self._others
 
         def move(x: Array, target: Array) -> None:
             if not arrays.same_memory(send, chunks[self.rank]):
@@ -378,7 +378,7 @@ class Collectives(CommBase):
         if arrays.overlap(call.x, call.target):
             raise ArrayError(f"{name}: out overlaps x")
         source, chunks = parts(call.x, sends), parts(call.target, recvs)
-        others = self._others()
+        others = self._others
 
         def move(x: Array, target: Array) -> None:
             if self.check:

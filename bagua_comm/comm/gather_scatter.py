@@ -90,7 +90,7 @@ class GatherScatter(CommBase):
                 return
             if not arrays.same_memory(x, chunks[root]):
                 chunks[root][...] = x.reshape(-1)
-            call.transport.exchange([], [(r, chunks[r]) for r in self._others()], tag=COLLECTIVE)
+            call.transport.exchange([], [(r, chunks[r]) for r in self._others], tag=COLLECTIVE)
 
         call.run(move)
         return call.result if at_root else None
@@ -184,7 +184,7 @@ class GatherScatter(CommBase):
             else:
                 if not arrays.same_memory(chunks[root], mine):
                     mine[...] = chunks[root]
-                call.transport.exchange([(r, chunks[r]) for r in self._others()], [], tag=COLLECTIVE)
+                call.transport.exchange([(r, chunks[r]) for r in self._others], [], tag=COLLECTIVE)
 
         call.run(move)
         return call.result

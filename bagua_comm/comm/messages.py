@@ -11,7 +11,7 @@ import numpy as np
 from .. import arrays
 from ..arrays import A, AnyArray, Array
 from ..errors import ArrayError, UnsupportedError, shown_as
-from ..transports.base import Message, Move, Transport
+from ..transports.base import Message, Transport
 from . import packets
 from .arguments import Output, check_writable, is_same
 from .base import CommBase
@@ -202,13 +202,10 @@ class PointToPoint(CommBase):
     def _cache(self, call: Call, dests: list[int], sources: list[int], received: list[Array]) -> None:
         """Keep a call of at most one message each way for `_run_if_known`."""
         exchange = call.transport.exchange
-        (dest,), (source,) = dests or [-1], sources or [-1]
-        moves: dict[tuple[bool, bool], Move] = {
-            (True, True): lambda x, out: exchange(((dest, x),), ((source, out),)),
-            (True, False): lambda x, _: exchange(((dest, x),), ()),
-            (False, True): lambda _, out: exchange((), ((source, out),)),
-        }
-        move = moves[bool(dests), bool(sources)]
+
+        def move(x: Array, out: Array) -> None:
+            exchange([*zip(dests, (x,), strict=False)], [*zip(sources, (out,), strict=False)])
+
         fills: Fills = "nothing"
         if received:
             fills = "out" if dests else "x"

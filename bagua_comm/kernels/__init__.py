@@ -109,26 +109,25 @@ def reducer(dtype: DType, op: str, count: int) -> Reducer:
     if not host.is_plain(dtype, op):
         return lambda rows, out: on_host().reduce_rows(rows, out, op)
     run, ufunc = host.silent_context().run, UFUNCS[op]
-    # np.minimum and np.maximum want `out` by name, which takes longer.
-    combine = functools.partial(_by_name, ufunc) if op in ("min", "max") else ufunc
 
     def reduce(rows: Sequence[Array], out: Array) -> None:
-        run(combine, rows[0], rows[1], out)
+        run(ufunc, rows[0], rows[1], out)
         for row in rows[2:]:
-            run(combine, out, row, out)
+            run(ufunc, out, row, out)
+
+    def choose(rows: Sequence[Array], out: Array) -> None:
+        run(ufunc, rows[0], rows[1], out=out)  # np.minimum and np.maximum want it by name, which takes longer
+        for row in rows[2:]:
+            run(ufunc, out, row, out=out)
 
     def average(rows: Sequence[Array], out: Array) -> None:
         reduce(rows, out)
         run(np.divide, out, divisor, out)
 
     if op != "avg":
-        return reduce
+        return choose if op in ("min", "max") else reduce
     divisor = dtype.type(count)
     return average
-
-
-def _by_name(ufunc: np.ufunc, x: Array, y: Array, out: Array) -> None:
-    ufunc(x, y, out=out)
 
 
 __all__ = [

@@ -12,6 +12,7 @@ from ...arrays import Array, as_buffer, as_bytes
 from ...errors import WHICH_CALLS, CommMismatch
 from ..flow import FEW_RANKS, POINT_TO_POINT, Message, Wait
 from . import tuning
+from .counted_calls import CountedCalls
 from .endpoint import Endpoint
 from .paced_messages import PacedMessages
 
@@ -172,6 +173,24 @@ class Messages:
                 endpoint.begun.pop(id(paced), None)
 
         return wait
+
+
+class MPIChannel(CountedCalls):
+    """A channel over the MPI communicator of a transport, for another thread; see `Transport.channel`.
+
+    Args:
+        comm: The communicator.
+        timeout_s: How long a call may wait for its peers.
+        endpoint: Makes the endpoint of these calls.
+    """
+
+    name = "mpi"
+
+    def __init__(self, comm: MPI.Comm, timeout_s: float, endpoint: Callable[[CountedCalls], Endpoint]) -> None:
+        super().__init__()
+        self.rank, self.size, self.timeout_s = comm.Get_rank(), comm.Get_size(), timeout_s
+        self.exchange = Messages(endpoint(self)).exchange
+        """See `Transport.exchange`."""
 
 
 def copy(x: Array, out: Array) -> None:

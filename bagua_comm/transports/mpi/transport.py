@@ -47,9 +47,8 @@ from .counted_calls import CountedCalls
 from .endpoint import Endpoint, duplicate
 from .failure_detector import FailureDetector, ranks_in
 from .link_speed import measure_links
-from .messages import NOTHING, Messages
+from .messages import NOTHING, Messages, MPIChannel
 from .native import Native
-from .pair_channel import MPIChannel
 from .peer_memory import DirectCalls, open_memory
 from .reductions import REDUCTIONS, is_sound
 from .routes import Routes
