@@ -352,6 +352,20 @@ def parts(x: Array, counts: Sequence[int]) -> list[Array]:
     return [flat[end - count : end] for count, end in zip(counts, ends, strict=True)]
 
 
+def text_row(text: str, nbytes: int) -> Array:
+    """The first `nbytes` bytes of `text`, zero-padded; for a table of the texts of all ranks."""
+    return np.frombuffer(text.encode()[:nbytes].ljust(nbytes, b"\0"), np.uint8).copy()
+
+
+def texts_of(table: Array) -> list[str]:
+    """The texts in the rows of a table; see `text_row`.
+
+    >>> texts_of(np.stack([text_row("allreduce", 12), text_row("barrier", 12)]))
+    ['allreduce', 'barrier']
+    """
+    return [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in table]
+
+
 def extent(x: Array) -> tuple[int, int]:
     """The addresses at which the memory of `x` begins and ends, gaps included."""
     steps = [(length - 1) * stride for length, stride in zip(x.shape, x.strides, strict=True)] if x.size else []

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..arrays import Array, dtype_name, dtype_named, library
+from ..arrays import Array, dtype_name, dtype_named, library, text_row, texts_of
 from ..errors import ArrayError, CommError, CommMismatch
 from ..transports.base import DESCRIPTION, Transport
 
@@ -57,7 +57,7 @@ def compare_calls(host: Transport, call: str) -> None:
     except CommError as exc:
         exc.args = (f"{call}: ranks were comparing their calls: {exc}",)
         raise
-    calls = [_unpacked(row) for row in table]
+    calls = texts_of(table)
     for rank, other in enumerate(calls):
         if other != calls[0]:
             raise CommMismatch(f"rank 0 called {calls[0]}, but rank {rank} called {other}")
@@ -101,7 +101,7 @@ def agree_on_split(host: Transport, color: object, key: object) -> int:
     if wrong.size:
         texts = np.empty((host.size, TEXT_BYTES), np.uint8)
         host.allgather(_packed(problem), texts)
-        text = _unpacked(texts[wrong[0]])
+        text = texts_of(texts)[wrong[0]]
         hint = "; ranks that no group needs give a color of their own" if text.startswith("color") else ""
         raise ArrayError(f"split: {text}, on rank {wrong[0]}{hint}")
     _, colors, keys = table.T.tolist()
@@ -154,7 +154,7 @@ class MessageChecker:
         incoming = [(peer, np.empty(TEXT_BYTES, np.uint8)) for peer, _ in recvs]
         host.exchange(outgoing, incoming, tag=DESCRIPTION)
         return [
-            _mismatch(host.rank, peer, self._describe(call, self._received, peer, x), _unpacked(text))
+            _mismatch(host.rank, peer, self._describe(call, self._received, peer, x), *texts_of(text[None]))
             for (peer, x), (_, text) in zip(recvs, incoming, strict=True)
         ]
 
@@ -187,12 +187,6 @@ def _packed(text: str) -> Array:
     """Return `text` as bytes; a long text is cut and gets a digest of the whole."""
     data = text.encode()
     if len(data) > TEXT_BYTES:
-        digest = hashlib.blake2b(data, digest_size=_DIGEST // 2).hexdigest().encode()
-        data = data[: TEXT_BYTES - _DIGEST - 4] + b"... " + digest
-    out = np.zeros(TEXT_BYTES, np.uint8)
-    out[: len(data)] = np.frombuffer(data, np.uint8)
-    return out
-
-
-def _unpacked(row: Array) -> str:
-    return str(row.tobytes().rstrip(b"\0").decode(errors="replace"))
+        digest = hashlib.blake2b(data, digest_size=_DIGEST // 2).hexdigest()
+        text = data[: TEXT_BYTES - _DIGEST - 4].decode(errors="ignore") + "... " + digest
+    return text_row(text, TEXT_BYTES)

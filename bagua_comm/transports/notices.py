@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 
 from ..errors import CommAborted, CommError, CommTimeout
@@ -43,6 +43,12 @@ def aborted(who: str, error: str, reason: str) -> CommError:
     """The error to raise because another rank has aborted, after an error of class `error`."""
     kind = CommTimeout if error == CommTimeout.__name__ else CommAborted
     return kind(f"{who} aborted after {error}: {reason}")
+
+
+def different_calls(calls: Sequence[str]) -> str:
+    """The message of the error to raise because ranks made different calls: the call of each, by rank."""
+    other = next((rank for rank, call in enumerate(calls) if call != calls[0]), 0)
+    return f"ranks made different calls: rank 0 called {calls[0]}, but rank {other} called {calls[other]}"
 
 
 class Notices:

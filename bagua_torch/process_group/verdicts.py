@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from bagua_comm import CommAborted, CommMismatch, CommTimeout, RankFailed
-from bagua_comm.arrays import Array
+from bagua_comm.arrays import Array, text_row, texts_of
+from bagua_comm.transports.notices import different_calls
 
 ANSWER_S = 5.0
 """How long the store may take to answer; its process may have been stopped or killed."""
@@ -83,16 +84,12 @@ def of_same_kind(kind: str, text: str, ranks: Iterable[int]) -> SharedError:
 
 def as_row(text: str) -> Array:
     """The first `TEXT_BYTES` bytes of `text`, zero-padded."""
-    row, data = np.zeros(TEXT_BYTES, np.uint8), text.encode()[:TEXT_BYTES]
-    row[: len(data)] = np.frombuffer(data, np.uint8)
-    return row
+    return text_row(text, TEXT_BYTES)
 
 
 def calls_that_differ(rows: Array) -> str:
     """The error message for different calls, from the descriptions of all ranks, (p, TEXT_BYTES)."""
-    calls = [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in rows]
-    other = next((rank for rank, call in enumerate(calls) if call != calls[0]), 0)
-    return f"ranks made different calls: rank 0 called {calls[0]}, but rank {other} called {calls[other]}"
+    return different_calls(texts_of(rows))
 
 
 def messages_that_differ(table: Array) -> str | None:

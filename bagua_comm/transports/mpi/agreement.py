@@ -10,10 +10,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from mpi4py import MPI
 
-from ...arrays import Array, Scratch, dtype_name
+from ...arrays import Array, Scratch, dtype_name, text_row, texts_of
 from ...errors import CommMismatch
 from .. import derived
 from ..flow import Flow, Message, Wait
+from ..notices import different_calls
 from . import tuning
 from .endpoint import Endpoint
 from .messages import Messages
@@ -99,14 +100,9 @@ class Agreement:
     def mismatch(self, call: str, x: Array) -> CommMismatch:
         """The error to raise when all ranks know that their calls differ. Collective."""
         table = np.zeros((self.size, 256), np.uint8)
-        text = f"{call} of {x.size} x {dtype_name(x.dtype)} ({x.nbytes} bytes)".encode()[:256]
-        table[self.rank, : len(text)] = np.frombuffer(text, np.uint8)
+        table[self.rank] = text_row(f"{call} of {x.size} x {dtype_name(x.dtype)} ({x.nbytes} bytes)", 256)
         self._allgather_in_place(table)
-        calls = [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in table]
-        other = next((rank for rank in range(self.size) if calls[rank] != calls[0]), 0)
-        return CommMismatch(
-            f"ranks made different calls: rank 0 called {calls[0]}, but rank {other} called {calls[other]}"
-        )
+        return CommMismatch(different_calls(texts_of(table)))
 
     def _allgather_in_place(self, table: Array) -> None:
         self._endpoint.complete(lambda: self._comm.Iallgather(MPI.IN_PLACE, [table, MPI.BYTE]), table)

@@ -33,7 +33,7 @@ import numpy as np
 from mpi4py import MPI
 
 from ... import kernels
-from ...arrays import Array, OpOrder, dtype_name, parts
+from ...arrays import Array, OpOrder, dtype_name, parts, text_row, texts_of
 from ...errors import CommError, RankFailed, UnsupportedError
 from ...logs import log_on_root
 from ...system.processes import namespace_number
@@ -378,10 +378,9 @@ def _exchange_facts(endpoint: Endpoint) -> tuple[list[Place], frozenset[tuple[st
     facts[rank, 0] = os.getpid()
     facts[rank, 1] = sum(1 << i for i, reduction in enumerate(REDUCTIONS) if is_sound(*reduction))
     facts[rank, 2] = namespace_number()
-    host = socket.gethostname().encode()[:64]
-    facts[rank, 3:].view(np.uint8)[: len(host)] = np.frombuffer(host, np.uint8)
+    facts[rank, 3:].view(np.uint8)[:] = text_row(socket.gethostname(), 64)
     endpoint.complete(lambda: endpoint.comm.Iallgather(MPI.IN_PLACE, [facts, MPI.BYTE]), facts)
-    hosts = [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in facts[:, 3:]]
+    hosts = texts_of(facts[:, 3:])
     visible = facts[:, 2] == facts[rank, 2]
     places = [Place(*each) for each in zip(hosts, facts[:, 0].tolist(), visible.tolist(), strict=True)]
     everywhere = int(np.bitwise_and.reduce(facts[:, 1]))

@@ -40,7 +40,7 @@ import cupy
 import numpy as np
 from cupy.cuda import nccl
 
-from ...arrays import FLOATS, Array, address, dtype_name
+from ...arrays import FLOATS, Array, address, dtype_name, text_row, texts_of
 from ...errors import CommAborted, CommError, CommTimeout, RankFailed, UnsupportedError
 from ...execution.cuda import explained
 from ...execution.recording import current
@@ -456,11 +456,9 @@ def _together(host: Transport, make: Callable[[], Any], undo: Callable[[Any], ob
         failure = kind(reason)
         failure.__cause__ = exc
     text = "" if failure is None else f"{'late' if isinstance(failure, CommTimeout) else 'here'}{failure}"
-    mine, everyones = np.zeros(_REASON_BYTES, np.uint8), np.empty((host.size, _REASON_BYTES), np.uint8)
-    encoded = np.frombuffer(text.encode()[:_REASON_BYTES], np.uint8)
-    mine[: encoded.size] = encoded
-    host.allgather(mine, everyones)
-    reasons = [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in everyones]
+    everyones = np.empty((host.size, _REASON_BYTES), np.uint8)
+    host.allgather(text_row(text, _REASON_BYTES), everyones)
+    reasons = texts_of(everyones)
     failed = [rank for rank, reason in enumerate(reasons) if reason]
     if not failed:
         return made
