@@ -36,6 +36,29 @@ from bagua_comm.transports.pipeline import LAG
 pytestmark = pytest.mark.mpi
 
 
+def test_a_small_allreduce_that_was_made_before_crosses_few_functions(comm):
+    """In Python, without those that only wait."""
+    if comm.size == 1 or comm.transports[0]._endpoint.window is None:
+        return
+    x, crossed = np.ones(1), []
+
+    def look(frame, event, _):
+        inner = frame
+        while frame is not None and frame.f_code.co_name != "poll":
+            frame = frame.f_back
+        if event == "call" and frame is None and inner.f_code.co_name != "wait_outside_mpi":
+            crossed.append(inner.f_code.co_name)
+
+    comm.allreduce(x, x)
+    comm.barrier()
+    sys.setprofile(look)
+    try:
+        comm.allreduce(x, x)
+    finally:
+        sys.setprofile(None)
+    assert len(crossed) <= 15, crossed
+
+
 def test_conformance(comm):
     assert comm.transports[0].name == "mpi"
     few = tuning.EAGER_BYTES, tuning.NATIVE_BYTES, tuning.PIECE_BYTES

@@ -177,7 +177,7 @@ class ChannelEndpoint(Endpoint):
 
     def listen(self, peers: Collection[int] | None) -> None:
         """See `Endpoint.listen`."""
-        self.check_usable()  # another thread may have joined a rendezvous
+        self.calls.check_usable()  # another thread may have joined a rendezvous
         self.world.check_deaths(self)
         super().listen(peers)
         self.world.check_rendezvous()

@@ -191,10 +191,6 @@ class Endpoint:
             self.abort_after(CommAborted("a call was interrupted"), None)
         self.calls.check_usable()
 
-    def check_usable(self) -> None:
-        """Raise unless this communicator can be used."""
-        self.calls.check_usable()
-
     # Abort ------------------------------------------------------------------------------------------
 
     def abort_after(
