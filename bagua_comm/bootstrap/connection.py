@@ -31,7 +31,7 @@ from ..logs import log_world
 from ..net.choosing import Net
 from ..system.processes import ProcessId, this_host
 from ..trace import NULL, Recorder, listen
-from ..transports import LocalTransport, Transport, base
+from ..transports import LocalTransport, Transport, call_state
 from .environment import job, under_mpi
 from .gpu import GPU, choose_net, connect_device
 from .mpi_start import mpi_world, new_name
@@ -238,7 +238,7 @@ def default() -> Communicator:
 def check_timeout(timeout_s: object) -> None:
     """Raise `BootstrapError` unless `timeout_s` is a valid time limit of calls."""
     with _reported_once():
-        base.check_timeout("connect", timeout_s)
+        call_state.check_timeout("connect", timeout_s)
 
 
 @contextmanager

@@ -16,7 +16,8 @@ import numpy as np
 
 from ..arrays import Array, dtype_name, dtype_named, library, text_row, texts_of
 from ..errors import ArrayError, CommError, CommMismatch
-from ..transports.base import DESCRIPTION, Transport
+from ..transports.base import Transport
+from ..transports.flow import DESCRIPTION
 
 TEXT_BYTES = 256
 """Size of the description of a call or a message."""

@@ -19,7 +19,8 @@ from ..objects.caching import BoundedCache
 from ..objects.pickling import Shared
 from ..topology import place
 from ..trace import Counters, Recorder
-from ..transports.base import Transport, check_timeout
+from ..transports.base import Transport
+from ..transports.call_state import check_timeout
 from .agreement import MessageChecker
 from .arguments import EMPTY, as_argument, transport_for
 from .guard import CallContext, CallGuard

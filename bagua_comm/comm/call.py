@@ -23,7 +23,9 @@ from .. import arrays
 from ..arrays import Array, as_real, check_reduction, returned
 from ..errors import ArrayError, UnsupportedError
 from ..flight import recorder as flight
-from ..transports.base import Move, Transport, check_timeout
+from ..transports.base import Transport
+from ..transports.call_state import check_timeout
+from ..transports.flow import Move
 from .agreement import compare_calls
 from .arguments import EMPTY, NO_OUTPUT, as_argument, resolve_output, transport_for
 from .base import CommBase

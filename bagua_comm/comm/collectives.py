@@ -11,7 +11,7 @@ import numpy.typing as npt
 from .. import arrays
 from ..arrays import A, AnyArray, Array, Counts, Elements, Op, S, as_real, parts
 from ..errors import ArrayError, shown_as
-from ..transports.base import COLLECTIVE
+from ..transports.flow import COLLECTIVE
 from .agreement import compare_calls, compare_counts
 from .arguments import EMPTY, GIVEN, check_counts, check_mutable, check_writable, even_chunk
 from .base import CommBase

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from .. import arrays
 from ..arrays import A, AnyArray, Array, Counts, Elements, S, parts
 from ..errors import ArrayError, shown_as
-from ..transports.base import COLLECTIVE
+from ..transports.flow import COLLECTIVE
 from .agreement import compare_calls, compare_counts
 from .arguments import GIVEN, check_counts
 from .base import CommBase

@@ -11,7 +11,8 @@ import numpy as np
 from .. import arrays
 from ..arrays import A, AnyArray, Array
 from ..errors import ArrayError, UnsupportedError, shown_as
-from ..transports.base import Message, Transport
+from ..transports.base import Transport
+from ..transports.flow import Message
 from . import packets
 from .arguments import Output, check_writable, is_same
 from .base import CommBase

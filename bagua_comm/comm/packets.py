@@ -14,7 +14,8 @@ import numpy as np
 from ..arrays import Array
 from ..errors import ArrayError, BaguaError, UnsupportedError
 from ..transports import rounds
-from ..transports.base import COLLECTIVE, OBJECT, Flow, Transport
+from ..transports.base import Transport
+from ..transports.flow import COLLECTIVE, OBJECT, Flow
 
 
 class Packet(NamedTuple):

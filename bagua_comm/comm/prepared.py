@@ -19,7 +19,9 @@ from ..flight import recorder as flight
 from ..flight.batches import fewer_batches
 from ..flight.entries import numbered
 from ..hooks import CallView, Ranks
-from ..transports.base import Move, Transport, check_timeout
+from ..transports.base import Transport
+from ..transports.call_state import check_timeout
+from ..transports.flow import Move
 from .agreement import compare_calls
 from .arguments import EMPTY
 from .base import CommBase

@@ -15,7 +15,7 @@ from ..comm import Communicator
 from ..elastic.fleet import Death, Fleet, Process, Rendezvous
 from ..errors import CommAborted, CommError, CommTimeout, RankFailed
 from ..transports import LocalTransport, Transport
-from ..transports.base import POINT_TO_POINT, Message
+from ..transports.flow import POINT_TO_POINT, Message
 from ..transports.local import Hub
 
 T = TypeVar("T")

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from ..arrays import Array, OpOrder
 from ..errors import CommError
 from ..transports import Transport
-from ..transports.base import POINT_TO_POINT, Message
+from ..transports.flow import POINT_TO_POINT, Message
 
 
 class Call(NamedTuple):

@@ -4,7 +4,8 @@
 your own is a `Transport` with `moves`, `exchange`, `split` and `abort`.
 """
 
-from .base import COLLECTIVE, POINT_TO_POINT, Flow, Message, Transport
+from .base import Transport
+from .flow import COLLECTIVE, POINT_TO_POINT, Flow, Message
 from .local import LocalTransport
 
 __all__ = ["COLLECTIVE", "POINT_TO_POINT", "Flow", "LocalTransport", "Message", "Transport"]

@@ -21,45 +21,9 @@ from ..errors import CommError, UnsupportedError
 from ..execution.cuda import SharedScratch
 from ..objects.pickling import Live
 from . import derived
-from .call_state import MAX_TIMEOUT_S, CallState, check_timeout
-from .flow import (
-    COLLECTIVE,
-    DESCRIPTION,
-    FEW_RANKS,
-    FIRST_CHANNEL_TAG,
-    OBJECT,
-    POINT_TO_POINT,
-    Channel,
-    Flow,
-    Message,
-    Move,
-    Rows,
-    TransportFlow,
-    Wait,
-    ended,
-)
-from .pipeline import Encoding, chunk_bounds
-
-__all__ = [
-    "COLLECTIVE",
-    "DESCRIPTION",
-    "FIRST_CHANNEL_TAG",
-    "MAX_TIMEOUT_S",
-    "OBJECT",
-    "POINT_TO_POINT",
-    "Channel",
-    "Encoding",
-    "Flow",
-    "Message",
-    "Move",
-    "Rows",
-    "Transport",
-    "TransportFlow",
-    "Wait",
-    "check_timeout",
-    "chunk_bounds",
-    "ended",
-]
+from .call_state import CallState
+from .flow import FEW_RANKS, POINT_TO_POINT, Channel, Flow, Message, Move, TransportFlow
+from .pipeline import Encoding
 
 
 class Transport(CallState, Live, ABC):

@@ -19,7 +19,8 @@ from weakref import WeakSet
 
 from bagua_comm import ArrayError, CommError, CommMismatch, arrays
 from bagua_comm.arrays import Array
-from bagua_comm.transports.base import FIRST_CHANNEL_TAG, Channel, Transport
+from bagua_comm.transports.base import Transport
+from bagua_comm.transports.flow import FIRST_CHANNEL_TAG, Channel
 
 _POLL_S = 0.001
 

@@ -11,7 +11,7 @@ import torch
 
 from bagua_comm import arrays
 from bagua_comm.arrays import Array, as_bytes
-from bagua_comm.transports.base import Message
+from bagua_comm.transports.flow import Message
 
 from ..arrays import as_tensor
 

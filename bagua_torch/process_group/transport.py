@@ -30,7 +30,7 @@ from bagua_comm import (
 from bagua_comm.arrays import Array, dtype_name
 from bagua_comm.bootstrap import environment
 from bagua_comm.transports import Transport
-from bagua_comm.transports.base import COLLECTIVE, POINT_TO_POINT, Channel, Flow, Message, TransportFlow
+from bagua_comm.transports.flow import COLLECTIVE, POINT_TO_POINT, Channel, Flow, Message, TransportFlow
 
 from ..arrays import as_tensor
 from .children import kept_in_children

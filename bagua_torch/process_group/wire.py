@@ -34,7 +34,7 @@ from bagua_comm import CommAborted, CommError, CommMismatch, CommTimeout, RankFa
 from bagua_comm.arrays import Array, as_bytes
 from bagua_comm.errors import WHICH_CALLS
 from bagua_comm.transports import Transport
-from bagua_comm.transports.base import COLLECTIVE, FIRST_CHANNEL_TAG, Message
+from bagua_comm.transports.flow import COLLECTIVE, FIRST_CHANNEL_TAG, Message
 
 from .children import kept_in_children
 from .frames import BODY_BYTES, HEADER_BYTES, Frame, rest_of, swaps_of

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from support.gloo import run_threads
 
 from bagua_comm import CommAborted, CommMismatch, CommTimeout, Communicator, RankFailed
-from bagua_comm.transports.base import FIRST_CHANNEL_TAG
+from bagua_comm.transports.flow import FIRST_CHANNEL_TAG
 from bagua_torch.backend.start import wait_for_ranks
 from bagua_torch.process_group.transport import RendezvousInfo
 from bagua_torch.process_group.verdicts import Verdict

@@ -38,7 +38,7 @@ from bagua_comm import (
 from bagua_comm.errors import WHICH_CALLS
 from bagua_comm.flight import diagnose, read_folder
 from bagua_comm.testing import check_transport, reduced, sample
-from bagua_comm.transports.base import COLLECTIVE, FIRST_CHANNEL_TAG
+from bagua_comm.transports.flow import COLLECTIVE, FIRST_CHANNEL_TAG
 from bagua_torch import ProcessGroupTransport
 from bagua_torch.process_group import bootstrap
 from bagua_torch.process_group.frames import BODY_BYTES

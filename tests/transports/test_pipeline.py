@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bagua_comm.transports.base import chunk_bounds
-from bagua_comm.transports.pipeline import LAG, cut, pipeline
+from bagua_comm.transports.pipeline import LAG, chunk_bounds, cut, pipeline
 
 examples = settings(deadline=None, derandomize=True, max_examples=100)
 COUNTS = st.one_of(st.integers(0, 300), st.integers(2**31 - 2, 2**45))

@@ -13,8 +13,7 @@ from typing_extensions import assert_type
 import bagua_comm
 import bagua_torch
 from bagua_comm import Algorithm, Bucket, Codec, Communicator, Point, Rounds, Window, every, quantized_allreduce
-from bagua_comm.transports import Message, Transport
-from bagua_comm.transports.base import POINT_TO_POINT
+from bagua_comm.transports import POINT_TO_POINT, Message, Transport
 
 Floats = npt.NDArray[np.float32]
 Table = np.ndarray[tuple[int, int], np.dtype[np.int64]]

@@ -35,7 +35,7 @@ from ...transports.pipeline import chunk_bounds, cut
 from .processes import JobProcesses
 
 KINDS = 4
-"""How many tags of `transports.base` a channel distinguishes."""
+"""How many tags of `transports.flow` a channel distinguishes."""
 
 FIRST_TAG = 1 << 12
 """Programs that use MPI beside this library may use smaller tags, except `processes.NOTICES_TAG`."""
