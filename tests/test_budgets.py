@@ -173,7 +173,6 @@ SPLIT = {
     "ObjectCalls",
     "GatherScatter",
     "CoalescedCollectives",
-    "EngineState",
     "GroupBase",
     "ProcessGroupTransport",
     "FramedTransport",

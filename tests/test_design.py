@@ -94,7 +94,6 @@ LAYERS = {
         "callbacks checks points replaced storage",
         "exchanges progress restore weights",
         "schedule",
-        "saving",
         "engine",
         "__init__",
     ],

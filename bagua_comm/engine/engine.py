@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import difflib
 import logging
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -23,7 +25,7 @@ from ..algorithms.base import (
     runs_in_rounds,
 )
 from ..algorithms.residuals import gather_residuals
-from ..algorithms.state import check_movable, replicated_arrays
+from ..algorithms.state import Saved, StateHeader, check_movable, replicated_arrays
 from ..arrays import Array
 from ..bucket import Plan
 from ..comm import Communicator
@@ -31,14 +33,23 @@ from ..comm.public_methods import public_method
 from ..errors import ArrayError
 from ..execution.lane import StreamLane
 from ..logs import log_on_root
+from ..objects.closing import Closing
+from ..objects.pickling import Live
 from ..trace import Counter, ExchangeCounters, Tracer
 from .callbacks import EngineCallbacks
 from .checks import check_fit, check_same_training
 from .exchanges import Exchanges
 from .points import PointOrder
 from .progress import Progress
-from .restore import check_same_types, make_states, phase_to_continue
-from .saving import EngineState
+from .restore import (
+    check_same_types,
+    check_state_dict,
+    load_states,
+    make_state_dict,
+    make_states,
+    phase_to_continue,
+    save_states,
+)
 from .schedule import ExchangeSchedule, schedule_of
 from .storage import (
     GivenArrays,
@@ -58,7 +69,7 @@ from .weights import EngineWeights
 _log = logging.getLogger(__name__)
 
 
-class Engine(EngineState):
+class Engine(Live, Closing):
     """Exchanges the buckets of a plan by an algorithm.
 
     Collective. All ranks give the same plan and algorithm; they are compared. On every rank and in every step,
@@ -126,6 +137,11 @@ class Engine(EngineState):
             self._callbacks = callbacks
 
     # A training step --------------------------------------------------------------------------------
+
+    @property
+    def step(self) -> int:
+        """Number of training steps that have ended."""
+        return self._exchanges.step
 
     @property
     def phase(self) -> Algorithm:
@@ -400,6 +416,66 @@ class Engine(EngineState):
             self._load(saved)
         log_plan(_log, self._comm.rank, plan, algorithm, lane=type(self._lane).__name__)
         return memory_of(self._buckets)
+
+    # Checkpoints ------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """A copy of the algorithm's state on this rank: arrays and numbers by tensor name.
+
+        Call it between steps, and before the weights are copied: exchanges since the last step are written back
+        to them first.
+        """
+        self._follow_weights()
+        self._schedule.before_saving(phase_ends=self.algorithm.phase(self.step) != self._phase)
+        steps = self.step, repr(self._phase), self._exchanges.began
+        header = StateHeader(repr(self.algorithm), *steps, self._comm.rank, self._comm.size)
+        return make_state_dict(header, self._training, self.algorithm, self._saved())
+
+    @public_method("Engine.load_state_dict")
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Continue from the result of `state_dict`, also under another plan.
+
+        Collective. Load the weights that belong to it, too, before the next step. All ranks load what was saved
+        together, in one step of one training. Some algorithms keep arrays that differ between ranks: replicas of
+        neighbours' weights (LowPrecisionDecentralized, LowPrecisionOnePeer) or residuals (ErrorFeedback). Then
+        every rank loads what it saved itself, on the same number of ranks, and on the same nodes if it keeps
+        parts of buckets (by_node, Hierarchical(ErrorFeedback)). All other algorithms keep nothing, or the same on
+        all ranks, which loads on any rank of any number.
+
+        Exchanges under way are finished, but not written back.
+
+        Raises:
+            ArrayError: On all ranks alike, and the engine stays as it was. A rank's state was saved with another
+                algorithm, for other tensors, by an earlier version, or by another rank or on other nodes if that
+                matters; it is damaged; or the ranks' states were not saved together.
+        """
+        self._schedule.before_loading()  # the lane must be idle before its communicator is used here
+        names = [name for bucket in self.buckets for name in bucket.views]
+        loaded = check_state_dict(self._comm, self.algorithm, self._buckets, names, saved)
+        self._training = loaded.training
+        self._exchanges.set_step(loaded.header.step)
+        self._progress.restart()
+        self._begin_phase(loaded.header.phase_began, loaded.states)
+        self._weights.load(differ=self._drifts and loaded.continues)
+        self._replacements.belong()
+        if loaded.continues:
+            self._load(loaded.tensors)
+
+    def begin_anew(self) -> None:
+        """Begin the algorithm with a new state, and with the mean of the weights if it needs equal ones.
+
+        Collective.
+        """
+        self._weights.differ = True
+        self._make_equal(self._phase)
+        self._begin_phase(self._exchanges.began)
+        self._weights.differ = True  # those that the storage lacks are averaged when the next step ends
+
+    def _saved(self) -> Saved:
+        return save_states(self._comm, self.buckets, self.states)
+
+    def _load(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
+        load_states(self._comm, self.buckets, self.states, saved)
 
     # The end ----------------------------------------------------------------------------------------
 
