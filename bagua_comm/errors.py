@@ -21,6 +21,8 @@ from __future__ import annotations
 
 import functools
 import reprlib
+import sys
+import warnings
 from collections.abc import Callable, Iterable
 from types import FunctionType
 from typing import Any, TypeVar
@@ -104,6 +106,17 @@ def shown_as(name: str) -> Callable[[type[T]], type[T]]:
         return cls
 
     return mark
+
+
+def warn(text: str, category: type[Warning] = UserWarning) -> None:
+    """Warn at the line of the program: the innermost one outside of this library, its adapter and PyTorch."""
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in _INTERNAL:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, category, stacklevel=level)
+
+
+_INTERNAL = ("bagua_comm", "bagua_torch", "torch", "contextlib")
 
 
 def shown(value: object) -> str:

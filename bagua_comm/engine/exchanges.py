@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -22,7 +21,7 @@ from ..algorithms.base import (
 )
 from ..bucket import Bucket
 from ..comm import Communicator
-from ..errors import ArrayError
+from ..errors import ArrayError, warn
 from ..execution.futures import abandon
 from ..execution.lane import Lane
 from ..trace import ExchangeCounters, Tracer
@@ -181,10 +180,9 @@ class Exchanges:
         self._warned.update(new)
         missing = f"{new[0]!r} was" if len(new) == 1 else f"{new[0]!r} and {len(new) - 1} more were"
         gradient = "its gradient" if len(new) == 1 else "their gradients"
-        warnings.warn(
+        warn(
             f"in step {self.step}, {missing} not ready on rank {self.lane.comm.rank}: zeros are averaged in "
-            f"place of {gradient}; call engine.ready({new[0]!r}) when it is complete",
-            stacklevel=5,  # the line that calls at()
+            f"place of {gradient}; call engine.ready({new[0]!r}) when it is complete"
         )
 
     def _exchange(

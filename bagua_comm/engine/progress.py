@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-import warnings
 from dataclasses import dataclass, field
 
 from ..algorithms.base import Algorithm, Point
+from ..errors import warn
 from ..logs import log_on_root, megabytes
 from ..trace import ExchangeCounters, Tracer
 from .points import PointOrder
@@ -121,11 +121,10 @@ class Progress:
             steps: The number of steps that have ended since the ranks communicated last.
         """
         if self._steps and not self._counters.exchange.calls and self._rank == 0:
-            warnings.warn(
+            warn(
                 f"{algorithm} has exchanged nothing in {self._steps} "
                 f"step{'s' * (self._steps > 1)}: each rank has trained alone, and the weights differ between "
                 "ranks. Let it communicate more often, as by fewer local_steps, or train for longer",
-                stacklevel=4,  # the line that calls close()
             )
         elif steps > 0 and self._counters.exchange.calls:
             text = "%d step%s since the last exchange stay on each rank: the weights differ between ranks"
@@ -134,10 +133,9 @@ class Progress:
     def close(self) -> None:
         """Log all steps but the first, in one line, and warn if steps were not reported as such."""
         if self._order is not None and self._order.lacks_step:
-            warnings.warn(
+            warn(
                 "Engine: engine.at(Point.STEP) was never called, so all steps counted as one; call it after each "
                 "step of the optimizer",
-                stacklevel=4,  # the line that calls close()
             )
         if self._steps > 1:
             text = self._describe(self._warm)

@@ -9,8 +9,6 @@ replaced, and when. Changes that are not reported show in samples of the weights
 from __future__ import annotations
 
 import hashlib
-import sys
-import warnings
 from collections.abc import Sequence
 from typing import TypeAlias
 
@@ -21,7 +19,7 @@ from ..arrays import Array
 from ..bucket import Bucket
 from ..comm import Communicator
 from ..comm.agreement import are_equal, equality_terms
-from ..errors import CommMismatch
+from ..errors import CommMismatch, warn
 
 History: TypeAlias = Sequence[tuple[int, str]]
 """The numbers of steps after which a rank has replaced its weights, and hashes of the new ones."""
@@ -156,7 +154,7 @@ class Replacements:
 
     def warn(self, text: str) -> None:
         """Warn at the line of the program."""
-        warnings.warn(f"rank {self._rank}: {text}", stacklevel=_levels_to_caller())
+        warn(f"rank {self._rank}: {text}")
 
 
 class WeightSamples:
@@ -246,14 +244,3 @@ def _digest_of(buckets: Sequence[Bucket]) -> str:
     for bucket in buckets:
         found.update(arrays.digest(bucket.flat[: bucket.flat.size - bucket.padding.size]))
     return found.hexdigest()
-
-
-def _levels_to_caller() -> int:
-    """The `stacklevel`, for a function that calls it in `warnings.warn`, of the program's line."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in _INTERNAL:
-        level, frame = level + 1, frame.f_back
-    return level
-
-
-_INTERNAL = ("bagua_comm", "bagua_torch", "torch", "contextlib")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -25,7 +24,7 @@ from ..algorithms.state import (
 )
 from ..bucket import Bucket
 from ..comm import Communicator
-from ..errors import ArrayError
+from ..errors import ArrayError, warn
 from .checks import check_on_all_ranks, new_token
 
 
@@ -108,11 +107,10 @@ def check_state_dict(
         saved = with_tensors({**saved, **header._asdict()}, tensors)
     check_on_all_ranks(comm, lambda: check_tensors(phase, pairs, header, saved, comm))
     if lost and comm.rank == 0:
-        warnings.warn(
+        warn(
             f"load_state_dict: {', '.join(lost)} of {phase} cannot be loaded, since nodes have other ranks now, "
             "or it is lost on a rank; all ranks make it anew",
             RuntimeWarning,
-            stacklevel=4,
         )
     return Checkpoint(rows[0][2], header, states, continues, saved["tensors"])
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -14,7 +13,7 @@ from ..arrays import Array
 from ..bucket import Bucket, Plan
 from ..comm import Communicator
 from ..comm.agreement import are_equal, equality_terms
-from ..errors import CommMismatch
+from ..errors import CommMismatch, warn
 from .storage import Storage, average_in_place
 
 Buckets: TypeAlias = Mapping[Payload, Sequence[Bucket]]
@@ -117,8 +116,7 @@ class EngineWeights:
                 raise CommMismatch(f"at: {phase} begins, but {found}; {_SAME_START}")
             self._compare = False
             if comm.rank == 0:
-                text = f"at: {phase} keeps weights equal, but {found}; {_SAME_STEPS}"
-                warnings.warn(text, stacklevel=4)  # the line that calls at()
+                warn(f"at: {phase} keeps weights equal, but {found}; {_SAME_STEPS}")
 
     def average(self, buckets: Buckets, make_equal: Callable[[], None] | None) -> None:
         """Replace the weights with their mean over all ranks; by `make_equal`, see `EngineCallbacks`, if given.
