@@ -136,9 +136,7 @@ SHORT = {
     "bagua_torch/lightning/layer_sync.py",
     "bagua_torch/process_group/children.py",
     "bagua_torch/tensors/rng.py",
-    "bagua_torch/training/stage.py",
     "bagua_torch/training/timing.py",
-    "bagua_torch/training/versions.py",
 }
 """Modules of fewer lines than `A_MODULE`; a list that may only get shorter."""
 
@@ -176,9 +174,6 @@ SPLIT = {
     "GroupBase",
     "ProcessGroupTransport",
     "FramedTransport",
-    "TorchNames",
-    "WrapperState",
-    "TrainingStep",
 }
 """Classes that are the other half of their one subclass; a list that may only get shorter."""
 
@@ -210,7 +205,6 @@ MANY_PARAMETERS = {
     "bagua_torch/ddp/wrapper.py:__init__",  # of PyTorch's class
     "bagua_torch/moe.py:__init__",  # public
     "bagua_torch/process_group/bootstrap.py:connect",
-    "bagua_torch/training/step.py:__init__",
 }
 """Functions with more parameters than `PARAMETERS`, kernels left out; a list that may only get shorter."""
 

@@ -115,9 +115,7 @@ LAYERS = {
         "__init__",
     ],
     "bagua_torch/ddp": [
-        "comm_hook torch_arguments",
-        "wrapper_state",
-        "torch_names",
+        "comm_hook torch_arguments torch_names",
         "wrapper",
         "__init__ checkpoint",
     ],
@@ -128,10 +126,9 @@ LAYERS = {
         "checks",
     ],
     "bagua_torch/training": [
-        "__init__ accumulation backward buffers engine profiler scaling spans stage timing unaveraged versions",
-        "join optimizers unfreezing unused",
-        "exchange hooks",
-        "step",
+        "__init__ backward engine profiler scaling spans stage timing",
+        "buffers exchange hooks unused",
+        "join unaveraged unfreezing",
         "steps",
     ],
 }

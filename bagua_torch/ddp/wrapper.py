@@ -2,25 +2,26 @@
 
 The path of a gradient: autograd accumulates it in its bucket, since `p.grad` is a part of the bucket (`memory`).
 Hooks report that it is complete (`training.backward`). The bucket then leaves on the engine's lane while the
-backward pass continues (`engine`). At the end of the backward pass the lane is joined (`training.step`), and the
+backward pass continues (`engine`). At the end of the backward pass the lane is joined (`training.steps`), and the
 optimizer reads `p.grad`, which has not moved.
 
 Other files: `model_state`, the parameters and buffers that all ranks share; `checks`, refused arguments;
-`wrapper_state`, state dicts and checkpoints; `torch_names`, other attributes of PyTorch's wrapper;
-`training.buffers`, copies of buffers; `training.join`, uneven data; `training.accumulation`, several passes;
-`training.unused`, parameters without a gradient; `training.versions`, optimizers that step too early;
-`training.hooks`, hooks, and the end of older wrappers of a module.
+`torch_names`, attributes of PyTorch's wrapper; `training.buffers`, copies of buffers; `training.join`, uneven
+data; `training.stage`, several passes; `training.unused`, parameters without a gradient; `training.unaveraged`,
+gradients that are not averaged; `training.hooks`, hooks, and the end of older wrappers of a module.
 """
 
 from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections import OrderedDict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from bagua_comm import (
@@ -33,7 +34,10 @@ from bagua_comm import (
     UnsupportedError,
 )
 from bagua_comm.algorithms.base import HOLD_HINT, exchanges_weights
+from bagua_comm.algorithms.state import has_saved_state
 from bagua_comm.bucket import DEFAULT_BUCKET_BYTES
+from bagua_comm.checkpoint.engines import state_of_tree, tree_of_engine
+from bagua_comm.codecs.base import codecs_in
 from bagua_comm.comm.public_methods import public_method
 from bagua_comm.engine import check_fit
 from bagua_comm.logs import log_on_root
@@ -42,23 +46,37 @@ from bagua_comm.trace import ExchangeCounters
 
 from .. import sync_batchnorm
 from ..entry import communicator_of, errors_on_all
-from ..errors import MisuseError
+from ..errors import MissingError, MisuseError
 from ..tensors import checks
 from ..tensors.memory import pack, specs_of
 from ..tensors.model_state import ModelState
 from ..training.engine import TorchEngine
 from ..training.hooks import end_older
+from ..training.stage import StepOptions
 from ..training.steps import TrainingSteps
 from ..training.timing import StepTimer
+from . import torch_names
 from .comm_hook import HookAlgorithm, check_hook
 from .torch_arguments import bytes_of_cap, check_others, device_of_inputs, moved
-from .torch_names import TorchNames
 
 _log = logging.getLogger("bagua_comm.torch")
+_TorchWrapper = nn.parallel.DistributedDataParallel
+
+_EXTRA_STATE = "_extra_state"
+"""PyTorch's name in a state dict for the value of `get_extra_state`."""
 
 
-@nn.parallel.DistributedDataParallel.register  # a virtual subclass: frameworks unwrap by isinstance
-class DistributedDataParallel(TorchNames):
+def _option(name: str, text: str) -> Any:
+    """A property for an option of the training steps."""
+    return property(
+        lambda self: getattr(self._options, name),
+        lambda self, value: setattr(self._options, name, value),
+        doc=text,
+    )
+
+
+@_TorchWrapper.register  # a virtual subclass: frameworks unwrap by isinstance
+class DistributedDataParallel(nn.Module):
     """Data-parallel training of a module over any algorithm of bagua_comm.
 
     Collective. On construction, parameters, buffers and optimizer states become rank 0's, in place. Parameters
@@ -173,9 +191,8 @@ class DistributedDataParallel(TorchNames):
     ) -> None:
         super().__init__()
         comm = communicator_of("DistributedDataParallel", comm)
-        self.broadcast_buffers = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
-        self.find_unused_parameters = find_unused_parameters
-        self.static_graph = static_graph
+        copies_buffers = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
+        self._options = StepOptions(copies_buffers, find_unused_parameters, static_graph)
         self.tuner = tuner
         algorithm = algorithm if algorithm is not None else GradientAllReduce()
 
@@ -186,12 +203,15 @@ class DistributedDataParallel(TorchNames):
             bucket_bytes = bytes_of_cap(bucket_bytes, bucket_cap_mb, DEFAULT_BUCKET_BYTES)
             self._model = ModelState(module, checks.names_to_ignore(module, params_and_buffers_to_ignore))
             self._trained = self._model.trained
-            self._device = checks.check_module(comm, self._model)
+            device = checks.check_module(comm, self._model)
             checks.check_batch_norm(comm, module)
-            self._inputs_to = device_of_inputs(device_ids, self._device)
+            self._inputs_to = device_of_inputs(device_ids, device)
             own = inspect.signature(DistributedDataParallel).parameters
-            check_others(others, ranks=comm.size, device=self._device, own=own)
-            self._others = others
+            check_others(others, ranks=comm.size, device=device, own=own)
+            self._process_group = others.get("process_group")
+            vars(self).update(
+                torch_names.settings(device, self._inputs_to, others, in_buckets=gradient_as_bucket_view)
+            )
             checks.check_optimizers(listed, self._trained, algorithm)
             checks.check_memory(self._trained)
             check_fit(algorithm, pack(self._trained, algorithm, bucket_bytes, comm.size), comm.size)
@@ -210,15 +230,48 @@ class DistributedDataParallel(TorchNames):
             listed,
             algorithm,
             bucket_bytes,
-            self._device,
-            copies_buffers=self.broadcast_buffers,
-            find_unused=find_unused_parameters,
-            static=static_graph,
+            device,
+            self._options,
             in_buckets=gradient_as_bucket_view,
         )
         self._steps.attach_to(self)
         self._has_hook = False  # of register_comm_hook
-        self._timer = StepTimer(self._device)
+        self._timer = StepTimer(device)
+
+    @property
+    def comm(self) -> Communicator:
+        """The ranks."""
+        return self._steps.comm
+
+    @property
+    def algorithm(self) -> Algorithm:
+        """The algorithm in use; `switch` and `replan` change it."""
+        return self._steps.engine.algorithm
+
+    @property
+    def bucket_bytes(self) -> int:
+        """The size at which a bucket is closed; `replan` changes it."""
+        return self._steps.exchange.bucket_bytes
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The optimizers that were given."""
+        return list(self._steps.optimizers)
+
+    @property
+    def ignored_names(self) -> set[str]:
+        """Names of the parameters and buffers that belong to this rank alone."""
+        return self._model.ignored
+
+    @property
+    def parts_stay(self) -> bool:
+        """Whether the module has parts that stay on their rank, as experts of a MoE; the same on all ranks."""
+        return checks.parts_stay(self.module)
+
+    broadcast_buffers = _option("copies_buffers", "Whether buffers are copied from rank 0 in every step.")
+    forward_sync_buffers = _option("copies_buffers", "The new name of `broadcast_buffers`.")
+    find_unused_parameters = _option("find_unused", "Whether ranks agree on unused parameters in every step.")
+    static_graph = _option("static", "Whether the same parameters get a gradient in every step.")
 
     @property
     def engine(self) -> TorchEngine:
@@ -250,12 +303,7 @@ class DistributedDataParallel(TorchNames):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     @public_method("DistributedDataParallel.forward")
     def _before_forward(self) -> None:
-        self._steps.open(
-            find_unused=self.find_unused_parameters,
-            static=self.static_graph,
-            copies_buffers=self.broadcast_buffers,
-            between_steps=self._time_step,
-        )
+        self._steps.open(self._time_step)
 
     def _time_step(self) -> None:
         paused = self._steps.joined or self.engine.stopped
@@ -271,12 +319,17 @@ class DistributedDataParallel(TorchNames):
 
     # Control of the training ------------------------------------------------------------------------------
 
-    def no_sync(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
         """Accumulate gradients without averaging: forward and backward passes in this context stay on this rank.
 
         The first backward pass after it averages all accumulated gradients.
         """
-        return self._steps.no_sync()
+        before, self._steps.averaging = self._steps.averaging, False
+        try:
+            yield
+        finally:
+            self._steps.averaging = before
 
     def microbatches(self) -> Iterator[int]:
         """The numbers of this rank's microbatches in one step. Call it in each step.
@@ -483,7 +536,7 @@ class DistributedDataParallel(TorchNames):
 
         Collective. Does nothing without `broadcast_buffers`.
         """
-        self._steps.copy_buffers(enabled=self.broadcast_buffers)
+        self._steps.buffers.copy()
 
     @public_method("DistributedDataParallel.stop")
     def stop(self) -> None:
@@ -502,3 +555,230 @@ class DistributedDataParallel(TorchNames):
         of all ranks, and buffers and optimizer states rank 0's, as by `switch`.
         """
         self._steps.resume()
+
+    # State dicts and checkpoints ---------------------------------------------------------------------------
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """The algorithm's state, for `state_dict()`."""
+        self._steps.complete()
+        return self._steps.engine.state_tensors()
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Load the result of `get_extra_state`, as called by `load_state_dict()`. Collective."""
+        mine, saved = self.algorithm, None
+        if self.tuner is not None:
+            names = self.comm.allgather_object(str(state.get("algorithm")) if isinstance(state, dict) else "")
+            saved = self.tuner.algorithm_named(names[0]) if len(set(names)) == 1 else None
+        if saved not in (None, mine):  # the algorithm that a tuner was trying
+            self._steps.engine.expect_state()  # another plan compares weights that were loaded before
+            self.replan(algorithm=saved)
+        try:
+            self._steps.engine.load_state_tensors(state)
+        except ArrayError:  # on all ranks
+            if self.algorithm != mine:
+                self.replan(algorithm=mine)
+            raise
+        if self.algorithm != mine:
+            self.replan(algorithm=mine)
+        self._steps.forget()
+
+    def tree_of_engine(self) -> dict[str, Any] | None:
+        """The algorithm's state as a tree for `bagua_torch.Checkpoints`, for any number of ranks, or None.
+
+        Exchanged weights are written back first.
+        """
+        self._steps.complete()
+        self._steps.engine.settle()
+        keeps_none = self.tuner is None and not self.keeps_state()
+        return None if keeps_none else tree_of_engine(self._steps.engine)
+
+    def load_tree(self, module: Mapping[str, Any], engine: dict[str, Any] | None) -> None:
+        """Load the module's state dict and the result of `tree_of_engine`, on any number of ranks.
+
+        Collective.
+
+        Raises:
+            ArrayError: The state of the algorithm was not saved, or was saved with another algorithm.
+        """
+        if engine is None:
+            if self.tuner is None and self.keeps_state():
+                raise ArrayError(
+                    "load: the checkpoint is of an algorithm without state, but "
+                    f"{self.algorithm} keeps state; to start from the saved weights alone, load into `.module`"
+                )
+            prefixed = OrderedDict((f"module.{name}", value) for name, value in module.items())
+            self.load_state_dict(prefixed, strict=self.tuner is None)
+            return
+        state = state_of_tree(engine)
+        self.module.load_state_dict(module)
+        self.set_extra_state(state)  # replicas are made from the weights
+
+    def keeps_state(self) -> bool:
+        """Whether the algorithm has state, or counts steps.
+
+        If so, `state_dict()` has the result of `get_extra_state`.
+        """
+        plain = isinstance(self.algorithm, (GradientAllReduce, HookAlgorithm))
+        draws = any(codec.random_seed is not None for codec in codecs_in(self.algorithm))  # by the step
+        return draws or not plain or any(has_saved_state(state) for state in self._steps.engine.states)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.tuner is None and not self.keeps_state():  # a tuner may try an algorithm with state
+            del destination[prefix + _EXTRA_STATE]
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load the result of `state_dict()`. Collective.
+
+        Raises:
+            ArrayError: With `strict`, it is that of the plain module. A RuntimeError as well.
+        """
+        names = [name for name, _ in self.module.named_parameters()]
+        if strict and all(name in state_dict and f"module.{name}" not in state_dict for name in names):
+            raise MisuseError(
+                "DistributedDataParallel.load_state_dict: these are the names of the plain module, such as "
+                f"{names[0]!r}, expected 'module.{names[0]}'; use ddp.module.load_state_dict, or "
+                "save ddp.state_dict()"
+            )
+        return super().load_state_dict(state_dict, strict=strict, assign=assign)
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        key, missing = prefix + _EXTRA_STATE, args[2]
+        if key in missing and not self.keeps_state():
+            missing.remove(key)
+        if key not in state_dict:
+            if self._steps.watch.unfinished:
+                self._steps.engine.load_state_dict(self._steps.engine.state_dict())
+            self._steps.forget()
+
+    # Names of PyTorch's wrapper ----------------------------------------------------------------------------
+
+    # PyTorch's functions mark the module and its parameters, which `checks.names_to_ignore` reads.
+    _set_params_and_buffers_to_ignore_for_model = staticmethod(
+        _TorchWrapper._set_params_and_buffers_to_ignore_for_model
+    )
+    _get_data_parallel_params = staticmethod(_TorchWrapper._get_data_parallel_params)
+    _ddp_params_and_buffers_to_ignore = checks.refused_to_pytorchs_own
+
+    def __getattr__(self, name: str) -> Any:
+        """Look up missing attributes in the wrapped module, except those of PyTorch's wrapper."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = super().__getattr__("module")
+        text = f"'{type(self).__name__}' object has no attribute '{name}'"
+        if name in torch_names.INSTEAD or (hasattr(_TorchWrapper, name) and not name.startswith("__")):
+            raise MissingError(
+                f"{text}; PyTorch's has one: here, {torch_names.INSTEAD.get(name, torch_names.OWN_REDUCER)}"
+            )
+        try:
+            return getattr(module, name)
+        except AttributeError as exc:
+            raise AttributeError(f"{text}, and neither has its module, a {type(module).__name__}") from exc
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute of the wrapper; one that would have no effect raises, unless it keeps its value."""
+        instead = torch_names.SET_INSTEAD.get(name) or torch_names.INSTEAD.get(name)
+        if instead is None and hasattr(_TorchWrapper, name) and not hasattr(type(self), name):
+            instead = torch_names.OWN_REDUCER
+        if instead is not None:
+            plain, now = isinstance(value, (type(None), bool, int, str, torch.device)), getattr(self, name, ...)
+            if value is not now and not (plain and value == now):
+                raise MissingError(f"'{type(self).__name__}' object: '{name}' cannot be set; {instead}")
+        else:
+            super().__setattr__(name, value)
+
+    def __getstate__(self) -> Any:
+        raise UnsupportedError("DistributedDataParallel: cannot be copied or pickled; copy its .module")
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether backward passes are averaged; a forward pass reads it. `no_sync` sets it to False."""
+        return self._steps.averaging
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, value: bool) -> None:
+        self._steps.averaging = bool(value)
+
+    @property
+    def require_forward_param_sync(self) -> bool:
+        """The same as `require_backward_grad_sync`, since buffers are sent after averaged backward passes."""
+        return self._steps.averaging
+
+    @property
+    def bucket_bytes_cap(self) -> int:
+        """PyTorch's name of `bucket_bytes`."""
+        return self.bucket_bytes
+
+    @property
+    def parameters_to_ignore(self) -> set[str]:
+        """PyTorch's name of `ignored_names`."""
+        return set(self.ignored_names)
+
+    @property
+    def named_module_buffers(self) -> dict[str, torch.Tensor]:
+        """The present buffers that are not ignored, by name."""
+        return self._model.buffers()
+
+    @property
+    def modules_buffers(self) -> list[torch.Tensor]:
+        """The present buffers that are not ignored."""
+        return list(self._model.buffers().values())
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The process group of torch.distributed with the same ranks: the one given, or the default one."""
+        group, mine = self._process_group, (self.comm.size, self.comm.rank)
+        if (
+            group is None
+            and dist.is_available()
+            and dist.is_initialized()
+            and mine == (dist.get_world_size(), dist.get_rank())
+        ):
+            group = dist.group.WORLD
+        if group is None:
+            raise AttributeError("process_group")  # `__getattr__` says what to use
+        return group  # type: ignore[no-any-return]
+
+    @property
+    def reducer(self) -> torch_names.Reducer:
+        """What frameworks call of PyTorch's reducer."""
+        return torch_names.Reducer(self.expect_backward)
+
+    def will_sync_module_buffers(self) -> bool:
+        """Whether the next averaged step sends buffers."""
+        return self._steps.averaging and self.broadcast_buffers and bool(self._model.buffers())
+
+    def _set_static_graph(self) -> None:
+        """See the argument `static_graph`."""
+        self.static_graph = True
+
+    def _set_ddp_sink_clone(self, val: bool) -> None:
+        """Nothing: outputs are returned as they are, so that a loss may be changed in place."""
+
+    def _check_reducer_finalized(self) -> None:
+        """Raise `CommError` if a backward pass has begun and not ended."""
+        checks.check_backward_ended(self._steps.watch.unfinished)
+
+    def _get_ddp_logging_data(self) -> dict[str, str | int]:
+        """The settings, by PyTorch's names; `counters` has what was exchanged."""
+        trained, buckets = list(self._model.trained.values()), self._steps.engine.plan.buckets
+        return {
+            "world_size": self.comm.size,
+            "rank": self.comm.rank,
+            "module_name": type(self.module).__name__,
+            "device_ids": ", ".join(map(str, self.device_ids or [])),
+            "output_device": -1 if self.output_device is None else self.output_device,
+            "is_multi_device_module": 0,
+            "dtypes": ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in trained})),
+            "num_parameter_tensors": len(trained),
+            "total_parameter_size_bytes": sum(p.nbytes for p in trained),
+            "bucket_cap_bytes": self.bucket_bytes,
+            "bucket_sizes": ", ".join(str(bucket.nbytes) for bucket in buckets),
+            "broadcast_buffers": int(self.broadcast_buffers),
+            "find_unused_parameters": int(self.find_unused_parameters),
+            "gradient_as_bucket_view": int(self.gradient_as_bucket_view),
+            "has_sync_bn": int(any(isinstance(part, nn.SyncBatchNorm) for part in self.module.modules())),
+            "comm_hook": str(self.algorithm),
+        }

@@ -8,7 +8,6 @@ algorithm exchanges weights, the parameters are parts of buckets. Each part keep
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,13 +31,6 @@ _address = torch.Tensor.data_ptr
 def pack(parameters: Mapping[str, nn.Parameter], algorithm: Algorithm, bucket_bytes: int, ranks: int) -> Plan:
     """The buckets for this algorithm, of about `bucket_bytes`, padded for this number of ranks."""
     return base.pack(algorithm, specs_of(parameters), bucket_bytes=bucket_bytes, alignment=ALIGNMENT * ranks)
-
-
-def extended(
-    plan: Plan, more: Mapping[str, nn.Parameter], algorithm: Algorithm, bucket_bytes: int, ranks: int
-) -> Plan:
-    """A plan with additional buckets for more parameters."""
-    return replace(plan, buckets=(*plan.buckets, *pack(more, algorithm, bucket_bytes, ranks).buckets))
 
 
 def specs_of(parameters: Mapping[str, nn.Parameter]) -> list[TensorSpec]:

@@ -11,6 +11,7 @@ from bagua_comm import CommMismatch, Communicator
 
 from ..tensors.broadcast import broadcast_values
 from ..tensors.model_state import ModelState
+from .stage import StepOptions
 
 
 def _shapes_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
@@ -28,13 +29,12 @@ class SharedBuffers:
     Args:
         comm: The ranks.
         model: The parameters and buffers that all ranks share, as when the module was wrapped.
-        enabled: Whether buffers are the same on all ranks after a step.
+        options: They say whether buffers are copied.
     """
 
-    def __init__(self, comm: Communicator, model: ModelState, *, enabled: bool) -> None:
-        self._comm, self._model, self._at_first = comm, model, _shapes_of(model.buffers())
-        self.enabled = enabled
-        """Whether buffers are the same on all ranks after a step."""
+    def __init__(self, comm: Communicator, model: ModelState, options: StepOptions) -> None:
+        self._comm, self._model, self._options = comm, model, options
+        self._at_first = _shapes_of(model.buffers())
         self._shapes: list[torch.Size] = []
         self._layout = torch.tensor(0)
         self.due = False
@@ -44,13 +44,13 @@ class SharedBuffers:
         """The buffers that were written, and their values before."""
 
     def fetch_if(self, due: bool, root: int) -> None:
-        """At the end of a backward pass, get the values of `root`'s buffers, if `enabled` and due. Collective."""
-        if self.enabled and due and self._comm.size > 1:
+        """At the end of a backward pass, get the values of `root`'s buffers, if copied and due. Collective."""
+        if self._options.copies_buffers and due and self._comm.size > 1:
             self._fetch(self._model.buffers(of_step=True), root)
 
     def copy(self) -> None:
-        """Copy the buffers of rank 0 to all ranks, if `enabled`. Collective."""
-        if self.enabled:
+        """Copy the buffers of rank 0 to all ranks, if `copies_buffers`. Collective."""
+        if self._options.copies_buffers:
             self._fetch(self._model.buffers(), root=0)
             self.write()
 

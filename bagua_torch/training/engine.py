@@ -123,11 +123,6 @@ class TorchEngine(Engine):
         return self._comm.allgather_object(mine)
 
     @property
-    def place(self) -> tuple[int, int]:
-        """This rank, and the number of ranks."""
-        return self._comm.rank, self._comm.size
-
-    @property
     def exchanging(self) -> bool:
         """Whether buckets were sent whose results are not written back yet."""
         return bool(self._exchanges.sent)

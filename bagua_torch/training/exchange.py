@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
 
 from bagua_comm import Algorithm, Communicator, Plan
-from bagua_comm.algorithms.base import needs_groups
+from bagua_comm.algorithms.base import core_of, needs_groups
 from bagua_comm.engine import EngineCallbacks
 from bagua_comm.objects.pickling import Live
 from bagua_comm.trace import ExchangeCounters
 
+from ..optimizers import FusedOptimizer
 from ..tensors.broadcast import broadcast_tensors
-from ..tensors.memory import BucketMemory, extended, pack, specs_of
+from ..tensors.memory import BucketMemory, pack, specs_of
 from ..tensors.model_state import ModelState
 from .engine import TorchEngine, average_tensors
-from .optimizers import attach_states, flatten
 
 
 class BucketExchange(Live):
@@ -51,6 +53,8 @@ class BucketExchange(Live):
         self.comm, self.model, self.optimizers, self.device = comm, model, optimizers, device
         self.bucket_bytes = bucket_bytes
         self._callbacks = callbacks
+        self.sharing: list[Any] = [each for each in optimizers if getattr(each, "shares_state", "")]
+        """The optimizers that can share state with an algorithm."""
         self._past = ExchangeCounters()  # of earlier engines
         self.memory = BucketMemory(model.trained, self.plan_for(algorithm, bucket_bytes), in_buckets=in_buckets)
         self._start(algorithm)
@@ -76,6 +80,11 @@ class BucketExchange(Live):
         return self._past + self.engine.counters
 
     @property
+    def alone(self) -> bool:
+        """Whether this rank trains as a single process: there are no others, or the engine is stopped."""
+        return self.comm.size == 1 or self.engine.stopped
+
+    @property
     def averages_gradients(self) -> bool:
         """Whether this step averages gradients over several ranks."""
         return self.comm.size > 1 and self.engine.payload == "grad" and self.engine.communicates
@@ -91,6 +100,7 @@ class BucketExchange(Live):
             self.memory = memory
         self._start(algorithm)
         self.flatten()
+        self.attach_states()
 
     def replan(self, bucket_bytes: int, algorithm: Algorithm) -> None:
         """Continue with other buckets, and the same algorithm with other settings. Collective."""
@@ -103,16 +113,23 @@ class BucketExchange(Live):
         memory.replace(self.memory)
         self.memory, self.bucket_bytes = memory, bucket_bytes
         self.note_new_weights()
+        self.attach_states()
+        self.flatten()
+
+    def extended_plan(self, unfrozen: Mapping[str, nn.Parameter]) -> Plan:
+        """The present buckets, and additional ones for these parameters."""
+        more = pack(unfrozen, self.engine.algorithm, self.bucket_bytes, self.comm.size)
+        return replace(self.memory.plan, buckets=(*self.memory.plan.buckets, *more.buckets))
 
     def extend(self, unfrozen: Mapping[str, nn.Parameter]) -> None:
         """Add buckets for parameters that were frozen until now. Collective."""
         if not self.engine.awaits(unfrozen):  # otherwise loaded weights, which may differ between ranks
             broadcast_tensors(self.comm, list(unfrozen.values()), root=0)
         self.model.train(unfrozen)
-        given = unfrozen, self.engine.algorithm, self.bucket_bytes, self.comm.size
-        self.memory.extend(extended(self.memory.plan, *given))
+        self.memory.extend(self.extended_plan(unfrozen))
         self.engine.extend()
         self.note_new_weights()
+        self.flatten()
 
     def hold(self) -> None:
         """Keep the gradients in `p.grad` as one addend of the next mean, and set them to zero."""
@@ -137,13 +154,35 @@ class BucketExchange(Live):
         self.memory.note(self.engine.commits)
 
     def attach_states(self) -> None:
-        """Share the algorithm's state with optimizers; repeat it after they have loaded a state."""
-        attach_states(self.optimizers, self.model.trained, self.engine)
+        """Let optimizers share the state of the algorithm; repeat it after they have loaded a state."""
+        if not self.sharing:
+            return
+        engine, trained = self.engine, self.model.trained
+        phase, shared = engine.phase, engine.shared_state()
+        tensors = {trained[name]: tensor for name, tensor in shared.items()}
+        for optimizer in self.sharing:
+            if optimizer.shares_state == phase.lends:
+                step = engine.buckets[0].step
+                optimizer.attach(trained.values(), tensors, algorithm=core_of(phase), step=step)
+            else:
+                optimizer.detach(trained.values())
 
     def detach_states(self) -> None:
-        """Give optimizers separate states."""
-        attach_states(self.optimizers, self.model.trained, None)
+        """Give optimizers states of their own from now on."""
+        for optimizer in self.sharing:
+            optimizer.detach(self.model.trained.values())
+        self.sharing.clear()
 
     def flatten(self) -> None:
-        """Move the parameters of fused optimizers to their final addresses."""
-        flatten(self.optimizers, self.model.trained, self.memory)
+        """Let fused optimizers move parameters now, so that all forward passes find them at the same addresses.
+
+        A matrix product on the CPU may round by the address of a weight. A rank that joins in the middle of a
+        training must compute the same as the other ranks.
+        """
+        fused = [optimizer for optimizer in self.optimizers if isinstance(optimizer, FusedOptimizer)]
+        if fused:
+            fresh = self.memory.attach_all()
+            for optimizer in fused:
+                optimizer.flatten()
+            for name in fresh:
+                self.model.trained[name].grad = None

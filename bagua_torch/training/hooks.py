@@ -1,7 +1,4 @@
-"""The hooks of a wrapper on its module and optimizers, and the end of older wrappers.
-
-Hooks hold the wrapper weakly, so only the user keeps it alive. Once it is gone, its hooks do nothing.
-"""
+"""Hooks that hold a wrapper weakly, so only the user keeps it alive, and the end of older wrappers."""
 
 from __future__ import annotations
 
@@ -10,14 +7,13 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
-from bagua_comm import CommError, Communicator
+from bagua_comm import ArrayError, CommError, Communicator
 
-from ..tensors.flats import lay_out_state
 from .backward import BackwardWatch, watches_of
-from .scaling import on_skipped_step
 
 
 class WeakCall:
@@ -57,53 +53,24 @@ class EagerWeakCall(WeakCall):
         return None if torch.compiler.is_compiling() else super().__call__(*given)
 
 
-class Hooks:
-    """The hooks of a wrapper on its module and optimizers: its methods, held weakly."""
+def weak_call_on_all(method: Callable[[], None], comm: Communicator) -> Callable[[], None]:
+    """A function that calls a method and holds its object weakly.
 
-    def __init__(self) -> None:
-        self._handles: list[Any] = []
+    Collective. It raises on all ranks if a rank has deleted the object.
+    """
+    reference = weakref.WeakMethod(method)
 
-    def on_optimizers(
-        self,
-        optimizers: Iterable[torch.optim.Optimizer],
-        *,
-        before: Callable[..., Any],
-        after: Callable[..., Any],
-        skipped: Callable[..., Any],
-    ) -> None:
-        """Call `before` and `after` each step, or `skipped`; give loaded states the parameters' strides."""
-        for optimizer in optimizers:
-            self._handles += [
-                on_skipped_step(optimizer, WeakCall(skipped)),
-                optimizer.register_step_pre_hook(WeakCall(before, self._handles)),
-                optimizer.register_step_post_hook(WeakCall(after, self._handles)),
-                optimizer.register_load_state_dict_post_hook(lay_out_state),
-            ]
+    def call() -> None:
+        present = reference()
+        gone = np.flatnonzero(comm.allgather(np.array(present is None)))
+        if present is None or gone.size:
+            raise ArrayError(
+                f"the weights differ between ranks, but rank {gone[0]} has deleted the wrapper of this engine, "
+                "which averages them; keep the DistributedDataParallel on all ranks while its engine is used"
+            )
+        present()
 
-    def on_module(
-        self,
-        module: Any,  # torch leaves some of these methods untyped
-        *,
-        running: Callable[..., Any],
-        saving: Callable[..., Any],
-        loading: Callable[..., Any],
-        returned: Callable[..., Any],
-    ) -> None:
-        """Call `running`, `saving` or `loading` before the module does so, and `returned` after it ran."""
-        self._handles += [
-            module.register_forward_pre_hook(WeakCall(running, self._handles)),
-            module.register_forward_hook(EagerWeakCall(returned, self._handles)),
-            module.register_state_dict_pre_hook(WeakCall(saving, self._handles)),
-        ]
-        for part in module.modules():  # each of them may be loaded alone
-            if not isinstance(part, torch.jit.ScriptModule):
-                self._handles.append(part.register_load_state_dict_pre_hook(WeakCall(loading, self._handles)))
-
-    def remove(self) -> None:
-        """Remove all hooks."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+    return call
 
 
 def remove_dead_hooks(module: nn.Module) -> None:

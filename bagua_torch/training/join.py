@@ -11,9 +11,12 @@ import torch
 from bagua_comm import Communicator, Point
 
 from ..errors import EarlyEndError
-from ..tensors.memory import BucketMemory, SavedGradients
+from ..tensors.memory import SavedGradients
 from ..tensors.sharded import check_join
+from .buffers import SharedBuffers
 from .engine import TorchEngine
+from .exchange import BucketExchange
+from .unused import UnusedParameters
 
 
 @dataclass
@@ -86,27 +89,15 @@ class Join:
             else:
                 engine.at(Point.STEP)
 
-    def follow(
-        self,
-        engine: TorchEngine,
-        memory: BucketMemory,
-        *,
-        copy_buffers: Callable[[], None],
-        exchanged: Callable[[], None],
-    ) -> list[int]:
+    def follow(self, exchange: BucketExchange, buffers: SharedBuffers, unused: UnusedParameters) -> list[int]:
         """Take part in the exchanges of ranks that have data left, until none has. Restores `p.grad`.
 
         Collective.
 
-        Args:
-            engine: The engine of the buckets.
-            memory: The memory of the buckets.
-            copy_buffers: Called when the backward pass of a step has ended.
-            exchanged: Called at the end of each exchange.
-
         Returns:
             The ranks that took part in the last exchange, if this rank had ended before it.
         """
+        engine, memory = exchange.engine, exchange.memory
         before = SavedGradients(memory)
         last: list[int] = []
         zeroed_in = -1
@@ -128,13 +119,22 @@ class Join:
                 for index in range(len(memory.names)):
                     engine.ready_bucket(index)
             engine.at(Point.BACKWARD)
-            copy_buffers()
+            if engine.communicates:
+                self.fetch(buffers)
+            buffers.keep()
             if engine.payload == "weight":
                 # Ranks that have data may wait for this exchange before they announce their next step.
                 engine.at(Point.STEP)
-            exchanged()
+            exchange.attach_states()
+            unused.follow_pass(self.passes, engine, freezes=self.freezes)
         before.restore()
+        buffers.due = True  # the same on all ranks, whatever number of steps each has made
+        exchange.note_new_weights()
         return last
+
+    def fetch(self, buffers: SharedBuffers) -> None:
+        """At the end of a backward pass, get the buffers of a rank that has data, if they are due. Collective."""
+        buffers.fetch_if(self.copies, root=self.active[0])
 
     def furthest(self, last: Sequence[int], steps: int) -> int:
         """The rank whose weights all ranks get at the end.

@@ -1,8 +1,25 @@
-"""The stages of a training step."""
+"""How far a training step is: its stage, and the gradients that it accumulates over several passes."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
+
+import torch
+from torch import nn
+
+
+@dataclass
+class StepOptions:
+    """What a user may choose, and change between steps."""
+
+    copies_buffers: bool = True
+    """Whether buffers are the same on all ranks after a step."""
+    find_unused: bool = False
+    """Whether ranks agree on parameters without a gradient, and remove their gradients."""
+    static: bool = False
+    """Whether the same parameters get a gradient in every step."""
 
 
 class Stage(Enum):
@@ -23,3 +40,61 @@ class Stage(Enum):
     REOPENED = "averaged, and another forward pass was announced"
     ANNOUNCED = "the optimizers stepped after a forward pass that was announced for the next step"
     CLOSED = "the wrapper was closed"
+
+
+class Accumulation:
+    """Passes that accumulate into the gradients of a step, where weights are exchanged once in a step.
+
+    A further pass either accumulates into averaged gradients, or belongs to the next step, after one that the
+    optimizers have skipped, as a GradScaler does. Only the gradients tell: after a skipped step they are cleared.
+    Of each bucket one gradient is observed, so that this costs little.
+
+    Args:
+        parameters: The parameters, by name.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._parameters = parameters
+        self._marks: list[tuple[nn.Parameter, int, int]] = []
+        """Parameters, and the identity and the version of their gradient."""
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin a new step."""
+        self.stays = False
+        """Whether a backward pass since the last step was not averaged."""
+        self.continued = False
+        """Whether a forward pass has continued the averaged step."""
+        self.cleared = False
+        """Whether the gradients of that step were cleared, and others accumulated."""
+        self.late = False
+        """Whether the last step was skipped, which the present pass of the next one has found."""
+
+    def average(self) -> None:
+        """Note that all gradients so far are averaged."""
+        self.stays = self.cleared = False
+
+    def note(self, buckets: Sequence[Sequence[str]]) -> None:
+        """Note the gradients at the end of a backward pass; `buckets` has the names of each bucket."""
+        self._marks = []
+        for names in buckets:
+            for name in names:
+                gradient = self._parameters[name].grad
+                if gradient is not None:
+                    self._marks.append((self._parameters[name], id(gradient), gradient._version))
+                    break
+
+    @property
+    def given_up(self) -> bool:
+        """Whether the noted gradients are gone, or all zero. Waits for a device only if they have changed."""
+        changed = not self._marks
+        for parameter, identity, version in self._marks:
+            gradient = parameter.grad
+            if gradient is None:
+                return True
+            changed |= id(gradient) != identity or gradient._version != version
+        return changed and not any(bool(each.any()) for each in self._values())
+
+    def _values(self) -> list[torch.Tensor]:
+        gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
+        return [each._values() if each.is_sparse else each for each in gradients]

@@ -7,117 +7,92 @@ error on all ranks. The parameters get new buckets after the existing ones, so n
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-import torch
 from torch import nn
 
-from bagua_comm import Algorithm, ArrayError, BaguaError, CommMismatch, UnsupportedError
+from bagua_comm import ArrayError, BaguaError, CommMismatch, UnsupportedError
 from bagua_comm.algorithms.base import runs_in_rounds
 from bagua_comm.engine import check_fit
 
 from ..errors import MismatchError
 from ..tensors import checks
-from ..tensors.memory import extended
-from .engine import TorchEngine
+from .exchange import BucketExchange
 
 
-def check_together(
-    unfrozen: Mapping[str, nn.Parameter], algorithm: Algorithm, *, apart: bool, late: bool
+def check(
+    unfrozen: Mapping[str, nn.Parameter], exchange: BucketExchange, *, apart: bool, late: bool, opened: bool
 ) -> None:
-    """Raise unless all ranks can begin to train the unfrozen parameters in the same step.
+    """Raise on all ranks unless all have unfrozen these parameters in the same step, and can train them.
+
+    Collective, unless this rank cannot unfreeze any now.
 
     Args:
         unfrozen: The parameters, by name.
-        algorithm: The algorithm of the wrapper.
+        exchange: The buckets of the parameters that are trained already.
         apart: Whether ranks may be in different steps.
         late: Whether a backward pass has begun.
+        opened: Whether there was a forward pass whose backward pass has not ended.
 
     Raises:
-        ArrayError: It is too late.
-        UnsupportedError: Ranks may be in different steps.
+        ArrayError: No optimizer steps one of them, a step has begun, or it is too late.
+        CommMismatch: The ranks have unfrozen different ones, or not in the same step. A RuntimeError as well.
+        UnsupportedError: Ranks may be in different steps; the algorithm cannot add parameters, or cannot train
+            these.
     """
-    name = next(iter(unfrozen))
+    name, engine = next(iter(unfrozen)), exchange.engine
     if late:
         raise ArrayError(
             f"DistributedDataParallel: {name!r} was unfrozen before a forward pass in evaluation mode; its "
             "gradients are averaged only from a forward pass in training mode on: call train() before it"
         )
-    if apart or runs_in_rounds(algorithm):
+    if apart or runs_in_rounds(engine.algorithm):
         raise UnsupportedError(
             f"DistributedDataParallel: {name!r} was unfrozen while ranks may be in different steps (in `join`, "
             "between `stop` and `resume`, or with AsyncModelAverage), but all must begin to train it together; "
             "wrap the module while it has requires_grad=True, and freeze it afterwards"
         )
-
-
-def agree(
-    unfrozen: Mapping[str, nn.Parameter],
-    engine: TorchEngine,
-    trained: Mapping[str, nn.Parameter],
-    optimizers: Sequence[torch.optim.Optimizer],
-    bucket_bytes: int,
-    *,
-    opened: bool,
-) -> None:
-    """Raise on all ranks unless all have unfrozen these parameters and can train them.
-
-    Collective.
-
-    Args:
-        unfrozen: The parameters, by name.
-        engine: The engine of the parameters that are trained already.
-        trained: The parameters that are trained already.
-        optimizers: The optimizers of the model.
-        bucket_bytes: The size at which a bucket is closed.
-        opened: Whether there was a forward pass whose backward pass has not ended.
-
-    Raises:
-        ArrayError: No optimizer steps one of them, or a step has begun.
-        CommMismatch: The ranks have unfrozen different ones, or not in the same step. A RuntimeError as well.
-        UnsupportedError: The algorithm cannot add parameters, or cannot train these.
-    """
+    mine = [(n, tuple(p.shape), str(p.dtype), checks.in_memory(p)) for n, p in unfrozen.items()]
     problem: BaguaError | None = None
     try:
-        checks.check_may_begin(next(iter(unfrozen)), engine.algorithm)
+        checks.check_may_begin(name, engine.algorithm)
         checks.check_memory(unfrozen)
-        for name, parameter in unfrozen.items():
+        for other, parameter in unfrozen.items():
             if parameter.device != engine.device:
                 raise UnsupportedError(
-                    f"DistributedDataParallel: {name!r} was unfrozen on {parameter.device}, expected "
+                    f"DistributedDataParallel: {other!r} was unfrozen on {parameter.device}, expected "
                     f"{engine.device}, where the other parameters are"
                 )
-        checks.check_optimizers(optimizers, {**trained, **unfrozen}, engine.algorithm)
-        size = engine.place[1]
-        plan = extended(engine.plan, unfrozen, engine.algorithm, bucket_bytes, size)
-        check_fit(engine.algorithm, plan, size)
+        trained = {**exchange.model.trained, **unfrozen}
+        checks.check_optimizers(exchange.optimizers, trained, engine.algorithm)
+        check_fit(engine.algorithm, exchange.extended_plan(unfrozen), exchange.comm.size)
         if engine.holds or (opened and engine.exchanging):
             raise ArrayError(
-                f"DistributedDataParallel: {next(iter(unfrozen))!r} was unfrozen within a step, between a "
+                f"DistributedDataParallel: {name!r} was unfrozen within a step, between a "
                 "forward pass and its backward pass or between two microbatches; unfreeze it after the "
                 "optimizer's step"
             )
     except BaguaError as exc:
         problem = exc
-    mine = [(n, tuple(p.shape), str(p.dtype), checks.in_memory(p)) for n, p in unfrozen.items()]
+    rank = exchange.comm.rank
     try:
         rows = engine.agree((mine, None if problem is None else str(problem)))
     except CommMismatch as exc:
         raise MismatchError(
-            f"DistributedDataParallel: rank {engine.place[0]} has unfrozen {_listed(mine)}, but not all ranks "
+            f"DistributedDataParallel: rank {rank} has unfrozen {_listed(mine)}, but not all ranks "
             f"have unfrozen parameters between the same two steps; {exc}"
         ) from exc
-    for rank, (theirs, _) in enumerate(rows):
+    for other_rank, (theirs, _) in enumerate(rows):
         if theirs != mine:
             raise MismatchError(
-                f"DistributedDataParallel: rank {engine.place[0]} has unfrozen {_listed(mine)}, but rank {rank} "
+                f"DistributedDataParallel: rank {rank} has unfrozen {_listed(mine)}, but rank {other_rank} "
                 f"{_listed(theirs)}; unfreeze the same parameters on all ranks, between the same two steps"
             )
     if problem is not None:
         raise problem
-    for rank, (_, text) in enumerate(rows):
+    for other_rank, (_, text) in enumerate(rows):
         if text is not None:
-            raise ArrayError(f"rank {rank}: {text}")
+            raise ArrayError(f"rank {other_rank}: {text}")
 
 
 def _listed(rows: list[tuple[str, tuple[int, ...], str, str]]) -> str:

@@ -13,6 +13,7 @@ from bagua_comm import Algorithm, Communicator, Exact, GradientAllReduce, Hierar
 from ..errors import MismatchError, MisuseError
 from ..tensors.checks import check_may_freeze
 from .engine import TorchEngine
+from .stage import StepOptions
 
 
 def keeps_zeros(algorithm: Algorithm) -> bool:
@@ -32,15 +33,11 @@ class UnusedParameters:
     Args:
         comm: The ranks.
         parameters: The parameters that are trained, by name.
-        find: Whether ranks agree on unused parameters, and remove their gradients.
-        static: Whether the same parameters get a gradient in every step.
+        options: They say whether ranks agree on unused parameters, and whether the graph is static.
     """
 
-    def __init__(
-        self, comm: Communicator, parameters: Mapping[str, nn.Parameter], *, find: bool, static: bool
-    ) -> None:
-        self._comm, self._parameters = comm, parameters
-        self.find, self.static = find, static
+    def __init__(self, comm: Communicator, parameters: Mapping[str, nn.Parameter], options: StepOptions) -> None:
+        self._comm, self._parameters, self._options = comm, parameters, options
         self._unused: dict[int, set[str]] = {}
         """In a static graph: the parameters without a gradient on any rank, by the pass of the step."""
         self._first: dict[int, set[str]] = {}
@@ -58,7 +55,7 @@ class UnusedParameters:
     ) -> None:
         """Remove zero gradients that no rank has computed, or whose parameters are frozen.
 
-        Collective, if `find` or `static`, or if some parameters are frozen and averages round.
+        Collective, if ranks look for unused parameters, or if some parameters are frozen and averages round.
 
         Args:
             fresh: The parameters that had no gradient before on this rank.
@@ -74,25 +71,28 @@ class UnusedParameters:
             # As in a single process. Zero gradients would move weights by momentum and decay.
             self._remove(() if engine.phase.lends else fresh)
             return
-        if self.find or self.static:
-            self._remove_unused(fresh, number, static=self.static, inner=inner)
+        static = self._options.static
+        finds = static or self._options.find_unused
+        if finds:
+            self._remove_unused(fresh, number, static=static, inner=inner)
         must_agree = self._must_agree(engine, freezes=bool(frozen) if freezes is None else freezes)
         if must_agree:
             self._remove_unused(frozen, number, static=False, inner=False)
-        agreed = must_agree or (engine.communicates and (self.find or self.static))
+        agreed = must_agree or (finds and engine.communicates)
         self._remove_frozen(frozen, agreed=agreed)
 
     def follow_pass(self, number: int, engine: TorchEngine, *, freezes: bool) -> None:
         """Take part in the agreement of `end_pass` on a rank without data. Collective, as `end_pass`."""
         every = list(self._parameters)
-        if engine.payload == "grad" and (self.find or self.static):
-            self._remove_unused(every, number, static=self.static, inner=False)
+        static = self._options.static
+        if engine.payload == "grad" and (static or self._options.find_unused):
+            self._remove_unused(every, number, static=static, inner=False)
         if self._must_agree(engine, freezes=freezes):
             self._remove_unused(every, number, static=False, inner=False)
 
     def _must_agree(self, engine: TorchEngine, *, freezes: bool) -> bool:
         """Whether ranks must agree on which frozen parameters got a gradient, as values do not show it."""
-        if not freezes or self.find or self.static or self._comm.size == 1:
+        if not freezes or self._options.find_unused or self._options.static or self._comm.size == 1:
             return False
         return engine.payload == "grad" and engine.communicates and not keeps_zeros(engine.phase)
 

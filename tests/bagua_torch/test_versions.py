@@ -8,7 +8,7 @@ from torch import nn
 from bagua_comm import CommError, Decentralized, GradientAllReduce, UnsupportedError
 from bagua_comm.testing import run_ranks
 from bagua_torch import DistributedDataParallel
-from bagua_torch.training.versions import WeightVersions
+from bagua_torch.training.unaveraged import WeightVersions
 
 
 def step_in_hooks(model):
