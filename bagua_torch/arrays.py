@@ -12,20 +12,12 @@ from bagua_comm import UnsupportedError, arrays
 from bagua_comm.arrays import Array
 from bagua_comm.execution import cuda
 
-_DTYPES = {
-    torch.bool: "bool",
-    torch.uint8: "uint8",
-    torch.int8: "int8",
-    torch.int16: "int16",
-    torch.int32: "int32",
-    torch.int64: "int64",
-    torch.float16: "float16",
-    torch.bfloat16: "bfloat16",
-    torch.float32: "float32",
-    torch.float64: "float64",
-    torch.complex64: "complex64",
-    torch.complex128: "complex128",
-}
+_NAMES = (
+    *("bool", "uint8", "int8", "int16", "int32", "int64"),
+    *("float16", "bfloat16", "float32", "float64", "complex64", "complex128"),
+)
+_DTYPES: dict[torch.dtype, str] = {getattr(torch, name): name for name in _NAMES}
+"""The dtypes that NumPy and CuPy have too, and their names."""
 
 
 def dtype_name(tensor: torch.Tensor) -> str:

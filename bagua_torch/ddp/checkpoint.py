@@ -10,22 +10,19 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 import bagua_comm
-from bagua_comm import ArrayError, Communicator, Own
+from bagua_comm import ArrayError, Own
 from bagua_comm.algorithms.base import exchanges_weights
 from bagua_comm.arrays import Array
 from bagua_comm.checkpoint import Loaded
 from bagua_comm.checkpoint.optimizers import check_settings, is_optimizer, load_in_place, with_dtype
 from bagua_comm.checkpoint.trees import as_tagged, from_tagged
 from bagua_comm.comm.public_methods import public_method
-from bagua_comm.objects.closing import Closing
-from bagua_comm.objects.pickling import Live
 
 from ..arrays import as_array, as_tensor, torch_stream
 from ..entry import errors_on_all
@@ -33,7 +30,7 @@ from ..tensors import sharded
 from .wrapper import DistributedDataParallel
 
 
-class Checkpoints(Live, Closing):
+class Checkpoints(bagua_comm.Checkpoints):
     """Checkpoints of PyTorch objects in a folder that all ranks share; see `bagua_comm.Checkpoints`.
 
     Collective.
@@ -55,16 +52,20 @@ class Checkpoints(Live, Closing):
         ArrayError: An argument is out of range, or differs between ranks.
     """
 
-    @public_method("Checkpoints")
-    def __init__(
-        self, folder: str | Path, comm: Communicator, *, keep: int | None = 3, stall_s: float = 600.0
-    ) -> None:
-        self._checkpoints = _OfTensors(folder, comm, keep=keep, stall_s=stall_s)
-        self._comm = comm
-        self._device = torch.device("cpu" if comm.device is None else f"cuda:{comm.device}")
+    @staticmethod
+    def _to_array(value: Any) -> tuple[str, Array] | None:
+        if isinstance(value, torch.Tensor):
+            return "tensor", as_array(value.detach().resolve_conj().resolve_neg())
+        return as_tagged(value)
+
+    @staticmethod
+    def _from_array(tag: str, array: Array) -> Any:
+        return as_tensor(array) if tag == "tensor" else from_tagged(tag, array)
 
     @public_method("Checkpoints.save")
-    def save(self, step: int, *, wait: bool = False, **objects: Any) -> None:
+    def save(  # type: ignore[override]
+        self, step: int, *, wait: bool = False, **objects: Any
+    ) -> None:
         """Save objects as the checkpoint of a step; call it between two steps.
 
         Collective. Returns when their tensors have been copied; a thread writes them. See
@@ -84,10 +85,11 @@ class Checkpoints(Live, Closing):
             CommMismatch: Ranks give different objects, or plain values in them differ; the error has the path.
             UnsupportedError: An object has a value that a checkpoint cannot hold; the error has the path.
         """
-        with torch_stream(self._device):
+        device = self._comm.device
+        with torch_stream(torch.device("cpu" if device is None else f"cuda:{device}")):
             models = [each for each in map(_bare, objects.values()) if isinstance(each, DistributedDataParallel)]
             tree = {name: _tree_of(each, models) for name, each in objects.items()}
-            self._checkpoints.save(step, tree, wait=wait)
+            super().save(step, tree, wait=wait)
 
     @public_method("Checkpoints.load")
     def load(self, step: int | None = None, *, fallback: bool = False, **objects: Any) -> Loaded:
@@ -110,7 +112,7 @@ class Checkpoints(Live, Closing):
             CheckpointError: It is damaged or foreign, or has state that does not load on this number of ranks.
             RuntimeError: An object refuses its state; earlier objects are loaded already.
         """
-        loaded = self._checkpoints.load(step, fallback=fallback)
+        loaded = super().load(step, fallback=fallback)
         tree = dict(loaded.tree)
         missing = [name for name in objects if name not in tree]
         if missing:
@@ -126,44 +128,6 @@ class Checkpoints(Live, Closing):
             _load_into(name, _bare(objects[name]), tree.pop(name))
         rest = {name: saved["state"] if _is_state(saved) else saved["value"] for name, saved in tree.items()}
         return loaded._replace(tree=rest)
-
-    @public_method("Checkpoints.wait")
-    def wait(self) -> None:
-        """Wait until the present save is complete; see `bagua_comm.Checkpoints.wait`. Collective."""
-        self._checkpoints.wait()
-
-    @public_method("Checkpoints.latest")
-    def latest(self, *, fallback: bool = False) -> int | None:
-        """The step of the latest checkpoint, or None; see `bagua_comm.Checkpoints.latest`.
-
-        Collective.
-        """
-        return self._checkpoints.latest(fallback=fallback)
-
-    @public_method("Checkpoints.close")
-    def close(self) -> None:
-        """Wait for the present save, and end the threads; closing twice does nothing.
-
-        Collective.
-        """
-        self._checkpoints.close()
-
-    def _leave(self, error: BaseException) -> None:
-        self._checkpoints._leave(error)
-
-
-class _OfTensors(bagua_comm.Checkpoints):
-    """Checkpoints of trees with tensors, which load as tensors on the CPU."""
-
-    @staticmethod
-    def _to_array(value: Any) -> tuple[str, Array] | None:
-        if isinstance(value, torch.Tensor):
-            return "tensor", as_array(value.detach().resolve_conj().resolve_neg())
-        return as_tagged(value)
-
-    @staticmethod
-    def _from_array(tag: str, array: Array) -> Any:
-        return as_tensor(array) if tag == "tensor" else from_tagged(tag, array)
 
 
 # Objects as trees ------------------------------------------------------------------------------------------

@@ -61,13 +61,9 @@ class BaguaFabricStrategy(RankStrategy, _FabricBase):  # type: ignore[misc]
         super().__init__(checkpoint_io=checkpoint_io, precision=precision, **found)
         self._backward_sync_control = NoBackwardSync()
 
-    def set_world_ranks(self) -> None:
-        """Set the rank in Lightning's loggers."""
-        self._set_world_ranks()
-
     def setup_environment(self) -> None:
         """Set up the device and torch.distributed. Collective."""
-        self._set_world_ranks()
+        self.set_world_ranks()
         super().setup_environment()
         provide_group(self.comm)
 
@@ -85,10 +81,6 @@ class BaguaFabricStrategy(RankStrategy, _FabricBase):  # type: ignore[misc]
     def module_to_device(self, module: nn.Module) -> None:
         """Move the module to this rank's device."""
         module.to(self.root_device)
-
-    def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce a tensor over all ranks, in place; return other values unchanged. Collective."""
-        return self._reduce(tensor, group, reduce_op)
 
     def average_weights(self, module: nn.Module) -> None:
         """Average weights that differ between ranks, before evaluation; `module` is the result of `fabric.setup`.

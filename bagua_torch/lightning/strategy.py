@@ -114,7 +114,8 @@ class RankStrategy:
         """The arguments of a DistributedSampler."""
         return {"num_replicas": self.comm.size, "rank": self.comm.rank}
 
-    def _set_world_ranks(self) -> None:
+    def set_world_ranks(self) -> None:
+        """Set the rank in Lightning's loggers."""
         utilities = importlib.import_module("lightning_utilities.core.rank_zero")
         utilities.rank_zero_only.rank = self.comm.rank
 
@@ -126,7 +127,7 @@ class RankStrategy:
         """The object of rank `src`. Collective."""
         return self.comm.broadcast_object(obj, root=src)
 
-    def _reduce(self, tensor: Any, group: Any, reduce_op: Any) -> Any:
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce a tensor over all ranks, in place; return other values unchanged. Collective."""
         if not isinstance(tensor, torch.Tensor):
             return tensor
@@ -136,6 +137,9 @@ class RankStrategy:
             values = as_array(tensor)
             self.comm.allreduce(values, out=values, op=op)
         return tensor
+
+    all_reduce = reduce
+    """The name of `reduce` in Fabric."""
 
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
         """The tensors of all ranks, stacked: (ranks, ...). Collective.

@@ -77,10 +77,6 @@ class BaguaStrategy(RankStrategy, _TrainerBase):  # type: ignore[misc]
 
     # Setup and teardown -----------------------------------------------------------------------------------
 
-    def set_world_ranks(self) -> None:
-        """Set the rank in Lightning's loggers."""
-        self._set_world_ranks()
-
     def setup_environment(self) -> None:
         """Set up the device and torch.distributed. Collective."""
         super().setup_environment()
@@ -141,10 +137,6 @@ class BaguaStrategy(RankStrategy, _TrainerBase):  # type: ignore[misc]
         """Complete a backward pass that reached no parameter on this rank. Collective."""
         if self.wrapper is not None:
             self.wrapper.end_backward()
-
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce a tensor over all ranks, in place; return other values unchanged. Collective."""
-        return self._reduce(tensor, group, reduce_op)
 
     # Weights that differ between ranks --------------------------------------------------------------------
 
