@@ -22,9 +22,8 @@ Second derivatives use the same calls: `create_graph=True` works.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -65,7 +64,7 @@ def allreduce(comm: Communicator, x: torch.Tensor, *, op: LinearOp = "sum") -> t
     [tensor([3., 3.]), tensor([3., 3.])]
     """
     _check_op("allreduce", op)
-    return _call(x, _AllReduce(comm, _number(comm, "allreduce"), op=op))
+    return _call(x, _allreduce(comm, _number(comm, "allreduce"), op))
 
 
 def allgather(comm: Communicator, x: torch.Tensor) -> torch.Tensor:
@@ -78,7 +77,7 @@ def allgather(comm: Communicator, x: torch.Tensor) -> torch.Tensor:
         CommMismatch: The ranks' calls do not fit together.
         UnsupportedError: `x` is not a tensor that `comm` carries.
     """
-    return _call(x, _AllGather(comm, _number(comm, "allgather")))
+    return _call(x, _allgather(comm, _number(comm, "allgather")))
 
 
 def reduce_scatter(comm: Communicator, x: torch.Tensor, *, op: LinearOp = "sum") -> torch.Tensor:
@@ -100,7 +99,7 @@ def reduce_scatter(comm: Communicator, x: torch.Tensor, *, op: LinearOp = "sum")
     _check_op("reduce_scatter", op)
     m = _even_chunk("reduce_scatter", x, comm.size)
     rows = x.reshape(comm.size, m, *x.shape[1:])
-    return _call(rows, _ReduceScatter(comm, _number(comm, "reduce_scatter"), op=op))
+    return _call(rows, _reduce_scatter(comm, _number(comm, "reduce_scatter"), op))
 
 
 def alltoall(
@@ -145,7 +144,7 @@ def alltoall(
         if out_counts is not None:
             raise ArrayError(f"{name}: out_counts is given, but counts is None; give both, or counts alone")
         _even_chunk(name, x, comm.size)
-        return _call(x, _AllToAll(comm, _number(comm, name), codec=codec))
+        return _call(x, _alltoall(comm, _number(comm, name), codec=codec))
     rows = x.shape[0] if x.dim() else -1
     sends = _check_counts(name, "counts", counts, comm.size)
     if rows != sum(sends):
@@ -157,7 +156,7 @@ def alltoall(
         recvs: list[int] = comm.alltoall(np.array(sends, np.int64)).tolist()
     else:
         recvs = _check_counts(name, "out_counts", out_counts, comm.size)
-    return _call(x, _AllToAll(comm, number, counts=sends, out_counts=recvs, codec=codec))
+    return _call(x, _alltoall(comm, number, sends, recvs, codec))
 
 
 def broadcast(comm: Communicator, x: torch.Tensor, *, root: int) -> torch.Tensor:
@@ -173,7 +172,7 @@ def broadcast(comm: Communicator, x: torch.Tensor, *, root: int) -> torch.Tensor
     """
     if not isinstance(root, int) or not 0 <= root < comm.size:
         raise ArrayError(f"broadcast: root is {root!r}, expected a rank from 0 to {comm.size - 1}")
-    return _call(x, _Broadcast(comm, _number(comm, "broadcast"), root=root))
+    return _call(x, _broadcast(comm, _number(comm, "broadcast"), root))
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -182,126 +181,106 @@ def broadcast(comm: Communicator, x: torch.Tensor, *, root: int) -> torch.Tensor
 
 
 @dataclass(frozen=True)
-class _Collective(ABC):
-    """A linear map of all ranks' tensors, and its adjoint, which maps gradients."""
+class _Map:
+    """A linear map of all ranks' tensors; its adjoint maps gradients."""
 
-    comm: Communicator = field(repr=False)
+    comm: Communicator
+    name: str
+    """The call that it makes."""
     number: str
     """Name and number of the user's call."""
+    run: Callable[[torch.Tensor], torch.Tensor]
+    """Map a contiguous tensor to a new one. Collective."""
+    adjoint_as: Callable[[str], _Map]
+    """Make the adjoint for a call of this name and number."""
 
-    @abstractmethod
-    def run(self, x: torch.Tensor) -> torch.Tensor:
-        """Map a contiguous tensor to a new one. Collective."""
-
-    def adjoint(self) -> _Collective:
+    def adjoint(self) -> _Map:
         """The adjoint, as the backward of this call."""
-        return self._adjoint(f"backward of {self.number}")
-
-    @abstractmethod
-    def _adjoint(self, number: str) -> _Collective: ...
+        return self.adjoint_as(f"backward of {self.number}")
 
 
-@dataclass(frozen=True)
-class _AllReduce(_Collective):
-    op: LinearOp
-
-    def run(self, x: torch.Tensor) -> torch.Tensor:
+def _allreduce(comm: Communicator, number: str, op: LinearOp) -> _Map:
+    def run(x: torch.Tensor) -> torch.Tensor:
         out = torch.empty_like(x)
-        self.comm.allreduce(as_array(x), out=as_array(out), op=self.op)
+        comm.allreduce(as_array(x), out=as_array(out), op=op)
         return out
 
-    def _adjoint(self, number: str) -> _Collective:
-        return _AllReduce(self.comm, number, self.op)
+    return _Map(comm, "allreduce", number, run, lambda number: _allreduce(comm, number, op))
 
 
-@dataclass(frozen=True)
-class _AllGather(_Collective):
+def _allgather(comm: Communicator, number: str, *, mean: bool = False) -> _Map:
     """From (...) to (p, ...); the result is divided by p if `mean`."""
 
-    mean: bool = False
+    def run(x: torch.Tensor) -> torch.Tensor:
+        out = x.new_empty((comm.size, *x.shape))
+        comm.allgather(as_array(x), out=as_array(out))
+        return out.div_(comm.size) if mean else out
 
-    def run(self, x: torch.Tensor) -> torch.Tensor:
-        out = x.new_empty((self.comm.size, *x.shape))
-        self.comm.allgather(as_array(x), out=as_array(out))
-        return out.div_(self.comm.size) if self.mean else out
-
-    def _adjoint(self, number: str) -> _Collective:
-        return _ReduceScatter(self.comm, number, "avg" if self.mean else "sum")
+    op: LinearOp = "avg" if mean else "sum"
+    return _Map(comm, "allgather", number, run, lambda number: _reduce_scatter(comm, number, op))
 
 
-@dataclass(frozen=True)
-class _ReduceScatter(_Collective):
+def _reduce_scatter(comm: Communicator, number: str, op: LinearOp) -> _Map:
     """From (p, ...) to (...)."""
 
-    op: LinearOp
-
-    def run(self, x: torch.Tensor) -> torch.Tensor:
+    def run(x: torch.Tensor) -> torch.Tensor:
         out = x.new_empty((1, *x.shape[1:]))
-        self.comm.reduce_scatter(as_array(x), out=as_array(out), op=self.op)
+        comm.reduce_scatter(as_array(x), out=as_array(out), op=op)
         return out.squeeze(0)
 
-    def _adjoint(self, number: str) -> _Collective:
-        return _AllGather(self.comm, number, self.op == "avg")
+    return _Map(comm, "reducescatter", number, run, lambda number: _allgather(comm, number, mean=op == "avg"))
 
 
-@dataclass(frozen=True)
-class _AllToAll(_Collective):
-    counts: list[int] | None = None
-    out_counts: list[int] | None = None
-    codec: Codec | None = None
+def _alltoall(
+    comm: Communicator,
+    number: str,
+    counts: list[int] | None = None,
+    out_counts: list[int] | None = None,
+    codec: Codec | None = None,
+) -> _Map:
+    def exchange(x: Any, out: Any, width: int) -> None:
+        if counts is None or out_counts is None:
+            comm.alltoall(x, out)
+        else:
+            sends, recvs = ([width * n for n in each] for each in (counts, out_counts))
+            comm.alltoall(x, out, counts=sends, out_counts=recvs)
 
-    def run(self, x: torch.Tensor) -> torch.Tensor:
-        out = x.new_empty((len(x) if self.out_counts is None else sum(self.out_counts), *x.shape[1:]))
+    def run(x: torch.Tensor) -> torch.Tensor:
+        out = x.new_empty((len(x) if out_counts is None else sum(out_counts), *x.shape[1:]))
         width = math.prod(x.shape[1:])
         source, target = as_array(x), as_array(out)
-        if self.codec is None:
-            self._exchange(source, target, width)
+        if codec is None:
+            exchange(source, target, width)
             return out
-        draws = next_draws(self.comm, self.codec.random_seed)
-        wire = self.codec.encode(source.reshape(len(x), width), draws=draws)  # (rows, w)
+        draws = next_draws(comm, codec.random_seed)
+        wire = codec.encode(source.reshape(len(x), width), draws=draws)  # (rows, w)
         w = wire.shape[1]
         received = empty((len(out), w), wire.dtype, like=wire)
-        self._exchange(wire, received, w)
-        self.codec.decode(received, target.reshape(len(out), width))
+        exchange(wire, received, w)
+        codec.decode(received, target.reshape(len(out), width))
         return out
 
-    def _exchange(self, x: Any, out: Any, width: int) -> None:
-        if self.counts is None or self.out_counts is None:
-            self.comm.alltoall(x, out)
-            return
-        sends, recvs = ([width * n for n in counts] for counts in (self.counts, self.out_counts))
-        self.comm.alltoall(x, out, counts=sends, out_counts=recvs)
-
-    def _adjoint(self, number: str) -> _Collective:
-        return _AllToAll(self.comm, number, self.out_counts, self.counts)
+    return _Map(comm, "alltoall", number, run, lambda number: _alltoall(comm, number, out_counts, counts))
 
 
-@dataclass(frozen=True)
-class _Broadcast(_Collective):
-    root: int
-
-    def run(self, x: torch.Tensor) -> torch.Tensor:
+def _broadcast(comm: Communicator, number: str, root: int) -> _Map:
+    def run(x: torch.Tensor) -> torch.Tensor:
         out = x.clone()
-        self.comm.broadcast(as_array(out), root=self.root)
+        comm.broadcast(as_array(out), root=root)
         return out
 
-    def _adjoint(self, number: str) -> _Collective:
-        return _Reduce(self.comm, number, self.root)
+    return _Map(comm, "broadcast", number, run, lambda number: _reduce(comm, number, root))
 
 
-@dataclass(frozen=True)
-class _Reduce(_Collective):
+def _reduce(comm: Communicator, number: str, root: int) -> _Map:
     """The sum of all ranks on `root`, and zero elsewhere."""
 
-    root: int
-
-    def run(self, x: torch.Tensor) -> torch.Tensor:
+    def run(x: torch.Tensor) -> torch.Tensor:
         out = torch.zeros_like(x)
-        self.comm.reduce(as_array(x), out=as_array(out), root=self.root)
+        comm.reduce(as_array(x), out=as_array(out), root=root)
         return out
 
-    def _adjoint(self, number: str) -> _Collective:
-        return _Broadcast(self.comm, number, self.root)
+    return _Map(comm, "reduce", number, run, lambda number: _broadcast(comm, number, root))
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -313,10 +292,9 @@ class _Apply(torch.autograd.Function):
     """A linear map in autograd's graph."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, collective: _Collective, tracked: bool) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, collective: _Map, tracked: bool) -> torch.Tensor:
         comm, ctx.collective = collective.comm, collective
         x = x.detach().resolve_conj().resolve_neg().contiguous()
-        name = type(collective).__name__.strip("_").lower()
         described = f"{collective.number} ({x.dtype}, {'with' if tracked else 'without'} a gradient)"
 
         def run() -> torch.Tensor:
@@ -327,7 +305,7 @@ class _Apply(torch.autograd.Function):
             with torch_stream(x.device):
                 return collective.run(x)
 
-        return comm.guard.run(name, lambda: described, run)  # compared for all messages of the call
+        return comm.guard.run(collective.name, lambda: described, run)  # compared for all messages of the call
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
@@ -337,7 +315,7 @@ class _Apply(torch.autograd.Function):
 _apply: Any = torch.compiler.disable(_Apply.apply)  # type: ignore[no-untyped-call]
 
 
-def _call(x: torch.Tensor, collective: _Collective) -> torch.Tensor:
+def _call(x: torch.Tensor, collective: _Map) -> torch.Tensor:
     _check_tensor(collective.number, x)
     tracked = torch.is_grad_enabled() and x.requires_grad
     result: torch.Tensor = _apply(x, collective, tracked)

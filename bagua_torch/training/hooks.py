@@ -120,33 +120,29 @@ def _older(module: nn.Module) -> dict[str, Any]:
 def release_when_gone(
     owner: object,
     watch: BackwardWatch,
-    sharing: Iterable[torch.optim.Optimizer],
+    sharing: Iterable[Any],
     parameters: Iterable[torch.Tensor],
 ) -> weakref.finalize[..., Any]:
-    """Call `release` when `owner` is deleted on this rank."""
-    optimizers, own = list(map(weakref.ref, sharing)), list(map(weakref.ref, parameters))
-    finalizer = weakref.finalize(owner, release, watch, optimizers, own)
-    finalizer.atexit = False
-    return finalizer
+    """When `owner` is deleted on this rank, remove its hooks on parameters, and its sharing of optimizer state.
 
-
-def release(
-    watch: BackwardWatch,
-    sharing: Iterable[Callable[[], Any]],
-    parameters: Iterable[Callable[[], torch.Tensor | None]],
-) -> None:
-    """Remove a wrapper's hooks on parameters and its sharing of optimizer state. It sends nothing.
-
-    The hooks of modules and optimizers do nothing any more and stay: one of them may be running now, and PyTorch
-    does not allow its removal then.
+    Nothing is sent. The hooks of modules and optimizers do nothing any more and stay: one of them may be running
+    then, and PyTorch does not allow its removal.
 
     Args:
-        watch: The watch of the wrapper.
-        sharing: Weak references to the optimizers that share state with its algorithm.
-        parameters: Weak references to its parameters.
+        owner: The steps of a wrapper.
+        watch: Their watch.
+        sharing: The optimizers that share state with their algorithm.
+        parameters: Their parameters.
     """
-    watch.remove()
-    own = [p for p in (reference() for reference in parameters) if p is not None]
-    for optimizer in (reference() for reference in sharing):
-        if optimizer is not None:
-            optimizer.detach(own)
+    optimizers, own = list(map(weakref.ref, sharing)), list(map(weakref.ref, parameters))
+
+    def release() -> None:
+        watch.remove()
+        present = [p for p in (reference() for reference in own) if p is not None]
+        for optimizer in (reference() for reference in optimizers):
+            if optimizer is not None:
+                optimizer.detach(present)
+
+    finalizer = weakref.finalize(owner, release)
+    finalizer.atexit = False
+    return finalizer
