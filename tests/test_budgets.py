@@ -126,7 +126,6 @@ SHORT = {
     "bagua_comm/commands/figures.py",
     "bagua_comm/elastic/roles.py",
     "bagua_comm/elastic/sharing.py",
-    "bagua_comm/engine/callbacks.py",
     "bagua_comm/flight/batches.py",
     "bagua_comm/objects/pickling.py",
     "bagua_comm/planning/simulator/program.py",
@@ -136,7 +135,6 @@ SHORT = {
     "bagua_torch/lightning/layer_sync.py",
     "bagua_torch/process_group/children.py",
     "bagua_torch/tensors/rng.py",
-    "bagua_torch/training/timing.py",
 }
 """Modules of fewer lines than `A_MODULE`; a list that may only get shorter."""
 

@@ -91,7 +91,7 @@ LAYERS = {
         "measure_links supervisor",
     ],
     "bagua_comm/engine": [
-        "callbacks checks points replaced storage",
+        "checks points replaced storage",
         "exchanges progress restore weights",
         "schedule",
         "engine",
@@ -126,7 +126,7 @@ LAYERS = {
         "checks",
     ],
     "bagua_torch/training": [
-        "__init__ backward engine profiler scaling spans stage timing",
+        "__init__ backward engine profiler scaling spans stage",
         "buffers exchange hooks unused",
         "join unaveraged unfreezing",
         "steps",

@@ -1,8 +1,7 @@
 """The engine: exchanges the buckets of a training step by an algorithm's schedule."""
 
 from ..execution.lane import Lane, StreamLane, ThreadLane
-from .callbacks import EngineCallbacks
 from .checks import check_fit
-from .engine import Engine
+from .engine import Engine, EngineCallbacks
 
 __all__ = ["Engine", "EngineCallbacks", "Lane", "StreamLane", "ThreadLane", "check_fit"]

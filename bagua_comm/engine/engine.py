@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import difflib
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -36,7 +37,6 @@ from ..logs import log_on_root
 from ..objects.closing import Closing
 from ..objects.pickling import Live
 from ..trace import Counter, ExchangeCounters, Tracer
-from .callbacks import EngineCallbacks
 from .checks import check_fit, check_same_training
 from .exchanges import Exchanges
 from .points import PointOrder
@@ -67,6 +67,27 @@ from .storage import (
 from .weights import EngineWeights
 
 _log = logging.getLogger(__name__)
+
+
+def _nothing() -> None:
+    """Do nothing."""
+
+
+@dataclass(frozen=True)
+class EngineCallbacks:
+    """Functions that an engine calls once it has been constructed.
+
+    `bagua_torch.DistributedDataParallel` gives its own; an engine alone needs none.
+    """
+
+    complete_step: Callable[[], None] = _nothing
+    """End a step in which the optimizer did not step. Collective."""
+    make_equal: Callable[[], None] | None = None
+    """Replace the weights with their mean over all ranks, and the optimizers with rank 0's. Collective.
+
+    It raises on all ranks if one of them cannot. None: the engine averages the weights in its storage."""
+    detach: Callable[[], None] = _nothing
+    """Stop using the engine, without any communication, because it has been aborted."""
 
 
 class Engine(Live, Closing):

@@ -52,9 +52,9 @@ from ..tensors.memory import pack, specs_of
 from ..tensors.model_state import ModelState
 from ..training.engine import TorchEngine
 from ..training.hooks import end_older
+from ..training.spans import StepTimer
 from ..training.stage import StepOptions
 from ..training.steps import TrainingSteps
-from ..training.timing import StepTimer
 from . import torch_names
 from .comm_hook import HookAlgorithm, check_hook
 from .torch_arguments import bytes_of_cap, check_others, device_of_inputs, moved

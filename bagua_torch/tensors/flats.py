@@ -193,8 +193,3 @@ def room_of(tensor: Tensor) -> int:
     """The size of the flat memory, or otherwise of the storage, that contains a tensor, in bytes."""
     flat = flat_of(tensor)
     return tensor.untyped_storage().nbytes() if flat is None else flat.nbytes
-
-
-def same_place(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are the same elements."""
-    return a.data_ptr() == b.data_ptr() and a.stride() == b.stride() and a.dtype == b.dtype

@@ -1,13 +1,14 @@
-"""Spans of the stages of training: forward and backward passes, and optimizers."""
+"""The times of training: of forward and backward passes and optimizers, as spans, and of steps, for a tuner."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from bagua_comm import Tuner
 from bagua_comm.trace import Clock, DeviceSpan, Tracer
 
 
@@ -81,3 +82,36 @@ class TorchClock:
             now_ns - round(1e6 * event.elapsed_time(now)) if known else None
             for event, known in zip(events, happened, strict=True)
         ]
+
+
+class StepTimer:
+    """Reports the duration of steps to a tuner, and applies the settings that it returns.
+
+    Args:
+        device: The device of the parameters.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._began_s: float | None = None
+
+    def next_step(self, tuner: Tuner | None, replan: Callable[..., Any], *, paused: bool) -> None:
+        """Report the step that ends here, and begin another one. Collective.
+
+        Args:
+            tuner: The tuner, if there is one.
+            replan: Changes to other settings, as `DistributedDataParallel.replan` does.
+            paused: Whether the duration of these steps does not count.
+        """
+        if tuner is None or not tuner.searching:
+            return
+        if paused:
+            self._began_s = None
+            return
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+        if self._began_s is not None:
+            change = tuner.step(time.perf_counter() - self._began_s)
+            if change is not None:
+                replan(bucket_bytes=change.bucket_bytes, algorithm=change.algorithm)
+        self._began_s = time.perf_counter()
