@@ -342,6 +342,7 @@ def test_tensors_of_pytorch_are_used_in_the_order_of_their_stream(played, monkey
             played.wait()
             model.wrapped.load_state_dict(saved)
             model.wrapped.copy_buffers()
+            assert model.wrapped.will_sync_module_buffers() == bool(list(model.model.buffers()))
             tree = bare(model.wrapped.tree_of_engine())
             played.wait()
             model.wrapped.load_tree(model.model.state_dict(), tree)
