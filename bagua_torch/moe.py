@@ -14,7 +14,6 @@ for Mixture-of-Experts" (2408.15664) for the bias; Gale et al., "MegaBlocks" (22
 from __future__ import annotations
 
 import hashlib
-import itertools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar, Literal
@@ -130,7 +129,8 @@ class MoE(nn.Module):
                 check_codec_argument("MoE", codec)
         self.hidden, self.k, self.balance, self.gamma = hidden, k, balance, float(gamma)
         self.normalize, self.codec = normalize, codec
-        self.counts = [(r + 1) * experts // self.comm.size - r * experts // self.comm.size for r in self._ranks]
+        p = self.comm.size
+        self.counts = [(r + 1) * experts // p - r * experts // p for r in range(p)]
         """Number of experts of each rank, in rank order."""
         first = sum(self.counts[: self.comm.rank])
         self.held = range(first, first + self.counts[self.comm.rank])
@@ -187,9 +187,15 @@ class MoE(nn.Module):
             )
         tokens = x.reshape(-1, self.hidden)  # (n, hidden)
         scores, weights, chosen = self._route(tokens)
-        table = self._gather(self._count(chosen))  # (p, E), in one message
+        mine = (
+            torch.bincount(chosen.reshape(-1), minlength=len(self.load)).cpu().numpy()
+        )  # tokens by expert, (E,)
+        rows = self.comm.allgather(np.array([self._number, *mine]))
+        check_same_layer("MoE", rows[:, 0].tolist())
+        table = rows[:, 1:]  # (p, E), in one message
         held = table[:, self.held.start : self.held.stop]
-        sends, recvs = _sums(table[self.comm.rank], self.counts), held.sum(1).tolist()
+        parts = np.split(mine, np.cumsum(self.counts)[:-1])
+        sends, recvs = [int(part.sum()) for part in parts], held.sum(1).tolist()
 
         order = chosen.reshape(-1).argsort(stable=True)  # by expert, so by rank
         sent = tokens.repeat_interleave(self.k, 0)[order].to(dtype)  # (n k, hidden)
@@ -214,16 +220,6 @@ class MoE(nn.Module):
         if self.normalize:
             weights = weights / weights.sum(1, keepdim=True)
         return scores, weights, chosen
-
-    def _count(self, chosen: torch.Tensor) -> Any:
-        """Number of tokens of this rank that chose each expert, (E,), on the host."""
-        return torch.bincount(chosen.reshape(-1), minlength=len(self.load)).cpu().numpy()
-
-    def _gather(self, counts: Any) -> Any:
-        """The counts of all ranks, (p, E), after checking that they call the same layer. Collective."""
-        rows = self.comm.allgather(np.array([self._number, *counts]))
-        check_same_layer("MoE", rows[:, 0].tolist())
-        return rows[:, 1:]
 
     def _run(self, received: torch.Tensor, held: Any) -> torch.Tensor:
         """Run this rank's experts on the received rows; return the results in the order of the rows.
@@ -298,17 +294,14 @@ class MoE(nn.Module):
                 "ones in each call"
             )
         self.experts[str(number)] = expert
+        size = self.comm.size  # the hook holds no module, which would be a circle
         for parameter in expert.parameters():
             needed = parameter.requires_grad
-            if self.comm.size > 1 and parameter.is_floating_point():
+            if size > 1 and parameter.is_floating_point():
                 # Registering needs requires_grad; the hook stays if the parameter is frozen afterwards.
                 hooked: Any = parameter.requires_grad_()  # torch leaves the method untyped
-                hooked.register_hook(_DividedBy(self.comm.size))
+                hooked.register_hook(lambda gradient: gradient / size)
                 parameter.requires_grad_(needed)
-
-    @property
-    def _ranks(self) -> range:
-        return range(self.comm.size)
 
     def extra_repr(self) -> str:
         """The arguments, and the experts of this rank."""
@@ -479,16 +472,6 @@ def _of_all_ranks(comm: Communicator, mine: Mapping[str, Any]) -> dict[str, Any]
 # ---------------------------------------------------------------------------------------------------
 
 
-class _DividedBy:
-    """A hook that divides a gradient."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-
-    def __call__(self, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient / self._size
-
-
 @contextmanager
 def _seeded(seed: int, part: object) -> Iterator[None]:
     """A context in which PyTorch's generators are seeded for this part; restores their states."""
@@ -499,12 +482,6 @@ def _seeded(seed: int, part: object) -> Iterator[None]:
         for _ in devices:
             torch.cuda.manual_seed(number)
         yield
-
-
-def _sums(values: Any, counts: list[int]) -> list[int]:
-    """Sums of consecutive slices of values, of counts[0], counts[1], ... elements."""
-    ends = np.cumsum([0, *counts])
-    return [int(values[start:end].sum()) for start, end in itertools.pairwise(ends)]
 
 
 def _check_range(name: str, value: object, least: int, most: int) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import inspect
 import socket
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch import nn
 
 from bagua_comm import Algorithm, ArrayError, Communicator, UnsupportedError
 from bagua_comm.algorithms.base import check_algorithm_argument, exchanges_weights
+from bagua_comm.errors import warn
 
 from ..arrays import as_array, torch_stream
 from ..bases import with_base
@@ -107,7 +107,7 @@ class RankStrategy:
         if self._device.type == "cpu":
             raise ArrayError(message)
         if self.comm.local_rank == 0:
-            warnings.warn(message, stacklevel=2)
+            warn(message)
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:

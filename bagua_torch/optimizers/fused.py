@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import is_
 from typing import Any
@@ -24,6 +23,7 @@ from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from bagua_comm import ArrayError, UnsupportedError
+from bagua_comm.errors import warn
 
 from ..tensors.flats import Flat, begin_of, joined_view
 from .elementwise import bare, check_group, same_rest, step_of
@@ -181,13 +181,8 @@ class FusedOptimizer(Optimizer):
     @torch.no_grad()
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, or set them to zero; see `torch.optim.Optimizer.zero_grad`."""
-        flat_groups = [flat_group for group in self._flat_groups for flat_group in group]
-        if (
-            set_to_none
-            or self._is_plain
-            or self._moved()
-            or not all(flat_group.zero() for flat_group in flat_groups)
-        ):
+        keeps = not (set_to_none or self._is_plain or self._moved())
+        if not (keeps and all(flat_group.zero() for flat_group in self._all_groups())):
             super().zero_grad(set_to_none)
 
     @torch.no_grad()
@@ -239,7 +234,7 @@ class FusedOptimizer(Optimizer):
 
         Returns whether flat groups are given up for that reason.
         """
-        copied = [] if self._advised else [g for groups in self._flat_groups for g in groups if g.copied > 2]
+        copied = [] if self._advised else [g for g in self._all_groups() if g.copied > 2]
         if not copied:
             return False
         elements = sum(g.flat.numel() for g in copied) / sum(len(g.parameters) for g in copied)
@@ -249,22 +244,24 @@ class FusedOptimizer(Optimizer):
             return False
         self._is_plain = elements >= _SLOWER_THAN_PLAIN[states]
         taken = "so it now steps as without fuse" if self._is_plain else "which take time to copy"
-        warnings.warn(
+        warn(
             f"fuse: the gradients of {self._kind.__name__} are new tensors in each step, {taken}; PyTorch's own "
-            "fused=True is faster here, and so is zero_grad(set_to_none=False), which keeps gradients in place",
-            stacklevel=5,
+            "fused=True is faster here, and so is zero_grad(set_to_none=False), which keeps gradients in place"
         )
         if self._is_plain:
             for entry in self.state.values():
                 for key, value in entry.items():
                     if isinstance(value, Tensor) and key not in self._elementwise:  # shared by the parameters
                         entry[key] = value.clone()
-            self._drop([g for groups in self._flat_groups for g in groups])
+            self._drop(self._all_groups())
             self._inner.state.clear()
             self._flat_groups = [[] for _ in self._flat_groups]
         return self._is_plain
 
     # Flat groups --------------------------------------------------------------------------------------------
+
+    def _all_groups(self) -> list[FlatGroup]:
+        return [flat_group for flat_groups in self._flat_groups for flat_group in flat_groups]
 
     def _moved(self) -> bool:
         """Whether a parameter or a state has moved since the flat groups were built."""
@@ -274,7 +271,7 @@ class FusedOptimizer(Optimizer):
         state, ids, addresses = self._known
         if self.state is not state or list(map(id, parameters)) != ids or addresses_of(parameters) != addresses:
             return True
-        for flat_group in (flat_group for flat_groups in self._flat_groups for flat_group in flat_groups):
+        for flat_group in self._all_groups():
             entries: list[Any] = [state.get(p) for p in flat_group.parameters]
             if not flat_group.state:
                 if any(entries):
@@ -293,7 +290,7 @@ class FusedOptimizer(Optimizer):
         check_parameters(self.param_groups)
         inner = self._inner
         inner.state.clear()
-        self._drop([flat_group for flat_groups in self._flat_groups for flat_group in flat_groups])
+        self._drop(self._all_groups())
         self._flat_groups = []
         inner.param_groups = []
         for group in self.param_groups:
@@ -447,7 +444,7 @@ class FusedSharingOptimizer(FusedOptimizer):
         if at != self._attached_at:
             self._known, self._attached_at = None, at
         if self._known is not None:
-            for flat_group in (flat_group for flat_groups in self._flat_groups for flat_group in flat_groups):
+            for flat_group in self._all_groups():
                 self._attach(flat_group)
 
     def detach(self, parameters: Iterable[Tensor]) -> None:
