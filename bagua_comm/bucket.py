@@ -29,17 +29,21 @@ class TensorSpec:
     """A tensor without its values.
 
     Raises:
-        ArrayError: `name` is not a string, or `shape` is not a sequence of sizes.
+        ArrayError: `name` is not a string, `shape` is not a sequence of sizes, or `memory` is not a string.
         UnsupportedError: Arrays of this dtype cannot be sent.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
+    memory: str = field(default="", repr=False)
+    """The order of its elements in memory, as text; "" for that of their indices."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
             raise ArrayError(f"a tensor's name is {shown(self.name)}, expected a string")
+        if not isinstance(self.memory, str):
+            raise ArrayError(f"tensor {self.name!r}: memory is {shown(self.memory)}, expected a string")
         try:
             shape = tuple(operator.index(extent) for extent in self.shape)
         except TypeError:
@@ -257,7 +261,7 @@ class Plan:
 
     def to_json(self) -> str:
         """The plan as JSON."""
-        return json.dumps(asdict(self), separators=(",", ":"))
+        return json.dumps(asdict(self, dict_factory=_without_empty_memory), separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
@@ -274,7 +278,10 @@ class Plan:
                 tuple(
                     BucketSpec(
                         bucket["dtype"],
-                        tuple(TensorSpec(t["name"], tuple(t["shape"]), t["dtype"]) for t in bucket["tensors"]),
+                        tuple(
+                            TensorSpec(t["name"], t["shape"], t["dtype"], t.get("memory", ""))
+                            for t in bucket["tensors"]
+                        ),
                         bucket["size"],
                     )
                     for bucket in data["buckets"]
@@ -306,6 +313,10 @@ class Plan:
     def digest(self) -> str:
         """A short hash that is equal for equal plans, also in different processes."""
         return hashlib.blake2b(self.to_json().encode(), digest_size=16).hexdigest()
+
+
+def _without_empty_memory(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    return {key: value for key, value in items if key != "memory" or value}
 
 
 @dataclass

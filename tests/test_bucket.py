@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bagua_comm import ArrayError, Bucket, BucketSpec, Plan, TensorSpec, UnsupportedError
+from bagua_comm.algorithms.parts import layout_of
 from bagua_comm.arrays import dtype_named
 from bagua_comm.bucket import DEFAULT_BUCKET_BYTES, make_buckets
 
@@ -152,6 +153,16 @@ def test_json_by_hand():
         '{"buckets":[{"dtype":"float32",'
         '"tensors":[{"name":"w","shape":[2,1],"dtype":"float32"}],"size":4}],"alignment":4}'
     )
+
+
+def test_a_plan_keeps_the_order_of_elements_in_memory_and_a_bucket_names_it_in_its_layout():
+    plan = Plan.pack([TensorSpec("w", (2, 1), "float32", "by columns"), TensorSpec("b", (2,), "float32")])
+    assert Plan.from_json(plan.to_json()) == plan
+    plain = Plan.pack([TensorSpec("w", (2, 1), "float32"), TensorSpec("b", (2,), "float32")])
+    assert plain.digest() != plan.digest()
+    assert layout_of(plan.buckets[0])[1:] == ["w, by columns", "b"]
+    with pytest.raises(ArrayError, match="tensor 'w': memory is 1, expected a string"):
+        TensorSpec("w", (2, 1), "float32", 1)
 
 
 def test_any_difference_changes_the_plan_and_its_digest():

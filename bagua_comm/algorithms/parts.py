@@ -15,7 +15,9 @@ from ..comm import Communicator
 from ..errors import ArrayError
 
 Layout: TypeAlias = list[Any]
-"""The size of a bucket, the description of a part if it is of one, and the names of the tensors."""
+"""The size of a bucket, the description of a part if it is of one, and the names of the tensors.
+
+A name is followed by the order of its elements in memory, if that is not the order of their indices."""
 
 PER_BUCKET = " of"
 """Suffix of the path under which the layout is saved, for an array that is saved whole."""
@@ -26,7 +28,7 @@ _ALONE = "all elements, each rank on a node of its own"
 
 def layout_of(spec: BucketSpec) -> Layout:
     """The layout of a whole bucket."""
-    return [spec.size, *(tensor.name for tensor in spec.tensors)]
+    return [spec.size, *(f"{t.name}, {t.memory}" if t.memory else t.name for t in spec.tensors)]
 
 
 def layout_of_part(chunk: bool | str, spec: BucketSpec, comm: Communicator) -> Layout | None:

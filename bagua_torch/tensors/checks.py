@@ -337,8 +337,7 @@ def in_memory(parameter: torch.Tensor) -> str:
     """The memory format of a parameter in its bucket, as text; it must be the same on all ranks."""
     if repeats(parameter):
         return "of elements that share memory"
-    layout = layout_of(parameter)
-    return "contiguous" if layout.is_contiguous else f"in memory with dimensions in the order {layout.order}"
+    return layout_of(parameter).memory or "contiguous"
 
 
 def check_unchanged(model: ModelState) -> dict[str, nn.Parameter]:

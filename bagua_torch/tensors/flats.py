@@ -33,6 +33,11 @@ class Layout(NamedTuple):
         """Whether the elements of a dense layout are in the order of their indices."""
         return not self.size.numel() or list(self.order) == sorted(self.order)
 
+    @property
+    def memory(self) -> str:
+        """The order of the elements in memory, as text; "" for that of their indices."""
+        return "" if self.is_contiguous else f"in memory with dimensions in the order {self.order}"
+
 
 def layout_of(tensor: Tensor) -> Layout:
     """The layout of `tensor` in a bucket: its layout if that is dense, otherwise the contiguous one."""

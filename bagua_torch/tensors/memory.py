@@ -36,7 +36,7 @@ def pack(parameters: Mapping[str, nn.Parameter], algorithm: Algorithm, bucket_by
 def specs_of(parameters: Mapping[str, nn.Parameter]) -> list[TensorSpec]:
     """The parameters in the approximate order of their gradients in a backward pass: the last one first."""
     return [
-        TensorSpec(name, tuple(parameter.shape), dtype_name(parameter))
+        TensorSpec(name, tuple(parameter.shape), dtype_name(parameter), layout_of(parameter).memory)
         for name, parameter in reversed(list(parameters.items()))
     ]
 

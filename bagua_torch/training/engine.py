@@ -22,12 +22,9 @@ from bagua_comm.algorithms.base import Payload
 from bagua_comm.algorithms.parts import PER_BUCKET
 from bagua_comm.algorithms.state import (
     Saved,
-    StateHeader,
     check_state,
-    checksum,
     copy_numbers,
     load_state,
-    with_tensors,
 )
 from bagua_comm.arrays import Array
 from bagua_comm.engine import EngineCallbacks
@@ -40,9 +37,6 @@ from ..tensors.flats import Flat, Layout
 from ..tensors.memory import BucketMemory
 
 Class = TypeVar("Class", bound=type)
-
-FORMATS = "memory formats: "
-"""Prefix of the memory formats in the saved layout of a bucket."""
 
 
 def _in_stream_order(cls: Class) -> Class:
@@ -180,17 +174,11 @@ class TorchEngine(Engine):
         self._memory.reclaim()  # replicas are made from the weights
         self.load_state_dict(map_leaves(state, self._to_array))
 
-    def state_dict(self) -> dict[str, Any]:
-        """See `Engine.state_dict`. Arrays of whole buckets are saved with the memory formats of their tensors."""
-        saved: dict[str, Any] = self._with_formats(super().state_dict(), self._add_format)
-        return saved
-
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """See `Engine.load_state_dict`. State of parameters that are still frozen is kept for them.
 
-        Collective. Arrays of whole buckets load only into tensors of the same memory formats.
+        Collective.
         """
-        saved = self._with_formats(saved, self._remove_format)
         super().load_state_dict(saved)
         extra = {name: pieces for name, pieces in saved["tensors"].items() if name not in self._names}
         self._later = extra if saved["phase_began"] == self._exchanges.began else {}
@@ -242,42 +230,6 @@ class TorchEngine(Engine):
                     for path, value in saved[name].items()
                 }
         return reordered
-
-    def _with_formats(self, saved: Any, change: Callable[[Any], Any]) -> Any:
-        """A checkpoint with the layouts of whole buckets changed, unless it has none or is damaged."""
-        try:
-            if not any(path.endswith(PER_BUCKET) for pieces in saved["tensors"].values() for path in pieces):
-                return saved
-            tensors = {
-                name: {
-                    path: change(value) if path.endswith(PER_BUCKET) else value for path, value in pieces.items()
-                }
-                for name, pieces in saved["tensors"].items()
-            }
-            facts = [saved[name] for name in StateHeader._fields]
-            intact = saved["checksum"] == checksum(*facts, saved["digest"], saved=saved["tensors"])
-        except Exception:  # the engine refuses it, on all ranks
-            return saved
-        if not intact:
-            return saved
-        return with_tensors(saved, tensors)
-
-    def _add_format(self, layout: list[Any]) -> list[Any]:
-        """The layout of a bucket, with the memory formats of its tensors if these can vary."""
-        text = self._format_of(layout[1:])
-        return [*layout, text] if text else layout
-
-    def _remove_format(self, layout: list[Any]) -> list[Any]:
-        """Undo `_add_format`, if the memory formats are the same."""
-        *plain, text = layout
-        return plain if str(text).startswith(FORMATS) and text == self._format_of(plain[1:]) else layout
-
-    def _format_of(self, names: Iterable[str]) -> str:
-        layouts = {name: self._memory.layouts[name] for name in names if name in self._memory.layouts}
-        if all(len(layout.size) < 4 and layout.is_contiguous for layout in layouts.values()):
-            return ""
-        orders = {name: layout.order for name, layout in layouts.items() if not layout.is_contiguous}
-        return f"{FORMATS}{orders or 'contiguous'}"
 
     def _to_array(self, value: Any) -> Any:
         try:
