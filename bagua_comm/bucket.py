@@ -40,10 +40,9 @@ class TensorSpec:
     """The order of its elements in memory, as text; "" for that of their indices."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str):
-            raise ArrayError(f"a tensor's name is {shown(self.name)}, expected a string")
-        if not isinstance(self.memory, str):
-            raise ArrayError(f"tensor {self.name!r}: memory is {shown(self.memory)}, expected a string")
+        for what, text in (("name", self.name), ("memory", self.memory)):
+            if not isinstance(text, str):
+                raise ArrayError(f"a tensor's {what} is {shown(text)}, expected a string")
         try:
             shape = tuple(operator.index(extent) for extent in self.shape)
         except TypeError:
@@ -276,14 +275,7 @@ class Plan:
             data = json.loads(text)
             plan = cls(
                 tuple(
-                    BucketSpec(
-                        bucket["dtype"],
-                        tuple(
-                            TensorSpec(t["name"], t["shape"], t["dtype"], t.get("memory", ""))
-                            for t in bucket["tensors"]
-                        ),
-                        bucket["size"],
-                    )
+                    BucketSpec(bucket["dtype"], tuple(TensorSpec(**t) for t in bucket["tensors"]), bucket["size"])
                     for bucket in data["buckets"]
                 ),
                 data["alignment"],

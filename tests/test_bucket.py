@@ -161,7 +161,7 @@ def test_a_plan_keeps_the_order_of_elements_in_memory_and_a_bucket_names_it_in_i
     plain = Plan.pack([TensorSpec("w", (2, 1), "float32"), TensorSpec("b", (2,), "float32")])
     assert plain.digest() != plan.digest()
     assert layout_of(plan.buckets[0])[1:] == ["w, by columns", "b"]
-    with pytest.raises(ArrayError, match="tensor 'w': memory is 1, expected a string"):
+    with pytest.raises(ArrayError, match="a tensor's memory is 1, expected a string"):
         TensorSpec("w", (2, 1), "float32", 1)
 
 
