@@ -39,7 +39,7 @@ from bagua_comm import (
 )
 from bagua_comm.arrays import BITWISE_OPS, FLOATS, INTEGERS, dtype_named
 from bagua_comm.testing import reduced, sample, whole_range
-from bagua_comm.testing.transports import _assert_reduced, _assert_same
+from bagua_comm.testing.transports import assert_reduced, assert_same
 
 REDUCED = sorted(INTEGERS | FLOATS)
 MOVED = sorted(arrays.MOVABLE)
@@ -183,9 +183,9 @@ def allreduce(draw):
 
     def check(result):
         assert out is None or result is out
-        _assert_reduced(result, reduced(xs, op), op, draw.exact, text)
+        assert_reduced(result, reduced(xs, op), op, draw.exact, text)
         if out is not x:
-            _assert_same(x, xs[draw.comm.rank], f"the operand of {text}")
+            assert_same(x, xs[draw.comm.rank], f"the operand of {text}")
 
     return Call(text, lambda comm: comm.allreduce(x, out, op=op), check, alike=True)
 
@@ -202,7 +202,7 @@ def reduce(draw):
         if draw.comm.rank != root:
             assert result is None
         else:
-            _assert_reduced(result, reduced(xs, op), op, draw.exact, text)
+            assert_reduced(result, reduced(xs, op), op, draw.exact, text)
 
     return Call(text, lambda comm: comm.reduce(x, out, root=root, op=op), check)
 
@@ -219,7 +219,7 @@ def reduce_scatter(draw):
     text = f"reduce_scatter of {dtype}{shape}, op={op}"
 
     def check(result):
-        _assert_reduced(result, reduced(xs, op)[chunk], op, draw.exact, text)
+        assert_reduced(result, reduced(xs, op)[chunk], op, draw.exact, text)
 
     return Call(text, lambda comm: comm.reduce_scatter(x, out, op=op), check)
 
@@ -233,7 +233,7 @@ def reduce_scatter_by_counts(draw):
     chunk = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
 
     def check(result):
-        _assert_reduced(result, reduced(xs, op)[chunk], op, draw.exact, text)
+        assert_reduced(result, reduced(xs, op)[chunk], op, draw.exact, text)
 
     return Call(text, lambda comm: comm.reduce_scatter(x, out, op=op, counts=counts), check)
 
@@ -259,8 +259,8 @@ def quantized_shards(draw):
         return mine, quantized_allgather(comm, mine, codec=codec, counts=counts)
 
     def check(result):
-        _assert_same(result[0], chunks[rank], text)
-        _assert_same(result[1], everything, text)
+        assert_same(result[0], chunks[rank], text)
+        assert_same(result[1], everything, text)
 
     text = f"quantized reduce_scatter and allgather, counts={counts}, op={op}, codec={codec}"
     return Call(text, run, check)
@@ -279,9 +279,9 @@ def scan(draw, exclusive=False):
         if exclusive and rank == 0:
             assert result is out
             if out is not None:
-                _assert_same(result, before, text)
+                assert_same(result, before, text)
         else:
-            _assert_reduced(result, reduced(xs[: rank + (not exclusive)], op), op, draw.exact, text)
+            assert_reduced(result, reduced(xs[: rank + (not exclusive)], op), op, draw.exact, text)
 
     return Call(text, lambda comm: (comm.exscan if exclusive else comm.scan)(x, out, op=op), check)
 
@@ -302,7 +302,7 @@ def complex_sum(draw):
         found = host(result)
         assert (found.shape, found.dtype) == (shape, dtype)
         found = np.ascontiguousarray(found).reshape(-1).view(parts[0].dtype)
-        _assert_reduced(found, reduced(parts, op), op, draw.exact, text)
+        assert_reduced(found, reduced(parts, op), op, draw.exact, text)
 
     return Call(text, lambda comm: comm.allreduce(x, out, op=op), check, alike=True)
 
@@ -317,7 +317,7 @@ def allreduce_many(draw):
 
     def check(results):
         for result, each in zip(results, xs, strict=True):
-            _assert_reduced(result, reduced(each, op), op, draw.exact, text)
+            assert_reduced(result, reduced(each, op), op, draw.exact, text)
 
     return Call(text, lambda comm: comm.allreduce_many(mine, outs, op=op), check)
 
@@ -335,7 +335,7 @@ def broadcast(draw):
     return Call(
         text,
         lambda comm: comm.broadcast(x, root=root),
-        lambda result: _assert_same(x, xs[root], text),
+        lambda result: assert_same(x, xs[root], text),
         alike=True,
     )
 
@@ -352,7 +352,7 @@ def allgather(draw):
     return Call(
         text,
         lambda comm: comm.allgather(x, out),
-        lambda result: _assert_same(result, np.stack(xs), text),
+        lambda result: assert_same(result, np.stack(xs), text),
         alike=True,
     )
 
@@ -366,7 +366,7 @@ def alltoall(draw):
     text = f"alltoall of {dtype}{shape}"
     chunk = slice(rank * (shape[0] // p), (rank + 1) * (shape[0] // p))
     expected = np.concatenate([each[chunk] for each in xs])
-    return Call(text, lambda comm: comm.alltoall(x, out), lambda result: _assert_same(result, expected, text))
+    return Call(text, lambda comm: comm.alltoall(x, out), lambda result: assert_same(result, expected, text))
 
 
 def gather(draw):
@@ -380,7 +380,7 @@ def gather(draw):
         if rank != root:
             assert result is None
         else:
-            _assert_same(result, np.stack(xs), text)
+            assert_same(result, np.stack(xs), text)
 
     return Call(text, lambda comm: comm.gather(x, out, root=root), check)
 
@@ -394,7 +394,7 @@ def scatter(draw):
     text = f"scatter of {dtype}{(p, *shape)}, root={root}"
     expected = xs[root][rank, ...]
     return Call(
-        text, lambda comm: comm.scatter(x, out, root=root), lambda result: _assert_same(result, expected, text)
+        text, lambda comm: comm.scatter(x, out, root=root), lambda result: assert_same(result, expected, text)
     )
 
 
@@ -407,7 +407,7 @@ def allgather_by_counts(draw):
     return Call(
         text,
         lambda comm: comm.allgather(x, out, counts=counts),
-        lambda result: _assert_same(result, np.concatenate(xs), text),
+        lambda result: assert_same(result, np.concatenate(xs), text),
         alike=True,
     )
 
@@ -424,7 +424,7 @@ def alltoall_by_counts(draw):
     return Call(
         text,
         lambda comm: comm.alltoall(x, out, counts=counts[rank], out_counts=incoming),
-        lambda result: _assert_same(result, np.concatenate(parts), text),
+        lambda result: assert_same(result, np.concatenate(parts), text),
     )
 
 
@@ -439,7 +439,7 @@ def gather_by_counts(draw):
         if rank != root:
             assert result is None
         else:
-            _assert_same(result, np.concatenate(xs), text)
+            assert_same(result, np.concatenate(xs), text)
 
     return Call(text, lambda comm: comm.gather(x, out, root=root, counts=counts if rank == root else None), check)
 
@@ -455,7 +455,7 @@ def scatter_by_counts(draw):
     return Call(
         text,
         lambda comm: comm.scatter(x, out, root=root, counts=counts if rank == root else None),
-        lambda result: _assert_same(result, expected, text),
+        lambda result: assert_same(result, expected, text),
     )
 
 
@@ -468,7 +468,7 @@ def broadcast_many(draw):
 
     def check(results):
         for result, each in zip(results, xs, strict=True):
-            _assert_same(result, each[root], text)
+            assert_same(result, each[root], text)
 
     return Call(text, lambda comm: comm.broadcast_many(mine, root=root), check)
 
@@ -488,7 +488,7 @@ def sendrecv(draw):
     return Call(
         text,
         lambda comm: comm.sendrecv(x, out, dest=dest, source=source),
-        lambda result: _assert_same(result, xs[source], text),
+        lambda result: assert_same(result, xs[source], text),
     )
 
 
@@ -510,7 +510,7 @@ def send_and_recv(draw):
 
     def check(result):
         if rank == dest:
-            _assert_same(out, xs[source], text)
+            assert_same(out, xs[source], text)
 
     return Call(text, run, check)
 
@@ -532,7 +532,7 @@ def exchange(draw):
 
     def check(result):
         for (_, out), (_, x) in zip(recvs, expected, strict=True):
-            _assert_same(out, x, text)
+            assert_same(out, x, text)
 
     return Call(text, lambda comm: comm.exchange(sends, recvs), check)
 
@@ -626,7 +626,7 @@ def wrong(draw):
     )
 
     def check(result):
-        _assert_same(x, values, "the operand of a wrong call")
+        assert_same(x, values, "the operand of a wrong call")
 
     return Call(f"wrong: {text}", lambda comm: raises(error, lambda: run(comm)), check)
 

@@ -16,7 +16,7 @@ from ..bucket import TensorSpec
 from ..comm import Communicator
 from ..engine import Engine
 from ..errors import CommMismatch
-from .values import evaluated, sample
+from .values import check_settings, sample
 from .worlds import run_ranks
 
 
@@ -29,7 +29,7 @@ def check_algorithm(
     where a mean was meant.
 
     Args:
-        algorithm: The algorithm; its `repr` must evaluate to it.
+        algorithm: The algorithm, a frozen dataclass whose `repr` shows its settings.
         comm: The ranks to train on; then the call is collective. If None, worlds of threads.
         sizes: The numbers of ranks of these worlds.
 
@@ -40,9 +40,7 @@ def check_algorithm(
     >>> from bagua_comm import ByteGrad
     >>> check_algorithm(ByteGrad(), sizes=(2,))
     """
-    assert dataclasses.is_dataclass(algorithm), f"{algorithm!r} is not a dataclass"
-    again = evaluated(algorithm)
-    assert again == algorithm, f"the repr of {algorithm!r} evaluates to {again!r}"
+    check_settings(algorithm)
     for phase in algorithm.phases:
         assert phase.payload in ("grad", "weight"), f'payload is {phase.payload!r}, expected "grad" or "weight"'
         window = phase.window

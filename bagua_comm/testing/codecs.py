@@ -12,14 +12,14 @@ from ..arrays import Array, dtype_named
 from ..codecs import Codec
 from ..errors import ArrayError
 from ..kernels.host import Draws
-from .values import assert_raises, evaluated, sample
+from .values import assert_raises, check_settings, sample
 
 
 def check_codec(codec: Codec, *, error: float = 1 / 64, exact_sums: bool = True) -> None:
     """Check that a codec meets the contract of `codecs.base`.
 
     Args:
-        codec: The codec; its `repr` must evaluate to it.
+        codec: The codec, a frozen dataclass whose `repr` shows its settings.
         error: The largest error of decoding, as a fraction of the range of the values and zero: 1/64 is generous
             for eight bits, 1/16 for four, 1/8 for four of rotated elements. Sums, which are coded twice, may have
             twice this error. Rounding to the dtype of the elements is allowed as well.
@@ -31,9 +31,8 @@ def check_codec(codec: Codec, *, error: float = 1 / 64, exact_sums: bool = True)
 
     >>> check_codec(bagua_comm.MinMaxUInt8(block=64))
     """
-    same = evaluated(codec)
-    assert same == codec, f"the repr of {codec!r} evaluates to {same!r}"
-    assert hash(same) == hash(codec)
+    check_settings(codec)
+    hash(codec)
     for name in sorted(codec.dtypes):
         dtype = dtype_named(name)
         for n, m in ((1, 1), (3, 7), (2, 1000), (4, 1024), (1, 0), (2, 70001)):

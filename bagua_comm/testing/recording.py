@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from ..arrays import Array, OpOrder
-from ..errors import CommError
+from ..arrays import OpOrder
 from ..transports import Transport
-from ..transports.flow import POINT_TO_POINT, Message
 
 
 class Call(NamedTuple):
@@ -16,6 +13,35 @@ class Call(NamedTuple):
 
     name: str
     nbytes: int
+
+
+def _forwarded(name: str) -> Any:
+    """A method that calls that of the recorded transport."""
+
+    def call(self: Recording, *args: Any, **options: Any) -> Any:
+        return getattr(self.inner, name)(*args, **options)
+
+    return call
+
+
+def _recorded(name: str) -> Any:
+    """The same, which records the call."""
+
+    def call(self: Recording, *args: Any, **options: Any) -> Any:
+        sent = [x for _, x in args[0]] if name == "exchange" else args[:1]
+        self.calls.append(Call(name, sum(x.nbytes for x in sent)))
+        return getattr(self.inner, name)(*args, **options)
+
+    return call
+
+
+def _wrapped(name: str) -> Any:
+    """The same, of a method that returns another transport, whose calls are recorded as well."""
+
+    def call(self: Recording, *args: Any, **options: Any) -> Recording:
+        return Recording(getattr(self.inner, name)(*args, **options))
+
+    return call
 
 
 class Recording(Transport):
@@ -39,6 +65,17 @@ class Recording(Transport):
         self.concurrent, self.enqueues = inner.concurrent, inner.enqueues
         self.adds_in_rank_order = inner.adds_in_rank_order
 
+    moves = _forwarded("moves")
+    begin_call, end_call = _forwarded("begin_call"), _forwarded("end_call")
+    cancel_call, limit_call = _forwarded("cancel_call"), _forwarded("limit_call")
+    interrupted, abort, leave = _forwarded("interrupted"), _forwarded("abort"), _forwarded("leave")
+    notify_failure, poll_failures = _forwarded("notify_failure"), _forwarded("poll_failures")
+    close = _forwarded("close")
+    exchange, barrier, broadcast = _recorded("exchange"), _recorded("barrier"), _recorded("broadcast")
+    allreduce, reduce, reduce_scatter = _recorded("allreduce"), _recorded("reduce"), _recorded("reduce_scatter")
+    allgather, alltoall = _recorded("allgather"), _recorded("alltoall")
+    split, dup, shrink = _wrapped("split"), _wrapped("dup"), _wrapped("shrink")
+
     def set_order(self, order: OpOrder) -> None:
         """See `Transport.set_order`."""
         before = self.inner.adds_in_rank_order
@@ -51,106 +88,7 @@ class Recording(Transport):
         self.timeout_s = timeout_s
         self.inner.set_timeout(timeout_s)
 
-    def interrupted(self, error: BaseException, arrays: object) -> None:
-        """See `Transport.interrupted`."""
-        self.inner.interrupted(error, arrays)
-
     @property
     def sent_bytes(self) -> int:  # type: ignore[override]
         """The count of the recorded transport."""
         return self.inner.sent_bytes
-
-    def begin_call(self, name: str, *, collective: bool, describe: Callable[[], str] | None = None) -> None:
-        """See `Transport.begin_call`; the recorded transport is the one that waits."""
-        self.inner.begin_call(name, collective=collective, describe=describe)
-
-    def end_call(self) -> None:
-        """See `Transport.end_call`."""
-        self.inner.end_call()
-
-    def cancel_call(self) -> None:
-        """See `Transport.cancel_call`."""
-        self.inner.cancel_call()
-
-    def limit_call(self, timeout_s: float | None) -> None:
-        """See `Transport.limit_call`."""
-        self.inner.limit_call(timeout_s)
-
-    def moves(self, x: Array) -> bool:
-        """Whether the recorded transport moves `x`."""
-        return self.inner.moves(x)
-
-    def exchange(self, sends: Sequence[Message], recvs: Sequence[Message], *, tag: int = POINT_TO_POINT) -> None:
-        """See `Transport.exchange`."""
-        self._note("exchange", *[x for _, x in sends])
-        self.inner.exchange(sends, recvs, tag=tag)
-
-    def allreduce(self, x: Array, out: Array, op: str) -> None:
-        """See `Transport.allreduce`."""
-        self._note("allreduce", x)
-        self.inner.allreduce(x, out, op)
-
-    def reduce_scatter(self, x: Array, out: Array, op: str) -> None:
-        """See `Transport.reduce_scatter`."""
-        self._note("reduce_scatter", x)
-        self.inner.reduce_scatter(x, out, op)
-
-    def reduce(self, x: Array, out: Array | None, root: int, op: str) -> None:
-        """See `Transport.reduce`."""
-        self._note("reduce", x)
-        self.inner.reduce(x, out, root, op)
-
-    def broadcast(self, x: Array, root: int) -> None:
-        """See `Transport.broadcast`."""
-        self._note("broadcast", x)
-        self.inner.broadcast(x, root)
-
-    def allgather(self, x: Array, out: Array) -> None:
-        """See `Transport.allgather`."""
-        self._note("allgather", x)
-        self.inner.allgather(x, out)
-
-    def alltoall(self, x: Array, out: Array) -> None:
-        """See `Transport.alltoall`."""
-        self._note("alltoall", x)
-        self.inner.alltoall(x, out)
-
-    def barrier(self) -> None:
-        """See `Transport.barrier`."""
-        self._note("barrier")
-        self.inner.barrier()
-
-    def split(self, color: int, key: int) -> Transport:
-        """See `Transport.split`."""
-        return Recording(self.inner.split(color, key))
-
-    def dup(self) -> Transport:
-        """See `Transport.dup`."""
-        return Recording(self.inner.dup())
-
-    def shrink(self, host: Transport | None = None) -> Transport:
-        """See `Transport.shrink`."""
-        return Recording(self.inner.shrink(host))
-
-    def abort(self, exit_code: int = 1) -> None:
-        """See `Transport.abort`."""
-        self.inner.abort(exit_code)
-
-    def leave(self, reason: str | None = None) -> bool:
-        """See `Transport.leave`."""
-        return self.inner.leave(reason)
-
-    def notify_failure(self, group: str, error: CommError) -> None:
-        """See `Transport.notify_failure`."""
-        self.inner.notify_failure(group, error)
-
-    def poll_failures(self, groups: Collection[str]) -> CommError | None:
-        """See `Transport.poll_failures`."""
-        return self.inner.poll_failures(groups)
-
-    def close(self) -> None:
-        """See `Transport.close`."""
-        self.inner.close()
-
-    def _note(self, name: str, *values: Array) -> None:
-        self.calls.append(Call(name, sum(x.nbytes for x in values)))

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
+import copy
 import math
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -14,8 +12,6 @@ import bagua_comm
 
 from .. import arrays
 from ..arrays import INTEGERS, Array, dtype_named
-
-T = TypeVar("T")
 
 
 def sample(rank: int, shape: tuple[int, ...], dtype: str, seed: int = 0) -> Array:
@@ -98,34 +94,10 @@ def assert_raises(error: type[BaseException], call: Callable[[], object]) -> Non
     raise AssertionError(f"expected {error.__name__}")
 
 
-def evaluated(value: T) -> T:
-    """Evaluate the `repr` of `value`, also with classes that a function or another class defines.
-
-    The names are those of this library, and of the modules that define the classes of `value` and of its parts.
-    """
-    text, names = repr(value), dict(vars(bagua_comm))
-    classes = list(_classes_of(value))
-    for cls in reversed(classes):
-        names |= vars(sys.modules[cls.__module__]) if cls.__module__ in sys.modules else {}
-    for cls in sorted(classes, key=lambda cls: -len(cls.__qualname__)):
-        text = text.replace(cls.__qualname__, cls.__name__)
-    try:
-        again: T = eval(text, {**names, **{cls.__name__: cls for cls in reversed(classes)}})
-    except SyntaxError:  # as of <Name object at 0x7f...>
-        raise AssertionError(
-            f"the repr {value!r} is no expression; expected that of a frozen dataclass"
-        ) from None
-    return again
-
-
-def _classes_of(value: Any) -> Iterator[type]:
-    if isinstance(value, (tuple, list, set, frozenset)):
-        for item in value:
-            yield from _classes_of(item)
-    elif isinstance(value, dict):
-        for item in value.items():
-            yield from _classes_of(item)
-    elif dataclasses.is_dataclass(value) or type(value).__module__ != "builtins":
-        yield type(value)
-        for field in dataclasses.fields(value) if dataclasses.is_dataclass(value) else ():
-            yield from _classes_of(getattr(value, field.name))
+def check_settings(value: object) -> None:
+    """Fail unless `value` is a frozen dataclass, which equals its copy, and whose `repr` shows its settings."""
+    parameters = getattr(value, "__dataclass_params__", None)
+    assert getattr(parameters, "frozen", False), f"{value!r} is no frozen dataclass"
+    same = copy.deepcopy(value)
+    assert same == value, f"a copy of {value!r} differs from it"
+    assert " object at 0x" not in repr(value), f"the repr {value!r} hides the settings; expected a dataclass's"

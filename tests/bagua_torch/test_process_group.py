@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from support.call_checks import check_calls
 from support.gloo import run_threads
 from support.launch import torchrun
 from support.waiting import until
@@ -72,7 +73,12 @@ def error_of(call, *arguments, **options):
     [(2, True), (1, True), *(pytest.param(size, False, marks=pytest.mark.slow) for size in (3, 4))],
 )
 def test_it_keeps_the_contract(size, check):
-    run_threads(size, lambda transport: check_transport(Communicator([transport], check=check)))
+    def body(transport):
+        comm = Communicator([transport], check=check)
+        check_transport(comm)
+        check_calls(comm)
+
+    run_threads(size, body)
 
 
 @pytest.mark.covering(1)

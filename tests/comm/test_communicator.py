@@ -5,6 +5,7 @@ import sys
 
 import numpy as np
 import pytest
+from support.call_checks import check_calls
 
 from bagua_comm import (
     ArrayError,
@@ -21,7 +22,11 @@ from bagua_comm.transports import LocalTransport, Transport
 
 @pytest.mark.parametrize("ranks", [1, 3, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (2, 4, 8))])
 def test_conformance(ranks):
-    run_ranks(ranks, check_transport)
+    def body(comm):
+        check_transport(comm)
+        check_calls(comm)
+
+    run_ranks(ranks, body)
 
 
 @pytest.mark.parametrize("ranks", [2, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (1, 3))])

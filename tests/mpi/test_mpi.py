@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from mpi4py import MPI
+from support.call_checks import check_calls
 
 import bagua_comm
 from bagua_comm import (
@@ -64,6 +65,7 @@ def test_conformance(comm):
     few = tuning.EAGER_BYTES, tuning.NATIVE_BYTES, tuning.PIECE_BYTES
     many = tuning.SHARED_BYTES, tuning.SHARED_BYTES + 64 * comm.size
     check_transport(comm, sizes=few if comm.size > 3 else (*few, *many))
+    check_calls(comm)
 
 
 @pytest.mark.slow

@@ -207,15 +207,6 @@ def test_check_codec_finds_breaches_of_the_contract(codec):
         check_codec(codec())
 
 
-def test_check_codec_notices_a_repr_that_does_not_make_the_codec():
-    class Nameless(MinMaxUInt8):
-        def __repr__(self):
-            return "MinMaxUInt8()"
-
-    with pytest.raises(AssertionError):
-        check_codec(Nameless())
-
-
 @dataclass(frozen=True)
 class OfYourOwn(MinMaxUInt8):
     pass
@@ -325,11 +316,9 @@ def test_check_algorithm_notices_gradients_replaced_by_zeros():
         check_algorithm(Zeros(), sizes=(1,))
 
 
-def test_check_codec_says_that_a_repr_is_no_expression():
+def test_check_codec_says_that_a_repr_hides_the_settings():
     class Bare(OfYourOwn):
         __repr__ = object.__repr__
 
-    with pytest.raises(
-        AssertionError, match=r"Bare object at .* is no expression; expected that of a frozen dataclass"
-    ):
+    with pytest.raises(AssertionError, match=r"Bare object at .* hides the settings"):
         check_codec(Bare())

@@ -69,9 +69,10 @@ def simulate(
     are drawn as well; those from one rank to another arrive in their order. Equal seeds give equal runs, step by
     step, in every process.
 
-    The scheduler controls `threading`, `queue`, `ThreadPoolExecutor` and `time` in the modules of this library,
-    in that of `program`, and in `packages`. The next thread is drawn where one acquires a lock, waits, sleeps or
-    ends, and nowhere else. A thread that waits for anything else, such as a socket, blocks the simulation.
+    The scheduler controls the threads, locks, conditions and events of `threading`, and `queue`,
+    `ThreadPoolExecutor` and `time`, in the modules of this library, in that of `program`, and in `packages`. The
+    next thread is drawn where one acquires a lock, waits, sleeps or ends, and nowhere else. A thread that waits
+    for anything else, such as a socket, blocks the simulation.
 
     Args:
         program: The program, a function of a `Simulation`. It must end all threads that it starts.

@@ -18,7 +18,6 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
-from ...objects.closing import Closing
 from ...transports.local import Hub
 from .deliveries import DelayingHub
 from .scheduler import Scheduler, Task, mine, running
@@ -204,36 +203,6 @@ class SimulatedEvent(threading.Event):
         self._cond = SimulatedCondition(SimulatedLock())
 
 
-class SimulatedSemaphore(threading.Semaphore):
-    """`threading.Semaphore`."""
-
-    def __init__(self, value: int = 1) -> None:
-        super().__init__(value)
-        self._cond = SimulatedCondition(SimulatedLock())
-
-    def acquire(self, blocking: bool = True, timeout: float | None = None) -> bool:
-        """See `threading.Semaphore.acquire`, which measures with the real clock."""
-        with self._cond:
-            if not self._value and not (blocking and self._cond.wait_for(lambda: self._value, timeout)):
-                return False
-            self._value -= 1
-            return True
-
-    __enter__ = acquire
-
-
-class SimulatedBoundedSemaphore(SimulatedSemaphore, threading.BoundedSemaphore):
-    """`threading.BoundedSemaphore`."""
-
-
-class SimulatedBarrier(threading.Barrier):
-    """`threading.Barrier`."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._cond = SimulatedCondition(SimulatedLock())
-
-
 class SimulatedThread(threading.Thread):
     """`threading.Thread`."""
 
@@ -264,14 +233,6 @@ class SimulatedThread(threading.Thread):
             wait_among(self._task.joiners, f"join of {self.name}", timeout)
 
 
-class SimulatedTimer(SimulatedThread, threading.Timer):
-    """`threading.Timer`."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        threading.Timer.__init__(self, *args, **options)
-        self.finished = SimulatedEvent()
-
-
 class SimulatedFuture(concurrent.futures.Future[Any]):
     """`concurrent.futures.Future`."""
 
@@ -280,7 +241,7 @@ class SimulatedFuture(concurrent.futures.Future[Any]):
         self._condition = SimulatedCondition()  # type: ignore[assignment]
 
 
-class SimulatedExecutor(Closing):
+class SimulatedExecutor:
     """`ThreadPoolExecutor`; its threads end when it is shut down."""
 
     def __init__(
@@ -315,21 +276,18 @@ class SimulatedExecutor(Closing):
             thread.start()
         return future
 
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+    def shutdown(self, wait: bool = True) -> None:
         """See `ThreadPoolExecutor.shutdown`."""
         with self._changed:
             self._shutdown = True
-            while cancel_futures and self._queue:
-                self._queue.popleft()[0].cancel()
             self._changed.notify_all()
         for thread in self._threads if wait else ():
             thread.join()
 
-    def close(self) -> None:
-        """Shut it down at the end of a `with` block."""
-        self.shutdown()
+    def __enter__(self) -> SimulatedExecutor:
+        return self
 
-    def _leave(self, error: BaseException) -> None:
+    def __exit__(self, *error: object) -> None:
         self.shutdown()
 
     def _work(self) -> None:
@@ -437,11 +395,7 @@ _LOCKS: dict[str, Any] = {
     "RLock": SimulatedRLock,
     "Condition": SimulatedCondition,
     "Event": SimulatedEvent,
-    "Semaphore": SimulatedSemaphore,
-    "BoundedSemaphore": SimulatedBoundedSemaphore,
-    "Barrier": SimulatedBarrier,
     "Thread": SimulatedThread,
-    "Timer": SimulatedTimer,
 }
 _QUEUES = {"Queue": SimulatedQueue, "SimpleQueue": SimulatedQueue}
 
