@@ -8,8 +8,7 @@ dtype of their parameter, though an optimizer may keep float32 for a parameter i
 from __future__ import annotations
 
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 from ..arrays import is_tensor
@@ -78,10 +77,10 @@ def with_dtype(loaded: Any, saved: Any) -> Any:
 
 
 def load_in_place(optimizer: Any, saved: Mapping[str, Any], restore: Restore | None = None) -> None:
-    """Call `optimizer.load_state_dict(saved)`, and copy the result into the former objects.
+    """Call `optimizer.load_state_dict(saved)`, and put the result into the former objects.
 
-    These are the list `param_groups`, each group, `state`, each parameter's entry in it, and each tensor whose
-    dtype, device and layout stay; of the optimizer and of optimizers inside it.
+    These are the list `param_groups`, each group, `state`, and each parameter's entry in it; of the optimizer and
+    of optimizers inside it.
 
     Args:
         optimizer: The optimizer.
@@ -102,13 +101,9 @@ def load_in_place(optimizer: Any, saved: Mapping[str, Any], restore: Restore | N
 
 
 def update_groups(groups: Iterable[dict[str, Any]], settings: Iterable[Mapping[str, Any]]) -> None:
-    """Change the settings of groups; parameters, and tensors among the settings, stay the same objects."""
-    pairs = list(zip(groups, settings, strict=True))
-    alone = _Pairs((old, new) for group, given in pairs for old, new in _paired(dict(group), given))
-    for group, given in pairs:
-        values = alone.into(dict(group), {**given, "params": group["params"]})
-        group.clear()
-        group.update(values)
+    """Change the settings of groups; the groups and their parameters stay the same objects."""
+    for group, given in zip(groups, settings, strict=True):
+        _filled(group, {**given, "params": group["params"]})
 
 
 class _OptimizerState(NamedTuple):
@@ -158,15 +153,6 @@ def _restored(loaded: Any, saved: Any, restore: Restore) -> Any:
 
 
 def _put_back(before: list[_OptimizerState]) -> None:
-    alone = _Pairs(
-        pair
-        for held in before
-        for old, new in (
-            (held.each_group, held.optimizer.param_groups),
-            (held.entries, dict(held.optimizer.state)),
-        )
-        for pair in _paired(old, new)
-    )
     old_of: dict[int, tuple[Any, Any]] = {}  # by the id of its replacement, kept alive here
     for held in before:
         groups, state = held.optimizer.param_groups, held.optimizer.state
@@ -177,10 +163,10 @@ def _put_back(before: list[_OptimizerState]) -> None:
     for held in before:
         groups, state = held.optimizer.param_groups, held.optimizer.state
         if groups is not held.groups and len(groups) == len(held.each_group):
-            held.groups[:] = [_filled(*pair, alone) for pair in zip(held.each_group, groups, strict=True)]
+            held.groups[:] = [_filled(*pair) for pair in zip(held.each_group, groups, strict=True)]
             held.optimizer.param_groups = held.groups
         if state is not held.state:
-            values = {key: _filled(held.entries.get(key), value, alone) for key, value in state.items()}
+            values = {key: _filled(held.entries.get(key), value) for key, value in state.items()}
             held.state.clear()
             held.state.update(values)
             held.optimizer.state = held.state
@@ -189,67 +175,10 @@ def _put_back(before: list[_OptimizerState]) -> None:
                 setattr(held.optimizer, name, old_of[id(value)][1])
 
 
-def _filled(old: Any, new: Any, alone: _Pairs) -> Any:
+def _filled(old: Any, new: Any) -> Any:
     """The dict `old` with the contents of `new`; `new` if there was none."""
     if old is new or not isinstance(old, dict) or not isinstance(new, dict):
-        return alone.into(old, new)
-    values = alone.into(dict(old), new)
-    old.clear()
-    old.update(values)
-    return old
-
-
-class _Pairs:
-    """Pairs of tensors in which the new one can be copied into the old: neither occurs in another pair.
-
-    Args:
-        pairs: The old tensor, or None, and the new one, for each position in all trees.
-    """
-
-    def __init__(self, pairs: Iterable[tuple[Any, Any]]) -> None:
-        each = {(id(old), id(new)): (old, new) for old, new in pairs}
-        olds, news = Counter(old for old, _ in each), Counter(new for _, new in each)
-        self._alone = {
-            ids: pair for ids, pair in each.items() if olds[ids[0]] == news[ids[1]] == 1 and _are_alike(*pair)
-        }
-
-    def into(self, old: Any, new: Any) -> Any:
-        """The tree `new`, with the tensors of `old` where they can be reused."""
-        if old is new:
-            return old
-        if is_tensor(new):
-            if (id(old), id(new)) not in self._alone:
-                return new
-            old.detach().copy_(new.detach())
-            return old
-        if type(new) is dict:
-            mine = old if isinstance(old, dict) else {}
-            return {key: self.into(mine.get(key), value) for key, value in new.items()}
-        if type(new) in (list, tuple):
-            return type(new)(self.into(*pair) for pair in zip(_as_long(old, new), new, strict=True))
         return new
-
-
-def _paired(old: Any, new: Any) -> Iterator[tuple[Any, Any]]:
-    """Each tensor of a tree `new`, with the value at its position in `old`."""
-    if is_tensor(new):
-        yield old, new
-    elif type(new) is dict:
-        mine = old if isinstance(old, dict) else {}
-        for key, value in new.items():
-            yield from _paired(mine.get(key), value)
-    elif type(new) in (list, tuple):
-        for one, other in zip(_as_long(old, new), new, strict=True):
-            yield from _paired(one, other)
-
-
-def _as_long(old: Any, new: Sequence[Any]) -> Sequence[Any]:
-    return old if type(old) is type(new) and len(old) == len(new) else [None] * len(new)
-
-
-def _are_alike(old: Any, new: Any) -> bool:
-    """Whether a tensor equals another one in all but its values."""
-    if not is_tensor(old) or old.layout != new.layout or "strided" not in str(old.layout):
-        return False
-    same = old.dtype == new.dtype and old.device == new.device and old.shape == new.shape
-    return same and bool(old.stride() == new.stride()) and not old.is_inference()
+    old.clear()
+    old.update(new)
+    return old
