@@ -133,7 +133,6 @@ SHORT = {
     "bagua_torch/bases.py",
     "bagua_torch/fsdp/passes.py",
     "bagua_torch/lightning/layer_sync.py",
-    "bagua_torch/process_group/children.py",
     "bagua_torch/tensors/rng.py",
 }
 """Modules of fewer lines than `A_MODULE`; a list that may only get shorter."""

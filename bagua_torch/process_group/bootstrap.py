@@ -87,16 +87,18 @@ def connect(
     refuse_a_second_world()
     transport: Transport | None = None
     store: Any = None
+    given = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     if alone:
         pass
-    elif dist.is_available() and dist.is_initialized():
+    elif given is not None:
         transport = ProcessGroupTransport(timeout_s=timeout_s)
     elif environment.under_torchrun() and process_group == BACKEND:
         store, rank, size = _torchrun_store_of_a_world()
         info = RendezvousInfo(store, "bagua/connect", rank, size, None if environment.torchrun_serves() else 0)
         transport = ProcessGroupTransport(timeout_s=timeout_s, rendezvous=info)
     elif environment.under_torchrun():
-        transport = _TorchrunWorld(timeout_s=timeout_s)
+        _init_process_group(timeout_s)
+        transport = ProcessGroupTransport(timeout_s=timeout_s)
     comm = bagua_comm.connect(
         timeout_s=timeout_s,
         check=check,
@@ -112,6 +114,7 @@ def connect(
     use_device(comm)
     if process_group and not dist.is_initialized():
         init_group(comm, store or serve_store(comm), BACKEND if process_group == BACKEND else None)
+    if dist.is_available() and dist.is_initialized() and dist.group.WORLD is not given:
         comm.at_close = functools.partial(_destroy, dist.group.WORLD)
     return comm
 
@@ -247,20 +250,6 @@ def _serve_group(others: Sequence[str], timeout_s: float) -> tuple[Any, tuple[st
         )
     store = serving.serve(address, timeout_s=timeout_s)
     return store, (address, store.port)
-
-
-class _TorchrunWorld(ProcessGroupTransport):
-    """All processes that torchrun has started; owns the default process group of torch.distributed."""
-
-    def __init__(self, *, timeout_s: float) -> None:
-        _init_process_group(timeout_s)
-        super().__init__(timeout_s=timeout_s)
-
-    def close(self) -> None:
-        """Close the connections, and destroy the default process group. Collective."""
-        super().close()
-        if dist.is_initialized():
-            destroy_process_group()
 
 
 def _init_process_group(timeout_s: float) -> None:

@@ -33,9 +33,8 @@ from bagua_comm.transports import Transport
 from bagua_comm.transports.flow import COLLECTIVE, POINT_TO_POINT, Channel, Flow, Message, TransportFlow
 
 from ..arrays import as_tensor
-from .children import kept_in_children
+from .children import closed_in_children, kept_in_children
 from .frames import BODY_BYTES, swaps_of
-from .sockets import closed_in_children
 from .store import connections_to
 from .verdicts import Verdict, messages_that_differ
 from .waiter import run_watched
@@ -265,7 +264,7 @@ class ProcessGroupTransport(FramedTransport):
         options: Any = dist.AllreduceOptions()
         options.reduceOp, options.timeout = dist.ReduceOp.SUM, timedelta(seconds=self.limit_s)
         work = self._start(None, self._gloo.allreduce, [as_tensor(out.reshape(-1))], options)
-        self._wait_for_all(kept_in_children(work))
+        self._wait_watched([(None, kept_in_children(work))])
         if op == "avg":
             kernels.host.divide(out, self.size)
         self.sent_bytes += 2 * x.nbytes * (self.size - 1) // self.size

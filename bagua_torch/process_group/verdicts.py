@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
@@ -13,6 +12,8 @@ import numpy as np
 from bagua_comm import CommAborted, CommMismatch, CommTimeout, RankFailed
 from bagua_comm.arrays import Array, text_row, texts_of
 from bagua_comm.transports.notices import different_calls
+
+from .waiter import run_watched
 
 ANSWER_S = 5.0
 """How long the store may take to answer; its process may have been stopped or killed."""
@@ -61,18 +62,14 @@ class Verdict:
 
     def _ask(self, request: Callable[[], Any]) -> Any:
         """The result of `request`. Waits at most `ANSWER_S`."""
-        answers: list[Any] = []
 
-        def ask() -> None:
-            with suppress(RuntimeError):  # the store went with its process
-                answers.append(request())
-
-        asking = threading.Thread(target=ask, daemon=True)
-        asking.start()
-        asking.join(ANSWER_S)
-        if not answers:
+        def give_up() -> None:
             raise ConnectionError("the store does not answer")
-        return answers[0]
+
+        try:
+            return run_watched(request, give_up, ANSWER_S)
+        except RuntimeError as exc:
+            raise ConnectionError("the store went with its process") from exc
 
 
 def of_same_kind(kind: str, text: str, ranks: Iterable[int]) -> SharedError:

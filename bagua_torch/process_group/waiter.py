@@ -8,8 +8,6 @@ closes all connections. So a thread waits here, while the caller asks now and th
 
 from __future__ import annotations
 
-import contextlib
-import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -29,85 +27,46 @@ from it even if their process dies. For longer ones, a thread takes less than a 
 _GRACE_S = 0.1
 """How long a completed message may take to be noticed after its connection was found closed."""
 
-Pending = tuple[int, Any]
-"""The peer of an operation, and the `Work` to wait for."""
+Pending = tuple[int | None, Any]
+"""The peer of an operation, or None for a collective of all ranks, and the `Work` to wait for."""
 
 
-class _Batch:
-    """Operations to wait for, in order, and how many are complete."""
+def wait_watched(
+    works: Sequence[Pending], until: float, check: Callable[[int | None], None]
+) -> tuple[int | None, RuntimeError] | None:
+    """Wait for operations in order. Returns the peer and the error of the first that fails, or None.
 
-    def __init__(self, works: Sequence[Pending], until: float) -> None:
-        self.works, self.until = works, until
-        self.complete = 0
-        self.result: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+    Args:
+        works: The operations.
+        until: When to stop, in seconds of `time.monotonic`.
+        check: Called with the peer of an operation; raises RuntimeError if its connection is closed.
+    """
+    complete, has_ended = 0, False
 
-    def wait(self) -> None:
+    def wait_for_all() -> None:
+        nonlocal complete, has_ended
         try:
-            for _, work in self.works:
-                work.wait(timedelta(seconds=max(self.until - time.monotonic(), 0.001)))
-                self.complete += 1
-        except BaseException as exc:
-            self.result.put(exc)
-        else:
-            self.result.put(None)
+            for _, work in works:
+                work.wait(timedelta(seconds=max(until - time.monotonic(), 0.001)))
+                complete += 1
+        finally:
+            has_ended = True
 
-
-class Waiter:
-    """Waits for operations of gloo, in a thread of its own that starts with the first wait."""
-
-    def __init__(self) -> None:
-        self._batches: queue.SimpleQueue[_Batch | None] | None = None
-
-    def wait(
-        self, works: Sequence[Pending], until: float, check: Callable[[int], None]
-    ) -> tuple[int, RuntimeError] | None:
-        """Wait for operations. Returns the peer and the error of the first that fails, or None.
-
-        Args:
-            works: The operations.
-            until: When to stop, in seconds of `time.monotonic`.
-            check: Called with the peer of an operation; raises RuntimeError if its connection is closed.
-        """
-        if self._batches is None:
-            self._batches = queue.SimpleQueue()
-            threading.Thread(target=_serve, args=(self._batches,), name="bagua-gloo-waiter", daemon=True).start()
-        batch = _Batch(works, until)
-        self._batches.put(batch)
+    def check_next() -> None:
+        index = complete
         try:
-            exc = self._result_of(batch, check)
-        except BaseException:
-            self.close()  # the thread may wait until the timeout
-            raise
-        if exc is None:
-            return None
-        if not isinstance(exc, RuntimeError):
-            raise exc
-        return works[batch.complete][0], exc
+            if index < len(works):
+                check(works[index][0])
+        except RuntimeError:
+            time.sleep(_GRACE_S)
+            if complete == index and not has_ended:
+                raise
 
-    def _result_of(self, batch: _Batch, check: Callable[[int], None]) -> BaseException | None:
-        while True:
-            with contextlib.suppress(queue.Empty):
-                return batch.result.get(timeout=CHECK_S)
-            index = batch.complete
-            if index == len(batch.works):
-                continue
-            try:
-                check(batch.works[index][0])
-            except RuntimeError as exc:
-                with contextlib.suppress(queue.Empty):
-                    return batch.result.get(timeout=_GRACE_S)
-                if batch.complete == index:
-                    self.close()
-                    return exc
-
-    def close(self) -> None:
-        """Let the thread end once it waits for nothing."""
-        if self._batches is not None:
-            self._batches.put(None)
-            self._batches = None
-
-    def __del__(self) -> None:
-        self.close()
+    try:
+        run_watched(wait_for_all, check_next)
+    except RuntimeError as exc:
+        return works[complete][0], exc
+    return None
 
 
 def run_watched(call: Callable[[], T], check: Callable[[], None], check_s: float = CHECK_S) -> T:
@@ -127,34 +86,3 @@ def run_watched(call: Callable[[], T], check: Callable[[], None], check_s: float
     while wait([future], check_s).not_done:
         check()
     return future.result()
-
-
-def wait_for_collective(work: Any, until: float, check: Callable[[], None]) -> None:
-    """Wait for a collective of gloo, whose timeout closes nothing.
-
-    Args:
-        work: The `Work` of the collective.
-        until: When to stop, in seconds of `time.monotonic`.
-        check: Raises RuntimeError if a connection is closed.
-
-    Raises:
-        RuntimeError: It failed, or has not ended in time.
-    """
-    while True:
-        left_s = until - time.monotonic()
-        try:
-            work.wait(timedelta(seconds=max(min(left_s, CHECK_S), 0.001)))
-            return
-        except RuntimeError:
-            if work.is_completed():  # it failed, or ended just after this wait
-                work.wait()
-                return
-            if left_s <= CHECK_S:
-                raise
-        check()
-
-
-def _serve(batches: queue.SimpleQueue[_Batch | None]) -> None:
-    while (batch := batches.get()) is not None:
-        batch.wait()
-        del batch  # it refers to arrays

@@ -39,7 +39,7 @@ from bagua_comm.transports.flow import COLLECTIVE, FIRST_CHANNEL_TAG, Message
 from .children import kept_in_children
 from .frames import BODY_BYTES, HEADER_BYTES, Frame, rest_of, swaps_of
 from .verdicts import TEXT_BYTES, SharedError, Verdict, as_row, calls_that_differ, of_same_kind
-from .waiter import BUFFERED_BYTES, Pending, Waiter, wait_for_collective
+from .waiter import BUFFERED_BYTES, Pending, wait_watched
 
 UNSENT_FRAMES = 64
 """How many short messages to one rank may be unreceived before `send` waits."""
@@ -99,7 +99,6 @@ class FramedTransport(Transport):
         self._posted: dict[tuple[int, int], Frame] = {}  # by (peer, tag): posted for the next message
         self._sent: dict[tuple[int, int], deque[Frame]] = {}  # by (peer, tag): may still be pending
         self._free: list[Frame] = []
-        self._waiter = Waiter()
         self._own: dict[int, deque[Array]] = {}  # by tag: messages to this rank itself
         self._interrupted: object = None  # arrays that gloo may use for as long as a connection is open
 
@@ -313,7 +312,6 @@ class FramedTransport(Transport):
         self._posted.clear()
         self._sent.clear()
         self._free.clear()
-        self._waiter.close()
         self._gloo = None
 
     def _start(self, peer: int | None, call: Callable[..., Any], *arguments: Any) -> Any:
@@ -333,26 +331,23 @@ class FramedTransport(Transport):
     def _wait_for_rests(self, works: Sequence[Pending], longest: int) -> None:
         """Wait for the rests of messages of at most `longest` bytes."""
         if longest > BUFFERED_BYTES:
-            failure = self._waiter.wait(works, self.deadline_s(), self._check_connection)
-            if failure is not None:
-                peer, exc = failure
-                raise self._translate(exc, peer) from exc
+            self._wait_watched(works)
         else:
             for peer, work in works:
                 self._wait(peer, work)
 
-    def _wait_for_all(self, work: Any) -> None:
-        """Wait for a collective of gloo."""
-        try:
-            wait_for_collective(work, self.deadline_s(), self._check_connection)
-        except RuntimeError as exc:
-            raise self._translate(exc, None) from exc
+    def _wait_watched(self, works: Sequence[Pending]) -> None:
+        """Wait for operations that may last, while connections are checked."""
+        failure = wait_watched(works, self.deadline_s(), self._check_connection)
+        if failure is not None:
+            peer, exc = failure
+            raise self._translate(exc, peer) from exc
 
-    def _check_connection(self, *peers: int) -> None:
-        """Raise RuntimeError if the connection to one of `peers` is closed; to any peer if there are none."""
+    def _check_connection(self, peer: int | None) -> None:
+        """Raise RuntimeError if the connection to a peer is closed; to any peer if it is None."""
         if self._gloo is None:
             raise RuntimeError("connection closed")
-        for each in peers or self.others():
+        for each in self.others() if peer is None else (peer,):
             unrecorded(self._gloo.recv, [_byte()], each, _ABORT_TAG)
 
     def _translate(self, exc: RuntimeError, peer: int | None) -> CommError:

@@ -100,40 +100,21 @@ def closed(peer):
 
 def test_all_operations_are_waited_for():
     start = time.monotonic()
-    assert waiter.Waiter().wait([(1, Work(0.05)), (2, Work(0.1))], start + 10, closed) is None
+    assert waiter.wait_watched([(1, Work(0.05)), (2, Work(0.1))], start + 10, closed) is None
     assert time.monotonic() - start >= 0.1
 
 
 def test_the_first_operation_that_fails_is_returned():
     error = RuntimeError("broken")
     works = [(1, Work(0.0)), (2, Work(0.0, error)), (3, Work(5.0))]
-    assert waiter.Waiter().wait(works, time.monotonic() + 10, closed) == (2, error)
+    assert waiter.wait_watched(works, time.monotonic() + 10, closed) == (2, error)
 
 
 def test_an_operation_that_ends_as_its_connection_closes_is_complete():
     works = [(1, Work(waiter.CHECK_S + 0.02))]
-    assert waiter.Waiter().wait(works, time.monotonic() + 10, closed) is None
+    assert waiter.wait_watched(works, time.monotonic() + 10, closed) is None
 
 
-def test_a_waiter_can_be_used_after_an_operation_that_never_ends():
-    waiting = waiter.Waiter()
-    peer, error = waiting.wait([(4, Work(3.0))], time.monotonic() + 10, closed)
+def test_an_operation_that_never_ends_is_left_when_its_connection_closes():
+    peer, error = waiter.wait_watched([(4, Work(3.0))], time.monotonic() + 10, closed)
     assert (peer, str(error)) == (4, "the connection to 4 is closed")
-    assert waiting.wait([(1, Work(0.0))], time.monotonic() + 10, closed) is None
-
-
-def test_a_collective_that_ends_just_after_a_wait_for_it_is_complete():
-    class Late:
-        waits = 0
-
-        def wait(self, timeout=None):
-            self.waits += 1
-            if timeout is not None:
-                raise RuntimeError("timed out")
-
-        def is_completed(self):
-            return True
-
-    work = Late()
-    waiter.wait_for_collective(work, time.monotonic() + 10, closed)
-    assert work.waits == 2

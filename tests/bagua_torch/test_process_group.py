@@ -799,7 +799,9 @@ def test_an_interrupt_of_one_rank_ends_the_call_on_the_others_at_once():
     run_threads(3, body, timeout_s=20)
 
 
-def test_an_interrupted_call_closes_its_connections_so_that_gloo_sends_no_more_and_the_peer_learns_of_it():
+def test_an_interrupted_call_closes_its_connections_so_that_gloo_sends_no_more_and_the_peer_learns_of_it(
+    monkeypatch,
+):
     interrupted = threading.Event()
 
     class Interrupt(BaseException):
@@ -811,10 +813,10 @@ def test_an_interrupted_call_closes_its_connections_so_that_gloo_sends_no_more_a
     def body(transport):
         comm, x = Communicator([transport]), np.ones(1 << 20)
         if comm.rank == 0:
-            transport._waiter.wait = interrupt
+            monkeypatch.setattr(transport, "_wait_watched", interrupt)
             with pytest.raises(Interrupt):
                 comm.send(x, dest=1)
-            del transport._waiter.wait
+            monkeypatch.undo()
             interrupted.set()
             x[:] = 2
             with pytest.raises(CommAborted, match="interrupted"):

@@ -12,7 +12,7 @@ from support.children import Forked
 from support.gloo import run_threads
 
 from bagua_comm import Communicator, RankFailed
-from bagua_torch.process_group import sockets
+from bagua_torch.process_group import children
 
 TIMEOUT_S = 20.0
 
@@ -53,7 +53,7 @@ def test_a_started_program_does_not_inherit_connections():
     def body(transport):
         Communicator([transport]).barrier()
         if transport.rank == 0:
-            mine = set(sockets._known.values())
+            mine = set(children._known.values())
             assert mine
             found = subprocess.run(
                 [sys.executable, "-c", LIST_FILES], close_fds=False, capture_output=True, text=True, check=True
@@ -70,6 +70,6 @@ def test_a_socket_of_the_user_that_got_the_same_descriptor_stays_open(monkeypatc
         return os.readlink(f"/proc/self/fd/{end.fileno()}")
 
     with ours, users:
-        monkeypatch.setattr(sockets, "_known", {ours.fileno(): file(ours), users.fileno(): "socket:[1]"})
-        sockets._close_in_child()
+        monkeypatch.setattr(children, "_known", {ours.fileno(): file(ours), users.fileno(): "socket:[1]"})
+        children._close_in_child()
         assert (file(ours), file(users)[:7]) == ("/dev/null", "socket:")
