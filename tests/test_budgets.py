@@ -124,8 +124,6 @@ SHORT = {
     "bagua_comm/objects/closing.py",
     "bagua_comm/commands/compare.py",
     "bagua_comm/commands/figures.py",
-    "bagua_comm/elastic/roles.py",
-    "bagua_comm/elastic/sharing.py",
     "bagua_comm/flight/batches.py",
     "bagua_comm/objects/pickling.py",
     "bagua_comm/planning/simulator/program.py",

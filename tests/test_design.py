@@ -76,8 +76,8 @@ LAYERS = {
         "__init__",
     ],
     "bagua_comm/elastic": [
-        "fleet roles sharing snapshot",
-        "changes fixed mpi",
+        "fleet roles snapshot",
+        "changes mpi",
         "start state",
         "session",
         "loop",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ..comm import Communicator
@@ -28,7 +29,8 @@ class World(Communicator):
         survivors = super().shrink()
         if self._exit_handler is not None:
             self._exit_handler.discard(self)
-        _default.replace(self, survivors)
+        if _default.world is self:
+            _default.world = survivors
         return survivors
 
     def _survivors(self, transports: Sequence[Transport], **settings: Any) -> Communicator:
@@ -38,38 +40,21 @@ class World(Communicator):
         """Free the resources of this communicator. Collective."""
         if self.guard.closed or not self.guard.is_of_this_process:
             return
-        _default.replace(self, None)
+        if _default.world is self:
+            _default.world = None
         if self._exit_handler is not None:
             self._exit_handler.leave(self)
         super().close()
 
 
+@dataclass
 class _Default:
     """The default communicator of this process."""
 
-    def __init__(self) -> None:
-        self.world: Communicator | None = None
-        """The communicator that `connect` made last, unless it is closed."""
-        self._implicit: Communicator | None = None
-        """The communicator that `default` made, if it made one."""
-
-    def set(self, world: Communicator) -> None:
-        """Make `world` the default communicator."""
-        self.world = world
-
-    def replace(self, world: Communicator, successor: Communicator | None) -> None:
-        """Replace `world` by `successor`, if `world` is the default communicator."""
-        if self.world is world:
-            self.world = successor
-
-    def connect_implicitly(self, connect: Callable[[], Communicator]) -> Communicator:
-        """Return `connect()`, and let a later `connect` of the program replace it. Collective."""
-        self._implicit = connect()
-        return self._implicit
-
-    def is_explicit(self) -> bool:
-        """Whether the program itself has made the default communicator, in this process."""
-        return self.world is not None and self.world.guard.is_of_this_process and self.world is not self._implicit
+    world: Communicator | None = None
+    """The communicator that `connect` made last, unless it is closed."""
+    implicit: Communicator | None = None
+    """The communicator that `default_or` made, if it made one."""
 
 
 _default = _Default()
@@ -77,7 +62,7 @@ _default = _Default()
 
 def set_default(world: Communicator) -> None:
     """Make `world` the default communicator of this process."""
-    _default.set(world)
+    _default.world = world
 
 
 def current() -> Communicator | None:
@@ -90,12 +75,16 @@ def default_or(connect: Callable[[], Communicator]) -> Communicator:
 
     Collective, if it connects.
     """
-    return _default.world if _default.world is not None else _default.connect_implicitly(connect)
+    if _default.world is not None:
+        return _default.world
+    _default.implicit = connect()
+    return _default.implicit
 
 
 def refuse_a_second_world() -> None:
     """Raise `BootstrapError` if the communicator that `connect` made last is open."""
-    if _default.is_explicit():
+    world = _default.world
+    if world is not None and world is not _default.implicit and world.guard.is_of_this_process:
         raise BootstrapError(
             "connect: this process is connected already. bagua_comm.default() returns the communicator, and its "
             "dup() makes another one of the same ranks; close() it, or leave its `with` block, to connect anew. "

@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import functools
 import logging
+import sys
 import time
 import warnings
 import weakref
@@ -24,11 +25,9 @@ from ..objects.closing import Closing
 from ..objects.pickling import Live
 from . import saving, trees
 from .folders import FORMAT, VERSION, Folder, Found, manifest_at
-from .leaving import LEFT, end_save, is_complete, say, text_of
 from .loading import Reader
 from .saving import SaveJob, Staging
-from .texts import apart, shortened
-from .trees import Packed
+from .trees import Packed, apart, shortened
 
 T = TypeVar("T")
 
@@ -36,6 +35,18 @@ _log = logging.getLogger(__name__)
 
 BEAT_S = 0.25
 """The interval at which ranks report their progress to each other while files are written."""
+
+LEAVE_S = 10.0
+"""How long a rank that leaves after an error waits for its save in progress, in seconds."""
+
+QUIET_S = 1.0
+"""How long it waits before it prints why, in seconds."""
+
+STOP_S = 1.0
+"""How long a save that was given up may take to end, in seconds."""
+
+LEFT = "it left after an error"
+"""The reason of a save that was given up."""
 
 _MARK_IT = "put what belongs to a rank in Own(...)"
 _GIVEN_UP = "another rank has failed"
@@ -286,7 +297,7 @@ class Checkpoints(Live, Closing):
         if not work.done():
             return None, f"the disk has not answered for {self._stall_s:g} s"
         error = work.exception()
-        return (work.result(), None) if error is None else (None, text_of(error))
+        return (work.result(), None) if error is None else (None, _text_of(error))
 
     # Loading ----------------------------------------------------------------------------------------
 
@@ -389,7 +400,7 @@ class Checkpoints(Live, Closing):
             outcome = (body(), "", "")
         except Exception as exc:  # raised here, the other ranks would wait for this one
             name = type(exc).__name__
-            outcome, cause = (None, name if name in _ERRORS else "CheckpointError", text_of(exc)), exc
+            outcome, cause = (None, name if name in _ERRORS else "CheckpointError", _text_of(exc)), exc
         outcomes: list[Any] = self._comm.allgather_object(outcome)
         for rank, (_, name, text) in enumerate(outcomes):
             if name:
@@ -403,7 +414,7 @@ class Checkpoints(Live, Closing):
             try:
                 outcome = (body(), None)
             except Exception as exc:
-                outcome = (None, text_of(exc))
+                outcome = (None, _text_of(exc))
         result: tuple[Any, str | None] = self._comm.broadcast_object(outcome, root=0)
         return result
 
@@ -451,19 +462,30 @@ class Checkpoints(Live, Closing):
                 self._lane._leave(error)
 
     def _end_save(self, error: BaseException) -> None:
-        """Complete a save in progress if the other ranks still take part; else stop it, and print that.
+        """Complete a save in progress if the other ranks take part in time; else give it up, and print that.
 
         Not collective: other ranks may go on, or have left.
         """
         saving, self._saving = self._saving, None
-        if saving is not None:
-            step, future = saving
-            self._lane.forget(future)
-            end_save(future, f"the checkpoint of step {step} in {self.folder}", self._comm, error, self._give_up)
-
-    def _give_up(self) -> None:
-        """Have the save in progress fail on all ranks."""
-        self._given_up = True
+        if saving is None:
+            return
+        step, save = saving
+        self._lane.forget(save)
+        comm, what = self._comm, f"the checkpoint of step {step} in {self.folder}"
+        who, limit_s = f"rank {comm.rank} of {comm.size}", min(LEAVE_S, comm.timeout_s)
+        try:
+            if wait([save], min(QUIET_S, limit_s)).not_done and limit_s > QUIET_S:
+                reason = f"{type(error).__name__}: {shortened(str(error))}".rstrip(": ")
+                _say(f"{who} leaves after {reason}; it waits up to {limit_s:g} s for {what}")
+                wait([save], limit_s - QUIET_S)
+        finally:  # Ctrl-C ends the wait
+            if not save.done():
+                self._given_up = True
+                if wait([save], STOP_S).not_done:  # another rank does not answer
+                    comm.stop_calls(LEFT)
+                    wait([save], STOP_S)
+            if not _is_complete(save):
+                _say(f"{who}: {what} was not completed{_why(save)}")
 
 
 def _report_unsaved(ref: weakref.ref[Checkpoints]) -> None:
@@ -472,8 +494,8 @@ def _report_unsaved(ref: weakref.ref[Checkpoints]) -> None:
     if found is None or not found._comm.guard.is_of_this_process:
         return
     saving = found._saving
-    if saving is not None and not is_complete(saving[1]):
-        say(
+    if saving is not None and not _is_complete(saving[1]):
+        _say(
             f"the program ends, and the checkpoint of step {saving[0]} in {found.folder} may be "
             "incomplete, because Checkpoints was not closed: use `with Checkpoints(...)`, or call close()"
         )
@@ -516,3 +538,28 @@ def _checked(folder: object, keep: object, stall_s: object) -> tuple[str, object
 
 def _cannot(found: Found, problem: str) -> str:
     return f"the checkpoint of step {found.step} in {found.path.parent} cannot be loaded: {problem}"
+
+
+def _say(text: str) -> None:
+    """Print a line to stderr."""
+    print(f"bagua_comm: {text}", file=sys.stderr, flush=True)
+
+
+def _is_complete(save: Future[str | None]) -> bool:
+    """Whether a checkpoint is complete."""
+    return save.done() and not save.cancelled() and save.exception() is None and save.result() is None
+
+
+def _text_of(exc: BaseException) -> str:
+    """The text of an error; with its type, unless it says enough by itself."""
+    if isinstance(exc, (BaguaError, OSError)):
+        return str(exc)
+    return f"{type(exc).__name__}: {exc}"
+
+
+def _why(save: Future[str | None]) -> str:
+    """The reason why a save failed, after a colon; empty if it has not ended."""
+    if not save.done() or save.cancelled():
+        return ""
+    error = save.exception()
+    return f": {save.result() if error is None else _text_of(error)}"

@@ -15,8 +15,7 @@ from ..arrays import Array
 from ..errors import BaguaError, CheckpointError
 from . import tensorfile
 from .folders import file_name
-from .texts import shortened
-from .trees import RULES, FromArray, Json, Rule, Unpacker
+from .trees import RULES, FromArray, Json, Rule, Unpacker, shortened
 
 _OPEN = 32
 """How many files are kept open."""

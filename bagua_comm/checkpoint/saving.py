@@ -15,8 +15,7 @@ from ..arrays import Array
 from . import tensorfile
 from .folders import file_name
 from .slices import slices_of
-from .texts import shortened
-from .trees import Json, Leaf, Packed
+from .trees import Json, Leaf, Packed, shortened
 
 _ALIGNED = 64
 

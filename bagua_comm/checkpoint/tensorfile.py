@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, NamedTuple
 from .. import arrays
 from ..arrays import Array
 from ..errors import CheckpointError
-from .texts import shortened
+from .trees import shortened
 
 CHUNK_BYTES = 4 << 20
 """The number of bytes written or read at a time."""

@@ -10,19 +10,17 @@
 loop       hold a rendezvous, choose the trainers, restore the state, train
 state      the parts of a training, as users give them
 session    one process's part in a training: its snapshots and engines
-roles      trainers, spares and buddies, as pure functions
+roles      trainers, spares, buddies and their microbatches, as pure functions
 changes    the changes of the ranks so far
-sharing    distribution of microbatches over the ranks
 fleet      the contract of a fleet: the processes, their rendezvous and communicators
-start      the fleet that fits the launcher
-fixed      a fleet whose processes may not die
+start      the fleet that fits the launcher, and one whose processes may not die
 mpi        a fleet over MPI that survives deaths
 snapshot   snapshots of the state in memory: how they are committed and restored
 """
 
 from .changes import Change
 from .loop import history, run
-from .sharing import share
+from .roles import share
 from .state import Commits, State
 
 __all__ = ["Change", "Commits", "State", "history", "run", "share"]

@@ -3,11 +3,17 @@
 trainer   a process that trains, as a rank of the communicator of training
 spare     a process that stands by until it can replace a dead trainer
 buddy     the rank that holds a snapshot of another rank's private state
+
+`share` distributes the microbatches of a step over the ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+
+from .. import topology
+from ..comm import Communicator
+from ..errors import ArrayError
 
 
 def choose_trainers(alive: Sequence[int], before: Sequence[int], wanted: int) -> list[int]:
@@ -60,3 +66,23 @@ def buddies(hosts: Sequence[Hashable]) -> list[int]:
         for position, rank in enumerate(ranks_of[host]):
             found[rank] = next_ranks[position % len(next_ranks)]
     return found
+
+
+def share(microbatches: int, comm: Communicator) -> range:
+    """The numbers of this rank's microbatches, out of `microbatches` in all, numbered from 0.
+
+    Each rank gets a contiguous range, and the sizes of ranges differ by at most one. With the average
+    `Reproducible(addends=microbatches)`, the mean of their gradients has the same bits on any number of ranks.
+
+    Raises:
+        ArrayError: There are fewer microbatches than ranks, so that a rank would have none.
+
+    >>> from bagua_comm.testing import run_ranks
+    >>> run_ranks(3, lambda comm: list(share(8, comm)))
+    [[0, 1], [2, 3, 4], [5, 6, 7]]
+    """
+    if type(microbatches) is not int or microbatches < comm.size:
+        raise ArrayError(
+            f"share: microbatches is {microbatches!r}, expected an int of at least {comm.size}: one for each rank"
+        )
+    return topology.share(microbatches, comm.rank, comm.size)

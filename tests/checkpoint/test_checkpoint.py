@@ -45,7 +45,8 @@ from bagua_comm import (
     TensorSpec,
     UnsupportedError,
 )
-from bagua_comm.checkpoint import folders, leaving, load_engine, saving, tensorfile, tree_of_engine, trees
+from bagua_comm.checkpoint import checkpoints as checkpoints_module
+from bagua_comm.checkpoint import folders, load_engine, saving, tensorfile, tree_of_engine, trees
 from bagua_comm.checkpoint.slices import slices_of
 from bagua_comm.system.files import write_at_once
 from bagua_comm.testing import run_ranks
@@ -972,8 +973,8 @@ def test_a_block_that_is_left_waits_no_longer_than_its_limit_and_names_what_is_n
 ):
     written, gate, left = saving.write, threading.Event(), threading.Barrier(2)
     monkeypatch.setattr(saving, "write", lambda *args: (gate.wait(30), written(*args))[1])
-    monkeypatch.setattr(leaving, "LEAVE_S", 0.2)
-    monkeypatch.setattr(leaving, "QUIET_S", 0.1)
+    monkeypatch.setattr(checkpoints_module, "LEAVE_S", 0.2)
+    monkeypatch.setattr(checkpoints_module, "QUIET_S", 0.1)
 
     def body(comm):
         with suppress(ValueError, CheckpointError, CommError), Checkpoints(tmp_path, comm) as checkpoints:
