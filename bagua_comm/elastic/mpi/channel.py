@@ -31,7 +31,6 @@ from ...transports.mpi.endpoint import Endpoint
 from ...transports.mpi.failure_detector import FailureDetector
 from ...transports.mpi.native import Native
 from ...transports.mpi.transport import MPITransport
-from ...transports.pipeline import chunk_bounds, cut
 from .processes import JobProcesses
 
 KINDS = 4
@@ -42,13 +41,6 @@ FIRST_TAG = 1 << 12
 
 LEAST_TAG_BOUND = (1 << 15) - 1
 """The largest tag that every MPI supports."""
-
-TREE_BYTES = 1 << 18
-"""Up to this size an array is broadcast along a tree. A larger one is scattered in parts, and each rank sends its
-part to the others, so that no rank sends more than about twice the array."""
-
-BLOCK_BYTES = 1 << 24
-"""Bytes of an array that are scattered at a time."""
 
 
 def check_channel(number: int) -> None:
@@ -212,24 +204,8 @@ class _ChannelBroadcast(Native):
     """A broadcast by messages: a channel has none of MPI."""
 
     def broadcast(self, flow: Flow, x: Array, root: int) -> None:
-        """Broadcast along a tree, or in parts if `x` is large; see `TREE_BYTES`. Collective."""
-        flat = as_bytes(x)
-        if self.size == 2 or x.nbytes <= TREE_BYTES:
-            derived.broadcast(self._messages, flat, root)
-            return
-        for block in cut(flat.size, flat.size, BLOCK_BYTES):
-            self._broadcast_in_parts(flow, flat[block], root)
-
-    def _broadcast_in_parts(self, flow: Flow, x: Array, root: int) -> None:
-        """`root` sends part r to rank r, which sends it to the others. Collective."""
-        parts, others = [x[chunk] for chunk in chunk_bounds(x.size, self.size)], flow.others
-        mine = parts[self.rank]
-        if self.rank == root:
-            flow.begin(flow.messages(parts), [])()
-            flow.begin([(peer, mine) for peer in others], [])()
-        else:
-            flow.begin([], [(root, mine)])()
-            flow.begin([(peer, mine) for peer in others if peer != root], flow.messages(parts))()
+        """Broadcast along a tree. Collective."""
+        derived.broadcast(self._messages, as_bytes(x), root)
 
 
 class ChannelTransport(MPITransport):

@@ -12,12 +12,12 @@ import secrets
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
+from ...objects.closing import Closing
 from ...transports.local import Hub
 from .deliveries import DelayingHub
 from .scheduler import Scheduler, Task, mine, running
@@ -241,77 +241,6 @@ class SimulatedFuture(concurrent.futures.Future[Any]):
         self._condition = SimulatedCondition()  # type: ignore[assignment]
 
 
-class SimulatedExecutor:
-    """`ThreadPoolExecutor`; its threads end when it is shut down."""
-
-    def __init__(
-        self,
-        max_workers: int = 4,
-        thread_name_prefix: str = "",
-        initializer: Callable[..., object] | None = None,
-        initargs: tuple[Any, ...] = (),
-    ) -> None:
-        self._max_workers, self._name = max_workers, thread_name_prefix or "executor"
-        self._initialize, self._arguments = initializer or (lambda *_: None), initargs
-        self._changed = SimulatedCondition(SimulatedLock())
-        self._queue: deque[tuple[SimulatedFuture, Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = deque()
-        self._threads: list[SimulatedThread] = []
-        self._idle, self._shutdown = 0, False
-
-    def submit(self, task: Callable[..., Any], /, *args: Any, **options: Any) -> SimulatedFuture:
-        """See `ThreadPoolExecutor.submit`."""
-        future = SimulatedFuture()
-        with self._changed:
-            if self._shutdown:
-                raise RuntimeError("cannot schedule new futures after shutdown")
-            self._queue.append((future, task, args, options))
-            self._changed.notify()
-            needed = len(self._threads) < self._max_workers and self._idle < len(self._queue)
-            if needed:
-                thread = SimulatedThread(
-                    target=self._work, name=f"{self._name}_{len(self._threads)}", daemon=True
-                )
-                self._threads.append(thread)
-        if needed:
-            thread.start()
-        return future
-
-    def shutdown(self, wait: bool = True) -> None:
-        """See `ThreadPoolExecutor.shutdown`."""
-        with self._changed:
-            self._shutdown = True
-            self._changed.notify_all()
-        for thread in self._threads if wait else ():
-            thread.join()
-
-    def __enter__(self) -> SimulatedExecutor:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.shutdown()
-
-    def _work(self) -> None:
-        self._initialize(*self._arguments)
-        while True:
-            with self._changed:
-                self._idle += 1
-                while not self._queue and not self._shutdown:
-                    self._changed.wait()
-                self._idle -= 1
-                if not self._queue:
-                    return
-                future, task, args, options = self._queue.popleft()
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                result = task(*args, **options)
-            except BaseException as exc:
-                future.set_exception(exc)
-            else:
-                future.set_result(result)
-            del future, task, args, options
-
-
 def _executor(*args: Any, **options: Any) -> Any:
     return (concurrent.futures.ThreadPoolExecutor if mine() is None else SimulatedExecutor)(*args, **options)
 
@@ -344,6 +273,61 @@ class SimulatedQueue(queue.Queue[Any]):
             item = self._get()
             self._changed.notify_all()
             return item
+
+
+class SimulatedExecutor(Closing):
+    """`ThreadPoolExecutor`; its threads end when it is shut down."""
+
+    def __init__(
+        self,
+        max_workers: int = 4,
+        thread_name_prefix: str = "",
+        initializer: Callable[..., object] | None = None,
+        initargs: tuple[Any, ...] = (),
+    ) -> None:
+        self._max_workers, self._name = max_workers, thread_name_prefix or "executor"
+        self._initialize, self._arguments = initializer or (lambda *_: None), initargs
+        self._tasks, self._threads = SimulatedQueue(), list[SimulatedThread]()
+        self._shutdown = False
+
+    def submit(self, task: Callable[..., Any], /, *args: Any, **options: Any) -> SimulatedFuture:
+        """See `ThreadPoolExecutor.submit`."""
+        if self._shutdown:
+            raise RuntimeError("cannot schedule new futures after shutdown")
+        future = SimulatedFuture()
+        self._tasks.put((future, task, args, options))
+        if len(self._threads) < self._max_workers:
+            name = f"{self._name}_{len(self._threads)}"
+            self._threads.append(SimulatedThread(target=self._work, name=name, daemon=True))
+            self._threads[-1].start()
+        return future
+
+    def shutdown(self, wait: bool = True) -> None:
+        """See `ThreadPoolExecutor.shutdown`."""
+        self._shutdown = True
+        for _ in self._threads:
+            self._tasks.put(None)
+        for thread in self._threads if wait else ():
+            thread.join()
+
+    def close(self) -> None:
+        """Shut it down at the end of a `with` block."""
+        self.shutdown()
+
+    def _leave(self, error: BaseException) -> None:
+        self.shutdown()
+
+    def _work(self) -> None:
+        self._initialize(*self._arguments)
+        while (item := self._tasks.get()) is not None:
+            future, task, args, options = item
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(task(*args, **options))
+            except BaseException as exc:
+                future.set_exception(exc)
+            del item, future, task, args, options
 
 
 # The modules -------------------------------------------------------------------------------------------
