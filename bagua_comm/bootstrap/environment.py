@@ -106,22 +106,15 @@ def under_torchrun() -> bool:
     return launchers.under_torchrun(os.environ)
 
 
-def torchrun_local_rank() -> int:
-    """Return the local rank that torchrun gave this process; 0 without torchrun.
+def number_from_torchrun(name: str) -> int:
+    """Return the number that torchrun gave this process, as LOCAL_RANK; 0 without torchrun.
 
     Raises:
-        BootstrapError: LOCAL_RANK is not a number.
+        BootstrapError: It is not a number.
     """
-    return _number_from_torchrun("LOCAL_RANK")
-
-
-def torchrun_restarts() -> int:
-    """Return how often torchrun restarts its processes, at most, when one of them dies; 0 without torchrun.
-
-    Raises:
-        BootstrapError: TORCHELASTIC_MAX_RESTARTS is not a number.
-    """
-    return _number_from_torchrun("TORCHELASTIC_MAX_RESTARTS")
+    if name not in os.environ:
+        return 0
+    return launchers.checked_number(os.environ, name, "a number from 0 on", 0)
 
 
 def torchrun_serves(variables: Mapping[str, str] = os.environ) -> bool:
@@ -167,9 +160,3 @@ def keep_gloo_on_this_host() -> None:
     """Have gloo listen on 127.0.0.1, unless the user has chosen an interface."""
     if "lo" in (name for _, name in socket.if_nameindex()):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-
-
-def _number_from_torchrun(name: str) -> int:
-    if name not in os.environ:
-        return 0
-    return launchers.checked_number(os.environ, name, "a number from 0 on", 0)

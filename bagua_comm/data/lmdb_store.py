@@ -12,6 +12,7 @@ from ..errors import StoreError
 from ..system.files import is_private
 from .locks import Holder, locks_in
 from .stores import Store
+from .values import library
 
 _READERS = 1024
 """The largest number of concurrent readers, threads of all processes."""
@@ -55,16 +56,8 @@ class _Environments:
 _ENVIRONMENTS = _Environments()
 
 
-def _lmdb() -> Any:
-    try:
-        import lmdb
-    except ImportError as exc:
-        raise ImportError("LMDBStore needs lmdb: pip install 'bagua-comm[data]'") from exc
-    return lmdb
-
-
 def _open(path: str, capacity_bytes: int) -> Any:
-    lmdb = _lmdb()
+    lmdb = library("lmdb", "LMDBStore")
     try:
         # Data are synced before the page that refers to them: a crash of the host loses only the last values.
         environment = lmdb.open(
@@ -110,16 +103,15 @@ class LMDBStore(Store):
 
     def _do(self, body: Any, *, write: bool) -> Any:
         """Call `body(transaction)`."""
-        lmdb = _lmdb()
+        lmdb = library("lmdb", "LMDBStore")
         environment = self._environment()
         try:
-            try:
-                with environment.begin(write=write) as transaction:
-                    return body(transaction)
-            except lmdb.MapResizedError:  # another process has increased the size
-                environment.set_mapsize(0)
-                with environment.begin(write=write) as transaction:
-                    return body(transaction)
+            while True:
+                try:
+                    with environment.begin(write=write) as transaction:
+                        return body(transaction)
+                except lmdb.MapResizedError:  # another process has increased the size
+                    environment.set_mapsize(0)
         except lmdb.MapFullError as exc:
             raise StoreError(f"LMDBStore: {self.path} is full ({self.capacity_bytes} bytes): {exc}") from exc
         except (lmdb.Error, OSError) as exc:

@@ -11,6 +11,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 from ..errors import ArrayError, StoreError
 from ..system.files import is_private
 from .stores import ShardedStore, Store
+from .values import library
 
 T = TypeVar("T")
 
@@ -67,13 +68,13 @@ class _Server(Store):
         self.identity = f"redis:{place}{parts.path}{'?' * bool(chosen)}{chosen}"  # without the password
         self._socket = parts.path if parts.scheme == "unix" else None
         self._has_secret = bool(parts.password) or not query.keys().isdisjoint(_SECRETS)
-        _redis()
+        library("redis", "RedisStore")
 
     def __getstate__(self) -> dict[str, object]:
         return {**vars(self), "_client": None}
 
     def _do(self, body: Callable[[Any], T]) -> T:
-        redis = _redis()
+        redis = library("redis", "RedisStore")
         try:
             if self._client is None or self._client[0] != os.getpid():
                 self._client = os.getpid(), self._connect()
@@ -82,7 +83,7 @@ class _Server(Store):
             raise StoreError(f"RedisStore: {self.identity}: {type(exc).__name__}: {exc}") from exc
 
     def _connect(self) -> Any:
-        redis = _redis()
+        redis = library("redis", "RedisStore")
         from redis.backoff import NoBackoff
         from redis.retry import Retry
 
@@ -138,11 +139,3 @@ class _Server(Store):
 
 def _parts(keys: list[bytes]) -> list[list[bytes]]:
     return [keys[start : start + _AT_ONCE] for start in range(0, len(keys), _AT_ONCE)]
-
-
-def _redis() -> Any:
-    try:
-        import redis
-    except ImportError as exc:
-        raise ImportError("RedisStore needs redis: pip install 'bagua-comm[data]'") from exc
-    return redis

@@ -33,20 +33,27 @@ FORMS = ("tree", "pickle")
 _HEAD = struct.Struct("<BI")
 _SUM = struct.Struct("<Q")
 _TUPLE, _ARRAY, _SCALAR, _INT, _COMPLEX, _TENSOR = range(1, 7)
-_EXTRA = "pip install 'bagua-comm[data]'"
 
 
 class DamagedError(ValueError):
     """The bytes differ from what was written; the sample is then loaded again."""
 
 
+def library(name: str, user: str) -> Any:
+    """A library of the extra "data", which is imported when it is needed.
+
+    Raises:
+        ImportError: It is not installed.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as exc:
+        raise ImportError(f"{user} needs {name}: pip install 'bagua-comm[data]'") from exc
+
+
 def checksum(*parts: bytes | memoryview) -> int:
     """The 64-bit xxh3 hash of some bytes."""
-    try:
-        import xxhash
-    except ImportError as exc:
-        raise ImportError(f"caches need xxhash and msgpack: {_EXTRA}") from exc
-    state = xxhash.xxh3_64()
+    state = library("xxhash", "a cache").xxh3_64()
     for part in parts:
         state.update(part)
     found: int = state.intdigest()
@@ -93,17 +100,9 @@ def decode(data: bytes, key: bytes, form: Form = "tree") -> Any:
         raise DamagedError(f"cannot be read: {type(exc).__name__}: {exc}") from exc
 
 
-def _msgpack() -> Any:
-    try:
-        import msgpack
-    except ImportError as exc:
-        raise ImportError(f"caches need xxhash and msgpack: {_EXTRA}") from exc
-    return msgpack
-
-
 def _tree(value: Any, arrays: list[Any]) -> bytes:
     """The head of a tree; the bytes of its arrays and tensors are appended to `arrays`."""
-    msgpack = _msgpack()
+    msgpack = library("msgpack", "a cache")
     end = 0
 
     def pack(x: Any) -> bytes:
@@ -219,7 +218,7 @@ def _dtype(name: str) -> np.dtype[Any]:
 
 
 def _untree(head: memoryview, rest: memoryview) -> Any:
-    msgpack = _msgpack()
+    msgpack = library("msgpack", "a cache")
 
     def unpack(data: bytes | memoryview) -> Any:
         return msgpack.unpackb(data, ext_hook=ext, strict_map_key=False, unicode_errors="surrogatepass")

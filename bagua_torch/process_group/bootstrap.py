@@ -256,7 +256,7 @@ def _init_process_group(timeout_s: float) -> None:
     backend = "gloo"
     if torch.cuda.is_available() and dist.is_nccl_available():
         backend = "cpu:gloo,cuda:nccl"
-        torch.cuda.set_device(environment.torchrun_local_rank() % torch.cuda.device_count())
+        torch.cuda.set_device(environment.number_from_torchrun("LOCAL_RANK") % torch.cuda.device_count())
     try:
         store, rank, size = _torchrun_store_of_a_world()
         _initialize(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s))

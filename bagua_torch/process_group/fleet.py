@@ -86,7 +86,7 @@ def start_fleet(timeout_s: float) -> TorchrunFleet:
         raise BootstrapError(
             f"elastic.run: torchrun started this process, but the store of its agent cannot be reached: {exc}"
         ) from exc
-    folder = agent_folder.provide() if environment.torchrun_restarts() else None
+    folder = agent_folder.provide() if environment.number_from_torchrun("TORCHELASTIC_MAX_RESTARTS") else None
     agent = agent_folder.agent()
     return TorchrunFleet(
         store, rank, size, timeout_s=timeout_s, spares=environment.job().spares, folder=folder, agent=agent

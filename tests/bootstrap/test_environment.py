@@ -4,7 +4,7 @@ import pytest
 
 import bagua_comm
 from bagua_comm import BootstrapError
-from bagua_comm.bootstrap.environment import torchrun_local_rank, under_torchrun
+from bagua_comm.bootstrap.environment import number_from_torchrun, under_torchrun
 
 
 def test_torchrun_is_refused_with_what_to_do(monkeypatch):
@@ -44,4 +44,4 @@ def test_a_variable_of_torchrun_that_is_no_such_number_is_named(monkeypatch, nam
     for variable, value in {"RANK": "0", "WORLD_SIZE": "2", name: text}.items():
         monkeypatch.setenv(variable, value)
     with pytest.raises(BootstrapError, match=f"connect: the environment variable {name} is '{text}', expected "):
-        torchrun_local_rank() if name == "LOCAL_RANK" else bagua_comm.connect()
+        number_from_torchrun(name) if name == "LOCAL_RANK" else bagua_comm.connect()
