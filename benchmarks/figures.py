@@ -186,8 +186,6 @@ JOBS: dict[str, list[Command]] = {
             "-m",
             "benchmarks.training.simulator",
             *(RESULTS / f"{name}-*.json" for name in ("scaling", "training", "ddp", "few_bits-training")),
-            "--calls",
-            *(RESULTS / f"{name}-*.json" for name in ("network", "few_bits-network")),
             "--out",
             RESULTS / "simulator",
         ],

@@ -42,10 +42,9 @@ from ..planning.costmodel import (
     TorchDDP,
     advise,
     advise_sharded,
-    held_up_s,
     predict,
 )
-from ..planning.models import MODELS, layers_of, mixture_of_experts, sync_batchnorm
+from ..planning.models import MODELS, layers_of
 from ..planning.sites import LEAST_WAITING, exposed_share, most_communication
 from . import advise_simulated
 from .advise_figure import plot
@@ -57,7 +56,6 @@ from .quantities import (
     model_bytes,
     model_parameters,
     number,
-    numbers,
     seconds,
     size_in_bytes,
     whole_number,
@@ -143,22 +141,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--step-time", type=seconds, help="of a step without communication: 1.2s, 300ms")
     for part in ("forward", "backward", "optimizer"):
         parser.add_argument(f"--{part}", type=seconds, help=f"of the {part} part of it, instead")
-    parser.add_argument(
-        "--sync-batchnorm",
-        type=numbers("LAYERSxCHANNELS", "53x256"),
-        action="append",
-        default=[],
-        metavar="LAYERSxCHANNELS",
-        help="layers that normalize over the batches of all ranks: 53x256; may be repeated",
-    )
-    parser.add_argument(
-        "--moe",
-        type=numbers("LAYERSxTOKENSxHIDDENxEXPERTSxK", "12x8192x1024x64x2"),
-        action="append",
-        default=[],
-        metavar="LAYERSxTOKENSxHIDDENxEXPERTSxK",
-        help="mixtures of experts, each for so many tokens of a rank: 12x8192x1024x64x2; may be repeated",
-    )
     parser.add_argument("--bucket-bytes", type=size_in_bytes, default=DEFAULT_BUCKET_BYTES)
     parser.add_argument(
         "--rates", type=Path, metavar="FILE", help="calibrated rates, from benchmarks.training.costmodel"
@@ -195,10 +177,7 @@ def _inputs(options: argparse.Namespace) -> tuple[Job, Cluster, Rates]:
         given = {"forward_s": options.step_time / 3, "backward_s": options.step_time * 2 / 3}
     known = layers_of(*options.layers) if options.layers else MODELS.get(options.model, ())
     nbytes = sum(layer.nbytes for layer in known) or options.model_bytes or 4 * options.parameters
-    blocking = [call for n, channels in options.sync_batchnorm for call in sync_batchnorm(channels, layers=n)]
-    for n, tokens, hidden, experts, k in options.moe:
-        blocking += mixture_of_experts(tokens, hidden, experts, k=k, layers=n)
-    job = Job(nbytes, **given, bucket_bytes=options.bucket_bytes, layers=known, blocking=tuple(blocking))
+    job = Job(nbytes, **given, bucket_bytes=options.bucket_bytes, layers=known)
     gpu = options.device == "gpu"
     cluster = Cluster(
         options.nodes,
@@ -269,7 +248,6 @@ def report(job: Job, cluster: Cluster, rates: Rates) -> list[str]:
     lines = [
         _heading(job, c),
         *_flows(job, c, rates),
-        *_held_up(job, c, rates, rows[0].prediction.step_s),
         "",
         "{:<24}{:>7}{:>14}{:>10}{:>8}{:>11}{:>11}".format(*COLUMNS),
     ]
@@ -392,19 +370,6 @@ def _flows(job: Job, cluster: Cluster, rates: Rates) -> list[str]:
     )
     return [
         f"{asked}: exact takes {duration(exact_s)} a step, and with {enough} flows {duration(faster_s)}: {means}"
-    ]
-
-
-def _held_up(job: Job, cluster: Cluster, rates: Rates, fastest_s: float) -> list[str]:
-    """A line about calls of the model itself, if it has any."""
-    count = sum(call.times for call in job.blocking)
-    if not count:
-        return []
-    held_s = held_up_s(job, cluster, rates)
-    share = held_s / fastest_s if fastest_s else 0.0
-    return [
-        f"{count} calls of the model itself hold a step up for {duration(held_s)}, {share:.0%} of the fastest "
-        "step, whatever the algorithm"
     ]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from ..planning.costmodel import LARGEST
 
@@ -121,20 +121,6 @@ def whole_number(text: str) -> int:
     if not re.fullmatch(r"\s*[0-9]{1,18}\s*", text):
         raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number of ranks or nodes; expected e.g. 4")
     return int(text)
-
-
-def numbers(form: str, example: str) -> Callable[[str], tuple[int, ...]]:
-    """A parser of integers of at least 1 in this form, such as "53x256" for "LAYERSxCHANNELS"."""
-
-    def parse(text: str) -> tuple[int, ...]:
-        parts = text.lower().split("x")
-        if len(parts) != len(form.split("x")) or not all(
-            re.fullmatch("[1-9][0-9]{0,11}", part) for part in parts
-        ):
-            raise argparse.ArgumentTypeError(f"{text[:40]!r} is not {form}; expected e.g. {example}")
-        return tuple(map(int, parts))
-
-    return parse
 
 
 def _quantity(

@@ -1,9 +1,9 @@
-r"""The simulator against all measured steps and calls, and its steps on 8 to 4,096 ranks.
+r"""The simulator against all measured steps, and its steps on 8 to 4,096 ranks.
 
     python -m benchmarks.training.simulator results/scaling-*.json results/training-*.json results/ddp-*.json \\
-        --calls results/network-*.json --out results/simulator
+        --out results/simulator
 
-reads JSON files of benchmarks.training, benchmarks.training.scaling and benchmarks.collectives, and writes
+reads JSON files of benchmarks.training and benchmarks.training.scaling, and writes
 simulator.json, simulator.md and simulator.png. Calibration sees the rows `exact` and `bytegrad` of `scaling` on 2
 and 4 ranks, which show the share of the line rate that is reached, and those of vgg16 on 4 ranks at 0.5, 1 and 10
 Gbit/s, which show the work. The constant `WHOLE` of the simulator was fitted by hand to the rows
@@ -28,11 +28,10 @@ from unittest import mock
 
 import numpy as np
 
-import bagua_comm
 from bagua_comm.commands.advise_simulated import read_record
 from bagua_comm.launch.cli import CommandError
-from bagua_comm.planning.costmodel import Cluster, Rates, predict
-from bagua_comm.planning.simulator import VERSION, replay, simulate, simulate_call
+from bagua_comm.planning.costmodel import Rates, predict
+from bagua_comm.planning.simulator import VERSION, replay, simulate
 from bagua_comm.planning.simulator.replay import WHOLE
 
 from ..bench import RESULTS
@@ -41,7 +40,7 @@ from ..bench.record import write_json
 from ..bench.report import markdown_table, read_records, write_report
 from .at_scale import draw_scale, simulate_scale
 from .calibration import Measurement, calibrate
-from .costmodel import ALONE, LATENCY_S, Point, Row, compare, network_of, points_of, summarize
+from .costmodel import ALONE, Point, Row, compare, network_of, points_of, summarize
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -107,47 +106,6 @@ def _of_communication(row: Row) -> float:
     return float(predicted / measured - 1)
 
 
-# Calls -----------------------------------------------------------------------------------------------------
-
-
-def compare_calls(paths: Sequence[Path], rates: Rates) -> list[Row]:
-    """The calls of JSON files of benchmarks.collectives on emulated hosts, simulated beside measured."""
-    rows = []
-    for path, record in zip(paths, read_records(paths), strict=True):
-        gbit = _gbit(path.stem)
-        ranks = record["ranks"]
-        cluster = Cluster(ranks, 1, gbit, LATENCY_S, cores_per_rank=record["machine"]["cores"] / ranks)
-        times: dict[tuple[str, str | None, int], list[float]] = {}
-        for row in record["results"]:
-            median_us = row["forms"]["out-of-place"]["time_us"]["median"]
-            times.setdefault((row["operation"], row["codec"], row["size_bytes"]), []).append(median_us)
-        for (operation, codec, nbytes), medians in times.items():
-            call: Any = operation.removeprefix("quantized_")
-            made = None if codec is None else eval(codec, {"__builtins__": {}}, vars(bagua_comm))
-            mine = nbytes // ranks if call == "allgather" else nbytes
-            measured_s = float(np.median(medians)) / 1e6
-            simulated_s = simulate_call(call, mine, cluster, rates, codec=made)
-            rows.append(
-                {
-                    "file": path.stem,
-                    "operation": operation,
-                    "codec": codec,
-                    "bytes": nbytes,
-                    "measured_s": measured_s,
-                    "predicted_s": simulated_s,
-                    "error": simulated_s / measured_s - 1,
-                    "calibrated": False,
-                }
-            )
-    return rows
-
-
-def _gbit(name: str) -> float:
-    """The rate of the links in the name of a file: network-10gbit, few_bits-network-100mbit."""
-    rate = name.rpartition("-")[2]
-    return float(rate.removesuffix("gbit")) if rate.endswith("gbit") else float(rate.removesuffix("mbit")) / 1e3
-
-
 # Report ----------------------------------------------------------------------------------------------------
 
 
@@ -165,7 +123,6 @@ def markdown(record: Record, picture: str | None) -> str:
         "Of these, steps on 8 ranks": "eight_ranks",
         "The part of these steps that is communication": "communication",
         f"Steps without the constant WHOLE = {WHOLE}": "without_whole",
-        "Calls": "calls",
     }
     lines = [
         "# Simulated and measured steps",
@@ -210,20 +167,7 @@ def markdown(record: Record, picture: str | None) -> str:
         "cost model's",
         "seen",
     ]
-    lines += ["", *markdown_table(titles, cells, "llllrrrrrl"), "", "## Calls", ""]
-    cells = [
-        [
-            row["file"],
-            row["operation"],
-            f"{row['bytes']:,}",
-            f"{row['measured_s'] * 1e3:.2f}",
-            f"{row['predicted_s'] * 1e3:.2f}",
-            f"{row['error']:+.0%}",
-        ]
-        for row in record["calls"]
-    ]
-    titles = ["record", "call", "bytes", "measured (ms)", "simulated (ms)", "error"]
-    return "\n".join([*lines, *markdown_table(titles, cells, "llrrrr")]) + "\n"
+    return "\n".join([*lines, "", *markdown_table(titles, cells, "llllrrrrrl")]) + "\n"
 
 
 def draw(record: Record) -> Figure:
@@ -256,7 +200,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Calibrate, compare, simulate at scale, and write the report."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("files", nargs="+", type=Path, help="of benchmarks.training, and its `scaling`")
-    parser.add_argument("--calls", nargs="*", type=Path, default=[], help="of benchmarks.collectives")
     parser.add_argument("--rates", type=Path, help="a record of this program: its rates, in place of calibration")
     add_out_argument(parser, RESULTS / "simulator", "json", "md", "png")
     options = parser.parse_args(argv)
@@ -287,7 +230,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         row.update(file=name, costmodel_s=other["predicted_s"], costmodel_error=other["error"])
         row["without_whole_error"] = without["error"]
     _mark_repeats(rows)
-    calls = compare_calls(options.calls, rates)
     record = {
         "benchmark": "simulator",
         "simulator": VERSION,
@@ -297,11 +239,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             "eight_ranks": summary_of(_of_ranks(rows, 8)),
             "communication": summary_of([{**row, "error": _of_communication(row)} for row in rows]),
             "without_whole": summary_of([{**row, "error": row["without_whole_error"]} for row in rows]),
-            "calls": summary_of(calls),
             "costmodel": summary_of([{**row, "error": row["costmodel_error"]} for row in rows]),
         },
         "results": rows,
-        "calls": calls,
         "at_scale": simulate_scale(rates),
     }
     write_json(options.out.with_name(f"{options.out.name}.json"), record)

@@ -49,7 +49,6 @@ def test_the_page_says_how_far_the_simulator_is_right():
         ("{} steps on 8 ranks within", "eight_ranks"),
         ("Of the part that is communication, {} within", "communication"),
         ("Without the constant: {} within", "without_whole"),
-        ("{} single calls within", "calls"),
     ):
         found = RECORD["summary"][name]
         counted = claim.format(f"{found['within']} of {found['predicted']}")
@@ -65,7 +64,7 @@ def configuration(row):
 def test_a_stranger_who_counts_the_rows_of_the_record_finds_what_is_claimed():
     """No row counts that repeats a configuration to which rates or a constant were fitted."""
     (command,) = (job for job in figures.JOBS["scaling"] if "benchmarks.training.simulator" in job)
-    patterns = [path.name for path in command[2 : command.index("--calls")]]
+    patterns = [path.name for path in command[2 : command.index("--out")]]
     files = sorted(path for pattern in patterns for path in RESULTS.glob(pattern))
     measured = simulator.read_points([*reversed(files)])
     rows = RECORD["results"]

@@ -59,19 +59,6 @@ def test_json_holds_the_same(capsys):
     assert last["all"]["step_s"] <= last["weights"]["step_s"] <= last["gradients"]["step_s"] <= last["exact_s"]
 
 
-def test_parts_that_communicate_hold_every_step_up(capsys):
-    parts = ["--sync-batchnorm", "10x64", "--sync-batchnorm", "3x8", "--moe", "2x1000x64x8x2"]
-    plain, held = [], []
-    for options, steps in (([], plain), (parts, held)):
-        assert cli.main([*VGG16, *options, "--json"]) == 0
-        steps.append({row["name"]: row["step_s"] for row in json.loads(capsys.readouterr().out)["algorithms"]})
-    added = {round(held[0][name] - plain[0][name], 9) for name in METHODS if name in plain[0]}
-    assert len(added) == 1
-    assert added.pop() > (10 + 3) * 2 * 50e-6
-    assert cli.main([*VGG16, *parts]) == 0
-    assert capsys.readouterr().out.splitlines()[1].startswith("36 calls of the model itself hold a step up for ")
-
-
 CAPPED = [*VGG16, "--flow-bandwidth", "100mbit"]
 
 
@@ -116,14 +103,6 @@ def test_on_one_node_there_are_no_flows(capsys):
     options = ["--ranks-per-node", "8", "--bandwidth", "1gbit", "--flow-bandwidth", "0.1gbit", "--model", "vgg16"]
     assert cli.main(["advise", "--nodes", "1", *options, "--step-time", "1s"]) == 0
     assert "on one node there are no flows" in capsys.readouterr().out.splitlines()[1]
-
-
-def test_traffic_of_the_model_itself_is_shown_as_a_share_of_the_fastest_step(capsys):
-    options = [*BASE, "--ranks-per-node", "8", "--model", "vgg16", "--step-time", "120ms"]
-    assert cli.main([*options, "--moe", "12x8192x1024x64x2"]) == 0
-    line = capsys.readouterr().out.splitlines()[1]
-    assert line.startswith("60 calls of the model itself hold a step up for ")
-    assert line.endswith(" s, 100% of the fastest step, whatever the algorithm")
 
 
 @pytest.mark.parametrize(
@@ -390,8 +369,6 @@ def test_questions_without_an_answer_are_refused(options, message, capsys):
         ([*BASE, "--model-bytes", "1.2.3M", "--step-time", "1s"], "'1.2.3M' is not a size"),
         ([*BASE, "--model-bytes", "0", "--step-time", "1s"], "'0' is too small"),
         ([*BASE, "--parameters", "1M", "--step-time", "1s/s"], "'1s/s' is not a time"),
-        ([*VGG16, "--moe", "2x8"], "'2x8' is not LAYERSxTOKENSxHIDDENxEXPERTSxK; expected e.g. 12x8192"),
-        ([*VGG16, "--sync-batchnorm", "0x8"], "'0x8' is not LAYERSxCHANNELS; expected e.g. 53x256"),
     ],
 )
 def test_arguments_that_mean_nothing_are_refused(options, message, capsys):

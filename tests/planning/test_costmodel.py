@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import math
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -38,7 +37,6 @@ from bagua_comm import (
     every,
     topology,
 )
-from bagua_comm.averages import quantized_allgather, quantized_reduce_scatter
 from bagua_comm.bucket import make_buckets
 from bagua_comm.planning.costmodel import (
     METHODS,
@@ -48,13 +46,10 @@ from bagua_comm.planning.costmodel import (
     Rates,
     TorchDDP,
     advise,
-    held_up_s,
     predict,
 )
-from bagua_comm.planning.models import MODELS, Blocking, Layer, mixture_of_experts, sharded, sync_batchnorm
+from bagua_comm.planning.models import MODELS, Layer
 from bagua_comm.testing import run_ranks
-from bagua_torch import SyncBatchNorm
-from bagua_torch.moe import MoE
 from benchmarks.training.calibration import Measurement, calibrate
 
 MB = 1_000_000
@@ -353,7 +348,6 @@ def test_layers_of_models_add_up():
 @pytest.mark.needs("transformers")
 @pytest.mark.parametrize(("name", "width", "depth", "heads"), [("gpt2", 768, 12, 12), ("gpt2-xl", 1600, 48, 25)])
 def test_the_layers_of_gpt2_are_those_of_transformers(name, width, depth, heads):
-    import torch
     from transformers import GPT2Config, GPT2LMHeadModel
 
     with torch.device("meta"):
@@ -642,115 +636,3 @@ def test_unknown_names_are_refused():
     for method in (Unknown(), GradientAllReduce(Unknown())):
         with pytest.raises(UnsupportedError, match=r"the model does not know what .*Unknown"):
             predict(method, JOB, PAIR)
-
-
-# Models that communicate themselves ----------------------------------------------------------------------
-
-
-def test_each_call_of_the_model_holds_the_step_up():
-    """Half of 64 MB goes to the other rank, over 100 MB/s; each of two chunks of 64 MB goes there and back."""
-    experts = Job(JOB.model_bytes, 1.0, 2.0, 0.5, blocking=(Blocking("alltoall", 64 * MB, 4),))
-    reduced = dataclasses.replace(
-        experts, blocking=(Blocking("allreduce", 64 * MB), Blocking("allgather", 32 * MB))
-    )
-    for method in METHODS.values():
-        alone = predict(method, dataclasses.replace(experts, blocking=()), PAIR, FREE)
-        for job, held_s, sent in ((experts, 4 * 0.33, 4 * 32 * MB), (reduced, 3 * 0.33, 3 * 32 * MB)):
-            prediction = predict(method, job, PAIR, FREE)
-            assert held_up_s(job, PAIR, FREE) == pytest.approx(held_s)
-            assert prediction.step_s == pytest.approx(alone.step_s + held_s)
-            assert prediction.communication_s == pytest.approx(alone.communication_s + held_s)
-            assert prediction.wire_bytes - alone.wire_bytes == pytest.approx(sent)
-            assert prediction.node_bytes - alone.node_bytes == pytest.approx(sent)
-            assert prediction.compute_s == alone.compute_s
-
-
-def test_one_rank_is_not_held_up():
-    job = Job(100, blocking=(*sync_batchnorm(8), *mixture_of_experts(4, 8, 2)))
-    assert held_up_s(job, Cluster(1)) == 0
-    assert predict(GradientAllReduce(), job, Cluster(1)).step_s == 0
-
-
-def test_latency_counts_for_each_layer_of_normalization():
-    slow = Cluster(2, bandwidth_gbit=math.inf, latency_s=0.01)
-    assert held_up_s(Job(100, blocking=sync_batchnorm(64, layers=50)), slow, FREE) == pytest.approx(50 * 3 * 0.01)
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_bytes_of_normalization_are_those_that_the_communicator_counts(size):
-    def body(comm):
-        ours = comm.dup()  # a layer works on a duplicate, which has its own counters
-        with mock.patch.object(comm, "dup", return_value=ours):
-            layer = SyncBatchNorm(6, comm=comm)
-        layer(torch.rand(5, 6, requires_grad=True)).sum().backward()
-        return ours.counters.total().wire_bytes
-
-    job = Job(4, blocking=sync_batchnorm(6))
-    without = dataclasses.replace(job, blocking=())
-    predicted, rest = (predict(GradientAllReduce(), each, Cluster(size)).wire_bytes for each in (job, without))
-    assert run_ranks(size, body) == [predicted - rest] * size
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_bytes_of_experts_are_those_that_the_communicator_counts(size):
-    """Each token goes to all experts, one on each rank, so that they are equally busy."""
-
-    def body(comm):
-        layer = MoE(6, lambda: torch.nn.Linear(6, 6), size, size, comm=comm)
-        before = comm.counters.total().wire_bytes
-        layer(torch.ones(5, 6, requires_grad=True)).sum().backward()
-        return comm.counters.total().wire_bytes - before
-
-    job = Job(4, blocking=mixture_of_experts(5, 6, size, k=size))
-    without = dataclasses.replace(job, blocking=())
-    predicted, rest = (predict(GradientAllReduce(), each, Cluster(size)).wire_bytes for each in (job, without))
-    assert run_ranks(size, body) == [predicted - rest] * size
-
-
-@pytest.mark.parametrize("call", [("scan", 8), ("allreduce", -1), ("allgather", 8, 1.5), ("alltoall", None)])
-def test_calls_that_mean_nothing_are_refused(call):
-    with pytest.raises(ArrayError, match="Job: blocking has Blocking"):
-        Job(100, blocking=(call,))
-
-
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("codec", [None, MinMaxUInt8()])
-def test_bytes_of_sharded_modules_are_those_that_the_communicator_counts(size, codec):
-    def body(comm):
-        for _ in range(3):
-            x = np.ones(size * 600, np.float32)
-            if codec is None:
-                chunk = comm.reduce_scatter(x)
-                both = [comm.allgather(chunk) for _ in range(2)]
-            else:
-                chunk = quantized_reduce_scatter(comm, x, codec=codec)
-                both = [quantized_allgather(comm, chunk, codec=codec) for _ in range(2)]
-            assert len(both) == 2
-        return comm.counters.total().wire_bytes
-
-    job = Job(4, blocking=sharded(3 * size * 2400, size, modules=3, reduce=codec, gather=codec))
-    without = dataclasses.replace(job, blocking=())
-    predicted, rest = (predict(GradientAllReduce(), each, Cluster(size)).wire_bytes for each in (job, without))
-    assert run_ranks(size, body) == [predicted - rest] * size
-
-
-def test_eight_bits_take_a_quarter_of_the_time_on_a_slow_network():
-    """12 and 3 MB times 3 / 4, over 100 Mbit/s; a third less if parameters stay gathered."""
-    slow = Cluster(4, bandwidth_gbit=0.1)
-    exact, coded, kept = (
-        held_up_s(Job(1, blocking=sharded(4 * MB, 4, **settings)), slow, FREE)
-        for settings in (
-            {},
-            {"reduce": MinMaxUInt8(), "gather": MinMaxUInt8()},
-            {"reshard_after_forward": False},
-        )
-    )
-    assert exact / coded == pytest.approx(3.94, abs=0.05)
-    assert kept / exact == pytest.approx(2 / 3, abs=0.01)
-
-
-def test_a_codec_for_a_call_without_one_is_refused():
-    with pytest.raises(ArrayError, match=r'a codec for .alltoall., expected one only for "allgather"'):
-        Job(100, blocking=(Blocking("alltoall", 8, 1, MinMaxUInt8()),))
-    with pytest.raises(UnsupportedError, match="cannot code float64"):
-        Job(100, dtype="float64", blocking=(Blocking("allgather", 8, 1, MinMaxUInt8()),))

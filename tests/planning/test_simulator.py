@@ -26,8 +26,8 @@ from bagua_comm import (
 )
 from bagua_comm.planning.costmodel import METHODS, Cluster, CodecRates, Job, Rates, TorchDDP
 from bagua_comm.planning.costmodel.comparison import applies
-from bagua_comm.planning.models import Blocking, Layer
-from bagua_comm.planning.simulator import Failures, Variation, goodput, simulate, simulate_call
+from bagua_comm.planning.models import Layer
+from bagua_comm.planning.simulator import Failures, Variation, goodput, simulate
 from bagua_comm.planning.simulator.replay import replay
 from bagua_comm.planning.simulator.tracing import trace
 from bagua_comm.testing import run_ranks
@@ -108,17 +108,6 @@ def test_exact_averages_of_a_long_array_take_as_long_as_their_bytes_on_the_link(
     assert found.step_s == pytest.approx(on_link * 8 / 1e9, rel=0.02)
 
 
-def test_calls_take_the_time_of_their_bytes_and_messages():
-    cluster = Cluster(4, 1, 1.0, latency_s=1e-3)
-    for call, rounds in (("allgather", 1), ("alltoall", 1), ("reduce_scatter", 1), ("allreduce", 2)):
-        nbytes = 8 << 20
-        sent = nbytes * 3 if call == "allgather" else nbytes * 3 / 4 * rounds
-        seconds = simulate_call(call, nbytes, cluster, FREE)
-        assert 1.0 <= seconds / (sent * 8 / 1e9) < 1.1, call
-    exact, coded = (simulate_call("allreduce", 8 << 20, cluster, FREE, codec=c) for c in (None, MinMaxUInt8()))
-    assert exact / coded == pytest.approx(4, rel=0.15)
-
-
 def test_exchanges_hide_behind_the_backward_pass():
     layers = tuple(Layer(1 << 22, 1.0) for _ in range(8))
     job = Job(8 << 22, 0.5, 4.0, 0.1, bucket_bytes=1 << 22, layers=layers)
@@ -146,17 +135,6 @@ def test_one_rank_stands_for_all_where_they_are_alike(name):
             program = trace(method, JOB, cluster)
             one, all_of_them = (replay(program, cluster, Rates(), ranks=n) for n in (1, cluster.size))
             assert all_of_them.step_s == pytest.approx(one.step_s, rel=1e-9)
-
-
-def test_calls_of_the_model_hold_the_step_up():
-    blocking = (Blocking("allgather", 1 << 20, 3), Blocking("alltoall", 1 << 20, 2, None))
-    held = [
-        simulate(GradientAllReduce(), dataclasses.replace(JOB, blocking=b), FOUR, FREE) for b in ((), blocking)
-    ]
-    expected = 3 * simulate_call("allgather", 1 << 20, FOUR, FREE) + 2 * simulate_call(
-        "alltoall", 1 << 20, FOUR, FREE
-    )
-    assert held[1].step_s - held[0].step_s == pytest.approx(expected, rel=1e-6)
 
 
 def test_thousands_of_ranks_are_simulated():
@@ -274,7 +252,6 @@ def test_elastic_training_loses_less_and_spares_help():
         (lambda: simulate(ByteGrad(), JOB, FOUR, seed=-1), "seed is -1"),
         (lambda: simulate(ByteGrad(), JOB, Cluster(1 << 15)), "cluster has 32768 ranks, expected at most 16384"),
         (lambda: simulate(Decentralized("shift_one"), JOB, Cluster(3)), "shift_one"),
-        (lambda: simulate_call("allreduce", -1, FOUR), "bytes and times of at least 0"),
         (lambda: lost(Failures(1e-3), hours=1e6), "deaths are expected"),
         (lambda: lost(None, trials=0), "trials is 0"),
     ],

@@ -11,10 +11,6 @@ A rank has `cores_per_rank` cores. Computation uses all of them while it runs al
 core, and at most half of them, from computation. So a step is never shorter than all its work divided by the
 cores. With infinitely many cores, as for training on a GPU, computation and lane do not slow each other down.
 
-Parts of a model that communicate themselves (batch normalization over all ranks, a mixture of experts) delay the
-step: each of their calls takes as long as it takes alone, whatever the algorithm. Progress of the lane during
-these calls is not counted, since both share the wire.
-
 The model leaves out chance: all ranks are equally fast, and none waits for a slow one. Bytes are those that each
 rank sends in a training step after warm-up, as `Communicator.counters` counts them.
 
@@ -44,7 +40,7 @@ from .inputs import (
     Rates,
     TorchDDP,
 )
-from .prediction import held_up_s, predict
+from .prediction import predict
 from .sharding import SHARDED, Sharded, ShardedAdvice, advise_sharded, predict_sharded
 
 __all__ = [
@@ -67,7 +63,6 @@ __all__ = [
     "TorchDDP",
     "advise",
     "advise_sharded",
-    "held_up_s",
     "predict",
     "predict_sharded",
 ]

@@ -11,9 +11,8 @@ from typing import Any, Literal, TypeAlias
 from ...algorithms import Algorithm, Point, Window
 from ...arrays import FLOATS
 from ...bucket import DEFAULT_BUCKET_BYTES
-from ...codecs.base import check_codec_argument
 from ...errors import ArrayError, shown
-from ..models import Blocking, Layer
+from ..models import Layer
 
 MOST_RANKS, MOST_BUCKETS, MOST_FLOWS = 2**20, 100_000, 1000
 """Limits of clusters and jobs: a prediction visits every bucket."""
@@ -99,8 +98,6 @@ class Job:
         layers: The layers in the order in which their gradients become complete; if empty, gradients become
             complete evenly over the backward pass.
         dtype: The dtype of gradients and weights.
-        blocking: Calls for which the step waits, in any order; see `models.sync_batchnorm` and
-            `models.mixture_of_experts`.
 
     Raises:
         ArrayError: An argument is out of range, or the layers do not add up to `model_bytes`.
@@ -113,27 +110,9 @@ class Job:
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
     layers: tuple[Layer, ...] = ()
     dtype: str = "float32"
-    blocking: tuple[Blocking, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", tuple(Layer(*layer) for layer in self.layers))
-        object.__setattr__(self, "blocking", tuple(Blocking(*call) for call in self.blocking))
-        for call in self.blocking:
-            numbers = (call.nbytes, call.times)
-            if call.call not in ("allreduce", "allgather", "alltoall", "reduce_scatter") or not all(
-                isinstance(n, int) and 0 <= n <= LARGEST for n in numbers
-            ):
-                raise ArrayError(
-                    f'Job: blocking has {shown(call)}, expected "allreduce", "allgather", "alltoall" or '
-                    f'"reduce_scatter", and bytes and times of at least 0, at most {LARGEST:g}'
-                )
-            if call.codec is not None:
-                check_codec_argument("Job", call.codec, self.dtype)
-                if call.call not in ("allgather", "reduce_scatter"):
-                    raise ArrayError(
-                        f'Job: blocking has a codec for {call.call!r}, expected one only for "allgather" and '
-                        '"reduce_scatter"'
-                    )
         for name in ("model_bytes", "bucket_bytes"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= LARGEST:

@@ -9,8 +9,7 @@ from ...algorithms import Point, Rounds, StreamingDiLoCo, Window
 from ...algorithms.base import check_size
 from ...algorithms.by_node import ByNode
 from ...algorithms.combinators import Every
-from ...averages import Exact
-from .costs import BucketExchange, Costs, LaneTask, RankGroup, exchange_of
+from .costs import BucketExchange, Costs, exchange_of
 from .inputs import Cluster, Job, Method, Prediction, Rates, TorchDDP
 
 
@@ -29,57 +28,16 @@ def predict(method: Method, job: Job, cluster: Cluster, rates: Rates | None = No
     (150000000, 2.6)
     """
     check_fit(method, job, cluster)
-    costs = Costs(cluster, rates or Rates(), job.dtype)
-    averages, tasks = _predict_averages(method, job, costs), blocking_tasks(job, costs)
-    held_s = held_up_s(job, cluster, rates)
-    return Prediction(
-        averages.step_s + held_s,
-        averages.compute_s,
-        averages.communication_s + held_s,
-        averages.wire_bytes + sum(times * task.wire_bytes for times, task in tasks),
-        averages.node_bytes + sum(times * task.node_bytes for times, task in tasks),
-    )
+    return _predict(method, job, Costs(cluster, rates or Rates(), job.dtype))
 
 
-def held_up_s(job: Job, cluster: Cluster, rates: Rates | None = None) -> float:
-    """Seconds during which a step waits for the calls of the model itself.
-
-    >>> from bagua_comm.planning.models import sync_batchnorm
-    >>> job = Job(100, blocking=sync_batchnorm(64, layers=50))
-    >>> round(held_up_s(job, Cluster(2, latency_s=1e-3)), 2)
-    0.15
-    """
-    costs = Costs(cluster, rates or Rates(), job.dtype)
-    return sum(times * costs.time_alone(task) for times, task in blocking_tasks(job, costs))
-
-
-def blocking_tasks(job: Job, costs: Costs) -> list[tuple[int, LaneTask]]:
-    """The calls of the model itself, for which the step waits: how often each is made, and its task."""
-    everyone = RankGroup(costs.cluster.size, costs.cluster.ranks_per_node)
-    if everyone.size == 1:
-        return []
-    tasks: list[tuple[int, LaneTask]] = []
-    for call, nbytes, times, codec in job.blocking:
-        match call:
-            case "allreduce":
-                tasks += [(times, task) for task in costs.average(Exact(), nbytes, everyone)]
-            case "allgather":
-                tasks += [(times, task) for task in costs.gather(codec, nbytes, everyone)]
-            case "reduce_scatter":
-                tasks += [(times, task) for task in costs.reduce_scatter(codec, nbytes, everyone)]
-            case "alltoall":
-                tasks.append((times, costs.exchange_with_all(nbytes / everyone.size, everyone)))
-    return tasks
-
-
-def _predict_averages(method: Method, job: Job, costs: Costs) -> Prediction:
-    """Predict the step of a model that does not communicate itself."""
+def _predict(method: Method, job: Job, costs: Costs) -> Prediction:
     if isinstance(method, TorchDDP):
         job = dataclasses.replace(job, bucket_bytes=method.bucket_bytes)
     else:
         method = method.phases[-1]
     if isinstance(method, Every):
-        return _mean_over(method.n, _predict_averages(method.algorithm, job, costs))
+        return _mean_over(method.n, _predict(method.algorithm, job, costs))
     exchanges = (
         [exchange_of(method, nbytes, costs) for nbytes, _ in job.buckets()] if costs.cluster.size > 1 else []
     )

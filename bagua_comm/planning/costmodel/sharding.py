@@ -14,7 +14,6 @@ from ...codecs import Codec
 from ...errors import ArrayError, UnsupportedError
 from .costs import Costs, LaneTask, RankGroup
 from .inputs import Cluster, Job, Prediction, Rates
-from .prediction import blocking_tasks, held_up_s
 
 
 @dataclass(frozen=True)
@@ -134,13 +133,12 @@ def predict_sharded(method: Sharded, job: Job, cluster: Cluster, rates: Rates | 
     else:
         communication_s = sum(map(costs.time_alone, tasks))
         step_s = job.compute_s + communication_s
-    calls, held_s = blocking_tasks(job, costs), held_up_s(job, cluster, rates)
     return Prediction(
-        step_s + held_s,
+        step_s,
         job.compute_s,
-        communication_s + held_s,
-        sum(task.wire_bytes for task in tasks) + sum(times * task.wire_bytes for times, task in calls),
-        sum(task.node_bytes for task in tasks) + sum(times * task.node_bytes for times, task in calls),
+        communication_s,
+        sum(task.wire_bytes for task in tasks),
+        sum(task.node_bytes for task in tasks),
     )
 
 

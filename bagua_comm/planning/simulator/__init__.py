@@ -12,6 +12,6 @@ rates.
 """
 
 from .failures import Failures, Goodput, goodput
-from .simulation import VERSION, Simulation, Variation, simulate, simulate_call
+from .simulation import VERSION, Simulation, Variation, simulate
 
-__all__ = ["VERSION", "Failures", "Goodput", "Simulation", "Variation", "goodput", "simulate", "simulate_call"]
+__all__ = ["VERSION", "Failures", "Goodput", "Simulation", "Variation", "goodput", "simulate"]

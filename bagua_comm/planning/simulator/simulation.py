@@ -1,4 +1,4 @@
-"""The simulation of training steps and of single calls."""
+"""The simulation of training steps."""
 
 from __future__ import annotations
 
@@ -6,18 +6,16 @@ import functools
 import math
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import numpy as np
 
-from ...codecs import Codec
 from ...errors import ArrayError, UnsupportedError, shown
 from ..costmodel import Cluster, Job, Method, Rates
 from ..costmodel.prediction import check_fit
-from ..models import Blocking
 from .program import Program
 from .replay import Timing, replay, wire_bytes
-from .tracing import trace, trace_call
+from .tracing import trace
 
 VERSION = 1
 """The version of the simulator: records of another one are not read."""
@@ -138,27 +136,6 @@ def simulate(
         sent, by_node = sent / len(timing.steps_s), by_node / len(timing.steps_s)
     longest_s = float(np.quantile(timing.steps_s, 0.95)) if timing.steps_s else timing.step_s
     return Simulation(timing.step_s, job.compute_s, timing.communication_s, sent, by_node, longest_s, count)
-
-
-def simulate_call(
-    call: Literal["allreduce", "allgather", "alltoall", "reduce_scatter"],
-    nbytes: int,
-    cluster: Cluster,
-    rates: Rates | None = None,
-    *,
-    codec: Codec | None = None,
-    dtype: str = "float32",
-) -> float:
-    """Seconds of one call that all ranks make at once, on `nbytes` of a rank; see `models.Blocking`.
-
-    With a codec, `allreduce` is `quantized_allreduce`.
-
-    Raises:
-        ArrayError: An argument is out of range.
-    """
-    if not (call == "allreduce" and codec is not None):
-        Job(1, blocking=(Blocking(call, nbytes, codec=codec),), dtype=dtype)  # raises
-    return replay(trace_call(call, nbytes, cluster, codec, dtype), cluster, rates or Rates()).step_s
 
 
 def _varied(

@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Literal, ParamSpec, TypeVar
+from typing import Literal, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -21,10 +21,7 @@ from ...algorithms import Decentralized, LowPrecisionOnePeer, Point, Rounds, Str
 from ...algorithms.base import Algorithm, core_of
 from ...algorithms.by_node import ByNode
 from ...arrays import dtype_named
-from ...averages import Exact, quantized_allreduce
-from ...averages.quantized_shards import quantized_allgather, quantized_reduce_scatter
 from ...bucket import Bucket, Plan, TensorSpec, make_buckets
-from ...codecs import Codec
 from ...comm import Communicator
 from ...engine.exchanges import Exchanges
 from ...engine.restore import make_states
@@ -55,24 +52,6 @@ def trace(method: Method, job: Job, cluster: Cluster) -> Program:
     with kernels.use(Kernels()), noting(recorder.note):
         _Tracing(recorder, method, job).run()
     return recorder.program
-
-
-def trace_call(call: str, nbytes: int, cluster: Cluster, codec: Codec | None, dtype: str) -> Program:
-    """Record the program of a rank that makes one call, as `models.Blocking` describes it."""
-    recorder = Recorder(cluster, ring="nccl" if cluster.transport == "nccl" else None)
-    program = recorder.program
-    with kernels.use(Kernels()), noting(recorder.note):
-        comm = SimulatedCommunicator(recorder)
-        lane: Any = _RecordingLane(comm, recorder)
-        recorder.ops = program.trainer
-        lane.result(lane.submit(_model_call, comm, call, _elements(nbytes, dtype), codec))
-        program.trainer.append(("step",))
-    program.steps = 1
-    return program
-
-
-def _elements(nbytes: int, dtype: str) -> Any:
-    return of_size(-(-nbytes // dtype_named(dtype).itemsize), dtype_named(dtype))
 
 
 @dataclass(frozen=True)
@@ -196,7 +175,6 @@ class _Tracing:
         job, ops = self._job, self._program.trainer
         self._schedule.at(Point.FORWARD)
         ops.append(("compute", job.forward_s))
-        self._call_of_model()
         passed = 0.0
         for index, share in enumerate(self._shares):
             ops.append(("compute", (share - passed) * job.backward_s))
@@ -206,40 +184,6 @@ class _Tracing:
         self._schedule.at(Point.BACKWARD)
         ops.append(("compute", job.optimizer_s))
         self._schedule.at(Point.STEP)
-
-    def _call_of_model(self) -> None:
-        """Record the calls within the forward and backward pass; the order among them does not matter."""
-        comm = self._comm
-        for call, nbytes, times, codec in self._job.blocking:
-            x = _elements(nbytes, self._job.dtype)
-            for _ in range(times):
-                lane: Any = self._exchanges.lane
-                lane.result(lane.submit(_model_call, comm, call, x, codec))
-
-
-def _model_call(comm: Communicator, call: str, x: Any, codec: Any) -> None:
-    p = comm.size
-    match call:
-        case "allreduce" if codec is not None:
-            quantized_allreduce(comm, x, x, codec=codec)
-        case "allreduce":
-            Exact().bind(comm)(x)
-        case "alltoall":
-            table = of_size(-(-x.size // p) * p, x.dtype)
-            comm.alltoall(table, out=table)
-        case "allgather":
-            out = of_size(p * x.size, x.dtype)
-            if codec is None:
-                comm.allgather(x, out=out.reshape(p, -1))
-            else:
-                quantized_allgather(comm, x, out, codec=codec)
-        case "reduce_scatter":
-            whole = of_size(-(-x.size // p) * p, x.dtype)
-            out = of_size(whole.size // p, x.dtype)
-            if codec is None:
-                comm.reduce_scatter(whole, out=out)
-            else:
-                quantized_reduce_scatter(comm, whole, out, codec=codec)
 
 
 def _plan_of(job: Job, phase: Algorithm) -> tuple[Plan, list[float]]:
