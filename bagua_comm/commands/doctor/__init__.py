@@ -15,7 +15,6 @@ import argparse
 import importlib
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 from ... import bootstrap
@@ -43,9 +42,6 @@ TIMEOUT_S = 20.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `doctor`."""
     parser.add_argument("--json", action="store_true", help="as JSON")
-    parser.add_argument(
-        "--plot", type=Path, metavar="FILE", help="draw latency and bandwidth of all pairs of ranks"
-    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -54,11 +50,17 @@ def run(options: argparse.Namespace) -> int:
     Collective.
 
     Raises:
-        CommandError: There is no world to examine, or the figure cannot be drawn.
+        CommandError: There is no world to examine.
     """
     try:
         with _connect() as comm:
-            return _examine_all(comm, options)
+            world = examine_world(comm)
+            found = examine(world)
+            exit_code = int(any(finding.level == "problem" for finding in found))
+            if comm.rank == 0:
+                _show(world, found, exit_code, as_json=options.json)
+            comm.barrier()  # mpirun ends rank 0 once another rank has an exit code other than 0
+            return exit_code
     except CommTimeout as exc:
         hint = (
             "if all ranks run, a firewall or the wrong network may keep them apart: try --interface NAME of run"
@@ -76,23 +78,6 @@ def _connect() -> Communicator:
         library = importlib.import_module("bagua_torch")
     comm: Communicator = library.connect(timeout_s=TIMEOUT_S, gpu="none", trace=False)
     return comm
-
-
-def _examine_all(comm: Communicator, options: argparse.Namespace) -> int:
-    world = examine_world(comm)
-    found = examine(world)
-    exit_code = int(any(finding.level == "problem" for finding in found))
-    failure = ""
-    if comm.rank == 0:
-        try:
-            _show(world, found, exit_code, options)
-        except CommandError as exc:
-            failure = str(exc)
-    # Other ranks may end only now: mpirun ends rank 0 once another rank has an exit code other than 0.
-    failure = comm.broadcast_object(failure, root=0)
-    if failure and comm.rank == 0:
-        raise CommandError(failure, exit_code=1)
-    return 1 if failure else exit_code
 
 
 def examine_world(comm: Communicator) -> World:
@@ -124,11 +109,9 @@ def _gpu(comm: Communicator, mine: dict[str, dict[str, object]]) -> tuple[object
     return tuple(describe_gpu(comm.local_rank % count)) if isinstance(count, int) and count else None
 
 
-def _show(world: World, found: list[Finding], exit_code: int, options: argparse.Namespace) -> None:
-    if options.json:
+def _show(world: World, found: list[Finding], exit_code: int, *, as_json: bool) -> None:
+    if as_json:
         print(json.dumps(report.record(world, found, exit_code), indent=1))
     else:
         print(*report.lines(world, found, f"{program_name()} doctor"), sep="\n")
     sys.stdout.flush()
-    if options.plot:
-        report.plot(world, options.plot)

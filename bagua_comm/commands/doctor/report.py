@@ -1,14 +1,11 @@
-"""The report of `doctor`: as text, as JSON, and as a figure."""
+"""The report of `doctor`: as text and as JSON."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
-from ...launch.cli import CommandError
-from ..figures import make_figure, save
 from .findings import Finding, World, ranks_text
 from .measure import Pair
 
@@ -97,41 +94,3 @@ def record(world: World, found: Sequence[Finding], exit_code: int) -> dict[str, 
         "clocks_ahead_s": world.clocks,
         "ranks": world.facts,
     }
-
-
-def plot(world: World, path: Path) -> None:
-    """Draw latency and bandwidth of all pairs.
-
-    Raises:
-        CommandError: There is no pair, matplotlib is missing, or the file cannot be written.
-    """
-    ranks = sorted({rank for pair in world.pairs for rank in (pair.a, pair.b)})
-    size = 1.6 + 0.5 * len(ranks)
-    figure = make_figure(2 * size + 1.5, size)
-    if not world.pairs:
-        raise CommandError("--plot: there is one rank, so there are no pairs; start several by mpirun -n 4")
-    for axes, title, values, colours in (
-        (figure.add_subplot(1, 2, 1), "latency (us)", {p: p.latency_s * 1e6 for p in world.pairs}, "viridis_r"),
-        (
-            figure.add_subplot(1, 2, 2),
-            "bandwidth (GB/s)",
-            {p: p.bytes_per_s / 1e9 for p in world.pairs},
-            "viridis",
-        ),
-    ):
-        grid = [[float("nan")] * len(ranks) for _ in ranks]
-        for pair, value in values.items():
-            a, b = ranks.index(pair.a), ranks.index(pair.b)
-            grid[a][b] = grid[b][a] = value
-            middle = (min(values.values()) + max(values.values())) / 2
-            for row, column in ((a, b), (b, a)):
-                dark = (value < middle) != (colours == "viridis_r")
-                axes.text(
-                    column, row, f"{value:.3g}", ha="center", va="center", color="w" if dark else "k", fontsize=8
-                )
-        figure.colorbar(axes.imshow(grid, cmap=colours), ax=axes, shrink=0.8)
-        axes.set_title(title, loc="left")
-        axes.set_xticks(range(len(ranks)), map(str, ranks))
-        axes.set_yticks(range(len(ranks)), map(str, ranks))
-        axes.set_xlabel("rank")
-    save(figure, path)
