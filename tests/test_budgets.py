@@ -122,8 +122,6 @@ def test_few_modules_lie_at_the_root_of_a_package():
 SHORT = {
     "bagua_comm/objects/caching.py",
     "bagua_comm/objects/closing.py",
-    "bagua_comm/commands/compare.py",
-    "bagua_comm/commands/figures.py",
     "bagua_comm/flight/batches.py",
     "bagua_comm/objects/pickling.py",
     "bagua_comm/planning/simulator/program.py",

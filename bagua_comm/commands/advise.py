@@ -11,8 +11,9 @@ import json
 import math
 import textwrap
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..algorithms import DiLoCo, StreamingDiLoCo
 from ..bucket import DEFAULT_BUCKET_BYTES
@@ -30,7 +31,6 @@ from ..planning.advise import (
     kind_of,
     limit_of_sparse,
     payload,
-    scaling,
     steps_of_an_exchange,
 )
 from ..planning.costmodel import (
@@ -46,8 +46,7 @@ from ..planning.costmodel import (
 )
 from ..planning.models import MODELS, layers_of
 from ..planning.sites import LEAST_WAITING, exposed_share, most_communication
-from . import advise_simulated
-from .advise_figure import plot
+from . import advise_simulated, figures
 from .quantities import (
     bandwidth,
     duration,
@@ -60,6 +59,9 @@ from .quantities import (
     size_in_bytes,
     whole_number,
 )
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 SUMMARY = DESCRIPTION = "predict which algorithm trains fastest on a cluster"
 
@@ -202,43 +204,36 @@ def run(options: argparse.Namespace) -> int:
         ArrayError: An argument is out of range.
     """
     job, cluster, rates = _inputs(options)
+    if options.sharded and (options.simulate or options.plot):
+        flag = "--simulate" if options.simulate else "--plot"
+        raise CommandError(f"{flag} knows no sharded models; leave --sharded out")
+    with figures.figure_in(options.plot) if options.plot else nullcontext() as figure:
+        lines, found = _answer(options, figure, job, cluster, rates)
+    if options.plot:
+        lines += ["", f"{options.plot} shows it."]
+    if options.json:
+        print(json.dumps({**_given(job, cluster, rates), **found}, indent=1))
+    else:
+        print(*lines, sep="\n")
+    return 0
+
+
+def _answer(
+    options: argparse.Namespace, figure: Figure | None, job: Job, cluster: Cluster, rates: Rates
+) -> tuple[list[str], dict[str, Any]]:
+    """The answer as lines and as data for JSON; draws it, too, if there is a figure."""
     if options.simulate:
-        return _simulate(options, job, cluster, rates)
+        asked = advise_simulated.settings(options, cluster)
+        rows = advise_simulated.simulate_all(job, cluster, rates, asked)
+        if figure is not None:
+            figures.plot_ranks(figure, job, rows)
+        return advise_simulated.report(job, cluster, rows, asked), advise_simulated.record(rows, asked)
     advise_simulated.check_unused(options)
-    if options.sharded and options.plot:
-        raise CommandError("--plot draws algorithms; leave it out with --sharded")
     if options.sharded:
-        if options.json:
-            print(json.dumps(_sharded_record(job, cluster, rates), indent=1))
-        else:
-            print(*report_sharded(job, cluster, rates), sep="\n")
-        return 0
-    if options.plot:
-        plot(options.plot, job, cluster, rates)
-    if options.json:
-        print(json.dumps(_record(job, cluster, rates), indent=1))
-        return 0
-    print(*report(job, cluster, rates), sep="\n")
-    if options.plot:
-        print(f"\n{options.plot} shows it over bandwidths.")
-    return 0
-
-
-def _simulate(options: argparse.Namespace, job: Job, cluster: Cluster, rates: Rates) -> int:
-    if options.sharded:
-        raise CommandError("--simulate knows no sharded models; leave --sharded out")
-    if options.rates:
-        advise_simulated.check_version(options.rates, json.loads(options.rates.read_text()))
-    asked = advise_simulated.settings(options, cluster)
-    if options.json:
-        if options.plot:
-            raise CommandError("--simulate draws or writes JSON; give --plot or --json")
-        print(json.dumps(advise_simulated.record(job, cluster, rates, asked), indent=1))
-        return 0
-    print(*advise_simulated.report(job, cluster, rates, asked, options.plot), sep="\n")
-    if options.plot:
-        print(f"\n{options.plot} shows it.")
-    return 0
+        return report_sharded(job, cluster, rates), _sharded_record(job, cluster, rates)
+    if figure is not None:
+        figures.plot_bandwidths(figure, job, cluster, rates)
+    return report(job, cluster, rates), _record(job, cluster, rates)
 
 
 def report(job: Job, cluster: Cluster, rates: Rates) -> list[str]:
@@ -275,18 +270,7 @@ def report(job: Job, cluster: Cluster, rates: Rates) -> list[str]:
             for name, method, _ in sorted(rows, key=lambda row: kind_of(row.method))
             if not isinstance(method, TorchDDP)
         ),
-        "",
-        f"{'ranks':>6}{'exact':>10}  {'best with gradients':<34}{'best with weights in every step'}",
     ]
-    rows_by_size = scaling(job, c, rates)
-    for row in rows_by_size:
-        best = [
-            f"{row[what].name} {duration(row[what].prediction.step_s)}" if row[what] else "-"
-            for what in ("gradients", "weights")
-        ]
-        lines.append(f"{row['ranks']:>6}{duration(row['exact_s']):>10}  {best[0]:<34}{best[1]}")
-    if not all(row["weights"] for row in rows_by_size):
-        lines.append("-: none is faster than the best with gradients.")
     return lines
 
 
@@ -331,11 +315,10 @@ def report_sharded(job: Job, cluster: Cluster, rates: Rates) -> list[str]:
 
 
 def _sharded_record(job: Job, cluster: Cluster, rates: Rates) -> dict[str, Any]:
-    """The report for a sharded model as plain data for JSON, with null for infinity."""
+    """The report for a sharded model as plain data for JSON."""
     rows = advise_sharded(job, cluster, rates)
     replicas = best_of_replicas(rows)
     return {
-        **_given(job, cluster, rates),
         "ways": [
             {
                 "name": name,
@@ -432,21 +415,17 @@ def _limits(*, guessed: bool) -> str:
 
 
 def _record(job: Job, cluster: Cluster, rates: Rates) -> dict[str, Any]:
-    """The report as plain data for JSON, with null for infinity."""
+    """The report as plain data for JSON."""
     sites = most_communication(job, cluster, rates)
     return {
-        **_given(job, cluster, rates),
         "sites": None if sites is None else {"python": expression(sites[0]), **dataclasses.asdict(sites[1])},
         "enough_flows": enough_flows(job, cluster, rates),
         "algorithms": [_row(advice) for advice in advise(job, cluster, rates)],
-        "scaling": [
-            {**row, **{what: row[what] and _row(row[what]) for what in ("gradients", "weights", "all")}}
-            for row in scaling(job, cluster, rates)
-        ],
     }
 
 
 def _given(job: Job, cluster: Cluster, rates: Rates) -> dict[str, Any]:
+    """The input as plain data for JSON, with null for infinity."""
     return {
         "job": dataclasses.asdict(job),
         "cluster": {k: None if v == math.inf else v for k, v in dataclasses.asdict(cluster).items()},

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from ..errors import ArrayError, UnsupportedError
@@ -16,8 +14,7 @@ from ..launch.cli import CommandError, count
 from ..planning.advise import kind_of
 from ..planning.costmodel import METHODS, Cluster, Job, Method, Rates, predict
 from ..planning.costmodel.comparison import applies
-from ..planning.simulator import VERSION, Failures, Goodput, Simulation, Variation, goodput, simulate
-from .figures import make_figure, save
+from ..planning.simulator import Failures, Goodput, Simulation, Variation, goodput, simulate
 from .quantities import duration, whole_number
 
 SIZES = (16, 64, 256, 1024, 4096)
@@ -168,11 +165,8 @@ def simulate_all(job: Job, cluster: Cluster, rates: Rates, asked: Settings) -> l
     return found
 
 
-def report(job: Job, cluster: Cluster, rates: Rates, asked: Settings, plot_to: Path | None) -> list[str]:
-    """Tables, as lines; and a figure, if it has a path."""
-    rows = simulate_all(job, cluster, rates, asked)
-    if plot_to is not None:
-        plot(plot_to, job, rows)
+def report(job: Job, cluster: Cluster, rows: Sequence[Simulated], asked: Settings) -> list[str]:
+    """Tables, as lines."""
     here = [row for row in rows if row.cluster == cluster]
     here.sort(key=lambda row: (kind_of(asked.methods[row.name]), row.simulation.step_s))
     head = f"{'algorithm':<24}{'step':>10}{'95 % below':>12}{'cost model':>12}{'differs':>9}{'MB a node':>11}"
@@ -209,21 +203,11 @@ def _by_size(title: str, rows: Sequence[Simulated], cell: Callable[[Simulated], 
     ]
 
 
-def record(job: Job, cluster: Cluster, rates: Rates, asked: Settings) -> dict[str, Any]:
-    """The simulation as plain data for JSON, with null for infinity."""
-    rows = simulate_all(job, cluster, rates, asked)
-
-    def plain(value: Any) -> Any:
-        found = dataclasses.asdict(value)
-        return {k: None if v == math.inf else v for k, v in found.items()}
-
+def record(rows: Sequence[Simulated], asked: Settings) -> dict[str, Any]:
+    """The simulation as plain data for JSON."""
     return {
-        "simulator": VERSION,
-        "job": plain(job),
-        "cluster": plain(cluster),
-        "rates": dataclasses.asdict(rates),
-        "variation": plain(asked.variation),
-        "failures": plain(asked.failures) if asked.failures else None,
+        "variation": dataclasses.asdict(asked.variation),
+        "failures": dataclasses.asdict(asked.failures) if asked.failures else None,
         "seed": asked.seed,
         "results": [
             {
@@ -237,66 +221,3 @@ def record(job: Job, cluster: Cluster, rates: Rates, asked: Settings) -> dict[st
             for row in rows
         ],
     }
-
-
-def read_record(path: Path) -> dict[str, Any]:
-    """A record that `advise --simulate --json` wrote.
-
-    Raises:
-        CommandError: The file cannot be read, is something else, or is of another version of the simulator.
-    """
-    try:
-        data = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError) as exc:
-        raise CommandError(f"{path}: {exc}") from exc
-    if not isinstance(data, dict) or "simulator" not in data or not isinstance(data.get("results"), list):
-        raise CommandError(f"{path} is no record of a simulation; write one by advise --simulate --json")
-    check_version(path, data)
-    return data
-
-
-def check_version(path: Path, data: object) -> None:
-    """Raise `CommandError` if a file was written by another version of the simulator.
-
-    Its rates were calibrated for that version.
-    """
-    if isinstance(data, dict) and data.get("simulator", VERSION) != VERSION:
-        raise CommandError(
-            f"{path} was written by version {data['simulator']!r} of the simulator, this is version {VERSION}; "
-            "simulate again"
-        )
-
-
-# Figure ----------------------------------------------------------------------------------------------------
-
-
-def plot(path: Path, job: Job, rows: Sequence[Simulated]) -> None:
-    """Draw step times, and steps that count, against the number of ranks.
-
-    Raises:
-        CommandError: matplotlib is missing, or the file cannot be written.
-    """
-    figure = make_figure(12, 5)
-    times, scaled = figure.subplots(1, 2)
-    names = list(dict.fromkeys(row.name for row in rows))
-    for number, name in enumerate(names):
-        mine = [row for row in rows if row.name == name]
-        sizes = [row.cluster.size for row in mine]
-        style = {"color": f"C{number % 10}", "linestyle": ("-", "--", ":")[number // 10 % 3], "marker": "."}
-        times.plot(sizes, [row.simulation.step_s for row in mine], label=name, **style)
-        ideal = [row.samples_per_s * job.compute_s / row.cluster.size for row in mine]
-        scaled.plot(sizes, ideal, label=name, **style)
-    for axes in (times, scaled):
-        axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter("{x:g}")
-        axes.set_xlabel("ranks")
-        axes.grid(color="0.92")
-    times.set_yscale("log")
-    times.set_ylabel("step (s)")
-    times.set_title("time of a step, simulated", loc="left", fontsize=10)
-    scaled.set_ylim(bottom=0)
-    counts = any(row.goodput for row in rows)
-    scaled.set_ylabel("speed of a rank, as a share of training alone")
-    scaled.set_title("with deaths" if counts else "without deaths", loc="left", fontsize=10)
-    scaled.legend(frameon=False, fontsize=7, ncols=2)
-    save(figure, path)

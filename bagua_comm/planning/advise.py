@@ -19,7 +19,6 @@ import dataclasses
 import json
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from ..algorithms import AsyncModelAverage, ByteGrad, SparseLoCo
 from ..algorithms.by_node import ByNode
@@ -37,12 +36,8 @@ from .costmodel import (
     Rates,
     Sharded,
     ShardedAdvice,
-    advise,
     predict,
 )
-
-LARGEST_SIZE = 4096
-"""The largest number of ranks in `scaling`."""
 
 MOST_FAITHFUL = (
     "exact",
@@ -185,27 +180,6 @@ def attachment(method: Sharded, cluster: Cluster) -> list[str]:
     arguments += [] if method.gather in (None, Exact()) else [expression(method.gather)]
     arguments += [] if method.replicas is None else [f"replicas={expression(method.replicas)}"]
     return [*lines, f"bagua_torch.fsdp.attach({', '.join(arguments)})"]
-
-
-def scaling(job: Job, cluster: Cluster, rates: Rates) -> list[dict[str, Any]]:
-    """For 2, 4, 8 ... ranks on nodes like these: the step of exact averaging, and the best algorithms."""
-    rows: list[dict[str, Any]] = []
-    for exponent in range(1, LARGEST_SIZE.bit_length()):
-        per_node = min(2**exponent, cluster.ranks_per_node)
-        grown = dataclasses.replace(cluster, nodes=2**exponent // per_node, ranks_per_node=per_node)
-        advice = advise(job, grown, rates)
-        if rows and rows[-1]["ranks"] >= grown.size:
-            continue
-        rows.append(
-            {
-                "ranks": grown.size,
-                "exact_s": next(a.prediction.step_s for a in advice if a.name == "exact"),
-                "gradients": best_of_gradients(advice),
-                "weights": best_of_weights(advice),
-                "all": best_now_and_then(advice) or best_of_weights(advice) or best_of_gradients(advice),
-            }
-        )
-    return rows
 
 
 def most_sparse_ranks(job: Job) -> int:

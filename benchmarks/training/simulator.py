@@ -28,10 +28,10 @@ from unittest import mock
 
 import numpy as np
 
-from bagua_comm.commands.advise_simulated import read_record
+from bagua_comm.commands.advise import read_rates
 from bagua_comm.launch.cli import CommandError
-from bagua_comm.planning.costmodel import Rates, predict
-from bagua_comm.planning.simulator import VERSION, replay, simulate
+from bagua_comm.planning.costmodel import predict
+from bagua_comm.planning.simulator import replay, simulate
 from bagua_comm.planning.simulator.replay import WHOLE
 
 from ..bench import RESULTS
@@ -204,7 +204,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_out_argument(parser, RESULTS / "simulator", "json", "md", "png")
     options = parser.parse_args(argv)
     try:
-        given = read_record(options.rates) if options.rates else {}
+        given = read_rates(options.rates) if options.rates else None
         named = read_points(options.files)
     except CommandError as exc:
         print(f"simulator: {exc}", file=sys.stderr)
@@ -213,8 +213,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"simulator: expected JSON files of benchmarks.training: {exc!r}", file=sys.stderr)
         return 2
     chosen = [point for name, point in named if is_seen(name, point)]
-    if options.rates:
-        rates = Rates.from_dict(given["rates"])
+    if given is not None:
+        rates = given
     elif chosen:
         rates = calibrate((point.measurement for point in chosen), predict=simulate)
     else:
@@ -232,7 +232,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     _mark_repeats(rows)
     record = {
         "benchmark": "simulator",
-        "simulator": VERSION,
         "rates": dataclasses.asdict(rates),
         "summary": {
             "steps": summary_of(rows),

@@ -6,7 +6,7 @@ import pytest
 from support.pages import ROOT
 
 from bagua_comm.planning.costmodel import Rates
-from bagua_comm.planning.simulator import VERSION, replay, simulate
+from bagua_comm.planning.simulator import replay, simulate
 from benchmarks import figures
 from benchmarks.training import at_scale, simulator
 
@@ -16,7 +16,6 @@ RECORD = json.loads((RESULTS / "simulator.json").read_text())
 
 
 def test_the_page_has_the_tables_of_the_record():
-    assert RECORD["simulator"] == VERSION
     for scale in RECORD["at_scale"]:
         _, after = PAGE.split(f"### {at_scale.heading(scale)}\n\n")
         assert after.startswith("\n".join(at_scale.table(scale)) + "\n")

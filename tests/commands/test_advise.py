@@ -31,7 +31,7 @@ BASE = ["advise", "--nodes", "4", "--bandwidth", "1gbit"]
 VGG16 = [*BASE, "--model", "vgg16", "--step-time", "3s"]
 
 
-def test_it_prints_both_tables(capsys):
+def test_it_prints_the_table(capsys):
     assert cli.main([*VGG16, "--ranks-per-node", "2"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "553 MB, 3.00 s a step alone; 4 nodes of 2 ranks, 1 Gbit/s, 50 us"
@@ -40,8 +40,6 @@ def test_it_prints_both_tables(capsys):
     assert sorted(names) == sorted(METHODS)
     (exact,) = [line.split() for line in table if line.startswith("exact")]
     assert exact[1:] == ["1", "9.16", "s", "1.00x", "25%", "968.5", "968.5"]
-    ranks = [int(line.split()[0]) for line in lines[1:] if line.split() and line.split()[0].isdecimal()]
-    assert ranks == [2**exponent for exponent in range(1, 13)]
 
 
 def test_json_holds_the_same(capsys):
@@ -53,10 +51,6 @@ def test_json_holds_the_same(capsys):
     assert list(steps.values()) == sorted(steps.values())
     assert steps["bytegrad"] == predict(METHODS["bytegrad"], job, cluster).step_s
     assert record["cluster"]["cores_per_rank"] is None
-    assert [row["ranks"] for row in record["scaling"]] == [2**exponent for exponent in range(1, 13)]
-    last = record["scaling"][-1]
-    assert last["gradients"]["averages"] == "gradients"
-    assert last["all"]["step_s"] <= last["weights"]["step_s"] <= last["gradients"]["step_s"] <= last["exact_s"]
 
 
 CAPPED = [*VGG16, "--flow-bandwidth", "100mbit"]
@@ -120,7 +114,7 @@ def test_each_printed_expression_makes_the_algorithm_that_it_names(capsys):
     assert cli.main([*VGG16, "--ranks-per-node", "2", "--device", "cpu"]) == 0
     lines = capsys.readouterr().out.splitlines()
     begin = lines.index("In Python, after `from bagua_comm import *`:") + 1
-    printed = dict(line.split(maxsplit=1) for line in lines[begin : lines.index("", begin)])
+    printed = dict(line.split(maxsplit=1) for line in lines[begin:])
     names = {}
     exec("from bagua_comm import *", names)
     assert {name: eval(text, names) for name, text in printed.items()} == {
@@ -196,8 +190,6 @@ def test_a_group_without_a_faster_algorithm_is_named_too(capsys):
     assert cli.main([*VGG16, "--ranks-per-node", "8", "--bandwidth", "10gbit", "--step-time", "120ms"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "Weights in every step: none is faster than the best with gradients." in lines
-    assert lines[-2].endswith(" -")
-    assert lines[-1] == "-: none is faster than the best with gradients."
 
 
 def test_diloco_is_advised_with_an_exact_beginning(capsys):
@@ -279,13 +271,6 @@ def test_calibrated_rates_are_used(tmp_path, capsys):
         rows = json.loads(capsys.readouterr().out)["algorithms"]
         exact[len(exact)] = next(row["step_s"] for row in rows if row["name"] == "exact")
     assert exact[0] < exact[1] == exact[2]
-
-
-def test_nodes_of_odd_sizes_scale_in_whole_nodes(capsys):
-    assert cli.main([*VGG16, "--ranks-per-node", "6", "--json"]) == 0
-    sizes = [row["ranks"] for row in json.loads(capsys.readouterr().out)["scaling"]]
-    assert sizes[:5] == [2, 4, 6, 12, 30]
-    assert len(set(sizes)) == len(sizes)
 
 
 @pytest.mark.slow
@@ -537,4 +522,4 @@ def test_a_sharded_model_as_json(capsys):
 
 def test_the_figure_is_of_algorithms_alone(tmp_path, capsys):
     assert cli.main([*SHARDS, "--plot", str(tmp_path / "x.png")]) == 2
-    assert "--plot draws algorithms; leave it out with --sharded" in capsys.readouterr().err
+    assert "--plot knows no sharded models; leave --sharded out" in capsys.readouterr().err

@@ -6,9 +6,8 @@ import pytest
 
 from bagua_comm import __main__ as cli
 from bagua_comm.commands import advise_simulated
-from bagua_comm.launch.cli import CommandError
 from bagua_comm.planning.costmodel import Cluster, Job
-from bagua_comm.planning.simulator import VERSION, simulate
+from bagua_comm.planning.simulator import simulate
 
 SIMULATE = ["advise", "--simulate", "--nodes", "2", "--ranks-per-node", "4", "--bandwidth", "10gbit"]
 SIMULATE += ["--model-bytes", "100M", "--step-time", "300ms", "--algorithms", "exact,hierarchical-bytes"]
@@ -28,11 +27,9 @@ def test_it_prints_steps_and_goodput_on_more_and_more_ranks(capsys):
     assert all(0 < float(share.rstrip("%")) < 100 for row in shares.values() for share in row)
 
 
-def test_json_holds_what_the_simulator_says_and_can_be_read(capsys, tmp_path):
+def test_json_holds_what_the_simulator_says(capsys):
     assert cli.main([*SIMULATE, "--json", "--most-ranks", "8", "--device", "cpu", "--latency", "1ms"]) == 0
-    path = tmp_path / "steps.json"
-    path.write_text(capsys.readouterr().out)
-    record = advise_simulated.read_record(path)
+    record = json.loads(capsys.readouterr().out)
     job, cluster = Job(100_000_000, 0.1, 0.2), Cluster(2, 4, 10.0, 1e-3)
     found = {row["algorithm"]: row for row in record["results"]}
     exact = simulate(advise_simulated.METHODS["exact"], job, cluster)
@@ -50,22 +47,6 @@ def test_the_figure_is_drawn(capsys, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{", "Expecting"),
-        ("[]", "is no record of a simulation"),
-        ('{"results": []}', "is no record of a simulation"),
-        (json.dumps({"simulator": VERSION + 1, "results": []}), f"was written by version {VERSION + 1}"),
-    ],
-)
-def test_a_record_that_is_none_of_this_version_is_refused(tmp_path, text, message):
-    path = tmp_path / "steps.json"
-    path.write_text(text)
-    with pytest.raises(CommandError, match=message):
-        advise_simulated.read_record(path)
-
-
-@pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--failures", "mtbf=3"], "'mtbf=3' is not a setting; expected mtbf_hours=..., recovery=..."),
@@ -76,7 +57,6 @@ def test_a_record_that_is_none_of_this_version_is_refused(tmp_path, text, messag
         (["--algorithms", "shift-one", "--nodes", "3", "--ranks-per-node", "1"], "no algorithm applies"),
         (["--seed", "-1"], "--seed is -1, expected an integer from 0"),
         (["--sharded"], "--simulate knows no sharded models"),
-        (["--json", "--plot", "a.png"], "give --plot or --json"),
     ],
 )
 def test_bad_input_is_named(capsys, options, message):
@@ -86,13 +66,6 @@ def test_bad_input_is_named(capsys, options, message):
         code = exc.code
     assert code == 2
     assert message in " ".join(capsys.readouterr().err.split())
-
-
-def test_rates_that_were_calibrated_for_another_version_are_refused(capsys, tmp_path):
-    path = tmp_path / "simulator.json"
-    path.write_text(json.dumps({"simulator": VERSION + 1, "rates": {}}))
-    assert cli.main([*SIMULATE, "--rates", str(path)]) == 2
-    assert f"was written by version {VERSION + 1} of the simulator" in capsys.readouterr().err
 
 
 def test_settings_without_simulate_are_refused(capsys):

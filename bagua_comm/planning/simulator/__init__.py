@@ -12,6 +12,6 @@ rates.
 """
 
 from .failures import Failures, Goodput, goodput
-from .simulation import VERSION, Simulation, Variation, simulate
+from .simulation import Simulation, Variation, simulate
 
-__all__ = ["VERSION", "Failures", "Goodput", "Simulation", "Variation", "goodput", "simulate"]
+__all__ = ["Failures", "Goodput", "Simulation", "Variation", "goodput", "simulate"]

@@ -17,9 +17,6 @@ from .program import Program
 from .replay import Timing, replay, wire_bytes
 from .tracing import trace
 
-VERSION = 1
-"""The version of the simulator: records of another one are not read."""
-
 MOST_RANKS, MOST_REPEATS = 1 << 14, 10_000
 """The largest number of ranks, and of simulated steps."""
 
