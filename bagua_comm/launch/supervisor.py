@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import hashlib
-import importlib.machinery
 import os
 import re
 import shlex
@@ -124,10 +122,9 @@ class _Supervisor:
 
     def run(self, signals: Signals) -> int:
         """Run attempts until one succeeds or fails; returns the exit code."""
-        program = Program.of(self.options)
         ranks, restarts = self.first.ranks, self.options.restarts or 0
         self._check_hosts()
-        command = [program.name, *self.options.args]
+        command = [self.options.script, *self.options.args]
         hosts = [str(host) for host in self.first.hosts]
         facts = {"ranks": ranks.training, "spares": ranks.spares, "min_ranks": ranks.least, "hosts": hosts}
         self.job.record("job", command=command, **facts)
@@ -143,7 +140,6 @@ class _Supervisor:
                 break
             try:
                 placement = self._next_placement()
-                program.must_be_the_same()
             except CommandError as exc:
                 verdict = replace(verdict, why=f"{verdict.why}; {exc}")
                 break
@@ -385,47 +381,10 @@ class _Supervisor:
         self.say(f"{how} ({', '.join(facts)})")
 
 
-@dataclass(frozen=True)
-class Program:
-    """The program of a job, which may not change between attempts."""
-
-    name: str
-    file: Path | None
-    digest: str
-
-    @classmethod
-    def of(cls, options: argparse.Namespace) -> Program:
-        """Return the program in the arguments of `run`."""
-        file = _file_of_module(options.script) if options.module else Path(options.script)
-        return cls(options.script, file, _digest(file))
-
-    def must_be_the_same(self) -> None:
-        """Raise `CommandError` if the file has changed, since snapshots of the old program may not fit."""
-        if _digest(self.file) != self.digest:
-            raise CommandError(f"{self.file} has changed since the job was started, so it is not restarted")
-
-
 def remove_session(pid: int) -> None:
     """Remove the temporary files of an mpirun that was killed."""
     for name in ("ompi", "prte"):
         shutil.rmtree(Path(tempfile.gettempdir(), f"{name}.{pid}"), ignore_errors=True)
-
-
-def _file_of_module(name: str) -> Path | None:
-    """The file of a module, found without importing anything."""
-    path: Sequence[str] | None = [os.getcwd(), *sys.path]
-    for part in name.split("."):
-        spec = importlib.machinery.PathFinder.find_spec(part, path)
-        if spec is None:
-            return None
-        path = spec.submodule_search_locations
-    return Path(spec.origin) if spec and spec.origin else None
-
-
-def _digest(file: Path | None) -> str:
-    with contextlib.suppress(OSError):
-        return hashlib.sha256(file.read_bytes()).hexdigest() if file else ""
-    return ""
 
 
 def _stopped(number: signal.Signals) -> Verdict:

@@ -143,13 +143,6 @@ def test_an_error_of_the_programs_own_is_not_started_again(mpirun, tmp_path, cap
     assert "the job failed: rank " in capsys.readouterr().err
 
 
-def test_a_program_that_has_changed_is_not_started_again(mpirun, tmp_path, capsys):
-    code, record = supervised(tmp_path, "open(__file__, 'a').write('#'); die()", "--restarts", "3")
-    assert code == 137
-    assert kinds(record, "attempt") == ["attempt"]
-    assert "program.py has changed since the job was started" in capsys.readouterr().err
-
-
 def test_ranks_know_their_job_and_the_last_commit_is_recorded(mpirun, tmp_path):
     program = """
         open(os.environ["BAGUA_JOB_FOLDER"] + "/committed", "w").write("7")
