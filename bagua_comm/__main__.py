@@ -5,14 +5,16 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import importlib
 import os
 import re
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, NoReturn
 
 from ._version import __version__
-from .commands import advise, compare, completion, diagnose, doctor, info, net, run, trace
+from .commands import advise, compare, diagnose, doctor, info, net, run, trace
 from .errors import ArrayError
 from .launch.cli import CommandError, program_name
 
@@ -27,7 +29,6 @@ COMMANDS: dict[str, Any] = {
     "trace": trace,
     "advise": advise,
     "net": net,
-    "completion": completion,
 }
 """The module of each command, with SUMMARY, DESCRIPTION, add_arguments(parser) and run(options)."""
 
@@ -38,7 +39,9 @@ SIGPIPE_EXIT_CODE = 141
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code."""
     parser = make_parser(sys.argv[1:] if argv is None else argv)
-    completion.complete(parser)
+    if "_ARGCOMPLETE" in os.environ:  # a shell asks for completions
+        with suppress(ImportError):
+            importlib.import_module("argcomplete").autocomplete(parser)
     options, unknown = parser.parse_known_args(argv)
     if unknown:
         refuse(unknown, options.parser)

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from types import ModuleType
 
 import pytest
 
@@ -84,3 +85,18 @@ def test_a_reader_of_the_first_line_alone_sees_no_traceback():
     assert process.stderr.read() == ""
     process.stderr.close()
     assert process.wait(timeout=60) == 141
+
+
+def test_a_shell_that_asks_for_completions_is_answered_before_anything_is_done(monkeypatch):
+    module = ModuleType("argcomplete")
+    module.autocomplete = lambda parser: sys.exit(f"completes {parser.prog}")
+    monkeypatch.setitem(sys.modules, "argcomplete", module)
+    monkeypatch.setenv("_ARGCOMPLETE", "1")
+    with pytest.raises(SystemExit, match="completes python -m bagua_comm"):
+        cli.main(["run", "--dry-run", __file__])
+
+
+def test_argcomplete_finds_its_mark_where_it_looks():
+    """It reads so much of the file that a console script names."""
+    with open(cli.__file__) as file:
+        assert "PYTHON_ARGCOMPLETE_OK" in file.read(1024)

@@ -9,6 +9,7 @@ import importlib.util
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 from typing import Any
@@ -26,45 +27,10 @@ NOT_INSTALLED = "not installed"
 
 SUMMARY = DESCRIPTION = "print versions, MPI, devices, kernels and transports"
 
-VARIABLES = (
-    "BAGUA_TRACEBACK",
-    "BAGUA_FLIGHT_FOLDER",
-    "BAGUA_RUN",
-    "BAGUA_NET",
-    "XDG_CACHE_HOME",
-    "BAGUA_NVTX",
-    "BAGUA_SPARES",
-    "BAGUA_MIN_RANKS",
-    "BAGUA_JOB",
-    "BAGUA_JOB_FOLDER",
-    "BAGUA_ATTEMPT",
-    "BAGUA_TORCH_RANK",
-    "OMP_NUM_THREADS",
-    "GLOO_SOCKET_IFNAME",
-    "FI_TCP_IFACE",
-    "CUPY_CACHE_DIR",
-    "MPI_LOCALNRANKS",
-    "SLURM_JOB_ID",
-    "SLURM_NTASKS",
-    "SLURM_PROCID",
-    "SLURM_STEP_NUM_TASKS",
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-)
-BEGINNINGS = (
-    "OMPI_COMM_WORLD_",
-    "OMPI_ALLOW",
-    "OMPI_MCA_",
-    "PMI_",
-    "PMIX_",
-    "NCCL_",
-    "BAGUA_NET_",
-    "TORCHELASTIC_RUN_ID",
-    "TORCHELASTIC_MAX_RESTARTS",
+VARIABLES = re.compile(
+    "(BAGUA|OMPI_MCA|OMPI_ALLOW|OMPI_COMM_WORLD|PMI|PMIX|NCCL|TORCHELASTIC)_.*"
+    "|(LOCAL_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|SLURM_(JOB_ID|NTASKS|PROCID|STEP_NUM_TASKS)"
+    "|OMP_NUM_THREADS|MPI_LOCALNRANKS|GLOO_SOCKET_IFNAME|FI_TCP_IFACE|CUPY_CACHE_DIR|XDG_CACHE_HOME"
 )
 """The environment variables that `info` prints: those of docs/reference/environment.md."""
 
@@ -117,11 +83,7 @@ def collect_info() -> dict[str, dict[str, Any]]:
             "dtypes": ", ".join(sorted(arrays.MOVABLE)),
         },
         "torch.distributed": {"backend bagua": torch_backend()},
-        "environment": {
-            name: value
-            for name, value in sorted(os.environ.items())
-            if name in VARIABLES or name.startswith(BEGINNINGS)
-        },
+        "environment": {k: v for k, v in sorted(os.environ.items()) if VARIABLES.fullmatch(k)},
     }
 
 
