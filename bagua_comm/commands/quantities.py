@@ -6,7 +6,7 @@ import argparse
 import re
 from collections.abc import Mapping, Sequence
 
-from ..planning.costmodel import LARGEST
+from ..planning.costmodel.inputs import LARGEST
 
 _BANDWIDTHS = {"kbit": 1e-6, "mbit": 1e-3, "gbit": 1.0, "tbit": 1e3}
 _RATE = re.compile(

@@ -28,7 +28,6 @@ from ..averages import Exact, TopK
 from ..codecs import MinMaxUInt8
 from .costmodel import (
     METHODS,
-    MOST_FLOWS,
     SHARDED,
     Advice,
     Cluster,
@@ -38,6 +37,7 @@ from .costmodel import (
     ShardedAdvice,
     predict,
 )
+from .costmodel.inputs import MOST_FLOWS
 
 MOST_FAITHFUL = (
     "exact",

@@ -51,7 +51,7 @@ from bagua_comm import Algorithm, ArrayError, Communicator, QAdam
 from bagua_comm.algorithms import from_name
 from bagua_comm.arrays import Array
 from bagua_comm.bucket import DEFAULT_BUCKET_BYTES
-from bagua_comm.planning.tuner import period_of
+from bagua_comm.planning.tuner.grid import period_of
 from bagua_comm.trace import Recorder
 
 from ..bench.arguments import add_json_argument, at_least, comma_list, one_of, parse_size

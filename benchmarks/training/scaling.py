@@ -19,7 +19,7 @@ import bagua_comm
 from bagua_comm import Communicator, Engine, Plan
 from bagua_comm.algorithms import Algorithm, Point, from_name
 from bagua_comm.bucket import TensorSpec
-from bagua_comm.planning.tuner import period_of
+from bagua_comm.planning.tuner.grid import period_of
 
 from ..bench.arguments import add_json_argument, at_least, comma_list, parse_size
 from ..bench.record import begin_record, header_lines, write_json

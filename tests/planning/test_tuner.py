@@ -34,7 +34,8 @@ from bagua_comm import (
     after,
     every,
 )
-from bagua_comm.planning.tuner import BLOCKS, BUCKET_BYTES, Grid, Search, make_grid
+from bagua_comm.planning.tuner.grid import BLOCKS, BUCKET_BYTES, Grid, make_grid
+from bagua_comm.planning.tuner.search import Search
 from bagua_comm.testing import run_ranks
 
 SPECS = [TensorSpec(f"layer{i}", (256,), "float32") for i in range(8)]  # 8 KiB
@@ -453,46 +454,13 @@ def test_a_profile_replaces_the_next_search(tmp_path):
     assert trials == 15 + 9
     assert [each.name for each in tmp_path.iterdir()] == ["profile.json"]
 
-    with pytest.warns(UserWarning, match="has entries for other trainings"):
-        run_ranks(3, body)
-    with pytest.warns(UserWarning, match="has entries for other trainings"):
-        run_ranks(2, lambda comm: body(comm, GradientAllReduce()))
-    assert len(json.loads(path.read_text())["entries"]) == 3
-
     assert run_ranks(2, body) == [(best, 0)] * 2
 
-
-PROFILE = """{
- "format": "bagua_comm.tuner 1",
- "entries": {
-  "ed3b9469d46ca469b47e1b97fcafb430": {
-   "about": {
-    "tensors": "32b699665598aec16a6e566e8e4ded9c",
-    "bytes": 8192,
-    "algorithm": "GradientAllReduce(average=Exact())",
-    "choices": [[1024, 2048, 8192], [["GradientAllReduce(average=Exact())"]]],
-    "transports": ["local"],
-    "on": "host",
-    "nodes": [0, 1]
-   },
-   "best": {"bucket_bytes": 8192, "algorithm": "GradientAllReduce(average=Exact())"},
-   "history": [{"bucket_bytes": 2048, "algorithm": "GradientAllReduce(average=Exact())", "seconds": 0.25}]
-  }
- }
-}
-"""
-"""Written by version 0.1.0, when Optuna searched."""
-
-
-def test_profiles_of_earlier_versions_are_read(tmp_path):
-    path = tmp_path / "profile.json"
-    path.write_text(PROFILE)
-
-    def body(comm):
-        tuner = Tuner(bucket_bytes=[1024, 8192], profile=path)
-        return tuner.start(comm, GradientAllReduce(), SPECS, bucket_bytes=2048).bucket_bytes, tuner.searching
-
-    assert run_ranks(2, body, nodes=["a", "b"]) == [(8192, False)] * 2
+    with pytest.warns(UserWarning, match="is of another training; searching, and then it is replaced"):
+        run_ranks(3, body)
+    with pytest.warns(UserWarning, match="is of another training"):
+        run_ranks(2, lambda comm: body(comm, GradientAllReduce()))
+    assert run_ranks(2, lambda comm: body(comm, GradientAllReduce()))[0][1] == 0
 
 
 @pytest.mark.parametrize(

@@ -27,11 +27,6 @@ conditions as in Bagua (Gan et al., arXiv 2107.01499).
 
 from .comparison import METHODS, Advice, advise
 from .inputs import (
-    LARGEST,
-    MOST_BUCKETS,
-    MOST_FLOWS,
-    MOST_RANKS,
-    SMALLEST,
     Cluster,
     CodecRates,
     Job,
@@ -44,13 +39,8 @@ from .prediction import predict
 from .sharding import SHARDED, Sharded, ShardedAdvice, advise_sharded, predict_sharded
 
 __all__ = [
-    "LARGEST",
     "METHODS",
-    "MOST_BUCKETS",
-    "MOST_FLOWS",
-    "MOST_RANKS",
     "SHARDED",
-    "SMALLEST",
     "Advice",
     "Cluster",
     "CodecRates",

@@ -10,22 +10,7 @@ tuner       measurements on all ranks
 profile     the file of the best settings found
 """
 
-from .grid import BLOCKS, BUCKET_BYTES, Cell, Grid, Settings, Trial, make_grid, period_of
-from .search import FINALISTS, ROUNDS, Search
-from .tuner import UNTIMED_STEPS, Tuner
+from .grid import BLOCKS, BUCKET_BYTES, Settings, Trial
+from .tuner import Tuner
 
-__all__ = [
-    "BLOCKS",
-    "BUCKET_BYTES",
-    "FINALISTS",
-    "ROUNDS",
-    "UNTIMED_STEPS",
-    "Cell",
-    "Grid",
-    "Search",
-    "Settings",
-    "Trial",
-    "Tuner",
-    "make_grid",
-    "period_of",
-]
+__all__ = ["BLOCKS", "BUCKET_BYTES", "Settings", "Trial", "Tuner"]

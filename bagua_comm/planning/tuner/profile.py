@@ -1,8 +1,7 @@
-"""The profile of a tuner: a file of the best settings found, by tensors, ranks and choices."""
+"""The profile of a tuner: a file of the best settings found, and of the training that they are for."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import warnings
 from pathlib import Path
@@ -12,23 +11,17 @@ from ...errors import ArrayError
 from ...system.files import write_at_once
 from .grid import Cell, Grid
 
-_FORMAT = "bagua_comm.tuner 1"
+FORMAT = "bagua_comm.tuner 1"
 
 
-def key_of(about: dict[str, Any]) -> str:
-    """The key of an entry: a hash of what it is valid for."""
-    return hashlib.blake2b(json.dumps(about, sort_keys=True).encode(), digest_size=16).hexdigest()
-
-
-def _read_entries(path: Path) -> dict[str, Any]:
-    """All entries of a profile, by key; none if the file does not exist yet."""
+def _read(path: Path) -> dict[str, Any]:
+    """The content of a profile; empty if the file does not exist yet."""
     try:
         if path.exists() and not path.is_file():
             raise ValueError("expected a file, found a folder or a device")
-        content = json.loads(path.read_text())
-        if content["format"] != _FORMAT:
-            raise ValueError(f"its format is {content['format']!r}, expected {_FORMAT!r}")
-        entries: dict[str, Any] = dict(content["entries"])
+        content: dict[str, Any] = json.loads(path.read_text())
+        if content["format"] != FORMAT:
+            raise ValueError(f"its format is {content['format']!r}, expected {FORMAT!r}")
     except FileNotFoundError:
         if not path.parent.is_dir():
             raise ArrayError(
@@ -39,37 +32,33 @@ def _read_entries(path: Path) -> dict[str, Any]:
         raise ArrayError(
             f"Tuner: profile {str(path)!r} was not written by a Tuner: {exc!r}; give the path of another file"
         ) from exc
-    return entries
+    return content
 
 
-def read_entry(path: Path, key: str, grid: Grid) -> Cell | None:
-    """The cell of the best settings in the profile; None if it has no entry with this key."""
-    entries = _read_entries(path)
-    if key not in entries:
-        if entries:
+def read_best(path: Path, about: dict[str, Any], grid: Grid) -> Cell | None:
+    """The cell of the best settings in a profile; None without a profile, and in one of another training."""
+    content = _read(path)
+    if not content or content.get("about") != about:
+        if content:
             warnings.warn(
-                f"Tuner: profile {str(path)!r} has entries for other trainings, but not for this one; searching",
+                f"Tuner: profile {str(path)!r} is of another training; searching, and then it is replaced",
                 stacklevel=2,
             )
         return None
     try:
-        cell = grid.cell_of(entries[key]["best"]["bucket_bytes"], entries[key]["best"]["algorithm"])
+        cell = grid.cell_of(content["best"]["bucket_bytes"], content["best"]["algorithm"])
     except (TypeError, KeyError):
         cell = None
     if cell is None:
-        raise ArrayError(
-            f"Tuner: profile {str(path)!r}: the best settings of entry {key} are not among the choices; delete "
-            "the entry to search again"
-        )
+        raise ArrayError(f"Tuner: profile {str(path)!r}: its best settings are not among the choices; delete it")
     return cell
 
 
-def write_entry(path: Path, key: str, entry: dict[str, Any]) -> None:
-    """Add or replace an entry; the file is replaced at once, so that readers never see half of it."""
+def write_profile(path: Path, content: dict[str, Any]) -> None:
+    """Replace a profile at once, so that readers never see half of it."""
     try:
-        entries = {**_read_entries(path), key: entry}
-        text = json.dumps({"format": _FORMAT, "entries": entries}, indent=1) + "\n"
-        write_at_once(path, text.encode())
+        _read(path)  # another file is not replaced
+        write_at_once(path, (json.dumps({"format": FORMAT, **content}, indent=1) + "\n").encode())
     except Exception as exc:  # training goes on
         warnings.warn(
             f"Tuner: profile {str(path)!r} was not written, so the next training will search again: {exc}",

@@ -27,7 +27,7 @@ from ...engine import check_fit
 from ...errors import ArrayError, BaguaError, CommMismatch, UnsupportedError
 from ...logs import log_on_root
 from .grid import Cell, Grid, Settings, Trial, make_grid, period_of, warmup_of
-from .profile import key_of, read_entry, write_entry
+from .profile import read_best, write_profile
 from .search import Search
 
 UNTIMED_STEPS = 1
@@ -67,9 +67,9 @@ class Tuner:
             that communicates in one of n steps, n times as many steps, and the median of the means of n.
         warmup_steps: Number of training steps before the search begins.
         seed: Seed of the settings at which the search restarts.
-        profile: The file that keeps the best settings found. If it has an entry for the same tensors, ranks,
-            nodes, transports, algorithm and choices, training uses it and does not search. Rank 0 reads and
-            writes the file.
+        profile: The file that keeps the best settings found. If they are for the same tensors, ranks, nodes,
+            transports, algorithm and choices, training uses them and does not search. Rank 0 reads and writes
+            the file.
 
     Raises:
         ArrayError: An argument is out of range.
@@ -161,7 +161,7 @@ class Tuner:
         self._seconds: list[float] = []
 
         def look_up() -> Cell | None:
-            known = read_entry(self._profile, key_of(about), grid) if self._profile is not None else None
+            known = read_best(self._profile, about, grid) if self._profile is not None else None
             if known is None and len(grid) > 1:
                 self._search = Search(grid, start, trials=trials, seed=seed)
             return known
@@ -221,7 +221,7 @@ class Tuner:
         self._seconds, self._untimed = [], UNTIMED_STEPS
         profile = self._profile
         if cell is None and profile is not None:
-            _on_root(comm, lambda: write_entry(profile, key_of(self._about), self._entry()))
+            _on_root(comm, lambda: write_profile(profile, self._content()))
 
     def _go_to(self, cell: Cell) -> None:
         """Train with the settings of this cell from now on, and add them to the trace."""
@@ -238,7 +238,7 @@ class Tuner:
     def _compare(
         self, comm: Communicator, algorithm: Algorithm, specs: Sequence[TensorSpec], grid: Grid
     ) -> dict[str, Any]:
-        """Check that all ranks search alike; return what an entry of the profile is valid for. Collective."""
+        """Check that all ranks search alike; return what a profile is valid for. Collective."""
         about = {
             "tensors": hashlib.blake2b(repr(specs).encode(), digest_size=16).hexdigest(),
             "bytes": sum(spec.nbytes for spec in specs),
@@ -257,8 +257,8 @@ class Tuner:
                 )
         return {**about, "nodes": [node for _, _, node in rows]}
 
-    def _entry(self) -> dict[str, Any]:
-        """The entry of a profile: its validity, the best settings, and all measurements."""
+    def _content(self) -> dict[str, Any]:
+        """The content of a profile: its validity, the best settings, and all measurements."""
         history = [{**trial.settings.plain(), "seconds": trial.seconds} for trial in self.history]
         return {"about": self._about, "best": self.best.plain(), "history": history}
 
