@@ -1,12 +1,13 @@
-"""Reading the file of a timeline, also where it is damaged or the clocks of the ranks differ."""
+"""Reading the file of a timeline, also where the clocks of the ranks differ."""
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 import statistics
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -48,28 +49,33 @@ class Timeline:
 def read_timeline(path: str | Path) -> Timeline:
     """Read what `Communicator.trace` has written.
 
-    The file may be compressed by gzip. If it was cut off, it is read up to there. Where the clocks of ranks
-    differ, times are corrected.
+    The file may be compressed by gzip. Where the clocks of ranks differ, times are corrected.
 
     Raises:
         TimelineError: The file cannot be read, or is no timeline; the message says what it is.
     """
     try:
         data = Path(path).read_bytes()
+        whole = json.loads(gzip.decompress(data) if data.startswith(_GZIP) else data)
     except OSError as exc:
         raise TimelineError(f"{path}: {exc.strerror or exc}") from exc
-    if data.startswith(_GZIP):
-        try:
-            data = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16).decompress(data)  # as much as there is
-        except zlib.error as exc:
-            raise TimelineError(f"{path}: damaged, gzip cannot read it: {exc}") from exc
-    text = data.decode(errors="replace")
-    if not text.strip():
-        raise TimelineError(f"{path}: the file is empty; expected a timeline that Communicator.trace has written")
+    except (EOFError, zlib.error, ValueError, RecursionError) as exc:
+        raise TimelineError(
+            f"{path}: it is not JSON, or was cut off: {exc}; expected a timeline that Communicator.trace has "
+            "written"
+        ) from exc
+    events = whole.get("traceEvents") if isinstance(whole, dict) else None
+    if not isinstance(events, list):
+        raise TimelineError(f'{path}: it has no list "traceEvents", which each Chrome trace has')
+    about = whole.get("otherData")
+    about = about if isinstance(about, dict) else {}
     notes: list[str] = []
-    events, about = _events_in(text, str(path), notes)
     ranks = _ranks_of(events, notes)
-    _check_version(about, notes)
+    if {key: about.get(key) for key in FORMAT} != FORMAT:
+        notes.append(
+            f"The file is of another program or version, and this is written for version {FORMAT['version']}: "
+            "parts may be misread; use the version of bagua_comm that wrote it."
+        )
     if not ranks:
         raise TimelineError(
             f"{path}: none of its {len(events)} events belongs to a rank; expected a timeline that "
@@ -81,64 +87,6 @@ def read_timeline(path: str | Path) -> Timeline:
     timeline = Timeline(dict(sorted(ranks.items())), notes)
     correct_clocks(timeline)
     return timeline
-
-
-def _events_in(text: str, path: str, notes: list[str]) -> tuple[list[Any], Mapping[str, Any]]:
-    """The events, and what the file says about itself."""
-    events: Any
-    try:
-        whole = json.loads(text)
-    except json.JSONDecodeError as exc:
-        events = list(_events_until_damage(text))
-        if not events:
-            raise TimelineError(
-                f"{path}: it is not JSON, from character {exc.pos} on; expected a timeline that "
-                "Communicator.trace has written"
-            ) from exc
-        notes.append(f"The file is cut off or damaged: it was read up to its event {len(events)}.")
-        return events, _header_of(text)
-    except RecursionError as exc:
-        raise TimelineError(f"{path}: its JSON is nested too deeply for a timeline") from exc
-    if isinstance(whole, list):
-        return whole, {}  # also a form of Chrome's traces
-    events = whole.get("traceEvents") if isinstance(whole, dict) else None
-    if not isinstance(events, list):
-        raise TimelineError(f'{path}: it has no list "traceEvents", which each Chrome trace has')
-    about = whole.get("otherData")
-    return events, about if isinstance(about, dict) else {}
-
-
-def _events_until_damage(text: str) -> Iterator[Any]:
-    """The events before the place where JSON ends."""
-    found = re.search(r'"traceEvents"\s*:\s*\[', text)
-    decoder, at = json.JSONDecoder(), found.end() if found else len(text)
-    separator = re.compile(r"[\s,]*")
-    while at < len(text):
-        try:
-            event, at = decoder.raw_decode(text, separator.match(text, at).end())  # type: ignore[union-attr]
-        except (json.JSONDecodeError, RecursionError):
-            return
-        yield event
-
-
-def _header_of(text: str) -> Mapping[str, Any]:
-    found = re.search(r'"otherData"\s*:\s*', text)
-    try:
-        about = json.JSONDecoder().raw_decode(text, found.end())[0] if found else {}
-    except json.JSONDecodeError:
-        return {}
-    return about if isinstance(about, dict) else {}
-
-
-def _check_version(about: Mapping[str, Any], notes: list[str]) -> None:
-    version = about.get("version")
-    if about.get("format") != FORMAT["format"]:
-        notes.append("The file is of an earlier version, or of another program: steps may not be found.")
-    elif version != FORMAT["version"]:
-        notes.append(
-            f"The file is of version {version}, and this is written for version {FORMAT['version']}: parts of "
-            "it may be misread; use the version of bagua_comm that wrote it."
-        )
 
 
 def _ranks_of(events: Sequence[Any], notes: list[str]) -> dict[int, RankTimeline]:

@@ -1,4 +1,4 @@
-"""Files of timelines: whole, cut off, of other programs, and of ranks whose clocks differ."""
+"""Files of timelines: whole, damaged, of other programs, and of ranks whose clocks differ."""
 
 import json
 
@@ -46,16 +46,15 @@ def test_what_is_written_is_read(file):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("", "the file is empty"),
-        (" \n", "the file is empty"),
+        ("", "it is not JSON, or was cut off"),
         ("step 1: loss 2", "it is not JSON"),
-        ("[" * 100_000, "nested too deeply|not JSON"),
+        ("[" * 100_000, "it is not JSON"),
         ("{}", 'no list "traceEvents"'),
         ("3", 'no list "traceEvents"'),
         ('{"traceEvents": 3}', 'no list "traceEvents"'),
         ('{"traceEvents": []}', "none of its 0 events belongs to a rank"),
         (
-            '[{"ph": "X", "name": "aten::add", "pid": 7, "tid": 7, "ts": 1, "dur": 2}]',
+            '{"traceEvents": [{"ph": "X", "name": "aten::add", "pid": 7, "tid": 7, "ts": 1, "dur": 2}]}',
             "not one of another profiler",
         ),
         ('{"traceEvents": [{"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "pyth', "not JSON"),
@@ -74,24 +73,6 @@ def test_a_file_that_is_not_there_or_binary(tmp_path):
     (tmp_path / "binary").write_bytes(bytes(range(256)))
     with pytest.raises(TimelineError, match="not JSON"):
         read_timeline(tmp_path / "binary")
-
-
-def test_a_file_that_is_cut_off_anywhere_is_read_up_to_there_or_refused(file, tmp_path):
-    whole = write(file, [exchanges(), exchanges()]).read_text()
-    cut, counts = tmp_path / "cut.json", []
-    for length in [*range(0, len(whole), 17), len(whole) - 1]:
-        cut.write_text(whole[:length])
-        try:
-            timeline = read_timeline(cut)
-        except TimelineError:
-            assert counts == []  # before the first rank is named
-            continue
-        counts.append(sum(len(each.spans) for each in timeline.ranks.values()))
-        assert timeline.notes[0].startswith("The file is cut off or damaged: it was read up to its event ")
-        alone = timeline.notes[1:] == ["The file has no events of some of its 2 ranks: 1."]
-        assert alone == (1 not in timeline.ranks)
-    assert counts == sorted(counts)
-    assert set(counts) == set(range(11))
 
 
 def test_damaged_events_are_left_out_and_counted(file):
@@ -114,33 +95,13 @@ def test_damaged_events_are_left_out_and_counted(file):
     assert len(timeline.ranks[0].spans) == 5
 
 
-@pytest.mark.parametrize(
-    ("about", "says"),
-    [
-        (None, "of an earlier version"),
-        ({"format": "other"}, "another program"),
-        ({"version": 2}, "of version 2, and"),
-    ],
-)
-def test_a_file_of_another_version_is_read_with_a_note(file, about, says):
+@pytest.mark.parametrize("about", [{}, {"format": "other", "version": 1}, {"version": 2}])
+def test_a_file_of_another_version_or_program_is_read_with_a_note(file, about):
     whole = chrome_trace([exchanges()])
-    if about is None:
-        del whole["otherData"]
-    else:
-        whole["otherData"] |= about
+    whole["otherData"] = whole["otherData"] | about if len(about) == 1 else about
     file.write_text(json.dumps(whole))
     (note,) = read_timeline(file).notes
-    assert says in note
-
-
-def test_the_files_of_earlier_versions_had_ranks_for_pids(file):
-    events = [
-        {"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}}
-        for rank in (0, 1)
-    ]
-    events += [{"ph": "X", "name": "backward", "pid": 1, "tid": 0, "ts": 1.5, "dur": 2, "args": {}}]
-    file.write_text(json.dumps({"traceEvents": events}))
-    assert read_timeline(file).ranks[1].spans == [Span("backward", "thread 0", 1500, 3500, {})]
+    assert note.startswith("The file is of another program or version, and this is written for version 1: ")
 
 
 @pytest.mark.parametrize("shift_ns", [-7_000_000, 1_000_000])
