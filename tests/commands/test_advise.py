@@ -304,7 +304,7 @@ def test_without_matplotlib_the_figure_is_refused(monkeypatch, tmp_path, capsys)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--nodes", "0"], "nodes is 0, expected an integer of at least 1"),
+        (["--nodes", "0"], "nodes is 0, expected an integer from 1"),
         (["--step-time", "1s", "--forward", "1s"], "give --step-time, or --forward"),
         (["--rates", "no_such_file"], "no_such_file"),
         (["--rates", "pyproject.toml"], "pyproject.toml: Expecting value"),

@@ -55,12 +55,8 @@ class Cluster:
     flow_bandwidth_gbit: float = math.inf
 
     def __post_init__(self) -> None:
-        for name in ("nodes", "ranks_per_node", "flows"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ArrayError(f"Cluster: {name} is {shown(value)}, expected an integer of at least 1")
-        if self.flows > MOST_FLOWS:
-            raise ArrayError(f"Cluster: flows is {shown(self.flows)}, expected at most {MOST_FLOWS}")
+        for name, most in (("nodes", MOST_RANKS), ("ranks_per_node", MOST_RANKS), ("flows", MOST_FLOWS)):
+            check_range("Cluster", name, getattr(self, name), 1, most, whole=True)
         if self.size > MOST_RANKS:
             raise ArrayError(
                 f"Cluster: {self.nodes} nodes of {self.ranks_per_node} ranks are too many, "
@@ -114,9 +110,7 @@ class Job:
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", tuple(Layer(*layer) for layer in self.layers))
         for name in ("model_bytes", "bucket_bytes"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= LARGEST:
-                raise ArrayError(f"Job: {name} is {shown(value)}, expected a positive integer up to {LARGEST:g}")
+            check_range("Job", name, getattr(self, name), 1, LARGEST, whole=True)
         _check_not_negative(self, "forward_s", "backward_s", "optimizer_s")
         if self.dtype not in FLOATS:
             raise ArrayError(f"Job: dtype is {self.dtype!r}, expected one of {', '.join(sorted(FLOATS))}")
@@ -209,9 +203,7 @@ class Rates:
         _check_positive(self, "add", "copy")
         _check_not_negative(self, "message_s", "network_s_per_byte", "polling")
         for name in ("direct", "ring"):
-            value = getattr(self, name)
-            if not isinstance(value, (int, float)) or not SMALLEST <= value <= 1:
-                raise ArrayError(f"Rates: {name} is {value!r}, expected a share, above 0, at most 1")
+            check_range("Rates", name, getattr(self, name), SMALLEST, 1)
 
     @classmethod
     def gpu(cls) -> Rates:
@@ -286,24 +278,24 @@ class Prediction:
 # Checks ----------------------------------------------------------------------------------------------------
 
 
+def check_range(owner: str, name: str, value: object, least: float, most: float, *, whole: bool = False) -> None:
+    """Raise `ArrayError` unless a setting is a number between two bounds."""
+    is_number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
+    if not is_number or not least <= value <= most:  # type: ignore[operator]
+        expected = f"an integer from {least} to {most}" if whole else f"a number from {least:g} to {most:g}"
+        raise ArrayError(f"{owner}: {name} is {shown(value)}, expected {expected}")
+
+
 def _check_positive(owner: object, *names: str) -> None:
+    """Raise unless these fields are positive; they may be infinite."""
     for name in names:
-        value = getattr(owner, name)
-        if not isinstance(value, (int, float)) or not (SMALLEST <= value <= LARGEST or value == math.inf):
-            raise ArrayError(
-                f"{type(owner).__name__}: {name} is {shown(value)}, expected a positive number "
-                f"between {SMALLEST:g} and {LARGEST:g}, or inf"
-            )
+        if (value := getattr(owner, name)) != math.inf:
+            check_range(type(owner).__name__, name, value, SMALLEST, LARGEST)
 
 
 def _check_not_negative(owner: object, *names: str) -> None:
     for name in names:
-        value = getattr(owner, name)
-        if not isinstance(value, (int, float)) or not 0 <= value <= LARGEST:
-            raise ArrayError(
-                f"{type(owner).__name__}: {name} is {shown(value)}, expected a number of at least 0, "
-                f"at most {LARGEST:g}"
-            )
+        check_range(type(owner).__name__, name, getattr(owner, name), 0, LARGEST)
 
 
 def _check_names(owner: str, data: object, cls: type, *, complete: bool = False) -> None:

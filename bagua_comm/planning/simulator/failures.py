@@ -16,7 +16,8 @@ import numpy as np
 
 from ...errors import ArrayError
 from ..costmodel import Cluster, Job, Method, Rates, TorchDDP
-from .simulation import Simulation, check_range
+from ..costmodel.inputs import check_range
+from .simulation import Simulation
 
 HOUR_S = 3600.0
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
 import numpy as np
 
-from ...errors import ArrayError, UnsupportedError, shown
+from ...errors import ArrayError, UnsupportedError
 from ..costmodel import Cluster, Job, Method, Rates
+from ..costmodel.inputs import check_range
 from ..costmodel.prediction import check_fit
 from .program import Program
 from .replay import Timing, replay, wire_bytes
@@ -164,12 +164,3 @@ def _traced(method: Method, job: Job, cluster: Cluster) -> Program:
         if "unhashable" in str(exc):
             return trace(method, job, cluster)
         raise UnsupportedError(f"simulate: {method!r} cannot be simulated: {exc}") from exc
-
-
-def check_range(owner: str, name: str, value: object, least: float, most: float, *, whole: bool = False) -> None:
-    """Raise `ArrayError` unless a setting is a number between two bounds."""
-    is_number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
-    if not is_number or not least <= value <= most:  # type: ignore[operator]
-        what = "an integer" if whole else "a number"
-        upto = "" if most == math.inf else f" to {most:g}"
-        raise ArrayError(f"{owner}: {name} is {shown(value)}, expected {what} from {least:g}{upto}")
