@@ -119,8 +119,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--write",
         nargs=2,
         metavar=("KIND", "FILE"),
-        help="write the same job for a cluster instead; KIND is one of "
-        f"{', '.join(job_scripts.KINDS)}, and FILE may be -",
+        help=f"write the same job for a cluster instead; KIND is {job_scripts.KIND}, and FILE may be -",
     )
     parser.add_argument("--force", action="store_true", help="let --write replace a file")
     parser.add_argument("-m", dest="module", action="store_true", help="the script is the name of a module")

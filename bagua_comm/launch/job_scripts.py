@@ -11,13 +11,13 @@ import os
 import re
 import shlex
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 from .cli import CommandError, parse_variable
-from .hosts import Ranks, named_hosts, ranks_of
+from .hosts import named_hosts, ranks_of
 
-KINDS = ("slurm", "sbatch-array")
+KIND = "slurm"
+"""The cluster that scripts are for."""
 
 SLURM = """\
 #!/bin/bash
@@ -26,11 +26,12 @@ SLURM = """\
 #SBATCH --ntasks={ranks}{per_node}
 #SBATCH --cpus-per-task=1           # cores, and threads, of a rank
 #SBATCH --time=01:00:00
-#SBATCH --output=%x-{number}.out{array}
+#SBATCH --output=%x-%j.out
 # For GPUs, one to a rank, remove the first "# " of the next line.
 # #SBATCH --gpus-per-node={slots}
 #
-# Submit it by: sbatch {file}
+# Submit it by: sbatch {file}, or for several jobs, which read their numbers from SLURM_ARRAY_TASK_ID, by
+# sbatch --array=0-3 {file}
 # All nodes must see {python} and {place}.
 
 set -euo pipefail
@@ -43,79 +44,43 @@ export MASTER_PORT="$((20000 + SLURM_JOB_ID % 20000))"
 {command}
 """
 
-ARRAY = """
-#SBATCH --array=0-3                 # four such jobs; 0-3%1 runs them one after another
-# The program reads the number of its job from SLURM_ARRAY_TASK_ID."""
-
-
-@dataclass(frozen=True)
-class _Shape:
-    """The ranks and the hosts of a job."""
-
-    of: Ranks
-    nodes: int
-    even: bool
-    """Whether all hosts have the same number of ranks."""
-
-    @property
-    def ranks(self) -> int:
-        """The number of ranks that are started."""
-        return self.of.started
-
-    @property
-    def slots(self) -> int:
-        """The largest number of ranks on a host."""
-        return -(-self.ranks // self.nodes)
-
 
 def job_script(options: argparse.Namespace, kind: str, file: str) -> str:
     """Return the text of a job script.
 
     Args:
         options: The arguments of `run`.
-        kind: One of `KINDS`.
+        kind: `KIND`.
         file: The name of the file that the text is for; "-" if it is printed.
 
     Raises:
         CommandError: There is no such kind, or it does not support these arguments.
     """
-    if kind not in KINDS:
-        raise CommandError(f"--write {kind}: expected one of {', '.join(KINDS)}, and a file")
-    return _slurm(options, file, array=kind == "sbatch-array")
-
-
-def _slurm(options: argparse.Namespace, file: str, *, array: bool) -> str:
-    """A script for sbatch; with `array`, one for several such jobs."""
-    shape = _shape(options)
-    variables = ["OMP_NUM_THREADS", "MASTER_ADDR", "MASTER_PORT", *(["SLURM_ARRAY_TASK_ID"] if array else [])]
+    if kind != KIND:
+        raise CommandError(f"--write {kind}: expected {KIND}, and a file")
+    hosts = named_hosts(options)
+    ranks, nodes = ranks_of(options, hosts), max(1, len(hosts))
+    slots = -(-ranks.started // nodes)
+    is_even = ranks.started % nodes == 0 and len({host.slots for host in hosts}) <= 1
     given = {parse_variable(text)[0] for text in options.env}
-    forwarded = [word for name in variables if name not in given for word in ("--env", name)]
+    variables = [name for name in ("OMP_NUM_THREADS", "MASTER_ADDR", "MASTER_PORT") if name not in given]
+    forwarded = [word for name in variables for word in ("--env", name)]
     # The number of tasks is Slurm's, so that `sbatch --ntasks=16 FILE` starts 16 ranks, spares included.
-    spares = shape.of.spares
-    number_of_ranks = f"$((SLURM_NTASKS - {spares}))" if spares else "$SLURM_NTASKS"
+    number_of_ranks = f"$((SLURM_NTASKS - {ranks.spares}))" if ranks.spares else "$SLURM_NTASKS"
     start = f'{shlex.quote(sys.executable)} -m bagua_comm run -n "{number_of_ranks}"'
-    command = f"{start} {shlex.join([*forwarded, *_arguments(options)])}"
+    in_array = "${SLURM_ARRAY_TASK_ID:+--env SLURM_ARRAY_TASK_ID}"
     return SLURM.format(
         name=_name(options.script),
-        nodes=shape.nodes,
-        ranks=shape.ranks,
-        per_node=f"\n#SBATCH --ntasks-per-node={shape.slots}" if shape.even else "",
-        number="%A_%a" if array else "%j",
-        array=ARRAY if array else "",
-        slots=shape.slots,
+        nodes=nodes,
+        ranks=ranks.started,
+        per_node=f"\n#SBATCH --ntasks-per-node={slots}" if is_even else "",
+        slots=slots,
         file="FILE" if file == "-" else _comment(file),
         python=_comment(sys.executable),
         place=_comment(os.getcwd()),
         folder=shlex.quote(os.getcwd()),
-        command=command,
+        command=f"{start} {in_array} {shlex.join([*forwarded, *_arguments(options)])}",
     )
-
-
-def _shape(options: argparse.Namespace) -> _Shape:
-    hosts = named_hosts(options)
-    ranks = ranks_of(options, hosts)
-    nodes = max(1, len(hosts))
-    return _Shape(ranks, nodes, even=ranks.started % nodes == 0 and len({host.slots for host in hosts}) <= 1)
 
 
 def _arguments(options: argparse.Namespace) -> list[str]:

@@ -22,11 +22,11 @@ with bagua_comm.connect(timeout_s=60) as comm:
 """
 
 
-def write(kind, tmp_path, *arguments):
+def write(tmp_path, *arguments):
     """The file that `run --write` writes for `PROGRAM` with these arguments."""
     program, job = tmp_path / "program.py", tmp_path / "job.sh"
     program.write_text(PROGRAM)
-    command = [sys.executable, "-m", "bagua_comm", "run", "--write", kind, str(job)]
+    command = [sys.executable, "-m", "bagua_comm", "run", "--write", "slurm", str(job)]
     command += ["--host", "a:2,b:2", "--env", "MINE=its value", str(program), *arguments]
     subprocess.run(command, check=True, timeout=60)
     return job
@@ -41,13 +41,13 @@ def ranks_text(array):
 
 
 def test_a_written_script_starts_the_same_job_on_two_nodes(slurm, tmp_path):
-    result = slurm.batch(write("slurm", tmp_path, "x y", "$z"))
+    result = slurm.batch(write(tmp_path, "x y", "$z"))
     assert result.returncode == 0, result.stderr + result.stdout + slurm.logs()
     assert result.stdout == ranks_text(None)
 
 
-def test_a_written_array_starts_one_job_for_each_number(slurm, tmp_path):
-    job = write("sbatch-array", tmp_path, "x y", "$z")
+def test_an_array_of_a_written_script_starts_one_job_for_each_number(slurm, tmp_path):
+    job = write(tmp_path, "x y", "$z")
     output = tmp_path / "out-%a"
     result = slurm.run("sbatch", "--wait", "--array=0-1", f"--output={output}", job)
     texts = [(tmp_path / f"out-{number}").read_text() for number in range(2)]

@@ -64,12 +64,14 @@ def test_variables_of_the_user_replace_those_of_the_script(capsys):
     assert [word for word in command if word.startswith("OMP_NUM_THREADS")] == ["OMP_NUM_THREADS=4"]
 
 
-def test_an_array_of_jobs_gives_each_its_number(capsys):
-    text = written(capsys, "sbatch-array", *HOSTS, __file__)
-    assert directives(text)["array"] == "0-3"
-    assert "%A_%a" in directives(text)["output"]
-    command = last_command(text)
-    assert command[command.index("SLURM_ARRAY_TASK_ID") - 1] == "--env"
+def test_a_job_of_an_array_gives_its_ranks_its_number(tmp_path, monkeypatch, capsys):
+    """The last line of the script, with a program in place of Python that prints its arguments."""
+    monkeypatch.setattr(sys, "executable", "echo")
+    line = written(capsys, "slurm", *HOSTS, __file__).splitlines()[-1]
+    for number, expected in (({"SLURM_ARRAY_TASK_ID": "3"}, True), ({}, False)):
+        environment = {"PATH": os.environ["PATH"], "SLURM_NTASKS": "4", **number}
+        said = subprocess.run(["bash", "-c", line], env=environment, capture_output=True, text=True, check=True)
+        assert ("-n 4 --env SLURM_ARRAY_TASK_ID --env OMP" in said.stdout) == expected, said.stdout
 
 
 @pytest.mark.parametrize(
@@ -101,7 +103,7 @@ def test_a_file_that_is_there_is_not_replaced_unless_it_is_wanted(tmp_path, caps
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--write", "pbs", "job.sh", __file__], "--write pbs: expected one of slurm, sbatch-array, and a file"),
+        (["--write", "pbs", "job.sh", __file__], "--write pbs: expected slurm, and a file"),
         (["--write", "slurm", "no/such/folder/job.sh", __file__], "--write no/such/folder/job.sh: "),
         (["--write", "slurm", "-", "no_such_file.py"], "there is no file no_such_file.py"),
         (["--write", "slurm", "-", "--host", "a,b", __file__], "how many ranks?"),
@@ -124,15 +126,14 @@ def test_no_name_leaves_its_comment(tmp_path, monkeypatch):
     monkeypatch.chdir(folder)
     (folder / "train.py").write_text("")
     monkeypatch.setattr(sys, "executable", "/bin/py\ntouch broken\nthon")
-    for kind in ("slurm", "sbatch-array"):
-        file = f"{kind}\ntouch broken\n.sh"
-        assert cli.main(["run", "--write", kind, file, "train.py"]) == 0
-        text = (folder / file).read_text()
-        assert "broken" not in text[: text.index("set -euo pipefail")].replace("\\ntouch broken\\n", "")
-        ran = text[: text.index("export OMP_NUM_THREADS")] + "pwd"
-        result = subprocess.run(["bash"], input=ran, text=True, capture_output=True, timeout=30, cwd=tmp_path)
-        assert result.stdout == f"{folder}\n", result.stderr
-        assert result.returncode == 0, result.stderr
+    file = "job\ntouch broken\n.sh"
+    assert cli.main(["run", "--write", "slurm", file, "train.py"]) == 0
+    text = (folder / file).read_text()
+    assert "broken" not in text[: text.index("set -euo pipefail")].replace("\\ntouch broken\\n", "")
+    ran = text[: text.index("export OMP_NUM_THREADS")] + "pwd"
+    result = subprocess.run(["bash"], input=ran, text=True, capture_output=True, timeout=30, cwd=tmp_path)
+    assert result.stdout == f"{folder}\n", result.stderr
+    assert result.returncode == 0, result.stderr
     assert not list(tmp_path.rglob("broken"))
 
 
