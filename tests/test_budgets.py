@@ -124,7 +124,6 @@ SHORT = {
     "bagua_comm/objects/closing.py",
     "bagua_comm/flight/batches.py",
     "bagua_comm/objects/pickling.py",
-    "bagua_comm/planning/simulator/program.py",
     "bagua_torch/backend/options.py",
     "bagua_torch/bases.py",
     "bagua_torch/fsdp/passes.py",

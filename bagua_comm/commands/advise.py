@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..algorithms import DiLoCo, StreamingDiLoCo
 from ..bucket import DEFAULT_BUCKET_BYTES
-from ..launch.cli import CommandError
+from ..launch.cli import CommandError, positive
 from ..planning.advise import (
     attachment,
     best_in_four_bits,
@@ -57,7 +57,6 @@ from .quantities import (
     number,
     seconds,
     size_in_bytes,
-    whole_number,
 )
 
 if TYPE_CHECKING:
@@ -95,8 +94,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ]
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = "\n".join(["columns of the first table:", *columns])
-    parser.add_argument("--nodes", type=whole_number, required=True, metavar="N")
-    parser.add_argument("--ranks-per-node", type=whole_number, default=1, metavar="L")
+    parser.add_argument("--nodes", type=positive, required=True, metavar="N")
+    parser.add_argument("--ranks-per-node", type=positive, default=1, metavar="L")
     parser.add_argument("--bandwidth", type=bandwidth, required=True, help="of a node's link: 10gbit, 500mbit")
     parser.add_argument("--latency", type=latency, default=50e-6, help="between nodes: 50us (the default), 1ms")
     parser.add_argument(
@@ -107,7 +106,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--flows",
-        type=whole_number,
+        type=positive,
         default=1,
         metavar="N",
         help="flows between two ranks on different nodes (1)",

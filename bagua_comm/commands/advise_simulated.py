@@ -10,12 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from ..errors import ArrayError, UnsupportedError
-from ..launch.cli import CommandError, count
+from ..launch.cli import CommandError, count, positive
 from ..planning.advise import kind_of
 from ..planning.costmodel import METHODS, Cluster, Job, Method, Rates, predict
 from ..planning.costmodel.comparison import applies
 from ..planning.simulator import Failures, Goodput, Simulation, Variation, goodput, simulate
-from .quantities import duration, whole_number
+from .quantities import duration
 
 SIZES = (16, 64, 256, 1024, 4096)
 """The numbers of ranks that are simulated besides those of the cluster."""
@@ -77,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="how often nodes die, and how training recovers: mtbf_hours=6300,recovery=elastic,spares=2",
     )
     group.add_argument("--algorithms", metavar="A,B", help="short names; all by default")
-    group.add_argument("--most-ranks", type=whole_number, metavar="N", help="(4096)")
+    group.add_argument("--most-ranks", type=positive, metavar="N", help="(4096)")
     group.add_argument("--seed", type=int, help="of what is drawn at random (0)")
 
 

@@ -116,13 +116,6 @@ def _whole(
     return round(_quantity(what, text, units, examples, least=1, likely=likely if fraction or plain else ()))
 
 
-def whole_number(text: str) -> int:
-    """An integer, from a text such as "4"."""
-    if not re.fullmatch(r"\s*[0-9]{1,18}\s*", text):
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number of ranks or nodes; expected e.g. 4")
-    return int(text)
-
-
 def _quantity(
     what: str,
     text: str,

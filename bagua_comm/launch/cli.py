@@ -49,14 +49,14 @@ def physical_cores() -> int:
 
 def positive(text: str) -> int:
     """Parse a whole number from 1 on, as "4"."""
-    if not text.isdecimal() or not 1 <= int(text) < 10**9:
+    if not re.fullmatch("0*[1-9][0-9]{0,8}", text):
         raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a positive number; expected e.g. 4")
     return int(text)
 
 
 def natural(text: str) -> int:
     """Parse a whole number from 0 on, as "2"."""
-    if not text.isdecimal() or int(text) >= 10**9:
+    if not re.fullmatch("0*[0-9]{1,9}", text):
         raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number from 0 on; expected e.g. 2")
     return int(text)
 

@@ -304,7 +304,6 @@ def test_without_matplotlib_the_figure_is_refused(monkeypatch, tmp_path, capsys)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--nodes", "0"], "nodes is 0, expected an integer from 1"),
         (["--step-time", "1s", "--forward", "1s"], "give --step-time, or --forward"),
         (["--rates", "no_such_file"], "no_such_file"),
         (["--rates", "pyproject.toml"], "pyproject.toml: Expecting value"),
@@ -324,6 +323,7 @@ def test_questions_without_an_answer_are_refused(options, message, capsys):
     ("options", "message"),
     [
         (["advise"], "--nodes"),
+        ([*VGG16, "--nodes", "0"], "'0' is not a positive number; expected e.g. 4"),
         (
             [*BASE, "--step-time", "1s"],
             "arguments --model --parameters --model-bytes --layers is",

@@ -28,10 +28,10 @@ from ...codecs import BFloat16, Codec, Float16, MinMaxUInt8
 from ...errors import UnsupportedError
 from .inputs import Cluster, Method, Rates, TorchDDP
 
-_CHOICE = 4
+CHOICE = 4
 """Choosing the largest elements takes as long as encoding this number of arrays in eight bits, as measured."""
 
-_RECORDS = 8
+RECORDS = 8
 """Adding this number of records of the largest elements takes as long as decoding their array, as measured."""
 
 
@@ -165,9 +165,9 @@ class Costs:
             case TopK():
                 record = average.wire_nbytes(-(-n // dtype_named(self.dtype).itemsize))
                 return [
-                    self.coding(MinMaxUInt8(), encode=_CHOICE * n),
+                    self.coding(MinMaxUInt8(), encode=CHOICE * n),
                     self.allgather(record, group),
-                    self.coding(MinMaxUInt8(), decode=(1 + p / _RECORDS) * n),
+                    self.coding(MinMaxUInt8(), decode=(1 + p / RECORDS) * n),
                 ]
             case ErrorFeedback(TopK() as sparse, decay, _, kept, retain):
                 lost = [self.work(add=2 * n * ((decay > 0) + (retain < 1)))]

@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from ..costmodel import Cluster, Rates
-from .program import Exchange, Op, Program
+from .transport import Exchange, Op, Program
 
 Vector: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
 """A number for each rank; or a single one, if all ranks are alike."""

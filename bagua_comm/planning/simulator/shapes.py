@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 from ...arrays import Array
+from ..costmodel.costs import CHOICE, RECORDS
 
 Rate: TypeAlias = Literal[
     "encode", "decode", "combine", "cast_encode", "cast_decode", "cast_combine", "add", "copy"
@@ -97,7 +98,7 @@ def _run(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     cast = "cast_" if family == "cast" else ""
     match step:
         case "encode" if family == "top_k":
-            _work("encode", _CHOICE * args[0].nbytes)
+            _work("encode", CHOICE * args[0].nbytes)
         case "encode":
             _work(f"{cast}encode", args[0].nbytes)  # type: ignore[arg-type]
         case "decode":
@@ -106,17 +107,12 @@ def _run(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             count, dtype = kwargs.get("count") or args[2], kwargs.get("dtype") or args[3]
             _work(f"{cast}combine", len(args[0]) * count * np.dtype(dtype).itemsize)  # type: ignore[arg-type]
         case "sum" if family == "top_k":
-            _work("decode", (1 + len(args[0]) / _RECORDS) * args[1].nbytes)
+            _work("decode", (1 + len(args[0]) / RECORDS) * args[1].nbytes)
         case "rows":
             _work("add", sum(row.nbytes for row in args[0]))
         case _:
             out = kwargs.get("out")
             _work("add", sum(x.nbytes for x in arrays if x is not out))
-
-
-_CHOICE, _RECORDS = 4, 8
-"""Choosing the largest elements takes as long as encoding 4 arrays in eight bits, and adding 8 records of them as
-long as decoding their array; see `costmodel.costs`."""
 
 
 def of_size(size: int, dtype: Any) -> Array:

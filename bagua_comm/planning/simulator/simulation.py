@@ -13,9 +13,9 @@ from ...errors import ArrayError, UnsupportedError
 from ..costmodel import Cluster, Job, Method, Rates
 from ..costmodel.inputs import check_range
 from ..costmodel.prediction import check_fit
-from .program import Program
 from .replay import Timing, replay, wire_bytes
 from .tracing import trace
+from .transport import Program
 
 MOST_RANKS, MOST_REPEATS = 1 << 14, 10_000
 """The largest number of ranks, and of simulated steps."""

@@ -30,9 +30,8 @@ from ...execution.lane import Lane
 from ...trace import NULL
 from ..costmodel import Cluster, Job, Method, TorchDDP
 from ..tuner.grid import period_of, warmup_of
-from .program import Op, Program
 from .shapes import Kernels, noting, of_size
-from .transport import Recorder, SimulatedCommunicator
+from .transport import Op, Program, Recorder, SimulatedCommunicator
 
 P = ParamSpec("P")
 R = TypeVar("R")
