@@ -58,13 +58,7 @@ def collect_info() -> dict[str, dict[str, Any]]:
     """Return the facts that `info` prints: section -> name -> value."""
     provide_cupy_cache()
     return {
-        "versions": {
-            "bagua_comm": __version__,
-            "python": platform.python_version(),
-            **{name: installed(name) for name in ("numpy", "mpi4py", "ml_dtypes", "torch")},
-            "cupy": installed("cupy-cuda13x", "cupy-cuda12x", "cupy"),
-            "nccl": installed("nvidia-nccl-cu13", "nvidia-nccl-cu12"),
-        },
+        "versions": versions(),
         "MPI": mpi_facts(),
         "devices": {
             "CPU cores": len(cores()),
@@ -84,6 +78,17 @@ def collect_info() -> dict[str, dict[str, Any]]:
         },
         "torch.distributed": {"backend bagua": torch_backend()},
         "environment": {k: v for k, v in sorted(os.environ.items()) if VARIABLES.fullmatch(k)},
+    }
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of this library and of those that it uses."""
+    return {
+        "bagua_comm": __version__,
+        "python": platform.python_version(),
+        **{name: installed(name) for name in ("numpy", "mpi4py", "ml_dtypes", "torch")},
+        "cupy": installed("cupy-cuda13x", "cupy-cuda12x", "cupy"),
+        "nccl": installed("nvidia-nccl-cu13", "nvidia-nccl-cu12"),
     }
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import platform
 import resource
 import shutil
 import socket
@@ -14,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from ... import net
-from ..._version import __version__
 from ...bootstrap import environment
 from ...bootstrap.gpu import provide_cupy_cache
 from ...comm import Communicator
@@ -24,7 +22,7 @@ from ...launch.mpirun import OPEN_MPI
 from ...logs import library_name
 from ...net import choosing
 from ...system.processes import this_host
-from ..info import NOT_INSTALLED, installed, mpi_facts, plugin_facts
+from ..info import NOT_INSTALLED, installed, mpi_facts, plugin_facts, versions
 
 LIMITS = {
     "memlock": resource.RLIMIT_MEMLOCK,
@@ -53,16 +51,6 @@ def collect() -> dict[str, Any]:
         "gpu": gpu(),
         "plugin": plugin(),
         "torch.distributed": torch_distributed(),
-    }
-
-
-def versions() -> dict[str, str]:
-    """Return the versions that are compared between ranks."""
-    return {
-        "bagua_comm": __version__,
-        "python": platform.python_version(),
-        **{name: installed(name) for name in ("numpy", "mpi4py", "torch")},
-        "cupy": installed("cupy-cuda13x", "cupy-cuda12x", "cupy"),
     }
 
 

@@ -224,12 +224,14 @@ class Rates:
         Raises:
             ArrayError: The dictionary has an unknown name, or a rate is out of range.
         """
-        _check_names("Rates", data, cls)
-        given = dict(data)
-        for name in {"minmax", "cast"} & data.keys():
-            _check_names(f"Rates: {name}", data[name], CodecRates, complete=True)
-            given[name] = CodecRates(**data[name])
-        return cls(**given)
+        names = ", ".join(each.name for each in dataclasses.fields(cls))
+        if not isinstance(data, Mapping):
+            raise ArrayError(f"Rates: found {data!r}, expected a dictionary of some of {names}")
+        try:
+            codecs = {name: CodecRates(**data[name]) for name in ("minmax", "cast") if name in data}
+            return cls(**{**data, **codecs})
+        except TypeError as exc:
+            raise ArrayError(f"Rates: {exc}; expected some of {names}") from exc
 
 
 @dataclass(frozen=True)
@@ -296,13 +298,3 @@ def _check_positive(owner: object, *names: str) -> None:
 def _check_not_negative(owner: object, *names: str) -> None:
     for name in names:
         check_range(type(owner).__name__, name, getattr(owner, name), 0, LARGEST)
-
-
-def _check_names(owner: str, data: object, cls: type, *, complete: bool = False) -> None:
-    """Raise unless `data` is a dictionary of fields of the dataclass `cls`: all of them, if `complete`."""
-    names = [f.name for f in dataclasses.fields(cls)]
-    if not isinstance(data, Mapping) or not set(data) <= set(names) or (complete and set(data) != set(names)):
-        found = ", ".join(map(str, data)) if isinstance(data, Mapping) else repr(data)
-        raise ArrayError(
-            f"{owner}: found {found}, expected {'all' if complete else 'some'} of {', '.join(names)}"
-        )
