@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..algorithms import DiLoCo, StreamingDiLoCo
 from ..bucket import DEFAULT_BUCKET_BYTES
-from ..launch.cli import CommandError, positive
+from ..launch.cli import CommandError, count, positive
 from ..planning.advise import (
     attachment,
     best_in_four_bits,
@@ -275,7 +275,7 @@ def report(job: Job, cluster: Cluster, rates: Rates) -> list[str]:
 
 def _heading(job: Job, cluster: Cluster) -> str:
     c = cluster
-    nodes = f"{c.nodes} node{'s' * (c.nodes > 1)} of {c.ranks_per_node} rank{'s' * (c.ranks_per_node > 1)}"
+    nodes = f"{count(c.nodes, 'node')} of {count(c.ranks_per_node, 'rank')}"
     return (
         f"{job.model_bytes / 1e6:,.0f} MB, {duration(job.compute_s)} a step alone; {nodes}, "
         f"{c.bandwidth_gbit:g} Gbit/s, {duration(c.latency_s)}"
@@ -338,7 +338,7 @@ def _flows(job: Job, cluster: Cluster, rates: Rates) -> list[str]:
     c = cluster
     if c.flow_bandwidth_gbit >= c.bandwidth_gbit:
         return []
-    asked = f"{c.flows} flow{'s' * (c.flows != 1)} of {c.flow_bandwidth_gbit:g} Gbit/s between two ranks"
+    asked = f"{count(c.flows, 'flow')} of {c.flow_bandwidth_gbit:g} Gbit/s between two ranks"
     if c.nodes == 1:
         return [f"{asked}: on one node there are no flows, so --links and the plugin for NCCL do nothing"]
     enough = enough_flows(job, c, rates)

@@ -28,7 +28,7 @@ FRAGMENTS, DELAY = (4, 16, 64), 5
 
 def candidates(cluster: Cluster) -> Iterator[Algorithm]:
     """The algorithms for sites, in the order in which they are preferred."""
-    two_levels = cluster.nodes > 1 and cluster.ranks_per_node > 1
+    two_levels = cluster.has_two_levels
     exact = GradientAllReduce(Hierarchical()) if two_levels else GradientAllReduce()
     yield exact
     yield GradientAllReduce(Hierarchical(Quantized())) if two_levels else ByteGrad()

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from ...launch.cli import count
 from .findings import Finding, World, ranks_text
 from .measure import Pair
 
@@ -18,7 +19,7 @@ MARKS = {"ok": "ok", "note": "note", "warning": "WARNING", "problem": "PROBLEM"}
 def lines(world: World, found: Sequence[Finding], title: str) -> Iterator[str]:
     """Return the report as lines of text."""
     size, hosts = len(world.facts), world.hosts
-    yield f"{title}: {size} rank{'s' * (size != 1)} on {len(hosts)} host{'s' * (len(hosts) != 1)}"
+    yield f"{title}: {count(size, 'rank')} on {count(len(hosts), 'host')}"
     for host, ranks in hosts.items():
         yield f"  {host}: {ranks_text(ranks)}" + ("" if world.is_mixed else f"; {_host_text(world.on(host))}")
     yield "  " + ", ".join(f"{name} {version}" for name, version in world.facts[0]["versions"].items())
@@ -37,7 +38,7 @@ def lines(world: World, found: Sequence[Finding], title: str) -> Iterator[str]:
             yield f"{'':<8} -> {finding.do}"
     counts = {level: sum(finding.level == level for finding in found) for level in ("problem", "warning")}
     yield ""
-    yield ", ".join(f"{number} {level}{'s' * (number != 1)}" for level, number in counts.items())
+    yield ", ".join(count(number, level) for level, number in counts.items())
 
 
 def _host_text(facts: dict[str, Any]) -> str:

@@ -78,8 +78,8 @@ def advise(
 
 def applies(method: Method, job: Job, cluster: Cluster) -> bool:
     """Whether `advise` compares a method for this job on this cluster."""
-    one_level = cluster.nodes == 1 or cluster.ranks_per_node == 1
-    if one_level and (isinstance(method, ByNode) or isinstance(getattr(method, "average", None), Hierarchical)):
+    of_levels = isinstance(method, ByNode) or isinstance(getattr(method, "average", None), Hierarchical)
+    if of_levels and not cluster.has_two_levels:
         return False
     try:
         check_fit(method, job, cluster)

@@ -160,8 +160,7 @@ class Costs:
                 ]
             case ErrorFeedback(Quantized(codec) as inner, decay, _, kept):
                 lost = [self.coding(codec, decode=2 * n), self.work(add=(6 if decay else 5) * n, copy=n)]
-                held = [self.coding(kept, decode=n, encode=n)] if kept is not None else []
-                return [self.work(add=2 * n), *self.average(inner, n, group), *lost, *held]
+                return [self.work(add=2 * n), *self.average(inner, n, group), *lost, *self.held(kept, n)]
             case TopK():
                 record = average.wire_nbytes(-(-n // dtype_named(self.dtype).itemsize))
                 return [
@@ -171,8 +170,7 @@ class Costs:
                 ]
             case ErrorFeedback(TopK() as sparse, decay, _, kept, retain):
                 lost = [self.work(add=2 * n * ((decay > 0) + (retain < 1)))]
-                held = [self.coding(kept, decode=n, encode=n)] if kept is not None else []
-                return [self.work(add=2 * n), *self.average(sparse, n, group), *lost, *held]
+                return [self.work(add=2 * n), *self.average(sparse, n, group), *lost, *self.held(kept, n)]
             case Hierarchical(inner, inside=inside):
                 node, across = RankGroup(group.per_node, group.per_node), RankGroup(p // group.per_node, 1)
                 if node.size == 1:
@@ -295,6 +293,10 @@ class Costs:
         """Encode, decode and combine these bytes of full-precision arrays."""
         rates = self.rates.cast if isinstance(codec, (Float16, BFloat16)) else self.rates.minmax
         return LaneTask(work_s=encode / rates.encode + decode / rates.decode + combine / rates.combine)
+
+    def held(self, codec: Codec | None, n: int) -> list[LaneTask]:
+        """Read and write a residual of `n` bytes that is kept encoded."""
+        return [] if codec is None else [self.coding(codec, decode=n, encode=n)]
 
     def wire_nbytes(self, codec: Codec, n: int) -> int:
         """Bytes of an encoded chunk of `n` bytes."""

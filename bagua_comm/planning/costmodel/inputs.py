@@ -72,6 +72,11 @@ class Cluster:
         """Number of ranks."""
         return self.nodes * self.ranks_per_node
 
+    @property
+    def has_two_levels(self) -> bool:
+        """Whether there are several nodes, and several ranks on each."""
+        return self.nodes > 1 and self.ranks_per_node > 1
+
     def reached_gbit(self, pairs: float = 1.0) -> float:
         """Gbit/s that leave a node when `pairs` pairs of ranks communicate at once.
 

@@ -92,8 +92,7 @@ def advise_sharded(job: Job, cluster: Cluster, rates: Rates | None = None) -> li
 
 
 def _applies(method: Sharded, job: Job, cluster: Cluster) -> bool:
-    one_level = cluster.nodes == 1 or cluster.ranks_per_node == 1
-    if one_level and (method.by_node or isinstance(method.gather, Hierarchical)):
+    if not cluster.has_two_levels and (method.by_node or isinstance(method.gather, Hierarchical)):
         return False
     try:
         for average in (method.reduce, method.gather, method.replicas):
@@ -119,12 +118,11 @@ def predict_sharded(method: Sharded, job: Job, cluster: Cluster, rates: Rates | 
     150000000
     """
     costs = Costs(cluster, rates or Rates(), job.dtype)
-    units = [_Unit(method, nbytes, costs) for nbytes, _ in job.buckets()]
-    again = units[:-1]
-    forward = [(0.0, unit.gather) for unit in reversed(units)]
-    backward = [(0.0, unit.gather) for unit in again]
-    shares = [share for _, share in job.buckets()]
-    reduced = [(share * job.backward_s, unit.reduce) for share, unit in zip(shares, units, strict=True)]
+    sizes, shares = zip(*job.buckets(), strict=True)
+    gathers, reductions = zip(*(_exchanges(method, nbytes, costs) for nbytes in sizes), strict=True)
+    forward = [(0.0, gather) for gather in reversed(gathers)]
+    backward = [(0.0, gather) for gather in gathers[:-1]]
+    reduced = [(share * job.backward_s, tasks) for share, tasks in zip(shares, reductions, strict=True)]
     tasks = [task for _, each in [*forward, *backward, *reduced] for task in each]
     if cluster.transport == "nccl":
         forward_s, busy_s = costs.overlap(job.forward_s, forward)
@@ -153,24 +151,19 @@ def _alternating(gathers: _Tasks, reduced: _Tasks) -> list[tuple[float, Sequence
     return merged
 
 
-class _Unit:
-    """The exchanges of a module of `n` bytes that is sharded by one call."""
-
-    def __init__(self, method: Sharded, n: int, costs: Costs) -> None:
-        c = costs.cluster
-        group = RankGroup(c.ranks_per_node if method.by_node else c.size, c.ranks_per_node)
-        chunk = costs.chunk(n, group.size)
-        self.gather: list[LaneTask] = []
-        self.reduce: list[LaneTask] = []
-        if group.size > 1:
-            self.gather += _gather(method.gather, chunk, group, costs)
-            self.reduce += _reduce(method.reduce, n, group, costs)
-        if method.by_node and c.nodes > 1:
-            across = RankGroup(c.nodes, 1)
-            average = method.replicas
-            self.reduce += (
-                costs.ring_allreduce(chunk, across) if average is None else costs.average(average, chunk, across)
-            )
+def _exchanges(method: Sharded, n: int, costs: Costs) -> tuple[list[LaneTask], list[LaneTask]]:
+    """The gather and the reduction of a module of `n` bytes that is sharded by one call."""
+    c = costs.cluster
+    group = RankGroup(c.ranks_per_node if method.by_node else c.size, c.ranks_per_node)
+    chunk = costs.chunk(n, group.size)
+    gather = _gather(method.gather, chunk, group, costs) if group.size > 1 else []
+    reduce = _reduce(method.reduce, n, group, costs) if group.size > 1 else []
+    if method.by_node and c.nodes > 1:
+        across, average = RankGroup(c.nodes, 1), method.replicas
+        reduce += (
+            costs.ring_allreduce(chunk, across) if average is None else costs.average(average, chunk, across)
+        )
+    return gather, reduce
 
 
 def _gather(method: Any, message: int, group: RankGroup, costs: Costs) -> list[LaneTask]:
@@ -200,8 +193,7 @@ def _reduce(method: Any, n: int, group: RankGroup, costs: Costs) -> list[LaneTas
             return costs.reduce_scatter(_codec_of(method), n, group)
         case ErrorFeedback(Quantized(codec), decay, _, kept):
             lost = [costs.coding(codec, decode=n), costs.work(add=(6 if decay else 5) * n, copy=n)]
-            held = [costs.coding(kept, decode=n, encode=n)] if kept is not None else []
-            return [*costs.reduce_scatter(codec, n, group), *lost, *held]
+            return [*costs.reduce_scatter(codec, n, group), *lost, *costs.held(kept, n)]
         case Reproducible(block=block):
             count = -(-n // dtype_named(costs.dtype).itemsize)
             fields = costs.average(Exact(), -(-count // block), group)
