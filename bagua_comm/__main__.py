@@ -5,18 +5,16 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import importlib
 import os
 import re
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any, NoReturn
 
 from ._version import __version__
 from .commands import advise, compare, diagnose, doctor, info, net, run, trace
 from .errors import ArrayError
-from .launch.cli import CommandError, program_name
+from .launch.cli import CommandError, complete, program_name
 
 DESCRIPTION = "Start programs on several ranks, look at machines, and predict what trains fastest."
 
@@ -39,9 +37,7 @@ SIGPIPE_EXIT_CODE = 141
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code."""
     parser = make_parser(sys.argv[1:] if argv is None else argv)
-    if "_ARGCOMPLETE" in os.environ:  # a shell asks for completions
-        with suppress(ImportError):
-            importlib.import_module("argcomplete").autocomplete(parser)
+    complete(parser)
     options, unknown = parser.parse_known_args(argv)
     if unknown:
         refuse(unknown, options.parser)

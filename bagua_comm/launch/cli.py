@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import re
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -24,6 +26,13 @@ CPUS = Path("/sys/devices/system/cpu")
 def program_name() -> str:
     """Return the name of the command line: "bagua", or "python -m bagua_comm"."""
     return "bagua" if Path(sys.argv[0]).stem == "bagua" else "python -m bagua_comm"
+
+
+def complete(parser: argparse.ArgumentParser) -> None:
+    """Complete the arguments and exit, if a shell requests it and argcomplete is installed."""
+    if "_ARGCOMPLETE" in os.environ:
+        with suppress(ImportError):
+            importlib.import_module("argcomplete").autocomplete(parser)
 
 
 def cores() -> list[int]:
