@@ -29,7 +29,6 @@ from ..planning.advise import (
     enough_flows,
     expression,
     kind_of,
-    limit_of_sparse,
     payload,
     steps_of_an_exchange,
 )
@@ -260,7 +259,6 @@ def report(job: Job, cluster: Cluster, rates: Rates) -> list[str]:
         "",
         *_advice(job, rows, exact),
         *_for_sites(job, c, rates),
-        *limit_of_sparse(job, rows),
         _limits(guessed=rates == Rates.gpu()),
         "",
         "In Python, after `from bagua_comm import *`:",

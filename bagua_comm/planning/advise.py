@@ -20,12 +20,10 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 
-from ..algorithms import AsyncModelAverage, ByteGrad, SparseLoCo
+from ..algorithms import AsyncModelAverage, ByteGrad
 from ..algorithms.by_node import ByNode
 from ..algorithms.combinators import After, Every
-from ..arrays import dtype_named
-from ..averages import Exact, TopK
-from ..codecs import MinMaxUInt8
+from ..averages import Exact
 from .costmodel import (
     METHODS,
     SHARDED,
@@ -180,29 +178,6 @@ def attachment(method: Sharded, cluster: Cluster) -> list[str]:
     arguments += [] if method.gather in (None, Exact()) else [expression(method.gather)]
     arguments += [] if method.replicas is None else [f"replicas={expression(method.replicas)}"]
     return [*lines, f"bagua_torch.fsdp.attach({', '.join(arguments)})"]
-
-
-def most_sparse_ranks(job: Job) -> int:
-    """The largest number of ranks on which a rank sends fewer bytes by `TopK()` than in eight bits.
-
-    Each sends its record to all others, while of an array in eight bits it sends each part twice.
-
-    >>> most_sparse_ranks(Job(100_000_000))
-    74
-    """
-    dtype = dtype_named(job.dtype)
-    count = -(-job.model_bytes // dtype.itemsize)
-    return math.ceil(2 * MinMaxUInt8().wire_nbytes(count, dtype) / TopK().wire_nbytes(count)) - 1
-
-
-def limit_of_sparse(job: Job, rows: Iterable[Advice]) -> list[str]:
-    """A line about the number of ranks that `SparseLoCo` is for, if it is compared."""
-    if not any(isinstance(row.method, SparseLoCo) for row in rows):
-        return []
-    return [
-        "SparseLoCo sends its changes to every other rank, or node if it is hierarchical: on more than "
-        f"{most_sparse_ranks(job)} eight bits send fewer bytes."
-    ]
 
 
 def enough_flows(job: Job, cluster: Cluster, rates: Rates) -> int:

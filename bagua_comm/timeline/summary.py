@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from itertools import pairwise
 from typing import Any
 
@@ -120,13 +120,6 @@ class Summary:
         return asdict(self)
 
 
-MEANS = [
-    *("step_s", "forward_s", "backward_s", "compute_s", "optimizer_s", "waiting_s", "marked_s"),
-    *("other_s", "exchange_s", "hidden", "payload_bytes", "wire_bytes"),
-]
-"""The fields of `RankSummary` of which `Summary.mean` has the means."""
-
-
 def summarize(timeline: Timeline) -> Summary:
     """Compute the mean steps of all ranks."""
     found = {rank: summarize_rank(rank, each) for rank, each in timeline.ranks.items()}
@@ -135,7 +128,8 @@ def summarize(timeline: Timeline) -> Summary:
     calls: list[CallSummary] = []
     if timeline.ranks and not any(_exchanges(each.spans) for each in timeline.ranks.values()):
         calls = summarize_calls(next(iter(timeline.ranks.values())).spans)
-    mean = {name: statistics.fmean(getattr(each, name) for each in ranks) for name in MEANS if ranks}
+    names = [each.name for each in fields(RankSummary) if each.type == "float"] if ranks else []
+    mean = {name: statistics.fmean(getattr(each, name) for each in ranks) for name in names}
     if len(ranks) < 2:
         return Summary(ranks, without, mean, None, slow=False, calls=calls)
     slowest = max(ranks, key=lambda each: each.own_s)
