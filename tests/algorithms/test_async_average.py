@@ -2,38 +2,22 @@
 
 import pickle
 import threading
-from functools import partial
 
 import numpy as np
 import pytest
 from support.references import (
     STEPS,
-    AsyncTrainer,
     Trainer,
-    assert_follows,
-    assert_restarts,
-    async_model_average,
     by_name,
-    common_start,
-    gradient_allreduce,
     make_plan,
     start,
-    switched,
-    trajectories,
 )
 
 from bagua_comm import (
-    ArrayError,
     AsyncModelAverage,
-    Engine,
-    GradientAllReduce,
-    Plan,
     Point,
-    TensorSpec,
-    UnsupportedError,
-    after,
 )
-from bagua_comm.testing import check_algorithm, run_ranks
+from bagua_comm.testing import run_ranks
 
 ALWAYS = AsyncModelAverage(interval_s=0)
 """Begins a round at every step that finds none under way."""
@@ -58,35 +42,7 @@ def assign(training, value):
         x[...] = value
 
 
-@pytest.mark.parametrize(
-    "algorithm",
-    [
-        ALWAYS,
-        AsyncModelAverage(),
-        AsyncModelAverage(interval_s=0, warmup_steps=2),
-        after(1, GradientAllReduce(), ALWAYS),
-    ],
-    ids=repr,
-)
-def test_conformance(algorithm):
-    check_algorithm(algorithm, sizes=(1, 2, 3, 4, 8))
-
-
 # Rounds
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
-def test_a_round_brings_the_mean_and_keeps_the_progress_since_its_snapshot(ranks):
-    actual = trajectories(ranks, ALWAYS, trainer=AsyncTrainer)
-
-    assert_follows(actual, async_model_average, ranks=ranks)
-
-
-@pytest.mark.parametrize(("dtype", "atol"), [("float64", 1e-12), ("float16", 0.02), ("bfloat16", 0.1)])
-def test_other_precisions(dtype, atol):
-    actual = trajectories(4, ALWAYS, dtype=dtype, trainer=AsyncTrainer)
-
-    assert_follows(actual, async_model_average, ranks=4, dtype=dtype, atol=atol)
 
 
 def test_a_rank_that_runs_ahead_does_not_wait_and_keeps_its_progress():
@@ -226,16 +182,6 @@ def test_closing_with_a_round_under_way_returns(stops_first):
 # Warm-up
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_gradients_are_averaged_in_the_warm_up_and_weights_from_then_on(ranks):
-    algorithm = AsyncModelAverage(interval_s=0, warmup_steps=4)
-
-    actual = trajectories(ranks, algorithm, start=common_start, trainer=AsyncTrainer)
-
-    reference = partial(switched, steps=4, first=gradient_allreduce, then=async_model_average)
-    assert_follows(actual, reference, ranks=ranks, start=common_start)
-
-
 def test_the_warm_up_can_be_stopped_and_resumed():
     def body(comm):
         with Trainer(comm, AsyncModelAverage(0, warmup_steps=4), make_plan(2), lr=0) as training:
@@ -252,18 +198,6 @@ def test_the_warm_up_can_be_stopped_and_resumed():
 
 
 # State
-
-
-class Pausing(AsyncTrainer):
-    stops = (3, 5, 8)
-
-
-@pytest.mark.parametrize("warmup_steps", [0, 4])
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_stopped_training_continues_after_a_restart(ranks, warmup_steps):
-    algorithm = AsyncModelAverage(interval_s=0, warmup_steps=warmup_steps)
-
-    assert_restarts(ranks, algorithm, at=Pausing.stops, trainer=Pausing)
 
 
 def test_training_continues_in_other_buckets():
@@ -298,26 +232,3 @@ def test_a_state_saved_during_a_round_can_be_loaded():
 
 
 # Arguments
-
-
-@pytest.mark.parametrize("interval_s", [-1, -0.1, float("nan")])
-def test_a_negative_interval_is_refused(interval_s):
-    with pytest.raises(ArrayError, match="interval_s"):
-        AsyncModelAverage(interval_s)
-
-
-def test_a_negative_warm_up_is_refused():
-    with pytest.raises(ArrayError, match="warmup_steps"):
-        AsyncModelAverage(warmup_steps=-1)
-
-
-@pytest.mark.parametrize("algorithm", [ALWAYS, AsyncModelAverage(warmup_steps=2)], ids=repr)
-def test_integers_are_refused_with_the_tensor(algorithm):
-    plan = Plan.pack([TensorSpec("count", (3,), "int32")])
-    storage = {"grad": plan.allocate(), "weight": plan.allocate()}
-
-    def body(comm):
-        with pytest.raises(UnsupportedError, match="'count'"):
-            Engine(comm, algorithm, plan, storage)
-
-    run_ranks(2, body)

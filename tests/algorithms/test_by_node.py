@@ -10,7 +10,6 @@ from support.references import (
     LR,
     Trainer,
     assert_follows,
-    assert_restarts,
     bits,
     by_name,
     common_start,
@@ -25,7 +24,6 @@ from support.references import (
 
 from bagua_comm import (
     ArrayError,
-    AsyncModelAverage,
     Checkpoints,
     Decentralized,
     DiLoCo,
@@ -37,7 +35,6 @@ from bagua_comm import (
     LowPrecisionOnePeer,
     MinMaxUInt8,
     Own,
-    after,
     by_node,
     every,
 )
@@ -45,7 +42,7 @@ from bagua_comm.algorithms.parts import without_part
 from bagua_comm.algorithms.state import with_tensors
 from bagua_comm.checkpoint import load_engine, tree_of_engine
 from bagua_comm.planning.costmodel import Cluster, Job, predict
-from bagua_comm.testing import check_algorithm, run_ranks
+from bagua_comm.testing import run_ranks
 
 EQUAL = ["aabb", "ab", "aaa"]
 UNEQUAL = ["abbb", "caaabbc"]
@@ -158,32 +155,6 @@ def test_either_level_may_be_the_rarer_one():
     assert max(inside[1:4]) > max(spread[0] for spread in spread_of(often)[1:4])
 
 
-@pytest.mark.algorithms("sample")
-@pytest.mark.parametrize(
-    "algorithm",
-    [
-        by_node(Decentralized()),
-        by_node(LowPrecisionDecentralized()),
-        by_node(LowPrecisionOnePeer()),
-        by_node(DiLoCo(2)),
-        by_node(every(2, Decentralized("one_peer_exponential"))),
-        by_node(after(2, Decentralized(), DiLoCo(2))),
-    ],
-    ids=repr,
-)
-def test_conformance(algorithm):
-    check_algorithm(algorithm, sizes=(1, 3))
-    for nodes in ("aabb", "abbb"):
-        run_ranks(len(nodes), lambda comm: check_algorithm(algorithm, comm=comm), nodes=nodes)
-
-
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("nodes", ["aabb", "abbb"])
-@pytest.mark.parametrize("inner", [Decentralized(), LowPrecisionDecentralized(), DiLoCo(3)], ids=repr)
-def test_training_continues_after_a_restart(inner, nodes):
-    assert_restarts(len(nodes), by_node(inner), at=(5, 8), nodes=nodes)
-
-
 @pytest.mark.parametrize("nodes", ["aabb", "abbb"])
 def test_a_state_that_only_counts_steps_loads_on_any_rank(nodes):
     def body(comm):
@@ -269,16 +240,6 @@ def test_one_copy_of_the_weights_leaves_a_node():
     size = results[0][1]
     for node in (results[:2], results[2:]):
         assert size <= sum(sent for sent, _ in node) <= 1.1 * size
-
-
-def test_algorithms_that_have_no_mean_of_a_node_are_refused():
-    for algorithm in (GradientAllReduce(), after(2, GradientAllReduce(), Decentralized())):
-        with pytest.raises(ArrayError, match=r"exchanges gradients.*take Hierarchical"):
-            by_node(algorithm)
-    with pytest.raises(ArrayError, match="no step waits for the rounds"):
-        by_node(AsyncModelAverage())
-    with pytest.raises(ArrayError, match="expected an algorithm"):
-        by_node("decentralized")
 
 
 def test_an_odd_number_of_nodes_cannot_be_paired():

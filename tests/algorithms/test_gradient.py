@@ -6,7 +6,6 @@ import pytest
 from bagua_comm import (
     ByteGrad,
     Engine,
-    ErrorFeedback,
     Exact,
     Float16,
     GradientAllReduce,
@@ -18,31 +17,9 @@ from bagua_comm import (
     Quantized,
     TensorSpec,
 )
-from bagua_comm.testing import check_algorithm, run_ranks, sample
+from bagua_comm.testing import run_ranks, sample
 
 SPECS = [TensorSpec(name, shape, "float32") for name, shape in (("a", (7, 3)), ("b", (1000,)), ("c", ()))]
-
-
-@pytest.mark.parametrize(
-    "algorithm",
-    [
-        GradientAllReduce(),
-        ByteGrad(),
-        GradientAllReduce(Quantized(Float16())),
-        GradientAllReduce(Hierarchical(Quantized(MinMaxUInt8.bagua()))),
-    ],
-    ids=repr,
-)
-def test_conformance(algorithm):
-    check_algorithm(algorithm, sizes=(1, 2, 3, 4, 8))
-
-
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("nodes", ["aabb", "abb", "abaab"])
-@pytest.mark.parametrize("inner", [Exact(), Quantized(), ErrorFeedback()], ids=lambda inner: type(inner).__name__)
-def test_conformance_with_a_codec_inside_nodes(nodes, inner):
-    algorithm = GradientAllReduce(Hierarchical(inner, inside=Quantized(MinMaxUInt8(block=16))))
-    run_ranks(len(nodes), lambda comm: check_algorithm(algorithm, comm=comm), nodes=nodes)
 
 
 def averaged(comm, algorithm):

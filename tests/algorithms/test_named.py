@@ -1,5 +1,6 @@
 """Algorithms by name: every name makes its algorithm, and an unknown one is an error with the known names."""
 
+import dataclasses
 import json
 
 import pytest
@@ -90,7 +91,11 @@ def test_every_name_makes_its_algorithm():
 def test_every_algorithm_with_a_name_keeps_the_contract_and_its_repr_makes_it_again(name):
     settings = PARTS.get(name, {})
     algorithm = from_name(name, **settings)
-    assert eval(repr(algorithm), {**vars(named), **vars(bagua_comm)}) == algorithm
+    again = eval(repr(algorithm), {**vars(named), **vars(bagua_comm)})
+    assert (again, hash(again)) == (algorithm, hash(algorithm))
+    for field in dataclasses.fields(algorithm):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(algorithm, field.name, None)
     assert from_name(name.replace("-", "_").upper(), **settings) == algorithm
     check_algorithm(algorithm, sizes=(2,))
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from support.own_algorithms import OWN_ALGORITHMS, Beside, Half, Plain, RandomPeer, Unhashable
+from support.own_algorithms import OWN_ALGORITHMS, Beside, Plain, RandomPeer
 
 from bagua_comm import (
     Algorithm,
@@ -36,27 +36,6 @@ from bagua_comm.planning.costmodel import Cluster, Job, predict
 from bagua_comm.testing import check_algorithm, run_ranks
 
 PLAN = Plan.pack([TensorSpec(name, (2, 2), "float32") for name in "abc"], bucket_bytes=16, alignment=4)
-STEPWISE = [Plain(), Unhashable(), RandomPeer(), Half()]
-
-
-@pytest.mark.algorithms("all")
-@pytest.mark.parametrize("algorithm", OWN_ALGORITHMS, ids=repr)
-def test_it_keeps_the_contract(algorithm):
-    check_algorithm(algorithm, sizes=(1, 2, 3))
-
-
-@pytest.mark.algorithms("sample")
-@pytest.mark.parametrize(
-    "algorithm",
-    [
-        *(every(2, algorithm) for algorithm in STEPWISE),
-        *(after(2, GradientAllReduce(), algorithm) for algorithm in OWN_ALGORITHMS),
-        *(after(2, algorithm, every(3, Plain())) for algorithm in OWN_ALGORITHMS),
-    ],
-    ids=repr,
-)
-def test_it_is_a_part_of_others(algorithm):
-    check_algorithm(algorithm, sizes=(2,))
 
 
 def test_classes_that_a_function_defines_keep_the_contract_too():

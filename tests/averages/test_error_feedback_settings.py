@@ -14,7 +14,6 @@ from bagua_comm import (
     Hierarchical,
     Int4,
     MinMaxUInt8,
-    QAdam,
     Quantized,
     UnsupportedError,
     quantized_allreduce,
@@ -22,7 +21,7 @@ from bagua_comm import (
 )
 from bagua_comm.arrays import dtype_named
 from bagua_comm.kernels import host
-from bagua_comm.testing import check_algorithm, run_ranks, sample
+from bagua_comm.testing import run_ranks, sample
 
 COUNT, STEPS = 96, 7
 CODEC, HOLDS = MinMaxUInt8(block=16), MinMaxUInt8(block=24)
@@ -77,19 +76,6 @@ def test_it_follows_the_formula(ranks, settings):
             np.testing.assert_allclose(kept[rank][step][1], errors[rank], rtol=0, atol=1e-5 * ranks)
         differs = max(differs, np.abs(result - plain[step]).max())
     assert differs > 1e-3  # so that the settings have an effect
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "sizes"),
-    [
-        (GradientAllReduce(LOCO), (1, 3)),
-        (GradientAllReduce(Hierarchical(LOCO)), (3,)),
-        (QAdam(1, average=LOCO), (2,)),
-    ],
-    ids=["gradients", "by node", "qadam"],
-)
-def test_conformance(algorithm, sizes):
-    check_algorithm(algorithm, sizes=sizes)
 
 
 def test_a_residual_in_an_engine_stays_encoded():

@@ -7,15 +7,11 @@ import pytest
 
 from bagua_comm import (
     CommMismatch,
-    DiLoCo,
     Engine,
-    ErrorFeedback,
     GradientAllReduce,
-    Hierarchical,
     Int4,
     Plan,
     Point,
-    QAdam,
     Quantized,
     TensorSpec,
     quantized_allgather,
@@ -23,7 +19,7 @@ from bagua_comm import (
     quantized_reduce_scatter,
 )
 from bagua_comm.codecs import Codec
-from bagua_comm.testing import check_algorithm, check_codec, run_ranks
+from bagua_comm.testing import check_codec, run_ranks
 from bagua_comm.transports.local import LocalTransport
 
 CODEC = Int4(rounding="stochastic")
@@ -82,26 +78,6 @@ def test_pieces_draw_the_numbers_of_the_whole_array(monkeypatch, counts):
     monkeypatch.setattr(LocalTransport, "coded_piece_bytes", lambda self, nbytes: 400)
     for mine, other in zip(whole, run_ranks(3, body), strict=True):
         assert [x.tobytes() for x in mine] == [x.tobytes() for x in other]
-
-
-@pytest.mark.parametrize(
-    "algorithm",
-    [
-        GradientAllReduce(Quantized(CODEC, min_bytes=0)),
-        GradientAllReduce(ErrorFeedback(Quantized(CODEC))),
-        GradientAllReduce(Hierarchical(Quantized(CODEC, min_bytes=0))),
-        QAdam(2, average=Quantized(CODEC, min_bytes=0)),
-        DiLoCo(2, average=Quantized(CODEC, min_bytes=0)),
-    ],
-    ids=lambda algorithm: type(algorithm).__name__,
-)
-def test_a_restart_from_a_checkpoint_draws_the_same_numbers(algorithm):
-    check_algorithm(algorithm, sizes=(2,))
-
-
-def test_a_restart_of_uneven_nodes_does_too():
-    algorithm = GradientAllReduce(Hierarchical(ErrorFeedback(Quantized(CODEC))))
-    run_ranks(3, lambda comm: check_algorithm(algorithm, comm=comm), nodes=[0, 0, 1])
 
 
 def test_buckets_and_steps_draw_different_numbers():

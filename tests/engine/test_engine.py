@@ -283,16 +283,6 @@ def test_storage_may_be_interleaved():
     run_ranks(1, lambda comm: Engine(comm, GradientAllReduce(), PLAN, list(memory.T)).close())
 
 
-def test_a_dtype_the_algorithm_does_not_take_is_refused_with_the_tensor():
-    plan = Plan.pack([TensorSpec("wide", (3,), "float64")])
-
-    def body(comm):
-        with pytest.raises(UnsupportedError, match=r"'wide': Quantized: MinMaxUInt8.* cannot code float64"):
-            Engine(comm, ByteGrad(), plan, plan.allocate())
-
-    run_ranks(2, body)
-
-
 def test_plans_that_differ_between_ranks_are_refused():
     def body(comm):
         plan = Plan.pack(SPECS, bucket_bytes=16 if comm.rank else 1000)

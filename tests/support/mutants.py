@@ -134,19 +134,19 @@ MUTANTS = [
         "bagua_comm/algorithms/decentralized.py",
         "bucket.flat[...] = state.average",
         "pass",
-        "tests/algorithms/test_decentralized.py",
+        "tests/algorithms/test_matrix.py",
     ),
     Mutant(
         "bagua_comm/algorithms/low_precision.py",
         "round_ % _edges(comm.size)",
         "0 % _edges(comm.size)",
-        "tests/algorithms/test_low_precision.py",
+        "tests/algorithms/test_matrix.py",
     ),
     Mutant(
         "bagua_comm/algorithms/diloco.py",
         "state.steps = (state.steps + 1) % self.local_steps",
         "state.steps = (state.steps + 2) % self.local_steps",
-        "tests/algorithms/test_diloco.py",
+        "tests/algorithms/test_matrix.py",
     ),
     Mutant(
         "bagua_comm/planning/costmodel/inputs.py",
