@@ -21,7 +21,6 @@ from bagua_comm import (
     Int4,
     MinMaxUInt8,
     Quantized,
-    UnsupportedError,
     kernels,
     quantized_allreduce,
 )
@@ -228,16 +227,6 @@ def test_each_rank_sends_two_p_minus_one_chunks_on_the_wire(p, count, dtype):
     assert run_ranks(p, body) == [2 * (p - 1) * w] * p
 
 
-def test_bytes_on_the_wire_by_hand():
-    # 4 ranks, 4096 elements: chunks of 1024, two pairs in the header. An exact ring sends 24576 bytes.
-    def body(comm):
-        quantized_allreduce(comm, np.ones(4096, np.float32))
-        counter = comm.counters["quantized_allreduce"]
-        return counter.payload_bytes, counter.wire_bytes
-
-    assert run_ranks(4, body) == [(4 * 4096, 2 * 3 * (32 + 1024))] * 4
-
-
 @pytest.mark.parametrize("p", [2, 3, 8])
 def test_it_is_one_alltoall_and_one_allgather(p):
     w = MinMaxUInt8().wire_nbytes(-(-1000 // p), np.dtype("float32"))
@@ -259,56 +248,6 @@ def test_nothing_moves_where_there_is_nothing_to_do(p, count, nbytes):
 
 
 # Quantized allreduce: refusals
-
-
-@pytest.mark.parametrize("dtype", ["float64", "int32", "bool", "complex64"])
-def test_dtypes_that_the_codec_does_not_take_are_refused(dtype):
-    message = (
-        f"quantized_allreduce: MinMaxUInt8(block=512, eps=0.0) cannot code {dtype}, "
-        "only bfloat16, float16, float32" + "; pass x.astype('float32')" * (dtype == "float64")
-    )
-    x = np.ones(4, dtype)
-    assert refusals(UnsupportedError, lambda comm: quantized_allreduce(comm, x)) == [message] * 2
-
-
-@pytest.mark.parametrize("op", ["prod", "min", "band", "mean", None])
-def test_ops_other_than_sum_and_avg_are_refused(op):
-    message = f'quantized_allreduce: op is {op!r}, expected "sum" or "avg"'
-    x = np.ones(4, np.float32)
-    assert refusals(ArrayError, lambda comm: quantized_allreduce(comm, x, op=op)) == [message] * 2
-
-
-def test_an_out_that_does_not_fit_is_refused():
-    x = np.ones(4, np.float32)
-    for out, complaint in (
-        (np.ones(5, np.float32), "out has shape (5,), expected (4,)"),
-        (np.ones((2, 2), np.float32), "out has shape (2, 2), expected (4,)"),
-        (np.ones(4, np.float16), "out has dtype float16, expected float32"),
-        (np.broadcast_to(np.float32(0), 4), "out is read-only; pass a writable array"),
-    ):
-        found = refusals(ArrayError, lambda comm, out=out: quantized_allreduce(comm, x, out=out))
-        assert found == [f"quantized_allreduce: {complaint}"] * 2
-    y = np.ones(5, np.float32)
-    found = refusals(ArrayError, lambda comm: quantized_allreduce(comm, y[:-1], out=y[1:]))
-    assert found == ["quantized_allreduce: out overlaps x; pass out=x, or memory apart from x"] * 2
-
-
-def test_a_list_is_refused():
-    found = refusals(UnsupportedError, lambda comm: quantized_allreduce(comm, [1.0, 2.0]))
-    assert all(message.startswith("quantized_allreduce: x: expected a NumPy") for message in found)
-
-
-def refusals(error, call):
-    """The messages with which 2 ranks refuse; they send nothing, and work as before."""
-
-    def body(comm):
-        with pytest.raises(error) as caught:
-            call(comm)
-        assert comm.transports[0].calls == []
-        assert comm.allreduce(np.array(1)) == 2
-        return str(caught.value)
-
-    return run_ranks(2, body, wrap=Recording)
 
 
 # Averages
@@ -449,16 +388,6 @@ def test_ranks_with_other_settings_are_refused_on_all():
             assert "rank 0 has Hierarchical(inner=Exact()), but rank 2 has Hierarchical(" in message
 
 
-def test_what_cannot_be_inside_a_node_is_refused():
-    for wrong in (ErrorFeedback(), MinMaxUInt8(), None, Quantized):
-        with pytest.raises(ArrayError, match=r"Hierarchical: inside is .*, expected Exact\(\) or Quantized"):
-            Hierarchical(inside=wrong)
-    with pytest.raises(ArrayError, match="which rounds stochastically, so that nodes would end with different"):
-        Hierarchical(inside=Quantized(Int4(rounding="stochastic")))
-    with pytest.raises(UnsupportedError, match="cannot code float64"):
-        Hierarchical(inside=Quantized()).check("float64")
-
-
 def test_one_bound_average_serves_arrays_of_any_size():
     inputs = [normal(4, (size,), seed=size) for size in (1000, 3, 0, 10, 1000)]
 
@@ -547,35 +476,6 @@ def test_complex_numbers_have_an_exact_mean(average, nodes, dtype):
         np.testing.assert_allclose(actual, sum(xs) / len(xs), rtol=1e-6)
 
 
-def test_averages_refuse_dtypes_by_name():
-    for average, dtype, message in (
-        (Exact(), "int32", "Exact() cannot average int32; expected a floating-point or complex dtype"),
-        (
-            Quantized(),
-            "float64",
-            f"Quantized: {MinMaxUInt8()} cannot code float64, only bfloat16, float16, float32; "
-            "pass x.astype('float32')",
-        ),
-        (
-            Hierarchical(Quantized()),
-            "float64",
-            f"Quantized: {MinMaxUInt8()} cannot code float64, only bfloat16, float16, float32; "
-            "pass x.astype('float32')",
-        ),
-        (Hierarchical(), "bool", "Exact() cannot average bool; expected a floating-point or complex dtype"),
-        (
-            Hierarchical(Quantized()),
-            "complex64",
-            f"Quantized: {MinMaxUInt8()} cannot code complex64, only bfloat16, float16, float32",
-        ),
-    ):
-        with pytest.raises(UnsupportedError) as caught:
-            average.check(dtype)
-        assert message == str(caught.value)
-        average.check("float32")
-        average.check("bfloat16")
-
-
 @pytest.mark.parametrize(
     ("average", "text"),
     [
@@ -583,6 +483,10 @@ def test_averages_refuse_dtypes_by_name():
         (Quantized(), "Quantized(codec=MinMaxUInt8(block=512, eps=0.0), min_bytes=None)"),
         (Quantized(Float16()), "Quantized(codec=Float16(), min_bytes=None)"),
         (Hierarchical(), "Hierarchical(inner=Exact())"),
+        (  # settings that are defaults do not change the name in checkpoints
+            ErrorFeedback(decay=0),
+            "ErrorFeedback(inner=Quantized(codec=MinMaxUInt8(block=512, eps=0.0), min_bytes=None))",
+        ),
         (
             Hierarchical(inside=Quantized(Float16())),
             "Hierarchical(inner=Exact(), inside=Quantized(codec=Float16(), min_bytes=None))",
@@ -662,11 +566,6 @@ def test_different_codecs_of_ranks_are_found_by_the_call_check():
     run_ranks(2, body, check=True)
 
 
-def test_arrays_in_foreign_byte_order_are_refused():
-    with pytest.raises(UnsupportedError, match="in native byte order"):
-        MinMaxUInt8().encode(np.zeros((1, 4), ">f4"))
-
-
 def test_small_arrays_are_averaged_exactly_and_the_trace_says_so():
     def body(comm):
         mean, spans = Quantized(min_bytes=400).bind(comm), comm.tracer.spans
@@ -689,12 +588,6 @@ def test_the_size_from_which_quantizing_pays_is_the_transports_own():
         return comm.tracer.spans()[-1].args
 
     assert run_ranks(2, body)[0] == {"bytes": 400, "min_bytes": 401}
-
-
-@pytest.mark.parametrize("size", [-1, 1.5, True])
-def test_a_size_that_is_none_is_refused(size):
-    with pytest.raises(ArrayError, match="min_bytes is"):
-        Quantized(min_bytes=size)
 
 
 @pytest.mark.parametrize("count", [1, 64, 1000, 4099])
@@ -727,26 +620,20 @@ def settled_and_direct(average, make):
     return run_ranks(2, body)
 
 
-@pytest.mark.parametrize("step", [2, -1, -3])
-def test_a_bound_average_takes_arrays_with_gaps(step):
-    for mean, expected in settled_and_direct(Quantized(min_bytes=0), lambda r: normal(2, 3000)[r][::step]):
-        assert mean.tobytes() == expected.tobytes()
+def of_shape(shape):
+    return lambda rank: np.asarray(np.random.default_rng(rank).standard_normal(shape)).astype(np.float16)
 
 
-@pytest.mark.parametrize("shape", [(), (1,), (0,), (7, 3), (1000,)])
-def test_a_bound_average_takes_arrays_of_other_sizes_and_dtypes(shape):
-    def make(rank):
-        return np.asarray(np.random.default_rng(rank).standard_normal(shape)).astype(np.float16)
-
+@pytest.mark.parametrize(
+    "make",
+    [
+        *(lambda rank, step=step: normal(2, 3000)[rank][::step] for step in (2, -1, -3)),
+        *(of_shape(shape) for shape in ((), (1,), (0,), (7, 3), (1000,))),
+        lambda rank: needs.package("torch").from_numpy(normal(2, 1000)[rank].copy()),
+    ],
+)
+def test_a_bound_average_takes_arrays_with_gaps_of_other_sizes_and_dtypes_and_tensors(make):
     for mean, expected in settled_and_direct(Quantized(min_bytes=0), make):
-        assert mean.tobytes() == expected.tobytes()
-
-
-def test_a_bound_average_takes_tensors():
-    torch = needs.package("torch")
-    for mean, expected in settled_and_direct(
-        Quantized(min_bytes=0), lambda r: torch.from_numpy(normal(2, 1000)[r].copy())
-    ):
         assert mean.tobytes() == expected.tobytes()
 
 

@@ -5,19 +5,14 @@ import pytest
 from support.references import Trainer, bits, common_start, decoded, make_plan, mean
 
 from bagua_comm import (
-    ArrayError,
     BFloat16,
     CommMismatch,
     Engine,
     ErrorFeedback,
     GradientAllReduce,
     Hierarchical,
-    Int4,
     MinMaxUInt8,
     Quantized,
-    UnsupportedError,
-    quantized_allreduce,
-    quantized_reduce_scatter,
 )
 from bagua_comm.arrays import dtype_named
 from bagua_comm.kernels import host
@@ -108,9 +103,10 @@ def test_a_residual_takes_a_quarter_of_the_memory(dtype):
     assert encoded == [1 + 2 * itemsize / 512] * 2
 
 
-def test_a_nan_is_seen_and_forgotten():
+@pytest.mark.parametrize("average", [ErrorFeedback(Quantized(CODEC)), LOCO], ids=repr)
+def test_a_nan_is_seen_and_forgotten(average):
     def body(comm):
-        mean, x = LOCO.bind(comm), np.ones(64, np.float32)
+        mean, x = average.bind(comm), np.ones(64, np.float32)
         x[0] = np.nan
         return mean(x), mean.residual.copy(), mean(np.ones(64, np.float32))
 
@@ -220,40 +216,6 @@ def test_a_loaded_state_continues_to_the_same_bits():
 # Bad input --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"decay": 1}, r"decay is 1, expected a number of at least 0 and below 1"),
-        ({"decay": -0.1}, r"decay is -0\.1"),
-        ({"decay": float("nan")}, r"decay is nan"),
-        ({"decay": "0.8"}, r"decay is '0\.8'"),
-        ({"decay": True}, r"decay is True"),
-        ({"reset_every": 0}, r"reset_every is 0, expected None or an int of at least 1"),
-        ({"reset_every": 2.0}, r"reset_every is 2\.0"),
-        ({"reset_every": True}, r"reset_every is True"),
-        ({"residual_codec": "uint8"}, r"residual_codec is 'uint8', expected None or a Codec"),
-        ({"residual_codec": MinMaxUInt8}, r"residual_codec is <class"),
-        (
-            {"residual_codec": Int4(rounding="stochastic")},
-            r"which rounds stochastically; expected one that rounds",
-        ),
-    ],
-)
-def test_settings_out_of_range_are_refused(settings, message):
-    with pytest.raises(ArrayError, match=message):
-        ErrorFeedback(**settings)
-
-
-@pytest.mark.parametrize("decay", [1.0, -1, None])
-def test_a_decay_out_of_range_is_refused_by_the_collectives(decay):
-    def body(comm):
-        for call in (quantized_allreduce, quantized_reduce_scatter):
-            with pytest.raises(ArrayError, match=f"{call.__name__}: decay is {decay}"):
-                call(comm, np.zeros(4, np.float32), decay=decay)
-
-    run_ranks(2, body)
-
-
 @pytest.mark.parametrize("other", [{"decay": 0.5}, {"reset_every": 4}, {"residual_codec": CODEC}, {}])
 def test_settings_that_differ_between_ranks_are_refused_on_all_before_a_byte_moves(other):
     def body(comm):
@@ -265,30 +227,6 @@ def test_settings_that_differ_between_ranks_are_refused_on_all_before_a_byte_mov
         return comm.counters.total().calls
 
     run_ranks(3, body)
-
-
-def test_an_array_of_another_shape_is_refused():
-    def body(comm):
-        mean = LOCO.bind(comm)
-        mean(np.zeros(40, np.float32))
-        with pytest.raises(ArrayError, match=r"x is float32\(39,\), expected float32\(40,\) as before"):
-            mean(np.zeros(39, np.float32))
-
-    run_ranks(2, body)
-
-
-def test_a_dtype_that_the_residual_codec_does_not_take_is_refused():
-    class Narrow(MinMaxUInt8):
-        dtypes = frozenset({"float32"})
-
-    with pytest.raises(UnsupportedError, match=r"residual_codec is .* cannot code float16, only float32"):
-        ErrorFeedback(residual_codec=Narrow()).check("float16")
-
-
-def test_settings_that_are_defaults_do_not_change_the_name_in_checkpoints():
-    assert repr(ErrorFeedback(decay=0)) == (
-        "ErrorFeedback(inner=Quantized(codec=MinMaxUInt8(block=512, eps=0.0), min_bytes=None))"
-    )
 
 
 # Kernels ----------------------------------------------------------------------------------------------------
@@ -317,5 +255,3 @@ def test_settings_may_be_numbers_of_numpy_and_inner_may_quantize_all():
     given = ErrorFeedback(Quantized(CODEC, min_bytes=0), decay=np.float32(0.5), reset_every=np.int64(5))
     assert given == ErrorFeedback(Quantized(CODEC, min_bytes=0), decay=0.5, reset_every=5)
     assert "np." not in repr(given)
-    with pytest.raises(ArrayError, match=r"; or Hierarchical\(ErrorFeedback\(\)\)$"):
-        ErrorFeedback(Hierarchical(Quantized()))

@@ -14,12 +14,10 @@ from bagua_comm import (
     ArrayError,
     Engine,
     GradientAllReduce,
-    Hierarchical,
     Plan,
     Point,
     Reproducible,
     TensorSpec,
-    UnsupportedError,
     kernels,
     reproducible_allreduce,
 )
@@ -300,43 +298,6 @@ def test_arrays_of_any_shape(shape):
     same(np.full(shape, 1, np.float32), summed(xs))
 
 
-def test_refusals_on_every_rank_alike():
-    def body(comm):
-        x = of(1, 2)
-        for error, message, call in (
-            (
-                UnsupportedError,
-                "x has dtype float64.*'Sums of float64'",
-                lambda: reproducible_allreduce(comm, np.ones(2)),
-            ),
-            (
-                UnsupportedError,
-                "int32.*allreduce has",
-                lambda: reproducible_allreduce(comm, np.ones(2, np.int32)),
-            ),
-            (
-                UnsupportedError,
-                "complex64.*x.view",
-                lambda: reproducible_allreduce(comm, np.ones(2, np.complex64)),
-            ),
-            (ArrayError, "op is 'max'", lambda: reproducible_allreduce(comm, x, op="max")),
-            (ArrayError, "block is 0", lambda: reproducible_allreduce(comm, x, block=0)),
-            (ArrayError, "out has shape", lambda: reproducible_allreduce(comm, x, out=of(1))),
-            (
-                UnsupportedError,
-                "cannot average float64.*'Sums of float64'",
-                lambda: Reproducible().bind(comm)(np.ones(2)),
-            ),
-            (ArrayError, "2 ranks and 1 addends", lambda: Reproducible(addends=1).bind(comm)),
-            (ArrayError, "0 to hold", lambda: Reproducible().bind(comm).hold(x)),
-        ):
-            with pytest.raises(error, match=message):
-                call()
-        return comm.counters.total().calls
-
-    assert run_ranks(2, body) == [0, 0]
-
-
 def said(comm, average, held=0):
     """The error of every rank that averages after holding these numbers of addends; empty if there is none."""
     bound = average.bind(comm)
@@ -384,19 +345,6 @@ def test_after_a_wrong_number_of_addends_the_next_mean_is_well():
         return bound(of(3)).tolist()
 
     assert run_ranks(2, body) == [[1.75]] * 2
-
-
-@pytest.mark.parametrize("addends", [0, -1, 2.0, True, MOST_ADDENDS + 1])
-def test_settings_out_of_range(addends):
-    with pytest.raises(ArrayError, match="addends is"):
-        Reproducible(addends=addends)
-    with pytest.raises(ArrayError, match="block is"):
-        Reproducible(block=0)
-
-
-def test_hierarchical_refuses_it():
-    with pytest.raises(ArrayError, match="sums inside a node are not reproducible"):
-        Hierarchical(Reproducible())
 
 
 def test_an_engine_refuses_to_hold_where_nothing_is_kept():
