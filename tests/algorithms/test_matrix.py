@@ -1,29 +1,16 @@
 """One matrix of algorithms and laws: contract, equations, precisions, other buckets, restarts, refusals."""
 
-from functools import partial
-
 import pytest
 from support.own_algorithms import OWN_ALGORITHMS, Half, Plain, RandomPeer, Unhashable
 from support.references import (
     STEPS,
     AdamTrainer,
     AsyncTrainer,
-    Trainer,
     assert_follows,
     assert_restarts,
-    async_model_average,
     bits,
-    decentralized,
-    diloco,
-    gradient_allreduce,
-    low_precision_decentralized,
-    low_precision_one_peer,
-    mean,
-    qadam,
-    quantized_mean,
-    sparse_loco,
-    start_of,
-    switched,
+    follows,
+    trainer_of,
     trajectories,
 )
 
@@ -57,7 +44,6 @@ from bagua_comm import (
     every,
 )
 from bagua_comm.algorithms.base import runs_in_rounds
-from bagua_comm.algorithms.combinators import After, Every
 from bagua_comm.testing import check_algorithm, run_ranks
 
 PAIRS, ONE_PEER = Decentralized("shift_one"), Decentralized("one_peer_exponential")
@@ -163,54 +149,15 @@ def test_the_contract_is_kept_with_a_codec_inside_nodes(nodes, inner):
 # Equations -----------------------------------------------------------------------------------------------
 
 
-def equations(algorithm, interval=1):
-    """The reference of an algorithm, with its settings; `interval`: that of `every` around it."""
-    match algorithm:
-        case Decentralized():
-            return partial(decentralized, peers=algorithm.peers, interval=interval)
-        case LowPrecisionDecentralized():
-            return partial(low_precision_decentralized, codec=algorithm.codec, interval=interval)
-        case LowPrecisionOnePeer():
-            return partial(low_precision_one_peer, codec=algorithm.codec)
-        case GradientAllReduce():
-            return gradient_allreduce
-        case QAdam():
-            return partial(qadam, average=mean_of(algorithm.average), settings=AdamTrainer.optimizer)
-        case DiLoCo(local_steps, outer_lr, outer_momentum, average):
-            settings = {"outer_lr": outer_lr, "outer_momentum": outer_momentum, "average": mean_of(average)}
-            return partial(diloco, local_steps=local_steps, **settings)
-        case SparseLoCo():
-            names = ("local_steps", "chunk", "keep", "bits", "decay", "outer_lr")
-            return partial(sparse_loco, **{name: getattr(algorithm, name) for name in names})
-        case AsyncModelAverage(warmup_steps=0):
-            return async_model_average
-        case AsyncModelAverage(warmup_steps=steps):
-            return partial(switched, steps=steps, first=gradient_allreduce, then=async_model_average)
-        case Every(n, inner):
-            return equations(inner, n)
-        case After(steps, first, then):
-            averaged = then.phase(0).equal_start and not first.phase(0).equal_start
-            return partial(switched, steps=steps, first=equations(first), then=equations(then), averaged=averaged)
-
-
-def mean_of(average):
-    return mean if average == Exact() else partial(quantized_mean, codec=average.codec)
-
-
-def trainer_of(algorithm):
-    return AsyncTrainer if runs_in_rounds(algorithm) else AdamTrainer if isinstance(algorithm, QAdam) else Trainer
-
-
 def assert_follows_its_equations(algorithm, ranks, dtype="float32", atol=1e-5, **settings):
     actual = trajectories(ranks, algorithm, dtype=dtype, trainer=trainer_of(algorithm), **settings)
-    rounds = any(word in repr(algorithm) for word in ("codec", "SparseLoCo"))
-    settings = {"dtype": dtype, "wide": "float32" if rounds else "float64", "start": start_of(algorithm)}
-    assert_follows(actual, equations(algorithm), ranks=ranks, atol=atol, **settings)
+    assert_follows(actual, ranks=ranks, dtype=dtype, atol=atol, **follows(algorithm))
 
 
 EQUATIONS = {
     EACH: [
-        *(ALWAYS, Decentralized(), ONE_PEER, *LOW_PRECISION, EXACT_ADAM, ADAM),
+        *(GradientAllReduce(), ALWAYS, Decentralized(), ONE_PEER, *LOW_PRECISION, EXACT_ADAM, ADAM),
+        *(GradientAllReduce(Quantized(codec, 0)) for codec in (MinMaxUInt8(), Float16())),
         *(DiLoCo(1, 0.6, 0.8), DiLoCo(3, 0.6, 0.8), after(4, GradientAllReduce(), DiLoCo(3, 0.6, 0.8))),
     ],
     (1, 2, 3, 4): [

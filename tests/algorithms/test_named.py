@@ -85,6 +85,7 @@ PARTS = {
 def test_every_name_makes_its_algorithm():
     assert {name: from_name(name) for name in MEANT} == MEANT
     assert {*NAMED} >= {*MEANT, *PARTS}
+    assert ByteGrad() == GradientAllReduce(Quantized(MinMaxUInt8(block=512, eps=0.0)))
 
 
 @pytest.mark.parametrize("name", NAMED)

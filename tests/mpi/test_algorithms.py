@@ -1,28 +1,8 @@
 """The algorithms over MPI processes, compared with the references of tests/algorithms."""
 
-from functools import partial
-
 import numpy as np
 import pytest
-from support.references import (
-    AdamTrainer,
-    AsyncTrainer,
-    Trainer,
-    assert_follows,
-    async_model_average,
-    common_start,
-    decentralized,
-    diloco,
-    gradient_allreduce,
-    low_precision_decentralized,
-    low_precision_one_peer,
-    make_plan,
-    mean,
-    qadam,
-    quantized_mean,
-    start,
-    switched,
-)
+from support.references import AdamTrainer, Trainer, assert_follows, follows, make_plan, mean, start, trainer_of
 
 from bagua_comm import (
     ArrayError,
@@ -31,7 +11,9 @@ from bagua_comm import (
     DiLoCo,
     Engine,
     ErrorFeedback,
+    Exact,
     GradientAllReduce,
+    Hierarchical,
     LowPrecisionDecentralized,
     LowPrecisionOnePeer,
     MinMaxUInt8,
@@ -47,52 +29,14 @@ pytestmark = pytest.mark.mpi
 
 ALWAYS = AsyncModelAverage(interval_s=0)
 STEPS = 6  # there are eight processes on two cores
-quantized = partial(quantized_mean, codec=MinMaxUInt8())
-
-
-def follows(algorithm, reference, *, start=start, trainer=Trainer, wide="float64"):
-    return pytest.param(algorithm, reference, start, trainer, wide, id=repr(algorithm))
-
-
-TRAJECTORIES = [
-    follows(Decentralized(), partial(decentralized, peers="all")),
-    follows(Decentralized("shift_one"), partial(decentralized, peers="shift_one")),
-    follows(Decentralized("one_peer_exponential"), partial(decentralized, peers="one_peer_exponential")),
-    follows(
-        LowPrecisionDecentralized(), partial(low_precision_decentralized, codec=MinMaxUInt8()), wide="float32"
-    ),
-    follows(LowPrecisionOnePeer(), partial(low_precision_one_peer, codec=MinMaxUInt8()), wide="float32"),
-    follows(
-        QAdam(AdamTrainer.optimizer.warmup_steps, beta1=0.8),
-        partial(qadam, average=quantized, settings=AdamTrainer.optimizer),
-        start=common_start,
-        trainer=AdamTrainer,
-        wide="float32",
-    ),
-    follows(ALWAYS, async_model_average, trainer=AsyncTrainer),
-    follows(
-        AsyncModelAverage(0, warmup_steps=2),
-        partial(switched, steps=2, first=gradient_allreduce, then=async_model_average),
-        start=common_start,
-        trainer=AsyncTrainer,
-    ),
-    follows(
-        DiLoCo(2, 0.6, 0.8),
-        partial(diloco, local_steps=2, outer_lr=0.6, outer_momentum=0.8),
-        start=common_start,
-    ),
-    follows(every(3, Decentralized()), partial(decentralized, peers="all", interval=3)),
-    follows(
-        after(2, GradientAllReduce(), DiLoCo(2, 0.6, 0.8)),
-        partial(
-            switched,
-            steps=2,
-            first=gradient_allreduce,
-            then=partial(diloco, local_steps=2, outer_lr=0.6, outer_momentum=0.8),
-        ),
-        start=common_start,
-    ),
+FOLLOWING = [
+    *(Decentralized(), Decentralized("shift_one"), Decentralized("one_peer_exponential")),
+    *(LowPrecisionDecentralized(), LowPrecisionOnePeer()),
+    QAdam(AdamTrainer.optimizer.warmup_steps, beta1=0.8),
+    *(ALWAYS, AsyncModelAverage(0, warmup_steps=2), DiLoCo(2, 0.6, 0.8)),
+    *(every(3, Decentralized()), after(2, GradientAllReduce(), DiLoCo(2, 0.6, 0.8))),
 ]
+"""Algorithms that are compared with their equations."""
 
 
 def runs_on(algorithm, ranks):
@@ -104,10 +48,13 @@ def runs_on(algorithm, ranks):
 @pytest.mark.parametrize(
     "algorithm",
     [
-        *(case.values[0] for case in TRAJECTORIES),
+        *FOLLOWING,
         GradientAllReduce(ErrorFeedback()),
         DiLoCo(1, average=Quantized()),
         StreamingDiLoCo(2, 2, 1),
+        *(GradientAllReduce(each) for each in (Exact(), Quantized(), Hierarchical())),
+        GradientAllReduce(Hierarchical(Quantized(MinMaxUInt8.bagua()))),
+        GradientAllReduce(Hierarchical(inside=Quantized())),
         after(1, GradientAllReduce(ErrorFeedback()), every(2, LowPrecisionDecentralized())),
     ],
     ids=repr,
@@ -122,13 +69,13 @@ def test_conformance(comm, algorithm):
 
 
 @pytest.mark.algorithms("sample")
-@pytest.mark.parametrize(("algorithm", "reference", "start", "trainer", "wide"), TRAJECTORIES)
-def test_weights_follow_the_reference(comm, algorithm, reference, start, trainer, wide):
+@pytest.mark.parametrize("algorithm", FOLLOWING, ids=repr)
+def test_weights_follow_the_reference(comm, algorithm):
     if runs_on(algorithm, comm.size):
-        with trainer(comm, algorithm, make_plan(comm.size), start=start) as training:
+        with trainer_of(algorithm)(comm, algorithm, make_plan(comm.size)) as training:
             trajectory = training.run(STEPS)
 
-        assert_follows({comm.rank: trajectory}, reference, ranks=comm.size, start=start, wide=wide)
+        assert_follows({comm.rank: trajectory}, ranks=comm.size, **follows(algorithm))
 
 
 def test_ranks_with_different_numbers_of_steps_stop_together(comm):

@@ -11,7 +11,24 @@ from itertools import count, islice
 
 import numpy as np
 
-from bagua_comm import Engine, Plan, Point, TensorSpec, optim
+from bagua_comm import (
+    AsyncModelAverage,
+    Decentralized,
+    DiLoCo,
+    Engine,
+    Exact,
+    GradientAllReduce,
+    LowPrecisionDecentralized,
+    LowPrecisionOnePeer,
+    Plan,
+    Point,
+    QAdam,
+    SparseLoCo,
+    TensorSpec,
+    optim,
+)
+from bagua_comm.algorithms.base import runs_in_rounds
+from bagua_comm.algorithms.combinators import After, Every
 from bagua_comm.arrays import dtype_named
 from bagua_comm.testing import run_ranks, sample
 from bagua_comm.topology import one_peer_exponential, shift_one
@@ -428,3 +445,54 @@ def assert_restarts(ranks, algorithm, *, at, nodes=None, trainer=Trainer, **sett
     for rank, (trajectory, back) in enumerate(run_ranks(ranks, body, nodes=nodes)):
         assert bits(trajectory) == bits(through[rank]), f"rank {rank} of {ranks}"
         assert bits(back) == bits(through[rank][at[0] :]), f"rank {rank} of {ranks}, set back"
+
+
+# ---------------------------------------------------------------------------------------------------
+# Which reference an algorithm has
+# ---------------------------------------------------------------------------------------------------
+
+
+def equations(algorithm, interval=1):
+    """The reference of an algorithm, with its settings; `interval`: that of `every` around it."""
+    match algorithm:
+        case Decentralized():
+            return partial(decentralized, peers=algorithm.peers, interval=interval)
+        case LowPrecisionDecentralized():
+            return partial(low_precision_decentralized, codec=algorithm.codec, interval=interval)
+        case LowPrecisionOnePeer():
+            return partial(low_precision_one_peer, codec=algorithm.codec)
+        case GradientAllReduce():
+            return partial(gradient_allreduce, average=mean_of(algorithm.average))
+        case QAdam():
+            return partial(qadam, average=mean_of(algorithm.average), settings=AdamTrainer.optimizer)
+        case DiLoCo(local_steps, outer_lr, outer_momentum, average):
+            settings = {"outer_lr": outer_lr, "outer_momentum": outer_momentum, "average": mean_of(average)}
+            return partial(diloco, local_steps=local_steps, **settings)
+        case SparseLoCo():
+            names = ("local_steps", "chunk", "keep", "bits", "decay", "outer_lr")
+            return partial(sparse_loco, **{name: getattr(algorithm, name) for name in names})
+        case AsyncModelAverage(warmup_steps=0):
+            return async_model_average
+        case AsyncModelAverage(warmup_steps=steps):
+            return partial(switched, steps=steps, first=gradient_allreduce, then=async_model_average)
+        case Every(n, inner):
+            return equations(inner, n)
+        case After(steps, first, then):
+            averaged = then.phase(0).equal_start and not first.phase(0).equal_start
+            return partial(switched, steps=steps, first=equations(first), then=equations(then), averaged=averaged)
+
+
+def mean_of(average):
+    return mean if average == Exact() else partial(quantized_mean, codec=average.codec)
+
+
+def follows(algorithm):
+    """The arguments of `assert_follows` for an algorithm; one that rounds is computed in float32."""
+    rounds = any(word in repr(algorithm) for word in ("codec", "SparseLoCo"))
+    start, wide = start_of(algorithm), "float32" if rounds else "float64"
+    return {"reference": equations(algorithm), "start": start, "wide": wide}
+
+
+def trainer_of(algorithm):
+    """The trainer whose steps are those of its equations."""
+    return AsyncTrainer if runs_in_rounds(algorithm) else AdamTrainer if isinstance(algorithm, QAdam) else Trainer
