@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from bagua_comm import BFloat16, Float16, UnsupportedError
+from bagua_comm import BFloat16, Float16
 from bagua_comm.arrays import dtype_named
 from bagua_comm.testing import check_codec
 
@@ -31,13 +31,6 @@ def round_trip(codec, x):
 @each_codec
 def test_conformance(codec):
     check_codec(codec)
-
-
-@each_codec
-def test_settings_are_a_value(codec):
-    assert type(codec)() == codec
-    assert repr(codec) == f"{type(codec).__name__}()"
-    assert Float16() != BFloat16()
 
 
 @each_codec
@@ -94,23 +87,6 @@ def test_nan_and_infinity_stay_and_touch_nothing_else(codec, dtype):
     np.testing.assert_array_equal(decoded, [[1.0, np.nan, 2.0, np.inf, -np.inf, np.nan, 3.0]])
 
 
-@pytest.mark.parametrize(
-    ("codec", "dtype", "largest"),
-    [
-        (Float16(), "float32", 65504.0),
-        (Float16(), "float16", 65504.0),
-        (Float16(), "bfloat16", 65536.0),  # what 65504 is in bfloat16
-        (BFloat16(), "float32", 255 * 2.0**120),
-        (BFloat16(), "float16", 65504.0),  # 65536 on the wire, which float16 does not hold
-        (BFloat16(), "bfloat16", 255 * 2.0**120),
-    ],
-)
-def test_the_largest_values_stay_finite(codec, dtype, largest):
-    x = np.array([[LARGEST[dtype], -LARGEST[dtype]]], dtype_named(dtype))
-    decoded = round_trip(codec, x).astype(float)
-    assert decoded.tolist() == [[largest, -largest]]
-
-
 @pytest.mark.parametrize(("codec", "dtype"), [(Float16(), "float16"), (BFloat16(), "bfloat16")])
 def test_every_value_of_the_wire_dtype_is_kept_bit_for_bit(codec, dtype):
     bits = np.arange(2**16, dtype=np.uint16)
@@ -164,26 +140,6 @@ def test_combine_by_hand(codec):
 
 
 @each_codec
-def test_combine_adds_in_float32_and_in_rank_order(codec):
-    small = [[2.0**-12]] * 64  # lost one by one beside a 1 in 16 bits
-    wire = codec.encode(np.array([[1.0], *small], np.float32))
-    total = codec.combine(wire, op="sum", count=1, dtype=np.float32)
-    assert codec.decode(total, np.empty((1, 1), np.float32)).tolist() == [[1 + 2.0**-6]]
-
-    wire = codec.encode(np.array([[2.0**15], [2.0**-10], [-(2.0**15)]], np.float32))
-    total = codec.combine(wire, op="sum", count=1, dtype=np.float32)
-    assert codec.decode(total, np.empty((1, 1), np.float32)).tolist() == [[0.0]]
-
-
-def test_combine_saturates_a_float32_sum():
-    wire = Float16().encode(np.full((2, 3), 60000, np.float32))
-    total = Float16().combine(wire, op="sum", count=3, dtype=np.float32)
-    mean = Float16().combine(wire, op="avg", count=3, dtype=np.float32)
-    assert Float16().encode(np.full((1, 3), 65504, np.float32)).tobytes() == total.tobytes()
-    assert wire[:1].tobytes() == mean.tobytes()
-
-
-@each_codec
 def test_combine_keeps_nan_visible(codec):
     x = np.array([[1.0, np.nan, np.inf], [1.0, 2.0, -np.inf]], np.float32)
     total = codec.combine(codec.encode(x), op="sum", count=3, dtype=np.float32)
@@ -199,11 +155,3 @@ def test_padding_of_the_wire_is_zero(codec):
     for row in (*wire, *total):
         assert row[:10].any()
         assert bytes(22) == row[10:].tobytes()
-
-
-@each_codec
-def test_other_dtypes_are_refused(codec):
-    with pytest.raises(UnsupportedError) as caught:
-        codec.encode(np.zeros((1, 4), np.float64))
-    message = f"encode: {codec!r} cannot code float64, only bfloat16, float16, float32 in native byte order"
-    assert message == str(caught.value)

@@ -4,16 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from bagua_comm import (
-    ArrayError,
-    BaguaError,
-    BFloat16,
-    Float16,
-    Int4,
-    MinMaxUInt8,
-    UnsupportedError,
-    kernels,
-)
+from bagua_comm import ArrayError, BaguaError, BFloat16, Float16, Int4, MinMaxUInt8, UnsupportedError, kernels
 from bagua_comm.kernels import host
 
 CODECS = [
@@ -110,12 +101,83 @@ def test_an_object_that_is_no_array_is_refused(codec):
             codec.combine(wire, op="sum", count=4, dtype=dtype)
 
 
-def shifted(x, by=1):
+@pytest.mark.parametrize("codec", [MinMaxUInt8(), BFloat16()])
+def test_refused_arguments_are_named(codec):
+    x, wire = np.zeros((2, 4), np.float32), np.zeros((2, codec.wire_nbytes(4, DTYPES[0])), np.uint8)
+    w = wire.shape[1]
+
+    def combine(out=None, op="sum", count=4):
+        return codec.combine(wire, out, op=op, count=count, dtype=np.float32)
+
+    for call, words in (
+        (lambda: codec.encode(x[0]), "encode: chunks has shape (4,), expected C-contiguous (chunks, elements)"),
+        (lambda: codec.encode(x[:, ::2]), "encode: chunks has shape (2, 2), expected C-contiguous"),
+        (lambda: codec.encode(x.T), "encode: chunks has shape (4, 2), expected C-contiguous"),
+        (lambda: codec.encode(x, wire[:1]), f"encode: out is uint8(1, {w}), expected C-contiguous uint8(2, {w})"),
+        (lambda: codec.encode(x, wire.view(np.int8)), f"encode: out is int8(2, {w}), expected C-contiguous"),
+        (lambda: codec.decode(wire[:, 1:], x), f"decode: wire is uint8(2, {w - 1}), expected C-contiguous"),
+        (
+            lambda: codec.decode(wire, x[:1]),
+            f"decode: wire is uint8(2, {w}), expected C-contiguous uint8(1, {w})",
+        ),
+        (lambda: codec.decode(wire, x[0]), "decode: out has shape (4,), expected C-contiguous"),
+        (lambda: combine(op="max"), 'combine: op is \'max\', expected "sum" or "avg"'),
+        (lambda: combine(count=400), f"combine: wire is uint8(2, {w}), expected C-contiguous uint8(2, "),
+        (lambda: combine(wire), f"combine: out is uint8(2, {w}), expected C-contiguous uint8(1, {w})"),
+    ):
+        assert_raises(ArrayError, words, call)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "int32", "bool", "complex64", ">f4"])
+@pytest.mark.parametrize("codec", [MinMaxUInt8(block=8), Float16(), BFloat16(), Int4()], ids=repr)
+def test_other_dtypes_are_refused(codec, dtype):
+    x, wire = np.zeros((2, 4), dtype), np.zeros((2, 64), np.uint8)
+    for call, name in (
+        (lambda: codec.encode(x), "encode"),
+        (lambda: codec.decode(wire, x), "decode"),
+        (lambda: codec.combine(wire, op="sum", count=4, dtype=dtype), "combine"),
+    ):
+        words = f"{name}: {codec!r} cannot code {dtype}, only bfloat16, float16, float32 in native byte order"
+        assert_raises(UnsupportedError, words, call)
+
+
+SETTINGS = [
+    *((MinMaxUInt8, {"block": v}, "expected None or an int of at least 1") for v in (0, -1, 1.5, "8", True)),
+    *(
+        (MinMaxUInt8, {"eps": v}, "expected a finite float32 >= 0")
+        for v in (-1e-7, float("inf"), float("nan"), 1e39, "x")
+    ),
+    *((Int4, {"block": v}, "expected a power of two from 8 to 4096") for v in (4, 48, 8192, 32.0, True)),
+    *((Int4, {"rotate": v}, "a power of two from 1, for no rotation, to the block of 32") for v in (64, 0)),
+    (Int4, {"rounding": "up"}, 'expected "nearest" or "stochastic"'),
+    *((Int4, {"seed": v}, "expected an int from 0 to 2**63 - 1") for v in (-1, 1.0)),
+]
+
+
+@pytest.mark.parametrize(("kind", "settings", "words"), SETTINGS, ids=str)
+def test_settings_out_of_range_are_refused(kind, settings, words):
+    ((name, value),) = settings.items()
+    with pytest.raises(ArrayError) as caught:
+        kind(**settings)
+    assert str(caught.value).startswith(f"{kind.__name__}: {name} is {value!r}, ")
+    assert words in str(caught.value)
+
+
+def test_draws_that_are_none_are_refused():
+    assert_raises(
+        ArrayError,
+        "Int4: draws is 5, expected None or a Draws",
+        lambda: Int4().encode(np.zeros((1, 8), "f4"), draws=5),
+    )
+
+
+def shifted(x, by=1, *, writable=True):
     """A copy of `x` that begins `by` bytes behind where it would."""
     memory = np.zeros(x.nbytes + 64, np.uint8)
     start = -memory.ctypes.data % 32 + by
     copy = np.frombuffer(memory, x.dtype, x.size, start).reshape(x.shape)
     copy[...] = x
+    copy.flags.writeable = writable
     return copy
 
 
@@ -127,8 +189,8 @@ def test_arrays_that_begin_at_odd_addresses_give_the_same_bytes(on, codec, dtype
     decoded = codec.decode(wire, np.empty_like(x))
     combined = codec.combine(wire, op="avg", count=1001, dtype=dtype)
     for a, b in [(0, 1), (1, 0), (2, 3)]:
-        assert codec.encode(shifted(x, a), shifted(wire * 0, b)).tobytes() == wire.tobytes()
-        assert codec.decode(shifted(wire, a), shifted(x * 0, b)).tobytes() == decoded.tobytes()
+        assert codec.encode(shifted(x, a, writable=False), shifted(wire * 0, b)).tobytes() == wire.tobytes()
+        assert codec.decode(shifted(wire, a, writable=False), shifted(x * 0, b)).tobytes() == decoded.tobytes()
         out = shifted(combined * 0, b)
         assert (
             codec.combine(shifted(wire, a), out, op="avg", count=1001, dtype=dtype).tobytes()
@@ -162,8 +224,11 @@ def guarded(shape, dtype):
     return memory[1024 : 1024 + nbytes].view(dtype).reshape(shape), memory
 
 
+FURTHER = [*(MinMaxUInt8(8, eps) for eps in (1e5, 3e38)), Int4(), Int4(8, 1), Int4(128, 64)]
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("codec", CODECS, ids=repr)
+@pytest.mark.parametrize("codec", [*CODECS, *FURTHER], ids=repr)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_bytes_from_anywhere_decode_to_the_same_with_numpy_and_numba_and_touch_nothing_else(
     monkeypatch, seed, codec, dtype

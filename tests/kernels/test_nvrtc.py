@@ -93,43 +93,6 @@ def test_the_codecs_kernels_issue_no_more_instructions_than_they_did(file, archi
     assert {step: n for step, n in counts.items() if n > SLACK * known[step]} == {}
 
 
-def test_the_codecs_kernels_are_as_lean_as_was_aimed_at():
-    aims = {"encode float32": 28, "decode float32": 23, "combine float32 p=2": 46, "combine float32 p=8": 104}
-    aims |= {
-        f"int4 {step}": 17.7 for step in ("encode float16", "encode bfloat16", "decode float16")
-    }  # 0.9 of a copy
-    assert {step: n for step, n in aims.items() if TABLE["sm_90"][step] > n} == {}
-
-
-CODE = """
-	.text.step:
-.L_x_0:
-        /*0000*/                   LDG.E.128 R4, desc[UR4][R2.64] ;
-        /*0010*/              @!P0 BRA `(.L_x_2) ;
-        /*0020*/                   BSSY B0, `(.L_x_1) ;
-        /*0030*/               @P1 BRA `(.L_x_3) ;
-        /*0040*/                   FADD R4, R4, R4 ;
-        /*0050*/                   FADD R4, R4, R4 ;
-        /*0060*/                   BSYNC B0 ;
-.L_x_3:
-        /*0070*/                   CALL.REL.NOINC `($slow) ;
-        /*0080*/                   BSYNC B0 ;
-.L_x_1:
-        /*0090*/                   STG.E.128 desc[UR4][R2.64], R4 ;
-        /*00a0*/               @P2 BRA `(.L_x_0) ;
-.L_x_2:
-        /*00b0*/                   EXIT ;
-"""
-
-
-def test_the_shortest_way_makes_all_moves_and_no_call():
-    blocks = instructions.blocks_of(CODE, "step")
-    assert instructions.shortest(blocks, instructions.Moves(1, 1)) == 10
-    assert instructions.shortest(blocks, instructions.Moves(2, 2)) == 19
-    with pytest.raises(ValueError, match="no way through this kernel with Moves"):
-        instructions.shortest(blocks, instructions.Moves(1, 1, shuffles=1))
-
-
 def test_denormal_numbers_are_kept_and_no_product_is_fused_with_a_sum(nvrtc):
     device = import_module("bagua_comm.kernels.device")
     program = nvrtc.createProgram(device.source("elementwise.cu"), "elementwise.cu", (), ())
