@@ -17,6 +17,7 @@ from bagua_comm import (
     Exact,
     Float16,
     Hierarchical,
+    Int4,
     MinMaxUInt8,
     Quantized,
     Reproducible,
@@ -27,7 +28,7 @@ from bagua_comm import (
 from bagua_comm.arrays import dtype_named
 from bagua_comm.averages.reproducible_shards import ReproducibleShards
 from bagua_comm.testing import run_ranks
-from bagua_comm.topology import share
+from bagua_comm.topology import place, share
 
 pytestmark = pytest.mark.parametrize(
     "device", ["lazy"], indirect=True
@@ -55,6 +56,7 @@ def on_host(ranks, size, dtype, average, times=1):
         ("nccl", 3, MinMaxUInt8(), "bfloat16"),
         ("nccl", 4, MinMaxUInt8(), "float32"),
         ("nccl", 2, MinMaxUInt8.bagua(), "float16"),
+        ("nccl", 2, Int4(), "float32"),
         ("nccl", 2, Float16(), "float32"),
         ("nccl", 2, BFloat16(), "float32"),
         ("staged", 2, MinMaxUInt8(), "float32"),
@@ -222,7 +224,7 @@ def test_hierarchical_gives_the_mean_over_nodes(device, nodes, inner, inside):
     def body(comm):
         x = up(values(comm.rank, 1003))
         comm._labels = nodes  # as `connect(node=)` would find
-        comm.node, comm.local_rank, comm.local_size = _place(comm.rank, nodes)
+        comm.node, comm.local_rank, comm.local_size = place(comm.rank, nodes)
         average.bind(comm)(x)
         return x.get()
 
@@ -244,7 +246,7 @@ def test_shards_in_two_levels_have_the_bits_of_the_host(device, nodes):
 
     def on_device(comm):
         comm._labels = nodes
-        comm.node, comm.local_rank, comm.local_size = _place(comm.rank, nodes)
+        comm.node, comm.local_rank, comm.local_size = place(comm.rank, nodes)
         return both(comm, up).get()
 
     expected = run_ranks(4, lambda comm: both(comm, np.asarray), nodes=nodes)
@@ -268,20 +270,15 @@ def test_reproducible_shards_have_the_bits_of_the_host(device, dtype):
     assert [x.tobytes() for x in found] == [x.tobytes() for x in expected]
 
 
-def _place(rank, nodes):
-    from bagua_comm.topology import place
-
-    return place(rank, nodes)
-
-
-def test_a_quantized_allreduce_is_three_kernels_and_two_collectives_and_nothing_else(device):
+@pytest.mark.parametrize("codec", [MinMaxUInt8(), Int4()], ids=repr)
+def test_a_quantized_allreduce_is_three_kernels_and_two_collectives_and_nothing_else(device, codec):
     def body(comm):
         x = up(values(comm.rank, 4096))
-        quantized_allreduce(comm, x, out=x, op="avg")
+        quantized_allreduce(comm, x, out=x, op="avg", codec=codec)
         mine = f"rank {comm.rank}"
         before = len(device.names(thread=mine))
         with device.forbid_host_sync(this_thread=True):
-            quantized_allreduce(comm, x, out=x, op="avg")
+            quantized_allreduce(comm, x, out=x, op="avg", codec=codec)
         return device.names(thread=mine)[before:]
 
     for names in run_on_devices(device, 2, "nccl", body):

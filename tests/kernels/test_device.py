@@ -20,7 +20,7 @@ from bagua_comm import (
 )
 from bagua_comm.arrays import ARITHMETIC_OPS, BITWISE_OPS, INTEGERS, dtype_named
 from bagua_comm.kernels import host
-from bagua_comm.testing import Recording, run_ranks
+from bagua_comm.testing import run_ranks
 
 CODED = ("float32", "float16", "bfloat16")
 FLOATING = (*CODED, "float64")
@@ -278,23 +278,6 @@ def test_empty_arrays_launch_nothing(device):
     Float16().encode(up(np.empty((2, 0), np.float32)))
     kernels.of(up(np.empty(0, np.float32))).add(*[up(np.empty(0, np.float32))] * 3)
     assert device.launches == []
-
-
-def test_quantized_allreduce_is_three_launches_and_two_collectives(device):
-    x = normal((2, 2048), "float32")
-    arrays = [up(row) for row in x]
-    expected = run_ranks(2, lambda comm: quantized_allreduce(comm, x[comm.rank], op="avg").tobytes())
-
-    def body(comm):
-        with device.forbid_host_sync(this_thread=True):
-            out = quantized_allreduce(comm, arrays[comm.rank], op="avg")
-        return out.get().tobytes(), [call.name for call in comm.transports[0].calls]
-
-    results = run_ranks(2, body, wrap=Recording)
-
-    assert sorted(["encode", "combine", "decode"] * 2) == sorted(device.launches)
-    assert expected == [out for out, _ in results]
-    assert [calls for _, calls in results] == [["alltoall", "allgather"]] * 2
 
 
 # Casts
@@ -649,15 +632,22 @@ def assert_noticed(device, run, monkeypatch, files, mutant):
     assert any(noticed)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mutant", MUTANTS)
-def test_a_broken_kernel_is_noticed(device, run, mutant, monkeypatch):
-    assert_noticed(device, run, monkeypatch, ("minmax.cu", "reduce.cu"), MUTANTS[mutant])
+def mutation_tests(mutants, *files):
+    """The tests that each mutant of these files is noticed, and that a whole kernel passes its check."""
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("mutant", mutants)
+    def test_a_broken_kernel_is_noticed(device, run, mutant, monkeypatch):
+        assert_noticed(device, run, monkeypatch, files, mutants[mutant])
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("check", dict.fromkeys(check for _, _, check in mutants.values()))
+    def test_a_whole_kernel_passes(device, run, check):
+        for device.order in ("forward", "backward"):
+            expected, actual = check(run)
+            assert expected == actual
+
+    return test_a_broken_kernel_is_noticed, test_a_whole_kernel_passes
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("check", dict.fromkeys(check for _, _, check in MUTANTS.values()))
-def test_a_whole_kernel_passes(device, run, check):
-    for device.order in ("forward", "backward"):
-        expected, actual = check(run)
-        assert expected == actual
+test_a_broken_kernel_is_noticed, test_a_whole_kernel_passes = mutation_tests(MUTANTS, "minmax.cu", "reduce.cu")

@@ -3,12 +3,11 @@
 import numpy as np
 import pytest
 from cuda_on_cpu.build import Kernels
-from kernels.test_device import assert_noticed, normal, special_values, twice, up
+from kernels.test_device import mutation_tests, normal, special_values, twice, up
 
-from bagua_comm import Int4, kernels, quantized_allreduce
+from bagua_comm import Int4, kernels
 from bagua_comm.arrays import dtype_named
 from bagua_comm.execution.recording import recorded
-from bagua_comm.testing import run_ranks
 
 pytestmark = pytest.mark.parametrize("device", ["lazy"], indirect=True)
 
@@ -93,19 +92,6 @@ def test_few_ctas_do_the_work_of_many_with_int4(device, run, monkeypatch):
         assert on_host == on_device
 
 
-def test_quantized_allreduce_with_int4_is_three_launches(device):
-    x = normal((2, 2048), "float32")
-    expected = run_ranks(
-        2, lambda comm: quantized_allreduce(comm, x[comm.rank], codec=Int4(), op="avg").tobytes()
-    )
-
-    def body(comm):
-        return quantized_allreduce(comm, up(x[comm.rank]), codec=Int4(), op="avg").get().tobytes()
-
-    assert expected == run_ranks(2, body)
-    assert sorted(["encode", "combine", "decode"] * 2) == sorted(device.launches)
-
-
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 def test_recordings_of_calls_that_draw_random_numbers_cannot_be_replayed(device, rounding):
     codec, x = Int4(rounding=rounding), up(normal((2, 64), "float32"))
@@ -179,14 +165,4 @@ MUTANTS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mutant", MUTANTS)
-def test_a_broken_kernel_is_noticed(device, run, mutant, monkeypatch):
-    assert_noticed(device, run, monkeypatch, ("int4.cu",), MUTANTS[mutant])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("check", dict.fromkeys(check for _, _, check in MUTANTS.values()))
-def test_a_whole_kernel_passes(device, run, check):
-    expected, actual = check(run)
-    assert expected == actual
+test_a_broken_kernel_is_noticed, test_a_whole_kernel_passes = mutation_tests(MUTANTS, "int4.cu")

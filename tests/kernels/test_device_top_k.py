@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from kernels.test_device import assert_noticed, normal, special_values, up
+from kernels.test_device import mutation_tests, normal, special_values, up
 from support.golden import GOLDEN
 
 from bagua_comm import TopK, kernels
@@ -194,14 +194,4 @@ MUTANTS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mutant", MUTANTS)
-def test_a_broken_kernel_is_noticed(device, run, mutant, monkeypatch):
-    assert_noticed(device, run, monkeypatch, ("top_k.cu",), MUTANTS[mutant])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("check", dict.fromkeys(check for _, _, check in MUTANTS.values()))
-def test_a_whole_kernel_passes(device, run, check):
-    expected, actual = check(run)
-    assert expected == actual
+test_a_broken_kernel_is_noticed, test_a_whole_kernel_passes = mutation_tests(MUTANTS, "top_k.cu")

@@ -156,17 +156,6 @@ def test_a_group_without_references_is_forgotten():
     assert run_ranks(2, body) == [(0, 0)] * 2
 
 
-def test_aborting_reaches_groups_that_are_still_held():
-    def body(comm):
-        group = comm.split(0)
-        if comm.rank == 0:
-            comm.abort()
-        with pytest.raises(CommAborted):
-            group.recv(np.ones(1), source=1 - group.rank)
-
-    run_ranks(2, body)
-
-
 def test_a_call_of_many_waits_has_one_deadline():
     def body(comm):
         if comm.rank == 1:
