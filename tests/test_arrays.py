@@ -10,7 +10,7 @@ import torch
 
 from bagua_comm import arrays
 from bagua_comm.arrays import FLOATS, INTEGERS, Scratch, as_array, check_reduction, dtype_named
-from bagua_comm.errors import ArrayError, UnsupportedError
+from bagua_comm.errors import UnsupportedError
 
 
 class Stranger:
@@ -45,14 +45,6 @@ def test_library_of_a_cupy_array_once_cupy_is_imported(monkeypatch):
     assert arrays.library(x) == "cupy"
     assert arrays.namespace(x) is cupy
     assert as_array(x) is x
-
-
-@pytest.mark.parametrize("x", [[1.0], 1.0, None, Stranger(), torch.zeros(2)], ids=lambda x: type(x).__name__)
-def test_library_of_anything_else_is_refused_by_name(x):
-    name = f"{type(x).__module__}.{type(x).__qualname__}"
-    with pytest.raises(UnsupportedError) as caught:
-        arrays.library(x)
-    assert f"expected a NumPy or CuPy array, got {name}" == str(caught.value)
 
 
 # as_array
@@ -102,48 +94,32 @@ def test_a_numpy_array_behind_dlpack_is_viewed():
     assert np.shares_memory(x, value)
 
 
-@pytest.mark.parametrize(
-    ("tensor", "reason"),
-    [
-        (torch.zeros(2, requires_grad=True), "grad"),
-        (torch.zeros(2, device="meta"), "meta"),
-        (torch.zeros(2, dtype=torch.float8_e5m2), "float8_e5m2"),
-        (torch.eye(2).to_sparse(), "sparse|layout"),
-    ],
-    ids=["requires_grad", "meta", "float8", "sparse"],
-)
-def test_torch_tensors_that_cannot_be_viewed_are_refused_with_the_reason(tensor, reason):
-    with pytest.raises(UnsupportedError, match=f"(?i)this torch.Tensor.*({reason})") as caught:
-        as_array(tensor)
-    assert caught.value.__cause__ is not None
+REFUSED = [
+    *(
+        (arrays.library, x, f"expected a NumPy or CuPy array, got .*{type(x).__name__}$")
+        for x in ([1.0], 1.0, None)
+    ),
+    (arrays.library, Stranger(), r"got \S*Stranger$"),
+    (arrays.library, torch.zeros(2), "expected a NumPy or CuPy array, got torch.Tensor$"),
+    *(
+        (as_array, x, f"got builtins.{type(x).__name__}; wrap it with numpy.asarray$")
+        for x in ([1.0], (1, 2), 3, 4.0)
+    ),
+    (as_array, Stranger(), r"or something with __dlpack__, got \S*Stranger$"),
+    (as_array, OnDevice(10), r"memory of DLPack device type 10; expected host \(1\) or CUDA \(2\)$"),
+    (as_array, OnDevice(1), "OnDevice through DLPack: not today$"),
+    (as_array, torch.zeros(2, requires_grad=True), "(?i)this torch.Tensor.*grad"),
+    (as_array, torch.zeros(2, device="meta"), "(?i)this torch.Tensor.*meta"),
+    (as_array, torch.zeros(2, dtype=torch.float8_e5m2), "(?i)this torch.Tensor.*float8_e5m2"),
+    (as_array, torch.eye(2).to_sparse(), "(?i)this torch.Tensor.*(sparse|layout)"),
+]
 
 
-@pytest.mark.parametrize("x", [[1.0, 2.0], (1, 2), 3, 4.0])
-def test_python_numbers_and_lists_are_refused_with_a_hint(x):
-    with pytest.raises(UnsupportedError) as caught:
-        as_array(x)
-    expected = (
-        "expected a NumPy or CuPy array or something with __dlpack__, "
-        f"got builtins.{type(x).__name__}; wrap it with numpy.asarray"
-    )
-    assert expected == str(caught.value)
-
-
-def test_objects_of_unknown_libraries_are_refused():
-    with pytest.raises(UnsupportedError, match=r"or something with __dlpack__, got \S*Stranger$"):
-        as_array(Stranger())
-
-
-def test_memory_of_other_devices_is_refused_by_its_type():
-    with pytest.raises(UnsupportedError) as caught:
-        as_array(OnDevice(10))
-    message = "OnDevice is in memory of DLPack device type 10; expected host (1) or CUDA (2)"
-    assert str(caught.value).endswith(message)
-
-
-def test_an_object_that_fails_to_export_its_memory_is_refused_with_the_reason():
-    with pytest.raises(UnsupportedError, match=r"OnDevice through DLPack: not today$"):
-        as_array(OnDevice(1))
+@pytest.mark.parametrize(("call", "x", "words"), REFUSED, ids=lambda value: type(value).__name__)
+def test_what_is_no_array_is_refused_by_name_with_the_reason(call, x, words):
+    with pytest.raises(UnsupportedError, match=words) as caught:
+        call(x)
+    assert (caught.value.__cause__ is not None) == (words.startswith("(?i)") or "not today" in words)
 
 
 # Contiguity
@@ -256,25 +232,6 @@ def test_reductions_of_each_dtype(name):
     if name in arrays.COMPLEX:  # which have no order
         expected = ["sum", "avg", "prod"]
     assert expected == allowed
-
-
-def test_dtypes_without_reductions_come_with_a_hint():
-    for name, hint in (
-        ("bool", "; reduce a view of it as uint8, by min (all), max (any) or bor"),
-        ("complex64", "; reduce magnitudes, or a view of its real and imaginary parts"),
-        ("complex128", "; reduce magnitudes, or a view of its real and imaginary parts"),
-    ):
-        with pytest.raises(UnsupportedError) as caught:
-            check_reduction("reduce", "max", np.dtype(name))
-        assert f"reduce: there is no op='max' for {name}{hint}" == str(caught.value)
-
-
-def test_an_unknown_reduction_is_answered_with_the_known_ones():
-    with pytest.raises(ArrayError) as caught:
-        check_reduction("allreduce", "mean", np.dtype("float32"))
-    known = "sum, avg, prod, min, max, band, bor, bxor"
-    message = f"allreduce: op is 'mean', expected one of {known}; did you mean op='avg'?"
-    assert message == str(caught.value)
 
 
 # Scratch

@@ -127,12 +127,6 @@ def test_settings_are_plain_data():
         assert hash(optimizer) == hash(eval(repr(optimizer), vars(optim)))
 
 
-@pytest.mark.parametrize("warmup_steps", [0, -1])
-def test_qadam_needs_a_warm_up(warmup_steps):
-    with pytest.raises(ArrayError, match="warmup_steps"):
-        optim.QAdam(warmup_steps=warmup_steps)
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [

@@ -24,9 +24,18 @@ X = Z[3]
 WRONG = [
     (lambda c: c.allreduce(Z[12], out=X), ArrayError, r"allreduce: out has shape \(3,\), expected \(12,\)"),
     (lambda c: c.allreduce(Z[2], out=np.zeros(2, "f4")), ArrayError, "out has dtype float32, expected float64"),
-    (lambda c: c.allreduce(Z[2], op="mean"), ArrayError, "op is 'mean', expected one of sum"),
+    (
+        lambda c: c.allreduce(Z[2], op="mean"),
+        ArrayError,
+        "op is 'mean', expected one of sum, .*; did you mean op='avg'",
+    ),
     (lambda c: c.allreduce(Z[2], op="bor"), UnsupportedError, "no op='bor' for float64"),
     (lambda c: c.allreduce(np.zeros(2, "c16"), op="max"), UnsupportedError, "no op='max' for complex128; .*real"),
+    (
+        lambda c: c.reduce(np.zeros(2, bool), root=0, op="max"),
+        UnsupportedError,
+        "for bool; .*uint8, by min .*bor$",
+    ),
     (lambda c: c.allreduce([1, 2]), UnsupportedError, "x: .*list; wrap it with numpy.asarray"),
     (lambda c: c.allreduce(object()), UnsupportedError, "got builtins.object"),
     (lambda c: c.allreduce(np.array(["a"])), UnsupportedError, "dtype <U1"),
