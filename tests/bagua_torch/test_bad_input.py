@@ -1,6 +1,5 @@
 """Wrong arguments are refused on every rank before the first step; values that are not finite stay visible."""
 
-import copy
 import subprocess
 import sys
 
@@ -42,97 +41,92 @@ from bagua_comm.testing import run_ranks
 from bagua_torch import DistributedDataParallel, QAdamOptimizer, comm_hook
 
 
-def refused(make_optimizers, algorithm, error, match, *, make=make_model, ranks=2):
+def adam(model, rank):
+    return torch.optim.Adam(model.parameters())
+
+
+def none(model, rank):
+    return ()
+
+
+def qadam(**settings):
+    return lambda model, rank: QAdamOptimizer(model.parameters(), **settings)
+
+
+def in_groups(model, rank):
+    return sgd([{"params": [p]} for p in model.parameters()] if rank else model.parameters())
+
+
+SHIFT_ONE = Decentralized("shift_one")
+WITHOUT_LAST = lambda model, rank: sgd(list(model.parameters())[:-1])  # noqa: E731
+REFUSALS = [
+    # optimizers of a rank, algorithm (or one for each rank), error, words
+    (none, Decentralized(), ArrayError, "give the optimizers"),
+    (none, AsyncModelAverage(warmup_steps=5), ArrayError, "give the optimizers"),
+    (none, after(2, GradientAllReduce(), ByteGrad()), ArrayError, "give the optimizers"),
+    (none, every(2, GradientAllReduce()), ArrayError, "give the optimizers"),
+    (none, QADAM, ArrayError, r"bagua_torch\.QAdamOptimizer"),
+    (adam, QADAM, ArrayError, "bagua_torch.QAdamOptimizer, but the optimizer is Adam"),
+    (adam, after(5, GradientAllReduce(), QADAM), ArrayError, "the optimizer is Adam"),
+    (qadam(warmup_steps=4), QADAM, ArrayError, r"warmup_steps=4 and betas\[0\]=0.9, but QAdam\(.* has 3 and 0.9"),
+    (
+        qadam(warmup_steps=3, betas=(0.8, 0.999)),
+        QADAM,
+        ArrayError,
+        r"betas\[0\]=0.8, but QAdam\(.* 0.9",
+    ),
+    (
+        lambda model, rank: adam(make_model(), rank),
+        GradientAllReduce(),
+        ArrayError,
+        "optimizer 0 .* has none",
+    ),
+    (WITHOUT_LAST, GradientAllReduce(), ArrayError, "no optimizer .* '4.bias'"),
+    (WITHOUT_LAST, DiLoCo(), ArrayError, "no optimizer .* '4.bias'"),
+    (adam, "bytegrad", ArrayError, "expected an algorithm"),
+    (adam, QAdam, ArrayError, "expected an algorithm"),
+    (adam, 3, ArrayError, "expected an algorithm"),
+    (lambda model, rank: [sgd, torch.optim.Adam][rank](model.parameters()), None, CommMismatch, "different"),
+    (lambda model, rank: [] if rank else sgd(model.parameters()), None, CommMismatch, "different"),
+    (in_groups, None, CommMismatch, "different"),
+    (adam, [DiLoCo(2), DiLoCo(3)], CommMismatch, "different algorithms"),
+]
+
+
+@pytest.mark.parametrize("row", REFUSALS, ids=lambda row: f"{row[1]!r}, {row[3]}")
+def test_optimizers_and_algorithms_that_do_not_fit_are_refused_on_every_rank(row):
+    refused(*row)
+
+
+def refused(make_optimizers, algorithm, error, match, *, ranks=2):
     """Wrapping raises on every rank, and the communicator can still be used."""
 
     def body(comm):
-        model = make()
+        model = make_model()
         before = weights(model)
+        mine = algorithm[comm.rank] if isinstance(algorithm, list) else algorithm
         with pytest.raises(error, match=match):
-            DistributedDataParallel(model, make_optimizers(model, comm.rank), algorithm, comm=comm)
+            DistributedDataParallel(model, make_optimizers(model, comm.rank), mine, comm=comm)
         assert torch.equal(weights(model), before)
-        model(torch.ones(2, 4, dtype=before.dtype)).sum().backward()  # trains by itself: no hooks are left
+        model(torch.ones(2, 4)).sum().backward()  # trains by itself: no hooks are left
         assert comm.allreduce(np.array(1)) == comm.size
 
     run_ranks(ranks, body, timeout_s=3)
 
 
-def adam(model, rank):
-    return torch.optim.Adam(model.parameters())
-
-
 # Algorithm and optimizer ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize(
-    "algorithm", [Decentralized("shift_one"), every(2, Decentralized("shift_one"))], ids=repr
-)
-def test_shift_one_on_an_odd_number_of_ranks(algorithm, ranks):
-    refused(adam, algorithm, ArrayError, "even number", ranks=ranks)
-
-
-def test_shift_one_on_an_odd_number_of_ranks_is_refused_before_the_steps_that_come_first():
-    refused(adam, after(2, GradientAllReduce(), Decentralized("shift_one")), ArrayError, "even number", ranks=3)
-
-
-@pytest.mark.algorithms("sample")
-@pytest.mark.parametrize(
-    "algorithm",
+    ("ranks", "algorithm"),
     [
-        *WEIGHT_ALGORITHMS,
-        AsyncModelAverage(warmup_steps=5),
-        after(2, GradientAllReduce(), ByteGrad()),
-        every(2, GradientAllReduce()),
+        *((ranks, algorithm) for algorithm in (SHIFT_ONE, every(2, SHIFT_ONE)) for ranks in (1, 3)),
+        (3, after(2, GradientAllReduce(), SHIFT_ONE)),  # before the steps that come first
     ],
     ids=repr,
 )
-def test_algorithms_that_need_to_know_of_steps_without_optimizers(algorithm):
-    refused(lambda model, rank: (), algorithm, ArrayError, "give the optimizers")
-
-
-def test_qadam_without_its_optimizer():
-    refused(
-        lambda model, rank: (),
-        QADAM,
-        ArrayError,
-        r"needs an optimizer that shares its momentum, such as bagua_torch\.QAdamOptimizer",
-    )
-
-
-@pytest.mark.parametrize("algorithm", [QADAM, after(5, GradientAllReduce(), QADAM)], ids=repr)
-def test_qadam_with_adam(algorithm):
-    refused(adam, algorithm, ArrayError, "bagua_torch.QAdamOptimizer, but the optimizer is Adam")
-
-
-@pytest.mark.parametrize("settings", [{"warmup_steps": 4}, {"warmup_steps": 3, "betas": (0.8, 0.999)}], ids=repr)
-def test_qadam_with_an_optimizer_of_other_settings(settings):
-    refused(
-        lambda model, rank: QAdamOptimizer(model.parameters(), **settings),
-        QADAM,
-        ArrayError,
-        r"warmup_steps=\d and betas\[0\]=0.\d, but QAdam\(.*\) has 3 and 0.9",
-    )
-
-
-def test_an_optimizer_of_another_module():
-    def of_a_copy(model, rank):
-        return torch.optim.Adam(copy.deepcopy(model).parameters())
-
-    refused(
-        of_a_copy,
-        GradientAllReduce(),
-        ArrayError,
-        r"optimizer 0 \(Adam\) has none of the parameters that are averaged",
-    )
-
-
-@pytest.mark.parametrize("algorithm", [GradientAllReduce(), DiLoCo()], ids=repr)
-def test_optimizers_that_leave_a_parameter_out(algorithm):
-    def without_the_last(model, rank):
-        return torch.optim.Adam(list(model.parameters())[:-1])
-
-    refused(without_the_last, algorithm, ArrayError, "no optimizer given steps '4.bias'; give all optimizers")
+def test_shift_one_on_an_odd_number_of_ranks(ranks, algorithm):
+    refused(adam, algorithm, ArrayError, "even number", ranks=ranks)
 
 
 def test_frozen_parameters_need_no_optimizer():
@@ -146,35 +140,6 @@ def test_frozen_parameters_need_no_optimizer():
             train_step(ddp, optimizer, batch(comm.rank, step))
         ddp.close()
         assert torch.equal(weights(model[4]), frozen)
-
-    run_ranks(2, body)
-
-
-# Ranks that don't fit together ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "make_optimizers",
-    [
-        lambda model, rank: [sgd, adam_of][rank](model.parameters()),
-        lambda model, rank: [] if rank else sgd(model.parameters()),
-        lambda model, rank: sgd([{"params": [p]} for p in model.parameters()] if rank else model.parameters()),
-    ],
-    ids=["kinds", "numbers", "groups"],
-)
-def test_optimizers_that_differ_between_ranks(make_optimizers):
-    refused(make_optimizers, GradientAllReduce(), CommMismatch, "different")
-
-
-def adam_of(parameters):
-    return torch.optim.Adam(parameters)
-
-
-def test_settings_of_algorithms_that_differ_between_ranks():
-    def body(comm):
-        model = make_model()
-        with pytest.raises(CommMismatch, match="different algorithms"):
-            DistributedDataParallel(model, sgd(model.parameters()), DiLoCo(2 + comm.rank), comm=comm)
 
     run_ranks(2, body)
 
@@ -267,15 +232,6 @@ def test_sparse_gradients_stay_sparse_where_weights_are_exchanged(algorithm):
         torch.testing.assert_close(actual, expected)
 
 
-def test_a_module_without_trainable_parameters():
-    def body(comm):
-        for module in (nn.ReLU(), nn.BatchNorm1d(2, affine=False), make_model().requires_grad_(False)):
-            with pytest.raises(ArrayError, match="no parameter to train"):
-                DistributedDataParallel(module, algorithm=DiLoCo(), comm=comm)
-
-    run_ranks(2, body)
-
-
 class Shapes(nn.Module):
     """Parameters that are empty, transposed, of no dimension, and in another memory format."""
 
@@ -354,11 +310,6 @@ def test_a_hook_with_an_object_that_is_no_average(average):
             comm_hook(average, comm)
 
     run_ranks(1, body)
-
-
-@pytest.mark.parametrize("algorithm", ["bytegrad", QAdam, 3], ids=repr)
-def test_an_object_that_is_no_algorithm(algorithm):
-    refused(adam, algorithm, ArrayError, "expected an algorithm")
 
 
 def test_without_pytorch_the_import_error_says_what_to_install():

@@ -77,27 +77,25 @@ def frozen(module):
 
 MODULES = {
     "frozen": (lambda: frozen(nn.Linear(1, 1)), RuntimeError, "no parameter to train"),
-    "empty": (nn.Tanh, RuntimeError, "no parameter to train"),
+    "empty": (nn.Tanh, ArrayError, "no parameter to train"),
+    "only buffers": (lambda: nn.BatchNorm1d(2, affine=False), ArrayError, "no parameter to train"),
     "lazy": (lambda: nn.Sequential(nn.Linear(1, 1), nn.LazyLinear(1)), RuntimeError, "'1.weight' is lazy; run"),
-    "sparse": (
-        lambda: with_buffer(nn.Linear(1, 1), torch.eye(2).to_sparse()),
-        UnsupportedError,
-        "'given'.*layout",
-    ),
+    "sparse": (lambda: with_buffer(torch.eye(2).to_sparse()), UnsupportedError, "'given'.*layout"),
     "quantized": (
-        lambda: with_buffer(nn.Linear(1, 1), torch.zeros(2, dtype=torch.float8_e4m3fn)),
+        lambda: with_buffer(torch.zeros(2).to(torch.float8_e4m3fn)),
         UnsupportedError,
-        "'given'.*float8",
+        "float8",
     ),
-    "elsewhere": (
-        lambda: with_buffer(nn.Linear(1, 1), torch.zeros(1).as_subclass(Elsewhere)),
-        UnsupportedError,
-        "'given' is on cuda:1, but this communicator has no device",
-    ),
+    "elsewhere": (lambda: with_buffer(elsewhere()), UnsupportedError, "'given' is on cuda:1, .* no device"),
 }
 
 
-def with_buffer(module, tensor):
+def elsewhere():
+    return torch.zeros(1).as_subclass(Elsewhere)
+
+
+def with_buffer(tensor):
+    module = nn.Linear(1, 1)
     module.register_buffer("given", tensor)
     return module
 
@@ -113,8 +111,7 @@ def test_modules_that_cannot_be_trained_are_refused(make, error, message):
 
 def test_ignored_parameters_are_not_checked():
     def body(comm):
-        module = with_buffer(nn.Linear(1, 1), torch.eye(2).to_sparse())
-        return checks.check_module(comm, contents_of(module, "given"))
+        return checks.check_module(comm, contents_of(with_buffer(torch.eye(2).to_sparse()), "given"))
 
     assert run_ranks(1, body) == [torch.device("cpu")]
 
@@ -122,15 +119,15 @@ def test_ignored_parameters_are_not_checked():
 @pytest.mark.parametrize(
     ("mine", "message"),
     [
-        (None, "'w' is on cuda:1, but this communicator has no device; see `python -m bagua_comm info`"),
+        (None, "'w' is on cuda:1, but this communicator has no device"),
         (0, r"'w' is on cuda:1, but this rank's .* cuda:0; move the module there, or call .*set_device\(0\)"),
     ],
 )
 def test_a_tensor_on_another_device_is_refused(mine, message):
-    checks.check_device(1, "w", torch.zeros(1).as_subclass(Elsewhere))
+    checks.check_device(1, "w", elsewhere())
     checks.check_device(mine, "w", torch.zeros(1))
     with pytest.raises(UnsupportedError, match=message):
-        checks.check_device(mine, "w", torch.zeros(1).as_subclass(Elsewhere))
+        checks.check_device(mine, "w", elsewhere())
 
 
 # Optimizers -----------------------------------------------------------------------------------------------
@@ -204,15 +201,12 @@ def test_no_optimizers_may_be_none_and_what_is_no_list_of_them_is_refused():
 @pytest.mark.parametrize(
     ("optimizers", "message"),
     [
-        (lambda p: [], r"QAdam\(.*needs an optimizer that shares its momentum.*QAdamOptimizer: give it"),
-        (lambda p: sgd(p), r"QAdam averages the momentum of .*QAdamOptimizer, but the optimizer is SGD"),
+        (lambda p: [], r"QAdam\(.*needs .*QAdamOptimizer: give it"),
+        (lambda p: sgd(p), r"QAdam .*QAdamOptimizer, but the optimizer is SGD"),
+        (lambda p: [QAdamOptimizer(p.values(), warmup_steps=7)], r"warmup_steps=7 and .*, but QAdam\(.* has 5"),
         (
-            lambda p: [QAdamOptimizer(p.values(), warmup_steps=7, betas=(0.8, 0.99))],
-            r"has warmup_steps=7 and betas\[0\]=0.8, but QAdam\(.* has 5 and 0.9",
-        ),
-        (
-            lambda p: [QAdamOptimizer([p["weight"]], warmup_steps=5), *sgd({"bias": p["bias"]})],
-            "but the optimizer is SGD",
+            lambda p: [QAdamOptimizer([p["weight"]], warmup_steps=5), *sgd({"": p["bias"]})],
+            "the optimizer is SGD",
         ),
     ],
 )
@@ -230,61 +224,46 @@ def test_an_algorithm_that_shares_state_needs_optimizers_that_share_it(optimizer
 # Ranks ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("make", "optimizers", "tuned", "words"),
-    [
-        (
-            lambda rank: nn.Linear(1 + rank, 1),
-            lambda rank: 1,
-            lambda rank: False,
-            "modules: 'weight' is float32[1, 1] on rank 0, and float32[1, 2] on rank 1",
-        ),
-        (
-            lambda rank: nn.Linear(1, 1, bias=rank == 0),
-            lambda rank: 1,
-            lambda rank: False,
-            "modules: 'bias' is on rank 0, and not on rank 1",
-        ),
-        (
-            lambda rank: nn.ModuleDict({"ab"[rank]: nn.Linear(1, 1)}),
-            lambda rank: 1,
-            lambda rank: False,
-            "modules: rank 0 has 'a.weight' where rank 1 has 'b.weight'",
-        ),
-        (
-            lambda rank: nn.Linear(1, 1).to(torch.float64 if rank else None),
-            lambda rank: 1,
-            lambda rank: False,
-            "modules: 'weight' is float32[1, 1] on rank 0, and float64[1, 1] on rank 1",
-        ),
-        (
-            lambda rank: nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1).requires_grad_(rank == 0)),
-            lambda rank: 1,
-            lambda rank: False,
-            "modules: '1.weight' is trained on rank 0, and not trained on rank 1",
-        ),
-        (
-            lambda rank: nn.BatchNorm1d(1, track_running_stats=rank == 0),
-            lambda rank: 1,
-            lambda rank: False,
-            "modules: 'running_mean' is on rank 0, and not on rank 1",
-        ),
-        (
-            lambda rank: nn.Linear(1, 1),
-            lambda rank: rank,
-            lambda rank: False,
-            "numbers of optimizers: 0 and 1; give the same optimizers on all ranks",
-        ),
-        (
-            lambda rank: nn.Linear(1, 1),
-            lambda rank: 1,
-            lambda rank: rank == 0,
-            "arguments: rank 0 has a tuner, and rank 1 has none; give one on all ranks",
-        ),
-    ],
-    ids=["shape", "parameter", "name", "dtype", "frozen", "buffer", "optimizers", "tuner"],
-)
-def test_differences_between_ranks_raise_in_words_on_all_ranks(make, optimizers, tuned, words):
+MODULES_BY_RANK = {
+    "shape": (
+        lambda rank: nn.Linear(1 + rank, 1),
+        "'weight' is float32[1, 1] on rank 0, and float32[1, 2] on rank 1",
+    ),
+    "parameter": (lambda rank: nn.Linear(1, 1, bias=rank == 0), "'bias' is on rank 0, and not on rank 1"),
+    "name": (
+        lambda rank: nn.ModuleDict({"ab"[rank]: nn.Linear(1, 1)}),
+        "rank 0 has 'a.weight' where rank 1 has 'b.weight'",
+    ),
+    "dtype": (
+        lambda rank: nn.Linear(1, 1).to(torch.float64 if rank else None),
+        "'weight' is float32[1, 1] on rank 0, and float64[1, 1] on rank 1",
+    ),
+    "frozen": (
+        lambda rank: nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1).requires_grad_(rank == 0)),
+        "'1.weight' is trained on rank 0, and not trained on rank 1",
+    ),
+    "buffer": (
+        lambda rank: nn.BatchNorm1d(1, track_running_stats=rank == 0),
+        "'running_mean' is on rank 0, and not on rank 1",
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "words"), MODULES_BY_RANK.values(), ids=MODULES_BY_RANK)
+def test_modules_that_differ_raise_in_words_on_all_ranks(make, words):
+    assert_different(f"modules: {words}", make=make)
+
+
+def test_numbers_of_optimizers_and_tuners_that_differ_raise_in_words_on_all_ranks():
+    words = "numbers of optimizers: 0 and 1; give the same optimizers on all ranks"
+    assert_different(words, optimizers=lambda rank: rank)
+    words = "arguments: rank 0 has a tuner, and rank 1 has none; give one on all ranks"
+    assert_different(words, tuned=lambda rank: rank == 0)
+
+
+def assert_different(
+    words, *, make=lambda rank: nn.Linear(1, 1), optimizers=lambda rank: 1, tuned=lambda rank: False
+):
     def body(comm):
         contents = contents_of(make(comm.rank))
         mine = sgd(contents.trained) * optimizers(comm.rank)
@@ -311,13 +290,22 @@ def test_ranks_that_are_alike_pass():
 # In the course of training --------------------------------------------------------------------------------
 
 
-def test_a_module_that_is_as_it_was_passes():
+@pytest.mark.parametrize(
+    ("name", "value", "error", "message"),
+    [
+        ("more", nn.Parameter(torch.ones(1)), ArrayError, "'more' was added after the module was wrapped"),
+        ("weight", nn.Parameter(torch.ones(1, 2)), ArrayError, "'weight' is another parameter than when"),
+        ("weight._in_backward_optimizers", [], UnsupportedError, "'weight' has an optimizer that steps within"),
+    ],
+)
+def test_a_module_that_was_changed_is_refused(name, value, error, message):
     module = nn.Linear(2, 1)
-    checks.check_unchanged(contents_of(module))
-
-
-def add(module):
-    module.more = nn.Parameter(torch.ones(1))
+    contents = contents_of(module)
+    checks.check_unchanged(contents)
+    owner, _, name = name.rpartition(".")
+    setattr(getattr(module, owner) if owner else module, name, value)
+    with pytest.raises(error, match=message):
+        checks.check_unchanged(contents)
 
 
 def freeze(module):
@@ -326,30 +314,6 @@ def freeze(module):
 
 def unfreeze(module):
     module.bias.requires_grad_(True)
-
-
-def replace(module):
-    module.weight = nn.Parameter(torch.ones(1, 2))
-
-
-def step_in_backward(module):
-    module.weight._in_backward_optimizers = []
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        (add, ArrayError, "'more' was added after the module was wrapped"),
-        (replace, ArrayError, "'weight' is another parameter than when the module was wrapped"),
-        (step_in_backward, UnsupportedError, "'weight' has an optimizer that steps within the backward pass"),
-    ],
-)
-def test_a_module_that_was_changed_is_refused(change, error, message):
-    module = nn.Linear(2, 1)
-    contents = contents_of(module)
-    change(module)
-    with pytest.raises(error, match=message):
-        checks.check_unchanged(contents)
 
 
 def test_a_parameter_that_was_frozen_before_is_found_when_it_is_unfrozen():

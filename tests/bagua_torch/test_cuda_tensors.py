@@ -53,7 +53,6 @@ from bagua_comm.execution.cuda import DeviceClock, SideStream, UseStream
 from bagua_comm.execution.lane import StreamLane, ThreadLane
 from bagua_comm.testing import run_ranks
 from bagua_torch import DistributedDataParallel, torch_stream
-from bagua_torch.tensors import checks
 from bagua_torch.training.engine import TorchEngine
 
 ALGORITHMS = [
@@ -554,15 +553,3 @@ def test_torch_stream_does_nothing_for_the_cpu(monkeypatch):
 
 class Elsewhere(torch.Tensor):
     device = torch.device("cuda", 1)
-
-
-@pytest.mark.parametrize(
-    ("comms_device", "message"),
-    [
-        (None, "'w' is on cuda:1, but this communicator has no device"),
-        (0, "'w' is on cuda:1, but this rank's communicator works on cuda:0; move the module there, or"),
-    ],
-)
-def test_a_module_that_is_elsewhere_is_refused(comms_device, message):
-    with pytest.raises(UnsupportedError, match=message):
-        checks.check_device(comms_device, "w", torch.zeros(1).as_subclass(Elsewhere))
