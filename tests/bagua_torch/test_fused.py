@@ -15,25 +15,18 @@ from bagua_torch import DistributedDataParallel, QAdamOptimizer, fuse
 
 MAKERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.05, foreach=False),
-    "nesterov": lambda p: torch.optim.SGD(
-        p, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.1, foreach=False
-    ),
+    "nesterov": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, nesterov=True, weight_decay=0.1, foreach=False),
     "adam": lambda p: torch.optim.Adam(p, lr=0.01, foreach=False),
-    "amsgrad": lambda p: torch.optim.Adam(
-        p, lr=0.01, amsgrad=True, maximize=True, weight_decay=0.1, foreach=False
-    ),
+    "amsgrad": lambda p: torch.optim.Adam(p, 0.01, amsgrad=True, maximize=True, weight_decay=0.1, foreach=False),
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=False),
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.9, centered=True, foreach=False),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01, lr_decay=0.1, foreach=False),
     "qadam": lambda p: QAdamOptimizer(p, lr=0.01, warmup_steps=3, weight_decay=0.1),
 }
 every_optimizer = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+BY_DEFAULT = ("nesterov", "amsgrad", "qadam")
 some_optimizers = pytest.mark.parametrize(
-    "make",
-    [
-        pytest.param(make, id=name, marks=() if name in ("nesterov", "amsgrad", "qadam") else pytest.mark.slow)
-        for name, make in MAKERS.items()
-    ],
+    "make", [pytest.param(MAKERS[n], id=n, marks=() if n in BY_DEFAULT else pytest.mark.slow) for n in MAKERS]
 )
 
 
@@ -51,12 +44,8 @@ def give_gradients(ps, step, missing=()):
     generator = torch.Generator().manual_seed(1000 + step)
     for i, p in enumerate(ps):
         g = torch.randn(p.shape, generator=generator).to(p.dtype)
-        if i in missing:
-            continue
-        if p.grad is None:
-            p.grad = torch.empty_like(p).copy_(g)
-        else:
-            p.grad.add_(g)
+        if i not in missing:
+            p.grad = torch.empty_like(p).copy_(g) if p.grad is None else p.grad.add_(g)
 
 
 def same_bytes(a, b):
@@ -230,60 +219,26 @@ def test_copies_continue(through):
 # Behind our back --------------------------------------------------------------------------------------------
 
 
-def in_place_elsewhere(ps, optimizer):
-    ps[3].data = ps[3].data.clone() + 1
-
-
-def another_layout(ps, optimizer):
-    ps[0].data = (ps[0].data * 2).t().contiguous().t()
-
-
-def loaded_into_the_model(ps, optimizer):
-    for p in ps:
-        p.data.copy_(torch.ones_like(p))
-
-
-def state_replaced(ps, optimizer):
-    optimizer.state[ps[2]]["exp_avg"] = torch.full_like(ps[2], 0.5)
-
-
-def state_forgotten(ps, optimizer):
-    del optimizer.state[ps[7]]
-
-
-def all_state_forgotten(ps, optimizer):
-    optimizer.state.clear()
-
-
-def step_counted(ps, optimizer):
-    optimizer.state[ps[5]]["step"] = torch.tensor(9.0)
-
-
-def gradient_moved(ps, optimizer):
-    for p in ps:
-        p.grad.data = p.grad.data.clone()
-
-
 def to_double(ps, optimizer):
     ps[6].data = ps[6].data.double()
     optimizer.state[ps[6]] = {}
     ps[6].grad = None
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        in_place_elsewhere,
-        another_layout,
-        loaded_into_the_model,
-        state_replaced,
-        state_forgotten,
-        all_state_forgotten,
-        step_counted,
-        gradient_moved,
-        to_double,
-    ],
-)
+REPLACED = {
+    "in place elsewhere": lambda ps, optimizer: setattr(ps[3], "data", ps[3].data.clone() + 1),
+    "another layout": lambda ps, optimizer: setattr(ps[0], "data", (ps[0].data * 2).t().contiguous().t()),
+    "loaded into the model": lambda ps, optimizer: [p.data.copy_(torch.ones_like(p)) for p in ps],
+    "state replaced": lambda ps, optimizer: optimizer.state[ps[2]].update(exp_avg=torch.full_like(ps[2], 0.5)),
+    "state forgotten": lambda ps, optimizer: optimizer.state.pop(ps[7]),
+    "all state forgotten": lambda ps, optimizer: optimizer.state.clear(),
+    "step counted": lambda ps, optimizer: optimizer.state[ps[5]].update(step=torch.tensor(9.0)),
+    "gradient moved": lambda ps, optimizer: [setattr(p.grad, "data", p.grad.data.clone()) for p in ps],
+    "to double": to_double,
+}
+
+
+@pytest.mark.parametrize("change", REPLACED.values(), ids=REPLACED)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("zero", [True, False], ids=["none", "zeros"])
 def test_tensors_that_were_replaced_are_found(change, zero):
@@ -380,16 +335,20 @@ def test_in_distributed_data_parallel_it_is_the_plain_one_to_the_bit(ranks, algo
             assert all(same_bytes(own_saved["state"][number][key], value) for key, value in entry.items())
 
 
-def test_gradients_are_stepped_in_their_buckets():
+@pytest.mark.parametrize("algorithm", [GradientAllReduce(), LowPrecisionDecentralized()], ids=str)
+def test_what_is_averaged_is_stepped_in_its_buckets(algorithm):
     def body(comm):
         model = make_model()
         optimizer = fuse(torch.optim.Adam(model.parameters()))
-        ddp = DistributedDataParallel(model, optimizer, comm=comm)
+        for step in range(2):  # in separate flat tensors
+            train_step(model, optimizer, batch(comm.rank, step))
+        ddp = DistributedDataParallel(model, optimizer, algorithm, comm=comm)
         for step in range(2):
             train_step(ddp, optimizer, batch(comm.rank, step))
         ((unit,),) = optimizer._flat_groups
-        (flat,) = ddp._steps.memory.flats["grad"]
-        inside = unit.gradient.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
+        (flat,) = ddp._steps.memory.flats[algorithm.payload]
+        mine = unit.gradient if algorithm.payload == "grad" else unit.flat
+        inside = mine.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
         ddp.close()
         return optimizer.units, inside
 
@@ -429,24 +388,6 @@ def test_parameters_lie_in_the_same_places_from_the_first_forward_pass_on(algori
         return stayed == joined
 
     assert run_ranks(1, body) == [True]
-
-
-def test_weights_stay_in_their_buckets():
-    def body(comm):
-        model = make_model()
-        optimizer = fuse(torch.optim.SGD(model.parameters(), lr=0.1))
-        for step in range(2):  # in separate flat tensors
-            train_step(model, optimizer, batch(comm.rank, step))
-        ddp = DistributedDataParallel(model, optimizer, LowPrecisionDecentralized(), comm=comm)
-        for step in range(2):
-            train_step(ddp, optimizer, batch(comm.rank, step))
-        ((unit,),) = optimizer._flat_groups
-        (flat,) = ddp._steps.memory.flats["weight"]
-        inside = unit.flat.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
-        ddp.close()
-        return inside
-
-    assert run_ranks(2, body) == [True, True]
 
 
 def test_unused_parameters_and_accumulation():
@@ -529,35 +470,22 @@ def matrices():
     return [nn.Parameter(torch.randn(4, 4)) for _ in range(2)]
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda p: LAMB(p, lr=0.1), "LAMB does not work element by element"),
-        (lambda p: LAMB(p, lr=0.0), "LAMB does not work element by element"),
-        (lambda p: LARS(p, lr=0.1), "LARS does not work element by element"),
-        (lambda p: NoisySGD(p, lr=0.1), "NoisySGD does not work element by element"),
-        (lambda p: Listed(p, lr=0.1), "Listed "),
-        (torch.optim.Adafactor, "Adafactor does not work element by element"),
-        (torch.optim.Muon, r"Muon cannot be fused.* must be a 2D matrix"),
-        (torch.optim.LBFGS, r"LBFGS cannot be fused.*closure"),
-        (torch.optim.SparseAdam, r"SparseAdam cannot be fused.*does not support dense gradients"),
-        (lambda p: torch.optim.SGD(p, differentiable=True), "differentiable=True"),
-        (lambda p: torch.optim.SGD(p, momentum=0.9, fused=True), r"SGD as it is set rounds .* fused=True"),
-    ],
-    ids=[
-        "lamb",
-        "lamb in warm-up",
-        "lars",
-        "noisy",
-        "listed",
-        "adafactor",
-        "muon",
-        "lbfgs",
-        "sparse",
-        "differentiable",
-        "fused",
-    ],
-)
+NOT_FUSED = {
+    "lamb": (lambda p: LAMB(p, lr=0.1), "LAMB does not work element by element"),
+    "lamb in warm-up": (lambda p: LAMB(p, lr=0.0), "LAMB does not work element by element"),
+    "lars": (lambda p: LARS(p, lr=0.1), "LARS does not work element by element"),
+    "noisy": (lambda p: NoisySGD(p, lr=0.1), "NoisySGD does not work element by element"),
+    "listed": (lambda p: Listed(p, lr=0.1), "Listed "),
+    "adafactor": (torch.optim.Adafactor, "Adafactor does not work element by element"),
+    "muon": (torch.optim.Muon, r"Muon cannot be fused.* must be a 2D matrix"),
+    "lbfgs": (torch.optim.LBFGS, r"LBFGS cannot be fused.*closure"),
+    "sparse": (torch.optim.SparseAdam, r"SparseAdam cannot be fused.*does not support dense gradients"),
+    "differentiable": (lambda p: torch.optim.SGD(p, differentiable=True), "differentiable=True"),
+    "fused": (lambda p: torch.optim.SGD(p, momentum=0.9, fused=True), "SGD as it is set rounds .* fused=True"),
+}
+
+
+@pytest.mark.parametrize(("make", "message"), NOT_FUSED.values(), ids=NOT_FUSED)
 def test_optimizers_that_cannot_be_fused_are_refused_by_name(make, message):
     ps = matrices()
     optimizer = make(ps)
@@ -570,56 +498,51 @@ def test_optimizers_that_cannot_be_fused_are_refused_by_name(make, message):
     assert not optimizer.state or type(optimizer) is torch.optim.LBFGS
 
 
-def test_an_optimizer_with_hooks_is_refused():
+def plain_sgd(*hooks):
+    """An optimizer after these were called with it."""
     optimizer = torch.optim.SGD(matrices(), lr=0.1)
-    torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    with pytest.raises(ArrayError, match="this SGD has hooks or a wrapped step already"):
-        fuse(optimizer)
-    optimizer = torch.optim.SGD(matrices(), lr=0.1)
-    optimizer.register_step_pre_hook(lambda *_: None)
-    with pytest.raises(ArrayError, match="this SGD has hooks or a wrapped step already"):
-        fuse(optimizer)
+    for hook in hooks:
+        hook(optimizer)
+    return optimizer
 
 
-def test_an_object_that_is_no_optimizer_or_fused_already_is_refused():
-    with pytest.raises(ArrayError, match="expected an optimizer"):
-        fuse(nn.Linear(1, 1))
-    optimizer = torch.optim.SGD(matrices(), lr=0.1)
-    fused = fuse(optimizer)
-    with pytest.raises(ArrayError, match="fused already"):
-        fuse(fused)
-    with pytest.raises(ArrayError, match="step the one that fuse returned"):
-        optimizer.step()
+def of(*tensors):
+    return torch.optim.SGD([nn.Parameter(tensor) for tensor in tensors], lr=0.1)
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: [nn.Parameter(w := torch.zeros(4)), nn.Parameter(w[1:3])], "shares memory with another one"),
-        (lambda: [nn.Parameter(torch.zeros(4, 4)[:, :2])], "parameter 0 of group 0, .* has gaps"),
-        (lambda: [nn.Parameter(torch.zeros(1).expand(3))], "has gaps or repeats"),
-        (lambda: [nn.LazyLinear(2).weight], "is lazy"),
-        (lambda: [nn.Parameter(torch.zeros(2, device="meta"))], "on meta"),
-    ],
-    ids=["overlap", "gaps", "repeats", "lazy", "meta"],
-)
-def test_parameters_that_cannot_lie_together_are_refused(make, message):
-    with pytest.raises(UnsupportedError, match=message):
-        fuse(torch.optim.SGD(make(), lr=0.1))
+WHOLE = torch.zeros(4)
+HOOKED = "this SGD has hooks or a wrapped step already"
+WRONG_FOR_FUSE = {
+    "scheduled": (lambda: plain_sgd(lambda o: torch.optim.lr_scheduler.StepLR(o, 1)), ArrayError, HOOKED),
+    "hooked": (lambda: plain_sgd(lambda o: o.register_step_pre_hook(lambda *_: None)), ArrayError, HOOKED),
+    "no optimizer": (lambda: nn.Linear(1, 1), ArrayError, "expected an optimizer"),
+    "fused already": (lambda: fuse(plain_sgd()), ArrayError, "fused already"),
+    "overlap": (lambda: of(WHOLE, WHOLE[1:3]), UnsupportedError, "shares memory with another one"),
+    "gaps": (lambda: of(torch.zeros(4, 4)[:, :2]), UnsupportedError, "parameter 0 of group 0, .* has gaps"),
+    "repeats": (lambda: of(torch.zeros(1).expand(3)), UnsupportedError, "has gaps or repeats"),
+    "lazy": (lambda: torch.optim.SGD([nn.LazyLinear(2).weight], lr=0.1), UnsupportedError, "is lazy"),
+    "meta": (lambda: of(torch.zeros(2, device="meta")), UnsupportedError, "on meta"),
+}
 
 
-def test_a_sparse_gradient_is_refused():
+@pytest.mark.parametrize(("make", "error", "message"), WRONG_FOR_FUSE.values(), ids=WRONG_FOR_FUSE)
+def test_what_cannot_be_fused_is_refused(make, error, message):
+    with pytest.raises(error, match=message):
+        fuse(make())
+
+
+def test_what_a_fused_optimizer_cannot_step_is_refused():
     layer = nn.Embedding(10, 2, sparse=True)
-    fused = fuse(torch.optim.SGD(layer.parameters(), lr=0.1))
+    sparse, fused = fuse(torch.optim.SGD(layer.parameters(), lr=0.1)), fuse(plain := plain_sgd())
     layer(torch.tensor([1, 2])).sum().backward()
-    with pytest.raises(UnsupportedError, match=r"fused SGD: a gradient of shape \(10, 2\) has layout"):
-        fused.step()
-
-
-def test_a_group_that_cannot_be_fused_is_not_added():
-    fused = fuse(torch.optim.SGD(matrices(), lr=0.1, momentum=0.9))
-    with pytest.raises(UnsupportedError, match="rounds"):
-        fused.add_param_group({"params": matrices(), "fused": True})
+    group = {"params": matrices(), "momentum": 0.9, "fused": True}
+    for call, error, message in [
+        (sparse.step, UnsupportedError, r"fused SGD: a gradient of shape \(10, 2\) has layout"),
+        (plain.step, ArrayError, "step the one that fuse returned"),
+        (lambda: fused.add_param_group(group), UnsupportedError, "rounds"),
+    ]:
+        with pytest.raises(error, match=message):
+            call()
     assert len(fused.param_groups) == 1
 
 
@@ -651,10 +574,7 @@ def test_clipped_gradients_of_tied_weights_are_stepped_alike():
 
 @pytest.mark.parametrize("kind", ["sgd", "adam"])
 def test_an_optimizer_that_copies_would_slow_down_steps_as_it_is_and_says_so(kind):
-    make = {
-        "sgd": lambda ps: torch.optim.SGD(ps, lr=0.1),
-        "adam": lambda ps: torch.optim.Adam(ps, foreach=False),
-    }[kind]
+    make = MAKERS[kind]
     sizes, random = (40_000, 30_000, 50_000), torch.Generator().manual_seed(0)
     start = [torch.randn(size, generator=random) for size in sizes]
     models = [[nn.Parameter(each.clone()) for each in start] for _ in range(2)]
@@ -670,9 +590,7 @@ def test_an_optimizer_that_copies_would_slow_down_steps_as_it_is_and_says_so(kin
 
     step(), step()
     assert fused.units == 1
-    with pytest.warns(
-        UserWarning, match=r"new tensors in each step, so it now steps as without fuse.*fused=True"
-    ):
+    with pytest.warns(UserWarning, match="new tensors in each step, so it now steps .*fused=True"):
         step()
     step()
     assert fused.units == 0
