@@ -130,8 +130,7 @@ def on_gloo(size, body):
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_each_signature_fills_what_gloo_fills_and_has_its_future(size, monkeypatch):
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+def test_each_signature_fills_what_gloo_fills_and_has_its_future(size):
 
     def ours(comm):
         group = BaguaGroup(lane_of(comm.dup(), 20.0), comm)

@@ -16,11 +16,6 @@ TIMEOUT_S = 60.0
 AT_ONCE_S = 30.0
 
 
-@pytest.fixture(autouse=True)
-def loopback(monkeypatch):
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-
-
 def outcomes(ranks, call):
     """The error of `call(comm, odd)` on each rank, or None; `odd` is True on the last rank."""
 

@@ -10,11 +10,6 @@ from support.gloo import run_threads
 from bagua_comm import CommError, Communicator
 
 
-@pytest.fixture(autouse=True)
-def loopback(monkeypatch):
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-
-
 def failed(call, *, closed):
     """The error of rank 0, whose peer is gone; its traceback holds the transport."""
 

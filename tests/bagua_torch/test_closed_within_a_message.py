@@ -16,11 +16,6 @@ NBYTES = 20 << 20
 CLOSE_AFTER_S = 0.1
 
 
-@pytest.fixture(autouse=True)
-def loopback(monkeypatch):
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-
-
 CALLS = {
     "the sender": lambda comm, x: comm.send(x, dest=0) if comm.rank == 1 else comm.recv(x, source=1),
     "the receiver": lambda comm, x: comm.recv(x, source=0) if comm.rank == 1 else comm.send(x, dest=1),

@@ -16,11 +16,6 @@ from bagua_torch.process_group.verdicts import Verdict
 TIMEOUT_S = 60.0
 
 
-@pytest.fixture(autouse=True)
-def loopback(monkeypatch):
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-
-
 def send(channel, x, dest):
     channel.exchange([(dest, x)], [], tag=FIRST_CHANNEL_TAG)
 

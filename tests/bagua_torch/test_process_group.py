@@ -49,11 +49,6 @@ from bagua_torch.process_group.wire import UNSENT_FRAMES
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 
 
-@pytest.fixture(autouse=True)
-def loopback(monkeypatch):
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-
-
 def error_of(call, *arguments, **options):
     """The type of `CommError` that a call raises; None if it succeeds."""
     try:

@@ -22,11 +22,6 @@ print(*(each.readlink() for each in pathlib.Path('/proc/self/fd').iterdir() if e
 """
 
 
-@pytest.fixture(autouse=True)
-def loopback(monkeypatch):
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-
-
 def test_a_forked_child_that_outlives_its_rank_does_not_hide_its_death():
     def body(transport):
         comm = Communicator([transport])

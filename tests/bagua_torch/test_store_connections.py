@@ -73,8 +73,7 @@ def test_connections_end_with_their_store(make):
     assert ended() is None
 
 
-def test_further_communicators_need_no_further_connection(monkeypatch):
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+def test_further_communicators_need_no_further_connection():
     store, counts = Counting(), []
 
     def body(transport):

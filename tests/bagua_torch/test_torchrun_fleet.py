@@ -31,11 +31,6 @@ from bagua_torch.process_group.store import FleetStore
 pytestmark = pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # of Python 3.12, about fork
 
 
-@pytest.fixture(autouse=True)
-def loopback(monkeypatch):
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-
-
 @pytest.fixture
 def processes(tmp_path):
     found = Processes(tmp_path)

@@ -11,8 +11,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:This process:DeprecationWarning"
 
 
 @pytest.fixture
-def processes(tmp_path, monkeypatch):
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+def processes(tmp_path):
     found = Processes(tmp_path)
     yield found
     found.close()
