@@ -40,29 +40,24 @@ DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int
 MOVED = [*DTYPES, torch.bool, torch.complex64, torch.float8_e4m3fn]
 
 
-def on_groups(body, ranks=RANKS, *, options=None, timeout_s=20.0):
+def on_groups(body, ranks=RANKS, *, options=None, timeout_s=20.0, end=BaguaGroup.shutdown):
     """Run `body(group)` on ranks that are threads; returns their results."""
 
     def run(comm):
         group = BaguaGroup(lane_of(comm.dup(), timeout_s), comm, options=options)
         result = body(group)
-        group.shutdown()
+        end(group)
         return result
 
     return run_ranks(ranks, run)
 
 
-def with_op(options, op):
+def with_op(options, op=None, root=None):
     made = options()
-    made.reduceOp = op
-    return made
-
-
-def with_root(options, root, op=None):
-    made = options()
-    made.rootRank = root
     if op is not None:
         made.reduceOp = op
+    if root is not None:
+        made.rootRank = root
     return made
 
 
@@ -99,7 +94,7 @@ def test_reductions_of_all_dtypes(name):
             group.allreduce([x], with_op(dist.AllreduceOptions, op)).wait()
             equal(x, expected)
             x = values(group.rank(), dtype).t()  # not contiguous
-            group.reduce([x], with_root(dist.ReduceOptions, 1, op)).wait()
+            group.reduce([x], with_op(dist.ReduceOptions, op, 1)).wait()
             if group.rank() == 1:
                 equal(x, expected.t())
             out = torch.empty(5, dtype=dtype)
@@ -135,7 +130,7 @@ def test_calls_that_move_elements(dtype):
         rank, size = group.rank(), group.size()
         every = [values(each, dtype) for each in range(size)]
         x = every[rank].clone()
-        group.broadcast([x], with_root(dist.BroadcastOptions, 2)).wait()
+        group.broadcast([x], with_op(dist.BroadcastOptions, root=2)).wait()
         equal(x, every[2])
         outs = [torch.empty_like(x) for _ in range(size)]
         group.allgather([outs], [every[rank]]).wait()
@@ -144,10 +139,10 @@ def test_calls_that_move_elements(dtype):
         group.all_gather_single(out, every[rank]).wait()
         equal(out, torch.cat(every))
         outs = [torch.empty_like(x) for _ in range(size)]
-        group.gather([outs] if rank == 1 else [], [every[rank]], with_root(dist.GatherOptions, 1)).wait()
+        group.gather([outs] if rank == 1 else [], [every[rank]], with_op(dist.GatherOptions, root=1)).wait()
         if rank == 1:
             equal(torch.cat(outs), torch.cat(every))
-        group.scatter([x], [every] if rank == 0 else [], with_root(dist.ScatterOptions, 0)).wait()
+        group.scatter([x], [every] if rank == 0 else [], with_op(dist.ScatterOptions, root=0)).wait()
         equal(x, every[rank])
         sends = [values(rank, dtype, (to + 1, 2), to) for to in range(size)]
         expected = torch.cat([values(source, dtype, (rank + 1, 2), rank) for source in range(size)])
@@ -271,9 +266,8 @@ def test_another_order_of_calls_is_an_error_on_all_ranks():
             work.wait()
         with pytest.raises(CommError):
             group.barrier().wait()
-        group.abort()
 
-    run_ranks(2, lambda comm: body(BaguaGroup(lane_of(comm.dup(), 20.0), comm)))
+    on_groups(body, 2, end=BaguaGroup.abort)
 
 
 def test_time_limits_of_the_group_of_a_call_and_of_a_wait():
@@ -284,11 +278,15 @@ def test_time_limits_of_the_group_of_a_call_and_of_a_wait():
                 group.recv([torch.empty(1)], 1, 3).wait(timedelta(milliseconds=1))
             with pytest.raises(CommError, match="rank 1"):
                 group.monitored_barrier(timedelta(milliseconds=50))
-            group.abort()
 
     begin = time.monotonic()
-    run_ranks(2, lambda comm: body(BaguaGroup(lane_of(comm.dup(), 0.3), comm)))
+    on_groups(body, 2, timeout_s=0.3, end=abort_of_rank_0)
     assert time.monotonic() - begin < 10
+
+
+def abort_of_rank_0(group):
+    if group.rank() == 0:
+        group.abort()
 
 
 def test_a_new_time_limit_of_the_group_holds_for_later_calls():
@@ -297,54 +295,35 @@ def test_a_new_time_limit_of_the_group_holds_for_later_calls():
             group.set_timeout(timedelta(milliseconds=50))
             with pytest.raises(CommTimeout, match=r"0\.05 s"):
                 group.barrier().wait()
-            group.abort()
 
-    run_ranks(2, lambda comm: body(BaguaGroup(lane_of(comm.dup(), 20.0), comm)))
+    on_groups(body, 2, end=abort_of_rank_0)
 
 
+ONE, TWO, SPREAD = torch.ones(1), torch.ones(2), torch.ones(1).expand(4)
+TO_ONE = with_op(dist.ReduceOptions, root=1)
 BAD_CALLS = {
-    "premul": (UnsupportedError, "PREMUL_SUM", lambda g: g.allreduce([torch.ones(2)], premul())),
+    "premul": (UnsupportedError, "PREMUL_SUM", lambda g: g.allreduce([TWO], premul())),
     "sparse": (UnsupportedError, "layout", lambda g: g.allreduce([torch.eye(2).to_sparse()])),
     "meta": (UnsupportedError, "meta", lambda g: g.allreduce([torch.ones(2, device="meta")])),
-    "band": (UnsupportedError, "band", lambda g: g.allreduce([torch.ones(2)], dist.ReduceOp.BAND)),
-    "float8": (UnsupportedError, "float8", lambda g: g.allreduce([torch.ones(2).to(torch.float8_e5m2)])),
+    "band": (UnsupportedError, "band", lambda g: g.allreduce([TWO], dist.ReduceOp.BAND)),
+    "float8": (UnsupportedError, "float8", lambda g: g.allreduce([TWO.to(torch.float8_e5m2)])),
     "empty": (ArrayError, "empty", lambda g: g.allreduce_coalesced([])),
-    "two of a rank": (UnsupportedError, "2 tensors of this rank", lambda g: g.allreduce([torch.ones(2)] * 2)),
-    "root": (
-        ArrayError,
-        "root is rank 5",
-        lambda g: g.reduce([torch.ones(2)], with_root(dist.ReduceOptions, 5)),
-    ),
-    "lengths": (
-        ArrayError,
-        "2 tensors, expected 3",
-        lambda g: g.allgather([[torch.ones(1)] * 2], [torch.ones(1)]),
-    ),
-    "size": (ArrayError, "4 elements, expected 6", lambda g: g.all_gather_single(torch.ones(4), torch.ones(2))),
-    "scattered": (ArrayError, "5 elements", lambda g: g.reduce_scatter_single(torch.ones(2), torch.ones(5))),
-    "dtypes": (ArrayError, "dtypes differ", lambda g: g.all_gather_single(torch.ones(6).half(), torch.ones(2))),
-    "splits": (
-        ArrayError,
-        "input_split",
-        lambda g: g.all_to_all_single(torch.ones(3), torch.ones(3), [], [1, 1, 2]),
-    ),
+    "two of a rank": (UnsupportedError, "2 tensors of this rank", lambda g: g.allreduce([TWO] * 2)),
+    "root": (ArrayError, "root is rank 5", lambda g: g.reduce([TWO], with_op(dist.ReduceOptions, root=5))),
+    "lengths": (ArrayError, "2 tensors, expected 3", lambda g: g.allgather([[ONE] * 2], [ONE])),
+    "size": (ArrayError, "4 elements, expected 6", lambda g: g.all_gather_single(torch.ones(4), TWO)),
+    "scattered": (ArrayError, "5 elements", lambda g: g.reduce_scatter_single(TWO, torch.ones(5))),
+    "dtypes": (ArrayError, "dtypes differ", lambda g: g.all_gather_single(torch.ones(6).half(), TWO)),
+    "splits": (ArrayError, "input_split", lambda g: g.all_to_all_single(*[torch.ones(3)] * 2, [], [1, 1, 2])),
     "rows": (ArrayError, "divisible", lambda g: g.all_to_all_single(torch.ones(4), torch.ones(4))),
-    "outside": (ArrayError, "peer is rank 3", lambda g: g.recv([torch.ones(2)], 3, 0)),
-    "tag": (ArrayError, "tag is -1", lambda g: g.send([torch.ones(2)], (g.rank() + 1) % 3, -1)),
-    "large tag": (ArrayError, "from 0 to", lambda g: g.send([torch.ones(2)], (g.rank() + 1) % 3, 2**30)),
-    "expanded": (ArrayError, "one place", lambda g: g.allreduce([torch.ones(1).expand(4)])),
-    "expanded, reduced on every rank": (
-        ArrayError,
-        "one place",
-        lambda g: g.reduce([torch.ones(1).expand(4)], with_root(dist.ReduceOptions, 1)),
-    ),
-    "expanded, in a list": (
-        ArrayError,
-        "one place",
-        lambda g: g.allgather([[torch.ones(1).expand(2)] * 3], [torch.ones(2)]),
-    ),
-    "any source": (UnsupportedError, "src=", lambda g: g.recv_anysource([torch.ones(2)], 0)),
-    "several": (UnsupportedError, "2 tensors of this rank", lambda g: g.send([torch.ones(2)] * 2, 0, 0)),
+    "outside": (ArrayError, "peer is rank 3", lambda g: g.recv([TWO], 3, 0)),
+    "tag": (ArrayError, "tag is -1", lambda g: g.send([TWO], (g.rank() + 1) % 3, -1)),
+    "large tag": (ArrayError, "from 0 to", lambda g: g.send([TWO], (g.rank() + 1) % 3, 2**30)),
+    "expanded": (ArrayError, "one place", lambda g: g.allreduce([SPREAD])),
+    "expanded, reduced": (ArrayError, "one place", lambda g: g.reduce([SPREAD], TO_ONE)),
+    "expanded, in a list": (ArrayError, "one place", lambda g: g.allgather([[SPREAD] * 3], [torch.ones(4)])),
+    "any source": (UnsupportedError, "src=", lambda g: g.recv_anysource([TWO], 0)),
+    "several": (UnsupportedError, "2 tensors of this rank", lambda g: g.send([TWO] * 2, 0, 0)),
 }
 
 
@@ -374,9 +353,9 @@ def test_tensors_that_are_only_read_may_share_memory_between_elements():
     def body(group):
         x, root = torch.full((1,), float(group.rank())), RANKS - 1
         tensor = x.expand(2) if group.rank() == root else torch.empty(2)
-        group.broadcast([tensor], with_root(dist.BroadcastOptions, root)).wait()
+        group.broadcast([tensor], with_op(dist.BroadcastOptions, root=root)).wait()
         rows = [[torch.empty(2) for _ in range(RANKS)]] if group.rank() == root else []
-        group.gather(rows, [x.expand(2)], with_root(dist.GatherOptions, root)).wait()
+        group.gather(rows, [x.expand(2)], with_op(dist.GatherOptions, root=root)).wait()
         return tensor.tolist(), [row.tolist() for row in rows[0]] if rows else None
 
     *others, (tensor, rows) = on_groups(body)
@@ -384,45 +363,30 @@ def test_tensors_that_are_only_read_may_share_memory_between_elements():
     assert rows == [[float(rank)] * 2 for rank in range(RANKS)]
 
 
-def test_an_error_that_a_wait_has_raised_does_not_come_back_at_the_end():
-    def body(comm):
-        group = BaguaGroup(lane_of(comm.dup(), 20.0), comm)
-        work = group.allreduce([torch.ones(2 + comm.rank)])
-        with pytest.raises(CommMismatch):
-            work.wait()
-        group.shutdown()
-
-    run_ranks(2, body)
-
-
-def test_the_future_of_a_call_that_fails_has_its_error():
+def test_the_future_of_a_call_that_fails_has_its_error_which_does_not_come_back_at_the_end():
     """And no value: DistributedDataParallel would read an exception as tensors."""
 
-    def body(comm):
-        group = BaguaGroup(lane_of(comm.dup(), 20.0), comm)
-        work = group.allreduce([torch.ones(2 + comm.rank)])
+    def body(group):
+        work = group.allreduce([torch.ones(2 + group.rank())])
         with pytest.raises(RuntimeError, match="CommMismatch"):
             work.get_future().wait()
         with pytest.raises(CommMismatch):
             work.wait()
         with pytest.raises(RuntimeError, match="CommMismatch"):
             work.get_future().value()
-        group.shutdown()
 
-    run_ranks(2, body)
+    on_groups(body, 2)
 
 
 def test_a_group_that_was_destroyed_refuses_calls():
-    def body(comm):
-        group = BaguaGroup(lane_of(comm.dup(), 20.0), comm)
-        group.shutdown()
+    def body(group):
         group.shutdown()
         with pytest.raises(CommError, match="destroyed"):
             group.allreduce([torch.ones(1)])
         with pytest.raises(CommError, match="destroyed"):
-            group.send([torch.ones(1)], 1 - comm.rank, 0)
+            group.send([torch.ones(1)], 1 - group.rank(), 0)
 
-    run_ranks(2, body)
+    on_groups(body, 2)
 
 
 def test_a_sum_of_float64_that_is_not_reproducible_warns_and_says_what_is():
@@ -511,8 +475,7 @@ def test_bools_and_floats_in_a_coalesced_call_are_reduced_each_by_its_own_operat
 def test_an_error_in_the_backward_pass_of_pytorchs_wrapper_keeps_its_type(hook):
     """It came as RuntimeError, so that `except RankFailed` did not catch it."""
 
-    def body(comm):
-        group = BaguaGroup(lane_of(comm.dup(), 20.0), comm)
+    def body(group):
         ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4), process_group=group)
         if hook is not None:
             ddp.register_comm_hook(group, hook)
@@ -520,10 +483,9 @@ def test_an_error_in_the_backward_pass_of_pytorchs_wrapper_keeps_its_type(hook):
             ddp(torch.ones(2, 4)).sum().backward()  # the first pass rebuilds the buckets
         loss = ddp(torch.ones(2, 4)).sum()
         with pytest.raises(CommMismatch, match="float32"):
-            group.allreduce([torch.ones(3)]).wait() if comm.rank else loss.backward()
-        group.abort()
+            group.allreduce([torch.ones(3)]).wait() if group.rank() else loss.backward()
 
-    run_ranks(2, body)
+    on_groups(body, 2, end=BaguaGroup.abort)
 
 
 def test_the_backend_is_for_the_devices_of_this_machine():
@@ -554,6 +516,9 @@ def test_process_group_must_be_a_backend_that_connect_makes():
 MPI = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4"}
 
 
+OF_RANK_1 = MPI | {"OMPI_COMM_WORLD_RANK": "1"}
+
+
 def trains_with_a_warning(monkeypatch, variables, connects=False):
     """The warnings of two steps of an optimizer, in a process with these variables."""
     for name, value in variables.items():
@@ -571,15 +536,12 @@ def trains_with_a_warning(monkeypatch, variables, connects=False):
     return [str(each.message) for each in found]
 
 
-def test_one_of_many_that_has_connected_to_none_is_warned_when_it_trains(monkeypatch):
-    (text,) = trains_with_a_warning(monkeypatch, MPI)
-    assert text.startswith("4 processes were started, but this one, rank 0, trains alone")
-
-
 @pytest.mark.parametrize(
-    ("variables", "connects"),
-    [({}, False), (MPI, True), (MPI | {"OMPI_COMM_WORLD_RANK": "1"}, False)],
-    ids=["alone", "connected", "another rank"],
+    ("variables", "connects", "warned"),
+    [(MPI, False, True), ({}, False, False), (MPI, True, False), (OF_RANK_1, False, False)],
+    ids=["one of many", "alone", "connected", "another rank"],
 )
-def test_others_are_not_warned(monkeypatch, variables, connects):
-    assert trains_with_a_warning(monkeypatch, variables, connects) == []
+def test_one_of_many_that_has_connected_to_none_is_warned(monkeypatch, variables, connects, warned):
+    texts = trains_with_a_warning(monkeypatch, variables, connects)
+    started = "4 processes were started, but this one, rank 0, trains alone"
+    assert [text[: len(started)] for text in texts] == [started] * warned
