@@ -165,11 +165,7 @@ def test_a_state_of_any_dtype_comes_to_a_rank_that_has_none_yet(dtype):
 @pytest.mark.parametrize(
     ("name", "buffer", "message"),
     [
-        (
-            "a",
-            torch.zeros(1, 2),
-            r"'a' is torch.float32 of shape \(1, 2\), and was torch.float32 of shape \(2,\)",
-        ),
+        ("a", torch.zeros(1, 2), r"'a' is torch.float32 of shape \(1, 2\), and was torch.float32 of .*\(2,\)"),
         ("a", torch.zeros(4), r"'a' is torch.float32 of shape \(4,\), and was torch.float32 of shape \(2,\)"),
         ("b", torch.zeros(3).double(), r"'b' is torch.float64 of shape \(3,\), and was torch.float32 of shape"),
         ("b", None, r"'b' is none, and was torch.float32 of shape \(3,\)"),

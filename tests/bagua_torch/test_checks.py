@@ -81,11 +81,7 @@ MODULES = {
     "only buffers": (lambda: nn.BatchNorm1d(2, affine=False), ArrayError, "no parameter to train"),
     "lazy": (lambda: nn.Sequential(nn.Linear(1, 1), nn.LazyLinear(1)), RuntimeError, "'1.weight' is lazy; run"),
     "sparse": (lambda: with_buffer(torch.eye(2).to_sparse()), UnsupportedError, "'given'.*layout"),
-    "quantized": (
-        lambda: with_buffer(torch.zeros(2).to(torch.float8_e4m3fn)),
-        UnsupportedError,
-        "float8",
-    ),
+    "quantized": (lambda: with_buffer(torch.zeros(2).to(torch.float8_e4m3fn)), UnsupportedError, "float8"),
     "elsewhere": (lambda: with_buffer(elsewhere()), UnsupportedError, "'given' is on cuda:1, .* no device"),
 }
 

@@ -234,9 +234,7 @@ def test_backward_passes_through_different_calls_raise(check):
         ys = [functional.allreduce(comm, x), functional.allreduce(comm, x)]
         ys[comm.rank].sum().backward()
 
-    with pytest.raises(
-        CommMismatch, match=r"backward of functional.allreduce #[12] .* but rank [01] called backward"
-    ):
+    with pytest.raises(CommMismatch, match=r"backward of functional.allreduce #[12] .* but rank [01] called"):
         run_ranks(2, body, check=check)
 
 
@@ -279,16 +277,8 @@ def test_the_communicator_is_in_use_until_backward_returns():
         (lambda c, x: functional.reduce_scatter(c, x, op=None), ArrayError, "reduce_scatter: op is None"),
         (lambda c, x: functional.reduce_scatter(c, x), ArrayError, r"shape \(3, 2\), .* divisible by 2 ranks"),
         (lambda c, x: functional.alltoall(c, x[0, 0]), ArrayError, r"alltoall: x has shape \(\)"),
-        (
-            lambda c, x: functional.alltoall(c, x, counts=[1, 1]),
-            ArrayError,
-            r"shape \(3, 2\), expected \(2, ...\)",
-        ),
-        (
-            lambda c, x: functional.alltoall(c, x, counts=[3]),
-            ArrayError,
-            r"counts is \[3\], expected 2 numbers of rows",
-        ),
+        (lambda c, x: functional.alltoall(c, x, counts=[1, 1]), ArrayError, r"\(3, 2\), expected \(2, ...\)"),
+        (lambda c, x: functional.alltoall(c, x, counts=[3]), ArrayError, r"counts is \[3\], expected 2"),
         (lambda c, x: functional.alltoall(c, x, counts=[4, -1]), ArrayError, r"counts is \[4, -1\]"),
         (
             lambda c, x: functional.alltoall(c, x, counts=[1, 2], out_counts=[1]),
@@ -297,11 +287,7 @@ def test_the_communicator_is_in_use_until_backward_returns():
         ),
         (lambda c, x: functional.alltoall(c, x, out_counts=[1, 2]), ArrayError, "counts is None; give both"),
         (lambda c, x: functional.alltoall(c, x[0, 0], counts=[0, 0]), ArrayError, r"x has shape \(\)"),
-        (
-            lambda c, x: functional.alltoall(c, x, counts=[1, 2], codec=8),
-            ArrayError,
-            "codec is 8, expected a Codec",
-        ),
+        (lambda c, x: functional.alltoall(c, x, counts=[1, 2], codec=8), ArrayError, "codec is 8"),
         (
             lambda c, x: functional.alltoall(c, x.double(), counts=[1, 2], codec=BFloat16()),
             UnsupportedError,

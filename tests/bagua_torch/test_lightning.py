@@ -86,9 +86,7 @@ def test_which_distribution_is_meant_must_be_said_if_both_are_imported(stand_ins
     import_(monkeypatch, *homes.values(), *FABRICS.values())
     with pytest.raises(UnsupportedError, match=r"imported both .* package='lightning'\) or package='pytorch_l"):
         strategy()
-    with pytest.raises(
-        UnsupportedError, match="package is 'torch', expected one of lightning, pytorch_lightning"
-    ):
+    with pytest.raises(UnsupportedError, match=r"package is 'torch', expected .* lightning, pytorch_lightning"):
         strategy(package="torch")
     with bagua_torch.connect() as comm:
         for package, home in homes.items():
@@ -214,9 +212,7 @@ def test_the_answers_of_ranks_to_lightning(stand_ins, monkeypatch):
             strategy.reduce(torch.ones(1), reduce_op="median")
         with pytest.raises(UnsupportedError, match=r"group is .*expected None"):
             strategy.reduce(torch.ones(1), group=object())
-        with pytest.raises(
-            ArrayError, match="num_nodes is 2, but the 3 ranks are on 1 nodes; leave num_nodes out"
-        ):
+        with pytest.raises(ArrayError, match="num_nodes is 2, but the 3 ranks are on 1 nodes"):
             strategy.num_nodes = 2
         return list(found.values()), gathered
 
@@ -339,9 +335,7 @@ def test_pytorchs_own_wrapper_is_refused_around_ours():
     try:
         with bagua_torch.connect() as comm:
             ddp = bagua_torch.DistributedDataParallel(nn.Linear(2, 1), comm=comm)
-            with pytest.raises(
-                UnsupportedError, match=r"wrapped by bagua_torch already.*plain module.*comm_hook"
-            ):
+            with pytest.raises(UnsupportedError, match=r"wrapped by bagua_torch already.*comm_hook"):
                 nn.parallel.DistributedDataParallel(ddp)
             ddp.close()
     finally:

@@ -356,9 +356,7 @@ def test_after_a_mismatch_the_next_message_is_the_next(sent, expected):
             comm.send(np.array([42.0]), dest=1)
             return
         out = np.full(expected + 64, 7.0)
-        with pytest.raises(
-            CommMismatch, match=f"expected {8 * expected} bytes from rank 0, which sent {8 * sent}"
-        ):
+        with pytest.raises(CommMismatch, match=f"expected {8 * expected} bytes from rank 0, .* {8 * sent}"):
             comm.recv(out[32:-32], source=0)
         assert (out == 7).all()
         assert comm.recv(np.empty(1), source=0).tolist() == [42]
@@ -374,9 +372,7 @@ def test_a_missing_rank_is_a_timeout_on_all_its_peers():
         comm.barrier()
         if comm.rank == 2:
             given_up.wait(30)
-            with pytest.raises(
-                CommTimeout, match=r"rank 2 lost rank [01], which gave up: rank [01] of 3 waited 2 s"
-            ):
+            with pytest.raises(CommTimeout, match=r"rank 2 lost rank [01], .*: rank [01] of 3 waited 2 s"):
                 comm.allreduce(np.ones(5))
             return
         with pytest.raises(CommTimeout) as caught:  # the first rank closes the connections

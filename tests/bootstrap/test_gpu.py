@@ -54,9 +54,7 @@ def test_devices_are_dealt_by_machine_whatever_nodes_are_emulated(device):
 
 
 def test_ranks_that_share_a_gpu_use_host_memory_and_the_reason_is_logged(device):
-    with pytest.warns(
-        RuntimeWarning, match="NCCL_HOSTID of its own.*NCCL_MULTI_RANK_GPU_ENABLE=1.*gpu='staged'"
-    ) as caught:
+    with pytest.warns(RuntimeWarning, match="NCCL_HOSTID .*NCCL_MULTI_RANK_GPU_ENABLE=1.*gpu='staged'") as caught:
         results = connect_all(3)
     assert results == [(["recording", "staged"], 0)] * 3
     (warning,) = caught
@@ -163,10 +161,7 @@ OLD, OLD_SLICE = A._replace(nccl=22907), SLICE._replace(nccl=22907)
         ([A, A._replace(bus_id="00:02"), A], "ranks [0, 2] share the GPU 00:01 of a"),
         ([A, SLICE], None),
         ([A, SLICE, SLICE], "ranks [1, 2] share the GPU 00:01 of a"),
-        (
-            [OLD, OLD_SLICE],
-            "ranks [0, 1] have slices (MIG) of the GPU 00:01 of a, which NCCL distinguishes from version",
-        ),
+        ([OLD, OLD_SLICE], "ranks [0, 1] have slices (MIG) of the GPU 00:01 of a"),
         ([OLD, OLD], "ranks [0, 1] share the GPU 00:01 of a"),
         ([OLD, OLD._replace(bus_id="00:02")], None),
         ([A._replace(shares=True)] * 2, None),
@@ -186,9 +181,7 @@ def test_a_default_stream_for_each_thread_is_warned_of(device, monkeypatch):
     import cupy
 
     monkeypatch.setattr(cupy.cuda, "get_current_stream", lambda: types.SimpleNamespace(ptr=2))
-    with pytest.warns(
-        RuntimeWarning, match=r"connect: .* \(CUPY_CUDA_PER_THREAD_DEFAULT_STREAM=1\), .* unset that"
-    ):
+    with pytest.warns(RuntimeWarning, match=r"CUPY_CUDA_PER_THREAD_DEFAULT_STREAM=1\), .* unset that"):
         bagua_comm.connect().close()
 
 

@@ -149,9 +149,7 @@ MPI = ["Open MPI 5.0.11", "MPICH 5.0.2", "Intel MPI 2021.18", ""]
 @pytest.mark.parametrize("launcher", [OPEN_MPI, HYDRA, SRUN_PMI2, PMI, SRUN_PMIX, SRUN], ids=lambda one: one.name)
 def test_a_world_of_one_among_many_is_explained(launcher, mpi):
     message = complaint(Launch(launcher, 1, 4), 1, mpi)
-    assert message.startswith(
-        f"connect: {launcher.name} started 4 processes ({launcher.size}=4), but this one is"
-    )
+    assert message.startswith(f"connect: {launcher.name} started 4 processes ({launcher.size}=4)")
     assert mpi in message
     assert message.endswith("say connect(alone=True)")
     assert complaint(Launch(launcher, 1, 4), 4, mpi) is None
@@ -235,9 +233,7 @@ def test_two_worlds_cannot_be_asked_for_at_once():
 
 @pytest.mark.parametrize("comm", [3, "world", object()])
 def test_an_object_that_is_no_communicator_of_mpi4py_is_refused(comm):
-    with pytest.raises(
-        BootstrapError, match=f"comm is of type {type(comm).__name__}, expected .*mpi4py.MPI.Comm"
-    ):
+    with pytest.raises(BootstrapError, match=f"comm is of type {type(comm).__name__}, .*mpi4py.MPI.Comm"):
         bagua_comm.connect(comm=comm)
 
 

@@ -308,10 +308,7 @@ def test_questions_without_an_answer_are_refused(options, message, capsys):
     [
         (["advise"], "--nodes"),
         ([*VGG16, "--nodes", "0"], "'0' is not a positive number; expected e.g. 4"),
-        (
-            [*BASE, "--step-time", "1s"],
-            "arguments --model --parameters --model-bytes --layers is",
-        ),
+        ([*BASE, "--step-time", "1s"], "arguments --model --parameters --model-bytes --layers is"),
         ([*BASE, "--model", "vgg61", "--step-time", "1s"], "invalid choice: 'vgg61'"),
         ([*VGG16, "--bandwidth", "fast"], "'fast' is not a bandwidth; expected e.g. 10gbit or 500mbit"),
         ([*VGG16, "--bandwidth", "0gbit"], "'0gbit' is too small"),

@@ -68,11 +68,7 @@ def levels(where):
         ({}, "ok", "all hosts have NCCL's network plugin (source 01)"),
         ({"source": "02"}, "problem", "hosts have different sources of NCCL's network plugin: 01, 02"),
         ({"built": False, "compilers": "none; apt install gcc"}, "problem", "node2 cannot build NCCL"),
-        (
-            {"kept away by": "NCCL_NET_PLUGIN=none: NCCL loads no plugin"},
-            "problem",
-            "on node2, NCCL would not use",
-        ),
+        ({"kept away by": "NCCL_NET_PLUGIN=none"}, "problem", "on node2, NCCL would not use"),
     ],
 )
 def test_obstacles_to_the_plugin_are_found_where_it_is_requested(change, level, text):
@@ -92,9 +88,7 @@ def test_the_plugin_has_no_effect_on_one_host_and_is_not_mentioned_without_gpus(
 def test_how_the_backend_of_torch_distributed_connects_is_shown():
     found("ok", 'init_process_group("bagua") works over MPI', world())
     mixed = world(**{"torch.distributed": {"by": "gloo", "variables": ["MASTER_ADDR", "RANK"]}})
-    assert found("problem", "some ranks would be connected by MPI", mixed).do.startswith(
-        "set MASTER_ADDR, RANK on"
-    )
+    assert found("problem", "some ranks would", mixed).do.startswith("set MASTER_ADDR, RANK on")
     without = {finding.what for finding in examine(world(**{"torch.distributed": None}))}
     assert not any("init_process_group" in what for what in without)
 

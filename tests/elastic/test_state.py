@@ -34,9 +34,7 @@ def test_plain_values_are_replaced_and_others_are_not():
     state.weights += 1  # in place
     assert state.step == 2
     np.testing.assert_array_equal(np.ones(2), state.weights)
-    with pytest.raises(
-        ArrayError, match="weights is a ndarray, which cannot be replaced; change its values in place"
-    ):
+    with pytest.raises(ArrayError, match="weights is a ndarray, which cannot be replaced"):
         state.weights = np.zeros(2)
     with pytest.raises(ArrayError, match="counter is a Counter, which cannot be replaced; load another state"):
         state.counter = Counter()

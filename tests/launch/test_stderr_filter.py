@@ -96,9 +96,7 @@ def test_the_note_names_no_records_of_another_run_at_the_same_time(tmp_path, mon
     name = new_name()
     assert name.endswith("-runabc")
     (tmp_path / name).mkdir()
-    assert note(Death("1", "n2")).endswith(
-        f"what ranks other than 1 on n2 did: {run.program_name()} diagnose {tmp_path}/{name}\n"
-    )
+    assert note(Death("1", "n2")).endswith(f" 1 on n2 did: {run.program_name()} diagnose {tmp_path}/{name}\n")
 
 
 def test_the_note_names_only_records_that_came_with_the_job(tmp_path, monkeypatch):

@@ -71,18 +71,12 @@ def test_auto_takes_nccls_own_on_all_ranks_if_one_cannot(rank, why):
     [
         (TWO._replace(library="", problem="no compiler"), "rank 1 on node2 has no plugin: no compiler"),
         (TWO._replace(source="4567"), r"rank 1 on node2 has another plugin \(source 4567\) than rank 0 on node1"),
-        (
-            TWO._replace(variables={"BAGUA_NET_FLOWS": "2"}),
-            "BAGUA_NET_FLOWS is 2 on rank 1 on node2, and None on",
-        ),
-        (
-            TWO._replace(variables={"NCCL_NET": "Socket"}),
-            "rank 1 on node2 has NCCL_NET=Socket, which asks for another",
-        ),
+        (TWO._replace(variables={"BAGUA_NET_FLOWS": "2"}), "BAGUA_NET_FLOWS is 2 on rank 1 on node2"),
+        (TWO._replace(variables={"NCCL_NET": "Socket"}), "rank 1 on node2 has NCCL_NET=Socket"),
         (TWO._replace(variables={"NCCL_NET_PLUGIN": "aws-ofi"}), "rank 1 on node2 has NCCL_NET_PLUGIN=aws-ofi"),
         (
             TWO._replace(started={"NCCL_NET_PLUGIN": None, "NCCL_NET": None}),
-            "rank 1 on node2 has started NCCL with neither NCCL_NET_PLUGIN nor NCCL_NET; NCCL reads them once",
+            "neither NCCL_NET_PLUGIN nor NCCL_NET",
         ),
     ],
 )

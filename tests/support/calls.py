@@ -136,7 +136,7 @@ def a_row_of_ranks(comm, put):
     for call in (lambda: comm.send(mine, dest=None), lambda: comm.recv(mine, source=None)):
         raises(
             ArrayError,
-            r"(dest|source) is None, expected a rank .*PROC_NULL pass None, in sendrecv and exchange",
+            "(dest|source) is None, expected a rank .*PROC_NULL",
             call,
         )
     raises(UnsupportedError, "got builtins.list|list; wrap", comm.sendrecv, [1], out, dest=None, source=None)
@@ -249,17 +249,17 @@ def counts_that_differ(comm, put):
     y = put(np.zeros(p, np.int64 if rank == 1 else np.uint64))
     raises(
         CommMismatch,
-        r"alltoall\(uint64, with counts\), but rank 1 called alltoall\(int64, with counts\)",
+        r"alltoall\(uint64, .* but rank 1 called alltoall\(int64",
         alltoall_of_one_each,
         comm,
         y,
     )
     if rank == 1:
-        raises(CommMismatch, r"alltoall\(float64, with counts\), but rank 1 called barrier", comm.barrier)
+        raises(CommMismatch, r"alltoall\(float64, .* but rank 1 called barrier", comm.barrier)
     else:
         raises(
             CommMismatch,
-            r"alltoall\(float64, with counts\), but rank 1 called barrier",
+            r"alltoall\(float64, .* but rank 1 called barrier",
             alltoall_of_one_each,
             comm,
             x,
@@ -270,9 +270,7 @@ def counts_that_differ(comm, put):
     counts = [3, *range(2, p + 1)] if rank else [1, 7, *range(3, p + 1)]
     wrong = "rank 1 sends 2 elements to rank 0, which expects 7"
     raises(CommMismatch, wrong, comm.gather, x, root=0, counts=counts if rank == 0 else None)
-    raises(
-        CommMismatch, r"gather\(float64, root=0\), but rank 1", comm.gather, x, root=rank, counts=range(1, p + 1)
-    )
+    raises(CommMismatch, r"gather\(.* root=0\), but rank 1", comm.gather, x, root=rank, counts=range(1, p + 1))
     whole = put(np.zeros(sum(counts)))
     wrong = "rank 0 sends 7 elements to rank 1, which expects 2"
     raises(CommMismatch, wrong, comm.scatter, whole if rank == 0 else None, x, root=0, counts=counts)
@@ -334,7 +332,7 @@ def groups_and_lanes_are_compared(comm, put):
             x = put(np.zeros(2 + (comm.rank == 1)))
             raises(
                 CommMismatch,
-                r"float64\[2\], op=sum\), but rank 1 called allreduce\(float64\[3\]",
+                r"float64\[2\].* but rank 1 .*float64\[3\]",
                 world.allreduce,
                 x,
             )

@@ -112,12 +112,7 @@ MUTANTS = [
         "slot[: values.size - 1] = values[:-1]",
         "tests/transports/test_shared_window.py",
     ),
-    Mutant(
-        "bagua_comm/transports/mpi/messages.py",
-        "return not incoming",
-        "return True",
-        "tests/test_mpirun.py",
-    ),
+    Mutant("bagua_comm/transports/mpi/messages.py", "return not incoming", "return True", "tests/test_mpirun.py"),
     Mutant(
         "bagua_comm/transports/nccl/watchdog.py",
         'raise CommAborted(f"{self.who}: this communicator is closed")',

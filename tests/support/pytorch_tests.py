@@ -559,11 +559,7 @@ DIFFERS: Expected = {
         "no attribute '_build_params_for_reducer'",
         REDUCER,
     ),
-    **_all(
-        "compute_bucket_assignment_by_size_sparse_error_with_logger",
-        "no attribute 'logger'",
-        LOGGING,
-    ),
+    **_all("compute_bucket_assignment_by_size_sparse_error_with_logger", "no attribute 'logger'", LOGGING),
     **_all("ddp_comm_hook_logging", "None is not allreduce_hook", LOGGING),
     **_all("ddp_logging_data_cpu", "no attribute '_set_ddp_runtime_logging_sample_rate'", LOGGING),
     **_all("sync_bn_logged", "True is not false", LOGGING),
