@@ -9,7 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from support.launch import run_timed
 from support.waiting import until
 
 from bagua_comm.bootstrap.job import entries
@@ -17,75 +16,39 @@ from bagua_comm.bootstrap.rank_exit import ExitHandler
 from bagua_comm.bootstrap.rendezvous import JoinLog
 from bagua_comm.flight import FlightRecorder, diagnose, read_folder
 from bagua_comm.launch.verdict import judge
-from bagua_comm.system.processes import ProcessId
-
-SOON_S = 55
-"""Less than the 60 s for which ranks would wait, or sleep."""
+from bagua_comm.system.processes import ProcessId, state_of
 
 
-def test_an_exception_in_one_rank_ends_all_with_its_traceback(tmp_path):
-    result, seconds = run_timed(
-        tmp_path,
-        2,
-        """
+def test_an_exception_in_one_rank_ends_all_with_its_traceback(ended):
+    program = """
         import bagua_comm, numpy as np
         comm = bagua_comm.connect(timeout_s=60)
         if comm.rank == 1:
             raise RuntimeError("rank one has a bad day")
         comm.allreduce(np.ones(100_000))
-        """,
-    )
-    assert result.returncode == 1
+        """
+    result = ended(2, program, code=1)
     assert "RuntimeError: rank one has a bad day" in result.stderr
     assert "rank 1 of 2:" in result.stderr
-    assert seconds < SOON_S
 
 
 @pytest.mark.slow
-def test_a_rank_that_exits_in_the_middle_ends_all_with_its_code(tmp_path):
-    result, seconds = run_timed(
-        tmp_path,
-        2,
-        """
+def test_a_rank_that_exits_in_the_middle_ends_all_with_its_code(ended):
+    program = """
         import bagua_comm, numpy as np, sys
         with bagua_comm.connect(timeout_s=60) as comm:
             if comm.rank == 1:
                 sys.exit(7)
             comm.allreduce(np.ones(100_000))
-        """,
-    )
-    assert result.returncode == 7
+        """
+    result = ended(2, program, code=7)
     assert "rank 1 of 2 called sys.exit(7), which ends all ranks" in result.stderr
     assert "has died" not in result.stderr
-    assert seconds < SOON_S
 
 
 @pytest.mark.slow
-def test_a_missing_rank_is_a_timeout_that_names_the_call(tmp_path):
-    result, seconds = run_timed(
-        tmp_path,
-        2,
-        """
-        import bagua_comm, numpy as np, time
-        comm = bagua_comm.connect(timeout_s=1)
-        comm.barrier()
-        if comm.rank == 1:
-            time.sleep(60)
-        comm.allreduce(np.ones(5))
-        """,
-    )
-    assert result.returncode == 1
-    assert "CommTimeout: allreduce(float64[5], op=sum) #2: rank 0 of 2 waited 1 s" in result.stderr
-    assert "before it: barrier #1" in result.stderr
-    assert seconds < SOON_S
-
-
-@pytest.mark.slow
-def test_a_rank_that_hangs_outside_of_calls_is_shown_with_its_line_and_the_error_comes_last(tmp_path):
-    result, seconds = run_timed(
-        tmp_path,
-        2,
-        """
+def test_a_rank_that_hangs_outside_of_calls_is_shown_with_its_line_and_the_error_comes_last(ended):
+    program = """
         import bagua_comm, numpy as np, time
         comm = bagua_comm.connect(timeout_s=1)
         def load():
@@ -94,23 +57,21 @@ def test_a_rank_that_hangs_outside_of_calls_is_shown_with_its_line_and_the_error
         if comm.rank == 1:
             load()
         comm.allreduce(np.ones(5))
-        """,
-    )
+        """
+    result = ended(2, program, code=1)
     lines = result.stderr.rstrip("\n\0").splitlines()
     assert "rank 1 has not come to allreduce #2, where rank 0 waits; its last call was barrier #1" in lines[2]
     assert lines[-3] == "  rank 1: in no call; the last was barrier #1"
     assert re.fullmatch(r"    at \S+/script.py:5, in load: time.sleep\(60\)", lines[-2])
     assert "BAGUA_TRACEBACK" in lines[-1]
     assert result.stderr.count("allreduce(float64[5]") == 1
-    assert seconds < SOON_S
+    assert "CommTimeout: allreduce(float64[5], op=sum) #2: rank 0 of 2 waited 1 s" in result.stderr
+    assert "before it: barrier #1" in result.stderr
 
 
 @pytest.mark.slow
-def test_a_rank_that_leaves_after_fewer_batches_is_named_so_in_the_error_and_by_diagnose(tmp_path):
-    result, _ = run_timed(
-        tmp_path,
-        2,
-        f"""
+def test_a_rank_that_leaves_after_fewer_batches_is_named_so_in_the_error_and_by_diagnose(ended, tmp_path):
+    program = f"""
         import bagua_comm
         from bagua_comm import Engine, GradientAllReduce, Plan, Point, TensorSpec
         comm = bagua_comm.connect(timeout_s=30, record={str(tmp_path / "records")!r})
@@ -122,9 +83,8 @@ def test_a_rank_that_leaves_after_fewer_batches_is_named_so_in_the_error_and_by_
                 engine.at(Point.BACKWARD)
                 engine.at(Point.STEP)
         comm.close()
-        """,
-        flags=["-v"],
-    )
+        """
+    result = ended(2, program, code=1, flags=["-v"])
     text = "rank 0 made 5 steps and left; rank 1 waits in its 6th step: fewer batches? use `with ddp.join():`"
     assert f"CommMismatch: allreduce(float32[4], op=avg) #6 of world.1: {text}" in result.stderr
     assert result.stderr.count(text) == 1
@@ -138,11 +98,8 @@ def test_a_rank_that_leaves_after_fewer_batches_is_named_so_in_the_error_and_by_
 
 
 @pytest.mark.slow
-def test_different_sizes_never_write_beyond_our_arrays(tmp_path):
-    result, _ = run_timed(
-        tmp_path,
-        2,
-        """
+def test_different_sizes_never_write_beyond_our_arrays(ended):
+    program = """
         import bagua_comm, numpy as np
         for count in (4, 100_000):
             with bagua_comm.connect(timeout_s=1) as comm:
@@ -152,19 +109,15 @@ def test_different_sizes_never_write_beyond_our_arrays(tmp_path):
                 except bagua_comm.CommError as error:
                     print(type(error).__name__, flush=True)
                 assert (guarded[:32] == 7).all() and (guarded[-32:] == 7).all()
-        """,
-    )
-    assert result.returncode == 0, result.stderr
+        """
+    result = ended(2, program)
     assert "CommMismatch" in result.stdout
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("exit_code", [0, 5])
-def test_survivors_of_a_killed_rank_shrink_continue_and_end(tmp_path, exit_code):
-    result, seconds = run_timed(
-        tmp_path,
-        4,
-        f"""
+def test_survivors_of_a_killed_rank_shrink_continue_and_end(ended, exit_code):
+    program = f"""
         import bagua_comm, numpy as np, os, signal, sys
         comm = bagua_comm.connect(timeout_s=30)
         comm.barrier()
@@ -181,23 +134,16 @@ def test_survivors_of_a_killed_rank_shrink_continue_and_end(tmp_path, exit_code)
         assert bagua_comm.default() is comm
         print(f"rank {{comm.rank}} of {{comm.size}}: sum {{comm.allreduce(np.array(1.0))}}", flush=True)
         sys.exit({exit_code} if comm.rank == 1 else 0)
-        """,
-        flags=["--ulfm"],
-        timeout_s=80,
-    )
-    assert result.returncode == exit_code, result.stderr
+        """
+    result = ended(4, program, code=exit_code, flags=["--ulfm"], timeout_s=80)
     assert "failed: (2,)" in result.stdout
     for rank in range(3):
         assert f"rank {rank} of 3: sum 3.0" in result.stdout
-    assert seconds < SOON_S
 
 
 @pytest.mark.slow
-def test_a_death_in_a_reduction_of_mpi_ends_the_other_ranks_in_any_order(tmp_path):
-    result, _ = run_timed(
-        tmp_path,
-        3,
-        """
+def test_a_death_in_a_reduction_of_mpi_ends_the_other_ranks_in_any_order(ended):
+    program = """
         import bagua_comm, numpy as np, os, signal
         comm = bagua_comm.connect(timeout_s=30, op_order="any")
         from bagua_comm.transports.mpi.native import Native
@@ -211,22 +157,16 @@ def test_a_death_in_a_reduction_of_mpi_ends_the_other_ranks_in_any_order(tmp_pat
         assert not comm.transports[0].adds_in_rank_order
         total = comm.allreduce(np.ones(70_000))[-1]
         print(f"rank {comm.rank} of {comm.size}, {comm.op_order}: {total}", flush=True)
-        """,
-        flags=["--ulfm"],
-        timeout_s=80,
-    )
-    assert result.returncode == 0, result.stderr
+        """
+    result = ended(3, program, flags=["--ulfm"], timeout_s=80)
     assert "failed: (1,)" in result.stdout
     for rank in range(2):
         assert f"rank {rank} of 2, any: 2.0" in result.stdout
 
 
 @pytest.mark.slow
-def test_less_than_thread_multiple_works_without_overlap_and_says_so(tmp_path):
-    result, _ = run_timed(
-        tmp_path,
-        2,
-        """
+def test_less_than_thread_multiple_works_without_overlap_and_says_so(ended):
+    program = """
         import mpi4py
         mpi4py.rc.thread_level = "funneled"
         import bagua_comm, numpy as np
@@ -235,9 +175,8 @@ def test_less_than_thread_multiple_works_without_overlap_and_says_so(tmp_path):
             lane.submit(lane.comm.allreduce, x, out=x)
             lane.wait()
             print(type(lane).__name__, x.tolist(), flush=True)
-        """,
-    )
-    assert result.returncode == 0, result.stderr
+        """
+    result = ended(2, program)
     assert result.stdout.count("InlineLane [2.0, 2.0, 2.0]") == 2
     assert "MPI grants less than MPI_THREAD_MULTIPLE" in result.stderr
 
@@ -252,12 +191,9 @@ def test_less_than_thread_multiple_works_without_overlap_and_says_so(tmp_path):
     ids=["it is imported first", "connect imports it", "connect starts MPI"],
 )
 @pytest.mark.parametrize("end", ["pass", pytest.param("MPI.Finalize()", marks=pytest.mark.slow)])
-def test_mpi_is_finalized_where_mpi4py_does_not_do_so(tmp_path, start, end):
+def test_mpi_is_finalized_where_mpi4py_does_not_do_so(ended, start, end):
     """Without it, mpirun ends with exit code 1, and says that a rank exited improperly."""
-    result, _ = run_timed(
-        tmp_path,
-        2,
-        f"""
+    program = f"""
         import mpi4py
         {start}
         import bagua_comm, numpy as np
@@ -265,19 +201,15 @@ def test_mpi_is_finalized_where_mpi4py_does_not_do_so(tmp_path, start, end):
             print(comm.allreduce(np.ones(3)).tolist(), flush=True)
         from mpi4py import MPI
         {end}
-        """,
-    )
-    assert result.returncode == 0, result.stderr
+        """
+    result = ended(2, program)
     assert "improperly" not in result.stderr
     assert result.stdout.count("[2.0, 2.0, 2.0]") == 2
 
 
 @pytest.mark.slow
-def test_an_error_of_ours_is_one_short_message_with_the_line_of_the_program(tmp_path):
-    result, _ = run_timed(
-        tmp_path,
-        3,
-        """
+def test_an_error_of_ours_is_one_short_message_with_the_line_of_the_program(ended):
+    program = """
         import bagua_comm, numpy as np, time
         comm = bagua_comm.connect(timeout_s=1)
         def train():
@@ -285,9 +217,8 @@ def test_an_error_of_ours_is_one_short_message_with_the_line_of_the_program(tmp_
         if comm.rank == 0:
             time.sleep(60)
         train()
-        """,
-    )
-    assert result.returncode == 1
+        """
+    result = ended(3, program, code=1)
     assert result.stderr.count("CommTimeout: allreduce(float64[5], op=sum) #1") == 1
     assert re.search(r"rank [12] of 3 on .*: CommTimeout: ", result.stderr)
     assert re.search(r"script.py:5, in train: comm.allreduce\(np.ones\(5\)\)", result.stderr)
@@ -295,29 +226,21 @@ def test_an_error_of_ours_is_one_short_message_with_the_line_of_the_program(tmp_
 
 
 @pytest.mark.slow
-def test_the_whole_traceback_of_an_error_of_ours_is_shown_where_it_is_asked_for(tmp_path):
-    result, _ = run_timed(
-        tmp_path,
-        2,
-        """
+def test_the_whole_traceback_of_an_error_of_ours_is_shown_where_it_is_asked_for(ended):
+    program = """
         import bagua_comm, numpy as np
         comm = bagua_comm.connect(timeout_s=60)
         comm.allreduce(np.ones(5), op="median" if comm.rank == 1 else "sum")
-        """,
-        env={**os.environ, "BAGUA_TRACEBACK": "1"},
-    )
-    assert result.returncode == 1
+        """
+    result = ended(2, program, code=1, env={**os.environ, "BAGUA_TRACEBACK": "1"})
     assert "rank 1 of 2:" in result.stderr
     assert "Traceback (most recent call last)" in result.stderr
     assert "bagua_comm/comm/" in result.stderr
 
 
 @pytest.mark.slow
-def test_an_exception_in_a_thread_that_communicates_ends_all_ranks_and_in_another_does_not(tmp_path):
-    result, seconds = run_timed(
-        tmp_path,
-        2,
-        """
+def test_an_exception_in_a_thread_that_communicates_ends_all_ranks_and_in_another_does_not(ended):
+    program = """
         import bagua_comm, numpy as np, threading, time
         comm = bagua_comm.connect(timeout_s=60)
 
@@ -339,20 +262,15 @@ def test_an_exception_in_a_thread_that_communicates_ends_all_ranks_and_in_anothe
         comm.barrier()
         run(average)
         comm.allreduce(np.ones(5)) if comm.rank == 0 else time.sleep(60)
-        """,
-    )
-    assert result.returncode == 1
+        """
+    result = ended(2, program, code=1)
     assert result.stdout.count("still here") == 2
     assert re.search(r"rank 1 of 2:\n.*RuntimeError: a thread has a bad day", result.stderr, re.DOTALL)
-    assert seconds < SOON_S
 
 
 @pytest.mark.slow
-def test_an_exception_in_a_thread_that_is_no_daemon_ends_all_ranks(tmp_path):
-    result, seconds = run_timed(
-        tmp_path,
-        2,
-        """
+def test_an_exception_in_a_thread_that_is_no_daemon_ends_all_ranks(ended):
+    program = """
         import bagua_comm, threading, time
         comm = bagua_comm.connect(timeout_s=60)
 
@@ -363,73 +281,49 @@ def test_an_exception_in_a_thread_that_is_no_daemon_ends_all_ranks(tmp_path):
             threading.Thread(target=load).start()
             time.sleep(60)
         comm.barrier()
-        """,
-    )
-    assert result.returncode == 1
+        """
+    result = ended(2, program, code=1)
     assert "RuntimeError: no more data" in result.stderr
-    assert seconds < SOON_S
 
 
 @pytest.mark.slow
-def test_an_exception_ends_all_ranks_though_the_program_has_its_own_hook(tmp_path):
-    result, seconds = run_timed(
-        tmp_path,
-        2,
-        """
+def test_an_exception_ends_all_ranks_though_the_program_has_its_own_hook(ended):
+    program = """
         import bagua_comm, numpy as np, sys
         comm = bagua_comm.connect(timeout_s=60)
         sys.excepthook = lambda kind, error, trace: print("caught by the program:", error, flush=True)
         if comm.rank == 1:
             raise RuntimeError("rank one has a bad day")
         comm.allreduce(np.ones(100_000))
-        """,
-    )
-    assert result.returncode == 1
+        """
+    result = ended(2, program, code=1)
     assert "caught by the program: rank one has a bad day" in result.stdout
     assert "rank 1 of 2 ended with RuntimeError, and all ranks with it" in result.stderr
-    assert seconds < SOON_S
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        pytest.param(
-            "with comm: (sys.exit(0) if comm.rank == 1 else comm.allreduce(x))",
-            marks=pytest.mark.slow,
-            id="sys.exit in with",
-        ),
-        pytest.param(
-            "with comm: (comm.allreduce(x) if comm.rank == 0 else None)",
-            marks=pytest.mark.slow,
-            id="early end of with",
-        ),
-        pytest.param(
-            "comm.allreduce(x) if comm.rank == 0 else sys.exit(0)", marks=pytest.mark.slow, id="sys.exit"
-        ),
-    ],
-)
-def test_a_rank_that_leaves_in_the_middle_is_not_waited_for(tmp_path, body):
-    result, seconds = run_timed(
-        tmp_path,
-        2,
-        f"""
-        import bagua_comm, numpy as np, sys
-        comm, x = bagua_comm.connect(timeout_s=60), np.ones(100_000)
-        {body}
-        """,
-    )
-    assert result.returncode == 1
-    assert "rank 0 of 2 on " in result.stderr
-    assert "allreduce(float64[100000], op=sum)" in result.stderr
-    assert seconds < SOON_S
 
 
 @pytest.mark.slow
-def test_a_call_outlives_the_world_that_its_communicator_was_derived_from(tmp_path):
-    result, _ = run_timed(
-        tmp_path,
-        2,
+@pytest.mark.parametrize(
+    "body",
+    [
+        "with comm: (sys.exit(0) if comm.rank == 1 else comm.allreduce(x))",
+        "with comm: (comm.allreduce(x) if comm.rank == 0 else None)",
+        "comm.allreduce(x) if comm.rank == 0 else sys.exit(0)",
+    ],
+)
+def test_a_rank_that_leaves_in_the_middle_is_not_waited_for(ended, body):
+    program = f"""
+        import bagua_comm, numpy as np, sys
+        comm, x = bagua_comm.connect(timeout_s=60), np.ones(100_000)
+        {body}
         """
+    result = ended(2, program, code=1)
+    assert "rank 0 of 2 on " in result.stderr
+    assert "allreduce(float64[100000], op=sum)" in result.stderr
+
+
+@pytest.mark.slow
+def test_a_call_outlives_the_world_that_its_communicator_was_derived_from(ended):
+    program = """
         import bagua_comm, numpy as np, threading, time
         comm = bagua_comm.connect(timeout_s=2)
         dup = comm.dup()
@@ -445,27 +339,21 @@ def test_a_call_outlives_the_world_that_its_communicator_was_derived_from(tmp_pa
         time.sleep(0.2)
         comm.close()
         thread.join()
-        """,
-    )
-    assert (result.returncode, result.stdout.split("\n")) == (0, ["in vain", "in vain", ""])
+        """
+    assert ended(2, program).stdout == "in vain\n" * 2
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_killed_is_named_and_so_are_the_records_of_the_others(tmp_path):
-    result, seconds = run_timed(
-        tmp_path,
-        3,
-        """
+def test_a_rank_that_is_killed_is_named_and_so_are_the_records_of_the_others(ended):
+    program = """
         import bagua_comm, numpy as np, os, signal
         comm = bagua_comm.connect(timeout_s=60)
         comm.barrier()
         if comm.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         comm.allreduce(np.ones(5))
-        """,
-        mpirun=["--oversubscribe"],
-    )
-    assert seconds < SOON_S
+        """
+    result = ended(3, program, code=None, mpirun=["--oversubscribe"])
     said = re.findall(r"(rank \d of 3) on \S+ \(process \d+\) has died", result.stderr)
     assert said == ["rank 1 of 3"]  # by one rank alone
     folder = Path(re.search(r"diagnose (\S+)", result.stderr)[1])
@@ -505,18 +393,8 @@ def test_processes_that_have_checked_in_and_ended_are_dead(tmp_path):
     assert logs[0].dead() == {1: mine.pid}
 
 
-def runs(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def test_sigterm_to_one_rank_ends_all_ranks_and_their_children(tmp_path):
-    result, seconds = run_timed(
-        tmp_path,
-        2,
-        """
+def test_sigterm_to_one_rank_ends_all_ranks_and_their_children(ended):
+    program = """
         import bagua_comm, numpy as np, os, signal, subprocess, time
         comm = bagua_comm.connect(timeout_s=60)
         child = subprocess.Popen(["sleep", "60"])  # holds the rank's output open
@@ -526,21 +404,16 @@ def test_sigterm_to_one_rank_ends_all_ranks_and_their_children(tmp_path):
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(60)
         comm.allreduce(np.ones(5))
-        """,
-    )
-    assert result.returncode == 128 + signal.SIGTERM
+        """
+    result = ended(2, program, code=128 + signal.SIGTERM)
     children = [int(pid) for pid in re.findall(r"child (\d+)", result.stdout)]
     assert len(children) == 2
-    until(lambda: not any(map(runs, children)), limit_s=10)
-    assert seconds < SOON_S
+    until(lambda: "running" not in map(state_of, children), limit_s=10)
 
 
 @pytest.mark.slow
-def test_a_forked_child_ends_with_its_own_exit_code_and_leaves_the_ranks_alone(tmp_path):
-    result, seconds = run_timed(
-        tmp_path,
-        2,
-        """
+def test_a_forked_child_ends_with_its_own_exit_code_and_leaves_the_ranks_alone(ended):
+    program = """
         import bagua_comm, numpy as np, os, sys
         comm = bagua_comm.connect(timeout_s=30)
 
@@ -553,28 +426,22 @@ def test_a_forked_child_ends_with_its_own_exit_code_and_leaves_the_ranks_alone(t
         tasks = [lambda: sys.exit(3), lambda: 1 / 0, lambda: sys.exit(comm.close()), bagua_comm.connect]
         codes = [fork(task) for task in tasks]
         print(codes, comm.allreduce(np.ones(1)), flush=True)
-        """,
-    )
-    assert result.returncode == 0, result.stderr
+        """
+    result = ended(2, program)
     assert result.stdout.count("[3, 1, 0, 1] [2.]") == 2
     assert "cannot be a rank: start ranks with mpirun" in result.stderr
-    assert seconds < SOON_S
 
 
 @pytest.mark.slow
-def test_ranks_that_end_long_after_the_others_are_waited_for(tmp_path):
-    result, _ = run_timed(
-        tmp_path,
-        2,
-        """
+def test_ranks_that_end_long_after_the_others_are_waited_for(ended):
+    program = """
         import bagua_comm, time
         comm = bagua_comm.connect(timeout_s=1)
         if comm.rank == 1:
             time.sleep(5)
             print("evaluated", flush=True)
-        """,
-    )
-    assert result.returncode == 0, result.stderr
+        """
+    result = ended(2, program)
     assert "evaluated" in result.stdout
     assert re.search(
         r"rank 0 of 2 .* has waited 1 s .*it continues to wait.* rank 1 \(process \d+, running\)", result.stderr

@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
@@ -54,13 +53,6 @@ def run_python(ranks, *arguments, script=None, flags=(), mpirun=(), timeout_s=10
         if result.returncode != DAEMON_FAILED:
             break
     return result
-
-
-def run_timed(tmp_path, ranks, script, **options):
-    """Run a script on several ranks; returns its result and the seconds that it took."""
-    start_s = time.monotonic()
-    result = run_python(ranks, script=(tmp_path / "script.py", script), **options)
-    return result, time.monotonic() - start_s
 
 
 def torchrun(ranks, *arguments, timeout_s=90):
