@@ -79,6 +79,7 @@ REFUSALS = [
     (lambda model, rank: [sgd, torch.optim.Adam][rank](model.parameters()), None, CommMismatch, "different"),
     (lambda model, rank: [] if rank else sgd(model.parameters()), None, CommMismatch, "different"),
     (in_groups, None, CommMismatch, "different"),
+    (adam, [ByteGrad(), GradientAllReduce()], CommMismatch, "different algorithms"),
     (adam, [DiLoCo(2), DiLoCo(3)], CommMismatch, "different algorithms"),
 ]
 

@@ -82,6 +82,7 @@ MODULES = {
     "lazy": (lambda: nn.Sequential(nn.Linear(1, 1), nn.LazyLinear(1)), RuntimeError, "'1.weight' is lazy; run"),
     "sparse": (lambda: with_buffer(torch.eye(2).to_sparse()), UnsupportedError, "'given'.*layout"),
     "quantized": (lambda: with_buffer(torch.zeros(2).to(torch.float8_e4m3fn)), UnsupportedError, "float8"),
+    "meta": (lambda: nn.Linear(1, 1, device="meta"), UnsupportedError, "'weight'.*on meta"),
     "elsewhere": (lambda: with_buffer(elsewhere()), UnsupportedError, "'given' is on cuda:1, .* no device"),
 }
 
