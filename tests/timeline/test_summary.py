@@ -182,11 +182,6 @@ def test_advice_for_one_bucket():
     ]
 
 
-def test_no_advice_to_divide_a_small_bucket():
-    ranks = [training(bucket_ms=[(25, 32)], wire=1, kib=3) for _ in range(2)]
-    assert not any("bucket_bytes" in text for text in advise(summary_of(*ranks)))
-
-
 @pytest.mark.parametrize(("wire", "says"), [(1.0, "ByteGrad() sends about a quarter"), (0.25, "fewer steps")])
 def test_advice_where_a_step_waits_for_the_network(wire, says):
     ranks = [training(wait=(16, 32), wire=wire) for _ in range(2)]
