@@ -39,16 +39,11 @@ from bagua_torch.ddp.torch_arguments import device_of_inputs, moved
 # Arguments ------------------------------------------------------------------------------------------------
 
 
-def test_a_process_group_of_all_ranks_is_taken_whatever_made_it():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        with bagua_torch.connect() as comm:
-            group = dist.new_group([0])
-            model = DistributedDataParallel(nn.Linear(2, 1), comm=comm, process_group=group)
-            model(torch.ones(3, 2)).sum().backward()
-            model.close()
-    finally:
-        dist.destroy_process_group()
+def test_a_process_group_of_all_ranks_is_taken_whatever_made_it(gloo):
+    with bagua_torch.connect() as comm:
+        model = DistributedDataParallel(nn.Linear(2, 1), comm=comm, process_group=dist.new_group([0]))
+        model(torch.ones(3, 2)).sum().backward()
+        model.close()
     assert model.module.bias.grad.tolist() == [3.0]
 
 

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from support.torch_training import batch, loss_of, make_model
 from torch import nn
 
@@ -25,13 +24,6 @@ class Late:
             return x
 
         return average
-
-
-@pytest.fixture
-def gloo():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def train(ddp, steps):

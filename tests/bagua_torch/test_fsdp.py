@@ -68,14 +68,7 @@ def test_other_frameworks_train_through_it():
     assert_all_ran(torchrun(2, FRAMEWORKS, timeout_s=180), ["lightning", "accelerate", "trainer"])
 
 
-@pytest.fixture
-def alone():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-def test_one_rank_trains_as_without_attaching(alone):
+def test_one_rank_trains_as_without_attaching(gloo):
     plain, model = (fully_shard(fsdp_training.make()) for _ in range(2))
     (handle,) = run_ranks(1, lambda comm: fsdp.attach(model, comm=comm))
     for each in (plain, model):
@@ -85,7 +78,7 @@ def test_one_rank_trains_as_without_attaching(alone):
     assert handle.state_dict() == {"residuals of rank 0 of 1": {}}
 
 
-def test_close_gives_the_model_back_to_pytorch(alone):
+def test_close_gives_the_model_back_to_pytorch(gloo):
     model = fully_shard(nn.Linear(4, 4))
     (group,) = model._get_fsdp_state()._fsdp_param_groups
     before = group._all_gather_comm, group._reduce_scatter_comm
@@ -99,7 +92,7 @@ def test_close_gives_the_model_back_to_pytorch(alone):
     assert (group._all_gather_comm, group._reduce_scatter_comm) == before
 
 
-def test_modules_that_are_sharded_after_attach_are_named_in_the_first_forward_pass(alone):
+def test_modules_that_are_sharded_after_attach_are_named_in_the_first_forward_pass(gloo):
     def body(comm):
         model = nn.Sequential(fully_shard(nn.Linear(4, 4)), nn.ReLU(), nn.Linear(4, 4))
         with fsdp.attach(model, comm=comm):
@@ -124,7 +117,7 @@ class FailsForTheSecond(Reproducible):
         return super().bind(comm)
 
 
-def test_an_error_leaves_the_model_to_pytorch_and_no_communicator_open(alone):
+def test_an_error_leaves_the_model_to_pytorch_and_no_communicator_open(gloo):
     FailsForTheSecond.bound.clear()
     model = nn.Sequential(fully_shard(nn.Linear(4, 4)), fully_shard(nn.Linear(4, 4)))
 
@@ -394,7 +387,7 @@ def test_what_is_no_average_is_refused_by_the_name_of_the_argument(reduce):
     run_ranks(2, body)
 
 
-def test_the_wrapper_refuses_a_sharded_model_and_names_attach(alone):
+def test_the_wrapper_refuses_a_sharded_model_and_names_attach(gloo):
     model = fully_shard(fsdp_training.make())
 
     def body(comm):

@@ -330,16 +330,12 @@ def test_a_wrapper_trains_when_its_module_does():
     assert run_ranks(2, body) == [3, 3]
 
 
-def test_pytorchs_own_wrapper_is_refused_around_ours():
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        with bagua_torch.connect() as comm:
-            ddp = bagua_torch.DistributedDataParallel(nn.Linear(2, 1), comm=comm)
-            with pytest.raises(UnsupportedError, match=r"wrapped by bagua_torch already.*comm_hook"):
-                nn.parallel.DistributedDataParallel(ddp)
-            ddp.close()
-    finally:
-        torch.distributed.destroy_process_group()
+def test_pytorchs_own_wrapper_is_refused_around_ours(gloo):
+    with bagua_torch.connect() as comm:
+        ddp = bagua_torch.DistributedDataParallel(nn.Linear(2, 1), comm=comm)
+        with pytest.raises(UnsupportedError, match=r"wrapped by bagua_torch already.*comm_hook"):
+            nn.parallel.DistributedDataParallel(ddp)
+        ddp.close()
 
 
 @pytest.mark.slow

@@ -58,9 +58,7 @@ def error_of(call, *arguments, **options):
     return None
 
 
-# ---------------------------------------------------------------------------------------------------
-# Arrays
-# ---------------------------------------------------------------------------------------------------
+# Arrays -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -211,9 +209,7 @@ def test_short_messages_survive_a_group_that_its_sender_drops_unclosed():
     assert run_threads(2, body) == [True, True]
 
 
-# ---------------------------------------------------------------------------------------------------
-# Device arrays
-# ---------------------------------------------------------------------------------------------------
+# Device arrays ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("gpu", "name"), [("auto", "nccl"), ("staged", "staged")])
@@ -235,9 +231,7 @@ def test_connect_refuses_an_unknown_gpu_setting():
         bagua_torch.connect(gpu="cuda")
 
 
-# ---------------------------------------------------------------------------------------------------
-# Groups and threads
-# ---------------------------------------------------------------------------------------------------
+# Groups and threads -----------------------------------------------------------------------------------------
 
 
 def test_groups_have_the_order_asked_for():
@@ -278,9 +272,7 @@ def test_several_threads_use_a_duplicate_each_and_make_groups_meanwhile():
     run_threads(2, body)
 
 
-# ---------------------------------------------------------------------------------------------------
-# Failures
-# ---------------------------------------------------------------------------------------------------
+# Failures ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -441,9 +433,7 @@ def test_a_rendezvous_without_other_ranks_is_a_timeout():
         ProcessGroupTransport(timeout_s=0.5, rendezvous=rendezvous)
 
 
-# ---------------------------------------------------------------------------------------------------
-# connect
-# ---------------------------------------------------------------------------------------------------
+# connect ----------------------------------------------------------------------------------------------------
 
 
 def test_without_a_launcher_the_world_is_one_rank_and_needs_no_process_group():
@@ -496,17 +486,13 @@ def test_a_variable_of_torchrun_that_is_no_number_is_named(monkeypatch, name):
         bagua_torch.connect()
 
 
-def test_a_process_group_that_is_there_is_used_and_left_as_it_is():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        for _ in range(2):
-            with bagua_torch.connect(timeout_s=7, trace=False) as comm:
-                assert (comm.size, comm.timeout_s, comm.transports[0].name) == (1, 7, "torch")
-                assert bagua_comm.default() is comm
-                assert comm.allreduce(np.array(3)) == 3
-        assert dist.is_initialized()
-    finally:
-        dist.destroy_process_group()
+def test_a_process_group_that_is_there_is_used_and_left_as_it_is(gloo):
+    for _ in range(2):
+        with bagua_torch.connect(timeout_s=7, trace=False) as comm:
+            assert (comm.size, comm.timeout_s, comm.transports[0].name) == (1, 7, "torch")
+            assert bagua_comm.default() is comm
+            assert comm.allreduce(np.array(3)) == 3
+    assert dist.is_initialized()
 
 
 def test_a_launcher_may_start_one_rank(monkeypatch):
@@ -529,9 +515,7 @@ def test_torchrun_without_a_rendezvous_address_is_refused(monkeypatch):
         bagua_torch.connect()
 
 
-# ---------------------------------------------------------------------------------------------------
-# Processes
-# ---------------------------------------------------------------------------------------------------
+# Processes --------------------------------------------------------------------------------------------------
 
 
 def environment_of_a_world(ranks):
@@ -550,9 +534,7 @@ def script(tmp_path, text):
 
 @pytest.mark.slow
 def test_under_torchrun_the_world_is_that_of_torchrun(tmp_path):
-    path = script(
-        tmp_path,
-        """
+    program = """
         from pathlib import Path
 
         import numpy as np, torch.distributed as dist
@@ -571,9 +553,8 @@ def test_under_torchrun_the_world_is_that_of_torchrun(tmp_path):
                 mean = comm.allreduce(np.full(700_000, comm.rank, np.float32), op="avg")
                 comm.check_consistency(mean)
         print(f"rank {comm.rank} of {comm.size} is done", flush=True)
-        """,
-    )
-    result = torchrun(3, path)
+        """
+    result = torchrun(3, script(tmp_path, program))
     assert result.returncode == 0, result.stdout + result.stderr
     for rank in range(3):
         assert f"rank {rank} of 3 is done" in result.stdout
@@ -583,20 +564,12 @@ def test_under_torchrun_the_world_is_that_of_torchrun(tmp_path):
 @pytest.mark.parametrize(
     ("ends", "texts"),
     [
-        (
-            "time.sleep(60)",
-            ["rank 1 has not come to allreduce #2 of world.1", ", in <module>: time.sleep(60)"],
-        ),
-        (
-            "engine.close(); comm.close(); sys.exit()",
-            ["rank 1 made 1 step and left; rank 0 waits in its 2nd step: f"],
-        ),
+        ("time.sleep(60)", ["rank 1 has not come to allreduce #2 of world.1", ", in <module>: time.sleep(60)"]),
+        ("engine.close(); comm.close(); sys.exit()", ["rank 1 made 1 step and left; rank 0 waits in its 2nd"]),
     ],
 )
 def test_under_torchrun_a_rank_that_does_not_come_is_explained(tmp_path, ends, texts):
-    path = script(
-        tmp_path,
-        f"""
+    program = f"""
         import sys, time
         from bagua_comm import Engine, GradientAllReduce, Plan, Point, TensorSpec
         import bagua_torch
@@ -612,9 +585,8 @@ def test_under_torchrun_a_rank_that_does_not_come_is_explained(tmp_path, ends, t
             engine.ready("a")
             engine.at(Point.BACKWARD)
             engine.at(Point.STEP)
-        """,
-    )
-    assert torchrun(2, path).returncode == 1
+        """
+    assert torchrun(2, script(tmp_path, program)).returncode == 1
     (job,) = (tmp_path / "records").iterdir()
     found = str(diagnose(read_folder(job)))
     for text in texts:
@@ -624,9 +596,7 @@ def test_under_torchrun_a_rank_that_does_not_come_is_explained(tmp_path, ends, t
 
 @pytest.mark.slow
 def test_a_dead_rank_is_named_within_seconds(tmp_path):
-    path = script(
-        tmp_path,
-        """
+    program = """
         import os, signal, time
         import numpy as np
         import bagua_torch
@@ -642,8 +612,8 @@ def test_a_dead_rank_is_named_within_seconds(tmp_path):
                 comm.allreduce(np.ones(700_000))
         except RankFailed as error:
             print("lost", error.ranks, "before the timeout:", time.monotonic() - start < 50)
-        """,
-    )
+        """
+    path = script(tmp_path, program)
     # Not by torchrun, which would end the survivor.
     world = environment_of_a_world(2)
     processes = [
@@ -667,9 +637,7 @@ def test_a_dead_rank_is_named_within_seconds(tmp_path):
 
 @pytest.mark.slow
 def test_torchs_own_ddp_and_ours_share_one_world(tmp_path):
-    path = script(
-        tmp_path,
-        """
+    program = """
         import sys
         import numpy as np, torch, torch.distributed as dist
         from torch import nn
@@ -714,9 +682,8 @@ def test_torchs_own_ddp_and_ours_share_one_world(tmp_path):
             alone.close()
         del theirs, models, model  # before the group that it works on
         dist.destroy_process_group()
-        """,
-    )
-    result = torchrun(2, path)
+        """
+    result = torchrun(2, script(tmp_path, program))
     assert result.returncode == 0, result.stdout + result.stderr
     assert "the same weights" in result.stdout
 

@@ -5,7 +5,6 @@ import warnings
 
 import pytest
 import torch
-import torch.distributed as dist
 from support.launch import TESTS, torchrun
 from support.torch_training import assert_same_on_all_ranks, batch, make_model, train_step, weights
 
@@ -19,19 +18,11 @@ with warnings.catch_warnings():
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
 
-@pytest.fixture
-def alone():
-    """torch.distributed with one rank, which all threads use: each has the shares of all."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 def sharded(model, lr=0.1, **settings):
     return ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=lr, **settings)
 
 
-def test_a_sharded_optimizer_gets_the_settings_of_rank_0_and_keeps_its_states(alone):
+def test_a_sharded_optimizer_gets_the_settings_of_rank_0_and_keeps_its_states(gloo):
     def body(comm):
         model = make_model(comm.rank)
         optimizer, plain = sharded(model, lr=0.1 * (1 + comm.rank)), make_model(comm.rank)
@@ -54,7 +45,7 @@ def test_a_sharded_optimizer_gets_the_settings_of_rank_0_and_keeps_its_states(al
     run_ranks(2, body)
 
 
-def test_its_state_goes_through_a_checkpoint_by_rank(alone, tmp_path):
+def test_its_state_goes_through_a_checkpoint_by_rank(gloo, tmp_path):
     def body(comm):
         def trained(steps, at=0):
             model = make_model()
@@ -76,7 +67,7 @@ def test_its_state_goes_through_a_checkpoint_by_rank(alone, tmp_path):
     run_ranks(2, body)
 
 
-def test_where_it_does_not_fit_it_is_refused_on_all_ranks(alone):
+def test_where_it_does_not_fit_it_is_refused_on_all_ranks(gloo):
     def body(comm):
         model = make_model()
         with pytest.raises(UnsupportedError, match=r"DiLoCo.* lets the weights of ranks differ, but a Zero"):
@@ -99,7 +90,7 @@ def test_where_it_does_not_fit_it_is_refused_on_all_ranks(alone):
 
 
 @pytest.mark.parametrize("given", [lambda optimizer: optimizer, lambda optimizer: Own(optimizer, "drop")])
-def test_an_elastic_state_refuses_it_by_name(alone, given):
+def test_an_elastic_state_refuses_it_by_name(gloo, given):
     optimizer = sharded(make_model())
     with pytest.raises(UnsupportedError, match=r"optimizer is a ZeroRedundancyOptimizer.* a plain optimizer"):
         State(step=0, optimizer=given(optimizer))

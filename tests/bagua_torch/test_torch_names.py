@@ -6,7 +6,6 @@ import pickle
 
 import pytest
 import torch
-import torch.distributed as dist
 from support.torch_training import batch, gradients, loss_of, make_model, wrapped
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp
@@ -22,15 +21,11 @@ PyTorchs = nn.parallel.DistributedDataParallel
 
 
 @pytest.fixture
-def pytorchs():
+def pytorchs(gloo):
     """PyTorch's own wrapper of a module with a buffer, after a step, in a group of one rank."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        wrapper = PyTorchs(nn.Sequential(nn.Linear(2, 1), nn.BatchNorm1d(1)), static_graph=True)
-        wrapper(torch.ones(3, 2)).sum().backward()
-        yield wrapper
-    finally:
-        dist.destroy_process_group()
+    wrapper = PyTorchs(nn.Sequential(nn.Linear(2, 1), nn.BatchNorm1d(1)), static_graph=True)
+    wrapper(torch.ones(3, 2)).sum().backward()
+    return wrapper
 
 
 @pytest.fixture
