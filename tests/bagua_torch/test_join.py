@@ -22,15 +22,17 @@ from torch import nn
 from bagua_comm import (
     AsyncModelAverage,
     ByteGrad,
+    CommError,
     DiLoCo,
     Exact,
     GradientAllReduce,
     LowPrecisionDecentralized,
     QAdam,
+    UnsupportedError,
     after,
 )
 from bagua_comm.testing import run_ranks
-from bagua_torch import DistributedDataParallel, QAdamOptimizer
+from bagua_torch import DistributedDataParallel, MoE, QAdamOptimizer, sync_batchnorm
 
 # How many batches each rank has.
 UNEVEN = [(3, 5), (5, 3), (0, 4), (4, 0), (2, 2), (0, 0), (5, 0, 2), (1, 4, 2, 3)]
@@ -509,3 +511,32 @@ def test_all_ranks_end_with_equal_weights_where_one_trained_the_plain_module():
         ddp.close()
 
     run_ranks(2, body, timeout_s=10)
+
+
+NEEDS_ALL = {
+    "SyncBatchNorm, '1'": lambda comm: sync_batchnorm.convert(nn.BatchNorm1d(4), comm),
+    "": lambda comm: MoE(4, lambda: nn.Linear(4, 4), 2, comm=comm),
+}
+
+
+@pytest.mark.parametrize("name", NEEDS_ALL)
+def test_join_is_refused_where_ranks_would_wait_for_one_that_has_ended(name):
+    def body(comm):
+        layer = NEEDS_ALL[name](comm)
+        ddp = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), layer), comm=comm)
+
+        def train_in_join(**settings):
+            with ddp.join(**settings):
+                for step in range(1 + comm.rank):
+                    ddp(batch(comm.rank, step)).sum().backward()
+
+        with pytest.raises(UnsupportedError, match=f"{name}.*Give it empty batches instead"):
+            train_in_join()
+        with pytest.raises(CommError, match="rank 0 has no more batches"):
+            train_in_join(throw_on_early_termination=True)
+        if name:
+            layer.eval()  # as for fine-tuning
+            train_in_join()
+        ddp.close()
+
+    run_ranks(2, body)

@@ -9,7 +9,7 @@ from support.launch import run_python
 from support.torch_training import through_a_file
 from torch import nn
 
-from bagua_comm import ArrayError, ByteGrad, CommError, CommMismatch, MinMaxUInt8, UnsupportedError
+from bagua_comm import ArrayError, ByteGrad, CommMismatch, MinMaxUInt8, UnsupportedError
 from bagua_comm.testing import run_ranks
 from bagua_torch import DistributedDataParallel, as_array, moe
 from bagua_torch.moe import MoE, global_state_dict, load_global_state_dict
@@ -465,28 +465,58 @@ def test_wrong_arguments_are_refused(settings, message):
         run_ranks(1, lambda comm: MoE(comm=comm, **given))
 
 
-def test_different_arguments_of_ranks_raise():
-    with pytest.raises(CommMismatch, match="MoE: k is 1 on rank 0, but 2 on rank 1"):
-        run_ranks(2, lambda comm: MoE(HIDDEN, make_expert, 4, k=1 + comm.rank, comm=comm))
+def in_another_order(comm):
+    layers = [MoE(HIDDEN, make_expert, 2, comm=comm) for _ in range(2)]
+    layers[comm.rank](torch.ones(2, HIDDEN))
+
+
+def of_another_dtype(comm):
+    layer = MoE(HIDDEN, make_expert, 2, comm=comm, seed=0)
+    with torch.autocast("cpu", torch.bfloat16, enabled=comm.rank == 0):
+        layer(torch.ones(2, HIDDEN))
+
+
+def over_some_of_the_ranks(comm):
+    DistributedDataParallel(Model(comm.split(comm.rank // 2), experts=2), comm=comm)
 
 
 @pytest.mark.parametrize(
-    ("x", "message"),
+    ("ranks", "body", "error", "words"),
     [
-        (torch.ones(2, HIDDEN + 1), r"x is torch.float32\[2, 7\], expected tokens of floats, \(..., 6\)"),
-        (torch.ones(2, HIDDEN, dtype=torch.int64), "x is torch.int64"),
-        ([1.0], "x is a list"),
+        (
+            2,
+            lambda comm: MoE(HIDDEN, make_expert, 4, k=1 + comm.rank, comm=comm),
+            CommMismatch,
+            "k is 1 .* 2 on",
+        ),
+        (2, in_another_order, CommMismatch, "rank 0 calls layer 1 .*, but rank 1 layer 2"),
+        (2, of_another_dtype, CommMismatch, "torch.bfloat16.*torch.float32|torch.float32.*torch.bfloat16"),
+        (4, over_some_of_the_ranks, UnsupportedError, r"'moe\.experts' is spread over 2 ranks, expected all 4"),
     ],
 )
-def test_an_input_without_tokens_is_refused(x, message):
+def test_ranks_that_differ_raise_on_all(ranks, body, error, words):
+    def refused(comm):
+        with pytest.raises(error, match=words):
+            body(comm)
+
+    run_ranks(ranks, refused)
+
+
+# Mistakes of users ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("x", "message", "expert"),
+    [
+        (torch.ones(2, HIDDEN + 1), r"x is torch.float32\[2, 7\], expected .* \(..., 6\)", make_expert),
+        (torch.ones(2, HIDDEN, dtype=torch.int64), "x is torch.int64", make_expert),
+        ([1.0], "x is a list", make_expert),
+        (torch.ones(2, HIDDEN), r"returned \[\d+, 2\], expected \[\d+, 6\]", lambda: nn.Linear(HIDDEN, 2)),
+    ],
+)
+def test_inputs_and_outputs_that_are_no_tokens_are_refused(x, message, expert):
     with pytest.raises(ArrayError, match=message):
-        run_ranks(1, lambda comm: MoE(HIDDEN, make_expert, 4, comm=comm)(x))
-
-
-def test_an_expert_must_return_the_shape_of_its_input():
-    layer = run_ranks(1, lambda comm: MoE(HIDDEN, lambda: nn.Linear(HIDDEN, 2), 2, comm=comm))[0]
-    with pytest.raises(ArrayError, match=r"expert 0 returned \[\d+, 2\], expected \[\d+, 6\]"):
-        layer(torch.ones(2, HIDDEN))
+        run_ranks(1, lambda comm: MoE(HIDDEN, expert, 2, comm=comm)(x))
 
 
 def test_it_is_not_copied_with_its_communicator():
@@ -494,25 +524,6 @@ def test_it_is_not_copied_with_its_communicator():
     for refused in (copy.deepcopy, pickle.dumps):
         with pytest.raises(UnsupportedError, match="it holds a communicator"):
             refused(layer)
-
-
-def test_layers_called_in_different_orders_raise():
-    def body(comm):
-        layers = [MoE(HIDDEN, make_expert, 2, comm=comm) for _ in range(2)]
-        layers[comm.rank](torch.ones(2, HIDDEN))
-
-    with pytest.raises(CommMismatch, match=r"rank 0 calls layer 1 .*, but rank 1 layer 2"):
-        run_ranks(2, body)
-
-
-def test_tokens_of_different_dtypes_raise():
-    def body(comm):
-        layer = MoE(HIDDEN, make_expert, 2, comm=comm, seed=0)
-        with torch.autocast("cpu", torch.bfloat16, enabled=comm.rank == 0):
-            layer(torch.ones(2, HIDDEN))
-
-    with pytest.raises(CommMismatch, match=r"torch.bfloat16.*torch.float32|torch.float32.*torch.bfloat16"):
-        run_ranks(2, body)
 
 
 def test_a_state_of_fewer_experts_is_refused():
@@ -568,29 +579,3 @@ def test_processes_get_the_gradients_of_one_process_and_mistakes_raise(tmp_path)
     torch.testing.assert_close(torch.load(file), run_ranks(1, body)[0])
     assert result.stdout.count("told:") == 2
     assert "backward of functional.allreduce #" in result.stdout
-
-
-def test_join_is_refused_where_ranks_would_wait_for_one_that_has_ended():
-    def body(comm):
-        ddp = DistributedDataParallel(Model(comm, experts=2), comm=comm)
-
-        def train(**settings):
-            with ddp.join(**settings):
-                for _ in range(1 + comm.rank):
-                    ddp(share(draw(4, HIDDEN), comm)).sum().backward()
-
-        with pytest.raises(UnsupportedError, match="Give it empty batches instead"):
-            train()
-        with pytest.raises(CommError, match="rank 0 has no more batches"):
-            train(throw_on_early_termination=True)
-        ddp.close()
-
-    run_ranks(2, body)
-
-
-def test_experts_over_some_of_the_ranks_are_refused():
-    def body(comm):
-        DistributedDataParallel(Model(comm.split(comm.rank // 2), experts=2), comm=comm)
-
-    with pytest.raises(UnsupportedError, match=r"'moe\.experts' is spread over 2 ranks, expected all 4"):
-        run_ranks(4, body)

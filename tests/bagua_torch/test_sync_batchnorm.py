@@ -268,25 +268,18 @@ def test_convert_and_back_keeps_everything():
     assert called == [1]
 
 
-def test_a_layer_of_its_own_is_converted_too_and_pytorchs_own_comes_back():
+def test_a_layer_comes_back_as_the_class_that_it_had_or_as_that_for_its_inputs():
     def body(comm):
-        layer = convert(nn.BatchNorm1d(3), comm)
+        layer, made = convert(nn.BatchNorm1d(3), comm), SyncBatchNorm(2, comm=comm)
         theirs = convert(nn.SyncBatchNorm(3), comm)
         theirs(torch.ones(2, 3, 1))
-        return type(layer), type(revert(layer)), type(theirs), type(revert(theirs))
-
-    assert run_ranks(2, body) == [(SyncBatchNorm, nn.BatchNorm1d, SyncBatchNorm, nn.SyncBatchNorm)] * 2
-
-
-def test_one_that_was_constructed_becomes_the_class_for_its_inputs():
-    def body(comm):
-        layer = SyncBatchNorm(2, comm=comm)
         with pytest.raises(UnsupportedError, match="has seen no input"):
-            revert(layer)
-        layer(torch.randn(3, 2, 4, 4))
-        return type(revert(layer))
+            revert(made)
+        made(torch.randn(3, 2, 4, 4))
+        assert (type(layer), type(theirs)) == (SyncBatchNorm, SyncBatchNorm)
+        return [type(revert(each)) for each in (layer, theirs, made)]
 
-    assert run_ranks(2, body) == [nn.BatchNorm2d] * 2
+    assert run_ranks(2, body) == [[nn.BatchNorm1d, nn.SyncBatchNorm, nn.BatchNorm2d]] * 2
 
 
 def test_copies_share_the_ranks_and_a_pickle_has_none():
@@ -350,18 +343,12 @@ def test_an_input_that_does_not_fit_is_refused_on_all_ranks(wrong, message):
     assert run_ranks(3, body) == [(2, CHANNELS)] * 3
 
 
-def test_a_converted_layer_takes_the_dimensions_that_it_took():
+def test_dimensions_and_single_values_are_refused_on_all_ranks():
     def body(comm):
         layer = convert(nn.BatchNorm2d(CHANNELS), comm)
         for mode in (True, False):
-            with pytest.raises(ValueError, match=r"expected 4 dimensions"):
+            with pytest.raises(ValueError, match="expected 4 dimensions"):
                 layer.train(mode)(torch.zeros(2, CHANNELS))
-
-    run_ranks(2, body)
-
-
-def test_one_value_per_channel_is_refused_on_all_ranks():
-    def body(comm):
         with pytest.raises(ValueError, match="one value per channel"):
             SyncBatchNorm(CHANNELS, comm=comm)(torch.zeros(1 - comm.rank, CHANNELS))
 
@@ -429,24 +416,3 @@ def test_pytorchs_own_layer_is_refused_where_each_rank_would_normalize_alone():
 
     run_ranks(2, body)
     run_ranks(1, body)
-
-
-def test_join_is_refused_while_all_ranks_are_needed_to_normalize():
-    def body(comm):
-        model = convert(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), comm)
-        ddp = DistributedDataParallel(model, comm=comm)
-
-        def train(**settings):
-            with ddp.join(**settings):
-                for _ in range(1 + comm.rank):
-                    ddp(numbers(2, 4, dtype=torch.float32)).sum().backward()
-
-        with pytest.raises(UnsupportedError, match=r"a SyncBatchNorm, '1'.*Give it empty batches instead"):
-            train()
-        with pytest.raises(CommError, match="rank 0 has no more batches"):
-            train(throw_on_early_termination=True)
-        model[1].eval()  # as for fine-tuning
-        train()
-        ddp.close()
-
-    run_ranks(2, body)
