@@ -139,11 +139,7 @@ def test_optimizers_that_differ_are_refused_on_all_ranks(make, message):
 
 def test_leaves_are_mapped_through_dicts_lists_and_tuples():
     given = {"a": [1, {"b": (2, "x")}], "c": (), "d": None}
-    assert map_leaves(given, lambda leaf: (leaf,)) == {
-        "a": [(1,), {"b": ((2,), ("x",))}],
-        "c": (),
-        "d": (None,),
-    }
+    assert map_leaves(given, lambda leaf: (leaf,)) == {"a": [(1,), {"b": ((2,), ("x",))}], "c": (), "d": (None,)}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

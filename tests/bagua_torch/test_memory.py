@@ -8,10 +8,7 @@ from support.memory_formats import EXACT, WEIGHTS
 from support.torch_training import batch, make_model, train_step, weights
 from torch import nn
 
-from bagua_comm import (
-    ArrayError,
-    DiLoCo,
-)
+from bagua_comm import ArrayError, DiLoCo
 from bagua_comm.testing import run_ranks
 from bagua_torch import DistributedDataParallel, fuse
 

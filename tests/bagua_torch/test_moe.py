@@ -483,12 +483,7 @@ def over_some_of_the_ranks(comm):
 @pytest.mark.parametrize(
     ("ranks", "body", "error", "words"),
     [
-        (
-            2,
-            lambda comm: MoE(HIDDEN, make_expert, 4, k=1 + comm.rank, comm=comm),
-            CommMismatch,
-            "k is 1 .* 2 on",
-        ),
+        (2, lambda comm: MoE(HIDDEN, make_expert, 4, k=1 + comm.rank, comm=comm), CommMismatch, "k is 1 .* 2 on"),
         (2, in_another_order, CommMismatch, "rank 0 calls layer 1 .*, but rank 1 layer 2"),
         (2, of_another_dtype, CommMismatch, "torch.bfloat16.*torch.float32|torch.float32.*torch.bfloat16"),
         (4, over_some_of_the_ranks, UnsupportedError, r"'moe\.experts' is spread over 2 ranks, expected all 4"),

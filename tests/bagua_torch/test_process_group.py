@@ -27,15 +27,7 @@ from support.waiting import until
 
 import bagua_comm
 import bagua_torch
-from bagua_comm import (
-    BootstrapError,
-    CommAborted,
-    CommError,
-    CommMismatch,
-    CommTimeout,
-    Communicator,
-    RankFailed,
-)
+from bagua_comm import BootstrapError, CommAborted, CommError, CommMismatch, CommTimeout, Communicator, RankFailed
 from bagua_comm.errors import WHICH_CALLS
 from bagua_comm.flight import diagnose, read_folder
 from bagua_comm.testing import check_transport, reduced, sample

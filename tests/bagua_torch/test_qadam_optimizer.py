@@ -5,15 +5,7 @@ import copy
 import numpy as np
 import pytest
 import torch
-from support.torch_training import (
-    batch,
-    gradients,
-    loss_of,
-    make_model,
-    through_a_file,
-    train_step,
-    weights,
-)
+from support.torch_training import batch, gradients, loss_of, make_model, through_a_file, train_step, weights
 from torch import nn
 
 from bagua_comm import ArrayError, Exact, GradientAllReduce, QAdam, optim

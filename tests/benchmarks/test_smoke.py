@@ -31,9 +31,7 @@ CASES = {
     "codecs": Case("-b 64K -e 64K -n 1 -w 1 --json"),
     "collectives": Case("-b 8 -e 8 -n 1 -w 0 --json"),
     "collectives beside others": Case(
-        "allreduce quantized_allreduce --beside mpi4py,gloo,ring -b 400 -e 400 -n 1 -o avg --json",
-        2,
-        "torch",
+        "allreduce quantized_allreduce --beside mpi4py,gloo,ring -b 400 -e 400 -n 1 -o avg --json", 2, "torch"
     ),
     "collectives overhead": Case("overhead --batches 2 --calls 2 -w 1 --json", 2),
     "data": Case(

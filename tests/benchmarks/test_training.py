@@ -47,8 +47,7 @@ def test_time_that_a_hypervisor_took_is_neither_work_nor_idleness(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "parameters"),
-    [("vgg16", 138_357_544), ("resnet50", 25_557_032), ("bert-large", 335_141_888)],
+    ("name", "parameters"), [("vgg16", 138_357_544), ("resnet50", 25_557_032), ("bert-large", 335_141_888)]
 )
 def test_models_have_the_published_numbers_of_parameters(name, parameters):
     with torch.device("meta"):

@@ -435,8 +435,7 @@ def test_arguments_that_cannot_be_followed_are_refused_with_what_to_do(arguments
 
 
 @pytest.mark.parametrize(
-    ("mpirun", "words"),
-    [(OPEN_MPI, ["-x", "HERE", "-x", "GIVEN"]), (MPICH, ["-genvall"]), (INTEL, ["-genvall"])],
+    ("mpirun", "words"), [(OPEN_MPI, ["-x", "HERE", "-x", "GIVEN"]), (MPICH, ["-genvall"]), (INTEL, ["-genvall"])]
 )
 def test_variables_reach_ranks_on_other_hosts_in_each_mpi_and_are_on_no_command_line(quiet, mpirun, words):
     quiet.setenv("HERE", "its value")

@@ -47,12 +47,7 @@ class Kernels:
             self._library = ctypes.CDLL(str(_compiled(source, tuple(o for o in options if o.startswith("-D")))))
 
     def launch(
-        self,
-        name: str,
-        grid: Sequence[int],
-        block: Sequence[int],
-        args: Sequence[Any],
-        order: str = "forward",
+        self, name: str, grid: Sequence[int], block: Sequence[int], args: Sequence[Any], order: str = "forward"
     ) -> None:
         """Run a kernel over a grid, its threads in the given order.
 

@@ -438,10 +438,7 @@ def test_operations_that_break_a_capture(device):
     with stream:
         stream.begin_capture()
         x.fill(1)
-        for code, call in {
-            900: lambda: stream.synchronize(),
-            905: lambda: stream.wait_event(event),
-        }.items():
+        for code, call in {900: lambda: stream.synchronize(), 905: lambda: stream.wait_event(event)}.items():
             with pytest.raises(CUDARuntimeError) as caught:
                 call()
             assert code == caught.value.status

@@ -277,10 +277,7 @@ def test_ranks_that_are_missing_or_end_early_are_noted(tmp_path, capsys):
     path.write_bytes(path.read_bytes()[:-5])
     found = compare_folder(tmp_path)
     assert (found.records, found.last_equal_step, found.step) == (3, 2, None)
-    assert found.notes == (
-        "rank 3 left no records here",
-        "the records of rank 1 end after step 1, within a line",
-    )
+    assert found.notes == ("rank 3 left no records here", "the records of rank 1 end after step 1, within a line")
     assert cli.main(["compare", str(tmp_path)]) == 0
     assert "note: rank 3 left no records here" in capsys.readouterr().out
     (tmp_path / "rank_1.steps").unlink()

@@ -95,10 +95,7 @@ def test_of_two_ranks_neither_is_blamed():
 
 @pytest.mark.parametrize(
     ("change", "words"),
-    [
-        ({"size": 5}, "sizes differ (4 and 5 elements)"),
-        ({"detail": {"root": 1}}, "root differs (None and 1)"),
-    ],
+    [({"size": 5}, "sizes differ (4 and 5 elements)"), ({"detail": {"root": 1}}, "root differs (None and 1)")],
 )
 def test_calls_whose_arguments_differ(change, words):
     usual, odd = calls("reduce"), calls("reduce", **change)

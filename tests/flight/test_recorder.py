@@ -62,11 +62,7 @@ def test_members_of_groups_are_ranks_of_the_world():
         part.dup()
         return comm.flight.groups
 
-    assert run_ranks(4, body)[3] == {
-        "world": (0, 1, 2, 3),
-        "world.1:1": (1, 3),
-        "world.1:1.1": (1, 3),
-    }
+    assert run_ranks(4, body)[3] == {"world": (0, 1, 2, 3), "world.1:1": (1, 3), "world.1:1.1": (1, 3)}
 
 
 def test_tasks_that_wait_on_a_lane_are_in_the_record():

@@ -22,13 +22,7 @@ from support.torch_training import (
 from torch import nn
 
 import bagua_torch
-from bagua_comm import (
-    ByteGrad,
-    Communicator,
-    Exact,
-    LowPrecisionDecentralized,
-    Quantized,
-)
+from bagua_comm import ByteGrad, Communicator, Exact, LowPrecisionDecentralized, Quantized
 from bagua_comm.execution.cuda import current_address, use_device
 from bagua_comm.execution.lane import StreamLane
 from bagua_comm.transports import LocalTransport

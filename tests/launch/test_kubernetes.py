@@ -19,9 +19,7 @@ CONTAINER = {
 }
 REPLICAS = {
     "replicas": int,
-    "template": {
-        "spec": {"containers": [CONTAINER], "volumes?": [{"name": str, "emptyDir": {"medium": str}}]},
-    },
+    "template": {"spec": {"containers": [CONTAINER], "volumes?": [{"name": str, "emptyDir": {"medium": str}}]}},
 }
 MPIJOB = {
     "apiVersion": {"kubeflow.org/v2beta1"},

@@ -134,11 +134,7 @@ def a_row_of_ranks(comm, put):
     comm.exchange([(None, mine)], [(None, halo)])
     assert to_host(halo).tolist() == [rank - 1, rank + 1 if rank < end else -1]
     for call in (lambda: comm.send(mine, dest=None), lambda: comm.recv(mine, source=None)):
-        raises(
-            ArrayError,
-            "(dest|source) is None, expected a rank .*PROC_NULL",
-            call,
-        )
+        raises(ArrayError, "(dest|source) is None, expected a rank .*PROC_NULL", call)
     raises(UnsupportedError, "got builtins.list|list; wrap", comm.sendrecv, [1], out, dest=None, source=None)
 
 
@@ -247,23 +243,11 @@ def counts_that_differ(comm, put):
     out = put(np.zeros(sum(incoming)))
     raises(CommMismatch, wrong, comm.alltoall, x, out, counts=[1] * p, out_counts=incoming)
     y = put(np.zeros(p, np.int64 if rank == 1 else np.uint64))
-    raises(
-        CommMismatch,
-        r"alltoall\(uint64, .* but rank 1 called alltoall\(int64",
-        alltoall_of_one_each,
-        comm,
-        y,
-    )
+    raises(CommMismatch, r"alltoall\(uint64, .* but rank 1 called alltoall\(int64", alltoall_of_one_each, comm, y)
     if rank == 1:
         raises(CommMismatch, r"alltoall\(float64, .* but rank 1 called barrier", comm.barrier)
     else:
-        raises(
-            CommMismatch,
-            r"alltoall\(float64, .* but rank 1 called barrier",
-            alltoall_of_one_each,
-            comm,
-            x,
-        )
+        raises(CommMismatch, r"alltoall\(float64, .* but rank 1 called barrier", alltoall_of_one_each, comm, x)
     alltoall_of_one_each(comm, x)
 
     x = put(np.zeros(rank + 1))
@@ -330,12 +314,7 @@ def groups_and_lanes_are_compared(comm, put):
     with comm.lane() as lane, comm.split(0) as group:
         for world in (lane.comm, group):
             x = put(np.zeros(2 + (comm.rank == 1)))
-            raises(
-                CommMismatch,
-                r"float64\[2\].* but rank 1 .*float64\[3\]",
-                world.allreduce,
-                x,
-            )
+            raises(CommMismatch, r"float64\[2\].* but rank 1 .*float64\[3\]", world.allreduce, x)
         x = put(np.zeros(2, np.int32))
         request = lane.submit(lane.comm.sendrecv, put(np.zeros(2)), x, dest=comm.rank, source=comm.rank)
         raises(CommMismatch, "its sendrecv of float64", request.result, timeout=30)

@@ -139,12 +139,7 @@ def widened(self, x, out, op):
 
 @pytest.mark.parametrize(
     ("name", "broken"),
-    [
-        ("allreduce", saturated),
-        ("allreduce", added_backwards),
-        ("allreduce", flushed),
-        ("allreduce", widened),
-    ],
+    [("allreduce", saturated), ("allreduce", added_backwards), ("allreduce", flushed), ("allreduce", widened)],
 )
 def test_check_transport_finds_mistakes_that_small_values_hide(name, broken):
     with pytest.raises(AssertionError, match="elements are wrong"):

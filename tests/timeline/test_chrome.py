@@ -33,15 +33,7 @@ def test_chrome_trace_by_hand():
             metadata("thread_name", 1000, 1002, name="lane"),
             metadata("thread_sort_index", 1000, 1002, sort_index=2),
             # Microseconds, from the start of rank 1's span on.
-            {
-                "ph": "X",
-                "name": "encode",
-                "pid": 1000,
-                "tid": 1001,
-                "ts": 1.0,
-                "dur": 2.5,
-                "args": {"bucket": 0},
-            },
+            {"ph": "X", "name": "encode", "pid": 1000, "tid": 1001, "ts": 1.0, "dur": 2.5, "args": {"bucket": 0}},
             {"ph": "X", "name": "send", "pid": 1000, "tid": 1002, "ts": 2.0, "dur": 0.25, "args": {}},
             {"ph": "C", "name": "loss", "pid": 1000, "ts": 2.0, "args": {"value": 0.5}},
             {"ph": "i", "s": "p", "tid": 1000, "name": "loss", "pid": 1000, "ts": 4.0, "args": {"value": "nan"}},
@@ -74,14 +66,7 @@ def test_spans_that_overlap_have_rows_of_their_own():
     events = chrome_trace([spans])["traceEvents"]
     rows = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
     found = {event["name"]: rows[event["tid"]] for event in events if event["ph"] == "X"}
-    assert found == {
-        "0": "main",
-        "1": "main",
-        "2": "main",
-        "3": "main, overlapping",
-        "4": "main",
-        "5": "main",
-    }
+    assert found == {"0": "main", "1": "main", "2": "main", "3": "main, overlapping", "4": "main", "5": "main"}
 
 
 def test_a_communicators_trace_is_json_with_a_process_per_rank(tmp_path):
