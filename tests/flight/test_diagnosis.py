@@ -13,6 +13,7 @@ from bagua_comm.flight.stacks import Frame, ThreadStack
 from bagua_comm.testing import run_ranks
 
 SECOND = 10**9
+TWO_GROUPS = {"world": (0, 1), "world.1": (0, 1)}
 
 
 def calls(*names, group="world", start=0, open_last=False, number=1, size=4, **fields):
@@ -30,6 +31,11 @@ def calls(*names, group="world", start=0, open_last=False, number=1, size=4, **f
 def record(rank, entries, *, size=3, groups=None, at_s=20, **fields):
     groups = groups or {"world": tuple(range(size))}
     return RankRecord("job", rank, size, "host", 1, at_s * SECOND, groups, tuple(entries), **fields)
+
+
+def records(*entries, groups=None):
+    """The records of all ranks, which made these calls."""
+    return [record(rank, calls, size=len(entries), groups=groups) for rank, calls in enumerate(entries)]
 
 
 def only(records):
@@ -50,57 +56,28 @@ def test_no_records_have_no_story():
     assert diagnose([]).findings == ()
 
 
-def test_a_rank_that_skipped_a_call_is_found_by_the_calls_of_earlier_steps():
-    step = ["allreduce", "allgather"]
-    others = calls(*step, *step, "allreduce", open_last=True)
-    skipped = calls(*step, *step, "allgather", open_last=True)
-    finding = only([record(0, others), record(1, skipped), record(2, others)])
-    assert (finding.kind, finding.ranks, finding.group, finding.number) == ("skipped", (1,), "world", 5)
-    assert "rank 1 left out allreduce" in finding.text
+STEP = ["allreduce", "allgather"]
+USUAL, SKIPPED = (calls(*STEP, *STEP, name, open_last=True) for name in STEP)
+ONE, MORE = calls(*STEP, open_last=True), calls("allreduce", "barrier", "allgather", open_last=True)
+FIRST, SWAPPED, COUNTED = calls("reduce", "broadcast"), calls("broadcast", "reduce"), {"counts": [2, 1, 1]}
+COUNTS = calls("alltoall", detail=COUNTED)
+DIFFERENCES = {
+    "skipped": ([USUAL, SKIPPED, USUAL], "skipped", (1,), 5, "rank 1 left out allreduce"),
+    "skipped by the majority": ([SKIPPED, USUAL, SKIPPED], "skipped", (0, 2), 5, "ranks 0, 2 left out allreduce"),
+    "one too many": ([ONE, MORE, ONE], "skipped", (1,), 2, "rank 1 made one call too many"),
+    "the other order": ([FIRST, SWAPPED, FIRST], "swapped", (1,), 1, "in the other order"),
+    "neither is blamed": ([calls("reduce"), calls("scan")], "different", (0, 1), 1, ""),
+    "size": ([FIRST, calls("reduce", size=5), FIRST], "unlike", (1,), 1, "sizes differ (4 and 5 elements)"),
+    "root": ([FIRST, calls("reduce", detail={"root": 1}), FIRST], "unlike", (1,), 1, "root differs (None and 1)"),
+    "counts": ([COUNTS, calls("alltoall"), COUNTS], "unlike", (1,), 1, "only one has counts"),
+}
 
 
-def test_the_majority_may_have_skipped_a_call():
-    step = ["allreduce", "allgather"]
-    skipped = calls(*step, *step, "allgather", open_last=True)
-    right = calls(*step, *step, "allreduce", open_last=True)
-    finding = only([record(0, skipped), record(1, right), record(2, skipped)])
-    assert (finding.kind, finding.ranks) == ("skipped", (0, 2))
-    assert "ranks 0, 2 left out allreduce" in finding.text
-
-
-def test_a_rank_that_made_one_call_too_many():
-    usual = calls("allreduce", "allgather", open_last=True)
-    more = calls("allreduce", "barrier", "allgather", open_last=True)
-    finding = only([record(0, usual), record(1, more), record(2, usual)])
-    assert (finding.kind, finding.ranks, finding.number) == ("skipped", (1,), 2)
-    assert "rank 1 made one call too many" in finding.text
-
-
-def test_two_calls_in_the_other_order():
-    finding = only(
-        [
-            record(0, calls("reduce", "broadcast")),
-            record(1, calls("broadcast", "reduce")),
-            record(2, calls("reduce", "broadcast")),
-        ]
-    )
-    assert (finding.kind, finding.ranks, finding.number) == ("swapped", (1,), 1)
-    assert "in the other order" in finding.text
-
-
-def test_of_two_ranks_neither_is_blamed():
-    finding = only([record(0, calls("reduce"), size=2), record(1, calls("scan"), size=2)])
-    assert (finding.kind, finding.ranks) == ("different", (0, 1))
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [({"size": 5}, "sizes differ (4 and 5 elements)"), ({"detail": {"root": 1}}, "root differs (None and 1)")],
-)
-def test_calls_whose_arguments_differ(change, words):
-    usual, odd = calls("reduce"), calls("reduce", **change)
-    finding = only([record(0, usual), record(1, usual), record(2, odd)])
-    assert (finding.kind, finding.ranks) == ("unlike", (2,))
+@pytest.mark.parametrize("name", DIFFERENCES)
+def test_calls_that_differ_are_told_from_each_other_by_those_of_earlier_steps(name):
+    entries, kind, ranks, number, words = DIFFERENCES[name]
+    finding = only(records(*entries))
+    assert (finding.kind, finding.ranks, finding.group, finding.number) == (kind, ranks, "world", number)
     assert words in finding.text
 
 
@@ -115,13 +92,6 @@ def test_arrays_may_differ_in_size_where_there_are_counts(name, root):
         waiting = [record(rank, calls(name, size=rank, detail=root, open_last=True)) for rank in (0, 2)]
         assert only([waiting[0], record(1, ()), waiting[1]]).ranks == (1,)
     assert "sizes differ (0 and 1 elements)" in only(made(lambda rank: False)).text
-
-
-def test_counts_on_some_ranks_alone_are_named():
-    usual = calls("alltoall", detail={"counts": [2, 1, 1]})
-    finding = only([record(0, usual), record(1, calls("alltoall")), record(2, usual)])
-    assert (finding.kind, finding.ranks) == ("unlike", (1,))
-    assert finding.text.endswith("only one has counts")
 
 
 def test_a_rank_that_died_is_named_by_its_peers_and_so_is_its_last_call():
@@ -171,13 +141,12 @@ def test_a_rank_that_left_with_an_error_or_after_as_many_steps_had_enough_batche
 
 
 def test_a_rank_that_went_on_to_evaluate_had_fewer_batches():
-    groups = {"world": (0, 1), "world.1": (0, 1)}
     evaluating = calls("barrier", open_last=True)
     training = calls("allreduce", group="world.1", number=6, open_last=True, bucket=0, step=5)
     finding = only(
         [
-            record(0, evaluating, groups=groups, size=2, steps={"world.1": 5}),
-            record(1, training, groups=groups, size=2, steps={"world.1": 6}),
+            record(0, evaluating, groups=TWO_GROUPS, size=2, steps={"world.1": 5}),
+            record(1, training, groups=TWO_GROUPS, size=2, steps={"world.1": 6}),
         ]
     )
     assert (finding.kind, finding.ranks) == ("uneven", (0,))
@@ -185,15 +154,9 @@ def test_a_rank_that_went_on_to_evaluate_had_fewer_batches():
 
 
 def test_a_method_that_only_some_ranks_call_is_named():
-    groups = {"world": (0, 1), "world.1": (0, 1)}
     save = {"error": "CommTimeout", "method": "Checkpoints.save"}
     saving = calls("allgather_object", group="world.1", open_last=True, **save)
-    finding = only(
-        [
-            record(0, saving, groups=groups, size=2),
-            record(1, calls("barrier", open_last=True), groups=groups, size=2),
-        ]
-    )
+    finding = only(records(saving, calls("barrier", open_last=True), groups=TWO_GROUPS))
     assert finding.text.startswith("rank 0 is in Checkpoints.save (allgather_object #1 of world.1), and rank 1 ")
     assert finding.text.endswith("Checkpoints.save is collective: all ranks must make the same calls")
 
@@ -236,9 +199,8 @@ def test_clocks_that_differ_make_no_rank_slow():
 
 
 def test_calls_of_two_communicators_in_another_order():
-    groups = {"world": (0, 1), "world.1": (0, 1)}
     first, second = calls("barrier", open_last=True), calls("barrier", group="world.1", open_last=True)
-    finding = only([record(0, first, groups=groups, size=2), record(1, second, groups=groups, size=2)])
+    finding = only(records(first, second, groups=TWO_GROUPS))
     assert (finding.kind, finding.ranks) == ("crossed", (0, 1))
     assert "rank 0 is in barrier #1, and rank 1 in barrier #1 of world.1" in finding.text
 
@@ -254,36 +216,33 @@ def test_calls_of_two_communicators_in_another_order():
     ],
 )
 def test_ranks_that_all_send_or_all_receive_wait_for_each_other(name, peers, circle, words):
-    way = "dest" if name == "send" else "source"
-    entries = [Entry("world", 1, False, name, "float32", (4,), {way: peer}, start_ns=0) for peer in peers]
-    finding = only([record(rank, [entry]) for rank, entry in enumerate(entries)])
+    finding = only(records(*(message(name, peer) for peer in peers)))
     assert (finding.kind, finding.ranks) == ("crossed", circle)
     assert finding.text.startswith(words)
 
 
+def message(name, peer, group="world", end_ns=None, **fields):
+    way = "dest" if name.startswith("send") else "source"
+    return [Entry(group, 1, False, name, "float32", (4,), {way: peer}, start_ns=0, end_ns=end_ns, **fields)]
+
+
 def test_a_message_that_is_received_in_another_communicator_is_named():
     groups = {"world.1": (0, 1), "world.2": (0, 1)}
-    send = Entry("world.2", 1, False, "send", "float32", (4,), {"dest": 1}, start_ns=0)
-    recv = Entry("world.1", 1, False, "recv", "float32", (4,), {"source": 0}, start_ns=0)
-    finding = only([record(rank, [entry], groups=groups, size=2) for rank, entry in enumerate((send, recv))])
+    finding = only(records(message("send", 1, "world.2"), message("recv", 0, "world.1"), groups=groups))
     assert (finding.kind, finding.ranks) == ("crossed", (0, 1))
     assert "rank 0 sends to rank 1 in world.2, and rank 1 receives from it in world.1" in finding.text
 
 
 def test_failed_calls_without_a_cause_are_not_called_right():
-    failed = Entry(
-        "world", 1, False, "send", "float32", (4,), {"dest": 1}, start_ns=0, end_ns=1, error="CommError"
-    )
-    text = str(diagnose([record(0, [failed], size=2), record(1, [], size=2)]))
+    text = str(diagnose(records(message("send", 1, end_ns=1, error="CommError"), [])))
     assert text.startswith("No cause of the failed calls was found.")
 
 
 @pytest.mark.parametrize(("sent", "received"), [("send", "recv_object"), ("send_object", "recv")])
 def test_an_object_that_is_received_as_an_array_is_named_and_vice_versa(sent, received):
-    send = Entry("world", 1, False, sent, "float32", (4,), {"dest": 1}, start_ns=0, end_ns=1)
-    recv = Entry("world", 1, False, received, "float32", (4,), {"source": 0}, start_ns=0)
     right = "recv_object" if received == "recv" else "recv"
-    finding = only([record(0, [send], left=LEFT_WELL, size=2), record(1, [recv], size=2)])
+    left = record(0, message(sent, 1, end_ns=1), left=LEFT_WELL, size=2)
+    finding = only([left, record(1, message(received, 0), size=2)])
     assert finding.text.endswith(f"its last call was {sent} #1; {right} receives it, not {received}")
 
 
