@@ -1,9 +1,9 @@
 """The network plugin, called as NCCL calls it: messages, failures, strangers, threads."""
 
+import contextlib
 import ctypes
 import os
 import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from support import net_peer
 from support.net_builds import built
+from support.net_peer import address_of, meet
 
 from bagua_comm import net
 from bagua_comm.net import binding
@@ -74,10 +75,28 @@ def plugin(library):
 
 
 @pytest.fixture
-def pair(plugin):
-    pair = connect_pair(plugin, None)
+def pair(library):
+    with connected(library) as pair:
+        yield pair
+
+
+@contextlib.contextmanager
+def connected(library):
+    """A connection of a plugin to itself."""
+    plugin = Plugin(library)
+    context = plugin.start()
+    pair = connect_pair(plugin, context)
     yield pair
     pair.close()
+    plugin.stop(context)
+
+
+@contextlib.contextmanager
+def failing(code):
+    """The body of `with` raises an error of the plugin with this code."""
+    with pytest.raises(PluginError) as raised:
+        yield
+    assert raised.value.code == code
 
 
 def until(condition):
@@ -86,13 +105,6 @@ def until(condition):
     while not (found := condition()):
         assert time.monotonic() < deadline, "it takes too long"
     return found
-
-
-def address_of(handle):
-    """The socket address in a handle: behind the nonce."""
-    family, port, *ip = struct.unpack_from("=H2s4B", bytes(handle), 8)
-    assert family == socket.AF_INET
-    return ".".join(map(str, ip)), int.from_bytes(port, "big")
 
 
 def threads():
@@ -162,44 +174,31 @@ def test_only_host_memory_can_be_registered(plugin):
 
 
 def test_short_reads_and_writes(short):
-    plugin = Plugin(short)
-    context = plugin.start()
-    pair = connect_pair(plugin, context)
-    exchange(pair, [0, 1, 1000, 1016, *random_sizes(np.random.default_rng(0), 300, 1 << 20, 6000)], POOL)
-    pair.close()
-    plugin.stop(context)
+    with connected(short) as pair:
+        exchange(pair, [0, 1, 1000, 1016, *random_sizes(np.random.default_rng(0), 300, 1 << 20, 6000)], POOL)
 
 
 def test_many_flows_carry_messages_in_their_order(eager):
-    plugin = Plugin(eager)
-    context = plugin.start()
-    pair = connect_pair(plugin, context)
-    sizes = [8 << 20] * 24 + random_sizes(np.random.default_rng(0), 300, 1 << 20, 50_000)
-    exchange(pair, sizes, POOL)
-    assert len(net.counters(eager)) >= 4  # the number that it could open meanwhile
-    pair.close()
-    plugin.stop(context)
+    with connected(eager) as pair:
+        exchange(pair, [8 << 20] * 24 + random_sizes(np.random.default_rng(0), 300, 1 << 20, 50_000), POOL)
+        assert len(net.counters(eager)) >= 4  # the number that it could open meanwhile
 
 
 @pytest.fixture
 def of_two_flows(steered, monkeypatch):
     """A connection that has found that two flows pay, its plugin, and how many flows carry an exchange."""
     monkeypatch.setenv("BAGUA_NET_FLOWS", "2")
-    plugin = Plugin(steered)
-    context = plugin.start()
-    pair = connect_pair(plugin, context)
+    with connected(steered) as pair:
 
-    def flows_of_an_exchange():
-        before = [*net.counters(steered), 0, 0]
-        exchange(pair, [8 << 20] * 4, POOL)
-        return sum(now > then for now, then in zip(net.counters(steered), before, strict=False))
+        def flows_of_an_exchange():
+            before = [*net.counters(steered), 0, 0]
+            exchange(pair, [8 << 20] * 4, POOL)
+            return sum(now > then for now, then in zip(net.counters(steered), before, strict=False))
 
-    for name, value in (("gain", 0.0), ("trial_s", 1e9)):
-        ctypes.c_double.in_dll(plugin.library, name).value = value
-    until(lambda: flows_of_an_exchange() == 2)
-    yield plugin, flows_of_an_exchange
-    pair.close()
-    plugin.stop(context)
+        for name, value in (("gain", 0.0), ("trial_s", 1e9)):
+            ctypes.c_double.in_dll(pair.plugin.library, name).value = value
+        until(lambda: flows_of_an_exchange() == 2)
+        yield pair.plugin, flows_of_an_exchange
 
 
 def test_flows_that_no_longer_pay_are_dropped(of_two_flows):
@@ -295,9 +294,8 @@ def test_a_message_larger_than_its_receive_is_an_error_and_no_byte_is_written_be
     plugin, out = pair.plugin, np.zeros(200, np.uint8)
     receive = plugin.receive(pair.receiver, out.ctypes.data, 100)
     plugin.send(pair.sender, POOL.ctypes.data, 101)
-    with pytest.raises(PluginError) as raised:
+    with failing(binding.INVALID_USAGE):
         finish(plugin, receive)
-    assert raised.value.code == binding.INVALID_USAGE
     assert not out.any()
     with pytest.raises(PluginError):  # later ones, too
         plugin.receive(pair.receiver, out.ctypes.data, 100)
@@ -306,9 +304,8 @@ def test_a_message_larger_than_its_receive_is_an_error_and_no_byte_is_written_be
 def test_a_request_that_was_done_cannot_be_tested_again(pair):
     request = pair.plugin.send(pair.sender, POOL.ctypes.data, 8)
     finish(pair.plugin, request)
-    with pytest.raises(PluginError) as raised:
+    with failing(binding.INVALID_USAGE):
         pair.plugin.finished(request)
-    assert raised.value.code == binding.INVALID_USAGE
 
 
 def test_flush_is_done_at_once_and_test_takes_no_sizes(pair):
@@ -321,9 +318,8 @@ def test_flush_is_done_at_once_and_test_takes_no_sizes(pair):
 
 
 def test_several_receives_in_one_are_refused(pair):
-    with pytest.raises(PluginError) as raised:
+    with failing(binding.INVALID_ARGUMENT):
         pair.plugin.irecv(pair.receiver, 2, None, None, None, None, None, ctypes.byref(ctypes.c_void_p()))
-    assert raised.value.code == binding.INVALID_ARGUMENT
 
 
 @pytest.mark.parametrize("role", ["sender", "receiver"])
@@ -347,12 +343,10 @@ def test_a_killed_peer_is_a_remote_error_at_once_on_all_requests_and_on_new_ones
         plugin.finished(requests[1])
         peer.kill()
         for request in requests[1:]:
-            with pytest.raises(PluginError) as raised:
+            with failing(binding.REMOTE_ERROR):
                 finish(plugin, request)
-            assert raised.value.code == binding.REMOTE_ERROR
-        with pytest.raises(PluginError) as raised:
+        with failing(binding.REMOTE_ERROR):
             post(comm, out.ctypes.data, size)
-        assert raised.value.code == binding.REMOTE_ERROR
     close(comm)
 
 
@@ -360,27 +354,17 @@ def test_a_handle_without_a_listener_is_an_error_and_leaves_nothing(plugin):
     before = files()
     handle, listener = plugin.listener(None, 0)
     plugin.closeListen(listener)
-    with pytest.raises(PluginError) as raised:
+    with failing(binding.REMOTE_ERROR):
         until(lambda: plugin.connected(None, 0, handle))
-    assert raised.value.code == binding.REMOTE_ERROR
     assert files() == before
 
 
 def test_strangers_are_dropped_and_the_peer_is_still_admitted(plugin):
     handle, listener = plugin.listener(None, 0)
-    address = address_of(handle)
-    strangers = [socket.create_connection(address, timeout=WAIT_S) for _ in range(3)]
+    strangers = [socket.create_connection(address_of(handle), timeout=WAIT_S) for _ in range(3)]
     strangers[0].sendall(b"GET / HTTP/1.1\r\n\r\n")
     strangers[1].sendall(bytes(handle)[:4])  # and no more
-    sender = receiver = None
-
-    def met():
-        nonlocal sender, receiver
-        receiver = receiver or plugin.accepted(listener)
-        sender = sender or plugin.connected(None, 0, handle)
-        return sender and receiver
-
-    until(met)
+    sender, receiver, _ = meet(plugin, handle, listener)
     with pytest.raises(ConnectionResetError):
         strangers[0].recv(1)
     exchange(net.checking.ConnectedPair(plugin, sender, receiver), [1000] * 10, POOL)
@@ -395,10 +379,8 @@ def test_strangers_are_dropped_and_the_peer_is_still_admitted(plugin):
 def test_a_listener_is_used_again(plugin):
     handle, listener = plugin.listener(None, 0)
     for _ in range(3):
-        copy, sender, receiver = ctypes.create_string_buffer(bytes(handle), len(handle)), None, None
-        while sender is None or receiver is None:
-            sender = sender or plugin.connected(None, 0, copy)
-            receiver = receiver or plugin.accepted(listener)
+        copy = ctypes.create_string_buffer(bytes(handle), len(handle))
+        sender, receiver, _ = meet(plugin, copy, listener)
         exchange(net.checking.ConnectedPair(plugin, sender, receiver), [0, 70_000], POOL)
         plugin.closeSend(sender)
         plugin.closeRecv(receiver)
@@ -422,9 +404,8 @@ def test_closing_with_requests_in_flight_ends_the_other_side_with_an_error_and_n
             plugin.closeRecv(pair.receiver)
         else:
             plugin.closeRecv(pair.receiver)
-            with pytest.raises(PluginError) as raised:
+            with failing(binding.REMOTE_ERROR):
                 finish(plugin, *sends)
-            assert raised.value.code == binding.REMOTE_ERROR
             plugin.closeSend(pair.sender)
     until(lambda: (threads(), files()) == before)
 
@@ -465,20 +446,11 @@ def test_eight_threads_with_two_connections_each(plugin):
     assert faults == []
 
 
-def test_a_neglected_connection_moves_on_by_the_helper_thread(pair):
+@pytest.mark.parametrize("others", [0, 3])
+def test_a_neglected_connection_moves_on_by_the_helper_thread_while_others_wait_for_their_peers(pair, others):
     """The sender is never tested, and of the receiver only the last message."""
     plugin, size = pair.plugin, 4 << 20
-    outs = [np.zeros(size, np.uint8) for _ in range(4)]
-    receives = [plugin.receive(pair.receiver, out.ctypes.data, size) for out in outs]
-    for _ in outs:
-        plugin.send(pair.sender, POOL.ctypes.data, size)
-    finish(plugin, receives[-1])
-    np.testing.assert_array_equal(outs[-1], POOL[:size])
-
-
-def test_a_neglected_connection_moves_on_while_others_wait_for_their_peers(pair):
-    plugin, size = pair.plugin, 4 << 20
-    waiting = [connect_pair(plugin, None) for _ in range(3)]
+    waiting = [connect_pair(plugin, None) for _ in range(others)]
     for one in waiting:
         plugin.receive(one.receiver, POOL.ctypes.data, 0)
     outs = [np.zeros(size, np.uint8) for _ in range(4)]

@@ -10,9 +10,10 @@ import time
 import numpy as np
 import pytest
 from support.net_builds import built
+from support.net_peer import address_of, listening, meet
 
 from bagua_comm.net import binding
-from bagua_comm.net.binding import Plugin, PluginError
+from bagua_comm.net.binding import PluginError
 
 MAGIC = 0x316E2D6175676162
 LAST = 1 << 63
@@ -50,28 +51,8 @@ def elsewhere(tmp_path_factory):
 @pytest.fixture(params=["library", pytest.param("elsewhere", marks=pytest.mark.slow)])
 def door(request):
     """A plugin that listens: with a handle and a listener."""
-    plugin = Plugin(request.getfixturevalue(request.param))
-    context = plugin.start()
-    handle, listener = plugin.listener(context, 0)
-    yield plugin, handle, listener
-    plugin.closeListen(listener)
-    plugin.stop(context)
-
-
-def address_of(handle):
-    _, port, *ip = struct.unpack_from("=H2s4B", bytes(handle), 8)
-    return ".".join(map(str, ip)), int.from_bytes(port, "big")
-
-
-def meet(plugin, handle, listener):
-    """A connection to oneself, sender and receiver, and how many seconds it took."""
-    sender = receiver = None
-    start = time.monotonic()
-    while not (sender and receiver):
-        receiver = receiver or plugin.accepted(listener)
-        sender = sender or plugin.connected(None, 0, handle)
-        assert time.monotonic() - start < WAIT_S
-    return sender, receiver, time.monotonic() - start
+    with listening(request.getfixturevalue(request.param)) as door:
+        yield door
 
 
 @pytest.mark.parametrize("says", [b"", b"baguagua"], ids=["nothing", "half a hello"])
@@ -162,14 +143,10 @@ class Peer:
 
 @pytest.fixture
 def peer(library):
-    plugin = Plugin(library)
-    context = plugin.start()
-    handle, listener = plugin.listener(context, 0)
-    peer = Peer(plugin, handle, listener)
-    yield peer
-    peer.close()
-    plugin.closeListen(listener)
-    plugin.stop(context)
+    with listening(library) as door:
+        peer = Peer(*door)
+        yield peer
+        peer.close()
 
 
 def test_frames_of_two_flows_make_a_message_in_any_order(peer):
@@ -199,20 +176,16 @@ def test_frames_that_overlap_are_refused(peer, frames):
 @pytest.mark.slow
 def test_helpers_continue_when_the_time_of_day_is_set_back(elsewhere):
     """The helper thread serves an idle connection; its sleep ends by a monotonic clock."""
-    plugin = Plugin(elsewhere)
-    context = plugin.start()
-    handle, listener = plugin.listener(context, 0)
-    sender, receiver, _ = meet(plugin, handle, listener)
-    data, out = np.ones(32 << 20, np.uint8), np.zeros(32 << 20, np.uint8)
-    sending = plugin.send(sender, data.ctypes.data, data.size)
-    receiving = plugin.receive(receiver, out.ctypes.data, out.size)
-    end = time.monotonic() + SOON_S
-    while plugin.finished(receiving) is None:  # only the helper serves the sender
-        assert time.monotonic() < end, "the helper sleeps"
-    while plugin.finished(sending) is None:
-        assert time.monotonic() < end
-    assert out.all()
-    plugin.closeSend(sender)
-    plugin.closeRecv(receiver)
-    plugin.closeListen(listener)
-    plugin.stop(context)
+    with listening(elsewhere) as (plugin, handle, listener):
+        sender, receiver, _ = meet(plugin, handle, listener)
+        data, out = np.ones(32 << 20, np.uint8), np.zeros(32 << 20, np.uint8)
+        sending = plugin.send(sender, data.ctypes.data, data.size)
+        receiving = plugin.receive(receiver, out.ctypes.data, out.size)
+        end = time.monotonic() + SOON_S
+        while plugin.finished(receiving) is None:  # only the helper serves the sender
+            assert time.monotonic() < end, "the helper sleeps"
+        while plugin.finished(sending) is None:
+            assert time.monotonic() < end
+        assert out.all()
+        plugin.closeSend(sender)
+        plugin.closeRecv(receiver)

@@ -6,9 +6,13 @@
 A receiver first prints its handle. Both print "there" after COUNT messages, then wait for the end of their input.
 """
 
+import contextlib
 import ctypes
+import socket
+import struct
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +24,35 @@ def start(library, *arguments):
     """Start one; its output is read by lines."""
     command = [sys.executable, __file__, str(library), *map(str, arguments)]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def address_of(handle):
+    """The socket address in a handle: behind the nonce."""
+    family, port, *ip = struct.unpack_from("=H2s4B", bytes(handle), 8)
+    assert family == socket.AF_INET
+    return ".".join(map(str, ip)), int.from_bytes(port, "big")
+
+
+def meet(plugin, handle, listener, limit_s=30.0):
+    """A connection to oneself, sender and receiver, and how many seconds it took."""
+    sender = receiver = None
+    start_s = time.monotonic()
+    while not (sender and receiver):
+        receiver = receiver or plugin.accepted(listener)
+        sender = sender or plugin.connected(None, 0, handle)
+        assert time.monotonic() - start_s < limit_s
+    return sender, receiver, time.monotonic() - start_s
+
+
+@contextlib.contextmanager
+def listening(library):
+    """A plugin that listens in the body of `with`: the plugin, a handle and a listener."""
+    plugin = Plugin(library)
+    context = plugin.start()
+    handle, listener = plugin.listener(context, 0)
+    yield plugin, handle, listener
+    plugin.closeListen(listener)
+    plugin.stop(context)
 
 
 def main(library, role, *arguments):
