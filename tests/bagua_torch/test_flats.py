@@ -169,32 +169,22 @@ def test_a_parameter_with_gaps_gets_a_contiguous_gradient():
     run_ranks(2, body)
 
 
-def test_expanded_parameters_and_other_orders_of_dimensions_are_refused_on_every_rank():
+@pytest.mark.parametrize(
+    ("first", "second", "error", "words"),
+    [
+        *(
+            (first, random_tensor(1, 4).expand(4, 4), UnsupportedError, "'weight'.*share memory")
+            for first in (random_tensor(1, 4).expand(4, 4), random_tensor(4, 4))
+        ),
+        (random_tensor(4, 4), random_tensor(4, 4).t(), CommMismatch, r"'weight'.*in the order \(1, 0\)"),
+    ],
+)
+def test_expanded_parameters_and_other_orders_of_dimensions_are_refused_on_all(first, second, error, words):
     def body(comm):
-        for first, second, error, match in (
-            (
-                random_tensor(1, 3).expand(4, 3),
-                random_tensor(1, 3).expand(4, 3),
-                UnsupportedError,
-                "'weight'.*share memory",
-            ),
-            (
-                random_tensor(4, 4),
-                random_tensor(1, 4).expand(4, 4),
-                UnsupportedError,
-                "'weight'.*share memory",
-            ),
-            (
-                random_tensor(4, 4),
-                random_tensor(4, 4).t(),
-                CommMismatch,
-                r"'weight'.*dimensions in the order \(1, 0\)",
-            ),
-        ):
-            module = nn.Module()
-            module.weight = nn.Parameter(first if comm.rank == 0 else second)
-            with pytest.raises(error, match=match):
-                DistributedDataParallel(module, comm=comm)
+        module = nn.Module()
+        module.weight = nn.Parameter(first if comm.rank == 0 else second)
+        with pytest.raises(error, match=words):
+            DistributedDataParallel(module, comm=comm)
 
     run_ranks(2, body)
 

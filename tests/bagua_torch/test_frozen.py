@@ -283,25 +283,3 @@ def test_a_frozen_layer_stays_as_it_is_while_weights_are_exchanged_before_gradie
         return torch.equal(weights(model[0]), before)
 
     assert run_ranks(2, body, timeout_s=5) == [True, True]
-
-
-@pytest.mark.parametrize("find_unused", [False, True])
-@pytest.mark.parametrize("algorithm", [GradientAllReduce(), ByteGrad()], ids=repr)
-def test_a_layer_that_is_frozen_while_ranks_are_stopped_waits_for_no_rank(algorithm, find_unused):
-    def body(comm):
-        model = make_model()
-        optimizer = adam(model.parameters())
-        ddp = DistributedDataParallel(model, optimizer, algorithm, comm=comm, find_unused_parameters=find_unused)
-        ddp.stop()
-        freeze(model[0], True)
-        before = weights(model[0])
-        for step in range(2 * comm.rank):
-            optimizer.zero_grad()
-            loss_of(ddp, batch(comm.rank, step)).backward()
-            optimizer.step()
-        frozen = torch.equal(weights(model[0]), before)
-        ddp.resume()
-        ddp.close()
-        return frozen
-
-    assert run_ranks(2, body, timeout_s=2) == [True, True]

@@ -84,15 +84,17 @@ def test_a_step_that_one_rank_left_out_while_stopped_is_over_at_resume(algorithm
 
 @pytest.mark.parametrize("algorithm", [ByteGrad(), GradientAllReduce()], ids=repr)
 @pytest.mark.parametrize("find_unused", [False, True])
-def test_a_stopped_rank_freezes_layers_by_itself(algorithm, find_unused):
+def test_a_stopped_rank_freezes_layers_by_itself_and_waits_for_none(algorithm, find_unused):
     def body(comm):
         model, optimizer, ddp = wrapped(comm, algorithm, find_unused_parameters=find_unused)
         ddp.stop()
-        for number in range(comm.rank):
+        before = model[0].weight.detach().clone()
+        for number in range(2 * comm.rank):
             model[0].requires_grad_(False)
             step(comm, ddp, optimizer, number)
             assert model[0].weight.grad is None
             model[0].requires_grad_(True)
+        assert torch.equal(model[0].weight, before)
         resume_and_close(comm, ddp, optimizer)
 
     run_ranks(2, body, timeout_s=5)

@@ -17,7 +17,6 @@ from support.torch_training import (
 from bagua_comm import (
     ArrayError,
     ByteGrad,
-    CommMismatch,
     Decentralized,
     DiLoCo,
     ErrorFeedback,
@@ -242,14 +241,6 @@ def test_a_search_rests_in_join_and_ends_with_another_algorithm():
         ddp.close()
 
     run_ranks(2, body)
-
-
-def test_all_ranks_have_a_tuner_or_none():
-    def body(comm):
-        wrapped(comm, tuner=make_tuner() if comm.rank else None)
-
-    with pytest.raises(CommMismatch, match="tuner"):
-        run_ranks(2, body)
 
 
 def test_a_step_with_an_unused_parameter_or_an_evaluation_between_is_tuned_like_others():

@@ -182,26 +182,31 @@ def test_advice_for_one_bucket():
     ]
 
 
-@pytest.mark.parametrize(("wire", "says"), [(1.0, "ByteGrad() sends about a quarter"), (0.25, "fewer steps")])
-def test_advice_where_a_step_waits_for_the_network(wire, says):
-    ranks = [training(wait=(16, 32), wire=wire) for _ in range(2)]
-    (text,) = advise(summary_of(*ranks))
-    assert text.startswith("40 % of a step waits for exchanges, even on the rank that waits least.")
-    assert says in text
+def on_device(timeline):
+    return timeline_of([dataclasses.replace(each, thread=f"device: {each.name}") for each in timeline.spans])
 
 
-def test_advice_for_small_buckets_and_where_nothing_waits_and_where_something_else_takes_long():
-    (text,) = advise(summary_of(training(kib=8), training(kib=8)))
-    assert text.startswith("There are 2 buckets of at most 8 KiB")
-    (text,) = advise(summary_of(training(wait=(31, 32)), training(wait=(31, 32))))
-    assert "waits for exchanges 2 % of a step" in text
-    (text,) = advise(summary_of(training(every=60)))
-    assert text.startswith("43 % of a step is neither")
-    spans = [dataclasses.replace(each, thread=f"device: {each.name}") for each in training(every=60).spans]
-    (text,) = advise(summary_of(timeline_of(spans)))
-    assert text.startswith("47 % of a step the device runs none of")
-    (text,) = advise(summary_of(RankTimeline()))
-    assert "after some training steps" in text
+STREAMING = {"kib": 8, "algorithm": "StreamingDiLoCo", "payload": "weight"}
+WAITS = "40 % of a step waits for exchanges, even on the rank that waits least."
+ADVICE = {
+    "small buckets": ([training(kib=8)] * 2, "There are 2 buckets of at most 8 KiB", ""),
+    "small fragments": ([training(**STREAMING)] * 2, "", "give StreamingDiLoCo fewer `fragments`"),
+    "nothing waits": ([training(wait=(31, 32))] * 2, "", "waits for exchanges 2 % of a step"),
+    "the network": ([training(wait=(16, 32), wire=1.0)] * 2, WAITS, "ByteGrad() sends about a quarter"),
+    "the network, fewer bytes": ([training(wait=(16, 32), wire=0.25)] * 2, WAITS, "fewer steps"),
+    "something else": ([training(every=60)], "43 % of a step is neither", ""),
+    "a device": ([on_device(training(every=60))], "47 % of a step the device runs none of", ""),
+    "no steps": ([RankTimeline()], "", "after some training steps"),
+}
+
+
+@pytest.mark.parametrize("name", ADVICE)
+def test_advice(name):
+    ranks, begin, words = ADVICE[name]
+    (text, *others) = advise(summary_of(*ranks))
+    assert text.startswith(begin)
+    assert words in text
+    assert others == [] or name == "small fragments"
 
 
 def test_the_text_has_a_row_for_each_rank_and_leaves_out_what_is_not_known():
@@ -323,12 +328,6 @@ def test_the_advice_fits_the_algorithm_of_the_timeline(algorithm, name, says, tm
     assert says in text
     assert "ByteGrad" not in text
     assert not any("set bucket_bytes" in text for text in advice) or algorithm.payload == "grad"
-
-
-def test_fewer_fragments_are_advised_where_they_are_small():
-    ranks = [training(kib=8, algorithm="StreamingDiLoCo", payload="weight") for _ in range(2)]
-    (text, *_) = advise(summary_of(*ranks))
-    assert "give StreamingDiLoCo fewer `fragments`" in text
 
 
 def test_exchanges_that_send_nothing_do_not_count_as_compressed():
