@@ -218,11 +218,6 @@ def test_device_arrays_are_carried_beside_it(device, gpu, name):
     assert run_threads(2, body) == [[3.0] * 3] * 2
 
 
-def test_connect_refuses_an_unknown_gpu_setting():
-    with pytest.raises(BootstrapError, match="gpu is 'cuda', expected one of auto, nccl"):
-        bagua_torch.connect(gpu="cuda")
-
-
 # Groups and threads -----------------------------------------------------------------------------------------
 
 
@@ -464,18 +459,27 @@ def test_record_is_the_folder_of_the_flight_records(monkeypatch, tmp_path):
         assert given["record"] is None
 
 
-@pytest.mark.parametrize("timeout_s", [-1, math.nan, math.inf, True, "3"], ids=str)
-def test_timeout_must_be_a_positive_number(timeout_s):
-    with pytest.raises(BootstrapError, match=f"timeout_s is {timeout_s!r}, expected seconds"):
-        bagua_torch.connect(timeout_s=timeout_s)
+TWO = {"RANK": "0", "WORLD_SIZE": "2"}
 
 
-@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE"])
-def test_a_variable_of_torchrun_that_is_no_number_is_named(monkeypatch, name):
-    for variable, value in {"RANK": "0", "WORLD_SIZE": "2", name: "abc"}.items():
-        monkeypatch.setenv(variable, value)
-    with pytest.raises(BootstrapError, match=f"{name} is 'abc', expected "):
-        bagua_torch.connect()
+@pytest.mark.parametrize(
+    ("options", "variables", "message"),
+    [
+        ({"gpu": "cuda"}, {}, "gpu is 'cuda', expected one of auto, nccl"),
+        *(
+            ({"timeout_s": wrong}, {}, "timeout_s is .*, expected seconds")
+            for wrong in (-1, math.nan, math.inf, True, "3")
+        ),
+        *(({}, TWO | {name: "abc"}, f"{name} is 'abc', expected ") for name in TWO),
+        ({}, TWO, "cannot join its world: .*MASTER_ADDR"),
+    ],
+)
+def test_what_connect_cannot_use_is_refused(monkeypatch, options, variables, message):
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(BootstrapError, match=message):
+        bagua_torch.connect(**options)
 
 
 def test_a_process_group_that_is_there_is_used_and_left_as_it_is(gloo):
@@ -497,14 +501,6 @@ def test_a_launcher_may_start_one_rank(monkeypatch):
             assert (comm.rank, comm.size, comm.transports[0].name) == (0, 1, "torch")
             assert comm.allreduce(np.array(3)) == 3
         assert not dist.is_initialized()
-
-
-def test_torchrun_without_a_rendezvous_address_is_refused(monkeypatch):
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.delenv("MASTER_ADDR", raising=False)
-    with pytest.raises(BootstrapError, match=r"cannot join its world: .*MASTER_ADDR"):
-        bagua_torch.connect()
 
 
 # Processes --------------------------------------------------------------------------------------------------

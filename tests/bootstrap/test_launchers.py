@@ -1,7 +1,6 @@
 """Launchers are recognised by environment variables alone, and a world with too few ranks is explained."""
 
 import os
-import re
 import subprocess
 import sys
 
@@ -26,6 +25,7 @@ from bagua_comm.bootstrap.launchers import (
     without_inherited,
 )
 from bagua_comm.system import processes
+from bagua_comm.transports import LocalTransport
 
 STEP = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}
 ONE_TASK_PER_NODE = {**STEP, "SLURM_PROCID": "0"}
@@ -214,27 +214,30 @@ def test_a_second_world_is_refused_while_the_first_is_open():
             with pytest.raises(BootstrapError, match=r"default\(\) returns .* its dup\(\) makes .* close\(\) it"):
                 bagua_comm.connect(**options)
         assert bagua_comm.default() is comm
-        with bagua_comm.connect(transport=bagua_comm.transports.LocalTransport()) as other:
+        with bagua_comm.connect(transport=LocalTransport()) as other:
             assert bagua_comm.default() is other
     with bagua_comm.connect() as again:
         assert again is not comm
 
 
-def test_a_transport_is_no_name():
-    with pytest.raises(BootstrapError, match="transport is 'tcp', expected a Transport"):
-        bagua_comm.connect(transport="tcp")
-
-
-def test_two_worlds_cannot_be_asked_for_at_once():
-    transport = bagua_comm.transports.LocalTransport()
-    with pytest.raises(BootstrapError, match=re.escape("alone=True and transport= exclude each other")):
-        bagua_comm.connect(alone=True, transport=transport)
-
-
-@pytest.mark.parametrize("comm", [3, "world", object()])
-def test_an_object_that_is_no_communicator_of_mpi4py_is_refused(comm):
-    with pytest.raises(BootstrapError, match=f"comm is of type {type(comm).__name__}, .*mpi4py.MPI.Comm"):
-        bagua_comm.connect(comm=comm)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"transport": "tcp"}, "transport is 'tcp', expected a Transport"),
+        (
+            {"alone": True, "transport": bagua_comm.transports.LocalTransport()},
+            "alone=True and transport= exclude",
+        ),
+        *(
+            ({"comm": comm}, f"comm is of type {type(comm).__name__}, .*mpi4py.MPI.Comm")
+            for comm in (3, "world", object())
+        ),
+        ({"gpu": "cuda"}, "gpu is 'cuda', expected one of auto, nccl, staged, none"),
+    ],
+)
+def test_what_makes_no_world_is_refused(options, message):
+    with pytest.raises(BootstrapError, match=message):
+        bagua_comm.connect(**options)
 
 
 @pytest.mark.slow

@@ -19,6 +19,21 @@ from bagua_torch.lightning import names
 README = (ROOT / "README.md").read_text()
 
 
+def record(name):
+    """What benchmarks have measured."""
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+
+
+def section_on(title):
+    """A section of the page on performance."""
+    page = (ROOT / "docs" / "how-it-works" / "performance.md").read_text()
+    return page.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+
+
+def words_of(page):
+    return " ".join((ROOT / "docs" / page).read_text().split())
+
+
 def test_the_first_page_is_short_and_begins_with_commands():
     assert README.count("\n") <= 120
     first, second = [block.code for block in read(ROOT / "README.md").blocks][:2]
@@ -33,9 +48,7 @@ def test_speed_ups_are_those_that_were_measured():
     said = re.search(rates, " ".join(README.split()))
     of_bytes = [row_of("vgg16, 4 hosts", rate, "bytegrad")[0] for rate in (1000, 10000)]
     assert said.groups() == tuple(f"{speed_up:.1f}" for speed_up in of_bytes)
-    assert f" gains a factor of {of_bytes[1]:.1f};" in " ".join(
-        (ROOT / "docs" / "guides" / "slow-networks.md").read_text().split()
-    )
+    assert f" gains a factor of {of_bytes[1]:.1f};" in words_of("guides/slow-networks.md")
     performance = (ROOT / "docs" / "how-it-works" / "performance.md").read_text()
     names = {"VGG16": "vgg16", "ResNet-50": "resnet50", "BERT-Large": "bert-large"}
     line = r"^\| (\S+), (\S+) ([GM])bit/s(, .*)? \| (\S+) \| (\S+) \| (?:(\d+) % )?\|$"
@@ -55,7 +68,7 @@ def test_speed_ups_are_those_that_were_measured():
 
 
 def test_the_figures_of_the_largest_changes_are_those_that_were_measured():
-    rows = json.loads((ROOT / "benchmarks" / "results" / "sparse.json").read_text())["results"]
+    rows = record("sparse")["results"]
     found = {"sparseloco": [], "diloco": []}
     for task in ("digits", "digits-adam"):
         for name in ("sparseloco-10", "sparseloco-30", "diloco-10", "diloco-10-mean"):
@@ -63,19 +76,17 @@ def test_the_figures_of_the_largest_changes_are_those_that_were_measured():
             assert len(metrics) == 3
             found[name.partition("-")[0]].append(sum(metrics) / 3)
     sparse, dense = (f"{min(each):.1f} to {max(each):.1f} %" for each in found.values())
-    text = " ".join((ROOT / "docs" / "guides" / "choose.md").read_text().split())
+    text = words_of("guides/choose.md")
     assert f"ends after 400 steps at {sparse} where DiLoCo has {dense}" in text
 
 
 def test_the_figures_of_four_bits_are_those_that_were_measured():
-    performance = (ROOT / "docs" / "how-it-works" / "performance.md").read_text()
-    four_bits = performance.partition("\n## Four bits\n")[2].partition("\n## ")[0]
-    results = ROOT / "benchmarks" / "results"
+    four_bits = section_on("Four bits")
     for codec, name in (("MinMaxUInt8", "eight bits"), ("Int4", "four bits")):
         for mib in (8, 32):
             cells = []
             for rate in ("100mbit", "500mbit", "1gbit", "10gbit"):
-                rows = json.loads((results / f"few_bits-network-{rate}.json").read_text())["results"]
+                rows = record(f"few_bits-network-{rate}")["results"]
                 of_codec = [
                     row for row in rows if row["codec"].startswith(codec) and row["size_bytes"] == mib << 20
                 ]
@@ -84,17 +95,15 @@ def test_the_figures_of_four_bits_are_those_that_were_measured():
             assert f"| {name}, {mib} MiB | {' | '.join(cells)} |" in four_bits
     for model, name in (("vgg16", "VGG16"), ("bert-large", "BERT-Large")):
         for rate in (100, 500):
-            rows = json.loads((results / f"few_bits-training-{model}-{rate}.json").read_text())["results"]
+            rows = record(f"few_bits-training-{model}-{rate}")["results"]
             step = {row["algorithm"]: row["median_s"] for row in rows}
             ups = [f"{step['ddp'] / step[other]:.2f}" for other in ("ddp-fp16", "bytegrad", "int4")]
             assert f"| {name}, {rate} Mbit/s | {step['ddp']:.1f} s | {' | '.join(ups)} |" in four_bits
 
 
 def test_the_figures_between_sites_are_those_that_were_measured():
-    performance = (ROOT / "docs" / "how-it-works" / "performance.md").read_text()
-    section = performance.partition("\n## Between sites\n")[2].partition("\n## ")[0]
-    results, loss, most = ROOT / "benchmarks" / "results", {}, {}
-    rows = json.loads((results / "streaming.json").read_text())["summary"]
+    section, loss, most = section_on("Between sites"), {}, {}
+    rows = record("streaming")["summary"]
     for task, decimals in (("text", 4), ("digits", 2)):
         for name in (
             "torch",
@@ -109,9 +118,9 @@ def test_the_figures_between_sites_are_those_that_were_measured():
             loss[task, name] = row["metric"]
             steps = []
             for rate in ("50mbit", "200mbit"):
-                record = json.loads((results / f"streaming-{task}-{rate}.json").read_text())
-                assert record["network"]["text"] == f"4 emulated hosts, links of {rate}, latency 50 ms one way"
-                steps += [run["per_step"] for run in record["results"] if run["algorithm"] == name]
+                found = record(f"streaming-{task}-{rate}")
+                assert found["network"]["text"] == f"4 emulated hosts, links of {rate}, latency 50 ms one way"
+                steps += [run["per_step"] for run in found["results"] if run["algorithm"] == name]
             times = [f"{step['ms']:,.0f} ms" for step in steps]
             waited = [step["waited_ms"] for step in steps]
             shares = [
@@ -135,13 +144,13 @@ def test_the_figures_between_sites_are_those_that_were_measured():
     assert f"| missed, {more['sparseloco-30']:.1f} % | reached, {less:.2f} points |" in section
     assert loss["digits", "streaming-30"] > loss["digits", "diloco-30"]
     text = " ".join(section.split())
-    rows = json.loads((results / "streaming-256.json").read_text())["summary"]
+    rows = record("streaming-256")["summary"]
     (more_sent,) = [row["metric"] for row in rows if row["algorithm"] == "sparseloco-30-256"]
     assert (
         f"With `keep=256` the transformer ends {100 * (more_sent / loss['text', 'diloco-30'] - 1):.1f} % above"
         in text
     )
-    runs = json.loads((results / "streaming-1600.json").read_text())["results"]
+    runs = record("streaming-1600")["results"]
     dense, sparse, more_sent = (run["metric"] for run in runs)
     assert (
         f"it ends {100 * (sparse / dense - 1):.1f} % above DiLoCo, and {100 * (more_sent / dense - 1):.1f} % with"
@@ -150,19 +159,16 @@ def test_the_figures_between_sites_are_those_that_were_measured():
 
 
 def test_the_figures_of_muon_inside_diloco_are_those_that_were_measured():
-    results, guide = ROOT / "benchmarks" / "results", (ROOT / "docs" / "guides" / "choose.md").read_text()
+    guide = (ROOT / "docs" / "guides" / "choose.md").read_text()
     loss = {}
-    for row in json.loads((results / "muloco.json").read_text())["summary"]:
+    for row in record("muloco")["summary"]:
         assert (len(row["metrics"]), row["steps"]) == (3, 400)
         loss[row["algorithm"]] = row["metric"]
     cells = {kind: [loss[f"{kind}-adam-0.004"], loss[f"{kind}-muon-0.016"]] for kind in ("exact", "diloco-30")}
     for name, kind in (("exact averages in each step", "exact"), ("`DiLoCo(30)`", "diloco-30")):
         assert f"| {name} | {cells[kind][0]:.3f} | {cells[kind][1]:.3f} |" in guide
     assert cells["diloco-30"][1] < cells["exact"][0]
-    tried = {
-        run["algorithm"]: run["metric"]
-        for run in json.loads((results / "muloco-rates.json").read_text())["results"]
-    }
+    tried = {run["algorithm"]: run["metric"] for run in record("muloco-rates")["results"]}
     for kind in cells:
         for optimizer, chosen in (("adam", 0.004), ("muon", 0.016)):
             rates = {
@@ -175,9 +181,9 @@ def test_the_figures_of_muon_inside_diloco_are_those_that_were_measured():
 
 
 def test_the_hour_of_faults_went_as_the_page_says():
-    results = json.loads((ROOT / "benchmarks" / "results" / "soak.json").read_text())["results"]
+    results = record("soak")["results"]
     assert results["problems"] == []
-    text = " ".join((ROOT / "docs" / "how-it-works" / "failures.md").read_text().split())
+    text = words_of("how-it-works/failures.md")
     minutes, pause_s = results["seconds"] / 60, results["longest_pause_s"]
     assert (
         f"{results['job']['deaths']} processes died in {minutes:.0f} minutes, and {results['steps']:,} steps"
@@ -187,24 +193,24 @@ def test_the_hour_of_faults_went_as_the_page_says():
 
 
 def test_the_seeds_of_the_record_are_well_as_the_guide_says():
-    record = json.loads((ROOT / "benchmarks" / "results" / "schedules.json").read_text())
-    assert record["arguments"]["seeds"] == sum(record["results"]["programs"].values()) == 10_000
+    found = record("schedules")
+    assert found["arguments"]["seeds"] == sum(found["results"]["programs"].values()) == 10_000
     assert (ROOT / "docs" / "guides" / "testing.md").read_text().count("all 10,000 seeds are well") == 1
-    assert record["results"]["failed"] == []
+    assert found["results"]["failed"] == []
 
 
 def test_the_figures_of_many_processes_are_those_that_were_measured():
-    text = " ".join((ROOT / "docs" / "how-it-works" / "growth.md").read_text().split())
-    record = json.loads((ROOT / "benchmarks" / "results" / "many-128.json").read_text())
-    assert record["ranks"] == 128
-    assert not record["problems"]
-    assert [row["name"] for row in record["results"]] == ["exact", "bytegrad", "hierarchical", "decentralized"]
-    assert not any(row["problems"] for row in record["results"])
-    start, elastic = record["start"], record["elastic"]
+    text = words_of("how-it-works/growth.md")
+    found = record("many-128")
+    assert found["ranks"] == 128
+    assert not found["problems"]
+    assert [row["name"] for row in found["results"]] == ["exact", "bytegrad", "hierarchical", "decentralized"]
+    assert not any(row["problems"] for row in found["results"])
+    start, elastic = found["start"], found["elastic"]
     assert (
         f"connected after {start['connected_s']:.0f} s, of which imports took {start['imported_s']:.0f} s" in text
     )
-    calls, sizes = ([row[key]["median"] for row in record["results"]] for key in ("call_ms", "mib"))
+    calls, sizes = ([row[key]["median"] for row in found["results"]] for key in ("call_ms", "mib"))
     assert (
         f"took {min(calls):.0f} to {max(calls):.0f} ms, and a rank held {min(sizes):.0f} to {max(sizes):.0f} MiB"
         in text
@@ -214,13 +220,11 @@ def test_the_figures_of_many_processes_are_those_that_were_measured():
 
 
 def test_the_figures_of_the_backend_are_those_that_were_measured():
-    performance = (ROOT / "docs" / "how-it-works" / "performance.md").read_text()
-    section = performance.partition("\n## The backend of torch.distributed\n")[2].partition("\n## ")[0]
+    section = section_on("The backend of torch.distributed")
     columns = []
     for where in ("host", "1gbit"):
         for launcher in ("mpi", "torchrun"):
-            runs = [ROOT / "benchmarks" / "results" / f"backend-{launcher}-{where}-{run}.json" for run in (1, 2)]
-            columns.append([json.loads(run.read_text())["results"] for run in runs])
+            columns.append([record(f"backend-{launcher}-{where}-{run}")["results"] for run in (1, 2)])
     sizes = {0: "", 1 << 10: ", 1 KiB", 1 << 16: ", 64 KiB", 1 << 20: ", 1 MiB", 1 << 24: ", 16 MiB"}
     for i, row in enumerate(columns[0][0]):
         ratios = [sorted(run[i]["ratio"] for run in runs) for runs in columns]

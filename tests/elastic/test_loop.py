@@ -239,46 +239,22 @@ def test_every_communicator_of_training_has_the_order_that_was_asked_for():
     assert set(seen) == {(2, "any", "any"), (1, "any", "any")}
 
 
-def test_an_order_that_is_none_is_refused():
+def test_what_no_training_can_begin_with_is_refused():
     with pytest.raises(ArrayError, match="op_order is 'tree'"):
         run(State(step=0), op_order="tree")
-
-
-def test_an_object_that_is_no_state_is_refused():
     with pytest.raises(ArrayError, match=r"state is {'step': 0}, expected an elastic.State"):
         run({"step": 0})
-
-
-def test_an_open_communicator_is_refused():
     with bagua_comm.connect(alone=True), pytest.raises(BootstrapError, match="a communicator is open already"):
         run(State(step=0))(lambda comm: None)
 
 
-def test_a_spare_raises_when_all_trainers_are_dead(monkeypatch):
-    stands_by, stand_by = threading.Event(), ThreadFleet.stand_by
+@pytest.mark.parametrize("where", ["standing by", "the first rendezvous"])
+def test_a_spare_raises_when_all_trainers_are_dead(monkeypatch, where):
+    reached, killed, stand_by = threading.Event(), threading.Event(), ThreadFleet.stand_by
 
     def note(fleet, training):
-        stands_by.set()
+        reached.set()
         return stand_by(fleet, training)
-
-    monkeypatch.setattr(ThreadFleet, "stand_by", note)
-
-    def body(fleet):
-        @run(state := State(step=0), fleet=fleet)
-        def train(comm):
-            state.commit()
-            comm.barrier()
-            assert stands_by.wait(10)
-            job.kill(0, 1)
-            comm.barrier()
-
-    job = ThreadJob(3, wanted=2)
-    with pytest.raises(RankFailed, match=r"no snapshot of the state is left; dead: process 0 .* died; process 1"):
-        raise run_fleet(job, body)[2]["error"]
-
-
-def test_a_spare_in_the_first_rendezvous_raises_when_all_trainers_are_dead():
-    reached, killed = threading.Event(), threading.Event()
 
     def watch(number, what):
         if number == 2 and what == "broadcast_object" and not reached.is_set():  # of the initial state
@@ -289,13 +265,18 @@ def test_a_spare_in_the_first_rendezvous_raises_when_all_trainers_are_dead():
         @run(state := State(step=0), fleet=fleet)
         def train(comm):
             state.commit()
+            if where == "standing by":
+                comm.barrier()
             assert reached.wait(10)
             job.kill(0, 1)
             killed.set()
             comm.barrier()
 
     job = ThreadJob(3, wanted=2)
-    job.watch = watch
+    if where == "standing by":
+        monkeypatch.setattr(ThreadFleet, "stand_by", note)
+    else:
+        job.watch = watch
     with pytest.raises(RankFailed, match=r"no snapshot of the state is left; dead: process 0 .* died; process 1"):
         raise run_fleet(job, body)[2]["error"]
 

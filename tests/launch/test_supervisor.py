@@ -117,12 +117,25 @@ def test_ranks_that_were_killed_are_started_again(mpirun, tmp_path, capsys):
     assert "the job succeeded (2 attempts, 1 death, " in told
 
 
-def test_a_job_is_started_again_no_more_often_than_was_asked_for(mpirun, tmp_path, capsys):
-    code, record = supervised(tmp_path, "die()", "--restarts", "1")
-    assert code == 137
-    assert len(kinds(record, "attempt")) == 2
+OWN_ERROR = "record('error', error='KeyError', text='x', due_to_others=False); sys.exit(rank)"
+
+
+@pytest.mark.parametrize(
+    ("program", "restarts", "code", "attempts", "words"),
+    [
+        ("die()", 1, 137, 2, "the job failed: ranks "),
+        (OWN_ERROR, 3, 1, 1, "the job failed: rank "),
+    ],
+    ids=["as often as was asked for", "an error of its own"],
+)
+def test_a_job_is_started_again_only_where_it_may_help(
+    mpirun, tmp_path, capsys, program, restarts, code, attempts, words
+):
+    found, record = supervised(tmp_path, program, "--restarts", str(restarts))
+    assert found == code
+    assert kinds(record, "attempt") == ["attempt"] * attempts
     assert not record[-1]["well"]
-    assert "the job failed: ranks " in capsys.readouterr().err
+    assert words in capsys.readouterr().err
 
 
 def test_a_job_that_is_lost_while_there_is_no_shared_memory_left_says_so(mpirun, tmp_path, monkeypatch, capsys):
@@ -133,14 +146,6 @@ def test_a_job_that_is_lost_while_there_is_no_shared_memory_left_says_so(mpirun,
     code, _ = supervised(tmp_path, "record('exit')", "--restarts", "0")
     assert code == 0
     assert "was full" not in capsys.readouterr().err
-
-
-def test_an_error_of_the_programs_own_is_not_started_again(mpirun, tmp_path, capsys):
-    program = "record('error', error='KeyError', text='x', due_to_others=False); sys.exit(rank)"
-    code, record = supervised(tmp_path, program, "--restarts", "3")
-    assert code == 1
-    assert kinds(record, "attempt") == ["attempt"]
-    assert "the job failed: rank " in capsys.readouterr().err
 
 
 def test_ranks_know_their_job_and_the_last_commit_is_recorded(mpirun, tmp_path):
