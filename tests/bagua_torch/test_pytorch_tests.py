@@ -9,7 +9,7 @@ import pytest
 
 @pytest.mark.needs("expecttest")
 @pytest.mark.slow
-@pytest.mark.timeout(400)  # half a minute on two idle cores; `--mode all` has more
+@pytest.mark.timeout(400)  # half a minute on two idle cores; there are more without `--short`
 @pytest.mark.parametrize("mode", ["bagua", "backend"])
 def test_pytorchs_own_tests_pass_or_differ_as_the_table_says(mode):
     script = Path(__file__).parents[1] / "support" / "pytorch_tests.py"

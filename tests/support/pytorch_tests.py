@@ -1,10 +1,7 @@
 """PyTorch's own tests of DistributedDataParallel, run on ours, on a CPU.
 
     python tests/support/pytorch_tests.py                    # on bagua_torch.DistributedDataParallel
-    python tests/support/pytorch_tests.py --mode pickled     # the same, where only pickling differs
-    python tests/support/pytorch_tests.py --mode hook        # on PyTorch's, with bagua_torch.comm_hook
     python tests/support/pytorch_tests.py --mode backend     # PyTorch's tests of a backend, on "bagua"
-    python tests/support/pytorch_tests.py --mode pytorch     # on PyTorch's alone: which tests can run here at all
     python tests/support/pytorch_tests.py -v test_ddp_inference    # chosen tests, with their errors
 
 It fails if a test fails that is not in `DIFFERS`, where the reason stands, and if a test in `DIFFERS` passes.
@@ -48,7 +45,6 @@ from torch.overrides import TorchFunctionMode
 
 import bagua_comm
 import bagua_torch
-from bagua_comm import Exact
 
 RANKS = 2
 LIMIT_S = 60.0
@@ -68,31 +64,6 @@ class Plain(PyTorchs):
 
     def __init__(self, module, device_ids=None, output_device=None, **settings):
         super().__init__(module, **settings)
-
-
-class Hooked(Plain):
-    """PyTorch's class, averaging by `bagua_torch.comm_hook` unless the test gives it a hook."""
-
-    def __init__(self, module, device_ids=None, output_device=None, **settings):
-        super().__init__(module, **settings)
-        self._ours = bagua_torch.comm_hook(Exact())
-
-    def register_comm_hook(self, state, hook):
-        self._ours = None
-        super().register_comm_hook(state, hook)
-
-    def _register_ours(self):
-        if self._ours is not None:
-            self.register_comm_hook(None, self._ours)
-
-    def forward(self, *inputs, **keywords):
-        if self.training and torch.is_grad_enabled():
-            self._register_ours()
-        return super().forward(*inputs, **keywords)
-
-    def join(self, *arguments, **settings):
-        self._register_ours()
-        return super().join(*arguments, **settings)
 
 
 class Ours(bagua_torch.DistributedDataParallel):
@@ -141,14 +112,7 @@ class Ours(bagua_torch.DistributedDataParallel):
         self.close()
 
 
-class Pickled(Ours):
-    """Our class, but a copy that was saved and loaded is a new wrapper, as with PyTorch's."""
-
-    def __reduce_ex__(self, protocol):
-        return Pickled, (self.module,)
-
-
-CLASSES = {"bagua": Ours, "pickled": Pickled, "hook": Hooked, "pytorch": Plain, "backend": Plain}
+CLASSES = {"bagua": Ours, "backend": Plain}
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -412,14 +376,14 @@ def _run_test(module: ModuleType, name: str, mode: str, rank: int) -> None:
 
     case = Case(name)
     case.rank, case.file_name = rank, f"{os.environ['TEMP_DIR']}/store"
-    if mode not in ("pytorch", "backend"):
+    if mode == "bagua":
         bagua_torch.connect(timeout_s=LIMIT_S / 2)
     case._barrier()
     set_rng_seed()
     with gpus_on_the_cpu():
         getattr(case, name)()
     case._barrier()
-    if mode not in ("pytorch", "backend"):
+    if mode == "bagua":
         bagua_comm.default().close()
 
 
@@ -483,39 +447,29 @@ Expected = dict[str, tuple[str, str]]
 
 def _all(names: str, message: str, reason: str) -> Expected:
     """The same for several tests."""
-    return {f"test_{name}": (message, reason) for name in names.split()}
+    return dict.fromkeys(_tests(names), (message, reason))
 
 
-# These fail with PyTorch's own class too: they test what only a GPU has, or fail everywhere.
-CANNOT: Expected = {
-    **_all("DistributedDataParallel_non_default_stream", "torch.cuda.Stream requires CUDA", "makes CUDA streams"),
-    **_all(
-        "ddp_apply_optim_in_backward ddp_apply_optim_in_backward_grad_as_bucket_view_false "
-        "ddp_apply_optim_in_backward_ignored_params",
-        "Cannot access accelerator device",
-        "PyTorch steps such optimizers on a CUDA stream",
-    ),
-    **_all(
-        "ddp_native_mixed_precision_no_grad_as_bucket_view_no_set_grad_none "
-        "ddp_native_mixed_precision_grad_as_bucket_view_no_set_grad_none "
-        "ddp_native_mixed_precision_grad_as_bucket_view_set_grad_to_none "
-        "ddp_native_mixed_precision_no_grad_as_bucket_view_set_grad_to_none",
-        "cpu backend doesn't support events",
-        "PyTorch copies to half precision on a CUDA stream",
-    ),
-    **_all("ddp_logging_data_gpu", "'' != '0'", "compares the number of the GPU"),
-    **_all("ddp_device", "None is not 0", "compares the number of the GPU"),
-    **_all("ddp_profiling_execution_trace", "'gloo' != 'nccl'", "about NCCL"),
-    **_all(
-        "ddp_sync_bn_training_vs_eval", "AssertionError not raised", "looks for the collectives of SyncBatchNorm"
-    ),
-    **_all("ddp_hook_pickling_powerSGD", "Weights only load failed", "PyTorch leaves it out, as it fails"),
-    **_all("ddp_has_finalized", "barrier timeout|Connection closed", "PyTorch leaves it out, as it fails"),
-}
+def _tests(names: str) -> list[str]:
+    return [f"test_{name}" for name in names.split()]
 
-PICKLED = (
-    "a wrapper cannot be copied or pickled, its .module can; all else is as PyTorch's, as mode `pickled` shows"
+
+CANNOT = _tests(
+    # CUDA streams, events and numbers of GPUs
+    "DistributedDataParallel_non_default_stream ddp_apply_optim_in_backward ddp_logging_data_gpu ddp_device "
+    "ddp_apply_optim_in_backward_grad_as_bucket_view_false ddp_apply_optim_in_backward_ignored_params "
+    "ddp_native_mixed_precision_no_grad_as_bucket_view_no_set_grad_none "
+    "ddp_native_mixed_precision_grad_as_bucket_view_no_set_grad_none "
+    "ddp_native_mixed_precision_grad_as_bucket_view_set_grad_to_none "
+    "ddp_native_mixed_precision_no_grad_as_bucket_view_set_grad_to_none "
+    # about NCCL, and the collectives of PyTorch's SyncBatchNorm
+    "ddp_profiling_execution_trace ddp_sync_bn_training_vs_eval "
+    # which PyTorch leaves out, as they fail
+    "ddp_hook_pickling_powerSGD ddp_has_finalized"
 )
+"""These fail with PyTorch's own class too, on a machine without a GPU or on any."""
+
+PICKLED = "a wrapper cannot be copied or pickled, its .module can"
 UNUSED = "unused parameters are sent as zeros, where PyTorch raises in the next forward pass"
 WORDS = "the error has other words"
 LOGGING = "looks into PyTorch's private log of the run"
@@ -592,31 +546,8 @@ DIFFERS: Expected = {
     **_all("skip_all_reduce_unused_parameters", "None is not 2", LOGGING),
 }
 
-HOOK_DIFFERS: Expected = {
-    **_all(
-        "DistributedDataParallelCPU DistributedDataParallelCPU_grad_is_view DistributedDataParallel "
-        "DistributedDataParallel_SyncBatchNorm DistributedDataParallel_SyncBatchNorm_Channels_Last "
-        "DistributedDataParallel_SyncBatchNorm_No_Affine DistributedDataParallel_SyncBatchNorm_2D_Input "
-        "DistributedDataParallel_SyncBatchNorm_Single_Input_Per_Process "
-        "DistributedDataParallel_SyncBatchNorm_Diff_Input_Sizes_gradient",
-        "Can't pickle local object 'comm_hook",
-        "the hook holds connections; PyTorch's hooks can be pickled",
-    ),
-    **_all("ddp_comm_hook_logging", "'comm_hook.<locals>.hook' != ''", "asks for no hook"),
-    **_all(
-        "ddp_grad_div_uneven_inputs",
-        "Tensor-likes are not close",
-        "PyTorch leaves dividing to hooks, and does not tell them who has data; its allreduce_hook fails, too",
-    ),
-    **_all(
-        "ddp_profiling_autograd_profiler ddp_profiling_torch_profiler",
-        "Scalars are not equal",
-        "counts PyTorch's collectives in its profile; `Communicator.trace` shows ours",
-    ),
-}
-
 # With PyTorch's gloo on two ranks without a GPU these fail, or are skipped: they show nothing about a backend.
-CANNOT_WITH_GLOO = _all(
+CANNOT_WITH_GLOO = _tests(
     "3_level_hierarchical_model_averager "
     "SyncBatchNorm_process_group all_gather_coalesced_group all_gather_group "
     "all_reduce_coalesced_group_max all_reduce_coalesced_group_min all_reduce_coalesced_group_product "
@@ -637,9 +568,7 @@ CANNOT_WITH_GLOO = _all(
     "monitored_barrier_wait_all_ranks nccl_high_priority_stream new_subgroups_by_enumeration "
     "new_subgroups_by_enumeration_input_rank_exceeds_world_size new_subgroups_overlap_not_allowed "
     "new_subgroups_with_group_param new_subgroups_world_size_not_divisible_by_group_size reduce_group_max "
-    "reduce_group_min reduce_group_product reduce_group_sum scatter_group",
-    "",
-    "fails with gloo too",
+    "reduce_group_min reduce_group_product reduce_group_sum scatter_group"
 )
 
 ANY_SOURCE = "a message is received from a named rank"
@@ -665,14 +594,7 @@ BACKEND_DIFFERS: Expected = {
     **_all("monitored_barrier_gloo_rank_0_timeout", "lost rank 1", WORDS),
 }
 
-EXPECTED = {
-    "backend": BACKEND_DIFFERS,
-    "bagua": DIFFERS,
-    "hook": HOOK_DIFFERS,
-    "pickled": {name: row for name, row in DIFFERS.items() if row[1] != PICKLED},
-    "pytorch": CANNOT,
-}
-
+EXPECTED = {"backend": BACKEND_DIFFERS, "bagua": DIFFERS}
 
 LONG = {
     "test_ddp_uneven_inputs",
@@ -681,34 +603,13 @@ LONG = {
     "test_ddp_hook_parity_post_localSGD",
 }
 
-HOOK_SHORT = {
-    "test_DistributedDataParallelCPU",
-    "test_accumulate_gradients_no_sync",
-    "test_ddp_control_flow_different_across_ranks",
-    "test_ddp_grad_div_uneven_inputs",
-    "test_ddp_ignore_params_arg",
-    "test_ddp_join_model_equivalence",
-    "test_different_graph_across_ranks",
-    "test_output_unused_in_loss_tuple_module",
-    "test_static_graph_multi_forward",
-    "test_undefined_grad_parity_unused_parameters",
-}
-
 
 def names_of(mode: str, tests: dict[str, Any], *, short: bool) -> list[str]:
-    """Return the tests to run in a mode: all in the mode of PyTorch's own class, else those that can run here."""
+    """Return the tests to run in a mode: those that can run here."""
     if mode == "backend":
         names = [name for name in tests if name not in {*CANNOT_WITH_GLOO, *CANNOT}]
         return names[::8] if short else names
-    tests = reaching_ddp(dict(tests))
-    if mode == "pickled":
-        return [name for name, (_, reason) in DIFFERS.items() if reason == PICKLED]
-    if mode == "pytorch":
-        return list(CANNOT if short else tests)
-    names = [name for name in tests if name not in CANNOT]
-    if not short:
-        return names
-    return [name for name in names if (name in HOOK_SHORT if mode == "hook" else name not in LONG)]
+    return [name for name in reaching_ddp(dict(tests)) if name not in CANNOT and not (short and name in LONG)]
 
 
 def judge(run: Run) -> str:
@@ -733,7 +634,7 @@ def main() -> int:
     arguments = parser.parse_args()
     began = time.monotonic()
     module, tests = load()
-    unknown = {*arguments.names, *CANNOT, *DIFFERS, *HOOK_DIFFERS, *LONG, *HOOK_SHORT} - set(tests)
+    unknown = {*arguments.names, *CANNOT, *DIFFERS, *LONG} - set(tests)
     if unknown:
         print(f"PyTorch {torch.__version__} has no tests {', '.join(sorted(unknown))}")
         return 1
