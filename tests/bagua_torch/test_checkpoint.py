@@ -10,6 +10,7 @@ from support.torch_training import (
     ASYNC_ALGORITHMS,
     QADAM,
     WEIGHT_ALGORITHMS,
+    Training,
     assert_same_on_all_ranks,
     batch,
     gradients,
@@ -113,48 +114,6 @@ def test_a_checkpoint_in_an_old_graph_is_not_overwritten_by_an_exchange():
 
 
 # Restarts -------------------------------------------------------------------------------------------------
-
-
-class Training:
-    """One rank's model, optimizers and wrapper."""
-
-    def __init__(self, comm, algorithm, *, seed=0, bucket_bytes=200, optimizers=1):
-        self.comm = comm
-        self.model = nn.Sequential(nn.BatchNorm1d(4), make_model(seed))
-        parameters = list(self.model.parameters())
-        parts = [parameters] if optimizers == 1 else [parameters[:3], parameters[3:]]
-        self.optimizers = [optimizer_for(algorithm, part) for part in parts]
-        self.ddp = DistributedDataParallel(
-            self.model, self.optimizers, algorithm, comm=comm, bucket_bytes=bucket_bytes
-        )
-
-    def run(self, first, last, *, skipped=()):
-        """Train from step `first` to `last`; `skipped`: pairs of a rank and a step in which it doesn't step."""
-        for step in range(first, last):
-            self.model.zero_grad()
-            loss_of(self.ddp, batch(self.comm.rank, step)).backward()
-            if (self.comm.rank, step) in skipped:
-                continue
-            self.optimizers[step % len(self.optimizers)].step()
-
-    def saved(self):
-        return through_a_file(
-            {
-                "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
-                "ddp": self.ddp.state_dict(),
-                "module": self.model.state_dict(),
-            }
-        )
-
-    def load(self, saved):
-        for optimizer, state in zip(self.optimizers, saved["optimizers"], strict=True):
-            optimizer.load_state_dict(state)
-        self.ddp.load_state_dict(saved["ddp"])
-
-    def close(self):
-        """The final weights and buffers."""
-        self.ddp.close()
-        return {name: value.clone() for name, value in self.model.state_dict().items()}
 
 
 def assert_restarts(ranks, algorithm, at, *, skipped=(), optimizers=1, other_buckets=200):

@@ -11,12 +11,12 @@ from support.torch_training import (
     ASYNC_ALGORITHMS,
     QADAM,
     WEIGHT_ALGORITHMS,
+    Training,
     assert_same_on_all_ranks,
     batch,
     filled,
     loss_of,
     make_model,
-    optimizer_for,
     weights,
 )
 from torch import nn
@@ -55,36 +55,6 @@ def sgd(parameters):
 
 def adam(parameters):
     return torch.optim.AdamW(parameters, lr=0.01, amsgrad=True)
-
-
-class Training:
-    """One rank's model, optimizer, scheduler and wrapper."""
-
-    def __init__(self, comm, algorithm=None, make=None, *, seed=0, **settings):
-        self.comm = comm
-        self.model = nn.Sequential(nn.BatchNorm1d(4), make_model(seed))
-        parameters = self.model.parameters()
-        self.optimizer = optimizer_for(algorithm, parameters) if make is None else make(parameters)
-        self.scheduler = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, [3, 5], gamma=0.5)
-        self.ddp = DistributedDataParallel(
-            self.model, self.optimizer, algorithm, comm=comm, bucket_bytes=200, **settings
-        )
-
-    def run(self, first, last, data=lambda comm, step: batch(comm.rank, step)):
-        for step in range(first, last):
-            self.optimizer.zero_grad()
-            loss_of(self.ddp, data(self.comm, step)).backward()
-            self.optimizer.step()
-            self.scheduler.step()
-
-    @property
-    def objects(self):
-        return {"scheduler": self.scheduler, "model": self.ddp, "optimizer": self.optimizer}
-
-    def close(self):
-        """The final weights and buffers."""
-        self.ddp.close()
-        return {name: value.clone() for name, value in self.model.state_dict().items()}
 
 
 def saved(folder, ranks, algorithm=None, *, start=None, at=4, make=None, ignored=(), **settings):
@@ -187,7 +157,7 @@ def test_the_same_batches_train_the_same_on_another_number_of_ranks(tmp_path):
         with Checkpoints(tmp_path, comm) as checkpoints:
             if first:
                 checkpoints.load(**training.objects)
-            training.run(first, last, same)
+            training.run(first, last, data=same)
             checkpoints.save(last, **training.objects)
         return training.close()
 
@@ -460,9 +430,9 @@ def test_a_state_that_does_not_fit_is_refused_by_name(tmp_path):
                 checkpoints.save(1, x=torch.eye(2).to_sparse())
             checkpoints.save(1, model=training.ddp, plain=training.model, epoch=1)
             with pytest.raises(ArrayError, match="has no 'optimiser', only 'model', 'plain', 'epoch'"):
-                checkpoints.load(optimiser=training.optimizer)
+                checkpoints.load(optimiser=training.optimizers[0])
             with pytest.raises(ArrayError, match=r"'epoch' was saved as a plain value, .* load into a SGD"):
-                checkpoints.load(epoch=training.optimizer)
+                checkpoints.load(epoch=training.optimizers[0])
             with pytest.raises(ArrayError, match=r"'model' was saved as an object's state, .* into a int"):
                 checkpoints.load(model=3)
             with pytest.raises(ArrayError, match="'plain' was saved from a plain module"):

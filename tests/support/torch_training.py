@@ -119,6 +119,55 @@ def through_a_file(value):
     return torch.load(file, weights_only=True)
 
 
+class Training:
+    """One rank's model, optimizers, scheduler and wrapper."""
+
+    def __init__(self, comm, algorithm=None, make=None, *, seed=0, bucket_bytes=200, optimizers=1):
+        self.comm = comm
+        self.model = nn.Sequential(nn.BatchNorm1d(4), make_model(seed))
+        parameters = list(self.model.parameters())
+        parts = [parameters] if optimizers == 1 else [parameters[:3], parameters[3:]]
+        self.optimizers = [make(part) if make else optimizer_for(algorithm, part) for part in parts]
+        self.scheduler = torch.optim.lr_scheduler.MultiStepLR(self.optimizers[0], [3, 5], gamma=0.5)
+        self.ddp = DistributedDataParallel(
+            self.model, self.optimizers, algorithm, comm=comm, bucket_bytes=bucket_bytes
+        )
+
+    def run(self, first, last, *, data=lambda comm, step: batch(comm.rank, step), skipped=()):
+        """Train from step `first` to `last`; `skipped`: pairs of a rank and a step in which it doesn't step."""
+        for step in range(first, last):
+            self.model.zero_grad()
+            loss_of(self.ddp, data(self.comm, step)).backward()
+            if (self.comm.rank, step) not in skipped:
+                self.optimizers[step % len(self.optimizers)].step()
+                self.scheduler.step()
+
+    @property
+    def objects(self):
+        return {"scheduler": self.scheduler, "model": self.ddp, "optimizer": self.optimizers[0]}
+
+    def saved(self):
+        return through_a_file(
+            {
+                "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+                "scheduler": self.scheduler.state_dict(),
+                "ddp": self.ddp.state_dict(),
+                "module": self.model.state_dict(),
+            }
+        )
+
+    def load(self, saved):
+        for optimizer, state in zip(self.optimizers, saved["optimizers"], strict=True):
+            optimizer.load_state_dict(state)
+        self.scheduler.load_state_dict(saved["scheduler"])
+        self.ddp.load_state_dict(saved["ddp"])
+
+    def close(self):
+        """The final weights and buffers."""
+        self.ddp.close()
+        return {name: value.clone() for name, value in self.model.state_dict().items()}
+
+
 def assert_gradients_match_those_of_torch(
     comm, make_model, loss_of, make_optimizer, *, dtype=torch.float32, steps=20, aligned=False, tolerance
 ):
