@@ -16,7 +16,7 @@ except ModuleNotFoundError as exc:
 
 from . import backend, functional
 from .arrays import as_array, as_tensor, torch_stream
-from .backend.options import BackendOptions
+from .backend.averaging import BackendOptions
 from .ddp import DistributedDataParallel, comm_hook
 from .ddp.checkpoint import Checkpoints
 from .lightning.names import register_names

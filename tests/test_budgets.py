@@ -125,7 +125,6 @@ SHORT = {
     "bagua_comm/commands/compare.py",
     "bagua_comm/flight/batches.py",
     "bagua_comm/objects/pickling.py",
-    "bagua_torch/backend/options.py",
     "bagua_torch/bases.py",
     "bagua_torch/fsdp/passes.py",
     "bagua_torch/lightning/layer_sync.py",

@@ -26,7 +26,6 @@ from bagua_comm import (
     quantized_reduce_scatter,
 )
 from bagua_comm.arrays import dtype_named
-from bagua_comm.averages.reproducible_shards import ReproducibleShards
 from bagua_comm.testing import run_ranks
 from bagua_comm.topology import place, share
 
@@ -259,7 +258,7 @@ def test_reproducible_shards_have_the_bits_of_the_host(device, dtype):
     tensors = [(7, 33), (100, 3)]
 
     def reduced(comm, asarray):
-        total = ReproducibleShards(Reproducible(addends=4), comm, tensors)
+        total = Reproducible(addends=4).bind_shards(comm, tensors)
         out = asarray(np.zeros(total.size // comm.size, dtype_named(dtype)))
         for index in range(2):
             total(asarray(values(2 * comm.rank + index, total.size).astype(out.dtype)), out, "avg")

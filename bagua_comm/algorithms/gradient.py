@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ..averages import Average, Exact, InPlace, Quantized
-from ..averages.base import check_average, check_average_argument
+from ..averages.base import check_average_argument
 from ..bucket import Bucket
 from ..codecs import MinMaxUInt8
 from ..comm import Communicator
@@ -40,7 +40,7 @@ class GradientAllReduce(Algorithm):
 
     def check(self, dtype: str) -> None:
         """Supports the dtypes of the average."""
-        check_average(self.average, dtype)
+        self.average.check(dtype)
 
     def init(self, bucket: Bucket, comm: Communicator) -> _State:
         """See `Algorithm.init`. Collective."""

@@ -16,7 +16,7 @@ from typing import ClassVar
 from .. import arrays, kernels
 from ..arrays import Array
 from ..averages import Average, Exact, InPlace, Quantized
-from ..averages.base import check_average, check_average_argument
+from ..averages.base import check_average_argument
 from ..bucket import Bucket
 from ..comm import Communicator
 from ..errors import ArrayError, CommError
@@ -79,7 +79,7 @@ class QAdam(Algorithm):
     def check(self, dtype: str) -> None:
         """Supports the floating-point dtypes of the average."""
         check_floating(self, dtype)
-        check_average(self.average, dtype)
+        self.average.check(dtype)
 
     def init(self, bucket: Bucket, comm: Communicator) -> Momentum:
         """See `Algorithm.init`. Collective."""

@@ -19,7 +19,7 @@ from typing import ClassVar, Literal
 from .. import kernels
 from ..arrays import Array
 from ..averages import Average, ErrorFeedback, InPlace, TopK
-from ..averages.base import check_average, check_average_argument
+from ..averages.base import check_average_argument
 from ..averages.error_feedback import check_retain
 from ..averages.top_k import check_top_k
 from ..bucket import Bucket
@@ -111,7 +111,7 @@ class SparseLoCo(Algorithm):
     def check(self, dtype: str) -> None:
         """Supports the floating-point dtypes of the average."""
         check_floating(self, dtype)
-        check_average(self.mean, dtype)
+        self.mean.check(dtype)
 
     def init(self, bucket: Bucket, comm: Communicator) -> SparseOuter:
         """See `Algorithm.init`. Collective."""

@@ -25,7 +25,6 @@ import numpy as np
 from .. import arrays, kernels
 from ..arrays import Array
 from ..averages import Average, Exact
-from ..averages.base import check_average
 from ..bucket import Bucket, Plan, TensorSpec
 from ..comm import Communicator
 from ..errors import ArrayError, CommMismatch, shown
@@ -115,7 +114,7 @@ class StreamingDiLoCo(Algorithm):
     def check(self, dtype: str) -> None:
         """Supports the floating-point dtypes of the average."""
         check_floating(self, dtype)
-        check_average(self.average, dtype)
+        self.average.check(dtype)
 
     def check_plan(self, plan: Plan) -> None:
         """Raise `ArrayError` unless each bucket belongs to one fragment, and there are enough of them."""

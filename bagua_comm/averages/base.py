@@ -13,22 +13,49 @@ They nest: `Hierarchical(Quantized(MinMaxUInt8()))` quantizes only the arrays th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Protocol, TypeAlias
+from typing import Any, TypeAlias
 
-from ..arrays import COMPLEX, FLOATS, Array
+from .. import arrays, kernels
+from ..arrays import COMPLEX, FLOATS, Array, LinearOp
 from ..comm import Communicator
+from ..comm.arguments import as_argument
+from ..comm.call import Call
 from ..errors import ArrayError, UnsupportedError, how_to_call
 
 InPlace: TypeAlias = Callable[[Array], Array]
 """A function that averages an array over all ranks in place, and returns it. Collective."""
 
+Shards: TypeAlias = Callable[[Any, Any, LinearOp], Any]
+"""A function of `x`, (p * m,), `out`, (m,), and "avg" or "sum": a reduce-scatter, which returns `out`.
 
-class Average(Protocol):
-    """A method of averaging arrays over ranks; a frozen dataclass."""
+Collective. Both arrays are contiguous. `x` keeps its values, and `out` may be this rank's chunk of `x`.
+"""
 
+Gathers: TypeAlias = Callable[[Any, Any], Any]
+"""A function of `x`, (m,), and `out`, (p * m,): an allgather to the same bytes on all ranks, which returns `out`.
+
+Collective. Both arrays are contiguous. `x` may be this rank's chunk of `out`.
+"""
+
+
+class Average(ABC):
+    """A method of averaging arrays over ranks; a frozen dataclass.
+
+    Each method that binds it to a communicator returns a function of arrays. One of your own defines `bind`.
+    """
+
+    addends: int | None = None
+    """Total number of addends of all ranks; None if each rank has one."""
+    is_reproducible = False
+    """Whether the bits depend on the addends alone. They depend on where tensors begin: see `bind_shards`."""
+    has_residual = False
+    """Whether a bound average has a residual, which belongs to one array."""
+
+    @abstractmethod
     def bind(self, comm: Communicator, like: Array | None = None) -> InPlace:
         """Return a function that averages a contiguous array over the ranks of `comm`, in place.
 
@@ -36,7 +63,32 @@ class Average(Protocol):
         like it; other arrays may be averaged as well.
         """
 
-    def check(self, dtype: str) -> None:
+    def bind_shards(self, comm: Communicator, tensors: Sequence[tuple[int, int]] | None = None) -> Shards:
+        """Return a function that averages an array of which each rank keeps a chunk: a reduce-scatter.
+
+        Collective. Unless an average defines it, it averages the whole array on all ranks: twice the bytes.
+
+        Args:
+            comm: The ranks.
+            tensors: The numbers of rows and of elements of a row of the tensors in the array, which are cut along
+                their first dimension: chunk r has part r of each, padded to equal rows. None for one tensor.
+        """
+        return _WholeShards(comm, self.bind(comm))
+
+    def bind_gather(self, comm: Communicator) -> Gathers:
+        """Return a function that gathers the chunks of all ranks, exactly or through a codec: an allgather.
+
+        Collective.
+
+        Raises:
+            ArrayError: The average says nothing of how to gather.
+        """
+        raise ArrayError(
+            f"bind_gather: {self} only averages; to gather, expected Exact(), Quantized(codec), or Hierarchical "
+            "of one of these"
+        )
+
+    def check(self, dtype: str) -> None:  # noqa: B027 - most averages of users take every dtype
         """Raise unless arrays of this dtype can be averaged.
 
         Raises:
@@ -44,8 +96,35 @@ class Average(Protocol):
         """
 
 
+@dataclass
+class _WholeShards:
+    """The default of `Average.bind_shards`."""
+
+    comm: Communicator
+    mean: InPlace
+
+    def __call__(self, x: Any, out: Any, op: LinearOp) -> Any:
+        comm = self.comm
+        value, target = check_shards("bind_shards", ("x", x), ("out", out), comm.size)
+        whole = comm.scratch.take("whole", (value.size,), value.dtype, like=value)
+        whole[...] = value.reshape(-1)
+        self.mean(whole)
+        mine = arrays.rows(whole, comm.size)[comm.rank]
+        if op == "sum":
+            scale(mine, comm.size)
+        target[...] = mine.reshape(target.shape)
+        return out
+
+
+def scale(x: Array, factor: float) -> None:
+    """Multiply `x` by `factor`, in place, by a kernel: NumPy would round the factor to 16 bits."""
+    if x.size:
+        x = arrays.as_real(x, "sum")
+        kernels.of(x).scale(x, factor)
+
+
 @dataclass(frozen=True)
-class Exact:
+class Exact(Average):
     """The mean, in the array's own precision (float16 and bfloat16 are added in float32).
 
     >>> import numpy as np
@@ -58,6 +137,14 @@ class Exact:
         """See `Average.bind`."""
         return lambda x: comm.allreduce(x, out=x, op="avg")
 
+    def bind_shards(self, comm: Communicator, tensors: Sequence[tuple[int, int]] | None = None) -> Shards:
+        """See `Average.bind_shards`."""
+        return lambda x, out, op: comm.reduce_scatter(x, out=out, op=op)
+
+    def bind_gather(self, comm: Communicator) -> Gathers:
+        """See `Average.bind_gather`."""
+        return lambda x, out: comm.allgather(x, out=out)
+
     def check(self, dtype: str) -> None:
         """Accept every floating-point and complex dtype."""
         if dtype not in FLOATS | COMPLEX:
@@ -69,7 +156,7 @@ class Exact:
 
 def check_average_argument(owner: str, value: object, name: str = "average") -> None:
     """Raise `ArrayError` unless `value`, of the argument `name`, is an Average."""
-    if isinstance(value, type) or not callable(getattr(value, "bind", None)):
+    if not isinstance(value, Average):
         hint = (
             ""
             if isinstance(value, FunctionType)
@@ -77,6 +164,8 @@ def check_average_argument(owner: str, value: object, name: str = "average") -> 
         )
         if hasattr(value, "wire_nbytes") and not hint:
             hint = f"; a codec becomes one by Quantized({briefly(value)})"
+        if callable(getattr(value, "bind", None)) and not hint:
+            hint = f"; let {type(value).__name__} inherit from bagua_comm.Average"
         raise ArrayError(
             f"{owner}: {name} is {value!r}, expected an Average such as Exact() or Quantized(MinMaxUInt8()){hint}"
         )
@@ -97,8 +186,26 @@ def briefly(settings: object) -> str:
         return f"{kind.__name__}(...)"
 
 
-def check_average(average: Average, dtype: str) -> None:
-    """Raise `UnsupportedError` unless `average` supports this dtype; one without `check` supports all."""
-    check = getattr(average, "check", None)
-    if check is not None:
-        check(dtype)
+def check_shards(owner: str, whole: tuple[str, Any], chunk: tuple[str, Any], ranks: int) -> tuple[Array, Array]:
+    """View an array of all chunks and one of a chunk, each with its name, as arrays of NumPy or CuPy.
+
+    Raises:
+        ArrayError: They are not contiguous, or do not fit together.
+    """
+    found = {name: as_argument(owner, name, value) for name, value in (whole, chunk)}
+    for name, x in found.items():
+        if not arrays.is_contiguous(x):
+            raise ArrayError(f"{owner}: {name} is not contiguous, expected C-contiguous memory")
+    (all_name, every), (name, one) = found.items()
+    if every.size != ranks * one.size or every.dtype != one.dtype:
+        raise ArrayError(
+            f"{owner}: {all_name} has {every.size} elements of {every.dtype}, expected "
+            f"{ranks * one.size} of {one.dtype}, {ranks} times those of {name}"
+        )
+    return every, one
+
+
+def compare_settings(comm: Communicator, average: Average, name: str = "bind") -> None:
+    """Raise `CommMismatch` on all ranks unless all bind equal averages. Collective."""
+    call = Call(comm, f"{type(average).__name__}.{name}", settings=average).unchecked()
+    call.run(lambda x, target: call.compare())

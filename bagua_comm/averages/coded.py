@@ -12,6 +12,7 @@ So an allreduce is a reduce-scatter and an allgather, whose steps in the middle 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -68,7 +69,7 @@ class Coding:
         text: str,
     ) -> None:
         self.transport, self.dtype, self.text = transport, like.dtype, text
-        self._random_seed = codec.random_seed
+        self.random_seed = codec.random_seed
         self.rank, self.p, self.size = comm.rank, comm.size, sum(counts)
         self._kernels, self._nbytes = kernels.of(like), like.nbytes
         self._piece_bytes = transport.coded_piece_bytes(like.nbytes)
@@ -80,6 +81,8 @@ class Coding:
         """Whether pieces hold equal parts of all chunks, which the codec takes in one call."""
         self.is_trivial = comm.size == 1 or self.size == 0
         """Whether nothing is encoded."""
+        self._prepared: PreparedCall | None = None
+        """A call on shards in host memory; see `keep`."""
         self._is_recorded = False
         """Whether calls are recorded, so that later ones on arrays at the same addresses replay them."""
         if self.is_trivial:
@@ -116,10 +119,6 @@ class Coding:
             and codec.random_seed is None  # each call draws other random numbers
             and all(map(kernels.only_launches, steps[longest].all()))
         )
-
-    def draws(self, comm: CommBase) -> Draws | None:
-        """The random numbers of this rank's next call; None for a codec that draws none."""
-        return None if self._random_seed is None else next_draws(comm, self._random_seed)
 
     def is_current(self, x: Array) -> bool:
         """Whether it was made for the present kernels and size of pieces of arrays like `x`."""
@@ -164,6 +163,37 @@ class Coding:
         prepared: PreparedCall | None = comm.scratch.kept(self._addresses(x, out))
         if prepared is None:
             return False
+        prepared.run(comm, x, out)
+        return True
+
+    def keep(self, call: Call, move: Any) -> None:
+        """Keep a call on shards that was run, for `run_again`; `move(comm, x, out)` sends flat arrays."""
+        comm = weakref.ref(call.comm)  # which keeps this coding
+        self._prepared = call.prepared(lambda x, out: move(comm(), x, out))
+
+    def run_again(self, comm: CommBase, whole: Any, chunk: Any, *, gathers: bool) -> bool:
+        """Run the call that was kept, if these arrays need neither another check nor a copy.
+
+        Collective. Returns whether it did; otherwise nothing was done.
+
+        Args:
+            comm: The ranks.
+            whole: The array of all chunks, of this coding's library, dtype and size.
+            chunk: That of one chunk, apart from `whole` or this rank's chunk of it.
+            gathers: Whether `chunk` is sent and `whole` filled, not the other way round.
+        """
+        prepared = self._prepared
+        if prepared is None or type(whole) is not np.ndarray or type(chunk) is not np.ndarray:
+            return False
+        if (chunk.dtype, chunk.ndim, whole.ndim, chunk.size * self.p) != (self.dtype, 1, 1, self.size):
+            return False
+        if not (whole.flags.carray and chunk.flags.carray):  # contiguous, aligned, and can be written to
+            return False
+        if np.may_share_memory(whole, chunk):
+            own = whole[self.rank * chunk.size :]
+            if own.__array_interface__["data"] != chunk.__array_interface__["data"]:
+                return False
+        x, out = (chunk, whole) if gathers else (whole, chunk)
         prepared.run(comm, x, out)
         return True
 
@@ -217,14 +247,6 @@ def next_draws(comm: CommBase, seed: int | None) -> Draws | None:
     return Draws.of(seed, rank, *context.bucket_step, context.count_draws())
 
 
-def encode(steps: Steps, chunks: Array, wire: Array, draws: Draws | None) -> None:
-    """Encode chunks with the random numbers of a codec that draws some."""
-    if draws is None:
-        steps.encode(chunks, wire)
-    else:
-        steps.encode(chunks, wire, draws=draws)
-
-
 def as_like(call: Call, name: str, value: Any, x: Array, *, written: bool = True) -> Array:
     """View argument `name` as an array, and raise unless it is a contiguous one like `x`.
 
@@ -253,11 +275,12 @@ def coding_for(call: Call, codec: Codec, counts: tuple[int, ...] | None, x: Arra
 
 def new_coding(call: Call, codec: Codec, counts: tuple[int, ...] | None, x: Array) -> Coding:
     """Make and cache the `Coding` of arrays of all chunks like `x`; see `coding_for`."""
-    p, text = call.comm.size, ", ".join(f"{name}={value}" for name, value in call.detail.items())
+    comm, op = call.comm, call.detail.get("op")
+    p, text = comm.size, ", ".join(f"{name}={value}" for name, value in call.detail.items())
     chunks = [-(-x.size // p)] * p if counts is None else counts
-    made = Coding(call.comm, call.transport, codec, chunks, x, f"{call.name}({text})")
+    made = Coding(comm, call.transport, codec, chunks, x, f"{call.name}({text})")
     try:
-        call.comm.call_cache[_key(call.name, codec, call.detail.get("op"), counts, x)] = made
+        comm.call_cache[call.name, codec, op, counts, type(x), x.dtype, x.size] = made
     except TypeError:  # a codec that cannot be hashed may change
         made.forget_calls()
     return made
@@ -268,14 +291,11 @@ def cached_coding(
 ) -> Coding | None:
     """Return the cached `Coding` of arrays like `x` in calls of this name, if there is one that is up to date."""
     try:
-        found: Coding | None = comm.call_cache.get(_key(name, codec, op, counts, x))
+        key = name, codec, op, counts, type(x), x.dtype, x.size
+        found: Coding | None = comm.call_cache.get(key)
     except (AttributeError, TypeError):  # not an array, or a codec that cannot be hashed
         return None
     return found if found is not None and found.is_current(x) else None
-
-
-def _key(name: str, codec: Codec, op: str | None, counts: tuple[int, ...] | None, x: Array) -> Hashable:
-    return name, codec, op, counts, type(x), x.dtype, x.size
 
 
 class Coded(Stages):
@@ -283,38 +303,39 @@ class Coded(Stages):
 
     Args:
         coding: The pieces.
-        scratch: Memory for encoded bytes.
-        like: An array of the library and device of all.
+        comm: The ranks.
         x: This rank's chunks for all ranks, flat; None if they are not sent.
         results: The array that is decoded into, flat; None if nothing is.
         op: "sum" or "avg".
         residual: The error of encoding is stored here, flat; None to store none.
         decay: The part of `residual` that stays in it; see `ErrorFeedback`.
-        draws: The random numbers of stochastic rounding; None for a codec that draws none.
     """
 
     def __init__(
         self,
         coding: Coding,
-        scratch: Scratch,
-        like: Array,
-        x: Array | None = None,
-        results: Array | None = None,
+        comm: CommBase,
+        x: Array | None,
+        results: Array | None,
         *,
         op: str = "sum",
         residual: Array | None = None,
         decay: float = 0.0,
-        draws: Draws | None = None,
     ) -> None:
-        self._coding, self._scratch, self._op, self._draws = coding, scratch, op, draws
+        self._coding, self._scratch, self._op = coding, comm.scratch, op
+        self._draws = None if coding.random_seed is None else next_draws(comm, coding.random_seed)
+        """The random numbers of stochastic rounding; None for a codec that draws none."""
         self._x, self._results, self._residual, self._decay = x, results, residual, decay
         self.count = count = len(coding.pieces)
         # In an allreduce, results overwrite the encoded chunks of their piece, which is in use for two lags.
         slots = LAG + 1 if x is None or results is None else 2 * LAG + 1
-        self._sent = scratch.take("sent", (min(slots, count), coding.sent_nbytes), np.uint8, like=like)
+        like = results if x is None else x
+        assert like is not None
+        sent = min(slots, count), coding.sent_nbytes
+        self._sent = comm.scratch.take("sent", sent, np.uint8, like=like)
         if x is not None:
             shape = min(LAG + 1, count), coding.received_nbytes
-            self._received = scratch.take("received", shape, np.uint8, like=like)
+            self._received = comm.scratch.take("received", shape, np.uint8, like=like)
         self._in_flight: dict[int, tuple[Rows, Array]] = {}
         """The encoded parts for or of all ranks, and those received from all ranks, by piece."""
 
@@ -336,18 +357,12 @@ class Coded(Stages):
         rows, own = list(sent), list(into)
         if c.in_rows:
             chunks, table = x.reshape(c.p, -1)[:, mine.local], self._table(i)
-            if self._draws is None:  # the usual way, without one more call
-                mine.steps.encode(chunks, table)
-            else:
-                self._encode(mine, chunks, table, mine.local.start)
+            self._encode(mine, chunks, table, mine.local.start)
         else:
             rows[c.rank] = own[c.rank]  # encodes this rank's own chunk directly into the received ones
             for part, row in zip(parts, rows, strict=True):
                 if part.nbytes:
-                    if self._draws is None:
-                        part.steps.encode(x[None, part.elements], row[None])
-                    else:
-                        self._encode(part, x[None, part.elements], row[None], part.elements.start)
+                    self._encode(part, x[None, part.elements], row[None], part.elements.start)
         if residual is not None:
             for part, row in zip(parts, rows, strict=True):
                 if part.nbytes:
@@ -356,7 +371,10 @@ class Coded(Stages):
 
     def _encode(self, part: Part, chunks: Array, wire: Array, start: int) -> None:
         """Encode chunks like a part; `start` is their position in the array of all chunks."""
-        encode(part.steps, chunks, wire, None if self._draws is None else self._draws.after(start))
+        if self._draws is None:
+            part.steps.encode(chunks, wire)
+        else:
+            part.steps.encode(chunks, wire, draws=self._draws.after(start))
 
     def decode(self, i: int) -> None:
         """See `Stages.decode`: decode the results of all ranks."""

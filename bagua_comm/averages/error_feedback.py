@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from .. import arrays, kernels
-from ..arrays import Array, Scratch
+from ..arrays import Array, LinearOp, Scratch
 from ..codecs import Codec
 from ..comm import Communicator
-from ..comm.call import Call
 from ..errors import ArrayError, UnsupportedError, how_to_call
-from .base import InPlace
+from .base import Average, InPlace, Shards, compare_settings
 from .coded import check_decay
-from .quantized import Quantized, QuantizedMean
+from .quantized import Quantized, QuantizedMean, quantized_reduce_scatter
 from .top_k import TopK, TopKMean
 
 _Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, repr=False)
-class ErrorFeedback:
+class ErrorFeedback(Average):
     """A quantized or sparse mean with error feedback: the error of each mean is added to the next one.
 
     With x the array of a rank, r its residual, Q the codec or the choice of `TopK`, b the `decay` and c the
@@ -76,6 +75,7 @@ class ErrorFeedback:
     reset_every: int | None = None
     residual_codec: Codec | None = None
     retain: float = 1.0
+    has_residual = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.inner, (Quantized, TopK)):
@@ -124,8 +124,7 @@ class ErrorFeedback:
         Raises:
             CommMismatch: The ranks have different settings. Raised on all ranks.
         """
-        call = Call(comm, "ErrorFeedback.bind", settings=self).unchecked()
-        call.run(lambda x, target: call.compare())
+        compare_settings(comm, self)
         mean: QuantizedMean | TopKMean
         if isinstance(self.inner, TopK):
             mean = TopKMean(comm, self.inner)
@@ -133,7 +132,26 @@ class ErrorFeedback:
             mean = QuantizedMean(comm, replace(self.inner, min_bytes=0))
         if like is not None:
             mean.prepare(like)
-        return _Feedback(comm, mean, residual_of(self))
+        return _Feedback(comm, mean, self._residual())
+
+    def bind_shards(self, comm: Communicator, tensors: Sequence[tuple[int, int]] | None = None) -> Shards:
+        """See `Average.bind_shards`. The residual is like the whole array.
+
+        Raises:
+            ArrayError: `inner` is `TopK`, which sends the elements of all chunks to every rank.
+            CommMismatch: The ranks have different settings. Raised on all ranks.
+        """
+        if not isinstance(self.inner, Quantized):
+            raise ArrayError(
+                f"bind_shards: {self} sends the elements of all shards to every rank, expected a mean that sends "
+                "each to its rank, as ErrorFeedback(Quantized())"
+            )
+        compare_settings(comm, self, "bind_shards")
+        return _FeedbackOfShards(comm, self._residual(), self.inner.codec)
+
+    def _residual(self) -> Residual:
+        """Return the residual of one array, without errors of earlier means."""
+        return (Residual if self.residual_codec is None else _EncodedResidual)(self)
 
     def check(self, dtype: str) -> None:
         """Accept the dtypes of the inner mean and of the codec of the residual."""
@@ -150,11 +168,6 @@ def check_retain(owner: str, name: str, value: object) -> None:
     """Raise `ArrayError` unless `value`, of the argument `name`, is a number from 0 to 1."""
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value <= 1:
         raise ArrayError(f"{owner}: {name} is {value!r}, expected a number from 0 to 1")
-
-
-def residual_of(settings: ErrorFeedback) -> Residual:
-    """Return the residual of one array, without errors of earlier means."""
-    return (Residual if settings.residual_codec is None else _EncodedResidual)(settings)
 
 
 @dataclass
@@ -333,4 +346,24 @@ class _Feedback:
         decay = state.settings.decay
         return state.compensate(
             arrays.as_array(x), self.comm.scratch, lambda residual: self.mean(x, residual, decay)
+        )
+
+
+@dataclass
+class _FeedbackOfShards:
+    """An `ErrorFeedback` that is bound for shards, and its residual."""
+
+    comm: Communicator
+    state: Residual
+    codec: Codec
+
+    def __call__(self, x: Any, out: Any, op: LinearOp) -> Any:
+        """See `Shards`."""
+        comm, codec, decay = self.comm, self.codec, self.state.settings.decay
+        return self.state.compensate(
+            arrays.as_array(x),
+            comm.scratch,
+            lambda residual: quantized_reduce_scatter(
+                comm, x, out, op=op, codec=codec, residual=residual, decay=decay
+            ),
         )

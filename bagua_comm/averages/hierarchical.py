@@ -1,28 +1,30 @@
-"""The hierarchical mean: inside nodes first, then across them."""
+"""The hierarchical mean: inside nodes first, then across them; of whole arrays, and of shards.
+
+A reduce-scatter of shards goes the same way, and an allgather the other way round.
+"""
 
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from .. import arrays, kernels
-from ..arrays import Array
+from ..arrays import Array, LinearOp
 from ..codecs import Codec
 from ..comm import Communicator
 from ..comm.call import Call
 from ..errors import ArrayError, how_to_call
-from .base import Average, Exact, InPlace, check_average_argument
-from .hierarchical_shards import GatherByNode, ShardsByNode, chunks_by_node
-from .quantized import Quantized
-from .quantized_shards import allgather, codec_for, quantized_reduce_scatter
-from .reproducible import Reproducible
+from .base import Average, Exact, Gathers, InPlace, Shards, check_average_argument, check_shards, scale
+from .coded import next_draws
+from .quantized import Quantized, allgather, codec_for, reduce_scatter
 
 
 @dataclass(frozen=True)
-class Hierarchical:
+class Hierarchical(Average):
     """The mean in two levels: `inside` reduces inside each node, `inner` across nodes, `inside` gathers there.
 
     The array is cut into L chunks, where L is the size of the smallest node; in each node, L ranks own one chunk
@@ -65,7 +67,7 @@ class Hierarchical:
                 f"Hierarchical: inside is {self.inside}, which rounds stochastically, so that nodes would "
                 "end with different values; expected a codec that rounds to the nearest value"
             )
-        if isinstance(self.inner, Reproducible):
+        if self.inner.is_reproducible:
             raise ArrayError(
                 f"Hierarchical: inner is {self.inner}, but sums inside a node are not reproducible; use "
                 f"{self.inner} alone, which the transport adds up inside nodes first where it can"
@@ -77,35 +79,40 @@ class Hierarchical:
 
     def bind(self, comm: Communicator, like: Array | None = None) -> InPlace:
         """See `Average.bind`."""
-        sizes = _sizes(comm, f"inside={self.inside!r}")
+        nodes = _nodes(comm, f"inside={self.inside!r}")
         intra, inter = comm.by_node()
         # Ranks that own no chunk bind as well: `inner` may split, which is collective.
         across = self.inner.bind(inter)
-        return _Levels(self, comm, intra, across, sizes)
+        return _Levels(self, comm, intra, across, nodes)
 
-    def bind_shards(self, comm: Communicator) -> ShardsByNode:
+    @property
+    def has_residual(self) -> bool:  # type: ignore[override]
+        """Whether `inner` has one, of a chunk."""
+        return self.inner.has_residual
+
+    def bind_shards(self, comm: Communicator, tensors: Sequence[tuple[int, int]] | None = None) -> Shards:
         """Return a function that averages an array of which each rank keeps a chunk: a reduce-scatter.
 
-        Collective. It takes `x`, (p * m,), and `out`, (m,), both contiguous, and "avg" or "sum". The steps are: a
-        reduce-scatter within the node by `inside`, one by `inner` among ranks of equal local rank, and, if nodes
-        differ in size, messages within the larger nodes. Each node sends 1 / L of the bytes of its ranks, where L
-        is the size of the smallest node.
+        Collective. The steps are: a reduce-scatter within the node by `inside`, one by `inner` among ranks of
+        equal local rank, and, if nodes differ in size, messages within the larger nodes. Each node sends 1 / L of
+        the bytes of its ranks, where L is the size of the smallest node. With an `inner` other than `Exact` and
+        `Quantized`, the whole array is averaged on all ranks.
 
         Raises:
-            ArrayError: `inner` is neither `Exact` nor `Quantized`; or the ranks have different settings, on all
-                ranks.
+            ArrayError: `inner` has a residual; or the ranks have different settings, on all ranks.
 
         Source: qgZ of ZeRO++ (Wang et al., arXiv 2306.10209).
         """
-        inner = self._stateless("bind_shards")
-        _sizes(comm, repr(self))
-        return ShardsByNode(comm, inner, self.inside, chunks_by_node(comm))
+        if self.has_residual:
+            raise self._refusal("bind_shards")
+        if not isinstance(self.inner, (Exact, Quantized)):
+            return super().bind_shards(comm, tensors)
+        return _ShardsByNode(comm, self, _nodes(comm, repr(self)))
 
-    def bind_gather(self, comm: Communicator) -> GatherByNode:
+    def bind_gather(self, comm: Communicator) -> Gathers:
         """Return a function that gathers the chunks of all ranks, to the same bytes on every rank: an allgather.
 
-        Collective. It takes `x`, (m,), and `out`, (p * m,), both contiguous; `x` may be this rank's part of
-        `out`. The steps are: messages within nodes that are larger than the smallest one, an allgather among
+        Collective. The steps are: messages within nodes that are larger than the smallest one, an allgather among
         ranks of equal local rank, and one within each node. So each chunk enters a node once, not once for each
         rank.
 
@@ -124,40 +131,65 @@ class Hierarchical:
         >>> run_ranks(3, body, nodes=["a", "a", "b"])[2]
         array([  0.,   0.,   0., 255.,   0., 510.], dtype=float32)
         """
-        inner = self._stateless("bind_gather")
-        _sizes(comm, repr(self))
-        return GatherByNode(comm, self.inside if isinstance(inner, Exact) else inner, chunks_by_node(comm))
+        if not isinstance(self.inner, (Exact, Quantized)):
+            raise self._refusal("bind_gather")
+        method = self.inside if isinstance(self.inner, Exact) else self.inner
+        return _GatherByNode(comm, method, _nodes(comm, repr(self)))
 
     def check(self, dtype: str) -> None:
         """Accept the dtypes of `inner` and `inside`."""
         self.inner.check(dtype)
         self.inside.check(dtype)
 
-    def _stateless(self, call: str) -> Exact | Quantized:
-        if not isinstance(self.inner, (Exact, Quantized)):
-            raise ArrayError(f"{call}: inner is {self.inner}, expected Exact() or Quantized(codec)")
-        return self.inner
+    def _refusal(self, call: str) -> ArrayError:
+        return ArrayError(f"{call}: {self}: inner is {self.inner}, expected Exact() or Quantized(codec)")
 
 
-class _Sizes(NamedTuple):
-    """Sizes of the nodes."""
+class _Nodes(NamedTuple):
+    """Sizes of the nodes, and which chunks of shards the ranks of this node add up.
+
+    The chunk of each rank is added up, in every node, by one of the first L ranks, where L is the size of the
+    smallest node: by the one whose local rank is that of the chunk's rank modulo L.
+    """
 
     owners: int
-    """Ranks in the smallest node; the number of ranks that own a chunk in each node."""
+    """Ranks in the smallest node, L; the number of ranks that own a chunk in each node."""
     largest: int
     """Ranks in the largest node."""
     nodes: int
     """Number of nodes."""
+    order: list[int]
+    """All shards: first those that the local rank 0 adds up, by node; then those of local rank 1, and so on."""
+    inside: list[int]
+    """Number of shards that each rank of this node adds up; 0 beyond the first L."""
+    across: list[int]
+    """Of those of this rank, the number that belong to each node; empty beyond the first L."""
+
+    def peers(self, intra: Communicator) -> range:
+        """Return the ranks of this node, other than this one, whose shards this rank adds up."""
+        return range(intra.rank + self.owners, intra.size, self.owners)
 
 
-def _sizes(comm: Communicator, settings: str) -> _Sizes:
-    """Return the sizes of the nodes; raise on all ranks if their settings differ. Collective."""
-    table = comm.allgather(np.array([comm.node, comm.local_size, zlib.crc32(settings.encode())]))
+def _nodes(comm: Communicator, settings: str) -> _Nodes:
+    """Return the nodes; raise on all ranks if their settings differ. Collective."""
+    table = comm.allgather(np.array([comm.node, comm.local_rank, zlib.crc32(settings.encode())]))
     if len(set(table[:, 2].tolist())) > 1:
         rows: list[str] = comm.allgather_object(settings)
         rank = next(r for r, each in enumerate(rows) if each != rows[0])
         raise ArrayError(f"Hierarchical: ranks differ: rank 0 has {rows[0]}, but rank {rank} has {rows[rank]}")
-    return _Sizes(int(table[:, 1].min()), int(table[:, 1].max()), len(set(table[:, 0].tolist())))
+    nodes, sizes = table[:, :2].tolist(), np.bincount(table[:, 0])
+    owners, order = int(sizes.min()), []
+    inside, across = [0] * comm.local_size, []
+    for local in range(owners):
+        # In the order of the communicator across nodes: of its ranks.
+        owned = [(r, node) for r, (node, place) in enumerate(nodes) if place % owners == local]
+        in_order = [node for node, place in nodes if place == local]
+        by_node = [[r for r, node in owned if node == each] for each in in_order]
+        order += [r for ranks in by_node for r in ranks]
+        inside[local] = sum(map(len, by_node))
+        if local == comm.local_rank:
+            across = [*map(len, by_node)]
+    return _Nodes(owners, int(sizes.max()), len(sizes), order, inside, across)
 
 
 @dataclass
@@ -170,10 +202,10 @@ class _Levels:
     across: InPlace = field(metadata={"chunk": "of nodes"})
     """`inner` among the ranks that own the same chunk; it may have state. If each rank is a node of its own, its
     chunk is the whole array, so that its state is as that of `inner` alone."""
-    sizes: _Sizes
+    sizes: _Nodes
 
     def __call__(self, x: Array) -> Array:
-        comm, intra, (owners, largest, nodes) = self.comm, self.intra, self.sizes
+        comm, intra, (owners, largest, nodes, *_) = self.comm, self.intra, self.sizes
         value = Call(comm, "Hierarchical", x).x
         self.settings.check(arrays.dtype_name(value.dtype))
         if comm.size == 1:
@@ -183,15 +215,16 @@ class _Levels:
         chunks = _padded(intra, flat, owners, -(-flat.size // owners))
         mine = chunks[intra.rank] if intra.rank < owners else chunks[:0]
         counts = [chunks.shape[1] if r < owners else 0 for r in range(intra.size)]
-        self._reduce(chunks, mine, counts, codec)
+        # Also of empty chunks: those of another rank may not be empty.
+        reduce_scatter(intra, chunks.reshape(-1), mine.reshape(-1), op="avg", codec=codec, counts=counts)
         if owners == largest:
             self.across(mine)
         elif intra.rank < owners:
             # The mean over ranks is the mean over nodes of: node mean x node size / mean node size. Weights
             # of at most 1 keep finite numbers finite.
-            _scale(mine, comm.local_size / largest)
+            scale(mine, comm.local_size / largest)
             self.across(mine)
-            _scale(mine, largest * nodes / comm.size)
+            scale(mine, largest * nodes / comm.size)
         elif hasattr(self.across, "skip"):  # it counts its means, on all ranks alike
             self.across.skip()
         if codec is not None and intra.size == 1 and mine.size:
@@ -202,27 +235,6 @@ class _Levels:
             value[...] = chunks.reshape(-1)[: flat.size].view(value.dtype).reshape(value.shape)
         return x
 
-    def _reduce(self, chunks: Array, mine: Array, counts: list[int], codec: Codec | None) -> None:
-        """Average the chunks of the node's ranks; keep this rank's in `mine`, if it owns one. Collective."""
-        intra, is_even = self.intra, min(counts) == max(counts)
-        if codec is not None:
-            even = None if is_even else counts
-            quantized_reduce_scatter(
-                intra, chunks.reshape(-1), mine.reshape(-1), op="avg", codec=codec, counts=even
-            )
-        elif self.sizes.owners == self.sizes.largest:
-            intra.reduce_scatter(chunks.reshape(-1), out=mine, op="avg")
-        else:
-            parts = _exchanged(intra, chunks, counts)  # also empty ones: those of another rank may not be empty
-            if mine.size:
-                kernels.of(mine).reduce_rows(parts, mine, "avg")
-
-
-def _scale(x: Array, factor: float) -> None:
-    """Multiply `x` by `factor`, in place."""
-    if x.size:
-        kernels.of(x).scale(x, factor)
-
 
 def _round(comm: Communicator, x: Array, codec: Codec) -> None:
     """Encode and decode `x` in place, as the ranks of other nodes do; this one is alone in its node."""
@@ -232,19 +244,121 @@ def _round(comm: Communicator, x: Array, codec: Codec) -> None:
     steps.decode(wire, x[None])
 
 
-def _exchanged(comm: Communicator, chunks: Array, counts: list[int]) -> Array:
-    """Send chunk j to rank j if counts[j] > 0; return this rank's own chunk of every rank, (p, m)."""
-    incoming = [counts[comm.rank]] * comm.size
-    parts = comm.scratch.take("parts", (comm.size, counts[comm.rank]), chunks.dtype, like=chunks)
-    comm.alltoall(chunks, parts, counts=counts, out_counts=incoming)
-    return parts
-
-
-def _padded(comm: Communicator, flat: Array, rows: int, length: int, *, copy: bool = False) -> Array:
+def _padded(comm: Communicator, flat: Array, rows: int, length: int) -> Array:
     """Return `flat` as (rows, length), copied to zero-padded scratch memory of `comm` if it is shorter."""
-    if flat.size == rows * length and not copy:
+    if flat.size == rows * length:
         return flat.reshape(rows, length)
     padded = comm.scratch.take("padded", (rows * length,), flat.dtype, like=flat)
     padded[: flat.size] = flat
     padded[flat.size :] = 0
     return padded.reshape(rows, length)
+
+
+# Shards ---------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _ShardsByNode:
+    """A reduce-scatter in two levels; made by `Hierarchical.bind_shards`."""
+
+    comm: Communicator
+    settings: Hierarchical
+    nodes: _Nodes
+
+    def __call__(self, x: Any, out: Any, op: LinearOp) -> Any:
+        """See `Shards`."""
+        self._reduce(*check_shards("Hierarchical", ("x", x), ("out", out), self.comm.size), op)
+        return out
+
+    def _reduce(self, x: Array, out: Array, op: LinearOp) -> None:
+        comm, (intra, inter), nodes = self.comm, self.comm.by_node(), self.nodes
+        m = out.size
+        rows = x.reshape(comm.size, m)
+        if nodes.order != sorted(nodes.order):
+            sorted_rows = comm.scratch.take("by node", rows.shape, x.dtype, like=x)
+            for place, rank in enumerate(nodes.order):
+                sorted_rows[place] = rows[rank]
+            rows = sorted_rows
+        counts = [m * count for count in nodes.inside]
+        mine = comm.scratch.take("mine", (counts[intra.rank],), x.dtype, like=x)
+        codec = codec_for(self.settings.inside, comm, x) if nodes.largest > 1 else None
+        reduce_scatter(intra, rows.reshape(-1), mine, op="avg", codec=codec, counts=counts)
+        run, weighted = kernels.of(x), comm.size != nodes.largest * nodes.nodes
+        if nodes.across:
+            # See `Hierarchical`: the mean of node means, weighted by the sizes of the nodes.
+            if weighted:
+                run.scale(mine, comm.local_size / nodes.largest)
+            kept = out if nodes.across[inter.rank] == 1 else mine[: m * nodes.across[inter.rank]]
+            kept = self._across(inter, mine, kept, [m * count for count in nodes.across])
+            if weighted or op == "sum":
+                factor = nodes.largest * nodes.nodes / comm.size
+                run.scale(kept, factor * (comm.size if op == "sum" else 1))
+            if kept is not out:
+                out[...] = kept[:m]
+                sends = [(r, kept[i * m : (i + 1) * m]) for i, r in enumerate(nodes.peers(intra), 1)]
+                intra.exchange(sends, [])
+        else:
+            intra.exchange([], [(intra.rank % nodes.owners, out)])
+
+    def _across(self, inter: Communicator, x: Array, out: Array, counts: list[int]) -> Array:
+        """Average the partial means of all nodes; keep this rank's chunks."""
+        own = sum(counts[: inter.rank])
+        target = out if not arrays.overlap(x, out) else x[own : own + counts[inter.rank]]
+        codec = codec_for(self.settings.inner, inter, x)
+        return reduce_scatter(inter, x, target, op="avg", codec=codec, counts=counts)
+
+
+@dataclass
+class _GatherByNode:
+    """An allgather in two levels; made by `Hierarchical.bind_gather`."""
+
+    comm: Communicator
+    method: Exact | Quantized
+    nodes: _Nodes
+
+    def __call__(self, x: Any, out: Any) -> Any:
+        """See `Gathers`."""
+        whole, chunk = check_shards("Hierarchical", ("out", out), ("x", x), self.comm.size)
+        self._gather(chunk.reshape(-1), whole)
+        return out
+
+    def _gather(self, x: Array, out: Array) -> None:
+        comm, order = self.comm, self.nodes.order
+        results = out.reshape(comm.size, x.size)
+        if comm.size == 1:
+            results[...] = x
+            return
+        codec = codec_for(self.method, comm, out) if out.size else None  # those of another rank may not be empty
+        with comm.tracer.span("Hierarchical gather", bytes=out.nbytes, codec=str(codec)):
+            if codec is None:
+                rows = comm.scratch.take("by node", results.shape, x.dtype, like=x)
+                self._move(x, rows)
+                for place, rank in enumerate(order):
+                    results[rank] = rows[place]
+                return
+            steps, nbytes = codec.steps(x.size, x), codec.wire_nbytes(x.size, x.dtype)
+            sent = comm.scratch.take("sent", (1, nbytes), np.uint8, like=x)
+            rows = comm.scratch.take("received", (comm.size, nbytes), np.uint8, like=x)
+            draws = next_draws(comm, codec.random_seed)
+            steps.encode(x[None], sent, **({} if draws is None else {"draws": draws}))
+            self._move(sent[0], rows)
+            for place, rank in enumerate(order):
+                steps.decode(rows[place : place + 1], results[rank : rank + 1])
+
+    def _move(self, x: Array, rows: Array) -> None:
+        """Gather `x`, (n,), of all ranks in `rows`, (p, n), in the order of `_Nodes.order`. Collective."""
+        (intra, inter), nodes, n = self.comm.by_node(), self.nodes, x.size
+        start = sum(nodes.inside[: intra.rank])
+        mine = rows[start : start + nodes.inside[intra.rank]]
+        if nodes.across:
+            before = sum(nodes.across[: inter.rank])
+            own = mine[before : before + nodes.across[inter.rank]]
+            own[0] = x
+            if len(own) > 1:
+                intra.exchange([], [(r, own[i]) for i, r in enumerate(nodes.peers(intra), 1)])
+            counts = [n * count for count in nodes.across]
+            allgather(inter, own.reshape(-1), mine.reshape(-1), codec=None, counts=counts)
+        else:
+            intra.exchange([(intra.rank % nodes.owners, x)], [])
+        counts = [n * count for count in nodes.inside]
+        allgather(intra, mine.reshape(-1), rows.reshape(-1), codec=None, counts=counts)

@@ -18,7 +18,7 @@ from ..comm import Communicator
 from ..comm.call import Call
 from ..errors import ArrayError, UnsupportedError
 from ..kernels.host import TOP_K_LARGEST_CHUNK, top_k_layout
-from .base import InPlace
+from .base import Average, InPlace, compare_settings
 from .coded import as_like
 
 _NAME = "TopK"
@@ -26,7 +26,7 @@ _DTYPES = ("bfloat16", "float16", "float32")
 
 
 @dataclass(frozen=True)
-class TopK:
+class TopK(Average):
     """The mean of the `keep` largest elements of each chunk of each rank; use it in `ErrorFeedback(TopK())`.
 
     An array is cut into chunks. From each, a rank sends the elements of the largest magnitudes (of equal ones,
@@ -78,8 +78,7 @@ class TopK:
         Raises:
             CommMismatch: The ranks have different settings. Raised on all ranks.
         """
-        call = Call(comm, f"{_NAME}.bind", settings=self).unchecked()
-        call.run(lambda x, target: call.compare())
+        compare_settings(comm, self)
         mean = TopKMean(comm, self)
         if like is not None:
             mean.prepare(like)

@@ -1,23 +1,51 @@
-"""The average of `BackendOptions` in the reductions of a group."""
+"""The average of a group of the backend "bagua": `BackendOptions`, and its reductions."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from bagua_comm import (
-    Communicator,
-    Exact,
-    Hierarchical,
-    Quantized,
-    Reproducible,
-    UnsupportedError,
-    arrays,
-    kernels,
-)
-from bagua_comm.arrays import Array, LinearOp, Op
-from bagua_comm.averages import Average, InPlace
-from bagua_comm.averages.quantized_shards import codec_for, reduce_scatter
+from bagua_comm import ArrayError, Average, Communicator, UnsupportedError, arrays
+from bagua_comm.arrays import Array, Op
+from bagua_comm.averages import InPlace, Shards
+from bagua_comm.averages.base import check_average_argument, scale
+
+
+@dataclass(frozen=True)
+class BackendOptions:
+    """Options of a process group of the backend "bagua", the same on all its ranks.
+
+    Give them to `init_process_group` or `new_group` as `pg_options`.
+
+    Args:
+        average: How `all_reduce` and `reduce_scatter` add and average floats: by `Quantized(codec)`,
+            `Reproducible()`, or another average without a residual; if None, exactly. It applies to every such
+            call of the group with SUM or AVG of a dtype that the average takes, except to a `reduce_scatter` of
+            parts that differ in size. `Reproducible()` takes no float64, and a sum of those warns. The
+            time limit is that of the group, whatever the call says.
+            Make a group for the gradients alone:
+            `DistributedDataParallel(model, process_group=dist.new_group(pg_options=...))`.
+
+    Raises:
+        ArrayError: `average` is no average, or keeps a residual, which belongs to one array.
+
+    >>> from bagua_comm import MinMaxUInt8, Quantized
+    >>> BackendOptions(average=Quantized(MinMaxUInt8())).average
+    Quantized(codec=MinMaxUInt8(...), ...)
+    """
+
+    average: Average | None = None
+
+    def __post_init__(self) -> None:
+        if self.average is None:
+            return
+        check_average_argument("BackendOptions", self.average)
+        if self.average.has_residual:
+            raise ArrayError(
+                f"BackendOptions: average is {self.average}, which keeps a residual of one array, but a group "
+                "averages many; leave ErrorFeedback out, or use bagua_torch.DistributedDataParallel"
+            )
 
 
 class GroupAverage:
@@ -31,7 +59,7 @@ class GroupAverage:
     def __init__(self, average: Average | None, comm: Communicator) -> None:
         self._average, self._comm = average, comm
         self._mean: InPlace | None = None
-        self._shards: Callable[[Array, Array, LinearOp], object] | None = None
+        self._shards: Shards | None = None
 
     def takes(self, op: Op, xs: Sequence[Array]) -> bool:
         """Whether arrays of these dtypes are reduced here by `op`."""
@@ -41,44 +69,26 @@ class GroupAverage:
             for dtype in {arrays.dtype_name(x.dtype) for x in xs}:
                 self._average.check(dtype)
         except UnsupportedError as exc:
-            if isinstance(self._average, Reproducible) and dtype not in arrays.INTEGERS and dtype != "bool":
+            if self._average.is_reproducible and dtype not in arrays.INTEGERS and dtype != "bool":
                 warnings.warn(f"BackendOptions: the bits depend on the order of the ranks: {exc}", stacklevel=2)
             return False
         return True
 
     def allreduce(self, xs: Sequence[Array], op: Op) -> None:
         """Reduce each of `xs` over all ranks, in place. Collective."""
+        assert self._average is not None
+        self._mean = self._mean or self._average.bind(self._comm)
         for x in xs:
-            x[...] = self._averaged(x, op).reshape(x.shape)
+            mean = self._mean(arrays.contiguous(x).reshape(-1))
+            if op == "sum":
+                scale(mean, self._comm.size)
+            x[...] = mean.reshape(x.shape)
 
     def reduce_scatter(self, x: Array, out: Array, op: Op) -> None:
         """Reduce `x`, (p * m,), over all ranks, and keep this rank's chunk in `out`, (m,).
 
         Collective.
         """
-        if self._shards is None:
-            self._shards = self._bind_shards()
-        self._shards(x, out, "avg" if op == "avg" else "sum")
-
-    def _bind_shards(self) -> Callable[[Array, Array, LinearOp], object]:
-        """The function that reduces an array of which each rank keeps a chunk. Collective."""
-        average, comm = self._average, self._comm
-        if isinstance(average, Quantized):
-            return lambda x, out, op: reduce_scatter(comm, x, out, op=op, codec=codec_for(average, comm, x))
-        if isinstance(average, Hierarchical) and isinstance(average.inner, (Exact, Quantized)):
-            return average.bind_shards(comm)
-
-        def cut(x: Array, out: Array, op: LinearOp) -> None:
-            out[...] = arrays.rows(self._averaged(x.copy(), op), comm.size)[comm.rank]
-
-        return cut
-
-    def _averaged(self, x: Array, op: Op) -> Array:
-        """The sum or average of `x` over all ranks, flat; may overwrite `x`. Collective."""
         assert self._average is not None
-        if self._mean is None:
-            self._mean = self._average.bind(self._comm)
-        mean: Array = self._mean(arrays.contiguous(x).reshape(-1))
-        if op == "sum":  # by a kernel, since NumPy rounds the factor to 16 bits
-            kernels.of(mean).scale(arrays.as_real(mean, op), self._comm.size)
-        return mean
+        self._shards = self._shards or self._average.bind_shards(self._comm)
+        self._shards(x, out, "avg" if op == "avg" else "sum")

@@ -17,9 +17,8 @@ from bagua_comm.execution.lane import Lane
 
 from ..arrays import torch_stream
 from .arguments import Options
-from .averaging import GroupAverage
+from .averaging import BackendOptions, GroupAverage
 from .messages import Messages
-from .options import BackendOptions
 from .tensors import HOST, check_filled, device_of
 from .work import Callbacks, LaneWork
 

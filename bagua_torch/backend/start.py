@@ -24,8 +24,8 @@ from ..process_group.bootstrap import BACKEND, serve_store, use_device
 from ..process_group.transport import count
 from ..process_group.waiter import CHECK_S
 from .alone import warn_if_alone
+from .averaging import BackendOptions
 from .group import BaguaGroup
-from .options import BackendOptions
 
 _POLL_S = 0.001
 """How long a rank waits at first before it asks again whether all have come; later, longer."""

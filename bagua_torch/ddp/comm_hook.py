@@ -33,7 +33,7 @@ from bagua_comm import (
 from bagua_comm.algorithms.base import TRANSIENT
 from bagua_comm.algorithms.state import load_state, save_state
 from bagua_comm.averages import InPlace
-from bagua_comm.averages.base import check_average, check_average_argument
+from bagua_comm.averages.base import check_average_argument
 
 from ..arrays import as_array, as_tensor, cupy_stream, dtype_name, torch_stream
 from ..entry import communicator_of, errors_on_all
@@ -121,7 +121,7 @@ def comm_hook(average: Average, comm: Communicator | None = None) -> Hook:
 
         with torch_stream(device):
             ours = bucket_of(bucket)
-            check_average(average, ours.spec.dtype)
+            average.check(ours.spec.dtype)
             lane.submit(exchange, ours).add_done_callback(ended)
         return future
 

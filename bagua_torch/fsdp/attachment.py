@@ -11,17 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bagua_comm import (
-    ArrayError,
-    Average,
-    CommError,
-    Communicator,
-    ErrorFeedback,
-    Exact,
-    Hierarchical,
-    Quantized,
-    Reproducible,
-)
+from bagua_comm import ArrayError, Average, CommError, Communicator, Exact, Quantized
 from bagua_comm.averages.error_feedback import Residual
 from bagua_comm.objects.closing import Closing
 from bagua_comm.trace import Counters
@@ -51,7 +41,7 @@ class Attachment(Closing):
         comm: Communicator,
         units: list[Unit],
         reduce: Average,
-        gather: Exact | Quantized | Hierarchical,
+        gather: Average,
         replicas: Average | None,
         model: nn.Module,
         overlap: bool,
@@ -75,6 +65,8 @@ class Attachment(Closing):
         averages: list[Replicate | None] = []
         try:  # `bind` and the broadcast may raise, so no module is changed before
             with errors_on_all(comm):
+                gathered = (gathering.of(group) for unit in units for group in unit.process_groups)
+                gathers = {each: gather.bind_gather(each) for each in dict.fromkeys(gathered)}
                 for unit in units:
                     reducers.append(self._reduced(reducing, unit, reduce))
                     averages.append(self._replicated(unit, replicas))
@@ -93,13 +85,12 @@ class Attachment(Closing):
             if average is not None:
                 unit.use_for_replicas(average)
                 unit.before_forward(partial(check_hook, unit))
-            is_reproducible = isinstance(reduce, Reproducible)
-            include_unused = is_reproducible or bool(feeding & {reducer, average})
-            unit.use(Gather(gathering, unit, gather, self._prefetch), reducer, include_unused=include_unused)
+            include_unused = reduce.is_reproducible or bool(feeding & {reducer, average})
+            unit.use(Gather(gathering, unit, gathers, self._prefetch), reducer, include_unused=include_unused)
             unit.on_reset(reducer.reset)
             if self._prefetch is not None:
                 unit.before_forward(partial(self._prefetch.check, unit))
-            if is_reproducible and average is None and unit.process_groups[0].size() == 1:
+            if reduce.is_reproducible and average is None and unit.process_groups[0].size() == 1:
                 unit.use_alone(reducer.alone)
 
     def _warn_of_others(self, model: nn.Module) -> None:
@@ -120,7 +111,7 @@ class Attachment(Closing):
         """Return the reduce-scatter of a unit. Collective."""
         over = comms.of(unit.process_groups[0])
         reduce = Reduce(comms, unit, method, over, self._passes, self._reductions)
-        if isinstance(method, ErrorFeedback) and over.size > 1:
+        if reduce.feedback is not None and over.size > 1:
             self._feeding[unit.name] = reduce
         return reduce
 
@@ -129,7 +120,7 @@ class Attachment(Closing):
         if method is None or unit.replicas is None:
             return None
         average = Replicate(unit, method, self._comms.of(unit.replicas), self._passes)
-        if isinstance(method, ErrorFeedback):
+        if average.feedback is not None:
             self._feeding[f"replicas of {unit.name or 'the root'}"] = average
         return average
 
@@ -265,7 +256,7 @@ class Attachment(Closing):
 def attach(
     model: nn.Module,
     reduce: Average | None = None,
-    gather: Exact | Quantized | Hierarchical | None = None,
+    gather: Average | None = None,
     comm: Communicator | None = None,
     *,
     replicas: Average | None = None,

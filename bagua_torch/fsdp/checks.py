@@ -7,19 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from bagua_comm import (
-    ArrayError,
-    Average,
-    Communicator,
-    ErrorFeedback,
-    Exact,
-    Hierarchical,
-    Quantized,
-    Reproducible,
-    TopK,
-    UnsupportedError,
-)
-from bagua_comm.averages.base import check_average, check_average_argument
+from bagua_comm import ArrayError, Average, Communicator, UnsupportedError
+from bagua_comm.averages.base import check_average_argument
 from bagua_comm.codecs.base import codecs_in
 
 from ..arrays import dtype_name
@@ -31,20 +20,9 @@ NAME = "bagua_torch.fsdp.attach"
 
 def checked_units(model: Any, reduce: Any, gather: Any, replicas: Any) -> list[Unit]:
     """Return the units of a model; raise unless they can be reduced and gathered by these methods."""
-    for name, method in (("reduce", reduce), ("replicas", replicas)):
+    for name, method in (("reduce", reduce), ("gather", gather), ("replicas", replicas)):
         if method is not None:
             check_average_argument(NAME, method, name)
-        if isinstance(method, Hierarchical) and isinstance(method.inner, ErrorFeedback):
-            raise ArrayError(f"{NAME}: {name} is {method}, whose residuals cannot be saved; use {method.inner}")
-    if isinstance(reduce, ErrorFeedback) and isinstance(reduce.inner, TopK):
-        raise ArrayError(
-            f"{NAME}: reduce is {reduce}, which sends the elements of all shards to every rank, expected a mean "
-            f"that sends each to its rank, as ErrorFeedback(Quantized()); replicas={reduce} averages replicas"
-        )
-    if not isinstance(gather.inner if isinstance(gather, Hierarchical) else gather, (Exact, Quantized)):
-        raise ArrayError(
-            f"{NAME}: gather is {gather!r}, expected Exact(), Quantized(codec), or Hierarchical of one of these"
-        )
     if not isinstance(model, nn.Module):
         raise ArrayError(f"{NAME}: model is a {type(model).__name__}, expected a module")
     try:
@@ -85,7 +63,7 @@ def _check_replicas(unit: Unit, replicas: Average) -> None:
             "initialize them first"
         )
     for dtype in unit.reduce_dtypes:
-        check_average(replicas, _name_of(dtype))
+        replicas.check(_name_of(dtype))
 
 
 def check_hook(unit: Unit) -> None:
@@ -98,7 +76,7 @@ def check_hook(unit: Unit) -> None:
         )
 
 
-def _check_unit(unit: Unit, reduce: Average, gather: Exact | Quantized | Hierarchical) -> None:
+def _check_unit(unit: Unit, reduce: Average, gather: Average) -> None:
     what = _described(unit)
     if not unit.process_groups:
         raise UnsupportedError(
@@ -106,7 +84,7 @@ def _check_unit(unit: Unit, reduce: Average, gather: Exact | Quantized | Hierarc
         )
     if unit.is_custom:
         raise ArrayError(f"{NAME}: {what} has custom communication already; close the handle of the earlier call")
-    if isinstance(reduce, Reproducible):
+    if reduce.is_reproducible:
         if not unit.is_sharded_by_rows:
             raise UnsupportedError(
                 f"{NAME}: {what} has parameters that shard_placement_fn shards along another dimension than the "
@@ -129,7 +107,7 @@ def _check_unit(unit: Unit, reduce: Average, gather: Exact | Quantized | Hierarc
             )
         gather.check(_name_of(dtypes[0]))
     for dtype in unit.reduce_dtypes:
-        check_average(reduce, _name_of(dtype))
+        reduce.check(_name_of(dtype))
 
 
 def _name_of(dtype: torch.dtype) -> str:

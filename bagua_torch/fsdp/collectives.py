@@ -3,32 +3,17 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from bagua_comm import (
-    ArrayError,
-    Average,
-    Communicator,
-    ErrorFeedback,
-    Exact,
-    Hierarchical,
-    Quantized,
-    Reproducible,
-    UnsupportedError,
-    arrays,
-)
+from bagua_comm import ArrayError, Average, Communicator, UnsupportedError
 from bagua_comm.arrays import Array, LinearOp
-from bagua_comm.averages import InPlace, quantized_reduce_scatter
-from bagua_comm.averages.base import check_average
-from bagua_comm.averages.error_feedback import Residual, residual_of
-from bagua_comm.averages.hierarchical_shards import GatherByNode
-from bagua_comm.averages.quantized_shards import allgather, codec_for, reduce_scatter
-from bagua_comm.averages.reproducible_shards import ReproducibleShards
+from bagua_comm.averages import Gathers
+from bagua_comm.averages.error_feedback import Residual
 
 from ..arrays import as_array, dtype_name, torch_stream
 from .groups import GroupComms
@@ -53,7 +38,7 @@ class Gather(_Allocating, AllGather):
     Args:
         comms: The communicators of the model.
         unit: The parameters.
-        method: How to gather.
+        gathers: How to gather, by communicator: results of `Average.bind_gather`.
         prefetch: What gathers in advance in forward passes, if there are lanes.
     """
 
@@ -61,11 +46,10 @@ class Gather(_Allocating, AllGather):
         self,
         comms: GroupComms,
         unit: Unit,
-        method: Exact | Quantized | Hierarchical,
+        gathers: Mapping[Communicator, Gathers],
         prefetch: Prefetch | None = None,
     ) -> None:
-        self._comms, self._unit, self._method, self._prefetch = comms, unit, method, prefetch
-        self._by_node: dict[Communicator, GatherByNode] = {}
+        self._comms, self._unit, self._gathers, self._prefetch = comms, unit, gathers, prefetch
 
     def __call__(
         self,
@@ -79,33 +63,40 @@ class Gather(_Allocating, AllGather):
         Collective.
         """
         comm = self._comms.of(group)
-        lane = self._comms.lane_of(comm)
+        lane, gather = self._comms.lane_of(comm), self._gathers[comm]
         with torch_stream(output_tensor.device):
             x, out = as_array(input_tensor), as_array(output_tensor)
-            if isinstance(self._method, Quantized) and codec_for(self._method, comm, out) is not None:
-                self._method.check(dtype_name(output_tensor))
             if lane is None or self._prefetch is None:
-                self._gather(comm, x, out)
+                gather(x, out)
                 return None
-            return Gathering(lane, lane.submit(self._gather, comm, x, out), self._unit, self._prefetch)
-
-    def _gather(self, comm: Communicator, x: Array, out: Array) -> None:
-        method = self._method
-        if isinstance(method, Hierarchical):
-            if comm not in self._by_node:
-                self._by_node[comm] = method.bind_gather(comm)
-            self._by_node[comm](x, out)
-        else:
-            allgather(comm, x, out, codec=codec_for(method, comm, out))
+            return Gathering(lane, lane.submit(gather, x, out), self._unit, self._prefetch)
 
 
 class FeedsBack:
-    """What a unit's gradients go through, with the residual of `ErrorFeedback`."""
+    """What a unit's gradients go through: a bound average, and perhaps its residual.
 
-    _unit: Unit
-    _passes: BackwardPasses
-    feedback: Residual | None
-    """The residual, with its count of means; None without `ErrorFeedback`."""
+    Args:
+        unit: The parameters.
+        method: How to average.
+        mean: The bound average.
+        passes: The backward passes of the model.
+
+    Raises:
+        ArrayError: The average has a residual that cannot be saved.
+    """
+
+    def __init__(self, unit: Unit, method: Average, mean: object, passes: BackwardPasses) -> None:
+        self._unit, self._method, self._passes = unit, method, passes
+        self.feedback: Residual | None = getattr(mean, "state", None)
+        """The residual, with its count of means; None without `ErrorFeedback`."""
+        if method.has_residual and self.feedback is None:
+            raise ArrayError(f"bagua_torch.fsdp: {method} has residuals that cannot be saved; use its inner one")
+
+    def _check(self, gradients: torch.Tensor) -> None:
+        """Raise `UnsupportedError` unless these gradients can be averaged."""
+        self._method.check(dtype_name(gradients))
+        if self.feedback is not None:
+            check_numel(self._unit.name, gradients.numel(), self.numel)
 
     def _forget_if_it_raises(self) -> None:
         """Let the residual restart at zero if the running backward pass raises, since its gradients are lost."""
@@ -115,6 +106,18 @@ class FeedsBack:
     def _forget(self) -> None:
         assert self.feedback is not None
         self.feedback.residual = None
+
+    def _fit(self, x: Array) -> None:
+        """Drop the residual, with a warning, if gradients like `x` have another number of elements."""
+        if self.feedback is None or self.feedback.size in (None, x.size):
+            return
+        warnings.warn(
+            f"bagua_torch.fsdp: parameters of {self._unit.name or 'the root'} were frozen or unfrozen; its "
+            "residual restarts at zero",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+        self._forget()
 
     @property
     def residual(self) -> Array | None:
@@ -151,7 +154,7 @@ class Reduce(_Allocating, FeedsBack, ReduceScatter):
         comms: The communicators of the model.
         unit: The parameters.
         method: How to average.
-        comm: The ranks over which the unit is sharded; an average of another class is bound to it.
+        comm: The ranks over which the unit is sharded.
         passes: The backward passes of the model.
         pending: The reductions that have not ended, if there are lanes.
     """
@@ -165,18 +168,10 @@ class Reduce(_Allocating, FeedsBack, ReduceScatter):
         passes: BackwardPasses,
         pending: Reductions | None = None,
     ) -> None:
-        self._comms, self._unit, self._method, self._comm = comms, unit, method, comm
-        self._passes, self._pending = passes, pending
-        self.feedback = residual_of(method) if isinstance(method, ErrorFeedback) else None
-        self._mean: InPlace | None = None
-        self._by_node: Callable[[Array, Array, LinearOp], Array] | None = None
-        self._reproducible: _Reproducible | None = None
-        if isinstance(method, Reproducible):
-            self._reproducible = _Reproducible(method, comm, unit, passes)
-        elif isinstance(method, Hierarchical) and isinstance(method.inner, (Exact, Quantized)):
-            self._by_node = method.bind_shards(comm)
-        elif not isinstance(method, (Exact, Quantized, ErrorFeedback)):
-            self._mean = method.bind(comm)
+        self._comms, self._comm, self._pending = comms, comm, pending
+        self._held = _HeldAddends(method, comm, unit, passes) if method.is_reproducible else None
+        self._mean = self._held or method.bind_shards(comm)
+        super().__init__(unit, method, self._mean, passes)
 
     @property
     def numel(self) -> int:
@@ -199,23 +194,22 @@ class Reduce(_Allocating, FeedsBack, ReduceScatter):
         if asked not in ("sum", "avg", "premul_sum"):
             raise UnsupportedError(f"bagua_torch.fsdp: PyTorch asks for {asked}, expected SUM, AVG or PREMUL_SUM")
         comm = self._comms.of(group)
-        check_average(self._method, dtype_name(input_tensor))
-        if isinstance(self._method, ErrorFeedback):
-            check_numel(self._unit.name, input_tensor.numel(), self._unit.gradient_numel)
+        self._check(input_tensor)
         self._begin()
         divisor = None
         if asked == "premul_sum":  # by 1 / factor, which PyTorch does not let us read from `op`
             divisor = self._unit.divide_factor or comm.size
+        by: LinearOp = "avg" if asked == "avg" else "sum"
         lane = self._comms.lane_of(comm)
         if lane is None or self._pending is None:
             self._forget_if_it_raises()
             with torch_stream(input_tensor.device):
-                self._reduce(comm, input_tensor, output_tensor, asked, divisor)
+                self._reduce(input_tensor, output_tensor, by, divisor)
             return
         at_once = self._unit.reads_at_once(output_tensor)
         if not at_once:
             spoil(output_tensor)
-        future = lane.submit(self._reduce, comm, input_tensor, output_tensor, asked, divisor)
+        future = lane.submit(self._reduce, input_tensor, output_tensor, by, divisor)
         if at_once:
             lane.result(future)
         else:
@@ -226,85 +220,63 @@ class Reduce(_Allocating, FeedsBack, ReduceScatter):
         """End what is under way, and drop the addends of a step that is lost."""
         if self._pending is not None:
             self._pending.wait()
-        if self._reproducible is not None:
-            self._reproducible.drop()
+        if self._held is not None:
+            self._held.drop()
 
     def _begin(self) -> None:
         if self._pending is not None:
             self._pending.begin()
-        if self._reproducible is not None:
-            self._reproducible.begin()
+        if self._held is not None:
+            self._held.begin()
 
     def _reduce(
-        self, comm: Communicator, gradients: torch.Tensor, result: torch.Tensor, asked: str, divisor: float | None
+        self, gradients: torch.Tensor, result: torch.Tensor, op: LinearOp, divisor: float | None = None
     ) -> None:
-        method, feedback, x, out = self._method, self.feedback, as_array(gradients), as_array(result)
-        op: LinearOp = "avg" if asked == "avg" else "sum"
-        if self._by_node is not None:
-            self._by_node(x, out, op)
-        elif self._reproducible is not None:
-            self._reproducible(x, out, op)
-        elif self._mean is not None:
-            self._mean(x)
-            out[...] = arrays.rows(x, comm.size)[comm.rank]
-            if op == "sum":
-                result.mul_(comm.size)  # PyTorch multiplies in float32; NumPy rounds the factor to the dtype
-        elif feedback is not None:
-            fit(self._unit.name, feedback, x)
-            inner, decay = feedback.settings.inner, feedback.settings.decay
-            assert isinstance(inner, Quantized)  # `attach` refuses others
-            coder = inner.codec
-            feedback.compensate(
-                x,
-                comm.scratch,
-                lambda residual: quantized_reduce_scatter(
-                    comm, x, out, op=op, codec=coder, residual=residual, decay=decay
-                ),
-            )
-        else:
-            codec = codec_for(method, comm, x) if isinstance(method, Quantized) else None
-            reduce_scatter(comm, x, out, op=op, codec=codec)
+        x = as_array(gradients)
+        self._fit(x)
+        self._mean(x, as_array(result), op)
         if divisor is not None:
             result.div_(divisor)
 
     def alone(self, reduced: torch.Tensor) -> None:
         """Reduce on a single rank, in place; PyTorch has divided by a divisor of the user already."""
-        check_average(self._method, dtype_name(reduced))
+        self._check(reduced)
         self._begin()
         with torch_stream(reduced.device):
-            op = "avg" if self._unit.divide_factor is None else "sum"
-            self._reduce(self._comm, reduced, reduced, op, None)
+            self._reduce(reduced, reduced, "avg" if self._unit.divide_factor is None else "sum")
 
 
-class _Reproducible:
-    """Reproducible sums of the gradients of a unit, of which each rank keeps its shard.
+class _HeldAddends:
+    """A reproducible reduce-scatter of the gradients of a unit, bound to where its parameters begin.
 
     With `addends`, the passes of a step but the last leave zeros.
     """
 
-    def __init__(self, method: Reproducible, comm: Communicator, unit: Unit, passes: BackwardPasses) -> None:
+    def __init__(self, method: Average, comm: Communicator, unit: Unit, passes: BackwardPasses) -> None:
         self._method, self._comm, self._unit, self._passes = method, comm, unit, passes
-        self._tensors = unit.gradient_rows
-        self._sum = ReproducibleShards(method, comm, self._tensors)
+        self._bind()
         self._version = 0
         """That of the parameters when the first addend was held."""
         self._left: list[int | None] | None = None
         """The versions of the gradients at the end of the pass before, until the next one begins."""
 
+    def _bind(self) -> None:
+        self._tensors = self._unit.gradient_rows
+        self._sum: Any = self._method.bind_shards(self._comm, self._tensors)
+
     def __call__(self, x: Array, out: Array, op: LinearOp) -> None:
-        found, version = self._sum, self._unit.version
-        if found.held and (self._tensors != self._unit.gradient_rows or version != self._version):
+        held, version, is_other = self._sum.held, self._unit.version, self._tensors != self._unit.gradient_rows
+        if held and (is_other or version != self._version):
             raise ArrayError(
                 f"bagua_torch.fsdp: parameters of {self._unit.name or 'the root'} were changed, frozen or "
-                f"unfrozen after {found.held} of the {found.share} backward passes of each rank that a step with "
+                f"unfrozen after {held} of the {self._sum.share} backward passes of each rank that a step with "
                 f"{self._method} has; run all of them before the optimizer"
             )
-        if self._tensors != self._unit.gradient_rows:
-            self._tensors = self._unit.gradient_rows
-            self._sum = found = ReproducibleShards(self._method, self._comm, self._tensors)
-        check_numel(self._unit.name, x.size, found.size, str(self._method))
+        if is_other:
+            self._bind()
+        check_numel(self._unit.name, x.size, self._sum.size, str(self._method))
         self._version = version
-        found(x, out, op)
+        self._sum(x, out, op)
 
     def begin(self) -> None:
         """Begin a reduction. Drop the addends of earlier passes if `zero_grad` has cleared their gradients.
@@ -343,9 +315,8 @@ class Replicate(FeedsBack):
     """
 
     def __init__(self, unit: Unit, method: Average, comm: Communicator, passes: BackwardPasses) -> None:
-        self._unit, self._method, self._comm, self._passes = unit, method, comm, passes
-        self._mean: Any = method.bind(comm)
-        self.feedback = cast(Any, self._mean).state if isinstance(method, ErrorFeedback) else None
+        self._comm, self._mean = comm, method.bind(comm)
+        super().__init__(unit, method, self._mean, passes)
 
     @property
     def numel(self) -> int:
@@ -360,13 +331,11 @@ class Replicate(FeedsBack):
         earlier = self._unit.partial_gradients
         if earlier is not None:
             reduced.add_(earlier)
-        check_average(self._method, dtype_name(reduced))
+        self._check(reduced)
         self._forget_if_it_raises()
         with torch_stream(reduced.device):
             x = as_array(reduced)
-            if self.feedback is not None:
-                check_numel(self._unit.name, x.size, self._unit.shard_numel)
-                fit(self._unit.name, self.feedback, x)
+            self._fit(x)
             self._mean(x)
         if self._unit.divide_factor is not None:  # it divides the sum over all ranks
             reduced.mul_(self._comm.size)
@@ -384,16 +353,3 @@ def check_numel(name: str, numel: int, expected: int, method: str = "ErrorFeedba
             f"{expected}, since {method} needs the gradients of all parameters in each step; use "
             "Quantized(), or a PyTorch with FSDPModule.set_reduce_scatter_unused_params"
         )
-
-
-def fit(name: str, feedback: Residual, x: Array) -> None:
-    """Drop a residual, with a warning, if gradients like `x` have another number of elements."""
-    if feedback.size in (None, x.size):
-        return
-    warnings.warn(
-        f"bagua_torch.fsdp: parameters of {name or 'the root'} were frozen or unfrozen; its residual "
-        "restarts at zero",
-        RuntimeWarning,
-        stacklevel=3,
-    )
-    feedback.residual = None

@@ -9,6 +9,7 @@ from support.own_algorithms import OWN_ALGORITHMS, Beside, Plain, RandomPeer
 from bagua_comm import (
     Algorithm,
     ArrayError,
+    Average,
     ByteGrad,
     CommMismatch,
     Decentralized,
@@ -48,7 +49,7 @@ def test_classes_that_a_function_defines_keep_the_contract_too():
         pass
 
     @dataclass(frozen=True)
-    class Mean:
+    class Mean(Average):
         inner: object = Exact()
 
         def bind(self, comm):
@@ -191,7 +192,7 @@ def test_check_algorithm_refuses_classes_that_are_no_dataclass():
 
 
 @dataclass(frozen=True)
-class Narrow:
+class Narrow(Average):
     """An average whose `bind` takes the communicator alone."""
 
     def bind(self, comm):
@@ -199,7 +200,7 @@ class Narrow:
 
 
 @dataclass(frozen=True)
-class Wide:
+class Wide(Average):
     """An average that is bound to arrays like one that it is given."""
 
     seen: list = field(default_factory=list, compare=False, repr=False)

@@ -11,6 +11,7 @@ from support.waiting import until
 
 from bagua_comm import (
     ArrayError,
+    Average,
     CommAborted,
     CommMismatch,
     DiLoCo,
@@ -195,7 +196,7 @@ def test_every_n_counts_its_own_steps_and_the_delay_in_steps_of_training():
 
 
 @dataclass(frozen=True)
-class Gate:
+class Gate(Average):
     """An average that waits until the test lets it pass."""
 
     passed: threading.Event

@@ -19,7 +19,6 @@ from bagua_comm import (
     quantized_reduce_scatter,
     reproducible_allreduce,
 )
-from bagua_comm.averages.reproducible_shards import ReproducibleShards
 from bagua_comm.testing import Recording, run_ranks
 
 X = np.ones(8, np.float32)
@@ -92,8 +91,8 @@ CALLS = [
     (lambda c: Reproducible().bind(c)(np.ones(2)), UnsupportedError, "average float64.*Sums of"),
     (lambda c: Reproducible(addends=1).bind(c), ArrayError, "2 ranks and 1 addends"),
     (lambda c: Reproducible().bind(c).hold(X), ArrayError, "0 to hold"),
-    (lambda c: ReproducibleShards(Reproducible(addends=3), c, [(4, 2)]), ArrayError, "multiple, since all ranks"),
-    (lambda c: ReproducibleShards(Reproducible(addends=1), c, [(4, 2)]), ArrayError, "at least one addend"),
+    (lambda c: Reproducible(addends=3).bind_shards(c, [(4, 2)]), ArrayError, "multiple, since all ranks"),
+    (lambda c: Reproducible(addends=1).bind_shards(c, [(4, 2)]), ArrayError, "at least one addend"),
 ]
 
 

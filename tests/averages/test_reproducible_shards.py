@@ -5,7 +5,6 @@ import pytest
 
 from bagua_comm import Reproducible
 from bagua_comm.arrays import dtype_named
-from bagua_comm.averages.reproducible_shards import ReproducibleShards
 from bagua_comm.testing import run_ranks, sample
 
 SHAPES = [(13, 7), (41, 1), (5, 300), (3, 3), (1, 129)]
@@ -48,13 +47,14 @@ def sharded(ranks, addends, op="avg", block=128):
     share = len(addends) // ranks
 
     def body(comm):
-        total = ReproducibleShards(Reproducible(block, len(addends)), comm, SHAPES)
+        total = Reproducible(block, len(addends)).bind_shards(comm, SHAPES)
         out = np.full(total.size // ranks, np.nan, addends[0][0].dtype)
         for _ in range(2):
             for index in range(share):
-                done = total(parts(addends[comm.rank * share + index], ranks), out, op)
-                assert done == (index == share - 1)
-                assert done or (not out.any() and total.held == index + 1)
+                assert total(parts(addends[comm.rank * share + index], ranks), out, op) is out
+                done = index == share - 1
+                assert out.any() == done
+                assert total.held == (0 if done else index + 1)
         return out
 
     return joined(run_ranks(ranks, body))
@@ -104,7 +104,7 @@ def test_sums_are_not_divided():
 
 def test_each_rank_sends_its_parts_once():
     def body(comm):
-        total = ReproducibleShards(Reproducible(), comm, [(400, 128)])
+        total = Reproducible().bind_shards(comm, [(400, 128)])
         before = comm.counters.total().wire_bytes
         total(np.ones(total.size, np.float32), np.zeros(total.size // 4, np.float32), "avg")
         return comm.counters.total().wire_bytes - before

@@ -437,7 +437,7 @@ def test_an_average_of_the_options_adds_floats(average):
 
 
 def test_options_must_be_an_average():
-    with pytest.raises(ArrayError, match="expected an average"):
+    with pytest.raises(ArrayError, match="expected an Average"):
         BackendOptions(average=MinMaxUInt8())
     for average in (ErrorFeedback(), Hierarchical(ErrorFeedback())):
         with pytest.raises(ArrayError, match="residual of one array"):

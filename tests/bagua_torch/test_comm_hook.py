@@ -5,12 +5,12 @@ import torch
 from support.torch_training import batch, loss_of, make_model
 from torch import nn
 
-from bagua_comm import CommAborted, CommTimeout
+from bagua_comm import Average, CommAborted, CommTimeout
 from bagua_comm.testing import run_ranks
 from bagua_torch import comm_hook
 
 
-class Late:
+class Late(Average):
     """An average for which a rank is late, in the call of this number."""
 
     def __init__(self, fails):

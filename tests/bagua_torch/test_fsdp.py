@@ -110,7 +110,7 @@ class FailsForTheSecond(Reproducible):
 
     bound: ClassVar[list[object]] = []
 
-    def bind(self, comm):
+    def bind(self, comm, like=None):
         if self.bound:
             raise ArrayError("cannot be bound again")
         self.bound.append(comm)
@@ -161,6 +161,10 @@ def comms_of(comm):
 
 def unit(numel, factor=None):
     return SimpleNamespace(name="layer", gradient_numel=numel, divide_factor=factor)
+
+
+def gather_of(comm, method):
+    return Gather(comms_of(comm), unit(2400), {comm: method.bind_gather(comm)})
 
 
 X = [torch.randn(4 * 600, generator=torch.Generator().manual_seed(rank)) for rank in range(4)]
@@ -252,16 +256,16 @@ def test_any_other_average_reduces_all_and_keeps_a_chunk(op):
 
 @pytest.mark.parametrize("method", [Exact(), Quantized(min_bytes=0), Quantized(min_bytes=1 << 20)], ids=repr)
 def test_gather_from_a_view_of_its_output(method):
-    def body(comm, comms):
+    def body(comm):
         out = torch.zeros(2400)
         mine = out[600 * comm.rank :][:600]
         mine.copy_(X[comm.rank][:600])
         large = method == Quantized(min_bytes=0)
         wanted = (quantized_allgather if large else type(comm).allgather)(comm, X[comm.rank][:600])
-        Gather(comms, unit(2400), method)(output_tensor=out, input_tensor=mine, group=None)
+        gather_of(comm, method)(output_tensor=out, input_tensor=mine, group=None)
         return torch.equal(out, wanted.reshape(-1))
 
-    assert on_threads(4, body) == [True] * 4
+    assert run_ranks(4, body) == [True] * 4
 
 
 @pytest.mark.covering(2)
@@ -272,9 +276,9 @@ def test_hierarchical_gathers_the_same_on_all_ranks_from_a_view_of_its_output(in
     codec = next((each.codec for each in (inner, inside) if each != Exact()), None)
 
     def body(comm):
-        comms, out = SimpleNamespace(of=lambda group: comm, lane_of=lambda comm: None), torch.zeros(2400)
+        out = torch.zeros(2400)
         mine = out[600 * comm.rank :][:600]
-        gather = Gather(comms, unit(2400), Hierarchical(inner, inside=inside))
+        gather = gather_of(comm, Hierarchical(inner, inside=inside))
         for _ in range(2):
             mine.copy_(X[comm.rank][:600])
             gather(output_tensor=out, input_tensor=mine, group=None)

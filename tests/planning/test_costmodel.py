@@ -13,6 +13,7 @@ from bagua_comm import (
     Algorithm,
     ArrayError,
     AsyncModelAverage,
+    Average,
     ByteGrad,
     Decentralized,
     DiLoCo,
@@ -627,7 +628,7 @@ def test_rates_survive_json():
 
 def test_unknown_names_are_refused():
     @dataclasses.dataclass(frozen=True)
-    class Unknown(Algorithm):
+    class Unknown(Algorithm, Average):
         payload, window = Decentralized.payload, Decentralized.window
 
         def bind(self, comm):
