@@ -15,8 +15,8 @@ from ..comm import Communicator
 from ..errors import ArrayError, UnsupportedError, how_to_call
 from .base import Average, InPlace, Shards, compare_settings
 from .coded import check_decay
-from .quantized import Quantized, QuantizedMean, quantized_reduce_scatter
-from .top_k import TopK, TopKMean
+from .quantized import Quantized, quantized_reduce_scatter
+from .top_k import TopK
 
 _Result = TypeVar("_Result")
 
@@ -125,14 +125,8 @@ class ErrorFeedback(Average):
             CommMismatch: The ranks have different settings. Raised on all ranks.
         """
         compare_settings(comm, self)
-        mean: QuantizedMean | TopKMean
-        if isinstance(self.inner, TopK):
-            mean = TopKMean(comm, self.inner)
-        else:
-            mean = QuantizedMean(comm, replace(self.inner, min_bytes=0))
-        if like is not None:
-            mean.prepare(like)
-        return _Feedback(comm, mean, self._residual())
+        inner = replace(self.inner, min_bytes=0) if isinstance(self.inner, Quantized) else self.inner
+        return _Feedback(comm, inner.bind(comm, like), self._residual())
 
     def bind_shards(self, comm: Communicator, tensors: Sequence[tuple[int, int]] | None = None) -> Shards:
         """See `Average.bind_shards`. The residual is like the whole array.
@@ -324,7 +318,8 @@ class _Feedback:
     """A bound `ErrorFeedback`, and its residual."""
 
     comm: Communicator
-    mean: QuantizedMean | TopKMean
+    mean: Callable[..., Array]
+    """The bound `inner`, which takes a residual as well."""
     state: Residual = field(metadata={"same_path": True})
 
     @property

@@ -330,20 +330,23 @@ class _GatherByNode:
             return
         codec = codec_for(self.method, comm, out) if out.size else None  # those of another rank may not be empty
         with comm.tracer.span("Hierarchical gather", bytes=out.nbytes, codec=str(codec)):
-            if codec is None:
-                rows = comm.scratch.take("by node", results.shape, x.dtype, like=x)
-                self._move(x, rows)
-                for place, rank in enumerate(order):
-                    results[rank] = rows[place]
-                return
-            steps, nbytes = codec.steps(x.size, x), codec.wire_nbytes(x.size, x.dtype)
-            sent = comm.scratch.take("sent", (1, nbytes), np.uint8, like=x)
-            rows = comm.scratch.take("received", (comm.size, nbytes), np.uint8, like=x)
-            draws = next_draws(comm, codec.random_seed)
-            steps.encode(x[None], sent, **({} if draws is None else {"draws": draws}))
-            self._move(sent[0], rows)
+            sent, wire, dtype = x, x.size, x.dtype
+            if codec is not None:
+                steps, wire, dtype = (
+                    codec.steps(x.size, x),
+                    codec.wire_nbytes(x.size, x.dtype),
+                    np.dtype(np.uint8),
+                )
+                sent = comm.scratch.take("sent", (wire,), dtype, like=x)
+                draws = next_draws(comm, codec.random_seed)
+                steps.encode(x[None], sent[None], **({} if draws is None else {"draws": draws}))
+            rows = comm.scratch.take("received", (comm.size, wire), dtype, like=x)
+            self._move(sent, rows)
             for place, rank in enumerate(order):
-                steps.decode(rows[place : place + 1], results[rank : rank + 1])
+                if codec is None:
+                    results[rank] = rows[place]
+                else:
+                    steps.decode(rows[place : place + 1], results[rank : rank + 1])
 
     def _move(self, x: Array, rows: Array) -> None:
         """Gather `x`, (n,), of all ranks in `rows`, (p, n), in the order of `_Nodes.order`. Collective."""

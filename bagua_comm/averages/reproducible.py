@@ -114,7 +114,8 @@ class Reproducible(Average):
     is_reproducible = True
 
     def __post_init__(self) -> None:
-        _check_block("Reproducible", self.block)
+        if type(self.block) is not int or self.block < 1:
+            raise ArrayError(f"Reproducible: block is {self.block!r}, expected an int of at least 1")
         if self.addends is None:
             return
         if type(self.addends) is not int or not 1 <= self.addends <= MOST_ADDENDS:
@@ -273,14 +274,8 @@ def reproducible_allreduce(
     """
     if op not in ("sum", "avg"):
         raise ArrayError(f'reproducible_allreduce: op is {op!r}, expected "sum" or "avg"')
-    _check_block("reproducible_allreduce", block)
-    call = Call(comm, "reproducible_allreduce", x, op=op)
-    dtype = arrays.dtype_name(call.x.dtype)
-    if dtype not in DTYPES:
-        raise UnsupportedError(
-            f"reproducible_allreduce: x has dtype {dtype}, expected one of {', '.join(sorted(DTYPES))}"
-            f"{way_out(dtype)}"
-        )
+    settings, call = Reproducible(block), Call(comm, "reproducible_allreduce", x, op=op)
+    settings.check(arrays.dtype_name(call.x.dtype))
     call.writes_to(out, call.x.shape)
     call.in_place()
     call.contiguous()
@@ -437,11 +432,6 @@ def _bounds(comm: Communicator, like: Array, sizes: tuple[int, ...], block: int)
     return found
 
 
-def _check_block(owner: str, block: object) -> None:
-    if type(block) is not int or block < 1:
-        raise ArrayError(f"{owner}: block is {block!r}, expected an int of at least 1")
-
-
 # Shards ---------------------------------------------------------------------------------------------
 
 
@@ -456,7 +446,7 @@ class ReproducibleShards:
                 f"{settings}: {self.addends} addends on {comm.size} ranks, expected a multiple, since all ranks "
                 "of a sharded model run the same number of passes"
             )
-        self.share = len(topology.share(self.addends, comm.rank, comm.size))
+        self.share = self.addends // comm.size
         self._settings, self._comm = settings, comm
         self._bits = 31 - (self.addends - 1).bit_length()
         self._held: list[Array] = []
@@ -522,10 +512,7 @@ def _pieces(tensors: Sequence[tuple[int, int]], ranks: int, block: int) -> tuple
 
     Padding is a block of its own, the first.
     """
-    starts: list[Array] = []
-    blocks: list[Array] = []
-    sizes: list[int] = []
-    at = 0
+    starts, blocks, sizes, at = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], list[int](), 0
     for rank in range(ranks):
         before, begun = at, 1
         for rows, width in tensors:
@@ -539,8 +526,6 @@ def _pieces(tensors: Sequence[tuple[int, int]], ranks: int, block: int) -> tuple
                 blocks.append(np.array([0]))
             at, begun = at + part * width, begun + -(-rows * width // block)
         sizes.append(at - before)
-    if not starts:
-        return np.zeros(0, np.int64), np.zeros(0, np.int64), sizes
     return np.concatenate(starts).astype(np.int64), np.concatenate(blocks), sizes
 
 

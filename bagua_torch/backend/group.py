@@ -101,10 +101,9 @@ class BaguaGroup(GroupBase):
         op, (out, *parts) = reduction(name, options.op, [dense(name, output), *parts])
         counts = [part.size for part in parts]
         check_size(name, out, counts[self.rank()])
-        averaged = self._average.takes(op, [out]) and len(set(counts)) == 1
 
         def reduce_scatter(timeout_s: float | None) -> None:
-            if averaged:
+            if len(set(counts)) == 1:  # on all ranks, or the call is wrong
                 self._reduce_scatter(joined(parts), out, op, timeout_s)
             else:
                 self.comm.reduce_scatter(joined(parts), out, op=op, counts=counts, timeout_s=timeout_s)

@@ -61,31 +61,36 @@ class Attachment(Closing):
         self._reductions = Reductions(self._passes) if overlaps else None
         self._feeding: dict[str, Reduce | Replicate] = {}
         """What has a residual, by the name of its module."""
-        reducers: list[Reduce] = []
-        averages: list[Replicate | None] = []
+        made: list[tuple[Unit, Reduce, Replicate | None]] = []
         try:  # `bind` and the broadcast may raise, so no module is changed before
             with errors_on_all(comm):
                 gathered = (gathering.of(group) for unit in units for group in unit.process_groups)
                 gathers = {each: gather.bind_gather(each) for each in dict.fromkeys(gathered)}
                 for unit in units:
-                    reducers.append(self._reduced(reducing, unit, reduce))
-                    averages.append(self._replicated(unit, replicas))
-            for unit, average in zip(units, averages, strict=True):
-                if average is not None and unit.replicas is not None:
-                    broadcast_tensors(self._comms.of(unit.replicas), unit.shards)
+                    over, average = reducing.of(unit.process_groups[0]), None
+                    reducer = Reduce(reducing, unit, reduce, over, self._passes, self._reductions)
+                    if reducer.feedback is not None and over.size > 1:
+                        self._feeding[unit.name] = reducer
+                    if replicas is not None and unit.replicas is not None:
+                        average = Replicate(unit, replicas, self._comms.of(unit.replicas), self._passes)
+                        if average.feedback is not None:
+                            self._feeding[f"replicas of {unit.name or 'the root'}"] = average
+                    made.append((unit, reducer, average))
+            for unit, _, average in made:
+                if average is not None:
+                    broadcast_tensors(average.comm, unit.shards)
         except CommError:  # the ranks cannot close communicators together
             raise
         except Exception:
             self._close_comms()
             raise
-        feeding = {*self._feeding.values()}
         self._prefetch = Prefetch(model) if overlaps else None
         self._unwatch = observe_forward(model, lambda: self._warn_of_others(model), lambda raised: None)
-        for unit, reducer, average in zip(units, reducers, averages, strict=True):
+        for unit, reducer, average in made:
             if average is not None:
                 unit.use_for_replicas(average)
                 unit.before_forward(partial(check_hook, unit))
-            include_unused = reduce.is_reproducible or bool(feeding & {reducer, average})
+            include_unused = reduce.is_reproducible or not {reducer, average}.isdisjoint(self._feeding.values())
             unit.use(Gather(gathering, unit, gathers, self._prefetch), reducer, include_unused=include_unused)
             unit.on_reset(reducer.reset)
             if self._prefetch is not None:
@@ -106,23 +111,6 @@ class Attachment(Closing):
                 "gradients PyTorch itself exchanges; call attach after all calls of fully_shard",
                 stacklevel=2,
             )
-
-    def _reduced(self, comms: GroupComms, unit: Unit, method: Average) -> Reduce:
-        """Return the reduce-scatter of a unit. Collective."""
-        over = comms.of(unit.process_groups[0])
-        reduce = Reduce(comms, unit, method, over, self._passes, self._reductions)
-        if reduce.feedback is not None and over.size > 1:
-            self._feeding[unit.name] = reduce
-        return reduce
-
-    def _replicated(self, unit: Unit, method: Average | None) -> Replicate | None:
-        """Return the average over replicas of a unit; None for PyTorch's. Collective."""
-        if method is None or unit.replicas is None:
-            return None
-        average = Replicate(unit, method, self._comms.of(unit.replicas), self._passes)
-        if average.feedback is not None:
-            self._feeding[f"replicas of {unit.name or 'the root'}"] = average
-        return average
 
     @property
     def counters(self) -> Counters:
@@ -197,30 +185,24 @@ class Attachment(Closing):
                 f"{name}: the state has {found}, expected {key}; residuals belong to a rank, so load them with "
                 "as many ranks, or start without them"
             )
-        counts = state.get(_COUNTS, {})
-        for module in {**self._counting, **counts}:
-            count = counts.get(module, "no number")
-            is_count = isinstance(count, torch.Tensor) and count.dtype == torch.int64 and count.shape == ()
-            if module not in self._counting or not is_count or count < 0:
-                wanted = "one of at least 0, an int64" if module in self._counting else "none"
+        residuals = {name: (each.dtype, (each.numel,)) for name, each in self._trained.items()}
+        for section, what, fitting in (
+            (_COUNTS, "number of means since the reset", dict.fromkeys(self._counting, (torch.int64, ()))),
+            (key, "residual", residuals),
+        ):
+            given = state.get(section, {})
+            for module in {**fitting, **given}:
+                value, wanted = given.get(module, f"no {what}"), fitting.get(module)
+                found = str(value)[:40]
+                if isinstance(value, torch.Tensor):
+                    found = f"a {what} {tuple(value.shape)} of {value.dtype}"
+                    if (value.dtype, value.shape) == wanted and (section == key or value >= 0):
+                        continue
+                shape = "none" if wanted is None else f"{wanted[1]} of {wanted[0]}"
                 return ArrayError(
-                    f"{name}: the state has {str(count)[:40]} of means since the reset for module {module!r}, "
-                    f"expected {wanted}; it is of another reduce, with another reset_every"
+                    f"{name}: the state has {found} for module {module!r}, expected {shape}; it is of another "
+                    "model, of one that was sharded in another way, or of another reduce"
                 )
-        expected = {name: (each.numel, each.dtype) for name, each in self._trained.items()}
-        for module in {**expected, **state[key]}:
-            residual = state[key].get(module, "no residual")
-            mine = expected.get(module)
-            wanted = "none" if mine is None else f"a flat tensor of {mine[0]} elements of {mine[1]}"
-            found = str(residual)[:40]
-            if isinstance(residual, torch.Tensor):
-                if mine is not None and (residual.dtype, residual.shape) == (mine[1], (mine[0],)):
-                    continue
-                found = f"{tuple(residual.shape)} of {residual.dtype}"
-            return ArrayError(
-                f"{name}: the state has {found} for module {module!r}, expected {wanted}; it is of another "
-                "model, of one that was sharded in another way, or of another reduce"
-            )
         return None
 
     def close(self) -> None:

@@ -315,7 +315,7 @@ class Replicate(FeedsBack):
     """
 
     def __init__(self, unit: Unit, method: Average, comm: Communicator, passes: BackwardPasses) -> None:
-        self._comm, self._mean = comm, method.bind(comm)
+        self.comm, self._mean = comm, method.bind(comm)
         super().__init__(unit, method, self._mean, passes)
 
     @property
@@ -338,7 +338,7 @@ class Replicate(FeedsBack):
             self._fit(x)
             self._mean(x)
         if self._unit.divide_factor is not None:  # it divides the sum over all ranks
-            reduced.mul_(self._comm.size)
+            reduced.mul_(self.comm.size)
 
 
 def check_numel(name: str, numel: int, expected: int, method: str = "ErrorFeedback") -> None:

@@ -129,7 +129,7 @@ class Reductions:
 
     def begin(self) -> bool:
         """Wait when the running backward pass ends, before what is to be done then; returns whether one runs."""
-        return self._passes.at_end(self._wait_for_all, self.wait)
+        return self._passes.at_end(self._end_all, self.wait)
 
     def add(self, lane: Lane[Communicator], future: Future[Any]) -> None:
         """Wait for a task at the end of the backward pass; and now for early ones, of which it keeps few.
@@ -139,26 +139,22 @@ class Reductions:
         self._pending.append((lane, future))
         if not self.begin():
             self.wait()
-        while len(self._pending) > IN_FLIGHT:
-            self._wait_for_first()
+        self._end_all(IN_FLIGHT)
 
     def wait(self) -> None:
         """Wait for all, and raise the first error among them."""
-        self._wait_for_all()
+        self._end_all()
         error, self._error = self._error, None
         if error is not None:
             raise error
 
-    def _wait_for_all(self) -> None:
-        while self._pending:
-            self._wait_for_first()
-
-    def _wait_for_first(self) -> None:
-        lane, future = self._pending.popleft()
-        try:
-            lane.result(future)
-        except Exception as exc:
-            self._error = self._error or exc
+    def _end_all(self, latest: int = 0) -> None:
+        while len(self._pending) > latest:
+            lane, future = self._pending.popleft()
+            try:
+                lane.result(future)
+            except Exception as exc:
+                self._error = self._error or exc
 
 
 def spoil(x: torch.Tensor) -> None:

@@ -31,19 +31,8 @@ except ImportError as exc:
         name=exc.name,
     ) from exc
 
-__all__ = [
-    "AllGather",
-    "FSDPModule",
-    "ReduceScatter",
-    "Unit",
-    "observe_backward",
-    "observe_forward",
-    "op_of",
-    "running_backward",
-    "sharded_modules",
-    "units_of",
-]
-
+__all__ = ["AllGather", "FSDPModule", "ReduceScatter"]
+"""What is PyTorch's."""
 
 _METHOD = object()
 

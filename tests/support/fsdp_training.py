@@ -777,7 +777,7 @@ def residuals_in_a_distributed_checkpoint(comm):
                 count = torch.tensor(comm.rank)
                 for wrong, text in [
                     ({}, "has no number of means since the reset for module"),
-                    ({"": count.float()}, "of means since the reset for module '', expected one of at least 0"),
+                    ({"": count.float()}, "means since the reset () of torch.float32 for module '', expected ()"),
                     ({"blocks.9": count}, "for module 'blocks.9', expected none"),
                     ({"": count}, "different numbers of means since the reset"),
                 ]:
