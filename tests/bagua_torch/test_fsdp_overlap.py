@@ -163,7 +163,8 @@ def test_a_gather_is_complete_after_the_wait(method):
         out, expected = torch.zeros(1600), torch.zeros(1600)
         for each in (out, expected):
             each[800 * lane.comm.rank :][:800] = X[lane.comm.rank][:800]
-        gathers = [Gather(comms, Unit("layer", []), method, each) for each in (prefetch, None)]
+        bound = {lane.comm: method.bind_gather(lane.comm)}
+        gathers = [Gather(comms, Unit("layer", []), bound, each) for each in (prefetch, None)]
         mine = slice(800 * lane.comm.rank, 800 * (lane.comm.rank + 1))
         work = gathers[0](output_tensor=out, input_tensor=out[mine], group=None)
         assert isinstance(work, dist.Work)
