@@ -107,7 +107,7 @@ class Hierarchical(Average):
             raise self._refusal("bind_shards")
         if not isinstance(self.inner, (Exact, Quantized)):
             return super().bind_shards(comm, tensors)
-        return _ShardsByNode(comm, self, _nodes(comm, repr(self)))
+        return _ShardsByNode(comm, self, _nodes_with_shards(comm, repr(self)))
 
     def bind_gather(self, comm: Communicator) -> Gathers:
         """Return a function that gathers the chunks of all ranks, to the same bytes on every rank: an allgather.
@@ -134,7 +134,7 @@ class Hierarchical(Average):
         if not isinstance(self.inner, (Exact, Quantized)):
             raise self._refusal("bind_gather")
         method = self.inside if isinstance(self.inner, Exact) else self.inner
-        return _GatherByNode(comm, method, _nodes(comm, repr(self)))
+        return _GatherByNode(comm, method, _nodes_with_shards(comm, repr(self)))
 
     def check(self, dtype: str) -> None:
         """Accept the dtypes of `inner` and `inside`."""
@@ -158,11 +158,13 @@ class _Nodes(NamedTuple):
     """Ranks in the largest node."""
     nodes: int
     """Number of nodes."""
-    order: list[int]
+    places: list[list[int]]
+    """The node of each rank, and its rank in there."""
+    order: Sequence[int] = ()
     """All shards: first those that the local rank 0 adds up, by node; then those of local rank 1, and so on."""
-    inside: list[int]
+    inside: Sequence[int] = ()
     """Number of shards that each rank of this node adds up; 0 beyond the first L."""
-    across: list[int]
+    across: Sequence[int] = ()
     """Of those of this rank, the number that belong to each node; empty beyond the first L."""
 
     def peers(self, intra: Communicator) -> range:
@@ -172,24 +174,31 @@ class _Nodes(NamedTuple):
 
 def _nodes(comm: Communicator, settings: str) -> _Nodes:
     """Return the nodes; raise on all ranks if their settings differ. Collective."""
-    table = comm.allgather(np.array([comm.node, comm.local_rank, zlib.crc32(settings.encode())]))
-    if len(set(table[:, 2].tolist())) > 1:
+    mine = [comm.node, comm.local_rank, comm.local_size, zlib.crc32(settings.encode())]
+    table = comm.allgather(np.array(mine))
+    if len(set(table[:, 3].tolist())) > 1:
         rows: list[str] = comm.allgather_object(settings)
         rank = next(r for r, each in enumerate(rows) if each != rows[0])
         raise ArrayError(f"Hierarchical: ranks differ: rank 0 has {rows[0]}, but rank {rank} has {rows[rank]}")
-    nodes, sizes = table[:, :2].tolist(), np.bincount(table[:, 0])
-    owners, order = int(sizes.min()), []
-    inside, across = [0] * comm.local_size, []
+    places, sizes = table[:, :2].tolist(), table[:, 2]
+    return _Nodes(int(sizes.min()), int(sizes.max()), len({node for node, _ in places}), places)
+
+
+def _nodes_with_shards(comm: Communicator, settings: str) -> _Nodes:
+    """Return the nodes, and which shards the ranks of this one add up; see `_nodes`. Collective."""
+    nodes = _nodes(comm, settings)
+    owners, places, order = nodes.owners, nodes.places, list[int]()
+    inside, across = [0] * comm.local_size, list[int]()
     for local in range(owners):
         # In the order of the communicator across nodes: of its ranks.
-        owned = [(r, node) for r, (node, place) in enumerate(nodes) if place % owners == local]
-        in_order = [node for node, place in nodes if place == local]
+        owned = [(r, node) for r, (node, place) in enumerate(places) if place % owners == local]
+        in_order = [node for node, place in places if place == local]
         by_node = [[r for r, node in owned if node == each] for each in in_order]
         order += [r for ranks in by_node for r in ranks]
         inside[local] = sum(map(len, by_node))
         if local == comm.local_rank:
             across = [*map(len, by_node)]
-    return _Nodes(owners, int(sizes.max()), len(sizes), order, inside, across)
+    return nodes._replace(order=order, inside=inside, across=across)
 
 
 @dataclass
