@@ -51,7 +51,9 @@ class Average(ABC):
     addends: int | None = None
     """Total number of addends of all ranks; None if each rank has one."""
     is_reproducible = False
-    """Whether the bits depend on the addends alone. They depend on where tensors begin: see `bind_shards`."""
+    """Whether the bits depend on the addends and on where tensors begin alone. Bound shards hold addends then."""
+    keeps_zeros = False
+    """Whether the mean of zeros is always zero: codecs may round it, and residuals are added."""
     has_residual = False
     """Whether a bound average has a residual, which belongs to one array."""
 
@@ -132,6 +134,8 @@ class Exact(Average):
     >>> run_ranks(2, lambda comm: Exact().bind(comm)(np.array([0.0, comm.rank])))
     [array([0. , 0.5]), array([0. , 0.5])]
     """
+
+    keeps_zeros = True
 
     def bind(self, comm: Communicator, like: Array | None = None) -> InPlace:
         """See `Average.bind`."""

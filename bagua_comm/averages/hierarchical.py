@@ -86,6 +86,11 @@ class Hierarchical(Average):
         return _Levels(self, comm, intra, across, nodes)
 
     @property
+    def keeps_zeros(self) -> bool:  # type: ignore[override]
+        """Whether both levels do."""
+        return self.inner.keeps_zeros and self.inside.keeps_zeros
+
+    @property
     def has_residual(self) -> bool:  # type: ignore[override]
         """Whether `inner` has one, of a chunk."""
         return self.inner.has_residual

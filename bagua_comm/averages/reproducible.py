@@ -111,7 +111,7 @@ class Reproducible(Average):
 
     block: int = BLOCK
     addends: int | None = None
-    is_reproducible = True
+    is_reproducible = keeps_zeros = True
 
     def __post_init__(self) -> None:
         if type(self.block) is not int or self.block < 1:

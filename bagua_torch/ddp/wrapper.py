@@ -29,7 +29,6 @@ from bagua_comm import (
     ArrayError,
     Communicator,
     GradientAllReduce,
-    Reproducible,
     Tuner,
     UnsupportedError,
 )
@@ -353,9 +352,8 @@ class DistributedDataParallel(nn.Module):
         tensor([[1.5000]])
         >>> model.close()
         """
-        average = getattr(self.algorithm, "average", None)
-        addends = average.addends if isinstance(average, Reproducible) else None
-        if addends is None or not isinstance(self.algorithm, GradientAllReduce):
+        addends = self.algorithm.average.addends if isinstance(self.algorithm, GradientAllReduce) else None
+        if addends is None:
             raise MisuseError(
                 f"microbatches: the algorithm is {self.algorithm}, expected {HOLD_HINT} with their number for M"
             )

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from bagua_comm import Algorithm, Communicator, Exact, GradientAllReduce, Hierarchical, Reproducible
+from bagua_comm import Algorithm, Communicator, GradientAllReduce
 
 from ..errors import MismatchError, MisuseError
 from ..tensors.checks import check_may_freeze
@@ -17,14 +17,8 @@ from .stage import StepOptions
 
 
 def keeps_zeros(algorithm: Algorithm) -> bool:
-    """Whether this algorithm averages zero gradients of all ranks to zero.
-
-    Codecs may round zero to another value, and error feedback adds its residual.
-    """
-    average = getattr(algorithm, "average", None)
-    levels = (average.inner, average.inside) if isinstance(average, Hierarchical) else (average,)
-    exact = all(isinstance(level, (Exact, Reproducible)) for level in levels)
-    return isinstance(algorithm, GradientAllReduce) and exact
+    """Whether this algorithm averages zero gradients of all ranks to zero."""
+    return isinstance(algorithm, GradientAllReduce) and algorithm.average.keeps_zeros
 
 
 class UnusedParameters:
