@@ -369,7 +369,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("make", "settings", "words"), REFUSED, ids=str)
+@pytest.mark.parametrize(("make", "settings", "words"), REFUSED)
 def test_settings_out_of_range_are_refused(make, settings, words):
     with pytest.raises(ArrayError, match=words):
         make(**settings)
