@@ -369,7 +369,9 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("make", "settings", "words"), REFUSED)
+@pytest.mark.parametrize(
+    ("make", "settings", "words"), REFUSED, ids=[f"{make.__name__}: {words}" for make, _, words in REFUSED]
+)
 def test_settings_out_of_range_are_refused(make, settings, words):
     with pytest.raises(ArrayError, match=words):
         make(**settings)
