@@ -369,9 +369,7 @@ def test_an_array_of_a_plans_memory_is_not_replaced_by_another_one():
     flats[:] = flats  # the same arrays
     flats[0:2] = [first, second]
     for index in (0, -1):
-        with pytest.raises(
-            ArrayError, match=rf"item {index} is a bucket's memory; .*flats\[{index}\]\[...\] = x or flats"
-        ):
+        with pytest.raises(ArrayError, match=rf"item {index} is .*flats\[{index}\]\[...\] = x or flats"):
             flats[index] = flats[index] - 1
     for part in (slice(None), slice(1, 3)):
         with pytest.raises(ArrayError, match="is a bucket's memory"):

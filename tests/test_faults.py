@@ -135,24 +135,15 @@ def test_the_clock_of_a_trial_is_set_and_the_monotonic_one_is_not(tmp_path):
         assert abs(monotonic - time.monotonic()) < 60
 
 
-def test_all_room_is_used_up(tmp_path):
+@pytest.mark.parametrize(("size", "room"), [(3 * (1 << 19) + 100, 0), (1 << 16, 5000)])
+def test_all_room_is_used_up_but_what_is_to_be_left(tmp_path, size, room):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (3 * (1 << 19) + 100, hard))  # as on a file system of that size
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))  # as on a file system of that size
     try:
-        means.fill(tmp_path)
+        means.fill(tmp_path, room=room)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert (tmp_path / "filler").stat().st_size == 3 * (1 << 19) + 100
-
-
-def test_some_room_may_be_left(tmp_path):
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
-    try:
-        means.fill(tmp_path, room=5000)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert (tmp_path / "filler").stat().st_size == (1 << 16) - 5000
+    assert (tmp_path / "filler").stat().st_size == size - room
 
 
 def test_who_was_only_late_or_harmed_without_need_to_die_is_not_gone():

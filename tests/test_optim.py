@@ -151,9 +151,7 @@ def test_a_state_is_loaded_in_place_and_refuses_another_optimizers():
     assert loaded.momentum is momentum
     assert loaded.step == 1
     np.testing.assert_array_equal(momentum, saved.momentum)
-    with pytest.raises(
-        ArrayError, match="AdamState: the saved state has buffer, expected momentum, step, variance"
-    ):
+    with pytest.raises(ArrayError, match="has buffer, expected momentum, step, variance"):
         loaded.load_state_dict(optim.SGD(lr=1).init(weight).state_dict())
     with pytest.raises(ArrayError, match=r"momentum has shape \(3,\), but \(2,\) was saved"):
         loaded.load_state_dict(optim.Adam().init(np.ones(2)).state_dict())

@@ -326,9 +326,7 @@ def test_a_state_with_a_fragment_under_way_does_not_load_into_buckets_of_other_f
         plan = Plan.pack(SPECS, bucket_bytes=230, groups=[0, 0, 0, 1, 1])
         with Engine(comm, algorithm, plan, plan.allocate()) as engine:
             with pytest.raises(
-                ArrayError,
-                match=r"'pending.steps' of 'layer.1' is 0, expected 2, .* pack both plans by Plan.pack\(tensors, "
-                r"groups=algorithm.groups\(tensors\)\)",
+                ArrayError, match=r"'pending.steps' of 'layer.1' is 0, expected 2, .*groups=algorithm.groups"
             ):
                 engine.load_state_dict(saved)
             engine.stop()

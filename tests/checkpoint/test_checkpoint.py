@@ -436,9 +436,7 @@ def test_shared_arrays_that_differ_fail_the_save_and_leave_the_last_checkpoint(t
         with Checkpoints(tmp_path, comm) as checkpoints:
             checkpoints.save(1, {"x": np.zeros(3)})
             checkpoints.save(2, {"y": 1, "x": np.full(3, comm.rank)})
-            with pytest.raises(
-                CheckpointError, match=r"saving step 2 .*tree\['x'\] differs between rank \d and rank \d"
-            ):
+            with pytest.raises(CheckpointError, match=r"step 2 .*tree\['x'\] differs between rank \d"):
                 checkpoints.wait()
             checkpoints.wait()
             assert checkpoints.load().step == 1
@@ -596,9 +594,7 @@ def test_damage_is_an_error_on_all_ranks_or_the_one_before_is_taken(tmp_path, ki
 
     def body(comm):
         with Checkpoints(tmp_path, comm) as checkpoints:
-            with pytest.raises(
-                CheckpointError, match=f"checkpoint of step 2 in .* cannot be loaded: .*({message})"
-            ):
+            with pytest.raises(CheckpointError, match=f"step 2 in .* cannot be loaded: .*({message})"):
                 checkpoints.load()
             assert checkpoints.load(1).step == 1
             return checkpoints.load(fallback=True)
@@ -713,9 +709,7 @@ def test_a_disk_too_full_for_the_file_latest_loses_old_checkpoints_first(tmp_pat
             assert (tmp_path / "latest").read_text() == "step-2\n"
             comm.barrier()
             full_for(monkeypatch, "latest", 2)
-            with pytest.raises(
-                CheckpointError, match=r"step 3 .*: the checkpoint is complete, but the file latest"
-            ):
+            with pytest.raises(CheckpointError, match=r"step 3 .*complete, but the file latest"):
                 checkpoints.save(3, 3, wait=True)
             assert steps_in(tmp_path) == ["step-3"]
             return checkpoints.load().tree

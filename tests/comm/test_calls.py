@@ -166,9 +166,7 @@ def test_a_sparse_matrix_is_refused_with_what_to_send_in_its_place():
         def toarray(self):
             return np.eye(3)
 
-    with pytest.raises(
-        UnsupportedError, match=r"csr_matrix\) is several arrays; pass x.toarray\(\), or .*indptr"
-    ):
+    with pytest.raises(UnsupportedError, match=r"csr_matrix\) is several arrays; .*toarray\(\), or .*indptr"):
         as_array(csr_matrix())
     with pytest.raises(UnsupportedError, match="allreduce: x: a sparse matrix"):
         Communicator([LocalTransport()]).allreduce(csr_matrix())
@@ -232,14 +230,9 @@ def test_a_result_by_counts_has_one_dimension(check):
 def test_counts_on_some_ranks_alone_are_another_call():
     def body(comm):
         counts = {} if comm.rank else {"counts": [1, 1], "out_counts": [1, 1]}
-        with pytest.raises(
-            CommMismatch,
-            match=r"called alltoall\(float64, with counts\), but rank 1 called alltoall\(float64\[2\]\)",
-        ):
+        with pytest.raises(CommMismatch, match=r"alltoall\(float64, with counts\), .* alltoall\(float64\[2\]\)"):
             comm.alltoall(np.ones(2), **counts)
-        with pytest.raises(
-            CommMismatch, match=r"0 called allgather\(float64\[2\], counts=.* allgather\(float64\[1\]\)"
-        ):
+        with pytest.raises(CommMismatch, match=r"allgather\(float64\[2\], counts=.* allgather\(float64\[1\]\)"):
             comm.allgather(np.ones(1), counts=None if comm.rank else [1, 1])
 
     run_ranks(2, body, check=True)
@@ -258,9 +251,7 @@ def test_shapes_of_a_gather_or_scatter_are_compared_unless_the_root_has_counts(c
     def body(comm):
         x = np.ones((1, 2) if comm.rank else 2)
         call(comm, x, [2, 2] if comm.rank == 0 else None)
-        with pytest.raises(
-            CommMismatch, match=r"0 called \w+\(float64\[2\], .* rank 1 called \w+\(float64\[1, 2\]"
-        ):
+        with pytest.raises(CommMismatch, match=r"0 called \w+\(float64\[2\], .*1 called \w+\(float64\[1, 2\]"):
             call(comm, x, None)
 
     run_ranks(2, body, check=True)

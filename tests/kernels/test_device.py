@@ -435,9 +435,7 @@ def test_elements_at_odd_addresses_and_arrays_of_both_memories_are_refused_befor
     wire = up(codec.encode(x))
     odd = up(np.zeros(64, np.uint8))[1:33].view(np.float32).reshape(1, 8)
     for call in (lambda: codec.encode(odd), lambda: codec.decode(wire, odd)):
-        with pytest.raises(
-            ArrayError, match="begins at an address that is not a multiple of 4, the size of an element"
-        ):
+        with pytest.raises(ArrayError, match="address that is not a multiple of 4"):
             call()
     for call in (lambda: codec.encode(x, wire), lambda: codec.decode(wire, x)):
         with pytest.raises(ArrayError, match="not both on the host, or both on the device"):

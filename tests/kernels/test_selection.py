@@ -140,9 +140,7 @@ def test_kernels_that_differ_from_numpys_are_refused(folder, caplog):
     machine = binding.Target.from_default_triple().create_target_machine()
     write_object(object_path(folder, "checksum_blocks"), machine.emit_object(module))
     verdict_path(folder).unlink()
-    with pytest.raises(
-        RuntimeError, match=r"no compiled kernels: .*they differ from NumPy's in arrays of float32"
-    ):
+    with pytest.raises(RuntimeError, match=r"they differ from NumPy's in arrays of float32"):
         HostKernels().compile_now(60)
     caplog.clear()
     mine = HostKernels()

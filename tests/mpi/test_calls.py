@@ -66,9 +66,7 @@ def test_messages_of_another_size_are_found_in_calls_that_are_known(comm):
         for longer in (1, 1, 2, 100_000, 1):
             x, out = np.full(3 * longer if comm.rank == 0 else 3, comm.rank), np.full(3, -1)
             if longer > 1 and comm.rank == 1:
-                with pytest.raises(
-                    CommMismatch, match=f"expected 24 bytes from rank 0, which sent {24 * longer}"
-                ):
+                with pytest.raises(CommMismatch, match=f"24 bytes from rank 0, .*sent {24 * longer}"):
                     dup.sendrecv(x, out, dest=right, source=left)
                 assert out.tolist() == [-1] * 3
             else:

@@ -177,9 +177,7 @@ def test_where_mpi_has_no_more_communicators_the_error_says_what_to_do(comm, mon
     with world_of(comm) as (world, _):
         groups = [world.dup() for _ in range(4)]
         monkeypatch.setattr(endpoint.Endpoint, "duplicate", none_left)
-        with pytest.raises(
-            CommError, match=r"could not make one more communicator beside 5, .* close those that"
-        ):
+        with pytest.raises(CommError, match=r"one more communicator beside 5, .* close those"):
             world.dup()
         for group in groups:
             group.close()

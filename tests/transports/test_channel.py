@@ -15,9 +15,7 @@ LAST = (MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) - FIRST_TAG + 1) // KINDS - 1
 def test_a_channel_for_which_mpi_has_no_tags_is_refused():
     check_channel(LAST)
     Channel(MPI.COMM_SELF, [0], LAST)
-    with pytest.raises(
-        CommError, match=rf"no more communicators can be made: channel {LAST + 1} needs tags up to"
-    ):
+    with pytest.raises(CommError, match=rf"channel {LAST + 1} needs tags up to"):
         Channel(MPI.COMM_SELF, [0], LAST + 1)
 
 

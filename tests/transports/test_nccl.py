@@ -391,9 +391,7 @@ def test_an_error_of_the_device_is_raised_at_once_in_cudas_words(device):
             comm.allreduce(x)
             device.break_device(0)
             until(lambda: comm.transports[1].watch.failure)
-            with pytest.raises(
-                CommError, match=r"rank 0 of 2: CUDA failed: .*an illegal memory access"
-            ) as caught:
+            with pytest.raises(CommError, match=r"rank 0 of 2: CUDA failed: .*illegal memory") as caught:
                 comm.transports[1].split(0, 0)
             assert type(caught.value) is CommError
         comm.transports[0].barrier()
@@ -410,9 +408,7 @@ def test_a_call_that_a_broken_device_does_not_even_take_is_not_waited_for(device
         x = cupy.zeros(3)
         if comm.rank == 0:
             monkeypatch.setattr(nccl.NcclCommunicator, "allReduce", lambda *_: device.break_device(0))
-            with pytest.raises(
-                CommError, match=r"rank 0 of 2: allreduce: CUDA failed: .*an illegal memory access"
-            ):
+            with pytest.raises(CommError, match=r"rank 0 of 2: allreduce: CUDA failed: .*illegal memory"):
                 comm.allreduce(x)
             comm.close()
         comm.transports[0].barrier()
