@@ -39,6 +39,7 @@ from .averages import (
     quantized_reduce_scatter,
 )
 from .averages.reproducible import Reproducible, reproducible_allreduce
+from .averages.reproducible_scalars import reproducible_sum
 from .bootstrap import connect, default
 from .bucket import Bucket, BucketSpec, Plan, TensorSpec
 from .checkpoint import Checkpoints, Own
@@ -125,5 +126,6 @@ __all__ = [
     "quantized_allreduce",
     "quantized_reduce_scatter",
     "reproducible_allreduce",
+    "reproducible_sum",
     "topology",
 ]

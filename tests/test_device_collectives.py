@@ -24,6 +24,7 @@ from bagua_comm import (
     quantized_allgather,
     quantized_allreduce,
     quantized_reduce_scatter,
+    reproducible_sum,
 )
 from bagua_comm.arrays import dtype_named
 from bagua_comm.testing import run_ranks
@@ -150,7 +151,7 @@ def test_error_feedback_gives_the_bytes_of_the_host(device, kind, average):
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float64"])
 @pytest.mark.parametrize(
     ("kind", "ranks"), [("local", 3), ("nccl", 1), ("nccl", 2), ("nccl", 3), ("nccl", 4), ("staged", 2)]
 )
@@ -163,6 +164,27 @@ def test_reproducible_gives_the_bytes_of_the_host(device, kind, ranks, dtype):
         return [mean(x).get().tobytes() for _ in range(2)]
 
     assert expected == run_on_devices(device, ranks, kind, body)
+
+
+def test_reproducible_means_of_several_dtypes_are_an_error_on_every_rank(device):
+    def body(comm):
+        x = up(values(0, 300, ("float32", "float64")[comm.rank]))
+        with pytest.raises(ArrayError, match=r"rank 0 has .* of float32, but rank 1 has .* of float64"):
+            Reproducible().bind(comm)(x)
+
+    run_on_devices(device, 2, "nccl", body, timeout_s=20.0)
+
+
+@pytest.mark.parametrize("kind", ["nccl", "staged"])
+def test_the_sum_of_all_elements_is_that_of_the_host(device, kind):
+    xs = [values(rank, 1001, "float64") for rank in range(2)]
+
+    def body(comm):
+        total = reproducible_sum(comm, up(xs[comm.rank]))
+        return total.get().tobytes(), total.shape
+
+    expected = run_ranks(2, lambda comm: reproducible_sum(comm, xs[comm.rank]).tobytes())
+    assert run_on_devices(device, 2, kind, body) == [(x, ()) for x in expected]
 
 
 def test_reproducible_means_of_microbatches_do_not_make_the_host_wait_for_the_device(device):
@@ -253,7 +275,7 @@ def test_shards_in_two_levels_have_the_bits_of_the_host(device, nodes):
         assert found.tobytes() == expected[0].tobytes()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
 def test_reproducible_shards_have_the_bits_of_the_host(device, dtype):
     tensors = [(7, 33), (100, 3)]
 

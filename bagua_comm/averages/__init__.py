@@ -5,6 +5,7 @@ from .error_feedback import ErrorFeedback
 from .hierarchical import Hierarchical
 from .quantized import Quantized, quantized_allgather, quantized_allreduce, quantized_reduce_scatter
 from .reproducible import Reproducible, reproducible_allreduce
+from .reproducible_scalars import reproducible_sum
 from .top_k import TopK
 
 __all__ = [
@@ -22,4 +23,5 @@ __all__ = [
     "quantized_allreduce",
     "quantized_reduce_scatter",
     "reproducible_allreduce",
+    "reproducible_sum",
 ]

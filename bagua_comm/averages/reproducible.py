@@ -3,7 +3,7 @@
 Additions of floats round, so the last bits depend on the order of the addends. The order depends on the algorithm
 of an allreduce, the number of ranks, the size of the array and the transport. Additions of integers do not round.
 So every addend is rounded once, to a multiple of a unit that all ranks agree on, and the multiples are added as
-int32.
+int32, those of float64 as int64.
 
 M addends, in blocks of neighbouring elements. For each block:
 
@@ -16,16 +16,20 @@ M addends, in blocks of neighbouring elements. For each block:
 
 Each rank sends the bytes of float32, one byte for each block, and 8 bytes to detect ranks with other settings.
 
+The formula for float64 has the field of float64, 0 to 2047, in uint16; 63 in place of 31; 1022 in place of 126;
+and int64. A rank sends the bytes of float64, two bytes for each block, and 8. Complex numbers are pairs of floats
+of one block.
+
 *Why the order has no effect.* The maximum of integers and, as long as it does not overflow, the sum of integers
 do not depend on the order; q depends on x, f and M; and y on S, f and M.
 
 *Why S does not overflow.* M <= 2^(31 - bits), so |S| <= M (2^bits - 1) <= 2^31 - M. The same holds for every
-partial sum, in any order.
+partial sum, in any order, and with 63 for 31.
 
 *Error.* |x| < 2^(max(f, 1) - 126), so |x / unit| < 2^bits, and q is off by at most 1/2: by 2^-bits of the
 largest |x| of the block. The clip acts only where M > 128. Else bits >= 24, and since float32 has 24 bits,
 |x / unit| <= 2^bits - 2^(bits - 24), which is an integer. Where it acts, it keeps means of the largest finite
-numbers finite; then q is off by at most 1.
+numbers finite; then q is off by at most 1. For float64, which has 53 bits, it acts where M > 1024.
 
 *Compared with float32.* These are measured relative L2 errors, not bounds. A float32 sum of 8 addends in rank
 order has a larger error than this one, in blocks of 128, if the values of a block are of similar size: normal,
@@ -46,9 +50,25 @@ the whole tensors, as `Reproducible` counts them, so units and sums do not depen
     q of each element, with the unit of its block
     S of this rank's parts                                  one reduce-scatter, SUM of int32
 
-So each rank sends (p - 1) / p of the bytes of float32, and two bytes for each block: half of an allreduce.
+So each rank sends (p - 1) / p of the bytes of float32, and two bytes for each block: half of an allreduce. For
+float64 the types are uint16 and int64.
 
-*Infinity and NaN* have f = 255, and so has their block on all ranks: all of it becomes NaN.
+*How y is rounded to float64.* S / M is rounded to the nearest float64, and multiplied by a power of two. A
+product of 2^-1022 or more is exact or overflows, so y is the float64 nearest to S unit / M. Below, it is rounded
+again:
+
+* A sum S unit is exact there, or S is. Let F be max(f, 1); then |S| < 2^(bits - F) where y is below 2^-1022. If
+  F > bits - 52, float64 holds S. Else the unit is at most 2^-1074, of which all addends, and so their sum, are
+  multiples: y needs no rounding. So a sum is rounded once everywhere.
+* A mean of less than 2^-1022 may be rounded twice; it is off by less than 2^-1074.
+
+S itself may need more bits than float64 has. If |S| < 2^53, S / M is one division of floats. Else let h be
+floor(S / M), rounded to float64, and t = (S - h M) / M, a small integer over M; y / unit is fl(h + fl(t)), which
+is S / M rounded once. For fl(t) is off by 2^-54 at most if |S / M| < 2^53, where |t| < 1, and 2^-43 at most
+beyond, where |t| <= 2^10. But the difference of S / M and a middle between two neighbours that it is not on
+is a multiple of 2^-16 / M, at least 2^-32 (|S / M| >= 2^37), or of 1 / M beyond 2^53.
+
+*Infinity and NaN* have f = 255 or 2047, and so has their block on all ranks: all of it becomes NaN.
 
 Source: rounding to an agreed unit before adding is the idea of Demmel and Nguyen, "Fast Reproducible
 Floating-Point Summation", ARITH 2013; one exponent for a block of integers is block floating point, Wilkinson,
@@ -67,15 +87,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import arrays, kernels, topology
-from ..arrays import COMPLEX, INTEGERS, A, Array, LinearOp
+from ..arrays import COMPLEX, FLOATS, INTEGERS, A, Array, LinearOp
 from ..comm import Communicator
 from ..comm.call import Call
 from ..errors import ArrayError, UnsupportedError
+from ..kernels.host import fixed_format
 from .base import Average, Shards, check_shards
 
-DTYPES = frozenset({"float32", "float16", "bfloat16"})
+DTYPES = FLOATS | COMPLEX
 MOST_ADDENDS = 2**16
-"""Largest number of addends; it leaves at least 15 bits for each."""
+"""Largest number of addends; it leaves at least 15 bits for each, or 47 of float64."""
 
 BLOCK = 128
 """Default number of elements of a block."""
@@ -157,7 +178,7 @@ class Reproducible(Average):
         return ReproducibleShards(self, comm, tensors)
 
     def check(self, dtype: str) -> None:
-        """Accept float32, float16 and bfloat16."""
+        """Accept every floating-point and complex dtype."""
         if dtype not in DTYPES:
             raise UnsupportedError(
                 f"{self} cannot average {dtype}, only {', '.join(sorted(DTYPES))}{way_out(dtype)}"
@@ -168,15 +189,6 @@ def way_out(dtype: str) -> str:
     """What gives sums of another dtype that do not depend on the order, as the end of an error message."""
     if dtype in INTEGERS:
         return "; sums of integers do not round, so allreduce has the same bits in any order"
-    if dtype in COMPLEX:
-        return "; pass the real and the imaginary parts, x.view(x.real.dtype)" + (
-            f", which are float64{way_out('float64')}" if dtype == "complex128" else ""
-        )
-    if dtype == "float64":
-        return (
-            "; round to x.astype('float32'), or add int64 multiples of a common unit by allreduce, a few lines "
-            "in docs/how-it-works/exactness.md, 'Sums of float64'"
-        )
     return ""
 
 
@@ -221,17 +233,21 @@ class _Held:
         call = Call(self._comm, "Reproducible", x)
         value = call.x
         self._settings.check(arrays.dtype_name(value.dtype))
-        flat = arrays.contiguous(value).reshape(-1)
-        sizes, block = self._sizes or (flat.size,), self._settings.block
+        whole = arrays.contiguous(value).reshape(-1)
+        flat = arrays.as_real(whole, "sum")
+        parts = whole.itemsize // flat.itemsize
+        sizes, block = tuple(parts * n for n in self._sizes or (whole.size,)), parts * self._settings.block
         given, excess = len(self._held) + 1, self._excess
         held, self._held, self._excess = self._held, [], 0
-        terms = _Terms(self._addends, block, sizes, None if given + excess == self._mine else given + excess)
+        addends = [*(arrays.as_real(each.reshape(-1), "sum") for each in held), flat]
+        wrong = None if given + excess == self._mine else given + excess
+        terms = _Terms(self._addends, block, sizes, arrays.dtype_name(flat.dtype), wrong)
         bounds = _bounds(self._comm, flat, sizes, block)
         with self._comm.tracer.span("Reproducible", addends=self._mine, bytes=flat.nbytes):
-            _sum(self._comm, [*held, flat], bounds, terms, flat, divisor=self._addends)
+            _sum(self._comm, addends, bounds, terms, flat, divisor=self._addends)
         self._free += held
-        if not arrays.same_memory(flat, value):
-            value[...] = flat.reshape(value.shape)
+        if not arrays.same_memory(whole, value):
+            value[...] = whole.reshape(value.shape)
         return x
 
     def _expected(self) -> str:
@@ -243,17 +259,19 @@ def reproducible_allreduce(
 ) -> A:
     """Sum or average `x` over all ranks, to bits that depend on these arrays alone.
 
-    Collective. `x` has the same shape on every rank, any size and shape, and dtype float32, float16 or bfloat16.
+    Collective. `x` has the same shape on every rank, any size and shape, and a floating-point or complex dtype.
     `out` may be `x`. The result does not depend on the order of the arrays among the ranks, on the transport, or
     on host or device memory. It costs a byte for each block and 8 bytes more than `Communicator.allreduce` of
-    float32, another pass over the array, and a second, small allreduce.
+    float32, another pass over the array, and a second, small allreduce. To add up the elements of an array as
+    well, as in a dot product, see `reproducible_sum`.
 
     Every block of `block` elements has a unit, a power of two: with f, the exponent field of the largest
     magnitude in the block on all ranks, and bits = 31 - ceil(log2 p) on p ranks, it is
     2^(max(f, 1) - 126 - bits). Elements are rounded to multiples of it, half to even, which are added as int32;
     the sum is rounded to float32, and then to the dtype. So the error of every addend is at most 2^-bits of the
-    largest one in its block, before these last roundings. A block with an infinity or a NaN becomes NaN. The
-    documentation of the module has the proofs.
+    largest one in its block, before these last roundings. For float64, 63 takes the place of 31, 1022 that of
+    126, and int64 that of int32. Both parts of a complex number share the unit. A block with an infinity or a NaN
+    becomes NaN. The documentation of the module has the proofs.
 
     Args:
         comm: The ranks, at most 65536.
@@ -264,7 +282,7 @@ def reproducible_allreduce(
 
     Raises:
         ArrayError: `out` does not fit `x`, `op` is not "sum" or "avg", or `block` is not a positive integer.
-        UnsupportedError: The dtype is another, such as float64, or no transport takes such an array.
+        UnsupportedError: The dtype is another, such as int64, or no transport takes such an array.
 
     >>> from bagua_comm.testing import run_ranks
     >>> tiny = np.float32(2**-24)
@@ -279,10 +297,11 @@ def reproducible_allreduce(
     call.writes_to(out, call.x.shape)
     call.in_place()
     call.contiguous()
-    flat, target = call.x.reshape(-1), call.target.reshape(-1)
+    flat, target = (arrays.as_real(each.reshape(-1), op) for each in (call.x, call.target))
+    block *= call.x.itemsize // flat.itemsize
     bounds = _bounds(comm, flat, (flat.size,), block)
     with comm.tracer.span("reproducible_allreduce", op=op, bytes=flat.nbytes):
-        terms = _Terms(comm.size, block, (flat.size,))
+        terms = _Terms(comm.size, block, (flat.size,), arrays.dtype_name(flat.dtype))
         _sum(comm, [flat], bounds, terms, target, divisor=comm.size if op == "avg" else 1)
     result: A = call.result
     return result
@@ -303,6 +322,7 @@ class _Terms(NamedTuple):
     addends: int
     block: int
     sizes: tuple[int, ...]
+    dtype: str
     given: int | None = None
     """Number of addends of this rank if it differs from its share; else None."""
 
@@ -331,7 +351,7 @@ class _Terms(NamedTuple):
         """Return what is wrong, in the same words on all ranks. Collective."""
         settings: list[_Terms] = comm.allgather_object(self)
         for rank, each in enumerate(settings):
-            if each[:3] != settings[0][:3]:
+            if each[:4] != settings[0][:4]:
                 pairs = enumerate(zip(settings[0].sizes, each.sizes, strict=False))
                 at = next((i for i, (expected, size) in pairs if size != expected), None)
                 return (
@@ -348,14 +368,15 @@ class _Terms(NamedTuple):
 
     def _settings(self, at: int | None) -> str:
         size = "" if at is None else f", {self.sizes[at]} elements in tensor {at}"
-        return f"{self.addends} addends in blocks of {self.block}, in {len(self.sizes)} tensors{size}"
+        tensors = f"{len(self.sizes)} tensors of {self.dtype}{size}"
+        return f"{self.addends} addends in blocks of {self.block}, in {tensors}"
 
 
 @functools.lru_cache(maxsize=1024)
 def _checksum(terms: _Terms, rank: int) -> Array:
     """Return the CRC of the settings and its complement, 8 bytes; it differs on each rank with a wrong count."""
     wrong = "" if terms.given is None else f"rank {rank} has {terms.given}"
-    there = np.frombuffer(zlib.crc32(f"{terms[:3]} {wrong}".encode()).to_bytes(4, "little"), np.uint8)
+    there = np.frombuffer(zlib.crc32(f"{terms[:4]} {wrong}".encode()).to_bytes(4, "little"), np.uint8)
     return np.concatenate([there, 255 - there])
 
 
@@ -363,18 +384,19 @@ def _sum(
     comm: Communicator, mine: Sequence[Array], bounds: Array, terms: _Terms, out: Array, *, divisor: int
 ) -> None:
     """Add the arrays `mine` of all ranks, one for each addend, and divide by `divisor`. Collective."""
-    blocks, on_host = len(bounds) - 1, isinstance(out, np.ndarray)
-    agreed = comm.scratch.take("fields", (blocks + CHECKSUM_BYTES * on_host,), np.uint8, like=out)
+    blocks, on_host, field = len(bounds) - 1, isinstance(out, np.ndarray), fixed_format(out.dtype).field
+    extra = CHECKSUM_BYTES // field.itemsize if on_host else 0
+    agreed = comm.scratch.take("fields", (blocks + extra,), field, like=out)
     fields, checksum = agreed[:blocks], agreed[blocks:]
     fields[...] = 0
     for x in mine:
         kernels.of(x).fixed_exponents(x, bounds, fields)
     if on_host:
-        checksum[...] = _checksum(terms, comm.rank)
+        checksum[...] = _checksum(terms, comm.rank).view(field)
     else:
         terms.agree(comm)
     comm.allreduce(agreed, out=agreed, op="max")
-    # Each byte is the maximum over the ranks: a byte and its complement are unchanged only if all ranks agree.
+    # Each field is the maximum over the ranks: one and its complement are unchanged only if all ranks agree.
     if on_host and (terms.given is not None or checksum.tobytes() != _checksum(terms, comm.rank).tobytes()):
         raise ArrayError(terms.complaint(comm))
     call = Call(comm, "reproducible_allreduce", mine[-1], addends=terms.addends)
@@ -384,13 +406,12 @@ def _sum(
 
 
 class _FixedPoint:
-    """The encoding of addends as multiples of the units, in int32. See `Encoding`."""
-
-    dtype = np.dtype(np.int32)
+    """The encoding of addends as multiples of the units. See `Encoding`."""
 
     def __init__(self, mine: Sequence[Array], bounds: Array, fields: Array, addends: int, divisor: int) -> None:
         self._mine, self._bounds, self._fields, self._divisor = mine, bounds, fields, divisor
-        self._bits = 31 - (addends - 1).bit_length()
+        form = fixed_format(mine[0].dtype)
+        self.dtype, self._bits = form.total, form.bits(addends)
         self._run = kernels.of(fields)
 
     def encode(self, piece: slice, out: Array) -> None:
@@ -448,7 +469,6 @@ class ReproducibleShards:
             )
         self.share = self.addends // comm.size
         self._settings, self._comm = settings, comm
-        self._bits = 31 - (self.addends - 1).bit_length()
         self._held: list[Array] = []
         starts, blocks, sizes = _pieces(tensors, comm.size, settings.block)
         self.size = sum(sizes)
@@ -488,23 +508,26 @@ class ReproducibleShards:
         return out
 
     def _add(self, addends: Sequence[Array], out: Array, divisor: int) -> None:
+        *addends, out = (arrays.as_real(each, "sum") for each in (*addends, out))
         comm, x, run = self._comm, addends[-1], kernels.of(addends[-1])
-        bounds = _like(self._bounds, x)
-        pieces = _like(np.zeros(len(self._blocks), np.uint8), x)
+        form, parts = fixed_format(x.dtype), x.size // max(self.size, 1)
+        bits = form.bits(self.addends)
+        bounds = _like(parts * self._bounds, x)
+        pieces = _like(np.zeros(len(self._blocks), form.field), x)
         for each in addends:
             run.fixed_exponents(each, bounds, pieces)
-        fields = np.zeros(int(self._blocks.max(initial=0)) + 1, np.uint8)
+        fields = np.zeros(int(self._blocks.max(initial=0)) + 1, form.field)
         np.maximum.at(fields, self._blocks, arrays.to_host(pieces))
         comm.allreduce(fields, out=fields, op="max")
         pieces = _like(fields[self._blocks], x)
-        totals = comm.scratch.take("totals", (x.size,), np.int32, like=x)
+        totals = comm.scratch.take("totals", (x.size,), form.total, like=x)
         for i, each in enumerate(addends):
-            run.fixed_add(each, bounds, pieces, self._bits, totals, first=i == 0)
-        mine = comm.scratch.take("total", (out.size,), np.int32, like=x)
+            run.fixed_add(each, bounds, pieces, bits, totals, first=i == 0)
+        mine = comm.scratch.take("total", (out.size,), form.total, like=x)
         comm.reduce_scatter(totals, out=mine, op="sum")
         own = self._own
-        bounds = _like(self._bounds[own.start : own.stop + 1] - self._bounds[own.start], x)
-        run.fixed_mean(mine, bounds, pieces[own], self._bits, divisor, out)
+        bounds = _like(parts * (self._bounds[own.start : own.stop + 1] - self._bounds[own.start]), x)
+        run.fixed_mean(mine, bounds, pieces[own], bits, divisor, out)
 
 
 def _pieces(tensors: Sequence[tuple[int, int]], ranks: int, block: int) -> tuple[Array, Array, list[int]]:

@@ -97,6 +97,10 @@ def _supports(dtype: DType, addresses: int) -> bool:
     return dtype_name(dtype) in _CODES and addresses % dtype.itemsize == 0
 
 
+# Block fixed point of float64 is `host`'s, ten times as slow as these kernels of float32 (6 ns an element, not
+# 0.5). Large arrays of float64 are seldom averaged, and loops for a second set of types would double the code.
+
+
 def fixed_exponents(x: Array, bounds: Array, fields: Array) -> None:
     """See `host.fixed_exponents`."""
     source = address(x)

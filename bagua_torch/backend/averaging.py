@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,8 +21,7 @@ class BackendOptions:
         average: How `all_reduce` and `reduce_scatter` add and average floats: by `Quantized(codec)`,
             `Reproducible()`, or another average without a residual; if None, exactly. It applies to every such
             call of the group with SUM or AVG of a dtype that the average takes, except to a `reduce_scatter` of
-            parts that differ in size. `Reproducible()` takes no float64, and a sum of those warns. The
-            time limit is that of the group, whatever the call says.
+            parts that differ in size. The time limit is that of the group, whatever the call says.
             Make a group for the gradients alone:
             `DistributedDataParallel(model, process_group=dist.new_group(pg_options=...))`.
 
@@ -68,9 +66,7 @@ class GroupAverage:
         try:
             for dtype in {arrays.dtype_name(x.dtype) for x in xs}:
                 self._average.check(dtype)
-        except UnsupportedError as exc:
-            if self._average.is_reproducible and dtype not in arrays.INTEGERS and dtype != "bool":
-                warnings.warn(f"BackendOptions: the bits depend on the order of the ranks: {exc}", stacklevel=2)
+        except UnsupportedError:
             return False
         return True
 

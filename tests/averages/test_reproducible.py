@@ -12,6 +12,7 @@ import pytest
 
 from bagua_comm import (
     ArrayError,
+    CommMismatch,
     Engine,
     GradientAllReduce,
     Plan,
@@ -26,18 +27,25 @@ from bagua_comm.averages.reproducible import MOST_ADDENDS
 from bagua_comm.testing import run_ranks, whole_range
 from bagua_comm.topology import share
 
-CODED = ("float32", "float16", "bfloat16")
-GOLDEN = {"float32": "a6a064b35e06050a", "float16": "83930ea7af0b3630", "bfloat16": "6bd79d55429b6656"}
+CODED = ("float32", "float16", "bfloat16", "float64")
+GOLDEN = {
+    "float32": "a6a064b35e06050a",
+    "float16": "83930ea7af0b3630",
+    "bfloat16": "6bd79d55429b6656",
+    "float64": "d653367c1af06bc0",
+}
 LARGEST, SMALLEST = float(np.finfo(np.float32).max), 2.0**-149
 
 
 def exactly(addends, block, op, sizes=None):
     """The formula, in fractions. `sizes`: of the tensors that lie in an array."""
     dtype, count = addends[0].dtype, len(addends)
-    rows = [x.reshape(-1).astype(np.float32) for x in addends]
+    real = np.dtype(np.float64 if dtype == np.float64 else np.float32)
+    least, most = (-1021, 63) if dtype == np.float64 else (-125, 31)
+    rows = [x.reshape(-1).astype(real) for x in addends]
     ends = list(itertools.accumulate(sizes or [rows[0].size]))
     starts = [at for end, begin in zip(ends, [0, *ends], strict=False) for at in range(begin, end, block)]
-    out = np.empty(ends[-1], np.float32)
+    out = np.empty(ends[-1], real)
     for begin in starts:
         end = min(begin + block, next(end for end in ends if end > begin))
         values = [[float(x) for x in row[begin:end]] for row in rows]
@@ -45,27 +53,35 @@ def exactly(addends, block, op, sizes=None):
             out[begin:end] = np.nan
             continue
         # 2^exponent is above all of them, but for subnormal numbers as little as possible.
-        exponent = max(-125, *(math.frexp(x)[1] for row in values for x in row))
-        bits = 31 - math.ceil(math.log2(count))
+        exponent = max(least, math.frexp(max(abs(x) for row in values for x in row))[1])
+        bits = most - math.ceil(math.log2(count))
         unit, limit = Fraction(2) ** (exponent - bits), 2**bits - 1
         for i in range(end - begin):
             total = sum(max(-limit, min(limit, round(Fraction(row[i]) / unit))) for row in values)
-            out[begin + i] = nearest(total * unit / (count if op == "avg" else 1))
+            out[begin + i] = nearest(total * unit / (count if op == "avg" else 1), real)
     with np.errstate(over="ignore"):
         return out.astype(dtype).reshape(addends[0].shape)
 
 
-def nearest(x):
-    """The float32 nearest to a fraction, half to even."""
-    exponent = max(-149, math.floor(math.log2(abs(x))) - 25) if x else 0
-    while abs(x) / Fraction(2) ** exponent >= 2**24:
+def nearest(x, real):
+    """The float32 or float64 nearest to a fraction, half to even."""
+    digits, smallest = (53, -1074) if real == np.float64 else (24, -149)
+    estimate = abs(x.numerator).bit_length() - x.denominator.bit_length() if x else 0
+    exponent = max(smallest, estimate - digits - 1)
+    while abs(x) / Fraction(2) ** exponent >= 2**digits:
         exponent += 1
     with np.errstate(over="ignore"):
-        return np.float32(round(x / Fraction(2) ** exponent) * 2.0**exponent)
+        return np.ldexp(real.type(round(x / Fraction(2) ** exponent)), exponent)
 
 
 def normal(rank, shape, dtype="float32", seed=0):
     return np.random.default_rng([seed, rank]).standard_normal(shape).astype(dtype_named(dtype))
+
+
+def as_float64(x):
+    """float32 at the ends of its range as float64 at the ends of its own; other numbers as they are."""
+    ends = {SMALLEST: 2.0**-1074, LARGEST: float(np.finfo(np.float64).max)}
+    return np.array([math.copysign(ends.get(abs(v), abs(v)), v) for v in x.tolist()])
 
 
 def summed(xs, block=128, op="sum", **options):
@@ -100,8 +116,7 @@ def test_it_is_the_formula_in_exact_arithmetic(p, dtype, op):
 def test_also_on_numbers_of_all_sizes_with_nan_and_infinities(p, dtype):
     xs = [whole_range(rank, (300,), dtype, seed=p) for rank in range(p)]
     expected = exactly(xs, 3, "avg")
-    assert np.isnan(expected.astype(np.float32)).any()
-    assert not np.isnan(expected.astype(np.float32)).all()
+    assert 0 < np.isnan(expected.astype(np.float64)).sum() < expected.size
     same(expected, summed(xs, 3, "avg"))
 
 
@@ -142,23 +157,74 @@ def of(*values):
 def test_extremes(xs, total, mean):
     same(total, summed(xs))
     same(mean, summed(xs, op="avg"))
+    if mean[0] != np.float32(LARGEST / 3) and total[0] != 3 * SMALLEST:  # which have another value in float64
+        same(as_float64(total), summed([as_float64(x) for x in xs]))
+        same(as_float64(mean), summed([as_float64(x) for x in xs], op="avg"))
+
+
+@pytest.mark.parametrize("op", ["sum", "avg"])
+@pytest.mark.parametrize("p", [2, 3, 4, 5])
+def test_sums_of_float64_of_more_bits_than_it_has_are_rounded_once(p, op):
+    """A mean over 5 ranks of one number was not that number: its sum was rounded, and then the quotient."""
+    ones = np.ldexp(np.ones(500), -(np.arange(500) % 60))
+    xs = [np.concatenate([normal(rank, 500, "float64", seed=p), rank + ones, 1 - ones]) for rank in range(p)]
+    same(exactly(xs, 1, op), summed(xs, 1, op))
+    equal = [np.nextafter(normal(0, 500, "float64"), 9)] * p
+    same(equal[0], summed(equal, 1, "avg"))
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 4])
+def test_subnormal_sums_of_float64_are_rounded_once_and_means_are_off_by_less_than_the_smallest_number(p):
+    random = np.random.default_rng(p)
+    xs = [np.ldexp(random.standard_normal(600), random.integers(-1075, -1005, 600)) for _ in range(p)]
+    same(exactly(xs, 1, "sum"), summed(xs, 1))
+    mean, found = exactly(xs, 1, "avg"), summed(xs, 1, "avg")
+    assert np.abs(mean - found).max() <= 2.0**-1074
+    normal_ones = np.abs(mean) > 2.0**-1022
+    assert normal_ones.any()
+    assert (mean[normal_ones] == found[normal_ones]).all()
+
+
+@pytest.mark.parametrize(("dtype", "real"), [("complex64", "float32"), ("complex128", "float64")])
+def test_complex_numbers_are_pairs_of_floats_that_share_a_unit(dtype, real):
+    xs = [normal(rank, (6, 10), real, seed=5).view(dtype) for rank in range(3)]
+    for op in ("sum", "avg"):
+        expected = exactly([x.view(real) for x in xs], 16, op)
+        assert summed(xs, 8, op).tobytes() == expected.tobytes()
+    bound = run_ranks(3, lambda comm: Reproducible(8).bind(comm, sizes=[20, 9])(xs[comm.rank].copy()))
+    expected = exactly([x.view(real) for x in xs], 16, "avg", sizes=[40, 18, 2])
+    assert {x.tobytes() for x in bound} == {expected.tobytes()}
+
+
+def test_addends_that_are_held_may_be_complex():
+    xs = [normal(i, 10, "float64").view("complex128") for i in range(4)]
+
+    def mean(comm):
+        bound = Reproducible(addends=4).bind(comm)
+        mine = [xs[i].copy() for i in share(4, comm.rank, comm.size)]
+        for x in mine[:-1]:
+            bound.hold(x)
+        return bound(mine[-1]).tobytes()
+
+    assert {*run_ranks(1, mean), *run_ranks(2, mean)} == {summed(xs, op="avg").tobytes()}
 
 
 @pytest.mark.parametrize("module", ["host", pytest.param("compiled", marks=pytest.mark.needs("numba"))])
 @pytest.mark.parametrize("addends", [1, 2, 3, 128, 129, 1000, MOST_ADDENDS])
 @pytest.mark.parametrize("sign", [1, -1])
-def test_the_largest_sum_there_can_be_does_not_overflow(addends, sign, module):
+@pytest.mark.parametrize("real", [np.float32, np.float64])
+def test_the_largest_sum_there_can_be_does_not_overflow(real, addends, sign, module):
     """All addends are the largest number, whose q is the largest; it is multiplied, not added, to save time."""
     with kernels.use(module):
         run = kernels.on_host()
-    x, bounds, fields, total = of(sign * LARGEST), np.array([0, 1]), np.zeros(1, np.uint8), np.empty(1, np.int32)
-    bits = 31 - (addends - 1).bit_length()
+    form, x, bounds = run.fixed_format(np.dtype(real)), sign * np.array([np.finfo(real).max]), np.array([0, 1])
+    fields, total, bits = np.zeros(1, form.field), np.empty(1, form.total), form.bits(addends)
     run.fixed_exponents(x, bounds, fields)
     run.fixed_add(x, bounds, fields, bits, total, first=True)
     sum_of_all = int(total[0]) * addends
-    assert abs(sum_of_all) < 2**31
+    assert abs(sum_of_all) <= np.iinfo(form.total).max
     total[0] = sum_of_all
-    mean = np.empty(1, np.float32)
+    mean = np.empty(1, real)
     run.fixed_mean(total, bounds, fields, bits, addends, mean)
     assert np.isfinite(mean).all()
     np.testing.assert_allclose(mean, x, rtol=2.0**-bits)
@@ -276,6 +342,24 @@ def test_out_may_be_the_array_itself_or_another_of_any_strides():
         same(expected, x)
         same(expected, strided)
         np.testing.assert_allclose(mean, expected, rtol=1e-6)
+
+
+def test_ranks_with_arrays_of_other_dtypes_are_told_so():
+    def body(comm):
+        with pytest.raises(CommMismatch, match=r"rank \d called .*uint.* rank \d called .*uint"):
+            reproducible_allreduce(comm, np.ones(3, (np.float32, np.float64)[comm.rank]))
+
+    run_ranks(2, body, timeout_s=20)
+
+
+def test_ranks_with_shorter_floats_are_told_both_dtypes():
+    """Each rank rounded the sum to its own dtype."""
+
+    def body(comm):
+        with pytest.raises(ArrayError, match=r"rank 0 has .* of float32, but rank 1 has .* of float16"):
+            reproducible_allreduce(comm, np.ones(3, (np.float32, np.float16)[comm.rank]))
+
+    run_ranks(2, body, timeout_s=20)
 
 
 def test_the_wire_is_that_of_float32_and_a_byte_a_block_and_8_bytes():

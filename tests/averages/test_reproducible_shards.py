@@ -15,7 +15,7 @@ def gradients(dtype="float32"):
     """The tensors of each microbatch, of very different sizes."""
     scales = [10.0 ** (3 * (i % 4) - 6) for i in range(ADDENDS)]
     return [
-        [(sample(i, s, "float32") * scale).astype(dtype_named(dtype)) for s in SHAPES]
+        [(sample(i, s, dtype) * scale).astype(dtype_named(dtype)) for s in SHAPES]
         for i, scale in enumerate(scales)
     ]
 
@@ -72,7 +72,7 @@ def unsharded(addends, block=128):
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64", "complex64"])
 @pytest.mark.parametrize("block", [1, 50, 128])
 def test_shards_have_the_same_bits_on_any_number_of_ranks_and_as_without_shards(block, dtype):
     addends = gradients(dtype)

@@ -97,6 +97,12 @@ inline double __longlong_as_double(long long bits) {
     return x;
 }
 
+inline long long __double_as_longlong(double x) {
+    long long bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+
 inline unsigned __float_as_uint(float x) {
     unsigned bits;
     memcpy(&bits, &x, sizeof bits);

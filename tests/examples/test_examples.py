@@ -1,5 +1,6 @@
 """The examples, run by the commands that their docstrings give."""
 
+import argparse
 import json
 import re
 import struct
@@ -9,6 +10,7 @@ from cuda_on_cpu.install import environment
 from support.launch import as_typed, clone, run_python
 from support.pages import ROOT, commands_of_examples
 
+from bagua_comm.testing import run_ranks
 from bagua_comm.timeline.reading import read_timeline
 
 EXAMPLES = ROOT / "examples"
@@ -168,6 +170,32 @@ def test_cupy_arrays_on_the_stand_in_for_a_gpu(tmp_path, ranks, transport):
     values = f"exact {(ranks - 1) / 2:.1f}, quantized {ranks - 1:.4f}, on a lane {1.5 * (ranks - 1):.1f}"
     for rank in range(ranks):
         assert f"rank {rank} of {ranks}, GPU 0, over {transport}: {values}" in process.stdout
+
+
+def test_residuals_of_a_solver_are_the_same_bits_on_one_to_four_ranks(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    import conjugate_gradient
+
+    def printed(ranks, *, plain=False):
+        options = argparse.Namespace(size=8, tolerance=1e-12, plain=plain)
+        run_ranks(ranks, lambda comm: conjugate_gradient.solve(comm, options))
+        return capsys.readouterr().out
+
+    expected = printed(1)
+    assert len(re.findall(r"^step +\d+: residual [\d.e-]+$", expected, re.MULTILINE)) >= 2
+    for ranks in (2, 3, 4):
+        assert printed(ranks) == expected, ranks
+    assert {printed(ranks, plain=True) for ranks in (1, 3)} != {expected}
+
+
+@pytest.mark.slow
+@all_commands("conjugate_gradient")
+def test_a_solver_on_three_ranks_prints_what_it_prints_alone_but_with_plain_sums(commands, folder):
+    three, plain = [lines_of(as_typed(command, folder)) for command in commands]
+    alone = lines_of(as_typed(commands[1].removesuffix(" --plain"), folder))
+    assert three == alone
+    assert plain[0].partition(":")[0] == alone[0].partition(":")[0] == "step   0"
+    assert plain != alone
 
 
 def scalars_in(folder):

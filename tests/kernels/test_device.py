@@ -124,6 +124,16 @@ def special_values(m, dtype):
     return x
 
 
+def doubles(m):
+    """Rows of float64 of all their bits, of very different sizes."""
+    random = np.random.default_rng(m)
+    x = np.ldexp(random.standard_normal((11, m)), random.integers(-60, 0, (11, m)))
+    x[:, 33:64] *= 2.0**-1050
+    x[:, 128:400] *= 2.0**1020
+    x[1, 3], x[4, 600] = np.inf, np.nan
+    return x
+
+
 def default_cases(family):
     """Of minmax, each fourth; of Int4, each fifth of the two dtypes that other tests by default compile, too."""
     cases = cases_of(family)
@@ -345,22 +355,23 @@ def test_reduce_rows(device, run, dtype):
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("order", ["forward", "backward"])
 @pytest.mark.parametrize("shift", [0, 1])
-@pytest.mark.parametrize("dtype", CODED)
+@pytest.mark.parametrize("dtype", FLOATING)
 def test_block_fixed_point(device, run, dtype, shift, order):
     device.order = order
-    rows = special_values(1024, dtype)
-    bounds = np.array([0, 1, 33, 64, 128, 400, 401, 1024])
-    for bits in (31, 24, 15):
+    rows = special_values(1024, dtype) if dtype in CODED else doubles(1024)
+    bounds, form = np.array([0, 1, 33, 64, 128, 400, 401, 1024]), host.fixed_format(rows.dtype)
+    for bits in (form.bits(1), form.bits(3), form.bits(2**16)):
         found = []
         for module, place in ((host, lambda x: x.copy()), (run, lambda x: up(x, shift))):
-            at, fields, total = place(bounds), place(np.zeros(7, np.uint8)), place(np.zeros(1024, np.int32))
+            at, fields, total = place(bounds), place(np.zeros(7, form.field)), place(np.zeros(1024, form.total))
             for x in (rows[1], rows[4], rows[8]):
                 module.fixed_exponents(place(x), at, fields)
             for x in (rows[1], rows[4], rows[8]):
                 module.fixed_add(place(x), at, fields, bits, total, first=x is rows[1])
-            mean = place(np.zeros_like(rows[0]))
-            module.fixed_mean(total, at, fields, bits, 3, mean)
-            found.append([x.tobytes() if module is host else x.get().tobytes() for x in (fields, total, mean)])
+            means = [place(np.zeros_like(rows[0])) for _ in range(2)]
+            for divisor, mean in zip((3, 4), means, strict=True):
+                module.fixed_mean(total, at, fields, bits, divisor, mean)
+            found.append([x.tobytes() if module is host else x.get().tobytes() for x in (fields, total, *means)])
         assert found[0] == found[1]
 
 

@@ -20,7 +20,7 @@ MODULES = {
     "minmax.cu": [(dtype,) for dtype in CODED],
     "int4.cu": [(dtype,) for dtype in CODED],
     "top_k.cu": [(dtype,) for dtype in CODED],
-    "fixed.cu": [(dtype,) for dtype in CODED],
+    "fixed.cu": [(dtype,) for dtype in (*CODED, "float64")],
     "cast.cu": [(dtype, f"WIRE={sent}") for dtype in CODED for sent in ("float16", "bfloat16")],
     "elementwise.cu": [(dtype,) for dtype in (*CODED, "float64")],
     "reduce.cu": [(dtype,) for dtype in (*CODED, "float64")] + [(dtype, "INTEGER") for dtype in INTEGERS],

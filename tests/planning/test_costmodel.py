@@ -123,6 +123,9 @@ def test_a_reproducible_mean_is_a_byte_a_block_and_four_bytes_an_element():
     halves = dataclasses.replace(JOB, dtype="float16")
     wide = predict(GradientAllReduce(Reproducible()), halves, PAIR, FREE)
     assert wide.wire_bytes == 2 * found.wire_bytes
+    doubles = dataclasses.replace(JOB, dtype="float64")
+    double = predict(GradientAllReduce(Reproducible()), doubles, PAIR, FREE)
+    assert double.wire_bytes == pytest.approx(found.wire_bytes)
 
 
 def test_ranks_of_a_node_share_its_link():

@@ -23,7 +23,7 @@ from .elementwise import (
     sgd_step,
     subtract,
 )
-from .fixed_point import fixed_add, fixed_exponents, fixed_mean
+from .fixed_point import FixedFormat, fixed_add, fixed_exponents, fixed_format, fixed_mean
 from .int4 import int4_combine, int4_decode, int4_encode
 from .minmax import minmax_combine, minmax_decode, minmax_encode
 from .numbers import largest_finite, silent_context, widen
@@ -34,6 +34,7 @@ from .top_k import TOP_K_LARGEST_CHUNK, TopKLayout, top_k_encode, top_k_layout, 
 __all__ = [
     "TOP_K_LARGEST_CHUNK",
     "Draws",
+    "FixedFormat",
     "TopKLayout",
     "adam_moments",
     "adam_step",
@@ -50,6 +51,7 @@ __all__ = [
     "divide",
     "fixed_add",
     "fixed_exponents",
+    "fixed_format",
     "fixed_mean",
     "int4_combine",
     "int4_decode",

@@ -41,8 +41,8 @@ def largest_finite(dtype: DType) -> float:
 
 
 def widened(x: Array) -> Array:
-    """`x` in float32: `x` itself, or a copy."""
-    if x.dtype == np.float32:
+    """`x` in float32, or float64 if it is: `x` itself, or a copy."""
+    if x.dtype in (np.float32, np.float64):
         return x
     wide = np.empty(x.shape, np.float32)
     widen(x, wide)

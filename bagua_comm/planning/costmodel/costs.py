@@ -26,6 +26,7 @@ from ...averages import Average, ErrorFeedback, Exact, Hierarchical, Quantized, 
 from ...averages.reproducible import Reproducible
 from ...codecs import BFloat16, Codec, Float16, MinMaxUInt8
 from ...errors import UnsupportedError
+from ...kernels.host import fixed_format
 from .inputs import Cluster, Method, Rates, TorchDDP
 
 CHOICE = 4
@@ -144,11 +145,12 @@ class Costs:
                     self.exchange_with_all(chunk, group),
                 ]
             case Reproducible(block=block):
-                count = -(-n // dtype_named(self.dtype).itemsize)
-                fields = self.average(Exact(), -(-count // block), group)
-                units = self.average(Exact(), 4 * count, group)
-                begin, middle = self.work(add=n), self.work(add=n, copy=4 * count)
-                return [begin, *fields, middle, *units, self.work(add=4 * count, copy=n)]
+                dtype = dtype_named(self.dtype)
+                count, form = -(-n // dtype.itemsize), fixed_format(dtype)
+                fields = self.average(Exact(), -(-count // block) * form.field.itemsize, group)
+                sums = count * form.total.itemsize
+                begin, middle = self.work(add=n), self.work(add=n, copy=sums)
+                return [begin, *fields, middle, *self.average(Exact(), sums, group), self.work(add=sums, copy=n)]
             case Quantized(codec):
                 chunk = self.wire_nbytes(codec, self.chunk(n, p))
                 return [

@@ -12,6 +12,7 @@ from ...averages import Average, ErrorFeedback, Exact, Hierarchical, Quantized
 from ...averages.reproducible import Reproducible
 from ...codecs import Codec
 from ...errors import ArrayError, UnsupportedError
+from ...kernels.host import fixed_format
 from .costs import Costs, LaneTask, RankGroup
 from .inputs import Cluster, Job, Prediction, Rates
 
@@ -195,9 +196,11 @@ def _reduce(method: Any, n: int, group: RankGroup, costs: Costs) -> list[LaneTas
             lost = [costs.coding(codec, decode=n), costs.work(add=(6 if decay else 5) * n, copy=n)]
             return [*costs.reduce_scatter(codec, n, group), *lost, *costs.held(kept, n)]
         case Reproducible(block=block):
-            count = -(-n // dtype_named(costs.dtype).itemsize)
-            fields = costs.average(Exact(), -(-count // block), group)
-            return [costs.work(add=n), *fields, costs.work(add=n), *costs.reduce_scatter(None, 4 * count, group)]
+            dtype = dtype_named(costs.dtype)
+            count, form = -(-n // dtype.itemsize), fixed_format(dtype)
+            fields = costs.average(Exact(), -(-count // block) * form.field.itemsize, group)
+            sums = costs.reduce_scatter(None, count * form.total.itemsize, group)
+            return [costs.work(add=n), *fields, costs.work(add=n), *sums]
         case Hierarchical((Exact() | Quantized()) as inner, inside=inside):
             node, across = RankGroup(group.per_node, group.per_node), RankGroup(group.size // group.per_node, 1)
             chunk = costs.chunk(n, node.size)
