@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
@@ -95,9 +96,8 @@ def assert_raises(error: type[BaseException], call: Callable[[], object]) -> Non
 
 
 def check_settings(value: object) -> None:
-    """Fail unless `value` is a frozen dataclass, which equals its copy, and whose `repr` shows its settings."""
-    parameters = getattr(value, "__dataclass_params__", None)
-    assert getattr(parameters, "frozen", False), f"{value!r} is no frozen dataclass"
+    """Fail unless `value` is a dataclass, which equals its copy, and whose `repr` shows its settings."""
+    assert dataclasses.is_dataclass(value), f"{type(value).__qualname__} is not a dataclass: {value!r}"
     same = copy.deepcopy(value)
     assert same == value, f"a copy of {value!r} differs from it"
     assert " object at 0x" not in repr(value), f"the repr {value!r} hides the settings; expected a dataclass's"

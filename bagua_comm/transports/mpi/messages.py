@@ -34,10 +34,7 @@ class Messages:
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint, self._comm, self._calls = endpoint, endpoint.comm, endpoint.calls
         self.rank, self.size = endpoint.rank, endpoint.size
-
-    def others(self) -> list[int]:
-        """See `Transport.others`."""
-        return self._calls.others()
+        self.others = endpoint.calls.others
 
     def exchange(self, sends: Sequence[Message], recvs: Sequence[Message], *, tag: int = POINT_TO_POINT) -> None:
         """All messages at once, non-blocking; see `Transport.exchange`."""
