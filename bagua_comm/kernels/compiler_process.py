@@ -6,11 +6,10 @@ Code that crashes or gives wrong bytes does so in the second process, before any
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import sys
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from . import compiled, host
 from .numba.background import last_words, start
 from .numba.cache import (
     GOOD,
-    Lease,
     UnavailableError,
     load_unchecked,
     object_path,
@@ -31,34 +29,37 @@ from .numba.cache import (
 )
 from .numba.signatures import KERNELS
 
-_RENEW_S = 1.0
-"""The interval at which a lease is renewed."""
-
-NO_LEASE = 75
-"""The exit code of a process that lost its lease or its parent."""
+NO_PARENT = 75
+"""The exit code of a process whose parent has ended."""
 
 _CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT}
 """Signals by which code ends its own process; any other comes from outside, as for want of memory."""
 
 
-def main(step: str, folder: str, token: str, parent: str, urgent: str = "") -> None:
+def main(step: str, folder: str, parent: str, urgent: str = "") -> None:
     """Compile the kernels that a folder lacks, or compare those in it with NumPy's.
 
     Args:
         step: "make" or "check".
         folder: The folder of the kernels.
-        token: The token in the lease, which this process renews.
         parent: The number of the process that started this one, which ends with it.
         urgent: Not empty to compile at normal priority.
     """
+    _end_with_parent(int(parent))
     if not urgent:
         _lower_priority()
-    lease = Lease(Path(folder), token)
-    threading.Thread(target=_renew, args=(lease, int(parent)), daemon=True).start()
     if step == "make":
-        _make(Path(folder), lease, urgent=bool(urgent))
+        _make(Path(folder), urgent=bool(urgent))
     else:
         _check(Path(folder))
+
+
+def _end_with_parent(parent: int) -> None:
+    """Have Linux kill this process when the thread that started it ends."""
+    with contextlib.suppress(AttributeError):  # only Linux has it
+        ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))
+    if os.getppid() != parent:
+        sys.exit(NO_PARENT)
 
 
 def _lower_priority() -> None:
@@ -70,15 +71,7 @@ def _lower_priority() -> None:
         Path("/proc/self/autogroup").write_text("19")
 
 
-def _renew(lease: Lease, parent: int) -> None:
-    while os.getppid() == parent and lease.is_held():
-        lease.renew()
-        time.sleep(_RENEW_S)
-    lease.drop()
-    os._exit(NO_LEASE)
-
-
-def _make(folder: Path, lease: Lease, *, urgent: bool) -> None:
+def _make(folder: Path, *, urgent: bool) -> None:
     try:
         # These import Numba, and register their kernels in codegen.
         from .numba import casts, checksums, elementwise, fixed_point, int4, minmax, sums, top_k  # noqa: F401
@@ -92,7 +85,7 @@ def _make(folder: Path, lease: Lease, *, urgent: bool) -> None:
     except Exception as exc:
         write_verdict(folder, f"compiling them raised {type(exc).__name__}: {exc}")
         return
-    process = start("check", folder, lease, urgent=urgent)
+    process = start("check", folder, urgent=urgent)
     output = process.communicate()[0]
     verdict = verdict_of(process.returncode, output)
     if verdict is None:
@@ -105,7 +98,7 @@ def verdict_of(code: int, output: bytes) -> str | None:
 
     None if it was ended from outside, which says nothing about the kernels.
     """
-    if code == NO_LEASE or (code < 0 and -code not in _CRASHES):
+    if code == NO_PARENT or (code < 0 and -code not in _CRASHES):
         return None
     return last_words("comparing them", code, output) if code else GOOD
 

@@ -69,10 +69,8 @@ class HostKernels:
             self._compiler = BackgroundCompiler(cache_dir(), self._install, urgent=True, start=self._start)
         if not numba_is_installed():
             raise ImportError("Numba is not installed: pip install 'bagua-comm[fast]'")
-        if self._compiler is not None:
-            self._compiler.hurry()
-            if not self._compiler.finished.wait(timeout_s):
-                raise TimeoutError(f"the kernels were not compiled within {timeout_s} s")
+        if self._compiler is not None and not self._compiler.finished.wait(timeout_s):
+            raise TimeoutError(f"the kernels were not compiled within {timeout_s} s")
         if self.fastest is not compiled:
             reason = self._failure or (self._compiler and self._compiler.failure)
             raise RuntimeError(f"there are no compiled kernels: {reason}")

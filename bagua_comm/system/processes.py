@@ -136,20 +136,6 @@ class ProcessId:
         return self.is_visible() and kill(self.pid, self.start)
 
 
-def processor_ticks(stat: Path = Path("/proc/stat")) -> list[int]:
-    """Return the CPU time of all processors since the boot, in ticks by category; zeros if that is unknown.
-
-    The categories are those of /proc/stat: user, nice, system, idle, iowait, irq, softirq, steal.
-
-    >>> len(processor_ticks())
-    8
-    """
-    try:
-        return [int(ticks) for ticks in stat.read_text().split("\n")[0].split()[1:9]]
-    except OSError:
-        return [0] * 8
-
-
 def state_of(process: int) -> str:
     """Return the state of a process: "running", "stopped" (by a signal or a debugger), "ended", or "" if unknown.
 

@@ -12,7 +12,6 @@ import numpy as np
 
 from bagua_comm import Communicator
 from bagua_comm.arrays import Array
-from bagua_comm.system.processes import processor_ticks
 from bagua_comm.timeline.intervals import Interval, intersection, length, union
 from bagua_comm.trace import Span
 
@@ -142,8 +141,12 @@ class Processors:
 
         Time that a hypervisor gave to other machines counts neither as work nor as idle.
         """
-        user, nice, system, idle, waiting, irq, softirq, _ = ticks = processor_ticks(stat)
-        return cls(user + nice + system + irq + softirq, idle + waiting) if any(ticks) else None
+        try:
+            ticks = [int(number) for number in stat.read_text().split("\n")[0].split()[1:8]]
+        except OSError:
+            return None
+        user, nice, system, idle, waiting, irq, softirq = ticks
+        return cls(user + nice + system + irq + softirq, idle + waiting)
 
     def busy_since(self, before: Processors) -> float | None:
         """The fraction of the time since then in which they worked, 0 to 1; None if no tick has passed.

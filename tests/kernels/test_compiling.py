@@ -1,24 +1,25 @@
-"""How kernels are compiled beside a training: the process, its lease, its pauses, and its end."""
+"""How kernels are compiled beside a training: the process, its lock, and its end."""
 
 import contextlib
+import errno
+import fcntl
 import os
 import signal
 import subprocess
 import sys
-import threading
 
 import pytest
 from support.compilers import LIMIT_S, FakeCompiler, has_ended, home_with_kernels, state_of
 from support.waiting import until
 
 from bagua_comm.kernels import compiled
-from bagua_comm.kernels.compiler_process import NO_LEASE, verdict_of
+from bagua_comm.kernels.compiler_process import NO_PARENT, verdict_of
 from bagua_comm.kernels.numba import background
-from bagua_comm.kernels.numba.background import BackgroundCompiler, Pacing, ProcessorLoad
+from bagua_comm.kernels.numba.background import BackgroundCompiler
 from bagua_comm.kernels.numba.cache import (
     GOOD,
-    Lease,
     load_unchecked,
+    locked,
     object_path,
     read_object,
     read_verdict,
@@ -26,7 +27,6 @@ from bagua_comm.kernels.numba.cache import (
     write_verdict,
 )
 from bagua_comm.kernels.numba.signatures import KERNELS
-from bagua_comm.system.processes import processor_ticks
 
 pytestmark = pytest.mark.needs("numba")
 
@@ -53,22 +53,7 @@ def test_a_file_that_is_not_whole_or_that_others_can_have_written_is_not_read(fo
     assert load_unchecked(folder) is None
 
 
-# Pauses -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("times", "full"), [((80, 50, 10, 60), True), ((30, 90, 10, 70), False), ((0,) * 4, False)]
-)
-def test_processors_are_busy_if_little_of_them_is_left_over(times, full):
-    ticks = iter([[1000] * 8, [1000 + spent for spent in times] + [1000] * 4])
-    assert ProcessorLoad(lambda: next(ticks), cores=2).is_full() is full
-
-
-def test_the_times_of_processors_are_known():
-    first, second = processor_ticks(), processor_ticks()
-    assert len(first) == 8
-    assert all(0 <= before <= after for before, after in zip(first, second, strict=True))
-    assert sum(first) > 0
+# The process and its end ------------------------------------------------------------------------------
 
 
 WAITS_FOR_GO = """
@@ -78,53 +63,13 @@ while not (folder / 'go').exists(): time.sleep(0.01)
 """
 
 
-def pid_of(starter):
-    return until(lambda: starter.started)[0].pid
-
-
-def finish(compiler, folder):
-    """Let the fake compiler end, and return why there are no kernels."""
-    (folder / "go").touch()
-    assert compiler.finished.wait(LIMIT_S)
-    return compiler.failure
-
-
-def test_the_compiler_pauses_again_and_again_while_all_processors_are_busy(folder):
-    starter = FakeCompiler(WAITS_FOR_GO)
-    compiler = BackgroundCompiler(folder, print, start=starter, pacing=Pacing(0.05), is_busy=lambda: True)
-    for _ in range(2):
-        until(lambda: state_of(pid_of(starter)) == "T")
-        until(lambda: state_of(pid_of(starter)) != "T")
-    assert finish(compiler, folder) is None
-
-
-def test_a_pause_ends_if_a_caller_waits_for_the_kernels(folder):
-    starter, for_ever = FakeCompiler(WAITS_FOR_GO), Pacing(1e-9, 1e-9)
-    compiler = BackgroundCompiler(folder, print, start=starter, pacing=for_ever, is_busy=lambda: True)
-    until(lambda: state_of(pid_of(starter)) == "T")
-    compiler.hurry()
-    assert finish(compiler, folder) is None
-
-
-def test_a_pause_ends_once_processors_are_idle(folder):
-    starter, for_ever, busy = FakeCompiler(WAITS_FOR_GO), Pacing(1e-9, 1e-9), threading.Event()
-    busy.set()
-    compiler = BackgroundCompiler(folder, print, start=starter, pacing=for_ever, is_busy=busy.is_set)
-    until(lambda: state_of(pid_of(starter)) == "T")
-    busy.clear()
-    assert finish(compiler, folder) is None
-
-
-# The end of the compiler --------------------------------------------------------------------------------
-
-
 START = """
 import sys
 from bagua_comm.kernels.numba import background
 from bagua_comm.kernels.selection import HostKernels
 
-def start(step, folder, lease, *, urgent):
-    process = background.start(step, folder, lease, urgent=True)
+def start(step, folder, *, urgent):
+    process = background.start(step, folder, urgent=True)
     print(process.pid, flush=True)
     return process
 
@@ -147,39 +92,16 @@ def test_the_compiler_ends_with_the_process_that_started_it(tmp_path, ends):
         assert user.wait(LIMIT_S) == (0 if ends == "exits" else -signal.SIGKILL)
     until(lambda: has_ended(compiler))
     assert not list(tmp_path.rglob("verdict"))
-    if ends == "exits":
-        assert not list(tmp_path.rglob("lease"))
-
-
-@pytest.mark.slow
-def test_a_compiler_that_is_stopped_while_it_imports_ends_with_its_parent(tmp_path):
-    code = (
-        "import os, signal, sys, time; from pathlib import Path\n"
-        "from bagua_comm.kernels.numba import background, cache\n"
-        "folder = Path(sys.argv[1]); lease = cache.Lease(folder); lease.claim()\n"
-        "process = background.start('make', folder, lease, urgent=False)\n"
-        "while 'numpy' not in Path(f'/proc/{process.pid}/maps').read_text(): time.sleep(0.001)\n"
-        "os.killpg(process.pid, signal.SIGSTOP)\n"
-        "print(process.pid, flush=True)\n"
-        "os.kill(os.getpid(), signal.SIGKILL)"
-    )
-    command = [sys.executable, "-c", code, str(tmp_path)]
-    result = subprocess.run(command, stdout=subprocess.PIPE, timeout=LIMIT_S)
-    assert result.returncode == -signal.SIGKILL
-    until(lambda: has_ended(int(result.stdout)))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("step", ["make", "check"])
-def test_a_process_that_is_stopped_as_soon_as_it_starts_ends_with_its_parent(tmp_path, step):
+def test_a_process_whose_parent_ends_before_it_has_started_ends_too(tmp_path, step):
     code = (
-        "import contextlib, os, signal, sys; from pathlib import Path\n"
-        "from bagua_comm.kernels.numba import background, cache\n"
-        "folder, step = Path(sys.argv[1]), sys.argv[2]; lease = cache.Lease(folder); lease.claim()\n"
-        "process = background.start(step, folder, lease, urgent=False)\n"
+        "import os, signal, sys; from pathlib import Path\n"
+        "from bagua_comm.kernels.numba import background\n"
+        "process = background.start(sys.argv[2], Path(sys.argv[1]), urgent=False)\n"
         "print(process.pid, flush=True)\n"
-        "with contextlib.suppress(ProcessLookupError):\n"
-        "    (os.killpg if step == 'make' else os.kill)(process.pid, signal.SIGSTOP)\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
     command = [sys.executable, "-c", code, str(tmp_path), step]
@@ -191,6 +113,7 @@ def test_a_process_that_is_stopped_as_soon_as_it_starts_ends_with_its_parent(tmp
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process, signal.SIGKILL)
+    assert list(tmp_path.iterdir()) == []
 
 
 # The process and its surroundings -----------------------------------------------------------------------
@@ -200,9 +123,7 @@ def test_a_process_that_is_stopped_as_soon_as_it_starts_ends_with_its_parent(tmp
 def test_the_compiler_finds_numba_where_a_folder_of_that_name_comes_first(folder, monkeypatch):
     """A program that lies in bagua_comm/kernels, where there is a package numba, compiles kernels."""
     monkeypatch.syspath_prepend(os.path.dirname(compiled.__file__))
-    lease = Lease(folder)
-    assert lease.claim()
-    process = background.start("make", folder, lease, urgent=True)
+    process = background.start("make", folder, urgent=True)
     assert process.communicate(timeout=LIMIT_S)[0] == b""
     assert read_verdict(folder) == GOOD
 
@@ -213,7 +134,7 @@ def test_the_compiler_is_no_process_of_the_job_and_inherits_nothing_open(tmp_pat
     monkeypatch.setenv("SOME_LIBRARY_PATH", "kept")
     with open(tmp_path / "file", "w") as file:
         os.set_inheritable(file.fileno(), True)
-        process = background.start("make", tmp_path, Lease(tmp_path), urgent=False)
+        process = background.start("make", tmp_path, urgent=False)
         process.send_signal(signal.SIGSTOP)
         until(lambda: state_of(process.pid) == "T")
         with open(f"/proc/{process.pid}/environ") as variables:
@@ -227,7 +148,7 @@ def test_the_compiler_is_no_process_of_the_job_and_inherits_nothing_open(tmp_pat
     assert file.name not in links
 
 
-# The lease ----------------------------------------------------------------------------------------------
+# The lock -----------------------------------------------------------------------------------------------
 
 
 def test_one_process_compiles_for_all(folder):
@@ -238,48 +159,41 @@ def test_one_process_compiles_for_all(folder):
     assert all(compiler.finished.wait(LIMIT_S) for compiler in compilers)
     assert len(starter.started) == 1
     assert [functions.keys() for functions in used] == [KERNELS.keys()] * 3
-    assert not folder.joinpath("lease").exists()
 
 
-def test_a_lease_that_is_not_renewed_is_removed(tmp_path):
-    mine, patient, other = Lease(tmp_path, stale_s=0.05), Lease(tmp_path), Lease(tmp_path)
-    assert other.claim()
-    assert not mine.claim()
-    assert (mine.is_held(), other.is_held()) == (False, True)
-    os.utime(mine.path, (2e9, 2e9))  # it was renewed, by a clock that is wrong
-    assert not mine.claim()
-    assert other.is_held()
-    assert not patient.claim()
-    until(mine.claim)
-    assert not patient.claim()
-    assert (mine.is_held(), other.is_held()) == (True, False)
-    other.drop()
-    assert mine.is_held()
-    mine.drop()
-    assert not mine.path.exists()
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # of Python 3.12, about threads and fork
+def test_a_lock_ends_with_its_block_though_a_child_was_forked_there(tmp_path):
+    with locked(tmp_path) as is_mine:
+        assert is_mine
+        with locked(tmp_path) as is_mine:
+            assert not is_mine
+        reading, writing = os.pipe()
+        child = os.fork()
+        if not child:
+            os.close(writing)
+            os._exit(os.read(reading, 1) != b"")
+    with locked(tmp_path) as is_mine:
+        assert is_mine
+    os.close(writing)
+    assert os.waitpid(child, 0)[1] == 0
+    os.close(reading)
 
 
-def test_a_compiler_that_has_lost_its_lease_writes_nothing(tmp_path):
-    lease = Lease(tmp_path)
-    assert lease.claim()
-    process = background.start("make", tmp_path, lease, urgent=True)
-    os.kill(process.pid, signal.SIGSTOP)
-    lease.path.write_text("another one")
-    os.kill(process.pid, signal.SIGCONT)
-    process.communicate(timeout=LIMIT_S)
-    assert process.returncode == NO_LEASE
-    assert lease.path.read_text() == "another one"
-    assert not verdict_path(tmp_path).exists()
+def test_where_a_file_system_has_no_locks_each_process_compiles(tmp_path, monkeypatch):
+    def refuse(descriptor, operation):
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with locked(tmp_path) as is_mine:
+        assert is_mine
 
 
-def test_kernels_that_were_compiled_before_the_lease_was_free_are_not_compiled_again(folder):
-    """It holds the lease when this process looks first, writes its verdict, and drops the lease."""
-    other = Lease(folder)
-    assert other.claim()
+def test_kernels_that_were_compiled_before_the_lock_was_free_are_not_compiled_again(folder):
+    """Another process holds the lock when this one looks first, writes its verdict, and releases the lock."""
     starter, used = FakeCompiler("raise SystemExit('it was made again')"), []
-    compiler = BackgroundCompiler(folder, used.append, start=starter)
-    write_verdict(folder, GOOD)
-    other.drop()
+    with locked(folder):
+        compiler = BackgroundCompiler(folder, used.append, start=starter)
+        write_verdict(folder, GOOD)
     assert compiler.finished.wait(LIMIT_S)
     assert [functions.keys() for functions in used] == [KERNELS.keys()]
     assert starter.started == []
@@ -291,7 +205,7 @@ def test_kernels_that_were_compiled_before_the_lease_was_free_are_not_compiled_a
         ("pass", GOOD),
         ("os.kill(os.getpid(), signal.SIGTERM)", None),
         ("os.kill(os.getpid(), signal.SIGKILL)", None),
-        (f"os._exit({NO_LEASE})", None),  # its lease is another one's
+        (f"os._exit({NO_PARENT})", None),
         ("os.kill(os.getpid(), signal.SIGILL)", "comparing them ended with -4: no message"),
         ("sys.exit('they differ')", "comparing them ended with 1: they differ"),
     ],

@@ -51,7 +51,7 @@ def test_a_damaged_file_is_compiled_again_while_numpys_kernels_work(folder):
         "print(first.__name__, kernels.on_host().__name__)"
     )
     assert run(code, folder.parents[2]).split() == ["bagua_comm.kernels.host", "bagua_comm.kernels.compiled"]
-    assert {path.name for path in folder.iterdir()} == {"verdict"} | {f"{name}.o" for name in KERNELS}
+    assert {path.name for path in folder.iterdir()} == {"verdict", "lock"} | {f"{name}.o" for name in KERNELS}
 
 
 @pytest.mark.parametrize("first", ["load_or_compile", "compile_now"])
@@ -211,18 +211,18 @@ def test_the_state_says_where_they_are_and_whether_they_are_being_made(folder):
     assert kernels.state() == f"compiled, in {folder}"
     verdict_path(folder).unlink()
     assert "compiled them in the background" in kernels.state()
-    (folder / "lease").touch()
-    assert kernels.state() == f"NumPy's until the compiled ones are ready, in {folder}"
+    with cache.locked(folder):
+        assert kernels.state() == f"NumPy's until the compiled ones are ready, in {folder}"
 
 
 def test_waiting_for_them_has_an_end(folder):
     verdict_path(folder).unlink()
-    (folder / "lease").touch()
     mine = HostKernels()
-    with pytest.raises(TimeoutError, match=r"were not compiled within 0\.05 s"):
-        mine.compile_now(0.05)
-    threads = threading.active_count()
-    mine.end()
+    with cache.locked(folder):
+        with pytest.raises(TimeoutError, match=r"were not compiled within 0\.05 s"):
+            mine.compile_now(0.05)
+        threads = threading.active_count()
+        mine.end()
     assert threading.active_count() == threads - 1
 
 

@@ -47,14 +47,13 @@ class FakeCompiler:
     def __init__(self, code):
         self.code, self.started, self.urgent = code, [], []
 
-    def __call__(self, step, folder, lease, *, urgent):
+    def __call__(self, step, folder, *, urgent):
         """See `background.start`."""
         self.urgent.append(urgent)
         process = subprocess.Popen(
             [sys.executable, "-c", f"from pathlib import Path; folder = Path({str(folder)!r})\n{self.code}"],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # the group that is stopped in pauses
         )
         self.started.append(process)
         return process

@@ -1,4 +1,4 @@
-"""Compiled kernels on disk: object files, the verdict on them, and the lease to compile them.
+"""Compiled kernels on disk: object files, the verdict on them, and the lock of the process that compiles them.
 
 They are in a folder of ~/.cache/bagua_comm whose name is a hash of the source, the versions of Numba and LLVM,
 and the processor. Loading them takes LLVM, but not Numba, and about 30 ms.
@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import functools
 import hashlib
 import importlib.metadata
 import importlib.util
 import os
 import platform
-import secrets
-import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,6 @@ from .signatures import KERNELS, Function
 
 GOOD = "good"
 """The verdict on kernels that may be used; any other verdict says why they may not."""
-
-STALE_S = 15.0
-"""A lease that is not renewed for so many seconds is removed."""
 
 _TYPES: dict[str, type[ctypes.c_int64 | ctypes.c_double]] = {"i": ctypes.c_int64, "f": ctypes.c_double}
 
@@ -78,8 +75,10 @@ def state() -> str:
         return f"compiled, in {folder}"
     if verdict is not None:
         return f"NumPy's: {verdict}"
-    if Lease(folder).path.exists():
-        return f"NumPy's until the compiled ones are ready, in {folder}"
+    if folder.is_dir():
+        with locked(folder) as is_free:
+            if not is_free:
+                return f"NumPy's until the compiled ones are ready, in {folder}"
     return "NumPy's until a program that uses them has compiled them in the background"
 
 
@@ -135,59 +134,27 @@ def write_verdict(folder: Path, verdict: str) -> None:
     write_at_once(verdict_path(folder), verdict.encode(), mode=0o600)
 
 
-class Lease:
-    """The right to compile the kernels of a folder: a file that holds the token of its owner.
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[bool]:
+    """Lock a folder in the body of `with`; the value is False if another process or thread has locked it.
 
-    Args:
-        folder: The folder.
-        token: The token of the owner; a new one if None.
-        stale_s: Seconds without renewal after which `claim` removes another owner's lease.
+    The lock of a process that ends is released. On a file system without locks, each process gets one.
+
+    Raises:
+        OSError: The file of the lock cannot be made.
     """
-
-    def __init__(self, folder: Path, token: str | None = None, *, stale_s: float = STALE_S) -> None:
-        self.path, self.token, self._stale_s = folder / "lease", token or secrets.token_hex(8), stale_s
-        self._seen, self._since = (0, 0), 0.0
-
-    def claim(self) -> bool:
-        """Make the lease file unless it exists; return whether this made it.
-
-        Raises:
-            OSError: It cannot be written.
-        """
-        try:
-            with open(self.path, "x", opener=functools.partial(os.open, mode=0o600)) as file:
-                file.write(self.token)
-        except FileExistsError:
-            self._remove_if_stale()
-            return False
-        return True
-
-    def _remove_if_stale(self) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            found = self.path.stat()
-            # Only a change of its time counts: the clock of another host may be wrong.
-            if (seen := (found.st_ino, found.st_mtime_ns)) != self._seen:
-                self._seen, self._since = seen, time.monotonic()
-            elif time.monotonic() - self._since > self._stale_s:
-                self.path.unlink()
-
-    def is_held(self) -> bool:
-        """Whether the lease file still holds this token."""
-        try:
-            return self.path.read_text() == self.token
-        except OSError:
-            return False
-
-    def renew(self) -> None:
-        """Set the time of the lease file to now."""
+    descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        is_mine = True
+    except OSError as exc:
+        is_mine = not isinstance(exc, BlockingIOError)
+    try:
+        yield is_mine
+    finally:
         with contextlib.suppress(OSError):
-            os.utime(self.path)
-
-    def drop(self) -> None:
-        """Remove the lease file if it holds this token."""
-        with contextlib.suppress(OSError):
-            if self.is_held():
-                self.path.unlink()
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # a child just forked may still have the file
+        os.close(descriptor)
 
 
 # ---------------------------------------------------------------------------------------------------
