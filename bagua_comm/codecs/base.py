@@ -10,6 +10,7 @@ A NaN or an infinity decodes to a value that is not finite, and a finite value t
 
 from __future__ import annotations
 
+import functools
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -212,7 +213,8 @@ class Codec(ABC):
         """Call `_combine` with the random numbers of `_random`; if it takes none, encode the sum with them."""
         encode: Any = self._encode
         combine: Any = self._combine
-        if random and "draws" not in inspect.signature(combine).parameters:
+        taken = inspect.signature(combine).parameters.values()
+        if random and not any(each.name == "draws" or each.kind is each.VAR_KEYWORD for each in taken):
             encode(self._total(wire, op, count, dtype), out, **random)
         else:
             combine(wire, out, op, count, dtype, **random)
@@ -258,6 +260,48 @@ class Codec(ABC):
         arrays.check_device(call, name, wire)
         if not isinstance(wire, np.ndarray) and arrays.address(wire) % _HEADER_BYTES:
             raise ArrayError(f"{call}: {name} begins at an address that is not a multiple of {_HEADER_BYTES}")
+
+
+class KernelCodec(Codec):
+    """Base of this package's codecs, whose steps are functions of `kernels`."""
+
+    family: ClassVar[str]
+    """The prefix of the functions: "int4" for `int4_encode`, `int4_decode` and `int4_combine`."""
+
+    rows_apart: ClassVar[bool] = True
+    """Whether the functions of the host take chunks that are apart from each other."""
+
+    @abstractmethod
+    def _layout(self, count: int, dtype: DType) -> dict[str, Any]:
+        """Further arguments of the functions, for chunks of `count` elements of this dtype."""
+
+    def steps(self, count: int, like: Array) -> Steps:
+        """See `Codec.steps`."""
+        own = ("_encode", "_decode", "_combine")
+        if any(getattr(type(self), name) is not getattr(KernelCodec, name) for name in own):
+            return super().steps(count, like)  # a subclass has steps of its own
+        layout = self._layout(count, like.dtype)
+        return Steps(
+            functools.partial(self._kernel("encode", like), **layout),
+            functools.partial(self._kernel("decode", like), **layout),
+            functools.partial(self._kernel("combine", like), count=count, dtype=like.dtype, **layout),
+            takes_rows_apart=self.rows_apart and isinstance(like, np.ndarray),
+        )
+
+    def _kernel(self, step: str, like: Array) -> Callable[..., None]:
+        function: Callable[..., None] = getattr(kernels.of(like), f"{self.family}_{step}")
+        return function
+
+    def _encode(self, chunks: Array, wire: Array, **random: Draws) -> None:
+        layout = self._layout(chunks.shape[1], chunks.dtype)
+        self._kernel("encode", chunks)(chunks, wire, **layout, **random)
+
+    def _decode(self, wire: Array, out: Array) -> None:
+        self._kernel("decode", out)(wire, out, **self._layout(out.shape[1], out.dtype))
+
+    def _combine(self, wire: Array, out: Array, op: str, count: int, dtype: DType, **random: Draws) -> None:
+        layout = self._layout(count, dtype)
+        self._kernel("combine", wire)(wire, out, op=op, count=count, dtype=dtype, **layout, **random)
 
 
 def check_aligned(call: str, name: str, x: Array) -> None:

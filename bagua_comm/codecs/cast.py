@@ -6,16 +6,18 @@ Wire format: the elements in the wire dtype, zero-padded to a multiple of 32 byt
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from .. import arrays, kernels
-from ..arrays import Array, DType
+from .. import arrays
+from ..arrays import DType
 from ..errors import shown_as
-from .base import ALIGNMENT, Codec, check_count, padded
+from .base import ALIGNMENT, KernelCodec, check_count, padded
 
 
 @shown_as("Codec")
-class _Cast(Codec):
+class _Cast(KernelCodec):
+    family: ClassVar[str] = "cast"
+    rows_apart: ClassVar[bool] = False
     wire_dtype: ClassVar[str]
 
     @property
@@ -31,14 +33,8 @@ class _Cast(Codec):
         """
         return padded(2 * check_count("wire_nbytes", count))
 
-    def _encode(self, chunks: Array, wire: Array) -> None:
-        kernels.of(chunks).cast_encode(chunks, wire, arrays.dtype_named(self.wire_dtype))
-
-    def _decode(self, wire: Array, out: Array) -> None:
-        kernels.of(out).cast_decode(wire, out, arrays.dtype_named(self.wire_dtype))
-
-    def _combine(self, wire: Array, out: Array, op: str, count: int, dtype: DType) -> None:
-        kernels.of(wire).cast_combine(wire, out, count, dtype, arrays.dtype_named(self.wire_dtype), op)
+    def _layout(self, count: int, dtype: DType) -> dict[str, Any]:
+        return {"sent": arrays.dtype_named(self.wire_dtype)}
 
 
 @dataclass(frozen=True)

@@ -36,17 +36,12 @@ both are left out. Per block, in float32, every operation rounded half to even:
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
-import numpy as np
-
-from .. import kernels
-from ..arrays import Array, DType
+from ..arrays import DType
 from ..errors import ArrayError
-from ..kernels.host import Draws
-from .base import Codec, Steps, check_count, padded
+from .base import KernelCodec, check_count, padded
 
 _LONGEST = 4096
 """Elements of the longest block."""
@@ -56,7 +51,7 @@ _ALIGNED_BLOCKS = 16
 
 
 @dataclass(frozen=True)
-class Int4(Codec):
+class Int4(KernelCodec):
     """Four-bit codes of rotated blocks with a scale each: 4.5 bits an element for blocks of 32.
 
     The relative error (in L2) of coding normal numbers is 0.097. Rotation reduces the error of arrays with
@@ -76,6 +71,8 @@ class Int4(Codec):
     >>> codec.decode(codec.encode(x), np.empty_like(x))
     array([[ 0.   , -1.140625,  0.     ,  7.984375]], dtype=float32)
     """
+
+    family: ClassVar[str] = "int4"
 
     block: int = 32
     rotate: int = 32
@@ -114,36 +111,8 @@ class Int4(Codec):
         """The seed, if the rounding is stochastic."""
         return self.seed if self.rounding == "stochastic" else None
 
-    def steps(self, count: int, like: Array) -> Steps:
-        """See `Codec.steps`."""
-        if any(getattr(type(self), name) is not getattr(Int4, name) for name in _OWN):
-            return super().steps(count, like)  # a subclass has steps of its own
-        run, layout = kernels.of(like), self._layout(count)
-        return Steps(
-            functools.partial(run.int4_encode, **layout),
-            functools.partial(run.int4_decode, **layout),
-            functools.partial(run.int4_combine, count=count, dtype=like.dtype, **layout),
-            takes_rows_apart=isinstance(like, np.ndarray),
-        )
-
-    def _encode(self, chunks: Array, wire: Array, draws: Draws | None = None) -> None:
-        kernels.of(chunks).int4_encode(chunks, wire, **self._layout(chunks.shape[1]), draws=draws)
-
-    def _decode(self, wire: Array, out: Array) -> None:
-        kernels.of(out).int4_decode(wire, out, **self._layout(out.shape[1]))
-
-    def _combine(
-        self, wire: Array, out: Array, op: str, count: int, dtype: DType, draws: Draws | None = None
-    ) -> None:
-        kernels.of(wire).int4_combine(wire, out, count, dtype, **self._layout(count), op=op, draws=draws)
-
-    def _layout(self, count: int) -> dict[str, int]:
-        """Where the parts of a chunk of `count` elements are: arguments of the kernels."""
+    def _layout(self, count: int, dtype: DType) -> dict[str, Any]:
         return {"start": padded(2 * -(-count // self.block)), "block": self.block, "rotate": self.rotate}
-
-
-_OWN = ("_encode", "_decode", "_combine")
-"""The methods whose work `Int4.steps` prepares."""
 
 
 def _is_power_of_two(x: object) -> bool:

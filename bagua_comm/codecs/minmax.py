@@ -26,20 +26,19 @@ rounded half to even, with the quotient of `scale` computed in float64 and round
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 
-from .. import kernels
-from ..arrays import Array, DType
+from ..arrays import DType
 from ..errors import ArrayError
 from ..kernels.host import largest_finite
-from .base import Codec, Steps, check_count, padded
+from .base import KernelCodec, check_count, padded
 
 
 @dataclass(frozen=True)
-class MinMaxUInt8(Codec):
+class MinMaxUInt8(KernelCodec):
     """Eight-bit codes between the minimum and the maximum of each block.
 
     Args:
@@ -54,6 +53,8 @@ class MinMaxUInt8(Codec):
     >>> codec.decode(codec.encode(x), np.empty_like(x))
     array([[0.  , 0.5 , 1.  , 2.55, 7.  ]], dtype=float32)
     """
+
+    family: ClassVar[str] = "minmax"
 
     block: int | None = 512
     eps: float = 0.0
@@ -80,44 +81,8 @@ class MinMaxUInt8(Codec):
         Raises:
             ArrayError: `count` is not an integer of at least 0.
         """
-        return self._layout(check_count("wire_nbytes", count), dtype)[2]
+        return int(self._layout(check_count("wire_nbytes", count), dtype)["start"]) + padded(count)
 
-    def steps(self, count: int, like: Array) -> Steps:
-        """See `Codec.steps`."""
-        if any(getattr(type(self), name) is not getattr(MinMaxUInt8, name) for name in _OWN):
-            return super().steps(count, like)  # a subclass has steps of its own
-        block, start, _ = self._layout(count, like.dtype)
-        run, layout = kernels.of(like), {"start": start, "block": block, "eps": self.eps}
-        return Steps(
-            functools.partial(run.minmax_encode, **layout),
-            functools.partial(run.minmax_decode, **layout),
-            functools.partial(run.minmax_combine, count=count, dtype=like.dtype, **layout),
-            takes_rows_apart=isinstance(like, np.ndarray),
-        )
-
-    def _encode(self, chunks: Array, wire: Array) -> None:
-        block, start, _ = self._layout(chunks.shape[1], chunks.dtype)
-        kernels.of(chunks).minmax_encode(chunks, wire, start, block, self.eps)
-
-    def _decode(self, wire: Array, out: Array) -> None:
-        block, start, _ = self._layout(out.shape[1], out.dtype)
-        kernels.of(out).minmax_decode(wire, out, start, block, self.eps)
-
-    def _combine(self, wire: Array, out: Array, op: str, count: int, dtype: DType) -> None:
-        block, start, _ = self._layout(count, dtype)
-        kernels.of(wire).minmax_combine(wire, out, count, dtype, start, block, self.eps, op)
-
-    def _layout(self, count: int, dtype: DType) -> tuple[int, int, int]:
-        return _layout(count, self.block, dtype.itemsize)
-
-
-_OWN = ("_encode", "_decode", "_combine")
-"""The methods whose work `MinMaxUInt8.steps` prepares."""
-
-
-@functools.lru_cache(maxsize=1024)
-def _layout(count: int, block: int | None, itemsize: int) -> tuple[int, int, int]:
-    """The layout of `count` elements: elements per block, first byte of the codes, and bytes in all."""
-    block = max(1, count) if block is None else block
-    start = padded(-(-count // block) * 2 * itemsize)
-    return block, start, start + padded(count)
+    def _layout(self, count: int, dtype: DType) -> dict[str, Any]:
+        block = max(1, count) if self.block is None else self.block
+        return {"start": padded(-(-count // block) * 2 * dtype.itemsize), "block": block, "eps": self.eps}
