@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -96,6 +97,19 @@ def _drop_unused(module: Any) -> None:
     passes.run(module, builder)
 
 
+def emits(result: Any, *arguments: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Make a function for kernels, of these types, from one that emits its instructions by a builder."""
+
+    def decorate(emit: Callable[..., Any]) -> Any:
+        @functools.wraps(emit)
+        def typed(_: Any, *types: Any) -> Any:
+            return result(*arguments), lambda context, builder, signature, values: emit(builder, *values)
+
+        return intrinsic(typed)
+
+    return decorate
+
+
 @intrinsic  # type: ignore[untyped-decorator]
 def pointer(_: Any, address: Any, dtype: Any) -> Any:
     """An integer as a pointer to elements of `dtype`."""
@@ -126,15 +140,11 @@ def address_of(_: Any, pointer: Any) -> Any:
     )
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def prefetch(_: Any, address: Any) -> Any:
+@emits(numba.types.void, numba.types.int64)
+def prefetch(builder: Any, address: Any) -> None:
     """Begin to load the cache line at an address, which need not exist."""
-
-    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        line, number = ir.IntType(8).as_pointer(), ir.IntType(32)
-        prototype = ir.FunctionType(ir.VoidType(), [line, number, number, number])
-        function = cgutils.get_or_insert_function(builder.module, prototype, "llvm.prefetch.p0i8")
-        flags = (ir.Constant(number, flag) for flag in (0, 3, 1))  # to read, for all caches, data
-        builder.call(function, [builder.inttoptr(values[0], line), *flags])
-
-    return numba.types.void(numba.types.int64), code
+    line, number = ir.IntType(8).as_pointer(), ir.IntType(32)
+    prototype = ir.FunctionType(ir.VoidType(), [line, number, number, number])
+    function = cgutils.get_or_insert_function(builder.module, prototype, "llvm.prefetch.p0i8")
+    flags = (ir.Constant(number, flag) for flag in (0, 3, 1))  # to read, for all caches, data
+    builder.call(function, [builder.inttoptr(address, line), *flags])

@@ -6,15 +6,15 @@ missing when the kernels are loaded and compared with NumPy's.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numba
 import numpy as np
 from llvmlite import ir
-from numba.extending import intrinsic
 
 from ...arrays import Array
-from .codegen import inlined, inner, pointer, prefetch
+from .codegen import emits, inlined, inner, pointer, prefetch
 
 FLOAT32, FLOAT16, BFLOAT16 = range(3)
 """The numbers of element dtypes (see `compiled`)."""
@@ -38,46 +38,21 @@ _LINE = 64
 """The bytes of a cache line."""
 
 
-@inner
-def floats_at(where: int, count: int) -> Array:
-    """`count` elements of float32 at an address."""
-    return numba.carray(pointer(where, np.float32), (count,))
+def _elements_at(dtype: type[np.generic]) -> Callable[[int, int], Array]:
+    """A function of an address and a number of elements, for kernels: these elements, as an array."""
+
+    @inner
+    def elements_at(where: int, count: int) -> Array:
+        return numba.carray(pointer(where, dtype), (count,))
+
+    return elements_at
 
 
-@inner
-def halves_at(where: int, count: int) -> Array:
-    """The bits of `count` elements of float16 or bfloat16."""
-    return numba.carray(pointer(where, np.uint16), (count,))
-
-
-@inner
-def bytes_at(where: int, count: int) -> Array:
-    """`count` bytes at an address."""
-    return numba.carray(pointer(where, np.uint8), (count,))
-
-
-@inner
-def ints_at(where: int, count: int) -> Array:
-    """`count` elements of int32 at an address."""
-    return numba.carray(pointer(where, np.int32), (count,))
-
-
-@inner
-def uints_at(where: int, count: int) -> Array:
-    """`count` elements of uint32 at an address."""
-    return numba.carray(pointer(where, np.uint32), (count,))
-
-
-@inner
-def longs_at(where: int, count: int) -> Array:
-    """`count` elements of int64 at an address."""
-    return numba.carray(pointer(where, np.int64), (count,))
-
-
-@inner
-def words_at(where: int, count: int) -> Array:
-    """`count` elements of uint64 at an address."""
-    return numba.carray(pointer(where, np.uint64), (count,))
+floats_at, ints_at, uints_at = map(_elements_at, (np.float32, np.int32, np.uint32))
+longs_at, words_at = map(_elements_at, (np.int64, np.uint64))
+halves_at = _elements_at(np.uint16)
+"""The bits of elements of float16 or bfloat16."""
+bytes_at = _elements_at(np.uint8)
 
 
 @inner
@@ -86,36 +61,22 @@ def itemsize(element: int) -> int:
     return 4 if element == FLOAT32 else 2
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def _extended(_: Any, half: Any) -> Any:
+@emits(numba.types.float32, numba.types.uint16)
+def _extended(builder: Any, half: Any) -> Any:
     """The bits of a float16, as float32."""
-
-    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        return builder.fpext(builder.bitcast(values[0], ir.HalfType()), ir.FloatType())
-
-    return numba.types.float32(numba.types.uint16), code
+    return builder.fpext(builder.bitcast(half, ir.HalfType()), ir.FloatType())
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def _truncated(_: Any, x: Any) -> Any:
+@emits(numba.types.uint16, numba.types.float32)
+def _truncated(builder: Any, x: Any) -> Any:
     """The bits of a float32, rounded to float16."""
-
-    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        return builder.bitcast(builder.fptrunc(values[0], ir.HalfType()), ir.IntType(16))
-
-    return numba.types.uint16(numba.types.float32), code
+    return builder.bitcast(builder.fptrunc(x, ir.HalfType()), ir.IntType(16))
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def square_root(_: Any, x: Any) -> Any:
+@emits(numba.types.float64, numba.types.float64)
+def square_root(builder: Any, x: Any) -> Any:
     """The square root of a float64; NumPy's would call the C library."""
-
-    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        double = ir.DoubleType()
-        function = builder.module.declare_intrinsic("llvm.sqrt", [double])
-        return builder.call(function, [values[0]])
-
-    return numba.types.float64(numba.types.float64), code
+    return builder.call(builder.module.declare_intrinsic("llvm.sqrt", [ir.DoubleType()]), [x])
 
 
 @inner

@@ -12,7 +12,8 @@ from typing import Any
 import numba
 from llvmlite import ir
 from numba.core import cgutils
-from numba.extending import intrinsic
+
+from .codegen import emits
 
 UNIT = 32
 """The number of elements in a unit."""
@@ -34,135 +35,90 @@ _PACKED, _HALF_INTS, _PAIRS = (ir.VectorType(element, UNIT // 2) for element in 
 _VOID, _INT64, _FLOAT32 = numba.types.void, numba.types.int64, numba.types.float32
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def rotate_unit(_: Any, source: Any, target: Any, rotate: Any, factor: Any, block: Any, largest: Any) -> Any:
+@emits(_VOID, _INT64, _INT64, _INT64, _FLOAT32, _INT64, _INT64)
+def rotate_unit(
+    builder: Any, source: Any, target: Any, rotate: Any, factor: Any, block: Any, largest: Any
+) -> None:
     """target <- H D (source * factor), for groups of at most 32; then do as `find_largest` does."""
-
-    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        source, target, rotate, factor, block, largest = values
-        factors, zeros = _splat(builder, factor), _constant(_FLOATS, [0.0] * UNIT)
-        factors = builder.select(_negative_in(builder, rotate), builder.fsub(zeros, factors), factors)
-        x = _rotated(builder, builder.fmul(_read(builder, source, _FLOATS), factors), rotate)
-        _write(builder, x, target)
-        _write_largest(builder, x, block, largest)
-
-    return _VOID(_INT64, _INT64, _INT64, _FLOAT32, _INT64, _INT64), code
+    factors, zeros = _splat(builder, factor), _constant(_FLOATS, [0.0] * UNIT)
+    factors = builder.select(_negative_in(builder, rotate), builder.fsub(zeros, factors), factors)
+    x = _rotated(builder, builder.fmul(_read(builder, source, _FLOATS), factors), rotate)
+    _write(builder, x, target)
+    _write_largest(builder, x, block, largest)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def add_and_subtract_units(_: Any, a: Any, b: Any) -> Any:
+@emits(_VOID, _INT64, _INT64)
+def add_and_subtract_units(builder: Any, a: Any, b: Any) -> None:
     """(a, b) <- (a + b, a - b)."""
-
-    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        a, b = (_read(builder, value, _FLOATS) for value in values)
-        _write(builder, builder.fadd(a, b), values[0])
-        _write(builder, builder.fsub(a, b), values[1])
-
-    return _VOID(_INT64, _INT64), code
+    x, y = (_read(builder, value, _FLOATS) for value in (a, b))
+    _write(builder, builder.fadd(x, y), a)
+    _write(builder, builder.fsub(x, y), b)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def find_largest(_: Any, x: Any, block: Any, target: Any) -> Any:
+@emits(_VOID, _INT64, _INT64, _INT64)
+def find_largest(builder: Any, x: Any, block: Any, target: Any) -> None:
     """target <- the bits of the largest magnitude, or of a NaN; for shorter blocks, for each 8 elements."""
-
-    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        x, block, target = values
-        _write_largest(builder, _read(builder, x, _FLOATS), block, target)
-
-    return _VOID(_INT64, _INT64, _INT64), code
+    _write_largest(builder, _read(builder, x, _FLOATS), block, target)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def quantize_unit(_: Any, x: Any, factors: Any, block: Any, codes: Any) -> Any:
+@emits(_VOID, _INT64, _INT64, _INT64, _INT64)
+def quantize_unit(builder: Any, x: Any, factors: Any, block: Any, codes: Any) -> None:
     """codes <- rint(x * factors), two a byte, with a factor for each block; the levels are from -7 to 7."""
-
-    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        x, factors, block, codes = values
-        levels = builder.fmul(_read(builder, x, _FLOATS), _of_blocks(builder, factors, block))
-        _write_codes(builder, levels, codes)
-
-    return _VOID(_INT64, _INT64, _INT64, _INT64), code
+    levels = builder.fmul(_read(builder, x, _FLOATS), _of_blocks(builder, factors, block))
+    _write_codes(builder, levels, codes)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def quantize_sum(_: Any, x: Any, factors: Any, block: Any, codes: Any) -> Any:
+@emits(_VOID, _INT64, _INT64, _INT64, _INT64)
+def quantize_sum(builder: Any, x: Any, factors: Any, block: Any, codes: Any) -> None:
     """codes <- clip(rint(x * factors), -7, 7), as `quantize_unit`, also of infinities."""
-
-    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        x, factors, block, codes = values
-        levels = builder.fmul(_read(builder, x, _FLOATS), _of_blocks(builder, factors, block))
-        _write_codes(builder, _clipped(builder, levels, _constant(_FLOATS, [7.0] * UNIT)), codes)
-
-    return _VOID(_INT64, _INT64, _INT64, _INT64), code
+    levels = builder.fmul(_read(builder, x, _FLOATS), _of_blocks(builder, factors, block))
+    _write_codes(builder, _clipped(builder, levels, _constant(_FLOATS, [7.0] * UNIT)), codes)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def quantize_unit_at_random(_: Any, x: Any, factors: Any, block: Any, numbers: Any, codes: Any) -> Any:
+@emits(_VOID, _INT64, _INT64, _INT64, _INT64, _INT64)
+def quantize_unit_at_random(builder: Any, x: Any, factors: Any, block: Any, numbers: Any, codes: Any) -> None:
     """codes <- clip(floor(x * factors + numbers), -7, 7), as `quantize_sum`."""
-
-    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        x, factors, block, numbers, codes = values
-        levels = builder.fmul(_read(builder, x, _FLOATS), _of_blocks(builder, factors, block))
-        levels = builder.fadd(levels, _read(builder, numbers, _FLOATS))
-        levels = _call(builder, f"llvm.floor.v{UNIT}f32", _FLOATS, levels)
-        _write_codes(builder, _clipped(builder, levels, _constant(_FLOATS, [7.0] * UNIT)), codes)
-
-    return _VOID(_INT64, _INT64, _INT64, _INT64, _INT64), code
+    levels = builder.fmul(_read(builder, x, _FLOATS), _of_blocks(builder, factors, block))
+    levels = builder.fadd(levels, _read(builder, numbers, _FLOATS))
+    levels = _call(builder, f"llvm.floor.v{UNIT}f32", _FLOATS, levels)
+    _write_codes(builder, _clipped(builder, levels, _constant(_FLOATS, [7.0] * UNIT)), codes)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def add_codes(_: Any, codes: Any, factors: Any, block: Any, total: Any) -> Any:
+@emits(_VOID, _INT64, _INT64, _INT64, _INT64)
+def add_codes(builder: Any, codes: Any, factors: Any, block: Any, total: Any) -> None:
     """total <- total + codes * factors, with a factor for each block."""
-
-    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        codes, factors, block, total = values
-        terms = builder.sitofp(_read_codes(builder, codes), _FLOATS)
-        terms = builder.fmul(terms, _of_blocks(builder, factors, block))
-        _write(builder, builder.fadd(_read(builder, total, _FLOATS), terms), total)
-
-    return _VOID(_INT64, _INT64, _INT64, _INT64), code
+    terms = builder.sitofp(_read_codes(builder, codes), _FLOATS)
+    terms = builder.fmul(terms, _of_blocks(builder, factors, block))
+    _write(builder, builder.fadd(_read(builder, total, _FLOATS), terms), total)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def decode_unit(_: Any, codes: Any, factors: Any, block: Any, rotate: Any, largest: Any, target: Any) -> Any:
+@emits(_VOID, _INT64, _INT64, _INT64, _INT64, _FLOAT32, _INT64)
+def decode_unit(
+    builder: Any, codes: Any, factors: Any, block: Any, rotate: Any, largest: Any, target: Any
+) -> None:
     """target <- D H codes * factors, kept between -largest and largest; NaN stays."""
-
-    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        codes, factors, block, rotate, largest, target = values
-        x = _rotated_codes(builder, _read_codes(builder, codes), rotate)
-        negated = builder.sub(_constant(_SHORTS, [0] * UNIT), x)
-        x = builder.sitofp(builder.select(_negative_in(builder, rotate), negated, x), _FLOATS)
-        x = builder.fmul(x, _of_blocks(builder, factors, block))
-        _write(builder, _clipped(builder, x, _splat(builder, largest)), target)
-
-    return _VOID(_INT64, _INT64, _INT64, _INT64, _FLOAT32, _INT64), code
+    x = _rotated_codes(builder, _read_codes(builder, codes), rotate)
+    negated = builder.sub(_constant(_SHORTS, [0] * UNIT), x)
+    x = builder.sitofp(builder.select(_negative_in(builder, rotate), negated, x), _FLOATS)
+    x = builder.fmul(x, _of_blocks(builder, factors, block))
+    _write(builder, _clipped(builder, x, _splat(builder, largest)), target)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def unpack_unit(_: Any, codes: Any, rotate: Any, target: Any) -> Any:
+@emits(_VOID, _INT64, _INT64, _INT64)
+def unpack_unit(builder: Any, codes: Any, rotate: Any, target: Any) -> None:
     """target <- H codes."""
-
-    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        codes, rotate, target = values
-        x = _rotated_codes(builder, _read_codes(builder, codes), rotate)
-        _write(builder, builder.sitofp(x, _FLOATS), target)
-
-    return _VOID(_INT64, _INT64, _INT64), code
+    x = _rotated_codes(builder, _read_codes(builder, codes), rotate)
+    _write(builder, builder.sitofp(x, _FLOATS), target)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def scale_unit(_: Any, x: Any, factor: Any, largest: Any, target: Any) -> Any:
+@emits(_VOID, _INT64, _FLOAT32, _FLOAT32, _INT64)
+def scale_unit(builder: Any, x: Any, factor: Any, largest: Any, target: Any) -> None:
     """target <- D x * factor, kept between -largest and largest; NaN stays."""
-
-    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        x, factor, largest, target = values
-        x = _read(builder, x, _FLOATS)
-        negated = builder.fsub(_constant(_FLOATS, [0.0] * UNIT), x)  # 0 stays 0
-        x = builder.select(_negative(), negated, x)
-        product = builder.fmul(x, _splat(builder, factor))
-        _write(builder, _clipped(builder, product, _splat(builder, largest)), target)
-
-    return _VOID(_INT64, _FLOAT32, _FLOAT32, _INT64), code
+    x = _read(builder, x, _FLOATS)
+    negated = builder.fsub(_constant(_FLOATS, [0.0] * UNIT), x)  # 0 stays 0
+    x = builder.select(_negative(), negated, x)
+    product = builder.fmul(x, _splat(builder, factor))
+    _write(builder, _clipped(builder, product, _splat(builder, largest)), target)
 
 
 def _in_stages(builder: Any, x: Any, size: Any, stage: Callable[[Any, int], Any]) -> Any:
