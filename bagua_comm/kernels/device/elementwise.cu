@@ -7,48 +7,33 @@
 
 constexpr int width = access_bytes / sizeof(element);
 
-// One array of a formula: where it is, and this thread's part of it.
-struct In {
-    const element* x;
+// One array of a formula: where it is, and this thread's part of it. It is read first, written last, or both.
+template <bool reads, class Pointer>
+struct Operand {
+    Pointer x;
     wide values[width];
 
     __device__ void read(int64 at, int64 number) {
-        element raw[width];
-        load(x + at, number, raw);
+        if constexpr (reads) {
+            element raw[width];
+            load(x + at, number, raw);
 #pragma unroll
-        for (int i = 0; i < width; ++i) values[i] = widen(raw[i]);
-    }
-    __device__ void write(int64, int64) const {}
-};
-
-struct Out {
-    element* x;
-    wide values[width];
-
-    __device__ void read(int64, int64) {}
-    __device__ void write(int64 at, int64 number) const {
-        element raw[width];
-#pragma unroll
-        for (int i = 0; i < width; ++i) raw[i] = narrow<element>(values[i]);
-        store(x + at, number, raw);
-    }
-};
-
-struct InOut {
-    element* x;
-    wide values[width];
-
-    __device__ void read(int64 at, int64 number) {
-        In in{x};
-        in.read(at, number);
-        memcpy(values, in.values, sizeof(values));
+            for (int i = 0; i < width; ++i) values[i] = widen(raw[i]);
+        }
     }
     __device__ void write(int64 at, int64 number) const {
-        Out out{x};
-        memcpy(out.values, values, sizeof(values));
-        out.write(at, number);
+        if constexpr (is_same<Pointer, element*>) {
+            element raw[width];
+#pragma unroll
+            for (int i = 0; i < width; ++i) raw[i] = narrow<element>(values[i]);
+            store(x + at, number, raw);
+        }
     }
 };
+
+using In = Operand<true, const element*>;
+using Out = Operand<false, element*>;
+using InOut = Operand<true, element*>;
 
 template <class Formula, class... Arrays>
 __device__ void each(int64 count, Formula formula, Arrays... arrays) {

@@ -37,9 +37,7 @@ using word = form::word;
 using field_type = form::field;
 using total_type = form::total;
 
-constexpr int lanes = 32;
 constexpr int64 not_finite = 2 * form::offset + 3;
-constexpr uint32 all_lanes = 0xffffffff;
 
 // Call `work(block)` for each block of this warp.
 template <class Work>
@@ -71,7 +69,7 @@ extern "C" __global__ void exponents(const element* x, const int64* bounds, fiel
         word most = 0;
         for (int64 i = bounds[block] + threadIdx.x; i < bounds[block + 1]; i += lanes)
             most = max(most, word(form::bits(widen(x[i])) & (~word(0) >> 1)));
-        for (int distance = lanes / 2; distance > 0; distance /= 2)
+        for (int distance = warp / 2; distance > 0; distance /= 2)
             most = max(most, __shfl_xor_sync(all_lanes, most, distance));
         if (threadIdx.x == 0) fields[block] = field_type(max(word(fields[block]), most >> (form::digits - 1)));
     });

@@ -15,7 +15,6 @@
 
 #include "numbers.cuh"
 
-constexpr int warp = 32;
 constexpr int group = 32;             // elements of a block that a thread has
 constexpr int warps = 4;              // of a CTA: _WARPS of int4.py
 constexpr int largest_cta = 512;      // of the other kernels
@@ -32,10 +31,6 @@ struct Layout {                        // as in int4.py
     int64 mask;                        // 15: a constant would be loaded again for each code
 };
 static_assert(sizeof(Layout) == 64);
-
-__device__ bool fit_words(const uint8* wire, const Layout& layout) {
-    return aligned<access_bytes>(wire + layout.start) && layout.stride % access_bytes == 0;
-}
 
 
 // ---- Rounding ----
@@ -160,14 +155,8 @@ __device__ void write_scale(uint8* row, int64 block, const Scale& scale) {
     reinterpret_cast<uint16*>(row)[block] = uint16(scale.bits);
 }
 
-// Zero the bytes that hold neither scales nor codes.
 __device__ void clear_padding(const Layout& layout, uint8* wire) {
-    if (blockIdx.x == 0 && threadIdx.y == 0)
-        for (int64 row = blockIdx.y; row < layout.rows; row += gridDim.y) {
-            uint8* at = wire + row * layout.stride;
-            clear(at, 2 * layout.blocks, layout.start);
-            clear(at, layout.start + layout.blocks * (layout.block / 2), layout.stride);
-        }
+    clear_padding(layout, wire, 2 * layout.blocks, layout.blocks * (layout.block / 2));
 }
 
 
@@ -304,11 +293,6 @@ struct Tile {
             memcpy(&words[place(threadIdx.x, j)], raw, access_bytes);
         }
     }
-};
-
-template <bool what>
-struct Bool {
-    static constexpr bool value = what;
 };
 
 // Call `visit(row, block, whole)` for the block of this thread, and of all threads of its warp at the same time; blocks

@@ -10,7 +10,7 @@ import numpy as np
 from ...arrays import Array, DType, dtype_name
 from ...execution.recording import current
 from ..host import Draws
-from .launches import LARGEST_CTA, WARP, grid_of, launch
+from .launches import LARGEST_CTA, WARP, grid_of, launch, struct
 
 _GROUP, _WARPS = 32, 4
 """Elements of a block that a thread keeps in registers, and warps in a CTA of such threads."""
@@ -18,9 +18,7 @@ _GROUP, _WARPS = 32, 4
 _TILE = 4096
 """Elements of a CTA of the kernels for blocks of any size."""
 
-_LAYOUT = np.dtype(
-    [(name, np.int64) for name in ("rows", "count", "block", "blocks", "rotate", "start", "stride", "mask")]
-)
+_layout = struct("rows", "count", "block", "blocks", "rotate", "start", "stride", "mask")
 """The struct `Layout` of int4.cu."""
 
 
@@ -34,19 +32,19 @@ class Partition(NamedTuple):
     cta: tuple[int, int]
 
     layout: np.ndarray[Any, Any]
-    """The bytes of a `_LAYOUT`; see `minmax.Partition`."""
+    """The struct `Layout`."""
 
 
 @functools.lru_cache(maxsize=1024)
 def partition_of(rows: int, count: int, block: int, rotate: int, start: int, stride: int) -> Partition:
     """How int4.cu divides `rows` of `count` elements; a `rotate` of 0 stands for sums, which need no rotation."""
     blocks = -(-count // block)
-    layout = np.array([(rows, count, block, blocks, rotate, start, stride, 15)], _LAYOUT)
+    layout = _layout(rows, count, block, blocks, rotate, start, stride, 15)
     if block == _GROUP and rotate in (0, _GROUP):
         suffix, ctas, cta = "", -(-blocks // (WARP * _WARPS)), (WARP, _WARPS)  # a thread a block
     else:
         suffix, ctas, cta = "_any", -(-blocks * block // _TILE), (LARGEST_CTA, 1)
-    return Partition(suffix, grid_of(ctas, rows), cta, layout.view(np.dtype(f"V{_LAYOUT.itemsize}")))
+    return Partition(suffix, grid_of(ctas, rows), cta, layout)
 
 
 def int4_encode(

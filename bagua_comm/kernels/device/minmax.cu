@@ -26,9 +26,7 @@
 
 constexpr int held = 16;
 constexpr float32 levels = 255;
-constexpr int warp = 32;
 constexpr int usual_cta = 256, largest_cta = 512;  // THREADS and LARGEST_CTA of launches.py
-constexpr uint32 all_lanes = 0xffffffff;
 
 struct Layout {                        // as in minmax.py
     int64 rows, count, block, blocks;  // blocks of `block` elements, `count` elements in a row
@@ -50,11 +48,6 @@ struct Segment {
 
 // Where slot `slot` of this thread begins in its segment.
 __device__ int place(int slot, int width) { return (slot * int(blockDim.x) + int(threadIdx.x)) * width; }
-
-// Whether the codes of whole segments lie at addresses that 16-byte words fit.
-__device__ bool fit_words(const uint8* wire, const Layout& layout) {
-    return aligned<access_bytes>(wire + layout.start) && layout.stride % access_bytes == 0;
-}
 
 
 // ---- Codes in registers, four in a word: else the compiler would give each code a register ----
@@ -374,11 +367,6 @@ struct Encoder {
     }
 };
 
-template <bool what>
-struct Bool {
-    static constexpr bool value = what;
-};
-
 // Call `visit(segment, whole)` for all segments of this CTA's teams. All threads make the same number of calls, since a
 // team may need the others of its warp; a team without a segment gets an empty one, numbered -1. If a block has several
 // segments, a team is a whole CTA, and has one segment.
@@ -414,14 +402,8 @@ __device__ void each_segment(const Layout& layout, bool fit_words, Visit visit) 
         }
 }
 
-// Zero the bytes that hold neither header nor codes.
 __device__ void clear_padding(const Layout& layout, uint8* wire) {
-    if (blockIdx.x == 0 && threadIdx.y == 0)
-        for (int64 row = blockIdx.y; row < layout.rows; row += gridDim.y) {
-            uint8* at = wire + row * layout.stride;
-            clear(at, layout.blocks * 2 * sizeof(element), layout.start);
-            clear(at, layout.start + layout.count, layout.stride);
-        }
+    clear_padding(layout, wire, layout.blocks * 2 * sizeof(element), layout.count);
 }
 
 template <class Source>

@@ -9,18 +9,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...arrays import Array, DType, dtype_name
-from .launches import LARGEST_CTA, THREADS, WARP, between_kernels, grid_of, launch
+from .launches import LARGEST_CTA, THREADS, WARP, between_kernels, grid_of, launch, struct
 
 _HELD = 16
 """The number of elements that a thread of minmax.cu keeps in registers."""
 
-_LAYOUT = np.dtype(
-    [
-        (name, np.int64)
-        for name in ("rows", "count", "block", "blocks", "segments", "all_segments", "start", "stride")
-    ]
-    + [("eps", np.float32)],
-    align=True,
+_layout = struct(
+    *("rows", "count", "block", "blocks", "segments", "all_segments", "start", "stride"), floats=("eps",)
 )
 """The struct `Layout` of minmax.cu."""
 
@@ -39,13 +34,12 @@ class Partition(NamedTuple):
     """The number of ranges of segments in all."""
 
     layout: np.ndarray[Any, Any]
-    """The bytes of a `_LAYOUT`, passed to a kernel by value: one argument instead of nine. As an array of one
-    element without fields: for a dtype with fields, each launch would take 10 us more."""
+    """The struct `Layout`."""
 
 
 @functools.lru_cache(maxsize=1024)
 def partition_of(rows: int, count: int, block: int, start: int, stride: int, eps: float) -> Partition:
-    """How minmax.cu divides `rows` of `count` elements; for the other arguments, see `_LAYOUT`."""
+    """How minmax.cu divides `rows` of `count` elements; for the other arguments, see the struct `Layout`."""
     block = min(block, count)
     blocks, threads = -(-count // block), -(-block // _HELD)
     team = min(1 << (threads - 1).bit_length(), LARGEST_CTA)
@@ -53,8 +47,7 @@ def partition_of(rows: int, count: int, block: int, start: int, stride: int, eps
     teams = THREADS // team if team <= WARP else 1
     ctas = -(-blocks * segments // teams)
     values = rows, count, block, blocks, segments, blocks * segments, start, stride, eps
-    layout = np.array([values], _LAYOUT).view(np.dtype(f"V{_LAYOUT.itemsize}"))
-    return Partition(grid_of(ctas, rows), (team, teams), segments, rows * blocks * segments, layout)
+    return Partition(grid_of(ctas, rows), (team, teams), segments, rows * blocks * segments, _layout(*values))
 
 
 def minmax_encode(chunks: Array, wire: Array, start: int, block: int, eps: float) -> None:

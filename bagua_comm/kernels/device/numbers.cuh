@@ -27,6 +27,8 @@ struct bfloat16 {
 using element = ELEMENT;
 
 constexpr uint32 canonical_nan = 0x7fc00000;
+constexpr int warp = 32;
+constexpr uint32 all_lanes = 0xffffffff;
 
 #ifdef __CUDACC__
 __device__ inline float32 half_to_float(uint16 bits) {
@@ -54,6 +56,11 @@ template <class T, class U>
 constexpr bool is_same = false;
 template <class T>
 constexpr bool is_same<T, T> = true;
+
+template <bool what>
+struct Bool {
+    static constexpr bool value = what;
+};
 
 
 // ---- Conversions. Types narrower than 32 bits are computed in float32 and rounded once, half to even. ----
@@ -204,4 +211,21 @@ __device__ inline void store(T* to, int64 valid, const T (&from)[count]) {
 // Zero the bytes from `begin` to `end` of a row, with all threads of one threadIdx.y.
 __device__ inline void clear(uint8* row, int64 begin, int64 end) {
     for (int64 i = begin + threadIdx.x; i < end; i += blockDim.x) row[i] = 0;
+}
+
+// Whether the codes of whole blocks lie at addresses that 16-byte words fit.
+template <class Layout>
+__device__ bool fit_words(const uint8* wire, const Layout& layout) {
+    return aligned<access_bytes>(wire + layout.start) && layout.stride % access_bytes == 0;
+}
+
+// Zero the bytes of rows that hold neither header nor codes; both have so many bytes.
+template <class Layout>
+__device__ void clear_padding(const Layout& layout, uint8* wire, int64 header, int64 codes) {
+    if (blockIdx.x == 0 && threadIdx.y == 0)
+        for (int64 row = blockIdx.y; row < layout.rows; row += gridDim.y) {
+            uint8* at = wire + row * layout.stride;
+            clear(at, header, layout.start);
+            clear(at, layout.start + codes, layout.stride);
+        }
 }

@@ -13,8 +13,6 @@
 
 #include "numbers.cuh"
 
-constexpr int warp = 32;
-constexpr uint32 all_lanes = 0xffffffff;
 constexpr int held = 16;  // elements of a thread: _HELD of top_k.py
 constexpr int largest_chunk = 4096, largest_cta = largest_chunk / held;
 constexpr int warps = 4;  // of a CTA of the other kernels: _WARPS of top_k.py

@@ -9,17 +9,12 @@ import numpy as np
 
 from ...arrays import Array, DType, dtype_name
 from ..host import TopKLayout, top_k_layout
-from .launches import WARP, between_kernels, grid_of, launch
+from .launches import WARP, between_kernels, grid_of, launch, struct
 
 _HELD, _WARPS, _CODES = 16, 4, 4
 """Elements of a chunk that a thread keeps in registers; warps in a CTA of the kernels that do not; codes."""
 
-_LAYOUT = np.dtype(
-    [
-        (name, np.int64)
-        for name in ("count", "chunk", "keep", "bits", "chunks", "entries", "values", "indices", "nbytes")
-    ]
-)
+_layout = struct("count", "chunk", "keep", "bits", "chunks", "entries", "values", "indices", "nbytes")
 """The struct `Layout` of top_k.cu."""
 
 _SUMS = 7
@@ -38,7 +33,7 @@ class Partition(NamedTuple):
     by_thread: tuple[tuple[int, int], tuple[int, int]]
 
     layout: np.ndarray[Any, Any]
-    """The bytes of a `_LAYOUT`; see `minmax.Partition`."""
+    """The struct `Layout`."""
 
 
 @functools.lru_cache(maxsize=1024)
@@ -46,11 +41,10 @@ def partition_of(count: int, chunk: int, keep: int, bits: int) -> Partition:
     """How top_k.cu divides an array of `count` elements."""
     wire = top_k_layout(count, chunk, keep, bits)
     values = count, chunk, keep, bits, wire.chunks, wire.entries, wire.values, wire.indices, wire.nbytes
-    layout = np.array([values], _LAYOUT).view(np.dtype(f"V{_LAYOUT.itemsize}"))
     threads = -(-chunk // (_HELD * WARP)) * WARP
     ctas = (grid_of(-(-wire.chunks // each)) for each in (1, _WARPS, _WARPS * WARP))
     by_cta, by_warp, by_thread = zip(ctas, ((threads, 1), (WARP, _WARPS), (WARP, _WARPS)), strict=True)
-    return Partition(wire, by_cta, by_warp, by_thread, layout)
+    return Partition(wire, by_cta, by_warp, by_thread, _layout(*values))
 
 
 def top_k_encode(x: Array, wire: Array, chunk: int, keep: int, bits: int) -> None:
