@@ -12,7 +12,6 @@ their own.
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import is_
 from typing import Any
@@ -28,7 +27,7 @@ from bagua_comm.errors import warn
 from ..tensors.flats import Flat, begin_of, joined_view
 from .elementwise import bare, check_group, same_rest, step_of
 from .flat_group import FlatGroup
-from .layout import addresses_of, check_parameters, contiguous_runs, split_flat
+from .layout import addresses_of, check_parameters, contiguous_runs, divided, split_flat
 
 _SLOWER_THAN_FUSED, _SLOWER_THAN_PLAIN = (64, 128, 1024), (1024, 4096, 32768)
 """Elements of a parameter, on average, from which PyTorch's `fused=True`, or the class as it is, steps faster
@@ -301,7 +300,7 @@ class FusedOptimizer(Optimizer):
                 self._make_group(part)
                 for parameters in by_type.values()
                 for run in contiguous_runs(parameters, self._storages)
-                for part in self._split(run)
+                for part in divided(run, self._step_together)
             ]
             self._flat_groups.append(flat_groups)
             inner.param_groups.append({"params": [flat_group.flat for flat_group in flat_groups]})
@@ -310,17 +309,8 @@ class FusedOptimizer(Optimizer):
         parameters = [p for group in self.param_groups for p in group["params"]]
         self._known = self.state, list(map(id, parameters)), addresses_of(parameters)
 
-    def _split(self, run: Sequence[Tensor]) -> list[list[Tensor]]:
-        """Divide a run where the states differ in values that exist once for each tensor."""
-        parts = [[run[0]]]
-        for before, p in itertools.pairwise(run):
-            if self._step_together(before, p):
-                parts[-1].append(p)
-            else:
-                parts.append([p])
-        return parts
-
     def _step_together(self, before: Tensor, p: Tensor) -> bool:
+        """Whether two neighbours have equal values of states that exist once for each tensor."""
         return same_rest(self._rest(before), self._rest(p))
 
     def _drop(self, flat_groups: Sequence[FlatGroup]) -> None:
@@ -405,12 +395,7 @@ class FusedOptimizer(Optimizer):
 
     def _split_group(self, flat_group: FlatGroup, missing: Sequence[bool]) -> list[FlatGroup]:
         """Divide a group into groups of neighbours that all have a gradient, or all have none."""
-        pieces = [[0]]
-        for i in range(1, len(missing)):
-            if missing[i] == missing[i - 1]:
-                pieces[-1].append(i)
-            else:
-                pieces.append([i])
+        pieces = divided(range(len(missing)), lambda before, i: missing[before] == missing[i])
         self._inner.state.pop(flat_group.flat, None)
         self._drop([flat_group])
         made = []

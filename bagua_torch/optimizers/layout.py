@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from bagua_comm import UnsupportedError
 
 from ..tensors.flats import Flat, Layout, begin_of, is_dense, joined_view, room_of, shares_storage, views
+
+T = TypeVar("T")
 
 
 def check_parameters(groups: Iterable[Mapping[str, Any]]) -> None:
@@ -75,12 +77,18 @@ def contiguous_runs(parameters: Sequence[Tensor], storages: dict[int, Flat]) -> 
 def linked_runs(parameters: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     """Sort parameters by the addresses of `tensors`, one for each, and divide them where those have gaps."""
     pairs = sorted(zip(tensors, parameters, strict=True), key=lambda pair: pair[0].data_ptr())
-    runs: list[list[Tensor]] = []
-    for i, (tensor, p) in enumerate(pairs):
-        if i and joined_view([pairs[i - 1][0], tensor], [pairs[i - 1][1], p]) is not None:
-            runs[-1].append(p)
+    runs = divided(pairs, lambda a, b: joined_view([a[0], b[0]], [a[1], b[1]]) is not None)
+    return [[p for _, p in run] for run in runs]
+
+
+def divided(items: Iterable[T], together: Callable[[T, T], bool]) -> list[list[T]]:
+    """Divide items into runs of neighbours of which each is `together` with the one before."""
+    runs: list[list[T]] = []
+    for item in items:
+        if runs and together(runs[-1][-1], item):
+            runs[-1].append(item)
         else:
-            runs.append([p])
+            runs.append([item])
     return runs
 
 
