@@ -397,7 +397,8 @@ def check_algorithm_argument(owner: str, name: str, value: object) -> None:
         hint = _how_to_make_an_algorithm(value)
         raise ArrayError(f"{owner}: {name} is {value!r}, expected an algorithm such as ByteGrad(){hint}")
     missing = [each for each in ("payload", "window") if not hasattr(value, each)]
-    missing += [each for each in ("init", "exchange") if not value.defines(each)]
+    phases = value.phases
+    missing += [each for each in ("init", "exchange") if not all(phase.defines(each) for phase in phases)]
     kind = type(value).__name__
     if missing:
         raise ArrayError(

@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..arrays import Array
 from ..bucket import Bucket, Plan, TensorSpec
 from ..comm import Communicator
 from ..errors import ArrayError
@@ -20,7 +19,6 @@ from .base import (
     Algorithm,
     Combinator,
     Payload,
-    Pending,
     Rounds,
     State,
     Window,
@@ -117,7 +115,10 @@ class Every(Combinator):
 
 @dataclass(frozen=True)
 class After(Algorithm):
-    """`first` for `steps` steps, then `then`; see `after`."""
+    """`first` for `steps` steps, then `then`; see `after`.
+
+    The engine calls the phases themselves, each with a state of its own.
+    """
 
     steps: int
     first: Algorithm
@@ -157,10 +158,6 @@ class After(Algorithm):
         """See `Algorithm`; that of the first step's algorithm."""
         return self.phase(0).lends
 
-    def lent(self, state: State) -> Array:
-        """See `Algorithm`; that of the first step's algorithm."""
-        return self.phase(0).lent(state)
-
     @property
     def equal_start(self) -> bool:
         """Whether the algorithm of the first step needs equal weights."""
@@ -192,44 +189,6 @@ class After(Algorithm):
         found = (phase.groups(tensors) for phase in self.phases)
         of_phases = ([0] * len(tensors) if each is None else each for each in found)
         return [numbers.setdefault(row, len(numbers)) for row in zip(*of_phases, strict=True)]
-
-    # The engine calls the phases themselves, each with a state of its own.
-
-    def init(self, bucket: Bucket, comm: Communicator) -> State:
-        """See `Algorithm.init`. Collective."""
-        return self.phase(0).init(bucket, comm)
-
-    def pending(self, state: State) -> Pending | None:
-        """See `Algorithm`; that of the first step's algorithm."""
-        return self.phase(0).pending(state)
-
-    def hold(self, bucket: Bucket, state: State) -> None:
-        """Keep an addend of the next exchange, as the phase of this step does."""
-        self.phase(bucket.step).hold(bucket, state)
-
-    def communicates(self, step: int, state: State) -> bool:
-        """Whether the phase of this step communicates."""
-        return self.phase(step).communicates(step if step < self.steps else step - self.steps, state)
-
-    def begin(self, bucket: Bucket, state: State) -> None:
-        """Prepare an exchange, as the phase of this step does."""
-        self.phase(bucket.step).begin(bucket, state)
-
-    def exchange(self, bucket: Bucket, comm: Communicator, state: State) -> None:
-        """See `Algorithm.exchange`. Collective."""
-        self.phase(bucket.step).exchange(bucket, comm, state)
-
-    def skip(self, bucket: Bucket, state: State) -> None:
-        """See `Algorithm.skip`; that of this step's phase."""
-        self.phase(bucket.step).skip(bucket, state)
-
-    def restart(self, bucket: Bucket, state: State) -> None:
-        """Begin anew from the weights, as the phase of this step does."""
-        self.phase(bucket.step).restart(bucket, state)
-
-    def commit(self, bucket: Bucket, state: State) -> None:
-        """Write back, as the phase of this step does."""
-        self.phase(bucket.step).commit(bucket, state)
 
 
 def every(n: int, algorithm: Algorithm) -> Every:

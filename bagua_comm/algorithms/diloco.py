@@ -13,7 +13,7 @@ Source: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Lan
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 from .. import arrays, kernels
 from ..arrays import Array
@@ -26,6 +26,7 @@ from .base import (
     REPLICATED,
     Algorithm,
     Point,
+    State,
     Window,
     check_floating,
     check_integer,
@@ -44,52 +45,68 @@ class Outer:
     """Number of inner steps since the last outer step."""
 
 
-class OuterSettings(Protocol):
-    """The settings that `DiLoCo` and `StreamingDiLoCo` have in common."""
+class OuterAlgorithm(Algorithm):
+    """Local steps, then a step of an outer optimizer: what `DiLoCo` and its relatives have in common."""
+
+    local_steps: int
+    outer_lr: float
+    outer_momentum: float
+    average: Average
+
+    payload = "weight"
+    window: Window = Window(Point.STEP, Point.FORWARD)
+    equal_start: ClassVar[bool] = True  # anchors are the same on all ranks
 
     @property
-    def local_steps(self) -> int:
-        """Number of inner steps between two outer steps."""
+    def mean(self) -> Average:
+        """The average of the changes."""
+        return self.average
 
-    @property
-    def outer_lr(self) -> float:
-        """Learning rate of the outer optimizer."""
+    def __post_init__(self) -> None:
+        owner = type(self).__name__
+        check_integer(owner, "local_steps", self.local_steps, least=1)
+        if not self.outer_lr > 0 or not 0 <= self.outer_momentum < 1:
+            raise ArrayError(
+                f"{owner}: outer_lr is {self.outer_lr} and outer_momentum {self.outer_momentum}, "
+                "expected outer_lr > 0 and 0 <= outer_momentum < 1"
+            )
+        check_average_argument(owner, self.average)
 
-    @property
-    def outer_momentum(self) -> float:
-        """Nesterov momentum of the outer optimizer."""
+    def check(self, dtype: str) -> None:
+        """Supports the floating-point dtypes of the average."""
+        check_floating(self, dtype)
+        check_average(self.mean, dtype)
 
-    @property
-    def average(self) -> Average:
-        """How the changes are averaged."""
+    def communicates(self, step: int, state: State) -> bool:
+        """Whether the next step is an outer one."""
+        return bool((state.steps + 1) % self.local_steps == 0)
 
+    def exchange(self, bucket: Bucket, comm: Communicator, state: State) -> None:
+        """Make an outer step if this is the last of `local_steps` inner steps. Collective."""
+        state.steps = (state.steps + 1) % self.local_steps
+        if not state.steps:
+            self._step_outer(state, mean_change(bucket, comm, state.anchor, state.average))
 
-def check_settings(owner: str, settings: OuterSettings) -> None:
-    """Raise `ArrayError` unless the settings are in range."""
-    check_integer(owner, "local_steps", settings.local_steps, least=1)
-    if not settings.outer_lr > 0 or not 0 <= settings.outer_momentum < 1:
-        raise ArrayError(
-            f"{owner}: outer_lr is {settings.outer_lr} and outer_momentum {settings.outer_momentum}, "
-            "expected outer_lr > 0 and 0 <= outer_momentum < 1"
-        )
-    check_average_argument(owner, settings.average)
+    def commit(self, bucket: Bucket, state: State) -> None:
+        """x <- a, after an outer step."""
+        if not state.steps:
+            bucket.flat[...] = state.anchor
 
+    def _step_outer(self, state: State, delta: Array) -> None:
+        """Step the outer optimizer along the mean change: u and a of the equations above."""
+        lr, mu = self.outer_lr, self.outer_momentum
+        run = kernels.of(delta)
+        run.sgd_step(state.anchor, delta, state.momentum, lr=lr, momentum=mu, weight_decay=0.0, nesterov=True)
 
-def step_outer(settings: OuterSettings, state: Outer, delta: Array) -> None:
-    """Step the outer optimizer along the mean change: u and a of the equations above."""
-    kernels.of(delta).sgd_step(
-        state.anchor,
-        delta,
-        state.momentum,
-        lr=settings.outer_lr,
-        momentum=settings.outer_momentum,
-        weight_decay=0.0,
-        nesterov=True,
-    )
+    def restart(self, bucket: Bucket, state: State) -> None:
+        """a <- x, u <- 0, and no residual."""
+        state.anchor[...] = bucket.flat
+        state.momentum[...] = 0
+        clear_residuals(state.average)
 
 
 @dataclass(frozen=True)
-class DiLoCo(Algorithm):
+class DiLoCo(OuterAlgorithm):
     """Train locally for `local_steps`, then step an outer Nesterov optimizer with the averaged change.
 
     Communicates in one of `local_steps` steps. Weights are equal on all ranks after an outer step, and differ
@@ -112,50 +129,10 @@ class DiLoCo(Algorithm):
     outer_momentum: float = 0.5
     average: Average = field(default_factory=Exact)
 
-    payload = "weight"
-    window = Window(Point.STEP, Point.FORWARD)
-    equal_start: ClassVar[bool] = True  # anchors are the same on all ranks
-
-    def __post_init__(self) -> None:
-        check_settings("DiLoCo", self)
-
-    def check(self, dtype: str) -> None:
-        """Supports the floating-point dtypes of the average."""
-        check_floating(self, dtype)
-        self.average.check(dtype)
-
     def init(self, bucket: Bucket, comm: Communicator) -> Outer:
         """See `Algorithm.init`. Collective."""
         average = bind_average(self.average, comm, bucket)
         return Outer(bucket.flat.copy(), arrays.zeros_like(bucket.flat), average)
-
-    def communicates(self, step: int, state: Outer) -> bool:
-        """Whether the next step is an outer one."""
-        return (state.steps + 1) % self.local_steps == 0
-
-    def exchange(self, bucket: Bucket, comm: Communicator, state: Outer) -> None:
-        """Make an outer step if this is the last of `local_steps` inner steps. Collective."""
-        state.steps = (state.steps + 1) % self.local_steps
-        if state.steps:
-            return
-        delta = mean_change(bucket, comm, state.anchor, state.average)
-        step_outer(self, state, delta)
-
-    def commit(self, bucket: Bucket, state: Outer) -> None:
-        """x <- a, after an outer step."""
-        if not state.steps:
-            bucket.flat[...] = state.anchor
-
-    def restart(self, bucket: Bucket, state: Outer) -> None:
-        """a <- x, u <- 0."""
-        restart_outer(bucket, state)
-
-
-def restart_outer(bucket: Bucket, state: Outer) -> None:
-    """Begin anew from the weights in the bucket: a <- x, u <- 0, and no residual."""
-    state.anchor[...] = bucket.flat
-    state.momentum[...] = 0
-    clear_residuals(state.average)
 
 
 def mean_change(bucket: Bucket, comm: Communicator, anchor: Array, average: InPlace) -> Array:

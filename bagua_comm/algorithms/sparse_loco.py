@@ -14,7 +14,7 @@ Source: Sarfi et al., "Communication Efficient LLM Pre-training with SparseLoCo"
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Literal
 
 from .. import kernels
 from ..arrays import Array
@@ -25,15 +25,8 @@ from ..averages.top_k import check_top_k
 from ..bucket import Bucket
 from ..comm import Communicator
 from ..errors import ArrayError
-from .base import (
-    REPLICATED,
-    Algorithm,
-    Point,
-    Window,
-    check_floating,
-    check_integer,
-)
-from .diloco import mean_change
+from .base import REPLICATED, check_integer
+from .diloco import OuterAlgorithm
 from .residuals import bind_average, clear_residuals
 
 
@@ -48,7 +41,7 @@ class SparseOuter:
 
 
 @dataclass(frozen=True)
-class SparseLoCo(Algorithm):
+class SparseLoCo(OuterAlgorithm):
     """Train locally for `local_steps`, then move by the mean of the largest changes; keep the others for later.
 
     Communicates in one of `local_steps` steps, 112 bytes for 4,096 weights by default, 146 times less than
@@ -77,11 +70,7 @@ class SparseLoCo(Algorithm):
     bits: Literal[2, 16, 32] = 2
     decay: float = 0.95
     outer_lr: float = 1.0
-    average: Average | None = None
-
-    payload = "weight"
-    window = Window(Point.STEP, Point.FORWARD)
-    equal_start: ClassVar[bool] = True  # anchors are the same on all ranks
+    average: Average | None = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         check_integer("SparseLoCo", "local_steps", self.local_steps, least=1)
@@ -108,30 +97,13 @@ class SparseLoCo(Algorithm):
             return self.average
         return ErrorFeedback(TopK(self.chunk, self.keep, self.bits), retain=self.decay)
 
-    def check(self, dtype: str) -> None:
-        """Supports the floating-point dtypes of the average."""
-        check_floating(self, dtype)
-        self.mean.check(dtype)
-
     def init(self, bucket: Bucket, comm: Communicator) -> SparseOuter:
         """See `Algorithm.init`. Collective."""
         return SparseOuter(bucket.flat.copy(), bind_average(self.mean, comm, bucket))
 
-    def communicates(self, step: int, state: SparseOuter) -> bool:
-        """Whether the next step is an outer one."""
-        return (state.steps + 1) % self.local_steps == 0
-
-    def exchange(self, bucket: Bucket, comm: Communicator, state: SparseOuter) -> None:
-        """Make an outer step if this is the last of `local_steps` inner steps. Collective."""
-        state.steps = (state.steps + 1) % self.local_steps
-        if not state.steps:
-            delta = mean_change(bucket, comm, state.anchor, state.average)
-            kernels.of(delta).add_scaled(state.anchor, delta, -self.outer_lr)
-
-    def commit(self, bucket: Bucket, state: SparseOuter) -> None:
-        """x <- a, after an outer step."""
-        if not state.steps:
-            bucket.flat[...] = state.anchor
+    def _step_outer(self, state: SparseOuter, delta: Array) -> None:
+        """Move the anchor along the mean change."""
+        kernels.of(delta).add_scaled(state.anchor, delta, -self.outer_lr)
 
     def restart(self, bucket: Bucket, state: SparseOuter) -> None:
         """a <- x, e <- 0."""

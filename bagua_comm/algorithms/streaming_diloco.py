@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -28,8 +28,8 @@ from ..averages import Average, Exact
 from ..bucket import Bucket, Plan, TensorSpec
 from ..comm import Communicator
 from ..errors import ArrayError, CommMismatch, shown
-from .base import TRANSIENT, Algorithm, Pending, Point, Window, check_floating, check_integer
-from .diloco import Outer, check_settings, restart_outer, step_outer
+from .base import TRANSIENT, Pending, Point, Window, check_integer
+from .diloco import Outer, OuterAlgorithm
 from .residuals import average_in_place, bind_average
 
 
@@ -45,7 +45,7 @@ class OuterFragment(Outer):
 
 
 @dataclass(frozen=True)
-class StreamingDiLoCo(Algorithm):
+class StreamingDiLoCo(OuterAlgorithm):
     """DiLoCo whose outer steps take one part of the model at a time, and communicate while training continues.
 
     The model is divided into fragments. Each makes an outer step every `local_steps` steps, in steps of its own,
@@ -84,11 +84,8 @@ class StreamingDiLoCo(Algorithm):
     outer_momentum: float = 0.9
     average: Average = field(default_factory=Exact)
 
-    payload = "weight"
-    equal_start: ClassVar[bool] = True  # anchors are the same on all ranks
-
     def __post_init__(self) -> None:
-        check_settings("StreamingDiLoCo", self)
+        super().__post_init__()
         if not callable(self.fragments):
             check_integer("StreamingDiLoCo", "fragments", self.fragments, least=1)
         check_integer("StreamingDiLoCo", "delay", self.delay, least=0)
@@ -110,11 +107,6 @@ class StreamingDiLoCo(Algorithm):
     def window(self) -> Window:  # type: ignore[override]
         """From an optimizer step until the forward pass after `delay` further ones."""
         return Window(Point.STEP, Point.FORWARD, self.delay)
-
-    def check(self, dtype: str) -> None:
-        """Supports the floating-point dtypes of the average."""
-        check_floating(self, dtype)
-        self.average.check(dtype)
 
     def check_plan(self, plan: Plan) -> None:
         """Raise `ArrayError` unless each bucket belongs to one fragment, and there are enough of them."""
@@ -166,7 +158,7 @@ class StreamingDiLoCo(Algorithm):
         """Make the outer step of a fragment that is due. Collective."""
         if state.delta is not None:
             average_in_place(state.average, state.delta, bucket)
-            step_outer(self, state, state.delta)
+            self._step_outer(state, state.delta)
 
     def commit(self, bucket: Bucket, state: OuterFragment) -> None:
         """x <- alpha x + (1 - alpha) a, after an outer step."""
@@ -181,7 +173,7 @@ class StreamingDiLoCo(Algorithm):
     def restart(self, bucket: Bucket, state: OuterFragment) -> None:
         """a <- x, u <- 0; no change is under way."""
         state.delta = None
-        restart_outer(bucket, state)
+        super().restart(bucket, state)
 
     def _of_buckets(self, plan: Plan) -> list[int]:
         """The fragment of each bucket.

@@ -67,7 +67,7 @@ __device__ float64 quotient(int64 total, int64 divisor) {
 extern "C" __global__ void exponents(const element* x, const int64* bounds, field_type* fields, int64 blocks) {
     each_block(blocks, [=](int64 block) {
         word most = 0;
-        for (int64 i = bounds[block] + threadIdx.x; i < bounds[block + 1]; i += lanes)
+        for (int64 i = bounds[block] + threadIdx.x; i < bounds[block + 1]; i += warp)
             most = max(most, word(form::bits(widen(x[i])) & (~word(0) >> 1)));
         for (int distance = warp / 2; distance > 0; distance /= 2)
             most = max(most, __shfl_xor_sync(all_lanes, most, distance));
@@ -83,7 +83,7 @@ extern "C" __global__ void add(const element* x, const int64* bounds, const fiel
         // By two factors, because one may overflow. Nothing is rounded but what is far below 1/2.
         int64 half = power >> 1;
         wide left = power_of_2<wide>(half), right = power_of_2<wide>(power - half);
-        for (int64 i = bounds[block] + threadIdx.x; i < bounds[block + 1]; i += lanes) {
+        for (int64 i = bounds[block] + threadIdx.x; i < bounds[block + 1]; i += warp) {
             wide scaled = field == not_finite ? 0 : widen(x[i]) * left * right;
             total_type q = min(max(total_type(rint(scaled)), -limit), limit);
             total[i] = first ? q : total[i] + q;
@@ -98,7 +98,7 @@ extern "C" __global__ void mean(const total_type* total, const int64* bounds, co
         // In float64, because the quotient must be exact enough; 2^power may be no normal number.
         int64 half = power >> 1;
         float64 left = power_of_2<float64>(half), right = power_of_2<float64>(power - half);
-        for (int64 i = bounds[block] + threadIdx.x; i < bounds[block + 1]; i += lanes) {
+        for (int64 i = bounds[block] + threadIdx.x; i < bounds[block + 1]; i += warp) {
             wide value = wide(quotient(total[i], divisor) * left * right);
             out[i] = narrow<element>(field == not_finite ? wide(__uint_as_float(canonical_nan)) : value);
         }
