@@ -123,7 +123,6 @@ _SHARED: dict[str, tuple[Any, ...]] = {
     "makeVDevice": (POINTER(c_int), c_void_p),
 }
 _FINAL: dict[str, tuple[Any, ...]] = {"finalize": (c_void_p,), "setNetAttr": (c_void_p, POINTER(Attributes))}
-_OPTIONAL = {"getDeviceMr", "irecvConsumed", "makeVDevice", "setNetAttr"}
 
 
 @functools.cache

@@ -141,9 +141,8 @@ def test_a_table_lists_its_functions(started):
     plugin, _ = started
     assert plugin.table.name == b"bagua"
     functions = [name for name, _ in plugin.table._fields_[1:]]
-    assert [name for name in functions if not plugin.has(name)] == [
-        name for name in functions if name in binding._OPTIONAL
-    ]
+    optional = {"getDeviceMr", "irecvConsumed", "makeVDevice", "setNetAttr"}
+    assert {name for name in functions if not plugin.has(name)} == optional.intersection(functions)
     assert ctypes.sizeof(plugin.table) == (160 if plugin.version == 10 else 176)
     assert ctypes.sizeof(binding.PROPERTIES[plugin.version]) == {10: 104, 11: 112, 12: 128}[plugin.version]
     seen = set()
