@@ -59,9 +59,6 @@ class Codec(ABC):
 
     A subclass defines `wire_nbytes`, `_encode` and `_decode`; it may define `_combine` and `granule` for
     speed. Collectives call the methods with an underscore, with checked arguments.
-
-    It is a base class, not a Protocol as `Algorithm`, because a subclass inherits the checks of arguments and the
-    default `_combine`.
     """
 
     dtypes: ClassVar[frozenset[str]] = frozenset({"float32", "float16", "bfloat16"})

@@ -111,7 +111,8 @@ def encode_int4(
     counter: int,
 ) -> None:
     """Encode n rows of elements; each begins `apart` elements after the one before."""
-    layout = _wire(element, count, stride, start, block, rotate, random, low, high, counter)
+    key, shift = (np.uint32(low), np.uint32(high)), _logarithm(block)
+    layout = _Wire(element, count, stride, start, block, shift, rotate, random, key[0], key[1], counter)
     memory = _Memory(
         address_of(scratch(_LONGEST)),
         address_of(scratch(_LONGEST)),
@@ -157,7 +158,8 @@ def decode_int4(
     rotate: int,
 ) -> None:
     """Decode n rows; see `encode_int4`."""
-    layout = _wire(element, count, stride, start, block, rotate, 0, 0, 0, 0)
+    nothing, shift = np.uint32(0), _logarithm(block)
+    layout = _Wire(element, count, stride, start, block, shift, rotate, 0, nothing, nothing, 0)
     x, factors = address_of(scratch(_LONGEST)), address_of(scratch(_PARTS))
     spare, length, largest = address_of(scratch(UNIT)), max(block, _STRIP), LARGEST[element]
     for row in range(n):
@@ -201,7 +203,8 @@ def combine_int4(
     counter: int,
 ) -> None:
     """Add n rows of `wires`, and encode the sum."""
-    layout = _wire(FLOAT32, count, stride, start, block, 1, random, low, high, counter)
+    key, shift = (np.uint32(low), np.uint32(high)), _logarithm(block)
+    layout = _Wire(FLOAT32, count, stride, start, block, shift, 1, random, key[0], key[1], counter)
     memory = _Memory(
         address_of(scratch(_LONGEST)),
         address_of(scratch(_LONGEST)),
@@ -223,24 +226,6 @@ def combine_int4(
         _find_largest(layout, memory, end - begin)
         _quantize(layout, memory, begin, end, begin, wire, _NAN_ALONE)
     _clear_padding(layout, wire)
-
-
-@inner
-def _wire(
-    element: int,
-    elements: int,
-    stride: int,
-    start: int,
-    block: int,
-    rotate: int,
-    random: int,
-    low: int,
-    high: int,
-    counter: int,
-) -> Any:
-    shift = _logarithm(block)
-    key = np.uint32(low), np.uint32(high)
-    return _Wire(element, elements, stride, start, block, shift, rotate, random, key[0], key[1], counter)
 
 
 @inner
