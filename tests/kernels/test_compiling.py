@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+from support.children import Forked
 from support.compilers import LIMIT_S, FakeCompiler, has_ended, home_with_kernels, state_of
 from support.waiting import until
 
@@ -161,22 +162,15 @@ def test_one_process_compiles_for_all(folder):
     assert [functions.keys() for functions in used] == [KERNELS.keys()] * 3
 
 
-@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # of Python 3.12, about threads and fork
 def test_a_lock_ends_with_its_block_though_a_child_was_forked_there(tmp_path):
     with locked(tmp_path) as is_mine:
         assert is_mine
         with locked(tmp_path) as is_mine:
             assert not is_mine
-        reading, writing = os.pipe()
-        child = os.fork()
-        if not child:
-            os.close(writing)
-            os._exit(os.read(reading, 1) != b"")
+        child = Forked(signal.pause)
     with locked(tmp_path) as is_mine:
         assert is_mine
-    os.close(writing)
-    assert os.waitpid(child, 0)[1] == 0
-    os.close(reading)
+    assert child.kill() == -signal.SIGKILL
 
 
 def test_where_a_file_system_has_no_locks_each_process_compiles(tmp_path, monkeypatch):
