@@ -75,7 +75,7 @@ class OuterAlgorithm(Algorithm):
     def check(self, dtype: str) -> None:
         """Supports the floating-point dtypes of the average."""
         check_floating(self, dtype)
-        check_average(self.mean, dtype)
+        self.mean.check(dtype)
 
     def communicates(self, step: int, state: State) -> bool:
         """Whether the next step is an outer one."""

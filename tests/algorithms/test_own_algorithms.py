@@ -184,7 +184,7 @@ def test_check_algorithm_refuses_classes_that_are_no_dataclass():
         payload, window = Plain.payload, Plain.window
         init, exchange = Plain.init, Plain.exchange
 
-    with pytest.raises(AssertionError, match="is no frozen dataclass"):
+    with pytest.raises(AssertionError, match="is not a dataclass"):
         check_algorithm(Loose())
 
 
