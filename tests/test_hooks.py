@@ -155,6 +155,21 @@ def test_a_hook_may_make_calls_which_no_hook_sees():
     assert run_ranks(3, body)[2] == ([("allreduce", 1, 3), ("barrier", 3, 3)], 15)
 
 
+def test_a_hook_may_make_calls_after_one_has_failed():
+    def body(comm):
+        totals = []
+
+        def refuse(call):
+            raise ValueError("no")
+
+        comm.on(before=refuse, failed=lambda call: totals.append(comm.allreduce(np.array(1)).item()))
+        with pytest.raises(ValueError, match="no"):
+            comm.barrier()
+        return totals, comm.guard.is_free
+
+    assert run_ranks(3, body) == [([3], True)] * 3
+
+
 @pytest.mark.parametrize("functions", [{}, {"before": 3}])
 def test_a_hook_that_cannot_be_called_is_refused(functions):
     with pytest.raises(ArrayError, match="on: "):

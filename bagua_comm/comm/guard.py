@@ -33,23 +33,23 @@ if hasattr(os, "register_at_fork"):
 class CallGuard:
     """Lets one thread at a time make calls on the transports of a communicator, and numbers the calls.
 
-        with guard.turn(name) as outermost:     # raises if another thread has the turn
+        with guard.lock(name) as outermost:     # raises if another thread holds it
             if outermost:                       # else this call is a part of one that this thread is in
                 guard.begin(name, ...)
             ...
             if outermost:
                 guard.end()
 
-    The turn is a lock of C, which `with` releases wherever a signal handler raises, for instance
-    KeyboardInterrupt. Two threads that begin calls at one moment take turns.
+    It is a lock of C, which `with` releases wherever a signal handler raises, for instance KeyboardInterrupt. Of
+    two threads that begin calls at one moment, one waits for the other.
     """
 
     def __init__(self, transports: Sequence[Transport], *, checked: bool) -> None:
         self._transports, self._checked = transports, checked
         self._process, self._forks = os.getpid(), _forks
         self._lock, self._part = Lock(), nullcontext(False)
-        self._thread = 0
-        """The id of the thread that is in a call; 0 for none."""
+        self.thread = 0
+        """The id of the thread that is in a call, and may make further ones within it; 0 for none."""
         self._begun = False
         """Whether the transports have begun a call and not ended it yet."""
         self._rank = transports[0].rank
@@ -78,7 +78,7 @@ class CallGuard:
         if self.closed or self._forks != _forks:
             raise CommError(f"{name}: {self._why_unusable()}")
 
-    def turn(self, name: str) -> AbstractContextManager[bool]:
+    def lock(self, name: str) -> AbstractContextManager[bool]:
         """What a call holds while it runs. `with` returns whether it is part of no other call.
 
         Raises:
@@ -88,7 +88,7 @@ class CallGuard:
             self.check(name)
         if not self._lock.locked():
             return self._lock
-        if self._thread != get_ident():
+        if self.thread != get_ident():
             raise CommError(
                 f"{name}: another thread is in a call of this communicator; give each thread its own, made by "
                 "dup() on all ranks, or submit the call to a lane()"
@@ -99,10 +99,9 @@ class CallGuard:
         self, name: str, collective: bool, describe: Callable[[], str], timeout_s: float | None = None
     ) -> None:
         """Begin a call, which is part of no other one, on all transports."""
-        self._thread = get_ident()
         if self._begun:
             self.end()  # a signal handler's exception kept the previous call from ending
-        self._begun = True
+        self._begun, self.thread = True, get_ident()
         # `connect(check=True)` compares the whole call before it moves a byte.
         compared = None if self._checked else describe
         for transport in self._transports:
@@ -119,7 +118,7 @@ class CallGuard:
                 transport.cancel_call()
         if self.limit_s is not None:
             self._limit(None)
-        self._begun, self._thread = False, 0
+        self._begun, self.thread = False, 0
 
     def run(
         self, name: str, describe: Callable[[], str], body: Callable[[], R], timeout_s: float | None = None
@@ -127,9 +126,9 @@ class CallGuard:
         """Run the calls of `body` as one call, under its `timeout_s` alone. Returns the result of `body`.
 
         Raises:
-            CommError: See `turn`.
+            CommError: See `lock`.
         """
-        with self.turn(name) as outermost:
+        with self.lock(name) as outermost:
             if not outermost:
                 return body()
             calls = sum(self.calls)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Hashable
+from threading import get_ident
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
@@ -169,7 +170,7 @@ class PreparedCall:
             check_timeout(name, timeout_s, ArrayError)
         observed = comm.hooks.all or comm.check or trace.wanted()
         moving, ranges = False, None
-        with guard.turn(name) as outermost:
+        with guard.lock(name) as outermost:
             sent, start = transport.sent_bytes, time.perf_counter_ns()
             record = [head, 0, comm.context.bucket_step, start, None, None]
             try:
@@ -242,6 +243,7 @@ class PreparedCall:
             self._transport.interrupted(error, (x, target))
         if outermost:
             comm.guard.end(made=moving)
+            comm.guard.thread = get_ident()  # the lock is held: hooks may make calls
         record[flight.END] = end = time.perf_counter_ns()
         if moving:
             counts = {"bytes": self._payload, "wire_bytes": self._transport.sent_bytes - sent}
@@ -254,6 +256,8 @@ class PreparedCall:
         if comm.hooks.all:
             seconds = (end - start) / 1e9
             comm.hooks.call("failed", self._view(comm, record, x, error=error, seconds=seconds))
+        if outermost:
+            comm.guard.thread = 0
         if ranges is not None:
             ranges.close()
 

@@ -82,7 +82,7 @@ def on_another_thread(call):
 
 @pytest.mark.parametrize("known", [False, True], ids=["new", "known"])
 @pytest.mark.parametrize("name", CALLS)
-def test_a_call_that_is_interrupted_anywhere_does_not_keep_its_turn(name, known):
+def test_a_call_that_is_interrupted_anywhere_does_not_keep_the_guard(name, known):
     comm, call = Communicator([LocalTransport()]), CALLS[name]
     tried = 0
 
@@ -178,6 +178,13 @@ def test_a_call_that_was_not_ended_is_ended_by_the_next():
     comm.barrier()
     assert comm.guard.limit_s is None
     assert comm.transports[0].limit_s == fresh.transports[0].limit_s
+
+
+def test_calls_within_the_one_after_a_call_that_was_not_ended_are_allowed():
+    comm = Communicator([LocalTransport()])
+    comm.guard.begin("barrier", True, lambda: "barrier")  # as if both its end and its failure were interrupted
+    assert comm.guard.run("sum", lambda: "sum", lambda: comm.allreduce(X)).tolist() == [1, 1, 1]
+    assert comm.guard.is_free
 
 
 # Notices and records beside calls
