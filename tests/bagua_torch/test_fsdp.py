@@ -2,6 +2,7 @@
 
 import runpy
 import sys
+import weakref
 from types import ModuleType, SimpleNamespace
 from typing import ClassVar
 
@@ -145,6 +146,14 @@ def test_connect_makes_a_group_that_close_destroys():
         pass
     assert dist.is_initialized(), "there was one before"
     dist.destroy_process_group()
+
+
+def test_a_group_that_close_destroys_does_not_live_as_long_as_the_communicator():
+    comm = bagua_torch.connect(process_group=True)
+    group = weakref.ref(dist.group.WORLD)
+    comm.close()
+    assert group() is None
+    comm.close()
 
 
 # The collectives, on ranks that are threads
