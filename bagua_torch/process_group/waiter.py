@@ -42,6 +42,7 @@ def wait_watched(
         check: Called with the peer of an operation; raises RuntimeError if its connection is closed.
     """
     complete, has_ended = 0, False
+    given_up: int | None = None  # the operation whose connection is closed; it may end just then
 
     def wait_for_all() -> None:
         nonlocal complete, has_ended
@@ -53,6 +54,7 @@ def wait_watched(
             has_ended = True
 
     def check_next() -> None:
+        nonlocal given_up
         index = complete
         try:
             if index < len(works):
@@ -60,12 +62,13 @@ def wait_watched(
         except RuntimeError:
             time.sleep(_GRACE_S)
             if complete == index and not has_ended:
+                given_up = index
                 raise
 
     try:
         run_watched(wait_for_all, check_next)
     except RuntimeError as exc:
-        return works[complete][0], exc
+        return works[complete if given_up is None else given_up][0], exc
     return None
 
 

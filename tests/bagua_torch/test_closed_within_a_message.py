@@ -113,3 +113,16 @@ def test_an_operation_that_ends_as_its_connection_closes_is_complete():
 def test_an_operation_that_never_ends_is_left_when_its_connection_closes():
     peer, error = waiter.wait_watched([(4, Work(3.0))], time.monotonic() + 10, closed)
     assert (peer, str(error)) == (4, "the connection to 4 is closed")
+
+
+def test_a_closed_connection_is_that_of_the_operation_even_if_it_ends_just_then(monkeypatch):
+    def ends_just_then(call, check):
+        try:
+            check()
+        except RuntimeError:
+            call()
+            raise
+
+    monkeypatch.setattr(waiter, "run_watched", ends_just_then)
+    peer, error = waiter.wait_watched([(4, Work(0.0)), (5, Work(0.0))], time.monotonic() + 10, closed)
+    assert (peer, str(error)) == (4, "the connection to 4 is closed")
