@@ -193,12 +193,13 @@ class Attachment(Closing):
             given = state.get(section, {})
             for module in {**fitting, **given}:
                 value, wanted = given.get(module, f"no {what}"), fitting.get(module)
-                found = str(value)[:40]
+                found, shape = str(value)[:40], "none" if wanted is None else f"{wanted[1]} of {wanted[0]}"
                 if isinstance(value, torch.Tensor):
                     found = f"a {what} {tuple(value.shape)} of {value.dtype}"
-                    if (value.dtype, value.shape) == wanted and (section == key or value >= 0):
-                        continue
-                shape = "none" if wanted is None else f"{wanted[1]} of {wanted[0]}"
+                    if (value.dtype, value.shape) == wanted:
+                        if section == key or value >= 0:
+                            continue
+                        found, shape = f"a {what} of {value.item()}", "at least 0"
                 return ArrayError(
                     f"{name}: the state has {found} for module {module!r}, expected {shape}; it is of another "
                     "model, of one that was sharded in another way, or of another reduce"

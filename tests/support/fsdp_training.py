@@ -778,6 +778,7 @@ def residuals_in_a_distributed_checkpoint(comm):
                 for wrong, text in [
                     ({}, "has no number of means since the reset for module"),
                     ({"": count.float()}, "means since the reset () of torch.float32 for module '', expected ()"),
+                    ({"": 0 * count - 9}, "since the reset of -9 for module '', expected at least 0"),
                     ({"blocks.9": count}, "for module 'blocks.9', expected none"),
                     ({"": count}, "different numbers of means since the reset"),
                 ]:
