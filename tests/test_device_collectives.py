@@ -275,6 +275,18 @@ def test_shards_in_two_levels_have_the_bits_of_the_host(device, nodes):
         assert found.tobytes() == expected[0].tobytes()
 
 
+def test_shards_of_complex_numbers_are_weighted_by_nodes_on_a_device_too(device):
+    def body(comm):
+        comm._labels = nodes = [0, 1, 1]
+        comm.node, comm.local_rank, comm.local_size = place(comm.rank, nodes)
+        x, shard = up(np.arange(6).astype(np.complex64) * (1 + comm.rank) * 1j), up(np.zeros(2, np.complex64))
+        Hierarchical().bind_shards(comm)(x, shard, "avg")
+        return shard.get().tolist()
+
+    found = run_on_devices(device, 3, "nccl", body)
+    assert np.concatenate(found) == pytest.approx(2j * np.arange(6))
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
 def test_reproducible_shards_have_the_bits_of_the_host(device, dtype):
     tensors = [(7, 33), (100, 3)]

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .. import arrays, kernels
+from .. import arrays
 from ..arrays import Array, LinearOp
 from ..codecs import Codec
 from ..comm import Communicator
@@ -297,16 +297,16 @@ class _ShardsByNode:
         mine = comm.scratch.take("mine", (counts[intra.rank],), x.dtype, like=x)
         codec = codec_for(self.settings.inside, comm, x) if nodes.largest > 1 else None
         reduce_scatter(intra, rows.reshape(-1), mine, op="avg", codec=codec, counts=counts)
-        run, weighted = kernels.of(x), comm.size != nodes.largest * nodes.nodes
+        weighted = comm.size != nodes.largest * nodes.nodes
         if nodes.across:
             # See `Hierarchical`: the mean of node means, weighted by the sizes of the nodes.
             if weighted:
-                run.scale(mine, comm.local_size / nodes.largest)
+                scale(mine, comm.local_size / nodes.largest)
             kept = out if nodes.across[inter.rank] == 1 else mine[: m * nodes.across[inter.rank]]
             kept = self._across(inter, mine, kept, [m * count for count in nodes.across])
             if weighted or op == "sum":
                 factor = nodes.largest * nodes.nodes / comm.size
-                run.scale(kept, factor * (comm.size if op == "sum" else 1))
+                scale(kept, factor * (comm.size if op == "sum" else 1))
             if kept is not out:
                 out[...] = kept[:m]
                 sends = [(r, kept[i * m : (i + 1) * m]) for i, r in enumerate(nodes.peers(intra), 1)]
