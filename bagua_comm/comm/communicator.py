@@ -402,7 +402,6 @@ class Communicator(Collectives, GatherScatter, CoalescedCollectives, ObjectCalls
         with ExitStack() as ends:  # the last transport first: it may use the first one
             if self.at_close is not None:
                 ends.callback(self.at_close)
-                self.at_close = None  # it may hold what it ends
             ends.callback(self.scratch.clear)
             ends.callback(self.call_cache.clear)
             for transport in self.transports:

@@ -254,8 +254,7 @@ class PreparedCall:
         if isinstance(error, CommError) and error.args:
             self._explain(comm, record, error)
         if comm.hooks.all:
-            seconds = (end - start) / 1e9
-            comm.hooks.call("failed", self._view(comm, record, x, error=error, seconds=seconds))
+            comm.hooks.call("failed", self._view(comm, record, x, error=error, seconds=(end - start) / 1e9))
         if outermost:
             comm.guard.thread = 0
         if ranges is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import socket
 import time
+import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -115,7 +116,7 @@ def connect(
     if process_group and not dist.is_initialized():
         init_group(comm, store or serve_store(comm), BACKEND if process_group == BACKEND else None)
     if dist.is_available() and dist.is_initialized() and dist.group.WORLD is not given:
-        comm.at_close = functools.partial(_destroy, dist.group.WORLD)
+        comm.at_close = functools.partial(_destroy, weakref.ref(dist.group.WORLD))
     return comm
 
 
@@ -136,9 +137,9 @@ def _initialize(backend: str, **settings: Any) -> None:
     kept_in_children(dist.group.WORLD)
 
 
-def _destroy(group: Any) -> None:
-    """Destroy the default process group, if it is still this one."""
-    if dist.is_initialized() and dist.group.WORLD is group:
+def _destroy(group: weakref.ref[Any]) -> None:
+    """Destroy the default process group, if it is still this one. A weak reference lets it go then."""
+    if dist.is_initialized() and dist.group.WORLD is group():
         destroy_process_group()
 
 

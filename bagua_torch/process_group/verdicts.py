@@ -10,16 +10,12 @@ from typing import Any
 import numpy as np
 
 from bagua_comm import CommAborted, CommMismatch, CommTimeout, RankFailed
-from bagua_comm.arrays import Array, text_row, texts_of
-from bagua_comm.transports.notices import different_calls
+from bagua_comm.arrays import Array
 
 from .waiter import run_watched
 
 ANSWER_S = 5.0
 """How long the store may take to answer; its process may have been stopped or killed."""
-
-TEXT_BYTES = 256
-"""The size of the description of a call, which ranks exchange when their calls differ."""
 
 _KEY = "verdict"
 
@@ -77,16 +73,6 @@ def of_same_kind(kind: str, text: str, ranks: Iterable[int]) -> SharedError:
     if kind == RankFailed.__name__:
         return RankFailed(text, ranks)
     return {each.__name__: each for each in (CommAborted, CommMismatch, CommTimeout)}[kind](text)
-
-
-def as_row(text: str) -> Array:
-    """The first `TEXT_BYTES` bytes of `text`, zero-padded."""
-    return text_row(text, TEXT_BYTES)
-
-
-def calls_that_differ(rows: Array) -> str:
-    """The error message for different calls, from the descriptions of all ranks, (p, TEXT_BYTES)."""
-    return different_calls(texts_of(rows))
 
 
 def messages_that_differ(table: Array) -> str | None:

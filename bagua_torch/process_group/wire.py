@@ -31,15 +31,19 @@ import torch
 from torch._C._autograd import _enable_record_function
 
 from bagua_comm import CommAborted, CommError, CommMismatch, CommTimeout, RankFailed
-from bagua_comm.arrays import Array, as_bytes
+from bagua_comm.arrays import Array, as_bytes, text_row, texts_of
 from bagua_comm.errors import WHICH_CALLS
 from bagua_comm.transports import Transport
 from bagua_comm.transports.flow import COLLECTIVE, FIRST_CHANNEL_TAG, Message
+from bagua_comm.transports.notices import different_calls
 
 from .children import kept_in_children
 from .frames import BODY_BYTES, HEADER_BYTES, Frame, rest_of, swaps_of
-from .verdicts import TEXT_BYTES, SharedError, Verdict, as_row, calls_that_differ, of_same_kind
+from .verdicts import SharedError, Verdict, of_same_kind
 from .waiter import BUFFERED_BYTES, Pending, wait_watched
+
+TEXT_BYTES = 256
+"""The size of the description of a call, which ranks exchange when their calls differ."""
 
 UNSENT_FRAMES = 64
 """How many short messages to one rank may be unreceived before `send` waits."""
@@ -188,13 +192,13 @@ class FramedTransport(Transport):
                 other = "is within another call" if left is None else "has closed this communicator"
                 return self._close_with(CommMismatch(f"{mine}, but rank {peer} {other}", left))
         rows = np.zeros((self.size, TEXT_BYTES), np.uint8)
-        rows[self.rank] = as_row(self._text)
+        rows[self.rank] = text_row(self._text, TEXT_BYTES)
         self._number = _TEXTS
         try:
             self._round(lambda _: rows[self.rank], lambda peer: rows[peer], first=False)
         except CommError:
             return self._close_with(CommMismatch(f"{mine}, but rank {next(iter(unlike))} another call"))
-        error = CommMismatch(calls_that_differ(rows))
+        error = CommMismatch(different_calls(texts_of(rows)))
         self.refuse_calls(f"a call failed earlier ({type(error).__name__})")
         return error
 
