@@ -264,7 +264,7 @@ class ProcessGroupTransport(FramedTransport):
         options: Any = dist.AllreduceOptions()
         options.reduceOp, options.timeout = dist.ReduceOp.SUM, timedelta(seconds=self.limit_s)
         work = self._start(None, self._gloo.allreduce, [as_tensor(out.reshape(-1))], options)
-        self._wait_watched([(None, kept_in_children(work))])
+        self._wait_for_all(kept_in_children(work))
         if op == "avg":
             kernels.host.divide(out, self.size)
         self.sent_bytes += 2 * x.nbytes * (self.size - 1) // self.size

@@ -27,13 +27,13 @@ from it even if their process dies. For longer ones, a thread takes less than a 
 _GRACE_S = 0.1
 """How long a completed message may take to be noticed after its connection was found closed."""
 
-Pending = tuple[int | None, Any]
-"""The peer of an operation, or None for a collective of all ranks, and the `Work` to wait for."""
+Pending = tuple[int, Any]
+"""The peer of an operation, and the `Work` to wait for."""
 
 
 def wait_watched(
-    works: Sequence[Pending], until: float, check: Callable[[int | None], None]
-) -> tuple[int | None, RuntimeError] | None:
+    works: Sequence[Pending], until: float, check: Callable[[int], None]
+) -> tuple[int, RuntimeError] | None:
     """Wait for operations in order. Returns the peer and the error of the first that fails, or None.
 
     Args:
@@ -72,6 +72,31 @@ def wait_watched(
     return None
 
 
+def wait_for_collective(work: Any, until: float, check: Callable[[], None]) -> None:
+    """Wait for a collective of gloo, whose timeout closes nothing, so that no thread is needed.
+
+    Args:
+        work: The `Work` of the collective.
+        until: When to stop, in seconds of `time.monotonic`.
+        check: Raises RuntimeError if a connection is closed.
+
+    Raises:
+        RuntimeError: It failed, or has not ended in time.
+    """
+    while True:
+        left_s = until - time.monotonic()
+        try:
+            work.wait(timedelta(seconds=max(min(left_s, CHECK_S), 0.001)))
+            return
+        except RuntimeError:
+            if work.is_completed():  # it failed, or ended just after this wait
+                work.wait()
+                return
+            if left_s <= CHECK_S:
+                raise
+        check()
+
+
 def run_watched(call: Callable[[], T], check: Callable[[], None], check_s: float = CHECK_S) -> T:
     """The result of a call that may wait for a dead process, and cannot be interrupted.
 
@@ -85,7 +110,7 @@ def run_watched(call: Callable[[], T], check: Callable[[], None], check_s: float
         except BaseException as exc:
             future.set_exception(exc)
 
-    threading.Thread(target=work, name="bagua-connect", daemon=True).start()
+    threading.Thread(target=work, name="bagua-waiter", daemon=True).start()
     while wait([future], check_s).not_done:
         check()
     return future.result()

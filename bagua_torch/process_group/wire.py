@@ -40,7 +40,7 @@ from bagua_comm.transports.notices import different_calls
 from .children import kept_in_children
 from .frames import BODY_BYTES, HEADER_BYTES, Frame, rest_of, swaps_of
 from .verdicts import SharedError, Verdict, of_same_kind
-from .waiter import BUFFERED_BYTES, Pending, wait_watched
+from .waiter import BUFFERED_BYTES, Pending, wait_for_collective, wait_watched
 
 TEXT_BYTES = 256
 """The size of the description of a call, which ranks exchange when their calls differ."""
@@ -340,6 +340,13 @@ class FramedTransport(Transport):
             for peer, work in works:
                 self._wait(peer, work)
 
+    def _wait_for_all(self, work: Any) -> None:
+        """Wait for a collective of gloo."""
+        try:
+            wait_for_collective(work, self.deadline_s(), self._check_connection)
+        except RuntimeError as exc:
+            raise self._translate(exc, None) from exc
+
     def _wait_watched(self, works: Sequence[Pending]) -> None:
         """Wait for operations that may last, while connections are checked."""
         failure = wait_watched(works, self.deadline_s(), self._check_connection)
@@ -347,7 +354,7 @@ class FramedTransport(Transport):
             peer, exc = failure
             raise self._translate(exc, peer) from exc
 
-    def _check_connection(self, peer: int | None) -> None:
+    def _check_connection(self, peer: int | None = None) -> None:
         """Raise RuntimeError if the connection to a peer is closed; to any peer if it is None."""
         if self._gloo is None:
             raise RuntimeError("connection closed")
