@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bagua_comm import ArrayError, Average, Communicator, UnsupportedError, arrays
-from bagua_comm.arrays import Array, Op
+from bagua_comm.arrays import COMPLEX, FLOATS, Array, Op
 from bagua_comm.averages import InPlace, Shards
 from bagua_comm.averages.base import check_average_argument, scale
 
@@ -60,11 +60,12 @@ class GroupAverage:
         self._shards: Shards | None = None
 
     def takes(self, op: Op, xs: Sequence[Array]) -> bool:
-        """Whether arrays of these dtypes are reduced here by `op`."""
-        if self._average is None or op not in ("sum", "avg"):
+        """Whether arrays of these dtypes are reduced here by `op`; integers and bools are added exactly."""
+        dtypes = {arrays.dtype_name(x.dtype) for x in xs}
+        if self._average is None or op not in ("sum", "avg") or not dtypes <= FLOATS | COMPLEX:
             return False
         try:
-            for dtype in {arrays.dtype_name(x.dtype) for x in xs}:
+            for dtype in dtypes:
                 self._average.check(dtype)
         except UnsupportedError:
             return False

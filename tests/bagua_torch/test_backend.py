@@ -16,6 +16,7 @@ from torch.distributed.distributed_c10d import BackendConfig
 import bagua_torch
 from bagua_comm import (
     ArrayError,
+    Average,
     BootstrapError,
     CommError,
     CommMismatch,
@@ -433,6 +434,26 @@ def test_an_average_of_the_options_adds_floats(average):
         assert torch.allclose(whole, exact, atol=0.02)
         assert torch.allclose(mean.float(), exact / RANKS, atol=0.02)
     assert not torch.equal(wholes[0], exact)
+
+
+class OwnMean(Average):
+    """An average of a user, which says nothing of dtypes."""
+
+    def bind(self, comm, like=None):
+        return lambda x: comm.allreduce(x, out=x, op="avg")
+
+
+def test_integers_and_bools_are_added_exactly_by_a_group_with_an_average_of_ones_own():
+    def body(group):
+        found = []
+        for dtype in (torch.int64, torch.uint8, torch.bool, torch.float32):
+            x, shard = torch.tensor([group.rank() == 0, True]).to(dtype), torch.empty(1, dtype=dtype)
+            group.allreduce([x]).wait()
+            group.reduce_scatter_single(shard, torch.ones(RANKS, dtype=dtype)).wait()
+            found.append([*x.tolist(), shard.item()])
+        assert found == [[1, 3, 3], [1, 3, 3], [True, True, True], [1, 3, 3]]
+
+    on_groups(body, options=BackendOptions(average=OwnMean()))
 
 
 def test_options_must_be_an_average():
