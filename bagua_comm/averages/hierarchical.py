@@ -281,7 +281,9 @@ class _ShardsByNode:
 
     def __call__(self, x: Any, out: Any, op: LinearOp) -> Any:
         """See `Shards`."""
-        self._reduce(*check_shards("Hierarchical", ("x", x), ("out", out), self.comm.size), op)
+        whole, chunk = check_shards("Hierarchical", ("x", x), ("out", out), self.comm.size)
+        self.settings.check(arrays.dtype_name(whole.dtype))  # else a rank waits for one that raises later
+        self._reduce(whole, chunk, op)
         return out
 
     def _reduce(self, x: Array, out: Array, op: LinearOp) -> None:
@@ -346,6 +348,7 @@ class _GatherByNode:
         with comm.tracer.span("Hierarchical gather", bytes=out.nbytes, codec=str(codec)):
             sent, wire, dtype = x, x.size, x.dtype
             if codec is not None:
+                self.method.check(arrays.dtype_name(dtype))
                 steps, wire, dtype = (
                     codec.steps(x.size, x),
                     codec.wire_nbytes(x.size, x.dtype),

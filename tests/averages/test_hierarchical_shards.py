@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from bagua_comm import BFloat16, Exact, Hierarchical, Int4, MinMaxUInt8, Quantized
+from bagua_comm import BFloat16, Exact, Hierarchical, Int4, MinMaxUInt8, Quantized, UnsupportedError
 from bagua_comm.testing import run_ranks
 
 EIGHT_BITS = Quantized(MinMaxUInt8(block=32), min_bytes=0)
@@ -197,6 +197,21 @@ def test_a_gather_with_stochastic_rounding_is_the_same_on_all_ranks():
     errors = results[0] - np.concatenate(xs)
     nearest = gathered("aabb", Hierarchical(Quantized(Int4(), min_bytes=0)), 4096)[1][0] - np.concatenate(xs)
     assert np.linalg.norm(errors) > 1.2 * np.linalg.norm(nearest)
+
+
+@pytest.mark.parametrize("nodes", ["aab", "ab"])
+@pytest.mark.parametrize("bind", ["bind_shards", "bind_gather"])
+def test_a_dtype_that_the_codec_cannot_code_is_refused_on_all_ranks_at_once(nodes, bind):
+    """A rank of the larger node waited for its chunk; float64 was gathered through the codec in silence."""
+
+    def body(comm):
+        whole, chunk = np.ones(comm.size * 100), np.ones(100)
+        bound = getattr(Hierarchical(EIGHT_BITS), bind)(comm)
+        with pytest.raises(UnsupportedError, match="cannot code float64"):
+            bound(whole, chunk, "avg") if bind == "bind_shards" else bound(chunk, whole)
+        comm.barrier()
+
+    run_ranks(len(nodes), body, nodes=nodes, timeout_s=20)
 
 
 def test_small_arrays_are_exact():
