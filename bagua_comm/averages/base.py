@@ -107,7 +107,7 @@ class _WholeShards:
 
     def __call__(self, x: Any, out: Any, op: LinearOp) -> Any:
         comm = self.comm
-        value, target = check_shards("bind_shards", ("x", x), ("out", out), comm.size)
+        value, target = check_shards("bind_shards", ("x", x), ("out", out), comm.size, op)
         whole = comm.scratch.take("whole", (value.size,), value.dtype, like=value)
         whole[...] = value.reshape(-1)
         self.mean(whole)
@@ -190,12 +190,16 @@ def briefly(settings: object) -> str:
         return f"{kind.__name__}(...)"
 
 
-def check_shards(owner: str, whole: tuple[str, Any], chunk: tuple[str, Any], ranks: int) -> tuple[Array, Array]:
+def check_shards(
+    owner: str, whole: tuple[str, Any], chunk: tuple[str, Any], ranks: int, op: str = "avg"
+) -> tuple[Array, Array]:
     """View an array of all chunks and one of a chunk, each with its name, as arrays of NumPy or CuPy.
 
     Raises:
-        ArrayError: They are not contiguous, or do not fit together.
+        ArrayError: They are not contiguous, or do not fit together; or `op` is neither "sum" nor "avg".
     """
+    if op not in ("sum", "avg"):
+        raise ArrayError(f'{owner}: op is {op!r}, expected "sum" or "avg"')
     found = {name: as_argument(owner, name, value) for name, value in (whole, chunk)}
     for name, x in found.items():
         if not arrays.is_contiguous(x):

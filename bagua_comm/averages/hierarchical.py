@@ -281,7 +281,7 @@ class _ShardsByNode:
 
     def __call__(self, x: Any, out: Any, op: LinearOp) -> Any:
         """See `Shards`."""
-        whole, chunk = check_shards("Hierarchical", ("x", x), ("out", out), self.comm.size)
+        whole, chunk = check_shards("Hierarchical", ("x", x), ("out", out), self.comm.size, op)
         self.settings.check(arrays.dtype_name(whole.dtype))  # else a rank waits for one that raises later
         self._reduce(whole, chunk, op)
         return out

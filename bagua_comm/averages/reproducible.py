@@ -492,7 +492,7 @@ class ReproducibleShards:
 
         Collective.
         """
-        value, target = check_shards("Reproducible", ("x", x), ("out", out), self._comm.size)
+        value, target = check_shards("Reproducible", ("x", x), ("out", out), self._comm.size, op)
         if value.size != self.size:
             raise ArrayError(
                 f"Reproducible: x has {value.size} elements, expected {self.size}, those of the tensors"

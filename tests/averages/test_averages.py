@@ -503,10 +503,11 @@ def test_averages_are_values_and_nest(average, text):
     assert len({average, eval(text, vars(bagua_comm))}) == 1
 
 
-def test_arrays_of_different_sizes_raise_on_all_ranks():
+@pytest.mark.parametrize("sizes", [(1000, 2000), (1000, 1001)], ids=["bytes differ", "as many bytes"])
+def test_arrays_of_different_sizes_raise_on_all_ranks(sizes):
     def body(comm):
         with pytest.raises(CommMismatch):
-            quantized_allreduce(comm, np.ones(1000 * (comm.rank + 1), np.float32))
+            quantized_allreduce(comm, np.ones(sizes[comm.rank], np.float32))
         return "told"
 
     assert run_ranks(2, body) == ["told", "told"]

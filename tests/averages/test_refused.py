@@ -142,6 +142,10 @@ BOUND = [
         for n in (199, 201)
     ),
     (lambda c: Hierarchical().bind_gather(c)(X, np.zeros(32, "f4")[::2]), ArrayError, "out is not contiguous"),
+    *(
+        (lambda c, a=a: a.bind_shards(c)(X, X[:4].copy(), "max"), ArrayError, "op is 'max'")
+        for a in (Quantized(min_bytes=0), Hierarchical(), PLAIN, Reproducible())
+    ),
     (FEEDING.bind_shards, ArrayError, "inner is ErrorFeedback"),
     (FEEDING.bind_gather, ArrayError, "inner is ErrorFeedback"),
 ]
