@@ -5,7 +5,6 @@ All calls run through `PreparedCall.run`, once or, on other arrays of the same d
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Hashable
 from threading import get_ident
@@ -48,8 +47,8 @@ def signature(head: flight.Head) -> str:
     """Return the text that is equal on all ranks if they all make this call."""
     _, _, name, dtype, shape, detail, _ = head
     parts = ["" if dtype is None else arrays.dtype_name(dtype)]
-    if "codec" in detail and "counts" not in detail:  # encoded arrays of other sizes may have as many bytes
-        parts += [f"{math.prod(shape)} elements"]
+    # Encoded arrays of other sizes may have as many bytes.
+    parts += [f"{np.prod(shape, dtype=int)} elements"] if "codec" in detail and "counts" not in detail else []
     parts += [f"{key}={detail[key]}" for key in ("codec", "op", "root") if key in detail]
     parts += ["with counts"] if "counts" in detail and "root" not in detail else []
     return f"{name}({', '.join(parts)})"
