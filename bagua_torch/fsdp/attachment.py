@@ -19,7 +19,7 @@ from bagua_comm.trace import Counters
 from ..arrays import as_array, as_tensor
 from ..entry import communicator_of, errors_on_all, raise_on_all
 from ..tensors.broadcast import broadcast_tensors
-from .checks import NAME, check_hook, checked_units, compare_units
+from .checks import NAME, argument, check_hook, checked_units, compare_units
 from .collectives import Gather, Reduce, Replicate
 from .groups import GroupComms, LaneComms
 from .overlap import Prefetch, Reductions
@@ -65,10 +65,12 @@ class Attachment(Closing):
         try:  # `bind` and the broadcast may raise, so no module is changed before
             with errors_on_all(comm):
                 gathered = (gathering.of(group) for unit in units for group in unit.process_groups)
-                gathers = {each: gather.bind_gather(each) for each in dict.fromkeys(gathered)}
+                with argument("gather", gather):
+                    gathers = {each: gather.bind_gather(each) for each in dict.fromkeys(gathered)}
                 for unit in units:
                     over, average = reducing.of(unit.process_groups[0]), None
-                    reducer = Reduce(reducing, unit, reduce, over, self._passes, self._reductions)
+                    with argument("reduce", reduce):
+                        reducer = Reduce(reducing, unit, reduce, over, self._passes, self._reductions)
                     if reducer.feedback is not None and over.size > 1:
                         self._feeding[unit.name] = reducer
                     if replicas is not None and unit.replicas is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +18,16 @@ from ..errors import MismatchError
 from .torch_names import Unit, units_of
 
 NAME = "bagua_torch.fsdp.attach"
+
+
+@contextmanager
+def argument(name: str, average: Average) -> Iterator[None]:
+    """Say in errors which argument of `attach` cannot be bound."""
+    try:
+        yield
+    except (ArrayError, UnsupportedError) as exc:
+        hint = f"; replicas={average} averages replicas" * (name == "reduce" and average.has_residual)
+        raise type(exc)(f"{NAME}: {name} is {average}: {exc}{hint}") from exc
 
 
 def checked_units(model: Any, reduce: Any, gather: Any, replicas: Any) -> list[Unit]:

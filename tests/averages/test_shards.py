@@ -1,5 +1,7 @@
 """What every average makes of shards: `bind_shards` and `bind_gather`."""
 
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 
