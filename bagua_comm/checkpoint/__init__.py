@@ -2,6 +2,7 @@
 
 trees         plain values and arrays as JSON and a list of arrays; per-rank values
 slices        the division of shared arrays among the ranks that write them
+slabs         arrays that are distributed over the ranks, in a file of all ranks
 tensorfile    files in the safetensors format
 folders       the folder of checkpoints, and when a checkpoint is complete
 saving        one checkpoint, from the arrays of the ranks to the disk

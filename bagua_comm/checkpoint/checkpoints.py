@@ -23,8 +23,8 @@ from ..errors import ArrayError, BaguaError, CheckpointError, CommMismatch, Unsu
 from ..logs import log_on_root, megabytes
 from ..objects.closing import Closing
 from ..objects.pickling import Live
-from . import saving, trees
-from .folders import FORMAT, VERSION, Folder, Found, manifest_at
+from . import saving, slabs, trees
+from .folders import FORMAT, VERSION, Folder, Found, file_name, manifest_at
 from .loading import Reader
 from .saving import SaveJob, Staging
 from .trees import Packed, apart, shortened
@@ -49,6 +49,7 @@ LEFT = "it left after an error"
 """The reason of a save that was given up."""
 
 _MARK_IT = "put what belongs to a rank in Own(...)"
+_SAME_SLABS = "give slabs of one dtype, and of the same lengths along all axes but the one marked *"
 _GIVEN_UP = "another rank has failed"
 _RUNNING, _DONE, _FAILED = range(3)
 _ERRORS = {error.__name__: error for error in (ArrayError, UnsupportedError, CheckpointError)}
@@ -170,13 +171,14 @@ class Checkpoints(Live, Closing):
             packed = trees.pack(tree, self._to_array)
             digest = saving.digest(packed)
             jobs.append((packed, saving.stage(step, packed, self._staging, self._comm.rank, self._comm.size)))
-            return step, digest
+            return (step, digest), [slab.length for slab in packed.slabs]
 
         rows = self._together("save", prepare)
         ((packed, job),) = jobs
-        if any(row != rows[0] for row in rows):
+        if any(row[0] != rows[0][0] for row in rows):
             raise self._difference(step, packed)
-        future = self._lane.submit(self._write, job)
+        wholes = slabs.wholes_of(packed.slabs, [lengths for _, lengths in rows])
+        future = self._lane.submit(self._write, job._replace(wholes=wholes))
         self._saving = step, future
         if wait:
             self.wait()
@@ -217,9 +219,8 @@ class Checkpoints(Live, Closing):
                     else:
                         here, there = apart(mine, other)
                         what = f"{shortened(path)} is {here} on rank 0 and {there} on rank {rank}"
-                    return CommMismatch(
-                        f"save: ranks have different trees: {what}; put what belongs to a rank in Own(...)"
-                    )
+                    cure = _SAME_SLABS if "a slab " in mine and "a slab " in other else _MARK_IT
+                    return CommMismatch(f"save: ranks have different trees: {what}; {cure}")
         return CommMismatch(f"save: ranks have different trees; {_MARK_IT}")
 
     @public_method("Checkpoints.save")
@@ -236,8 +237,11 @@ class Checkpoints(Live, Closing):
         parts = [part for part, _ in rows if part is not None]
         if problem is None and parts:
             problem = saving.first_mismatch(parts)
-        nbytes = sum(part.file["bytes"] for part in parts)
-        problem, nbytes = comm.broadcast_object((problem, nbytes), root=0)
+        sizes = {file_name(rank): part.file["bytes"] for rank, part in enumerate(parts)}
+        joined = slabs.manifest_entry(job.wholes, [part.joined for part in parts if part.joined])
+        if joined is not None:
+            sizes[slabs.FILE] = joined["bytes"]
+        problem, nbytes = comm.broadcast_object((problem, sum(sizes.values())), root=0)
 
         def end(_: Callable[[], None]) -> None:
             if comm.rank != 0:
@@ -253,8 +257,9 @@ class Checkpoints(Live, Closing):
                 "step": job.step,
                 "files": [part.file for part in parts],
                 "plan": plan,
+                "concatenated": joined,
             }
-            files.publish(job.step, manifest, [part.file["bytes"] for part in parts], self.keep)
+            files.publish(job.step, manifest, sizes, self.keep)
 
         ended = comm.broadcast_object(self._beside(end)[1], root=0)
         problem = problem or ended
@@ -322,7 +327,7 @@ class Checkpoints(Live, Closing):
         return None
 
     @public_method("Checkpoints.load")
-    def load(self, step: int | None = None, *, fallback: bool = False) -> Loaded:
+    def load(self, step: int | None = None, *, fallback: bool = False, like: Any = None) -> Loaded:
         """Load the checkpoint of a step, or the newest one.
 
         Collective. All bytes are compared with their checksums.
@@ -330,16 +335,25 @@ class Checkpoints(Live, Closing):
         Args:
             step: Its step; None for the newest.
             fallback: If that one is damaged, warn, and load the one before it.
+            like: A tree as for `save`. Each `Own(slab, "concatenate")` in it has the shape of the slab that this
+                rank gets. Its elements and all other values are ignored. An array for which no rank gives a slab
+                is divided as by `numpy.array_split`.
 
         Returns:
             Its step and its tree, with new arrays.
 
         Raises:
             ArrayError: There is no such checkpoint.
-            CheckpointError: It is damaged or incompatible, or cannot be loaded on this number of ranks; the
-                same on all ranks. Nothing is loaded.
+            CheckpointError: It is damaged or incompatible, or cannot be loaded on this number of ranks, or in
+                slabs as of `like`; the same on all ranks. Nothing is loaded.
         """
         self.wait()
+
+        def slabs_given() -> dict[str, Any]:
+            packed = trees.pack(like, self._to_array)
+            return {slab.path: (slab.kind, slab.length) for slab in packed.slabs}
+
+        given = self._together("load", slabs_given)
         skipped: list[str] = []
         candidates = self._candidates()
         if step is not None:
@@ -353,7 +367,7 @@ class Checkpoints(Live, Closing):
             tree: Any = None
             if problem is None:
                 try:
-                    (tree,) = self._read(found, manifest)
+                    (tree,) = self._read(found, manifest, given)
                 except CheckpointError as exc:
                     problem = str(exc)
             if problem is None:
@@ -369,12 +383,12 @@ class Checkpoints(Live, Closing):
         what = "no checkpoint" if step is None else f"no checkpoint of step {step}"
         raise ArrayError(f"load: there is {what} in {self.folder}")
 
-    def _read(self, found: Found, manifest: dict[str, Any]) -> tuple[Any]:
+    def _read(self, found: Found, manifest: dict[str, Any], given: list[dict[str, Any]]) -> tuple[Any]:
         """Read the tree, in a tuple; an error on one rank is raised on all. Collective."""
         comm = self._comm
 
         def read(note: Callable[[], None]) -> tuple[Any]:
-            with Reader(found.path, manifest, comm.rank, comm.size, self._from_array, note) as reader:
+            with Reader(found.path, manifest, comm.rank, given, self._from_array, note) as reader:
                 return (reader.read(),)
 
         tree, problem = self._beside(read)

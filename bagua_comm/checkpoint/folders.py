@@ -2,6 +2,7 @@
 
     step-100/manifest.json            the contents of the checkpoint; its last key is a hash of the others
     step-100/rank-0.safetensors       the file of rank 0
+    step-100/concatenated.safetensors the distributed arrays of all ranks, if there are any
     step-200.tmp/                     a checkpoint that is being written, or was when the program died
     step-100.old/                     one that is being replaced or removed
     latest                            the name of the newest, for people and scripts; not read here
@@ -84,7 +85,7 @@ class Folder:
         with contextlib.suppress(FileNotFoundError):
             shutil.rmtree(self.unfinished(step))
 
-    def publish(self, step: int, manifest: dict[str, Json], sizes: list[int], keep: int | None) -> None:
+    def publish(self, step: int, manifest: dict[str, Json], sizes: dict[str, int], keep: int | None) -> None:
         """Make a checkpoint complete, and remove old ones; called by rank 0 when all files are on the disk.
 
         A checkpoint that cannot be completed is removed: on a full disk, the next one needs its room.
@@ -92,7 +93,7 @@ class Folder:
         Args:
             step: Its step.
             manifest: Its manifest, without the number and the hash.
-            sizes: The number of bytes that every rank wrote.
+            sizes: The number of bytes of every file.
             keep: The number of newest checkpoints to keep; None keeps all.
 
         Raises:
@@ -118,10 +119,9 @@ class Folder:
                 ) from exc
         self._prune(keep)
 
-    def _make_complete(self, step: int, manifest: dict[str, Json], sizes: list[int]) -> None:
+    def _make_complete(self, step: int, manifest: dict[str, Json], sizes: dict[str, int]) -> None:
         unfinished, final = self.unfinished(step), self.path / f"step-{step}"
-        for rank, size in enumerate(sizes):
-            name = file_name(rank)
+        for name, size in sizes.items():
             try:
                 found = (unfinished / name).stat().st_size
             except FileNotFoundError:

@@ -13,7 +13,7 @@ import numpy as np
 from .. import arrays
 from ..arrays import Array
 from ..errors import BaguaError, CheckpointError
-from . import tensorfile
+from . import slabs, tensorfile
 from .folders import file_name
 from .trees import RULES, FromArray, Json, Rule, Unpacker, shortened
 
@@ -28,7 +28,7 @@ class Reader:
         path: Its folder.
         manifest: Its manifest.
         rank: This rank.
-        ranks: Number of ranks that load it.
+        given: The kinds and lengths of the slabs that each rank asks for, by their paths.
         from_array: See `trees.FromArray`.
         note: Called after every piece read.
     """
@@ -38,15 +38,15 @@ class Reader:
         path: Path,
         manifest: dict[str, Any],
         rank: int,
-        ranks: int,
+        given: Sequence[dict[str, tuple[str, int]]],
         from_array: FromArray,
         note: Callable[[], None],
     ) -> None:
         self._note = note
         self._path, self._manifest, self._from_array = path, manifest, from_array
-        self._rank, self._ranks = rank, ranks
+        self._rank, self._ranks, self._given = rank, len(given), given
         self._world: int = manifest["world"]
-        self._open: dict[int, BinaryIO] = {}
+        self._open: dict[str, BinaryIO] = {}
 
     def read(self) -> Any:
         """Read the tree for this rank.
@@ -57,8 +57,9 @@ class Reader:
         try:
             for rank in range(self._rank, self._world, self._ranks):  # so that the ranks together open all files
                 self._file(rank)
-            plan = self._manifest["plan"]
-            return Unpacker(self._shared, self._own, self._from_array).unpack(plan["tree"])
+            self._check_given()
+            unpacker = Unpacker(self._shared, self._own, self._from_array, self._slab)
+            return unpacker.unpack(self._manifest["plan"]["tree"])
         except (BaguaError, MemoryError):
             raise
         except OSError as exc:
@@ -84,7 +85,7 @@ class Reader:
             if begin != reached:
                 break
             what = f"an array in {file_name(rank)}"
-            tensorfile.read_into(self._file(rank), offset, flat[begin:end], crc, what, self._note)
+            tensorfile.read_runs(self._file(rank), [(offset, flat[begin:end])], crc, what, self._note)
             reached = end
         if reached != flat.size or not self._slices[number]:
             raise CheckpointError(f"an array of {flat.size} elements ends after {reached}")
@@ -94,17 +95,38 @@ class Reader:
         out = _empty(self._manifest["plan"]["own"][rank]["arrays"][number])
         ((_, offset, crc),) = (row for row in self._manifest["files"][rank]["own"] if row[0] == number)
         what = f"an array in {file_name(rank)}"
-        tensorfile.read_into(self._file(rank), offset, out, crc, what, self._note)
+        tensorfile.read_runs(self._file(rank), [(offset, out)], crc, what, self._note)
         return out
 
     def _file(self, rank: int) -> BinaryIO:
-        if rank not in self._open:
+        return self._named_file(file_name(rank), self._manifest["files"][rank])
+
+    def _named_file(self, name: str, entry: dict[str, Any]) -> BinaryIO:
+        if name not in self._open:
             if len(self._open) == _OPEN:
                 self._open.pop(next(iter(self._open))).close()
-            entry = self._manifest["files"][rank]
             head, crc = entry["head"]
-            self._open[rank] = tensorfile.open_checked(self._path / file_name(rank), entry["bytes"], head, crc)
-        return self._open[rank]
+            self._open[name] = tensorfile.open_checked(self._path / name, entry["bytes"], head, crc)
+        return self._open[name]
+
+    # Distributed arrays -----------------------------------------------------------------------------
+
+    def _check_given(self) -> None:
+        saved = [whole[0] for whole, _ in (self._manifest.get("concatenated") or {"arrays": ()})["arrays"]]
+        if unknown := sorted({name for row in self._given for name in row} - set(saved)):
+            raise CheckpointError(
+                f"`like` has a slab at {shortened(unknown[0])}, and the checkpoint has slabs at: "
+                f"{', '.join(map(shortened, saved)) or 'no place'}"
+            )
+
+    def _slab(self, number: int) -> Array:
+        entry = self._manifest["concatenated"]
+        fields, places = entry["arrays"][number]
+        whole = slabs.Whole(*fields)
+        lengths = slabs.lengths_for(whole, [each.get(whole.name) for each in self._given])
+        begin = sum(lengths[: self._rank])
+        file = self._named_file(slabs.FILE, entry)
+        return slabs.read(file, whole, places, begin, begin + lengths[self._rank], self._note)
 
     # What is a rank's own ---------------------------------------------------------------------------
 

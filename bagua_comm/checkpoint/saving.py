@@ -12,7 +12,7 @@ import numpy as np
 
 from .. import arrays
 from ..arrays import Array
-from . import tensorfile
+from . import slabs, tensorfile
 from .folders import file_name
 from .slices import slices_of
 from .trees import Json, Leaf, Packed, shortened
@@ -75,11 +75,15 @@ class SaveJob(NamedTuple):
     pieces: list[Piece]
     previous: list[Array]
     """This rank's copy of the shared slices that the previous rank writes, for comparison."""
+    own_slabs: list[Array]
+    """This rank's slabs of distributed arrays."""
+    wholes: list[slabs.Whole]
+    """The distributed arrays; known when all ranks have told the lengths of their slabs."""
 
 
 def digest(packed: Packed) -> str:
     """A hash of everything that must be equal on all ranks, except the contents of arrays."""
-    text = json.dumps([packed.tree, _kinds(packed.shared)])
+    text = json.dumps([packed.tree, _kinds(packed.shared), [slab.kind for slab in packed.slabs]])
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
@@ -89,7 +93,7 @@ def stage(step: int, packed: Packed, staging: Staging, rank: int, ranks: int) ->
     mine = [(packed.shared[each.array], each) for each in slices[rank]]
     previous = [(packed.shared[each.array], each) for each in slices[rank - 1]] if ranks > 1 else []
     shared = [room((s.end - s.begin) * leaf.array.itemsize) for leaf, s in [*mine, *previous]]
-    staging.begin(sum(shared) + sum(room(leaf.array.nbytes) for leaf in packed.own))
+    staging.begin(sum(shared) + sum(room(each.array.nbytes) for each in (*packed.own, *packed.slabs)))
     pieces = []
     for (path, x), (number, begin, end) in mine:
         copied, name = staging.copy(x, begin, end), path
@@ -107,6 +111,8 @@ def stage(step: int, packed: Packed, staging: Staging, rank: int, ranks: int) ->
         {"trees": packed.own_trees, "arrays": _kinds(packed.own)},
         pieces,
         [staging.copy(leaf.array, each.begin, each.end) for leaf, each in previous],
+        [staging.copy(slab.array, 0, slab.array.size) for slab in packed.slabs],
+        [],
     )
 
 
@@ -125,15 +131,17 @@ class RankFile(NamedTuple):
     previous_crcs: list[int]
     """The CRCs of its copies of the previous rank's slices."""
     names: list[str]
+    joined: tensorfile.WrittenFile | None
+    """The file of distributed arrays, as this rank knows it, if there are any."""
 
 
 def write(folder: Path, job: SaveJob, rank: int, note: Callable[[], None]) -> RankFile:
-    """Write this rank's file.
+    """Write this rank's file, and its slabs to the file of distributed arrays.
 
     Raises:
         OSError: It cannot be written.
     """
-    named = [(piece.name, piece.array) for piece in job.pieces]
+    named = [tensorfile.whole(piece.name, piece.array) for piece in job.pieces]
     written = tensorfile.write(folder / file_name(rank), named, note)
     shared: list[Json] = []
     own: list[Json] = []
@@ -145,7 +153,11 @@ def write(folder: Path, job: SaveJob, rank: int, note: Callable[[], None]) -> Ra
         note()
     file = {"bytes": written.nbytes, "head": [written.head, written.head_crc], "shared": shared, "own": own}
     names = [piece.name for piece in job.pieces if len(piece.place) == 3]
-    return RankFile(file, job.own, [row[-1] for row in shared], previous_crcs, names)
+    joined = None
+    if job.wholes:
+        pairs = zip(job.wholes, job.own_slabs, strict=True)
+        joined = tensorfile.write(folder / slabs.FILE, [slabs.entry(*pair, rank) for pair in pairs], note)
+    return RankFile(file, job.own, [row[-1] for row in shared], previous_crcs, names, joined)
 
 
 def first_mismatch(parts: list[RankFile]) -> str | None:

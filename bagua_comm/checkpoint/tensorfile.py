@@ -11,9 +11,10 @@ finds damage; it does not protect from forgery.
 from __future__ import annotations
 
 import json
+import math
 import os
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -55,48 +56,72 @@ class WrittenFile(NamedTuple):
     """The offset in the file and the CRC-32 of every array."""
 
 
-def write(path: Path, named: Sequence[tuple[str, Array]], note: Callable[[], None]) -> WrittenFile:
-    """Write contiguous NumPy arrays to a new file, and wait until they are on the disk.
+class Entry(NamedTuple):
+    """An array of a file, and the part of its bytes that is written here."""
+
+    name: str
+    dtype: str
+    shape: Sequence[int]
+    """The shape of the whole array."""
+    runs: Iterable[tuple[int, Array]]
+    """Bytes, and where they are in the array."""
+
+
+def whole(name: str, x: Array) -> Entry:
+    """The entry of a contiguous NumPy array that is written whole."""
+    return Entry(name, arrays.dtype_name(x.dtype), x.shape, [(0, arrays.as_bytes(x))])
+
+
+def write(path: Path, entries: Sequence[Entry], note: Callable[[], None]) -> WrittenFile:
+    """Write a file, or a part of one that others write, too; wait until it is on the disk.
 
     Args:
-        path: The file, which must not exist.
-        named: The arrays, by distinct names. Arrays of larger elements come first in the file, so that all are
-            aligned.
+        path: The file. It is made if it is not there.
+        entries: The arrays of the file, by distinct names. Arrays of larger elements come first in the file, so
+            that all are aligned.
         note: Called after every piece.
 
     Raises:
         CheckpointError: Two arrays have one name, or one has the name that the format reserves.
         OSError: The file cannot be written, such as for want of space.
     """
-    order = sorted(range(len(named)), key=lambda n: -named[n][1].itemsize)
+    dtypes = [arrays.dtype_named(each.dtype) for each in entries]
+    order = sorted(range(len(entries)), key=lambda n: -dtypes[n].itemsize)
     header: dict[str, Any] = {"__metadata__": {"format": "bagua_comm"}}
-    offsets, end = [0] * len(named), 0
+    offsets, end = [0] * len(entries), 0
     for n in order:
-        name, x = named[n]
+        name, dtype, shape, _ = entries[n]
         if name in header:
             raise CheckpointError(
                 f"{path.name} would have two entries named {shortened(name)!r}, expected names that differ"
             )
-        offsets[n], begin, end = end, end, end + x.nbytes
-        shape = [*x.shape, 2] if x.dtype.kind == "c" else list(x.shape)
-        kind = _FORMAT_NAMES[arrays.dtype_name(x.dtype)]
-        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [begin, end]}
+        offsets[n], begin, end = end, end, end + math.prod(shape) * dtypes[n].itemsize
+        shape = [*shape, 2] if dtypes[n].kind == "c" else list(shape)
+        header[name] = {"dtype": _FORMAT_NAMES[dtype], "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     head = len(text).to_bytes(8, "little") + text
-    crcs = [0] * len(named)
-    with open(path, "xb", buffering=0) as file:
+    crcs = [0] * len(entries)
+    with open(path, "wb", buffering=0, opener=_open_as_it_is) as file:
+        note()  # which ends here a save that was given up while the disk did not answer
         _write_all(file, memoryview(head))
         for n in order:
-            data = memoryview(arrays.as_bytes(named[n][1]))
-            for start in range(0, len(data), CHUNK_BYTES):
-                chunk = data[start : start + CHUNK_BYTES]
-                crcs[n] = zlib.crc32(chunk, crcs[n])
-                _write_all(file, chunk)
-                note()
+            for offset, run in entries[n].runs:
+                file.seek(len(head) + offsets[n] + offset)
+                data = memoryview(run)
+                for start in range(0, len(data), CHUNK_BYTES):
+                    chunk = data[start : start + CHUNK_BYTES]
+                    crcs[n] = zlib.crc32(chunk, crcs[n])
+                    _write_all(file, chunk)
+                    note()
         os.fsync(file.fileno())
     places = [(len(head) + offset, crc) for offset, crc in zip(offsets, crcs, strict=True)]
     return WrittenFile(len(head) + end, len(head), zlib.crc32(head), places)
+
+
+def _open_as_it_is(path: str, _: int) -> int:
+    """Open a file for writing without losing what others have written."""
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
 
 
 def _write_all(file: Any, data: memoryview) -> None:
@@ -126,24 +151,35 @@ def open_checked(path: Path, nbytes: int, head: int, head_crc: int) -> BinaryIO:
     return file
 
 
-def read_into(file: BinaryIO, offset: int, out: Array, crc: int, what: str, note: Callable[[], None]) -> None:
-    """Fill a contiguous NumPy array from a file, from an offset on.
+def read_runs(
+    file: BinaryIO, runs: Iterable[tuple[int, Array]], crc: int, what: str, note: Callable[[], None]
+) -> None:
+    """Fill contiguous NumPy arrays from a file.
+
+    Args:
+        file: The file.
+        runs: Offsets in the file, with the array to fill from there on.
+        crc: The CRC-32 of all bytes, in this order.
+        what: What is read, for messages.
+        note: Called after every piece.
 
     Raises:
-        CheckpointError: The bytes differ from what was written; the message names `what`.
+        CheckpointError: The bytes differ from what was written.
     """
-    file.seek(offset)
-    data, found = memoryview(arrays.as_bytes(out)), 0
-    for start in range(0, len(data), CHUNK_BYTES):
-        chunk = data[start : start + CHUNK_BYTES]
-        filled = 0
-        while filled < len(chunk):
-            count = file.readinto(chunk[filled:])  # type: ignore[attr-defined]
-            if not count:
-                raise CheckpointError(f"{what} is truncated")
-            filled += count
-        found = zlib.crc32(chunk, found)
-        note()
+    found = 0
+    for offset, out in runs:
+        file.seek(offset)
+        data = memoryview(arrays.as_bytes(out))
+        for start in range(0, len(data), CHUNK_BYTES):
+            chunk = data[start : start + CHUNK_BYTES]
+            filled = 0
+            while filled < len(chunk):
+                count = file.readinto(chunk[filled:])  # type: ignore[attr-defined]
+                if not count:
+                    raise CheckpointError(f"{what} is truncated")
+                filled += count
+            found = zlib.crc32(chunk, found)
+            note()
     if found != crc:
         raise CheckpointError(f"{what} is damaged: its checksum is {found:08x}, expected {crc:08x}")
 

@@ -13,7 +13,7 @@ import hashlib
 import math
 import struct
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Literal, NamedTuple
@@ -23,15 +23,15 @@ import numpy as np
 from .. import arrays
 from ..arrays import Array
 from ..bucket import Flats, Views
-from ..errors import ArrayError, UnsupportedError
+from ..errors import ArrayError, UnsupportedError, shown
 
 Json = Any
 """A value of the json module."""
 
-Rule = Literal["first", "mean", "sum", "drop"]
+Rule = Literal["first", "mean", "sum", "drop", "concatenate"]
 """How per-rank values are loaded on another number of ranks; see `Own`."""
 
-RULES = ("first", "mean", "sum", "drop")
+RULES = ("first", "mean", "sum", "drop", "concatenate")
 DEEPEST = 100
 """The largest depth: a deeper tree most likely contains itself."""
 
@@ -65,12 +65,18 @@ class Own:
     Means and sums are of arrays of floats and complex numbers, computed in double precision. Integers must be
     equal for a mean, and are refused for a sum: count in an array of float64.
 
+    With the rule "concatenate", the values are slabs of one array along `axis`, in the order of the ranks. Their
+    lengths along the axis may differ, and may be 0. Whatever the number of ranks, also on the same number, each
+    gets a slab of the length that it gives to `Checkpoints.load(like=...)`; or else of `numpy.array_split`.
+
     Args:
-        value: A tree, or a part of one.
+        value: A tree, or a part of one; for "concatenate" an array, or lists, tuples and dicts of arrays.
         reshape: The rule for another number of ranks.
+        axis: The axis of "concatenate"; negative ones count from the last.
 
     Raises:
-        ArrayError: `reshape` is not one of these; or it is "sum", and `value` has a number that is no such array.
+        ArrayError: `reshape` is not one of these; or it is "sum", and `value` has a number that is no such array;
+            or `axis` is no integer, or given for another rule.
 
     >>> Own([1.0, 2.0], "first").reshape
     'first'
@@ -78,10 +84,13 @@ class Own:
 
     value: Any
     reshape: Rule | None = None
+    axis: int = 0
 
     def __post_init__(self) -> None:
         if self.reshape is not None and self.reshape not in RULES:
             raise ArrayError(f"Own: reshape is {self.reshape!r}, expected None or one of {', '.join(RULES)}")
+        if type(self.axis) is not int or (self.axis and self.reshape != "concatenate"):
+            raise ArrayError(f'Own: axis is {shown(self.axis)}, expected an integer, with "concatenate" alone')
         if self.reshape == "sum" and (found := _not_summed(self.value)) is not None:
             raise ArrayError(
                 f'Own: value has {found}, and "sum" shares arrays of floats and complex numbers alone; '
@@ -116,6 +125,34 @@ class Leaf(NamedTuple):
     array: Array
 
 
+class Slab(NamedTuple):
+    """A rank's part of an array that is distributed along an axis."""
+
+    path: str
+    array: Array
+    axis: int
+
+    @property
+    def kind(self) -> str:
+        """Its `slab_text`, which is the same for all slabs of an array."""
+        return slab_text(arrays.dtype_name(self.array.dtype), self.array.shape, self.axis)
+
+    @property
+    def length(self) -> int:
+        """The length along the axis."""
+        return int(self.array.shape[self.axis])
+
+
+def slab_text(dtype: str, shape: Sequence[int], axis: int) -> str:
+    """A text of a slab of an array, without the length along the axis.
+
+    >>> slab_text("float64", (2, 5, 3), 1)
+    'a slab float64[2, *, 3]'
+    """
+    lengths = ("*" if n == axis else str(length) for n, length in enumerate(shape))
+    return f"a slab {dtype}[{', '.join(lengths)}]"
+
+
 class Packed(NamedTuple):
     """A tree in parts: shared and per-rank values."""
 
@@ -124,6 +161,8 @@ class Packed(NamedTuple):
     own_trees: list[Json]
     """The tree of every `Own`, in the order of the tree."""
     own: list[Leaf]
+    slabs: list[Slab]
+    """The arrays in every `Own` with the rule "concatenate"; their tree is shared."""
     values: list[tuple[str, str]]
     """The path of every shared node, and a text for comparison."""
 
@@ -161,9 +200,11 @@ def pack(tree: Any, to_array: ToArray = as_tagged) -> Packed:
 class _Packer:
     def __init__(self, to_array: ToArray) -> None:
         self._to_array = to_array
-        self._packed = Packed(None, [], [], [], [])
+        self._packed = Packed(None, [], [], [], [], [])
         self._inside: str | None = None
         """The path of the `Own` that is being packed."""
+        self._axis: int | None = None
+        """The axis of that `Own`, if its rule is "concatenate"."""
 
     def pack(self, tree: Any) -> Packed:
         return self._packed._replace(tree=self._encode(tree, "tree", 0))
@@ -193,6 +234,8 @@ class _Packer:
             raise UnsupportedError(f"{shortened(path)}: {exc}") from exc
         if tagged is None:
             plain = _plain(value, path, depth)
+            if self._axis is not None:
+                raise ArrayError(f'{shortened(path)} is {shown(value)}: "concatenate" expects arrays alone')
             self._note(path, whole(value))
             return plain
         tag, array = tagged
@@ -200,6 +243,8 @@ class _Packer:
             raise UnsupportedError(
                 f"{shortened(path)} is an array of {array.dtype}, expected numbers in native byte order or bool"
             )
+        if self._axis is not None:
+            return self._encode_slab(tag, array, path, self._axis)
         self._note(path, f"{arrays.dtype_name(array.dtype)}{list(array.shape)}")
         leaves = self._packed.shared if self._inside is None else self._packed.own
         leaves.append(Leaf(path, array))
@@ -212,14 +257,26 @@ class _Packer:
             )
         self._note(path, f"Own(reshape={value.reshape!r})")
         self._inside = path
+        self._axis = value.axis if value.reshape == "concatenate" else None
         try:
-            self._packed.own_trees.append(self._encode(value.value, path, depth + 1))
+            tree = self._encode(value.value, path, depth + 1)
+            if self._axis is not None:
+                return tree
         finally:
-            self._inside = None
+            self._inside = self._axis = None
+        self._packed.own_trees.append(tree)
         return {"own": len(self._packed.own_trees) - 1, "reshape": value.reshape, "path": path}
 
+    def _encode_slab(self, tag: str, array: Array, path: str, axis: int) -> Json:
+        if not -array.ndim <= axis < array.ndim:
+            raise ArrayError(f"{shortened(path)} has the shape {tuple(array.shape)}, and no axis {axis}")
+        slab = Slab(path, array, axis % array.ndim)
+        self._note(path, slab.kind)
+        self._packed.slabs.append(slab)
+        return {"slab": len(self._packed.slabs) - 1, "tag": tag}
+
     def _note(self, path: str, text: str) -> None:
-        if self._inside is None:
+        if self._inside is None or self._axis is not None:
             self._packed.values.append((path, compared(text)))
 
 
@@ -251,6 +308,7 @@ class Unpacker:
         array_at: Returns the array with a number.
         own: Returns the value for an `Own`, from its number, its rule and its path.
         from_array: See `FromArray`.
+        slab_at: Returns this rank's part of the distributed array with a number.
     """
 
     def __init__(
@@ -258,8 +316,9 @@ class Unpacker:
         array_at: Callable[[int], Array],
         own: Callable[[int, Rule | None, str], Any] | None = None,
         from_array: FromArray = from_tagged,
+        slab_at: Callable[[int], Array] | None = None,
     ) -> None:
-        self._array_at, self._own, self._from_array = array_at, own, from_array
+        self._array_at, self._own, self._from_array, self._slab_at = array_at, own, from_array, slab_at
 
     def unpack(self, node: Json) -> Any:
         """Restore the tree of `node`.
@@ -278,6 +337,8 @@ class Unpacker:
             return tuple(self.unpack(item) for item in content)
         if tag == "own" and self._own is not None:
             return self._own(content, node["reshape"], node["path"])
+        if tag == "slab" and self._slab_at is not None:
+            return self._from_array(node["tag"], self._slab_at(content))
         if tag in ("int", "float", "complex", "bytes"):
             return _from_text(tag, content)
         if tag in ("array", "scalar", "tensor"):

@@ -8,6 +8,7 @@ every rank runs the module on its data. For the state of algorithms see `bagua_c
 
 from __future__ import annotations
 
+import dataclasses
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
@@ -92,7 +93,9 @@ class Checkpoints(bagua_comm.Checkpoints):
             super().save(step, tree, wait=wait)
 
     @public_method("Checkpoints.load")
-    def load(self, step: int | None = None, *, fallback: bool = False, **objects: Any) -> Loaded:
+    def load(
+        self, step: int | None = None, *, fallback: bool = False, like: Any = None, **objects: Any
+    ) -> Loaded:
         """Load the checkpoint of a step, or the latest one, into objects.
 
         Collective. Construct the objects as in the training that saved them; the number of ranks may differ.
@@ -100,6 +103,8 @@ class Checkpoints(bagua_comm.Checkpoints):
         Args:
             step: The step; None for the latest checkpoint.
             fallback: If it is damaged, warn, and load the one saved before it.
+            like: A dict of `Own(slab, "concatenate")` by the names under which they were saved; see
+                `bagua_comm.Checkpoints.load`. They are loaded into `tree`.
             objects: The objects to load into, by the names under which they were saved.
 
         Returns:
@@ -112,7 +117,8 @@ class Checkpoints(bagua_comm.Checkpoints):
             CheckpointError: It is damaged or foreign, or has state that does not load on this number of ranks.
             RuntimeError: An object refuses its state; earlier objects are loaded already.
         """
-        loaded = super().load(step, fallback=fallback)
+        slabs = {name: {"value": each} for name, each in (like or {}).items()}
+        loaded = super().load(step, fallback=fallback, like=slabs)
         tree = dict(loaded.tree)
         missing = [name for name in objects if name not in tree]
         if missing:
@@ -152,7 +158,7 @@ def _tree_of(value: Any, models: list[DistributedDataParallel]) -> dict[str, Any
     if isinstance(bare, nn.Module):
         state = _with_metadata(state)
     if bare is not value:
-        return {"state": Own(state, value.reshape)}
+        return {"state": dataclasses.replace(value, value=state)}
     if isinstance(bare, torch.optim.Optimizer):
         stepped = {id(p) for group in bare.param_groups for p in group["params"]}
         for model in models:

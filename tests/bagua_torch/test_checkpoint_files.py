@@ -418,6 +418,24 @@ def test_tensors_of_every_kind_come_back(tmp_path):
 # Mistakes of users ----------------------------------------------------------------------------------------
 
 
+def test_slabs_of_a_tensor_load_evenly_or_in_the_lengths_of_like(tmp_path):
+    whole = torch.arange(20, dtype=torch.bfloat16).reshape(2, 10)
+
+    def body(comm):
+        mine = whole[:, :3] if comm.rank == 0 else whole[:, 3:]
+        with Checkpoints(tmp_path, comm) as checkpoints:
+            checkpoints.save(1, u=Own(mine, "concatenate", axis=1), fields=Own({"v": mine.T}, "concatenate"))
+            even = checkpoints.load().tree
+            length = [9, 1][comm.rank]
+            like = {"u": Own(torch.empty(2, length, dtype=torch.bfloat16), "concatenate", axis=1)}
+            return even["u"], even["fields"]["v"].T, checkpoints.load(like=like).tree["u"]
+
+    (first, *firsts), (second, *seconds) = run_ranks(2, body)
+    assert (first.shape, firsts[1].shape) == ((2, 5), (2, 9))
+    for mine, other in zip((first, *firsts), (second, *seconds), strict=True):
+        assert torch.equal(torch.cat([mine, other], 1), whole)
+
+
 def test_a_state_that_does_not_fit_is_refused_by_name(tmp_path):
     def body(comm):
         training = Training(comm)

@@ -228,7 +228,7 @@ def test_keys_that_look_alike_name_two_tensors(tmp_path):
 @pytest.mark.parametrize("names", [["x", "x"], ["__metadata__"]])
 def test_a_file_of_two_tensors_with_one_name_is_refused_before_it_is_made(tmp_path, names):
     with pytest.raises(CheckpointError, match=f"named {names[-1]!r}"):
-        tensorfile.write(tmp_path / "file", [(name, np.zeros(2)) for name in names], lambda: None)
+        tensorfile.write(tmp_path / "file", [tensorfile.whole(name, np.zeros(2)) for name in names], lambda: None)
     assert not list(tmp_path.iterdir())
 
 

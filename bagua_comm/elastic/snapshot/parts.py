@@ -57,7 +57,7 @@ class Part:
         given: The value that the user gave.
 
     Raises:
-        ArrayError: It is an `Own` without a rule.
+        ArrayError: It is an `Own` without a rule, or with the rule "concatenate".
         UnsupportedError: It cannot be saved; the message has the path of the problem. Or it is an optimizer that
             is sharded over the ranks.
     """
@@ -79,7 +79,10 @@ class Part:
         self.is_array = not self.is_object and _is_array(self.value)
         _check_whole(f"State: {name}", self.value)
         try:
-            if len(packed(self.tree()).own_trees) != self.is_own:
+            tree = packed(self.tree())
+            if tree.slabs:
+                raise ArrayError('a rank that dies takes its slab of "concatenate" along; use Checkpoints for it')
+            if len(tree.own_trees) != self.is_own:
                 raise ArrayError("it has an Own inside; mark the whole of it, or make it two parts")
         except (ArrayError, UnsupportedError) as exc:
             raise type(exc)(f"State: {name} cannot be kept: {exc}") from exc
