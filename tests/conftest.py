@@ -16,6 +16,7 @@ from cuda_on_cpu.install import installed
 from support import needs, selection, tidy
 
 from bagua_comm import kernels
+from bagua_comm.system import infiniband
 
 MPI_TESTS = Path(__file__).parent / "mpi"
 LEFT_OUT = pytest.StashKey()
@@ -133,6 +134,26 @@ def pytest_collection_modifyitems(config, items):
         if isinstance(item, DoctestItem):  # pytest-mpi takes the name of a package for its mark
             item.own_markers = [mark for mark in item.own_markers if "--with-mpi" not in str(mark.kwargs)]
     return result
+
+
+@pytest.fixture
+def ports(tmp_path, monkeypatch):
+    """Make devices of InfiniBand: by name, the rate and the state of each port in turn, as Linux writes them."""
+
+    def made(**devices):
+        root = tmp_path / "infiniband"
+        root.mkdir(exist_ok=True)
+        for name, texts in devices.items():
+            (root / name).mkdir()
+            for number in range(1, len(texts) // 2 + 1):
+                port = root / name / "ports" / str(number)
+                port.mkdir(parents=True)
+                for file, text in zip(("rate", "state"), texts[2 * number - 2 :], strict=False):
+                    (port / file).write_text(f"{text}\n")
+        monkeypatch.setattr(infiniband, "FOLDER", root)
+        return root
+
+    return made
 
 
 @pytest.fixture(params=machine.POLICIES)

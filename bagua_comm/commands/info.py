@@ -22,6 +22,7 @@ from ..launch.cli import cores
 from ..launch.mpirun import OPEN_MPI, find_mpirun
 from ..logs import library_name
 from ..net import building, choosing
+from ..system import infiniband
 
 NOT_INSTALLED = "not installed"
 
@@ -60,6 +61,7 @@ def collect_info() -> dict[str, dict[str, Any]]:
     return {
         "versions": versions(),
         "MPI": mpi_facts(),
+        **({"InfiniBand": found} if (found := infiniband.devices()) else {}),
         "devices": {
             "CPU cores": len(cores()),
             "CUDA devices": cuda.device_count(),
@@ -157,6 +159,7 @@ def mpi_facts() -> dict[str, Any]:
         "    print(MPI.COMM_SELF.Get_failed().Get_size() == 0)\n"
         "except NotImplementedError:\n"
         "    print(False)\n"
+        f"print(repr(open({str(infiniband.MAPS)!r}).read()))\n"
     )
     try:
         result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
@@ -165,7 +168,7 @@ def mpi_facts() -> dict[str, Any]:
     if result.returncode != 0:
         reason = (result.stderr.strip().splitlines() or ["no message"])[-1]
         return {**facts, "library": f"cannot be loaded: {reason}"}
-    text, multiple, ulfm = result.stdout.strip().splitlines()[-3:]
+    text, multiple, ulfm, maps = result.stdout.strip().splitlines()[-4:]
     library = library_name(ast.literal_eval(text))
     level = "MPI_THREAD_MULTIPLE" if multiple == "True" else "less than MPI_THREAD_MULTIPLE"
     if ulfm != "True":
@@ -174,4 +177,6 @@ def mpi_facts() -> dict[str, Any]:
         survives = "yes, under run --ulfm, --spares or --restarts"
     else:
         survives = "no: run --ulfm needs Open MPI"
-    return {**facts, "library": library, "thread level": level, "ranks may die": survives}
+    facts |= {"library": library, "thread level": level, "ranks may die": survives}
+    unused = infiniband.why_unused(ast.literal_eval(maps))
+    return {**facts, **({"InfiniBand": f"{unused}; see docs/clusters/hpc.md"} if unused else {})}

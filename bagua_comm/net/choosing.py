@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
 from ..errors import BootstrapError
+from ..system import infiniband
 from .building import NAME, build, source_hash
 
 Net: TypeAlias = Literal["bagua", "auto", "nccl"]
@@ -29,8 +30,6 @@ ALIKE = ("BAGUA_NET_FLOWS", "BAGUA_NET_CHUNK", "BAGUA_NET_TIMEOUT_S")
 
 NO_PLUGIN = "none"
 """The value of NCCL_NET_PLUGIN for no plugin."""
-
-INFINIBAND = Path("/sys/class/infiniband")
 
 
 class Facts(NamedTuple):
@@ -90,8 +89,7 @@ def look(choice: str, host: str, started: Mapping[str, str | None] | None, *, se
     if choice == "nccl" or (choice == "auto" and not several_hosts):
         return facts
     try:
-        infiniband = INFINIBAND.is_dir() and any(INFINIBAND.iterdir())
-        return facts._replace(infiniband=infiniband, source=source_hash(), library=str(build()))
+        return facts._replace(infiniband=bool(infiniband.devices()), source=source_hash(), library=str(build()))
     except Exception as exc:  # any error: the other ranks wait for an answer
         return facts._replace(problem=str(exc) or type(exc).__name__)
 

@@ -31,11 +31,14 @@ HEALTHY = {
     "limits": {"memlock": None, "nofile": 20000, "nproc": None},
     "shared memory": {"total": 8 << 30, "free": 7 << 30},
     "interfaces": {"eth0": {"address": "10.0.0.1", "Mbit/s": 10000}},
-    "InfiniBand": [],
+    "InfiniBand": {},
     "gpu": {"driver": False, "count": 0},
     "torch.distributed": {"by": "MPI", "variables": []},
     "plugin": {"built": True, "source": "01", "compilers": "/usr/bin/cc", "kept away by": "nothing", "net": None},
 }
+
+
+ACTIVE = "200 Gb/sec, ACTIVE"
 
 
 def world(size=4, hosts=2, pairs=(), clocks=None, **changes):
@@ -156,9 +159,29 @@ def test_low_limits_are_named_with_the_flag_of_ulimit():
     assert "memlock" not in "".join(
         finding.what for finding in examine(low)
     )  # without InfiniBand, it is no limit
-    infiniband = world(InfiniBand=["mlx5_0"], limits={"memlock": 65536, "nofile": 20000, "nproc": None})
+    infiniband = world(InfiniBand={"mlx5_0": ACTIVE}, limits={"memlock": 65536, "nofile": 20000, "nproc": None})
     infiniband.facts[2] = infiniband.facts[3]
     assert found("problem", "ulimit memlock on node2 is 64 KiB", infiniband).do.startswith("ulimit -l unlimited")
+
+
+def test_infiniband_that_mpi_cannot_use_is_a_warning_where_there_are_several_hosts():
+    unused = "this machine has mlx5_0, and this MPI has neither UCX nor libfabric"
+    for hosts, level in ((2, "warning"), (1, "note")):
+        ranks = world(hosts=hosts)
+        for each in ranks.facts:
+            each["InfiniBand"] = {"mlx5_0": ACTIVE}
+            each["MPI"] = HEALTHY["MPI"] | {"InfiniBand": unused}
+        finding = found(level, "mlx5_0", ranks)
+        assert finding.what == f"{', '.join(ranks.hosts)}: {unused}"
+        assert "docs/clusters/hpc.md" in finding.do
+
+
+def test_infiniband_that_mpi_may_use_is_shown_by_host_and_none_where_there_is_none():
+    one = world(InfiniBand={"mlx5_0": ACTIVE, "mlx5_1": "10 Gb/sec, DOWN"})
+    one.facts[2] = one.facts[3]
+    shown = "node2: InfiniBand or RoCE by mlx5_0 (200 Gb/sec, ACTIVE), mlx5_1 (10 Gb/sec, DOWN)"
+    assert found("note", "InfiniBand", one).what == shown
+    assert not any("InfiniBand" in finding.what for finding in examine(world()))
 
 
 def test_more_ranks_than_cores_and_bound_ranks_are_warned_of():

@@ -62,11 +62,41 @@ def test_info_prints_each_variable_of_the_page_that_is_set(monkeypatch):
 )
 def test_info_names_each_mpi_and_whether_run_lets_ranks_die(monkeypatch, text, library, survives):
     """Under MPICH the library was "MPICH configure: ..." and `run --ulfm`, which refuses it, was said to work."""
-    answer = subprocess.CompletedProcess([], 0, f"{text!r}\nTrue\nTrue\n", "")
+    answer = subprocess.CompletedProcess([], 0, f"{text!r}\nTrue\nTrue\n''\n", "")
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: answer)
     found = info.mpi_facts()
     assert found["library"] == library
     assert found["ranks may die"].startswith("yes") == survives
+
+
+@pytest.mark.parametrize(
+    ("libraries", "has"),
+    [
+        ("", "has neither UCX nor libfabric"),
+        ("7f00 r-xp 08:01 5 /opt/lib/libucp.so.0\n", "has UCX, but has not loaded libibverbs"),
+        ("7f00 r-xp 08:01 5 /opt/lib/libucp.so.0\n7f01 r-xp 08:01 6 /lib/libibverbs.so.1\n", None),
+    ],
+)
+def test_info_shows_infiniband_and_whether_mpi_can_use_it(monkeypatch, ports, libraries, has):
+    answer = subprocess.CompletedProcess([], 0, f"'Open MPI v5.0.11'\nTrue\nTrue\n{libraries!r}\n", "")
+    ports(mlx5_0=("200 Gb/sec (4X HDR)", "4: ACTIVE"))
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: answer)
+    monkeypatch.setattr(info, "plugin_facts", dict)  # this starts a compiler
+    facts = collect_info()
+    assert facts["InfiniBand"] == {"mlx5_0": "200 Gb/sec, ACTIVE"}
+    assert (has is None) == ("InfiniBand" not in facts["MPI"])
+    if has is not None:
+        assert facts["MPI"]["InfiniBand"] == (
+            f"this machine has mlx5_0 (200 Gb/sec, ACTIVE), and this MPI {has}: between nodes it uses TCP; "
+            "see docs/clusters/hpc.md"
+        )
+
+
+def test_info_without_infiniband_does_not_mention_it(monkeypatch, ports):
+    ports()
+    assert "InfiniBand" not in info.mpi_facts()
+    monkeypatch.setattr(info, "mpi_facts", dict)
+    assert "InfiniBand" not in collect_info()
 
 
 def test_long_names_do_not_run_into_their_values(monkeypatch, capsys):

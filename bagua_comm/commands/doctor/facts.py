@@ -21,6 +21,7 @@ from ...launch.cli import cores
 from ...launch.mpirun import OPEN_MPI
 from ...logs import library_name
 from ...net import choosing
+from ...system import infiniband
 from ...system.processes import this_host
 from ..info import NOT_INSTALLED, installed, mpi_facts, plugin_facts, versions
 
@@ -47,7 +48,7 @@ def collect() -> dict[str, Any]:
         "limits": {name: _limit(number) for name, number in LIMITS.items()},
         "shared memory": shared_memory(),
         "interfaces": interfaces(),
-        "InfiniBand": _names_in("/sys/class/infiniband"),
+        "InfiniBand": infiniband.devices(),
         "gpu": gpu(),
         "plugin": plugin(),
         "torch.distributed": torch_distributed(),
@@ -112,6 +113,7 @@ def mpi() -> dict[str, Any]:
         "threads": module.Query_thread() == module.THREAD_MULTIPLE,
         "ulfm": environment.has_ulfm(),
         "network chosen": os.environ.get(network),
+        "InfiniBand": infiniband.why_unused(infiniband.MAPS.read_text()),
     }
 
 
@@ -153,10 +155,3 @@ def _number_in(file: str) -> int | None:
     except (OSError, ValueError):
         return None
     return number if number > 0 else None
-
-
-def _names_in(folder: str) -> list[str]:
-    try:
-        return sorted(os.listdir(folder))
-    except OSError:
-        return []

@@ -87,6 +87,7 @@ def examine(world: World) -> list[Finding]:
         _cores,
         _memory,
         _limits,
+        _infiniband,
         _networks,
         _clocks,
         _speeds,
@@ -275,6 +276,24 @@ def _limits(world: World) -> Iterator[Finding]:
             )
     if fine:
         yield Finding("ok", "limits of files, processes and locked memory are high enough")
+
+
+def _infiniband(world: World) -> Iterator[Finding]:
+    hosts: dict[tuple[str, str | None], list[str]] = {}
+    for host in world.hosts:
+        facts = world.on(host)
+        devices = ", ".join(f"{name} ({ports})" for name, ports in facts["InfiniBand"].items())
+        if devices:
+            hosts.setdefault((devices, facts["MPI"].get("InfiniBand")), []).append(host)
+    for (devices, unused), names in hosts.items():
+        if unused:
+            yield Finding(
+                "warning" if len(world.hosts) > 1 else "note",
+                f"{', '.join(names[:8])}: {unused}",
+                "load the MPI of the site, or install libibverbs: docs/clusters/hpc.md",
+            )
+        else:
+            yield Finding("note", f"{', '.join(names[:8])}: InfiniBand or RoCE by {devices}")
 
 
 def _networks(world: World) -> Iterator[Finding]:
