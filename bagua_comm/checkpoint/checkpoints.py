@@ -219,7 +219,7 @@ class Checkpoints(Live, Closing):
                     else:
                         here, there = apart(mine, other)
                         what = f"{shortened(path)} is {here} on rank 0 and {there} on rank {rank}"
-                    cure = _SAME_SLABS if "a slab " in mine and "a slab " in other else _MARK_IT
+                    cure = _SAME_SLABS if mine.startswith("a slab ") and other.startswith("a slab ") else _MARK_IT
                     return CommMismatch(f"save: ranks have different trees: {what}; {cure}")
         return CommMismatch(f"save: ranks have different trees; {_MARK_IT}")
 

@@ -93,7 +93,8 @@ def stage(step: int, packed: Packed, staging: Staging, rank: int, ranks: int) ->
     mine = [(packed.shared[each.array], each) for each in slices[rank]]
     previous = [(packed.shared[each.array], each) for each in slices[rank - 1]] if ranks > 1 else []
     shared = [room((s.end - s.begin) * leaf.array.itemsize) for leaf, s in [*mine, *previous]]
-    staging.begin(sum(shared) + sum(room(each.array.nbytes) for each in (*packed.own, *packed.slabs)))
+    own = [each.array for leaves in (packed.own, packed.slabs) for each in leaves]
+    staging.begin(sum(shared) + sum(room(x.nbytes) for x in own))
     pieces = []
     for (path, x), (number, begin, end) in mine:
         copied, name = staging.copy(x, begin, end), path
