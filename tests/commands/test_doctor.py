@@ -417,9 +417,9 @@ def test_ranks_of_torchrun_are_examined_together():
 def test_ranks_with_another_version_end_with_exit_code_1(tmp_path):
     script = """
         import os, sys
-        import bagua_comm.commands.doctor.facts as facts
+        import bagua_comm.commands.info as info
         if os.environ["RANK"] == "1":
-            facts.__version__ = "0.0.1"
+            info.__version__ = "0.0.1"
         from bagua_comm.__main__ import main
         sys.exit(main(["doctor"]))
     """
