@@ -44,7 +44,7 @@ def test_wrong_bytes_are_counted(device, monkeypatch):
     import cupy
 
     run = kernels.of(cupy.empty(0))
-    monkeypatch.setattr(run, "minmax_decode", lambda wire, out, *rest: out.fill(1))
+    monkeypatch.setattr(run, "minmax_decode", lambda wire, out, **layout: out.fill(1))
     monkeypatch.setattr(run, "add", lambda x, y, out: None)
     rows = dict(gpu_codecs.codec_rows(bench(1 << 17), "minmax", "float32"))
 

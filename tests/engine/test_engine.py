@@ -659,7 +659,7 @@ def test_an_array_that_is_exchanged_is_not_replaced_unnoticed(replace):
             engine.at(Point.FORWARD)
             engine.at(Point.BACKWARD)
             replace(flats, storage)
-            with pytest.raises(ArrayError, match=r"storage\['weight'\] .*flats\[0\]\[...\] ="):
+            with pytest.raises(ArrayError, match=r"storage\['weight'\].*flats\[0\]\[...\] ="):
                 engine.at(Point.STEP)
             engine.abort()
 
