@@ -32,7 +32,7 @@ exclude_patterns = ["_build"]
 nitpicky = True
 INTERNAL = (  # types that signatures name, and that nobody needs to know
     *("After", "ByNode", "Channel", "Clock", "Dataset", "EdgeReplicas", "Encoding", "EngineRegistry", "Every"),
-    *("Failure", "Flow", "Hooks", "Hub", "LaneComm", "Momentum", "Order", "Outer"),
+    *("BoundedCache", "Failure", "Flow", "Hooks", "Hub", "LaneComm", "Momentum", "Order", "Outer"),
     *("OuterFragment", "ProcessId", "Ranks", "RecordedFailure", "Reducer", "RendezvousInfo", "Replicas"),
     *("SampleOrder", "Scheduler", "Session", "SpanContext", "SparseOuter", "Steps"),
     *("SupportsDLPack", "TorchEngine", "Traced"),
