@@ -608,7 +608,7 @@ MUTANTS = {
     "codes of no block far from zero": ("fabsf(found.lower) < 4194048", "true", check_special_values),
     "blocks that are all plain": ("if (surely_plain || plain())", "if (true)", check_special_values),
     "segments that are all whole": ("+ reach <= layout.count", "+ reach <= layout.count + 500", check_warps),
-    "padding not cleared": ("clear(at, layout.start + layout.count", "clear(at, layout.stride", check_warps),
+    "padding not cleared": ("clear(at, layout.start + codes", "clear(at, layout.stride", check_warps),
     "another row's header": ("decoders[lane] = own", "decoders[rows - 1 - lane] = own", check_warps),
     "headers too early": ("__syncwarp();  // the decoders", "// the decoders", check_many_rows),
     "a row twice": ("if (r + k + loads < rows) codes", "if (r + k + loads < rows - 1) codes", check_warps),
