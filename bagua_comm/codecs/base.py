@@ -173,6 +173,10 @@ class Codec(ABC):
 
         All that does not depend on the arrays themselves is computed now. The steps check no arguments.
         """
+        return self._steps(count, like)
+
+    def _steps(self, count: int, like: Array) -> Steps:
+        """Return the steps by the methods with an underscore."""
         dtype = like.dtype
 
         def combine(wire: Array, out: Array, op: str, **random: Draws) -> None:
@@ -210,8 +214,7 @@ class Codec(ABC):
         """Call `_combine` with the random numbers of `_random`; if it takes none, encode the sum with them."""
         encode: Any = self._encode
         combine: Any = self._combine
-        taken = inspect.signature(combine).parameters.values()
-        if random and not any(each.name == "draws" or each.kind is each.VAR_KEYWORD for each in taken):
+        if random and not _takes_draws(combine):
             encode(self._total(wire, op, count, dtype), out, **random)
         else:
             combine(wire, out, op, count, dtype, **random)
@@ -259,6 +262,11 @@ class Codec(ABC):
             raise ArrayError(f"{call}: {name} begins at an address that is not a multiple of {_HEADER_BYTES}")
 
 
+def _takes_draws(function: Callable[..., object]) -> bool:
+    taken = inspect.signature(function).parameters.values()
+    return any(each.name == "draws" or each.kind is each.VAR_KEYWORD for each in taken)
+
+
 class KernelCodec(Codec):
     """Base of this package's codecs, whose steps are functions of `kernels`."""
 
@@ -272,11 +280,10 @@ class KernelCodec(Codec):
     def _layout(self, count: int, dtype: DType) -> dict[str, Any]:
         """Further arguments of the functions, for chunks of `count` elements of this dtype."""
 
-    def steps(self, count: int, like: Array) -> Steps:
-        """See `Codec.steps`."""
+    def _steps(self, count: int, like: Array) -> Steps:
         own = ("_encode", "_decode", "_combine")
         if any(getattr(type(self), name) is not getattr(KernelCodec, name) for name in own):
-            return super().steps(count, like)  # a subclass has steps of its own
+            return super()._steps(count, like)  # a subclass has steps of its own
         layout = self._layout(count, like.dtype)
         return Steps(
             functools.partial(self._kernel("encode", like), **layout),

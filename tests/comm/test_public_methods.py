@@ -44,7 +44,7 @@ def test_errors_of_python_name_the_class_that_users_know(call):
     """They named 'World', 'PointToPoint', 'GatherScatter'."""
     with connect() as comm, pytest.raises((TypeError, AttributeError), match=r"^'?Communicator\b"):
         call(comm)
-    with pytest.raises(TypeError, match=r"^KernelCodec\.steps\(\)"):
+    with pytest.raises(TypeError, match=r"^Codec\.steps\(\)"):
         Float16().steps()
 
 
