@@ -157,7 +157,8 @@ def write(folder: Path, job: SaveJob, rank: int, note: Callable[[], None]) -> Ra
     joined = None
     if job.wholes:
         pairs = zip(job.wholes, job.own_slabs, strict=True)
-        joined = tensorfile.write(folder / slabs.FILE, [slabs.entry(*pair, rank) for pair in pairs], note)
+        entries = [slabs.entry(*pair, rank) for pair in pairs]
+        joined = tensorfile.write(folder / slabs.FILE, entries, note, is_shared=True)
     return RankFile(file, job.own, [row[-1] for row in shared], previous_crcs, names, joined)
 
 

@@ -72,14 +72,17 @@ def whole(name: str, x: Array) -> Entry:
     return Entry(name, arrays.dtype_name(x.dtype), x.shape, [(0, arrays.as_bytes(x))])
 
 
-def write(path: Path, entries: Sequence[Entry], note: Callable[[], None]) -> WrittenFile:
-    """Write a file, or a part of one that others write, too; wait until it is on the disk.
+def write(
+    path: Path, entries: Sequence[Entry], note: Callable[[], None], *, is_shared: bool = False
+) -> WrittenFile:
+    """Write a new file, or a part of one that others write, too; wait until it is on the disk.
 
     Args:
-        path: The file. It is made if it is not there.
+        path: The file. Unless it `is_shared`, it must not exist.
         entries: The arrays of the file, by distinct names. Arrays of larger elements come first in the file, so
             that all are aligned.
         note: Called after every piece.
+        is_shared: Whether other ranks write parts of the file.
 
     Raises:
         CheckpointError: Two arrays have one name, or one has the name that the format reserves.
@@ -102,7 +105,7 @@ def write(path: Path, entries: Sequence[Entry], note: Callable[[], None]) -> Wri
     text += b" " * (-len(text) % 8)
     head = len(text).to_bytes(8, "little") + text
     crcs = [0] * len(entries)
-    with open(path, "wb", buffering=0, opener=_open_as_it_is) as file:
+    with open(path, "wb" if is_shared else "xb", buffering=0, opener=_open_whole) as file:
         note()  # which ends here a save that was given up while the disk did not answer
         _write_all(file, memoryview(head))
         for n in order:
@@ -119,9 +122,9 @@ def write(path: Path, entries: Sequence[Entry], note: Callable[[], None]) -> Wri
     return WrittenFile(len(head) + end, len(head), zlib.crc32(head), places)
 
 
-def _open_as_it_is(path: str, _: int) -> int:
-    """Open a file for writing without losing what others have written."""
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+def _open_whole(path: str, flags: int) -> int:
+    """Open a file without losing what others have written to it."""
+    return os.open(path, flags & ~os.O_TRUNC, 0o666)
 
 
 def _write_all(file: Any, data: memoryview) -> None:

@@ -261,3 +261,12 @@ def test_the_elastic_state_refuses_slabs_by_name(wrap):
         ArrayError, match='State: u cannot be kept: a rank that dies takes its slab of "concatenate"'
     ):
         elastic.State(u=wrap(Own(np.zeros(3), "concatenate")))
+
+
+def test_only_a_file_of_several_ranks_may_exist_before_it_is_written(tmp_path):
+    entries = [tensorfile.whole("x", np.zeros(2))]
+    for _ in range(2):
+        tensorfile.write(tmp_path / "shared", entries, lambda: None, is_shared=True)
+    tensorfile.write(tmp_path / "own", entries, lambda: None)
+    with pytest.raises(FileExistsError):
+        tensorfile.write(tmp_path / "own", entries, lambda: None)
