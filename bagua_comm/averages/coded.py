@@ -167,9 +167,10 @@ class Coding:
         return True
 
     def keep(self, call: Call, move: Any) -> None:
-        """Keep a call on shards that was run, for `run_again`; `move(comm, x, out)` sends flat arrays."""
-        comm = weakref.ref(call.comm)  # which keeps this coding
-        self._prepared = call.prepared(lambda x, out: move(comm(), x, out))
+        """Keep the first call on shards that was run, for `run_again`; `move(comm, x, out)` sends flat arrays."""
+        if self._prepared is None:
+            comm = weakref.ref(call.comm)  # which keeps this coding
+            self._prepared = call.prepared(lambda x, out: move(comm(), x, out))
 
     def run_again(self, comm: CommBase, whole: Any, chunk: Any, *, gathers: bool) -> bool:
         """Run the call that was kept, if these arrays need neither another check nor a copy.
