@@ -92,6 +92,11 @@ CALLS = [
     (lambda c: Reproducible().bind(c).hold(X), ArrayError, "0 to hold"),
     (lambda c: Reproducible(addends=3).bind_shards(c, [(4, 2)]), ArrayError, "multiple, since all ranks"),
     (lambda c: Reproducible(addends=1).bind_shards(c, [(4, 2)]), ArrayError, "at least one addend"),
+    (
+        lambda c: Reproducible().bind_shards(c, [(3, 3)])(np.ones(8, "f4"), np.ones(4, "f4"), "avg"),
+        ArrayError,
+        "x has 8 elements, expected 12, those of the tensors",
+    ),
 ]
 
 

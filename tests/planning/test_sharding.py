@@ -60,13 +60,6 @@ def test_bytes_of_every_way_are_those_that_the_communicator_counts(nodes):
         assert found == [pytest.approx(predicted, abs=padding)] * len(nodes), name
 
 
-def bytes_of_binding(comm):
-    comm.by_node()
-    before = comm.counters.total().wire_bytes
-    Hierarchical().bind_gather(comm)
-    return comm.counters.total().wire_bytes - before
-
-
 def test_the_root_is_gathered_once():
     layers, cluster = layers_of((1, 100, 1), (2, 1000, 1)), Cluster(4)
     sizes, exact = [4000, 4000, 400], SHARDED["exact"]
