@@ -15,7 +15,15 @@ from bagua_comm.arrays import FLOATS, dtype_named
 from bagua_comm.kernels import host
 from bagua_comm.testing import run_ranks, sample
 from bagua_comm.transports.mpi import peer_memory as module
-from bagua_comm.transports.mpi.peer_memory import UNREADABLE, DirectCalls, PeerMemory, address_of, open_memory
+from bagua_comm.transports.mpi import tuning
+from bagua_comm.transports.mpi.peer_memory import (
+    UNREADABLE,
+    DirectCalls,
+    PeerMemory,
+    address_of,
+    largest_copied,
+    open_memory,
+)
 from bagua_comm.transports.mpi.shared_window import PeerAbortedError, open_window
 
 SIZES = [2, 3, 5]
@@ -210,3 +218,21 @@ def test_where_one_rank_may_not_read_all_do_without(monkeypatch, error):
 def test_where_the_system_has_no_such_call_all_do_without(monkeypatch):
     monkeypatch.setattr(module, "_is_here", lambda: False)
     assert run_ranks(2, lambda comm: open_memory(comm.transports[0])) == [None] * 2
+
+
+@pytest.mark.parametrize(
+    ("slow", "ranks", "expected"),
+    [("read", 2, tuning.SHOWN_BYTES), ("gather", 2, tuning.READ_BYTES), ("read", 5, tuning.READ_BYTES)],
+    ids=["reads take longer", "copies take longer", "too many ranks to copy arrays of this size"],
+)
+def test_ranks_agree_on_the_faster_way_for_arrays_of_middle_size(slow, ranks, expected):
+    def on_rank(comm):
+        transport = comm.transports[0]
+        window, memory = open_window(transport, wait), open_memory(transport)
+        slowed = memory if slow == "read" else window
+        call = getattr(slowed, slow)
+        pause_s = 0.02 if transport.rank == 0 else 0.0  # one rank is enough
+        setattr(slowed, slow, lambda *arguments: (time.sleep(pause_s), call(*arguments))[1])
+        return largest_copied(transport, window, memory)
+
+    assert run_ranks(ranks, on_rank) == [expected] * ranks

@@ -6,8 +6,9 @@ and reduces the bytes while they are in a cache. The last round is a barrier, af
 array again. A rank that aborts may change it before; so each rank checks for aborted ranks when it has read.
 
 This needs Linux, and ranks that may read each other's memory, as debuggers do (`process_vm_readv`). Open MPI
-carries its own messages between processes by the same call. `open_memory` tries it. Memory of some devices cannot
-be read like this, even if it is mapped: an array in such memory has the address `UNREADABLE`.
+carries its own messages between processes by the same call. `open_memory` tries it. `largest_copied` finds out up
+to which size two copies take less time. Memory of some devices cannot be read like this, even if it is mapped: an
+array in such memory has the address `UNREADABLE`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import ctypes
 import os
 import secrets
+import time
 import weakref
 from collections.abc import Callable, Sequence
 
@@ -26,6 +28,7 @@ from ...kernels import Reducer
 from ...objects.caching import BoundedCache
 from ..base import Transport
 from ..pipeline import chunk_bounds
+from . import tuning
 from .shared_window import SharedWindow, UnreadableError
 
 UNREADABLE = 0
@@ -95,10 +98,13 @@ class DirectCalls:
     """Collectives of rank `window.rank` that read from arrays of all ranks, whose addresses are known.
 
     Arrays are C-contiguous host arrays; see `Transport` for the calls.
+
+    Attributes:
+        copied_bytes: Ranks copy arrays of at most this size to the window in place of a call from here.
     """
 
-    def __init__(self, window: SharedWindow, memory: PeerMemory) -> None:
-        self.rank, self.size = window.rank, window.size
+    def __init__(self, window: SharedWindow, memory: PeerMemory, copied_bytes: int = tuning.READ_BYTES) -> None:
+        self.rank, self.size, self.copied_bytes = window.rank, window.size, copied_bytes
         self._others = [(self.rank + i) % self.size for i in range(1, self.size)]
         self._window, self.memory = window, memory
         self._scratch = Scratch()
@@ -239,6 +245,37 @@ def _tried(transport: Transport, table: Array) -> PeerMemory | None:
     except OSError:
         found[:] = 0
     return memory if transport.agree(bool((found == table[:, 2]).all())) else None
+
+
+def largest_copied(transport: Transport, window: SharedWindow, memory: PeerMemory) -> int:
+    """The size in bytes up to which arrays pass through the window faster than they are read in place.
+
+    Collective. Measured with arrays of `tuning.COPIED_BYTES`; the result is the same on all ranks.
+    """
+    nbytes = min(tuning.COPIED_BYTES, window.slot_bytes)
+    if nbytes * window.size > tuning.SHOWN_BYTES:
+        return tuning.READ_BYTES
+    x, out = np.zeros((2, nbytes), np.uint8)
+    rows, peer = window.rows(nbytes, x.dtype), (window.rank + 1) % window.size
+    copied_s, read_s = [], []
+    for i in range(tuning.PROBES_OF_COPIES):
+        x[...] = i  # as a program that has computed `x`
+        window.barrier()
+        start = time.perf_counter()
+        shown = window.gather(rows, x, 0)
+        assert shown is not None
+        out[...] = shown.all[peer]
+        middle = time.perf_counter()
+        x[...] = i
+        window.barrier()
+        second = time.perf_counter()
+        addresses = window.addresses(0, address_of(x))
+        assert addresses is not None
+        memory.read(peer, addresses[peer], address_of(out), nbytes)
+        window.barrier()
+        copied_s.append(middle - start)
+        read_s.append(time.perf_counter() - second)
+    return tuning.SHOWN_BYTES if transport.agree(min(copied_s) < min(read_s)) else tuning.READ_BYTES
 
 
 def address_of(x: Array) -> int:

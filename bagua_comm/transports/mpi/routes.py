@@ -133,7 +133,8 @@ class Routes:
         largest = tuning.NATIVE_BYTES if name == "reduce" else tuning.MESSAGE_BYTES
         if (x.dtype, op) in self._reduced_by_mpi and not small and x.nbytes <= largest:
             return self._after_agreement(f"{call} in any order", ways.native)
-        is_read = self.direct is not None and x.nbytes > tuning.READ_BYTES and name not in tuning.ALLREDUCE_LIKE
+        direct = None if name in tuning.ALLREDUCE_LIKE else self.direct
+        is_read = direct is not None and x.nbytes > direct.copied_bytes
         if small and not is_read:
             shown = name != "broadcast" or self._rank == root
             return SmallCall(

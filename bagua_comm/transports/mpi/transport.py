@@ -49,7 +49,7 @@ from .failure_detector import FailureDetector, ranks_in
 from .link_speed import measure_links
 from .messages import NOTHING, Messages, MPIChannel
 from .native import Native
-from .peer_memory import DirectCalls, open_memory
+from .peer_memory import DirectCalls, largest_copied, open_memory
 from .reductions import REDUCTIONS, is_sound
 from .routes import Routes
 from .shared_window import open_window
@@ -123,7 +123,8 @@ class MPITransport(CountedCalls, Transport):
         self._endpoint.share(window)
         self._routes.use_memory(None)  # the routes so far are without a window
         memory = open_memory(self)
-        self._routes.use_memory(DirectCalls(window, memory) if memory is not None else None)
+        if memory is not None:
+            self._routes.use_memory(DirectCalls(window, memory, largest_copied(self, window, memory)))
 
     def _measure_links(self) -> None:
         """Measure the links between hosts, for all transports of this world. Collective."""

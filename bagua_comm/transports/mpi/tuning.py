@@ -61,10 +61,13 @@ SHOWN_BYTES = 1 << 18
 """Ranks of one host copy whole arrays to their window if all of these together have at most this many bytes."""
 
 READ_BYTES = 1 << 15
-"""Ranks that may read each other's memory copy arrays of at most this size to the window; larger ones they read
-in place. So one copy passes between cores instead of two, which take up to four times as long where cores share
-no cache. Sums for all ranks are an exception (`ALLREDUCE_LIKE`): through the window they take less time than
-MPI's."""
+COPIED_BYTES, PROBES_OF_COPIES = 1 << 16, 8
+"""Ranks that may read each other's memory copy arrays of at most the first size to the window; larger ones they
+read in place. So one copy passes between cores instead of two, which take up to four times as long where cores
+share no cache. Where they share one, two copies take less time than a call of the system: half as long for 64 KiB
+and 128 KiB on two cores that share 32 MiB. So ranks compare both ways at the second size, and copy up to
+`SHOWN_BYTES` if that is faster. Sums for all ranks are an exception (`ALLREDUCE_LIKE`): through the window they
+take less time than MPI's."""
 
 ALLREDUCE_LIKE = "allreduce", "reduce_scatter"
 
