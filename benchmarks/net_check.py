@@ -49,14 +49,14 @@ CONNECTIONS = 4
 def traffic(library: Path, messages: int, seed: int) -> Record:
     """Send the messages, half of them over one connection, half over several at a time."""
     plugin, pool = Plugin(library), make_pool(LARGEST)
-    context = plugin.start()
+    plugin.start()
     start, faults = time.monotonic(), []
     sent = [0] * (CONNECTIONS + 1)
 
     def work(which: int, count: int, largest: int) -> None:
         try:
             sizes = random_sizes(np.random.default_rng([seed, which]), count, largest, MEAN)
-            pair = connect_pair(plugin, context)
+            pair = connect_pair(plugin)
             sent[which] = exchange(pair, sizes, pool, seed=seed + which, timeout_s=120.0, room=64)
             pair.close()
         except Exception as exc:
@@ -69,7 +69,6 @@ def traffic(library: Path, messages: int, seed: int) -> Record:
         thread.start()
     for thread in threads:
         thread.join()
-    plugin.stop(context)
     return {
         "messages": messages // 2 + share * CONNECTIONS,
         "bytes": sum(sent),

@@ -20,9 +20,9 @@ GUARD = 0xA5
 """Bytes behind each receive buffer, which must not change."""
 
 
-def connect_pair(plugin: Plugin, context: object, *, device: int = 0, timeout_s: float = 20.0) -> ConnectedPair:
+def connect_pair(plugin: Plugin, *, device: int = 0, timeout_s: float = 20.0) -> ConnectedPair:
     """Two ends of a connection in this process."""
-    return ConnectedPair.connect(plugin, context, device=device, deadline=time.monotonic() + timeout_s)  # type: ignore[arg-type]
+    return ConnectedPair.connect(plugin, device=device, deadline=time.monotonic() + timeout_s)
 
 
 def random_sizes(random: np.random.Generator, count: int, largest: int, mean: float) -> list[int]:

@@ -3,7 +3,7 @@
  * arrive. The size goes ahead on a control socket. Without threads all data takes the control socket, in NCCL's own
  * thread. NCCL_SOCKET_NTHREADS and NCCL_NSOCKS_PERTHREAD say how many; N = T times sockets of each.
  *
- * It has the functions of a plugin that the harness calls (version 12, symbol stockNet_v12), and no care for errors. */
+ * It has the functions of a plugin that the harness calls (version 10, symbol stockNet_v10), and no care for errors. */
 
 #define _GNU_SOURCE
 #include <arpa/inet.h>
@@ -131,8 +131,8 @@ static struct comm *make(int sends, int *fds) {
   return comm;
 }
 
-static int init(void **context, uint64_t id, void *config, void *log, void *profile) {
-  (void)context, (void)id, (void)config, (void)log, (void)profile;
+static int init(void *log, void *profile) {
+  (void)log, (void)profile;
   threads_wanted = number("NCCL_SOCKET_NTHREADS", 0);
   sockets_wanted = threads_wanted * number("NCCL_NSOCKS_PERTHREAD", 1);
   return 0;
@@ -142,13 +142,13 @@ static int devices(int *count) { return *count = 1, 0; }
 
 static int properties(int which, void *to) {
   (void)which;
-  memset(to, 0, 128);
+  memset(to, 0, 104);
   memcpy(to, &device, sizeof device);
   return 0;
 }
 
-static int listen_on(void *context, int which, void *to, void **result) {
-  (void)context, (void)which;
+static int listen_on(int which, void *to, void **result) {
+  (void)which;
   struct handle handle = {.address = {.sin_family = AF_INET}};
   socklen_t length = sizeof handle.address;
   int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
@@ -168,8 +168,8 @@ static int settle(int fd) {
 }
 
 /* Both ends block here until all sockets are connected: this is no measure of connecting. */
-static int connect_to(void *context, int which, void *to, void **result, void **none) {
-  (void)context, (void)which, (void)none;
+static int connect_to(int which, void *config, void *to, void **result, void **none) {
+  (void)which, (void)config, (void)none;
   struct handle *handle = to;
   int fds[SOCKETS + 1];
   for (int32_t i = 0; i <= sockets_wanted; i++) {
@@ -298,8 +298,7 @@ static int close_comm(void *which) {
 }
 
 static int close_listener(void *listener) { return close((int)(intptr_t)listener); }
-static int finalize(void *context) { return (void)context, 0; }
 
-__attribute__((visibility("default"))) const void *const stockNet_v12[22] = {
+__attribute__((visibility("default"))) const void *const stockNet_v10[20] = {
     "stock", init, devices, properties, listen_on, connect_to, accept_from, reg, reg_dma, dereg, isend, irecv, iflush,
-    test, close_comm, close_comm, close_listener, NULL, NULL, NULL, finalize, NULL};
+    test, close_comm, close_comm, close_listener, NULL, NULL, NULL};

@@ -1,4 +1,4 @@
-"""Python binding of NCCL's table of network plugin functions, versions 10 to 12.
+"""Python binding of NCCL's table of network plugin functions, version 10.
 
 The names are those of NCCL's header `net.h`. The plugin is called exactly as NCCL calls it.
 """
@@ -6,16 +6,12 @@ The names are those of NCCL's header `net.h`. The plugin is called exactly as NC
 from __future__ import annotations
 
 import ctypes
-import functools
-from ctypes import POINTER, c_char_p, c_float, c_int, c_int16, c_int32, c_size_t, c_uint64, c_void_p
+from ctypes import POINTER, c_char_p, c_float, c_int, c_size_t, c_uint64, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..errors import CommError
-
-VERSIONS = (10, 11, 12)
-"""The versions of the table that the plugin exports."""
 
 HANDLE_BYTES = 128
 """The size of a handle, which `listen` fills in and `connect` takes."""
@@ -27,63 +23,35 @@ SYSTEM_ERROR, INTERNAL_ERROR, INVALID_ARGUMENT, INVALID_USAGE, REMOTE_ERROR = 2,
 RESULTS = {1: "CUDA", SYSTEM_ERROR: "system", INTERNAL_ERROR: "internal", INVALID_ARGUMENT: "argument"}
 RESULTS |= {INVALID_USAGE: "usage", REMOTE_ERROR: "remote: the peer died, or the network failed"}
 
-_LIMITS: list[tuple[str, Any]] = [("maxP2pBytes", c_size_t), ("maxCollBytes", c_size_t)]
-_PROPERTIES: list[tuple[str, Any]] = [
-    ("name", c_char_p),
-    ("pciPath", c_char_p),
-    ("guid", c_uint64),
-    ("ptrSupport", c_int),
-    ("regIsGlobal", c_int),
-    ("forceFlush", c_int),
-    ("speed", c_int),
-    ("port", c_int),
-    ("latency", c_float),
-    ("maxComms", c_int),
-    ("maxRecvs", c_int),
-    ("netDeviceType", c_int),
-    ("netDeviceVersion", c_int),
-    ("ndevs", c_int),
-]
 
-
-class Properties10(ctypes.Structure):
-    """Properties of a device, version 10: 104 bytes."""
-
-    _fields_ = (*_PROPERTIES, ("devs", c_int * 4), *_LIMITS)
-
-
-class Properties11(ctypes.Structure):
-    """Properties of a device, version 11: 112 bytes."""
-
-    _fields_ = (*Properties10._fields_, ("maxMultiRequestSize", c_int))
-
-
-class Properties12(ctypes.Structure):
-    """Properties of a device, version 12: 128 bytes."""
+class Properties(ctypes.Structure):
+    """Properties of a device."""
 
     _fields_ = (
-        *_PROPERTIES,
-        ("devs", c_int * 8),
-        *_LIMITS,
-        ("maxMultiRequestSize", c_int),
-        ("railId", c_int16),
-        ("planeId", c_int16),
+        ("name", c_char_p),
+        ("pciPath", c_char_p),
+        ("guid", c_uint64),
+        ("ptrSupport", c_int),
+        ("regIsGlobal", c_int),
+        ("forceFlush", c_int),
+        ("speed", c_int),
+        ("port", c_int),
+        ("latency", c_float),
+        ("maxComms", c_int),
+        ("maxRecvs", c_int),
+        ("netDeviceType", c_int),
+        ("netDeviceVersion", c_int),
+        ("ndevs", c_int),
+        ("devs", c_int * 4),
+        ("maxP2pBytes", c_size_t),
+        ("maxCollBytes", c_size_t),
     )
-
-
-PROPERTIES = {10: Properties10, 11: Properties11, 12: Properties12}
 
 
 class Config(ctypes.Structure):
     """Configuration of a communicator."""
 
     _fields_ = (("trafficClass", c_int),)
-
-
-class Attributes(ctypes.Structure):
-    """NCCL's hints on the traffic, from version 11 on."""
-
-    _fields_ = (("send", c_int32 * 4), ("recv", c_int32 * 4), ("op", ctypes.c_uint32 * 3))
 
 
 LOG = ctypes.CFUNCTYPE(None, c_int, ctypes.c_ulong, c_char_p, c_int, c_char_p)
@@ -93,20 +61,12 @@ _SILENT = LOG(lambda *_: None)
 """A log function without output, which lives as long as the library that uses it."""
 
 _ANY = POINTER(c_void_p)
-_OWN: dict[int, dict[str, Any]] = {
-    10: {
-        "init": (LOG, c_void_p),
-        "listen": (c_int, c_void_p, _ANY),
-        "connect": (c_int, POINTER(Config), c_void_p, _ANY, _ANY),
-    },
-    11: {
-        "init": (_ANY, c_uint64, POINTER(Config), LOG, c_void_p),
-        "listen": (c_void_p, c_int, c_void_p, _ANY),
-        "connect": (c_void_p, c_int, c_void_p, _ANY, _ANY),
-    },
-}
-_OWN[12] = _OWN[11]
-_SHARED: dict[str, tuple[Any, ...]] = {
+FUNCTIONS: dict[str, tuple[Any, ...]] = {
+    "init": (LOG, c_void_p),
+    "devices": (POINTER(c_int),),
+    "getProperties": (c_int, POINTER(Properties)),
+    "listen": (c_int, c_void_p, _ANY),
+    "connect": (c_int, POINTER(Config), c_void_p, _ANY, _ANY),
     "accept": (c_void_p, _ANY, _ANY),
     "regMr": (c_void_p, c_void_p, c_size_t, c_int, _ANY),
     "regMrDmaBuf": (c_void_p, c_void_p, c_size_t, c_int, c_uint64, c_int, _ANY),
@@ -122,25 +82,16 @@ _SHARED: dict[str, tuple[Any, ...]] = {
     "irecvConsumed": (c_void_p, c_int, c_void_p),
     "makeVDevice": (POINTER(c_int), c_void_p),
 }
-_FINAL: dict[str, tuple[Any, ...]] = {"finalize": (c_void_p,), "setNetAttr": (c_void_p, POINTER(Attributes))}
+"""The functions of the table, and the types of their arguments."""
 
 
-@functools.cache
-def table_type(version: int) -> type[ctypes.Structure]:
-    """The structure of the symbol ncclNetPlugin_v10, _v11 or _v12."""
-    own = _OWN[version]
-    functions: dict[str, tuple[Any, ...]] = {
-        "init": own["init"],
-        "devices": (POINTER(c_int),),
-        "getProperties": (c_int, c_void_p),
-        "listen": own["listen"],
-        "connect": own["connect"],
-        **_SHARED,
-        **(_FINAL if version > 10 else {}),
-    }
-    fields: list[tuple[str, Any]] = [("name", c_char_p)]
-    fields += [(name, ctypes.CFUNCTYPE(c_int, *arguments)) for name, arguments in functions.items()]
-    return type(f"Table{version}", (ctypes.Structure,), {"_fields_": tuple(fields)})
+class Table(ctypes.Structure):
+    """The table that a plugin exports."""
+
+    _fields_ = (
+        ("name", c_char_p),
+        *((name, ctypes.CFUNCTYPE(c_int, *arguments)) for name, arguments in FUNCTIONS.items()),
+    )
 
 
 class PluginError(CommError):
@@ -164,18 +115,16 @@ class Plugin:
 
     Args:
         library: The compiled plugin.
-        version: The version of its table: 10, 11 or 12.
-        symbol: The prefix of the table's name, for a library that is not an NCCL plugin.
+        symbol: The name of its table, for a library that is not an NCCL plugin.
 
     Raises:
         OSError: The library cannot be loaded.
         ValueError: It has no such table.
     """
 
-    def __init__(self, library: Path, version: int = 12, *, symbol: str = "ncclNetPlugin_v") -> None:
+    def __init__(self, library: Path, *, symbol: str = "ncclNetPlugin_v10") -> None:
         self.library = ctypes.CDLL(str(library))
-        self.version = version
-        self.table: Any = table_type(version).in_dll(self.library, f"{symbol}{version}")
+        self.table: Any = Table.in_dll(self.library, symbol)
 
     def __getattr__(self, function: str) -> Any:
         """The function of the table by this name, which raises an error if it fails."""
@@ -191,19 +140,9 @@ class Plugin:
         """Whether an entry of the table is not NULL."""
         return bool(getattr(self.table, function, None))
 
-    def start(self) -> c_void_p:
-        """Call init; return the context."""
-        context = c_void_p()
-        if self.version == 10:
-            self.init(_SILENT, None)
-        else:
-            self.init(ctypes.byref(context), 1, ctypes.byref(Config(-1)), _SILENT, None)
-        return context
-
-    def stop(self, context: c_void_p) -> None:
-        """Call finalize, if it exists."""
-        if self.version > 10:
-            self.finalize(context)
+    def start(self) -> None:
+        """Call init."""
+        self.init(_SILENT, None)
 
     def count(self) -> int:
         """The number of devices."""
@@ -211,29 +150,22 @@ class Plugin:
         self.devices(ctypes.byref(number))
         return number.value
 
-    def properties(self, device: int) -> Any:
+    def properties(self, device: int) -> Properties:
         """The properties of a device."""
-        properties = PROPERTIES[self.version]()
+        properties = Properties()
         self.getProperties(device, ctypes.byref(properties))
         return properties
 
-    def listener(self, context: c_void_p, device: int) -> tuple[Any, c_void_p]:
+    def listener(self, device: int) -> tuple[Any, c_void_p]:
         """Listen on a device; return the handle for the peer, and the listener."""
         handle, listener = ctypes.create_string_buffer(HANDLE_BYTES), c_void_p()
-        if self.version == 10:
-            self.listen(device, handle, ctypes.byref(listener))
-        else:
-            self.listen(context, device, handle, ctypes.byref(listener))
+        self.listen(device, handle, ctypes.byref(listener))
         return handle, listener
 
-    def connected(self, context: c_void_p, device: int, handle: Any) -> c_void_p | None:
+    def connected(self, device: int, handle: Any) -> c_void_p | None:
         """Attempt to connect to this end's copy of a handle; None if it is not done yet."""
         comm, no_device = c_void_p(), c_void_p()
-        to = (ctypes.byref(comm), ctypes.byref(no_device))
-        if self.version == 10:
-            self.connect(device, ctypes.byref(Config(-1)), handle, *to)
-        else:
-            self.connect(context, device, handle, *to)
+        self.connect(device, ctypes.byref(Config(-1)), handle, ctypes.byref(comm), ctypes.byref(no_device))
         return comm if comm.value else None
 
     def accepted(self, listener: c_void_p) -> c_void_p | None:

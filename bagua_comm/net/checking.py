@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import BootstrapError, CommError, CommTimeout
-from .binding import VERSIONS, Plugin, Request
+from .binding import Plugin, Request
 from .building import build
 
 SIZES = (0, 1, 8, 4096, 65_536, 1 << 20, 4 << 20)
@@ -23,8 +23,6 @@ class Checked:
     """Result of `check`."""
 
     library: str
-    version: int
-    """The version of the table of functions."""
     interface: str
     """The first network interface of the plugin."""
     interfaces: tuple[str, ...]
@@ -34,12 +32,11 @@ class Checked:
     seconds: float
 
 
-def check(library: Path | None = None, *, version: int = VERSIONS[-1], timeout_s: float = 30.0) -> Checked:
+def check(library: Path | None = None, *, timeout_s: float = 30.0) -> Checked:
     """Send messages through the plugin from this process to itself, and compare every byte.
 
     Args:
         library: The compiled plugin; by default it is built if missing.
-        version: The version of the table: 10, 11 or 12.
         timeout_s: The time limit, in seconds.
 
     Raises:
@@ -48,27 +45,24 @@ def check(library: Path | None = None, *, version: int = VERSIONS[-1], timeout_s
     """
     library = build() if library is None else library
     try:
-        plugin = Plugin(library, version)
+        plugin = Plugin(library)
     except (OSError, ValueError) as exc:
         raise BootstrapError(f"{library} cannot be loaded as a network plugin: {exc}") from exc
     deadline = time.monotonic() + timeout_s
     start = time.monotonic()
-    context = plugin.start()
+    plugin.start()
+    if (found := plugin.count()) < 1:
+        raise BootstrapError("the network plugin finds no interface; see NCCL_SOCKET_IFNAME")
+    pair = ConnectedPair.connect(plugin, deadline=deadline)
     try:
-        if (found := plugin.count()) < 1:
-            raise BootstrapError("the network plugin finds no interface; see NCCL_SOCKET_IFNAME")
-        pair = ConnectedPair.connect(plugin, context, deadline=deadline)
-        try:
-            for size in SIZES:
-                _send_one(pair, size, deadline)
-        finally:
-            pair.close()
-        properties = [plugin.properties(device) for device in range(found)]
-        names = tuple(one.name.decode() for one in properties)
+        for size in SIZES:
+            _send_one(pair, size, deadline)
     finally:
-        plugin.stop(context)
+        pair.close()
     seconds = time.monotonic() - start
-    return Checked(str(library), version, names[0], names, properties[0].speed, len(SIZES), sum(SIZES), seconds)
+    properties = [plugin.properties(device) for device in range(found)]
+    names = tuple(one.name.decode() for one in properties)
+    return Checked(str(library), names[0], names, properties[0].speed, len(SIZES), sum(SIZES), seconds)
 
 
 @dataclass
@@ -80,18 +74,18 @@ class ConnectedPair:
     receiver: c_void_p
 
     @classmethod
-    def connect(cls, plugin: Plugin, context: c_void_p, *, device: int = 0, deadline: float) -> ConnectedPair:
+    def connect(cls, plugin: Plugin, *, device: int = 0, deadline: float) -> ConnectedPair:
         """Listen, connect and accept.
 
         Raises:
             CommTimeout: The deadline, of `time.monotonic`, has passed.
         """
-        handle, listener = plugin.listener(context, device)
+        handle, listener = plugin.listener(device)
         sender: c_void_p | None = None
         receiver: c_void_p | None = None
         try:
             while sender is None or receiver is None:
-                sender = sender or plugin.connected(context, device, handle)
+                sender = sender or plugin.connected(device, handle)
                 receiver = receiver or plugin.accepted(listener)
                 _within(deadline, "connecting")
         finally:

@@ -17,7 +17,8 @@
  * thread is there and polls. Helper threads look after connections that it neglects, because it is busy with others.
  * One thread at a time moves a connection, the holder of its lock. No thread outlives the last close.
  *
- * NCCL's interface is that of its net.h, versions 10 to 12; offsets are asserted below. */
+ * NCCL's interface is that of its net.h, version 10, which later versions of NCCL also take; offsets are asserted
+ * below. */
 
 #define _GNU_SOURCE
 #include <arpa/inet.h>
@@ -106,62 +107,40 @@ enum { WARN = 2, INFO = 3 };
 
 typedef void (*log_function)(int level, unsigned long flags, const char *file, int line, const char *format, ...);
 
-#define PROPERTIES                                                                                                   \
-  char *name, *pci_path;                                                                                             \
-  uint64_t guid;                                                                                                     \
-  int pointers, global_registration, force_flush, speed, port;                                                       \
-  float latency;                                                                                                     \
-  int most_comms, most_receives, device_type, device_version, devices
-#define LIMITS size_t largest_p2p, largest_collective
+struct properties {
+  char *name, *pci_path;
+  uint64_t guid;
+  int pointers, global_registration, force_flush, speed, port;
+  float latency;
+  int most_comms, most_receives, device_type, device_version, devices, device[4];
+  size_t largest_p2p, largest_collective;
+};
+_Static_assert(sizeof(struct properties) == 104 && offsetof(struct properties, largest_p2p) == 88, "properties");
+_Static_assert(offsetof(struct properties, speed) == 36 && offsetof(struct properties, devices) == 64, "properties");
 
-struct properties_10 { PROPERTIES; int device[4]; LIMITS; };
-struct properties_11 { PROPERTIES; int device[4]; LIMITS; int largest_multi; };
-struct properties_12 { PROPERTIES; int device[8]; LIMITS; int largest_multi; int16_t rail, plane; };
-
-_Static_assert(sizeof(struct properties_10) == 104 && offsetof(struct properties_10, largest_p2p) == 88, "v10");
-_Static_assert(sizeof(struct properties_11) == 112 && offsetof(struct properties_11, largest_multi) == 104, "v11");
-_Static_assert(sizeof(struct properties_12) == 128 && offsetof(struct properties_12, largest_p2p) == 104, "v12");
-_Static_assert(offsetof(struct properties_12, rail) == 124 && offsetof(struct properties_12, devices) == 64, "v12");
-_Static_assert(offsetof(struct properties_12, speed) == 36 && offsetof(struct properties_12, latency) == 44, "v12");
-
-#define SHARED                                                                                                       \
-  int (*accept)(void *, void **, void **);                                                                           \
-  int (*regMr)(void *, void *, size_t, int, void **);                                                                \
-  int (*regMrDmaBuf)(void *, void *, size_t, int, uint64_t, int, void **);                                           \
-  int (*deregMr)(void *, void *);                                                                                    \
-  int (*isend)(void *, void *, size_t, int, void *, void *, void **);                                                \
-  int (*irecv)(void *, int, void **, size_t *, int *, void **, void **, void **);                                    \
-  int (*iflush)(void *, int, void **, int *, void **, void **);                                                      \
-  int (*test)(void *, int *, int *);                                                                                 \
-  int (*closeSend)(void *);                                                                                          \
-  int (*closeRecv)(void *);                                                                                          \
-  int (*closeListen)(void *);                                                                                        \
-  int (*getDeviceMr)(void *, void *, void **);                                                                       \
-  int (*irecvConsumed)(void *, int, void *);                                                                         \
-  int (*makeVDevice)(int *, void *)
-
-struct table_10 {
+struct table {
   const char *name;
   int (*init)(log_function, void *);
   int (*devices)(int *);
-  int (*getProperties)(int, void *);
+  int (*getProperties)(int, struct properties *);
   int (*listen)(int, void *, void **);
   int (*connect)(int, void *, void *, void **, void **);
-  SHARED;
+  int (*accept)(void *, void **, void **);
+  int (*regMr)(void *, void *, size_t, int, void **);
+  int (*regMrDmaBuf)(void *, void *, size_t, int, uint64_t, int, void **);
+  int (*deregMr)(void *, void *);
+  int (*isend)(void *, void *, size_t, int, void *, void *, void **);
+  int (*irecv)(void *, int, void **, size_t *, int *, void **, void **, void **);
+  int (*iflush)(void *, int, void **, int *, void **, void **);
+  int (*test)(void *, int *, int *);
+  int (*closeSend)(void *);
+  int (*closeRecv)(void *);
+  int (*closeListen)(void *);
+  int (*getDeviceMr)(void *, void *, void **);
+  int (*irecvConsumed)(void *, int, void *);
+  int (*makeVDevice)(int *, void *);
 };
-struct table_11 { /* and 12 */
-  const char *name;
-  int (*init)(void **, uint64_t, void *, log_function, void *);
-  int (*devices)(int *);
-  int (*getProperties)(int, void *);
-  int (*listen)(void *, int, void *, void **);
-  int (*connect)(void *, int, void *, void **, void **);
-  SHARED;
-  int (*finalize)(void *);
-  int (*setNetAttr)(void *, void *);
-};
-_Static_assert(sizeof(struct table_10) == 160 && sizeof(struct table_11) == 176, "tables");
-_Static_assert(offsetof(struct table_11, isend) == 80 && offsetof(struct table_11, finalize) == 160, "tables");
+_Static_assert(sizeof(struct table) == 160 && offsetof(struct table, isend) == 80, "table");
 
 /* ---------------------------------------------------------------------------------------------------------------
  * On the wire
@@ -1135,7 +1114,8 @@ static int setting(const char *name, int usual, int smallest, int largest) {
   return (int)value;
 }
 
-static int init(log_function log) {
+static int init(log_function log, void *profile) {
+  (void)profile;
   pthread_mutex_lock(&all.lifecycle);
   all.log = log;
   int error = OK;
@@ -1165,56 +1145,31 @@ static int init(log_function log) {
  * NCCL's functions
  * ------------------------------------------------------------------------------------------------------------ */
 
-static int init_10(log_function log, void *profile) {
-  (void)profile;
-  return init(log);
-}
-
-static int init_11(void **context, uint64_t id, void *config, log_function log, void *profile) {
-  (void)id, (void)config, (void)profile;
-  *context = &all;
-  return init(log);
-}
-
-static int finalize(void *context) {
-  (void)context;
-  return OK;
-}
-
 static int devices(int *count) {
   *count = all.devices;
   return all.devices ? OK : SYSTEM;
 }
 
-#define DESCRIBE(version)                                                                                            \
-  static int properties_##version(int number, void *to) {                                                            \
-    if (number < 0 || number >= all.devices) return ARGUMENT;                                                        \
-    struct device *device = &all.device[number];                                                                     \
-    struct properties_##version properties = {                                                                       \
-        .name = device->name,                                                                                        \
-        .pci_path = device->pci_path,                                                                                \
-        .guid = (uint64_t)device->index,                                                                             \
-        .pointers = 1,                                                                                               \
-        .speed = device->speed,                                                                                      \
-        .most_comms = 65536,                                                                                         \
-        .most_receives = 1,                                                                                          \
-        .devices = 1,                                                                                                \
-        .device = {number},                                                                                          \
-        .largest_p2p = LARGEST,                                                                                      \
-        .largest_collective = LARGEST,                                                                               \
-        FURTHER_##version};                                                                                          \
-    memcpy(to, &properties, sizeof properties);                                                                      \
-    return OK;                                                                                                       \
-  }
-#define FURTHER_10
-#define FURTHER_11 .largest_multi = 1
-#define FURTHER_12 .largest_multi = 1, .rail = -1, .plane = -1
-DESCRIBE(10)
-DESCRIBE(11)
-DESCRIBE(12)
+static int describe(int number, struct properties *properties) {
+  if (number < 0 || number >= all.devices) return ARGUMENT;
+  struct device *device = &all.device[number];
+  *properties = (struct properties){
+      .name = device->name,
+      .pci_path = device->pci_path,
+      .guid = (uint64_t)device->index,
+      .pointers = 1,
+      .speed = device->speed,
+      .most_comms = 65536,
+      .most_receives = 1,
+      .devices = 1,
+      .device = {number},
+      .largest_p2p = LARGEST,
+      .largest_collective = LARGEST,
+  };
+  return OK;
+}
 
-static int listen_on(void *context, int number, void *to, void **result) {
-  (void)context;
+static int listen_on(int number, void *to, void **result) {
   struct handle handle = {0};
   struct listener *listener = calloc(1, sizeof *listener);
   *result = NULL;
@@ -1236,8 +1191,6 @@ static int listen_on(void *context, int number, void *to, void **result) {
   *result = listener;
   return OK;
 }
-
-static int listen_10(int number, void *handle, void **result) { return listen_on(NULL, number, handle, result); }
 
 static void hang_up(struct handle *handle) {
   close_socket(&handle->dial->fd);
@@ -1284,8 +1237,8 @@ static int step(struct handle *handle, int device, bool *done) {
   return OK;
 }
 
-static int connect_to(void *context, int device, void *to, void **result, void **device_handle) {
-  (void)context, (void)device_handle;
+static int connect_to(int device, void *config, void *to, void **result, void **device_handle) {
+  (void)config, (void)device_handle;
   struct handle *handle = to;
   bool done = false;
   *result = NULL;
@@ -1313,11 +1266,6 @@ static int connect_to(void *context, int device, void *to, void **result, void *
   enlist(comm);
   *result = comm;
   return OK;
-}
-
-static int connect_10(int device, void *config, void *handle, void **result, void **device_handle) {
-  (void)config;
-  return connect_to(NULL, device, handle, result, device_handle);
 }
 
 static int accept_from(void *from, void **result, void **device_handle) {
@@ -1448,18 +1396,22 @@ EXPORT int bagua_net_counters(uint64_t *bytes, int room) {
   return used;
 }
 
-#define COMMON                                                                                                       \
-  .accept = accept_from, .regMr = register_memory, .regMrDmaBuf = register_dma, .deregMr = forget_memory,            \
-  .isend = isend, .irecv = irecv, .iflush = iflush, .test = test, .closeSend = close_comm, .closeRecv = close_comm,  \
-  .closeListen = close_listener
-
-#define TABLE_11(version)                                                                                            \
-  EXPORT const struct table_11 ncclNetPlugin_v##version = {                                                          \
-      .name = "bagua", .init = init_11, .devices = devices, .getProperties = properties_##version,                   \
-      .listen = listen_on, .connect = connect_to, COMMON, .finalize = finalize}
-
-EXPORT const struct table_10 ncclNetPlugin_v10 = {
-    .name = "bagua", .init = init_10, .devices = devices, .getProperties = properties_10,
-    .listen = listen_10, .connect = connect_10, COMMON};
-TABLE_11(11);
-TABLE_11(12);
+EXPORT const struct table ncclNetPlugin_v10 = {
+    .name = "bagua",
+    .init = init,
+    .devices = devices,
+    .getProperties = describe,
+    .listen = listen_on,
+    .connect = connect_to,
+    .accept = accept_from,
+    .regMr = register_memory,
+    .regMrDmaBuf = register_dma,
+    .deregMr = forget_memory,
+    .isend = isend,
+    .irecv = irecv,
+    .iflush = iflush,
+    .test = test,
+    .closeSend = close_comm,
+    .closeRecv = close_comm,
+    .closeListen = close_listener,
+};

@@ -37,7 +37,6 @@ class Scheme:
 
     name: str
     plugin: Plugin
-    context: Any
     handle: Any = None
     listener: Any = None
     sender: Any = None
@@ -55,8 +54,9 @@ def load(name: str, most_flows: int, folder: Path) -> Scheme:
     else:
         threads, sockets = (0, 0) if name == "default" else map(int, name.split("x"))
         os.environ |= {"NCCL_SOCKET_NTHREADS": str(threads), "NCCL_NSOCKS_PERTHREAD": str(sockets)}
-        plugin = Plugin(folder / "stock.so", symbol="stockNet_v")
-    return Scheme(name, plugin, plugin.start())
+        plugin = Plugin(folder / "stock.so", symbol="stockNet_v10")
+    plugin.start()
+    return Scheme(name, plugin)
 
 
 def own_sockets() -> dict[int, int]:
@@ -90,13 +90,13 @@ def connect_schemes(scenario: Scenario, folder: Path) -> list[Scheme]:
     schemes = []
     for name in scenario.schemes:
         scheme = load(name, scenario.most_flows, folder)
-        scheme.handle, scheme.listener = scheme.plugin.listener(scheme.context, 0)
+        scheme.handle, scheme.listener = scheme.plugin.listener(0)
         say(handle=bytes(scheme.handle).hex())
         handle = ctypes.create_string_buffer(bytes.fromhex(hear()["handle"]), HANDLE_BYTES)
         before = own_sockets().keys()
         while scheme.sender is None or scheme.receiver is None:
             if scheme.sender is None:
-                scheme.sender = scheme.plugin.connected(scheme.context, 0, handle)
+                scheme.sender = scheme.plugin.connected(0, handle)
                 new = own_sockets()
                 scheme.ports = tuple(new[fd] for fd in sorted(new.keys() - before))
             if scheme.receiver is None:

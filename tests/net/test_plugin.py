@@ -57,21 +57,11 @@ def steered(folder):
     return built(folder, "steered", flags.split(), header=header)
 
 
-@pytest.fixture(params=binding.VERSIONS)
-def started(request, library):
-    """A plugin after init, and its context."""
-    plugin = Plugin(library, request.param)
-    context = plugin.start()
-    yield plugin, context
-    plugin.stop(context)
-
-
 @pytest.fixture
 def plugin(library):
     plugin = Plugin(library)
-    context = plugin.start()
-    yield plugin
-    plugin.stop(context)
+    plugin.start()
+    return plugin
 
 
 @pytest.fixture
@@ -84,11 +74,10 @@ def pair(library):
 def connected(library):
     """A connection of a plugin to itself."""
     plugin = Plugin(library)
-    context = plugin.start()
-    pair = connect_pair(plugin, context)
+    plugin.start()
+    pair = connect_pair(plugin)
     yield pair
     pair.close()
-    plugin.stop(context)
 
 
 @contextlib.contextmanager
@@ -128,23 +117,18 @@ def receive_all(plugin, comm, receive, out):
         receive = plugin.receive(comm, out.ctypes.data, out.size)
 
 
-def test_messages_of_all_sizes_arrive_whole_in_every_version(started):
-    plugin, context = started
-    pair = connect_pair(plugin, context)
+def test_messages_of_all_sizes_arrive_whole(pair):
     sizes = [0, 1, 15, 16, 17, 4079, 4080, 4081, 65_535, 65_536, 65_537, 8 << 20, 0, 0, 5]
-    sizes += random_sizes(np.random.default_rng(plugin.version), 400, 1 << 20, 8000)
+    sizes += random_sizes(np.random.default_rng(0), 400, 1 << 20, 8000)
     exchange(pair, sizes, POOL, room=100)
-    pair.close()
 
 
-def test_a_table_lists_its_functions(started):
-    plugin, _ = started
+def test_a_table_lists_its_functions(plugin):
     assert plugin.table.name == b"bagua"
-    functions = [name for name, _ in plugin.table._fields_[1:]]
-    optional = {"getDeviceMr", "irecvConsumed", "makeVDevice", "setNetAttr"}
-    assert {name for name in functions if not plugin.has(name)} == optional.intersection(functions)
-    assert ctypes.sizeof(plugin.table) == (160 if plugin.version == 10 else 176)
-    assert ctypes.sizeof(binding.PROPERTIES[plugin.version]) == {10: 104, 11: 112, 12: 128}[plugin.version]
+    optional = {"getDeviceMr", "irecvConsumed", "makeVDevice"}
+    assert {name for name in binding.FUNCTIONS if not plugin.has(name)} == optional
+    assert ctypes.sizeof(plugin.table) == 160
+    assert ctypes.sizeof(binding.Properties) == 104
     seen = set()
     for device in range(plugin.count()):
         properties = plugin.properties(device)
@@ -154,10 +138,6 @@ def test_a_table_lists_its_functions(started):
         assert properties.speed > 0
         assert (properties.ndevs, properties.devs[0]) == (1, device)
         assert properties.maxP2pBytes == properties.maxCollBytes == 1 << 40
-        if plugin.version > 10:
-            assert properties.maxMultiRequestSize == 1
-        if plugin.version == 12:
-            assert (properties.railId, properties.planeId) == (-1, -1)
     assert len(seen) == plugin.count()
     with pytest.raises(PluginError):
         plugin.properties(plugin.count())
@@ -224,11 +204,11 @@ from bagua_comm import net
 from bagua_comm.net.binding import Plugin, PluginError
 from benchmarks.net_traffic import connect_pair, exchange, make_pool
 plugin = Plugin(Path(sys.argv[1]))
-context = plugin.start()
-pair = connect_pair(plugin, context)
-handle, listener = plugin.listener(context, 0)
+plugin.start()
+pair = connect_pair(plugin)
+handle, listener = plugin.listener(0)
 late = ctypes.create_string_buffer(bytes(handle), len(handle))
-made = [plugin.connected(context, 0, handle)]
+made = [plugin.connected(0, handle)]
 usual = resource.getrlimit(resource.RLIMIT_NOFILE)
 free = [os.dup(0) for _ in range(3)]  # one flow, whose ends both are here, and no whole second one
 resource.setrlimit(resource.RLIMIT_NOFILE, (max(free) + 1, usual[1]))
@@ -242,7 +222,7 @@ try:
         hoard.append(os.dup(0))
 except OSError:
     pass
-for call in (lambda: plugin.accepted(listener), lambda: plugin.connected(context, 0, late)):
+for call in (lambda: plugin.accepted(listener), lambda: plugin.connected(0, late)):
     try:
         call()
         print("no error")
@@ -253,7 +233,7 @@ resource.setrlimit(resource.RLIMIT_NOFILE, usual)
 receiver = None
 while not (receiver and made[0]):
     receiver = receiver or plugin.accepted(listener)
-    made[0] = made[0] or plugin.connected(context, 0, handle)
+    made[0] = made[0] or plugin.connected(0, handle)
 exchange(net.checking.ConnectedPair(plugin, made[0], receiver), [1000], make_pool(1000))
 print("there")
 """
@@ -328,10 +308,10 @@ def test_a_killed_peer_is_a_remote_error_at_once_on_all_requests_and_on_new_ones
     if role == "receiver":
         peer = net_peer.start(library, "receiver", size, 1)
         handle = ctypes.create_string_buffer(bytes.fromhex(peer.stdout.readline()), binding.HANDLE_BYTES)
-        comm = until(lambda: plugin.connected(None, 0, handle))
+        comm = until(lambda: plugin.connected(0, handle))
         post, close = plugin.send, plugin.closeSend
     else:
-        handle, listener = plugin.listener(None, 0)
+        handle, listener = plugin.listener(0)
         peer = net_peer.start(library, "sender", bytes(handle).hex(), size, 10)
         comm = until(lambda: plugin.accepted(listener))
         plugin.closeListen(listener)
@@ -351,15 +331,15 @@ def test_a_killed_peer_is_a_remote_error_at_once_on_all_requests_and_on_new_ones
 
 def test_a_handle_without_a_listener_is_an_error_and_leaves_nothing(plugin):
     before = files()
-    handle, listener = plugin.listener(None, 0)
+    handle, listener = plugin.listener(0)
     plugin.closeListen(listener)
     with failing(binding.REMOTE_ERROR):
-        until(lambda: plugin.connected(None, 0, handle))
+        until(lambda: plugin.connected(0, handle))
     assert files() == before
 
 
 def test_strangers_are_dropped_and_the_peer_is_still_admitted(plugin):
-    handle, listener = plugin.listener(None, 0)
+    handle, listener = plugin.listener(0)
     strangers = [socket.create_connection(address_of(handle), timeout=WAIT_S) for _ in range(3)]
     strangers[0].sendall(b"GET / HTTP/1.1\r\n\r\n")
     strangers[1].sendall(bytes(handle)[:4])  # and no more
@@ -376,7 +356,7 @@ def test_strangers_are_dropped_and_the_peer_is_still_admitted(plugin):
 
 
 def test_a_listener_is_used_again(plugin):
-    handle, listener = plugin.listener(None, 0)
+    handle, listener = plugin.listener(0)
     for _ in range(3):
         copy = ctypes.create_string_buffer(bytes(handle), len(handle))
         sender, receiver, _ = meet(plugin, copy, listener)
@@ -390,7 +370,7 @@ def test_closing_with_requests_in_flight_ends_the_other_side_with_an_error_and_n
     net.check(Path(plugin.library._name))  # files that stay open are open
     before = threads(), files()
     for first in ("sender", "receiver"):
-        pair = connect_pair(plugin, None)
+        pair = connect_pair(plugin)
         assert threads() > before[0]
         out = np.zeros(8 << 20, np.uint8)
         receive = plugin.receive(pair.receiver, out.ctypes.data, out.size)
@@ -410,7 +390,7 @@ def test_closing_with_requests_in_flight_ends_the_other_side_with_an_error_and_n
 
 
 def test_all_that_was_sent_arrives_after_the_sender_has_closed(plugin):
-    pair = connect_pair(plugin, None)
+    pair = connect_pair(plugin)
     send = plugin.send(pair.sender, POOL.ctypes.data, 100_000)
     finish(plugin, send)
     plugin.closeSend(pair.sender)
@@ -430,7 +410,7 @@ def test_eight_threads_with_two_connections_each(plugin):
     def work(seed):
         try:
             for number in range(2):
-                pair = connect_pair(plugin, None)
+                pair = connect_pair(plugin)
                 sizes = random_sizes(np.random.default_rng(seed), 60, 1 << 20, 20_000)
                 exchange(pair, sizes, POOL, seed=seed + 8 * number)
                 pair.close()
@@ -449,7 +429,7 @@ def test_eight_threads_with_two_connections_each(plugin):
 def test_a_neglected_connection_moves_on_by_the_helper_thread_while_others_wait_for_their_peers(pair, others):
     """The sender is never tested, and of the receiver only the last message."""
     plugin, size = pair.plugin, 4 << 20
-    waiting = [connect_pair(plugin, None) for _ in range(others)]
+    waiting = [connect_pair(plugin) for _ in range(others)]
     for one in waiting:
         plugin.receive(one.receiver, POOL.ctypes.data, 0)
     outs = [np.zeros(size, np.uint8) for _ in range(4)]

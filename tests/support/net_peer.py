@@ -39,7 +39,7 @@ def meet(plugin, handle, listener, limit_s=30.0):
     start_s = time.monotonic()
     while not (sender and receiver):
         receiver = receiver or plugin.accepted(listener)
-        sender = sender or plugin.connected(None, 0, handle)
+        sender = sender or plugin.connected(0, handle)
         assert time.monotonic() - start_s < limit_s
     return sender, receiver, time.monotonic() - start_s
 
@@ -48,21 +48,20 @@ def meet(plugin, handle, listener, limit_s=30.0):
 def listening(library):
     """A plugin that listens in the body of `with`: the plugin, a handle and a listener."""
     plugin = Plugin(library)
-    context = plugin.start()
-    handle, listener = plugin.listener(context, 0)
+    plugin.start()
+    handle, listener = plugin.listener(0)
     yield plugin, handle, listener
     plugin.closeListen(listener)
-    plugin.stop(context)
 
 
 def main(library, role, *arguments):
     plugin = Plugin(Path(library))
-    context = plugin.start()
+    plugin.start()
     comm = None
     size, count = map(int, arguments[-2:])
     data = np.zeros(size, np.uint8)
     if role == "receiver":
-        handle, listener = plugin.listener(context, 0)
+        handle, listener = plugin.listener(0)
         print(bytes(handle).hex(), flush=True)
         while comm is None:
             comm = plugin.accepted(listener)
@@ -70,7 +69,7 @@ def main(library, role, *arguments):
     else:
         handle = ctypes.create_string_buffer(bytes.fromhex(arguments[0]), HANDLE_BYTES)
         while comm is None:
-            comm = plugin.connected(context, 0, handle)
+            comm = plugin.connected(0, handle)
         post = plugin.send
     for _ in range(count):
         request = post(comm, data.ctypes.data, size)
