@@ -149,8 +149,9 @@ _Static_assert(sizeof(struct table) == 160 && offsetof(struct table, isend) == 8
 union address {
   struct sockaddr any;
   struct sockaddr_in in;
-  struct sockaddr_in6 in6;
+  struct sockaddr_in6 in6; /* with its port in the same place */
 };
+_Static_assert(offsetof(struct sockaddr_in, sin_port) == offsetof(struct sockaddr_in6, sin6_port), "port");
 
 struct hello {
   uint64_t magic, nonce;
@@ -171,7 +172,7 @@ struct frame {
 struct handle {
   uint64_t nonce;
   union address address;
-  struct dial *dial; /* of whoever connects; kept in his copy of the handle */
+  struct comm *comm; /* of whoever connects, until he has; kept in his copy of the handle */
 };
 _Static_assert(sizeof(struct handle) <= 128 && sizeof(struct frame) == 16 && sizeof(struct welcome) == 16, "wire");
 
@@ -202,15 +203,6 @@ struct listener {
   int device;
 };
 
-/* A connection that is being made. */
-struct dial {
-  int fd;
-  bool greeted;
-  double since;
-  size_t got;
-  struct welcome welcome;
-};
-
 enum { FREE, ACTIVE, DONE };
 
 struct request {
@@ -231,8 +223,11 @@ struct flow {
   bool ready;  /* can be written, or read */
   bool hung;   /* the peer has closed it, or it has failed */
   bool used;   /* a frame has come */
-  struct frame frame;
-  size_t head; /* bytes of `frame` that have been moved */
+  union {
+    struct frame frame;
+    struct welcome welcome; /* until the flow is open */
+  };
+  size_t head; /* bytes of either that have been moved */
   struct request *request;
   char *data;
   size_t left; /* of the frame's data */
@@ -264,7 +259,7 @@ struct comm {
   int turn;                     /* the flow that is asked first */
   uint32_t cut;                 /* the message of which the next frame is made */
   uint64_t written, read;
-  _Atomic double visited;
+  _Atomic double visited;       /* or begun */
   bool waiting;                 /* guests have not yet said who they are */
   struct door door;             /* of a receiver */
   union address address;        /* of the receiver's door */
@@ -357,16 +352,11 @@ static socklen_t length_of(const union address *address) {
   return address->any.sa_family == AF_INET6 ? sizeof address->in6 : sizeof address->in;
 }
 
-static void set_port(union address *address, uint16_t port) {
-  if (address->any.sa_family == AF_INET6) address->in6.sin6_port = port;
-  else address->in.sin_port = port;
-}
-
 static int open_door(struct door *door, union address *address) {
   *door = (struct door){.fd = make_socket(address->any.sa_family), .nonce = random_number()};
   for (int i = 0; i < GUESTS; i++) door->guests[i].fd = -1;
   socklen_t length = length_of(address);
-  set_port(address, 0);
+  address->in.sin_port = 0;
   if (door->fd >= 0) set(door->fd, IPPROTO_TCP, TCP_DEFER_ACCEPT, 1); /* who says nothing is not even accepted */
   if (door->fd < 0 || !door->nonce || bind(door->fd, &address->any, length) || listen(door->fd, 1024) ||
       getsockname(door->fd, &address->any, &length)) {
@@ -381,13 +371,18 @@ static void close_door(struct door *door) {
   close_socket(&door->fd);
 }
 
-/* 1 if a guest has said the nonce, 0 if it has not yet said enough, -1 if it is none of ours or has gone. */
-static int listen_to(struct door *door, struct guest *guest) {
-  ssize_t got = recv(guest->fd, (char *)&guest->hello + guest->got, sizeof guest->hello - guest->got, 0);
-  if (got == 0 || (got < 0 && !again())) return -1;
-  if (got > 0) guest->got += (size_t)got;
-  if (guest->got < sizeof guest->hello) return 0;
-  return guest->hello.magic == MAGIC && guest->hello.nonce == door->nonce ? 1 : -1;
+/* Read what is missing: 1 if it is whole now, 0 if the rest has not come yet, -1 if the peer has gone: see errno. */
+static int hear(int fd, void *what, size_t size, size_t *got) {
+  while (*got < size) {
+    ssize_t more = recv(fd, (char *)what + *got, size - *got, 0);
+    if (more < 0) return again() ? 0 : -1;
+    if (more == 0) {
+      errno = ECONNRESET;
+      return -1;
+    }
+    *got += (size_t)more;
+  }
+  return 1;
 }
 
 static void send_away(struct guest *guest) {
@@ -395,22 +390,28 @@ static void send_away(struct guest *guest) {
   close_socket(&guest->fd);
 }
 
+/* The socket of a guest that has said the nonce, or -1. One that is none of ours, or is silent, is dropped. */
+static int admit(struct door *door, struct guest *guest) {
+  int fd = guest->fd;
+  if (fd < 0) return -1;
+  int heard = hear(fd, &guest->hello, sizeof guest->hello, &guest->got);
+  if (heard > 0 && guest->hello.magic == MAGIC && guest->hello.nonce == door->nonce) {
+    guest->fd = -1;
+    return fd;
+  }
+  if (heard || now() - guest->since > GUEST_S) send_away(guest);
+  return -1;
+}
+
 /* The next socket that has said the nonce, or -1. Others are dropped. `error` is set where no more can come.
  * However many silent ones come, none waits behind them: a free place is found for each. */
 static int enter(struct door *door, int *error) {
-  double time = now();
+  int fd;
   *error = OK;
-  for (int i = 0; i < GUESTS; i++) {
-    struct guest *guest = &door->guests[i];
-    int said = guest->fd < 0 ? 0 : listen_to(door, guest), fd = guest->fd;
-    if (said > 0) {
-      guest->fd = -1;
-      return fd;
-    }
-    if (fd >= 0 && (said < 0 || time - guest->since > GUEST_S)) send_away(guest);
-  }
+  for (int i = 0; i < GUESTS; i++)
+    if ((fd = admit(door, &door->guests[i])) >= 0) return fd;
   for (int i = 0; i < KNOCKS && door->fd >= 0; i++) {
-    struct guest guest = {.fd = counted(accept4(door->fd, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC)), .since = time};
+    struct guest guest = {.fd = counted(accept4(door->fd, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC)), .since = now()};
     if (guest.fd < 0) {
       if (errno == ECONNABORTED || errno == EINTR) continue;
       if (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM) {
@@ -420,12 +421,8 @@ static int enter(struct door *door, int *error) {
       break;
     }
     settle(guest.fd);
-    int said = listen_to(door, &guest);
-    if (said > 0) return guest.fd;
-    if (said < 0) {
-      send_away(&guest);
-      continue;
-    }
+    if ((fd = admit(door, &guest)) >= 0) return fd;
+    if (guest.fd < 0) continue;
     struct guest *place = &door->guests[0];
     for (struct guest *one = place + 1; place->fd >= 0 && one < door->guests + GUESTS; one++)
       if (one->fd < 0 || one->since < place->since) place = one;
@@ -595,41 +592,43 @@ static void push(struct comm *comm) {
  * How many flows
  * ------------------------------------------------------------------------------------------------------------ */
 
-static bool open_flow(struct comm *comm) {
-  int error, fd = -1;
-  if (atomic_load(&all.sockets) >= atomic_load(&all.most_sockets)) return false;
-  if ((fd = make_socket(comm->address.any.sa_family)) < 0) return false;
+/* Begin to connect one more flow of a sender; OK, or an error: see errno. */
+static int open_flow(struct comm *comm) {
+  int fd = make_socket(comm->address.any.sa_family);
+  if (fd < 0) return SYSTEM;
   settle(fd);
-  error = connect(fd, &comm->address.any, length_of(&comm->address)) ? errno : 0;
-  if ((error && error != EINPROGRESS) || !add_flow(comm, fd, CONNECTING)) {
-    close_socket(&fd);
-    return false;
-  }
-  return true;
+  bool refused = connect(fd, &comm->address.any, length_of(&comm->address)) && errno != EINPROGRESS;
+  if (!refused && add_flow(comm, fd, CONNECTING)) return OK;
+  close_socket(&fd);
+  return refused ? REMOTE : SYSTEM;
 }
 
-/* A new flow of a sender: say hello when it is connected, and use it when it is welcome. */
-static void greet(struct comm *comm, struct flow *flow) {
+/* A new flow of a sender: say hello when it is connected, and use it when it is welcome. The first welcome says how
+ * to open further flows. OK, or an error where the flow was closed: see errno. */
+static int greet(struct comm *comm, struct flow *flow) {
+  struct hello hello = {MAGIC, comm->nonce};
+  struct welcome *welcome = &flow->welcome;
   if (flow->state == CONNECTING) {
-    struct hello hello = {MAGIC, comm->nonce};
     ssize_t written = send(flow->fd, &hello, sizeof hello, MSG_NOSIGNAL);
-    if (written < 0 && (again() || errno == ENOTCONN)) return;
-    flow->state = GREETING;
-    if (written != (ssize_t)sizeof hello) flow->hung = true;
+    if (written < 0 && (again() || errno == ENOTCONN)) return OK;
+    if (written == (ssize_t)sizeof hello) flow->state = GREETING;
   }
-  if (flow->state == GREETING) {
-    ssize_t got = recv(flow->fd, (char *)&flow->frame + flow->head, sizeof(struct welcome) - flow->head, 0);
-    if (got > 0 && (flow->head += (size_t)got) == sizeof(struct welcome)) {
-      flow->head = 0;
-      flow->state = OPEN;
-      flow->ready = true;
-      return;
-    }
-    if (got == 0 || (got < 0 && !again()) || flow->hung) {
-      close_flow(comm, flow);
-      comm->most = comm->growth.base; /* the peer takes no more */
-    }
+  int heard = flow->state == GREETING ? hear(flow->fd, welcome, sizeof *welcome, &flow->head) : -1;
+  if (!heard) return OK;
+  if (heard < 0 || welcome->magic != (uint32_t)MAGIC) {
+    close_flow(comm, flow);
+    comm->most = comm->growth.base; /* the peer takes no more */
+    return REMOTE;
   }
+  if (flow == comm->flows && welcome->port) {
+    comm->nonce = welcome->nonce;
+    comm->address.in.sin_port = welcome->port;
+    comm->most = (int)least(welcome->flows, (size_t)all.flows);
+  }
+  flow->head = 0;
+  flow->state = OPEN;
+  flow->ready = true;
+  return OK;
 }
 
 /* Begin to use so many flows, or rest if there are no more. */
@@ -637,7 +636,8 @@ static void try_more(struct comm *comm, int wanted) {
   struct growth *growth = &comm->growth;
   growth->phase = OPENING;
   if (wanted > comm->most) wanted = comm->most;
-  while (comm->opened < wanted && open_flow(comm)) continue;
+  while (comm->opened < wanted && atomic_load(&all.sockets) < atomic_load(&all.most_sockets))
+    if (open_flow(comm)) break;
   if (comm->opened < wanted) comm->most = wanted = comm->opened;
   growth->wanted = wanted;
   if (wanted <= growth->base) {
@@ -1017,26 +1017,19 @@ static void free_comm(struct comm *comm) {
   free(comm);
 }
 
-/* A connection with its first flow. Takes the socket, also where it fails. */
-static struct comm *make_comm(bool sends, int fd) {
+/* A connection without flows. */
+static struct comm *make_comm(bool sends, const union address *address) {
   struct comm *comm = calloc(1, sizeof *comm);
-  if (!comm) {
-    close_socket(&fd);
-    return NULL;
-  }
-  *comm = (struct comm){.sends = sends, .most = 1, .active = 1, .door.fd = -1};
+  if (!comm) return NULL;
+  *comm = (struct comm){.sends = sends, .most = 1, .active = 1, .address = *address, .visited = now(), .door.fd = -1};
   for (int i = 0; i < GUESTS; i++) comm->door.guests[i].fd = -1;
   comm->growth.base = 1;
   comm->growth.rest_s = REST_S;
   pthread_mutex_init(&comm->lock, NULL);
   comm->epoll = counted(epoll_create1(EPOLL_CLOEXEC));
-  if (comm->epoll < 0 || !add_flow(comm, fd, OPEN)) {
-    LOG(WARN, "no connection: %s", strerror(errno));
-    close_socket(&fd);
-    free_comm(comm);
-    return NULL;
-  }
-  return comm;
+  if (comm->epoll >= 0) return comm;
+  free_comm(comm);
+  return NULL;
 }
 
 /* ---------------------------------------------------------------------------------------------------------------
@@ -1192,80 +1185,46 @@ static int listen_on(int number, void *to, void **result) {
   return OK;
 }
 
-static void hang_up(struct handle *handle) {
-  close_socket(&handle->dial->fd);
-  free(handle->dial);
-  handle->dial = NULL;
-}
-
-/* One step of a connection: 0, or an error; `done` when the peer has answered. */
-static int step(struct handle *handle, int device, bool *done) {
-  struct dial *dial = handle->dial;
-  if (!dial) {
-    if (!(dial = calloc(1, sizeof *dial))) return SYSTEM;
-    handle->dial = dial;
-    dial->since = now();
-    if ((dial->fd = make_socket(handle->address.any.sa_family)) < 0) return SYSTEM;
-    settle(dial->fd);
-    if (handle->address.any.sa_family == AF_INET6 && IN6_IS_ADDR_LINKLOCAL(&handle->address.in6.sin6_addr))
-      handle->address.in6.sin6_scope_id = (uint32_t)all.device[device].index;
-    if (connect(dial->fd, &handle->address.any, length_of(&handle->address)) && errno != EINPROGRESS) return REMOTE;
+/* One step of a connection: OK, or an error: see errno. */
+static int dial(struct handle *handle, int device) {
+  struct comm *comm = handle->comm;
+  if (!comm) {
+    union address address = handle->address;
+    if (address.any.sa_family == AF_INET6 && IN6_IS_ADDR_LINKLOCAL(&address.in6.sin6_addr))
+      address.in6.sin6_scope_id = (uint32_t)all.device[device].index;
+    if (!(comm = handle->comm = make_comm(true, &address))) return SYSTEM;
+    comm->nonce = handle->nonce;
+    int error = open_flow(comm);
+    if (error) return error;
   }
-  if (now() - dial->since > all.timeout_s) {
+  if (now() - atomic_load(&comm->visited) > all.timeout_s) {
     errno = ETIMEDOUT;
     return REMOTE;
   }
-  if (!dial->greeted) {
-    struct hello hello = {MAGIC, handle->nonce};
-    ssize_t written = send(dial->fd, &hello, sizeof hello, MSG_NOSIGNAL);
-    if (written < 0 && (again() || errno == ENOTCONN || errno == EALREADY)) {
-      int error = 0;
-      socklen_t length = sizeof error;
-      getsockopt(dial->fd, SOL_SOCKET, SO_ERROR, &error, &length);
-      errno = error;
-      return error ? REMOTE : OK;
-    }
-    if (written != (ssize_t)sizeof hello) return REMOTE;
-    dial->greeted = true;
-  }
-  ssize_t got = recv(dial->fd, (char *)&dial->welcome + dial->got, sizeof dial->welcome - dial->got, 0);
-  if (got == 0) errno = ECONNRESET;
-  if (got == 0 || (got < 0 && !again())) return REMOTE;
-  if (got > 0) dial->got += (size_t)got;
-  *done = dial->got == sizeof dial->welcome;
-  if (*done && dial->welcome.magic != (uint32_t)MAGIC) return REMOTE;
-  return OK;
+  return greet(comm, comm->flows);
 }
 
 static int connect_to(int device, void *config, void *to, void **result, void **device_handle) {
   (void)config, (void)device_handle;
   struct handle *handle = to;
-  bool done = false;
   *result = NULL;
   if (device < 0 || device >= all.devices) return ARGUMENT;
-  int error = step(handle, device, &done);
+  int error = dial(handle, device);
+  struct comm *comm = handle->comm;
   if (error) {
     char text[INET6_ADDRSTRLEN] = "";
     bool six = handle->address.any.sa_family == AF_INET6;
     const void *address = six ? (void *)&handle->address.in6.sin6_addr : (void *)&handle->address.in.sin_addr;
     LOG(WARN, "cannot connect to %s: %s", inet_ntop(six ? AF_INET6 : AF_INET, address, text, sizeof text), strerror(errno));
-    if (handle->dial) hang_up(handle);
-    return error;
+    if (comm) free_comm(comm);
+  } else if (comm->flows->state == OPEN) {
+    enlist(comm);
+    *result = comm;
+  } else {
+    return OK; /* later */
   }
-  if (!done) return OK;
-  struct welcome welcome = handle->dial->welcome;
-  struct comm *comm = make_comm(true, handle->dial->fd);
-  handle->dial->fd = -1;
-  hang_up(handle);
-  if (!comm) return SYSTEM;
-  comm->address = handle->address;
-  set_port(&comm->address, welcome.port);
-  comm->nonce = welcome.nonce;
-  comm->most = welcome.port ? (int)least(welcome.flows, (size_t)all.flows) : 1;
-  if (comm->most < 1) comm->most = 1;
-  enlist(comm);
-  *result = comm;
-  return OK;
+  handle->comm = NULL;
+  return error;
 }
 
 static int accept_from(void *from, void **result, void **device_handle) {
@@ -1273,20 +1232,21 @@ static int accept_from(void *from, void **result, void **device_handle) {
   struct listener *listener = from;
   int error, fd = enter(&listener->door, &error);
   *result = NULL;
-  if (fd < 0) {
-    return error;
+  if (fd < 0) return error;
+  struct comm *comm = make_comm(false, &all.device[listener->device].address);
+  if (!comm || !add_flow(comm, fd, OPEN)) {
+    LOG(WARN, "no connection: %s", strerror(errno));
+    close_socket(&fd);
+    if (comm) free_comm(comm);
+    return SYSTEM;
   }
-  struct comm *comm = make_comm(false, fd);
-  if (!comm) return SYSTEM;
   struct welcome welcome = {.magic = (uint32_t)MAGIC, .flows = (uint16_t)all.flows};
-  comm->address = all.device[listener->device].address;
   struct epoll_event event = {.events = EPOLLIN | EPOLLET, .data.u32 = FLOWS};
   if (all.flows > 1 && !open_door(&comm->door, &comm->address)) {
     if (epoll_ctl(comm->epoll, EPOLL_CTL_ADD, comm->door.fd, &event)) close_door(&comm->door);
     else {
       welcome.nonce = comm->door.nonce;
-      bool six = comm->address.any.sa_family == AF_INET6;
-      welcome.port = six ? comm->address.in6.sin6_port : comm->address.in.sin_port;
+      welcome.port = comm->address.in.sin_port;
     }
   }
   if (send(fd, &welcome, sizeof welcome, MSG_NOSIGNAL) != (ssize_t)sizeof welcome) {
@@ -1302,12 +1262,6 @@ static int register_memory(void *comm, void *data, size_t size, int type, void *
   (void)comm, (void)data, (void)size;
   *handle = NULL;
   return type == 1 ? OK : INTERNAL;
-}
-
-static int register_dma(void *comm, void *data, size_t size, int type, uint64_t offset, int fd, void **handle) {
-  (void)comm, (void)data, (void)size, (void)type, (void)offset, (void)fd;
-  *handle = NULL;
-  return INTERNAL;
 }
 
 static int forget_memory(void *comm, void *handle) {
@@ -1405,7 +1359,6 @@ EXPORT const struct table ncclNetPlugin_v10 = {
     .connect = connect_to,
     .accept = accept_from,
     .regMr = register_memory,
-    .regMrDmaBuf = register_dma,
     .deregMr = forget_memory,
     .isend = isend,
     .irecv = irecv,

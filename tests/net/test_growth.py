@@ -16,9 +16,10 @@ DRIVER = """
 EXPORT struct comm *begin(int port) {{
   atomic_store(&all.most_sockets, 1000);
   all.chunk = CHUNK;
-  struct comm *comm = make_comm(true, make_socket(AF_INET));
-  comm->address.in = (struct sockaddr_in){{.sin_family = AF_INET, .sin_port = htons((uint16_t)port),
-                                           .sin_addr.s_addr = htonl(INADDR_LOOPBACK)}};
+  union address address = {{.in = {{.sin_family = AF_INET, .sin_port = htons((uint16_t)port),
+                                    .sin_addr.s_addr = htonl(INADDR_LOOPBACK)}}}};
+  struct comm *comm = make_comm(true, &address);
+  add_flow(comm, make_socket(AF_INET), OPEN);
   comm->most = FLOWS;
   return comm;
 }}
