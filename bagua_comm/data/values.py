@@ -14,11 +14,11 @@ tensors are new, C-contiguous and writable.
 from __future__ import annotations
 
 import importlib
-import math
 import pickle
 import struct
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -115,80 +115,67 @@ def _tree(value: Any, arrays: list[Any]) -> bytes:
         kind = type(x)
         if kind is tuple:
             return msgpack.ExtType(_TUPLE, pack(list(x)))
-        if kind is np.ndarray:
-            name = _dtype_name(x.dtype)
-            flat = np.ascontiguousarray(x).reshape(-1)
-            arrays.append(flat.view(np.uint8).data if flat.size else b"")
-            end += flat.nbytes
-            return msgpack.ExtType(_ARRAY, pack([end - flat.nbytes, name, list(x.shape)]))
-        if is_tensor(x):
-            values = _bytes_of(x)
-            arrays.append(values.data if values.size else b"")
-            end += values.nbytes
-            return msgpack.ExtType(_TENSOR, pack([end - values.nbytes, _torch_name(x.dtype), list(x.shape)]))
+        if kind is np.ndarray or is_tensor(x):
+            code, name, raw = _parts_of_array(x) if kind is np.ndarray else _parts_of_tensor(x)
+            arrays.append(raw.data)
+            end += raw.size
+            return msgpack.ExtType(code, pack([end - raw.size, name, list(x.shape)]))
         if isinstance(x, np.generic):
             return msgpack.ExtType(_SCALAR, pack([_dtype_name(x.dtype), x.tobytes()]))
         if kind is int:
             return msgpack.ExtType(_INT, x.to_bytes(x.bit_length() // 8 + 1, "little", signed=True))
         if kind is complex:
             return msgpack.ExtType(_COMPLEX, struct.pack("<dd", x.real, x.imag))
-        raise _Unsupported
+        raise _Unsupported(f"a {kind.__module__}.{kind.__qualname__}")
 
     try:
         return pack(value)
-    except _Unsupported:
-        where, found = next(_unsupported_parts(value, "the value"))
+    except _Unsupported as exc:
         raise UnsupportedError(
-            f"{where} is {found}, which a cache cannot store: use plain trees of numbers, str, bytes, arrays and "
-            'tensors, or choose form="pickle", which runs code from the store'
+            f"{_place(value, pack)} is {exc}, which a cache cannot store: use plain trees of numbers, str, "
+            'bytes, arrays and tensors, or choose form="pickle", which runs code from the store'
         ) from None
     except (ValueError, RecursionError, OverflowError) as exc:
         raise UnsupportedError(f"a cache cannot store this {type(value).__name__}: {exc}") from exc
 
 
 class _Unsupported(Exception):  # noqa: N818 - never leaves this module
-    """A value has a part that a tree cannot hold."""
+    """A value has a part that a tree cannot hold; the text says what it is."""
 
 
-def _unsupported_parts(x: Any, path: str) -> Iterator[tuple[str, str]]:
-    """The paths and types of unsupported values in a tree."""
+def _place(x: Any, pack: Callable[[Any], bytes], path: str = "the value") -> str:
+    """The place in a tree of the first part that cannot be packed."""
+    parts: list[tuple[Any, str]] = []
     if type(x) is dict:
         for key, part in x.items():
-            yield from _unsupported_parts(key, f"a key of {path}")
-            yield from _unsupported_parts(part, f"{path}[{key!r}]")
+            parts += [(key, f"a key of {path}"), (part, f"{path}[{key!r}]")]
     elif type(x) in (list, tuple):
-        for place, part in enumerate(x):
-            yield from _unsupported_parts(part, f"{path}[{place}]")
-    elif type(x) is np.ndarray or isinstance(x, np.generic):
+        parts = [(part, f"{path}[{number}]") for number, part in enumerate(x)]
+    for part, there in parts:
         try:
-            _dtype_name(x.dtype)
+            pack(part)
         except _Unsupported:
-            yield path, f"an array of {x.dtype}"
-    elif is_tensor(x):
-        try:
-            _bytes_of(x)
-        except _Unsupported as exc:
-            yield path, str(exc)
-    elif type(x) not in (type(None), bool, int, float, complex, str, bytes, bytearray, memoryview):
-        yield path, f"a {type(x).__module__}.{type(x).__qualname__}"
+            return _place(part, pack, there)
+    return path
 
 
 def _dtype_name(dtype: np.dtype[Any]) -> str:
-    if dtype.hasobject or dtype.names is not None or dtype.subdtype is not None:
-        raise _Unsupported
-    if dtype.kind != "V" and np.dtype(dtype.str) == dtype:
-        return str(dtype.str)
-    try:
-        found = dtype_named(dtype.name)
-    except (ArrayError, UnsupportedError, TypeError, AttributeError):
-        raise _Unsupported from None
-    if found != dtype:
-        raise _Unsupported
-    return str(dtype.name)
+    if not dtype.hasobject and dtype.names is None and dtype.subdtype is None:
+        if dtype.kind != "V" and np.dtype(dtype.str) == dtype:
+            return str(dtype.str)
+        with suppress(ArrayError, UnsupportedError, TypeError, AttributeError):
+            if dtype_named(dtype.name) == dtype:
+                return str(dtype.name)
+    raise _Unsupported(f"an array of {dtype}")
 
 
-def _bytes_of(x: Any) -> Array:
-    """The bytes of a tensor, in C order.
+def _parts_of_array(x: Array) -> tuple[int, str, Array]:
+    """The type in msgpack of an array, its dtype, and its bytes, in C order."""
+    return _ARRAY, _dtype_name(x.dtype), np.ascontiguousarray(x).reshape(-1).view(np.uint8)
+
+
+def _parts_of_tensor(x: Any) -> tuple[int, str, Array]:
+    """The type in msgpack of a tensor, its dtype, and its bytes, in C order.
 
     Raises:
         _Unsupported: It is no dense tensor of the CPU without a gradient; with the call that makes it one.
@@ -204,13 +191,9 @@ def _bytes_of(x: Any) -> Array:
         raise _Unsupported("a tensor that is sparse or quantized (otherwise: x.to_dense(), x.dequantize())")
     try:
         flat = x.resolve_conj().resolve_neg().contiguous().reshape(-1)
-        return flat.view(torch.uint8).numpy() if flat.numel() else np.empty(0, np.uint8)
+        return _TENSOR, str(x.dtype).removeprefix("torch."), flat.view(torch.uint8).numpy()
     except (RuntimeError, TypeError):
         raise _Unsupported(f"a tensor of {x.dtype}") from None
-
-
-def _torch_name(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _dtype(name: str) -> np.dtype[Any]:
@@ -226,16 +209,17 @@ def _untree(head: memoryview, rest: memoryview) -> Any:
     def ext(code: int, data: bytes) -> Any:
         if code == _TUPLE:
             return tuple(unpack(data))
-        if code == _ARRAY:
+        if code in (_ARRAY, _TENSOR):
             offset, name, shape = unpack(data)
-            dtype = _dtype(name)
-            array: Array = np.empty(shape, dtype)
-            if array.size:
-                array.reshape(-1).view(np.uint8)[:] = np.frombuffer(rest, np.uint8, array.nbytes, offset)
-            return array
-        if code == _TENSOR:
-            offset, name, shape = unpack(data)
-            return _tensor(offset, name, shape, rest)
+            if code == _ARRAY:
+                made: Any = np.empty(shape, _dtype(name))
+                raw = made.reshape(-1).view(np.uint8)
+            else:
+                torch = importlib.import_module("torch")  # whoever reads a tensor has it
+                made = torch.empty(shape, dtype=getattr(torch, name))
+                raw = made.reshape(-1).view(torch.uint8).numpy()
+            raw[:] = rest[offset : offset + raw.size]
+            return made
         if code == _SCALAR:
             name, raw = unpack(data)
             dtype = _dtype(name)
@@ -247,14 +231,3 @@ def _untree(head: memoryview, rest: memoryview) -> Any:
         raise DamagedError(f"an unknown type {code}")
 
     return unpack(head)
-
-
-def _tensor(offset: int, name: str, shape: list[int], rest: memoryview) -> Any:
-    """The tensor with these bytes of `rest`, as a new one."""
-    torch = importlib.import_module("torch")  # whoever reads a tensor has it
-    dtype = getattr(torch, name)
-    values = np.empty(math.prod(shape) * dtype.itemsize, np.uint8)
-    if not values.size:
-        return torch.empty(shape, dtype=dtype)
-    values[:] = np.frombuffer(rest, np.uint8, values.size, offset)
-    return torch.from_numpy(values).view(dtype).reshape(shape)
