@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
-from urllib.parse import parse_qs, unquote, urlsplit
 
 from ..errors import ArrayError, StoreError
 from ..system.files import is_private
@@ -18,11 +17,8 @@ T = TypeVar("T")
 _PREFIX = b"bagua:"
 """The prefix of this library's keys in a server."""
 
-_PLACE = ("host", "port", "path", "db")
-"""The parts of a URL's query that identify a database."""
-
 _SECRETS = ("password", "ssl_certfile")
-"""The parts of a URL's query that authenticate this user."""
+"""The parts of a URL that authenticate this user."""
 
 _AT_ONCE = 1000
 """The number of keys in one request."""
@@ -57,18 +53,16 @@ class _Server(Store):
         self._url, self._timeout_s = url, timeout_s
         self._client: tuple[int, Any] | None = None
         try:
-            parts = urlsplit(url)
-            place = f"{parts.hostname or ''}:{parts.port or 6379}" if parts.scheme != "unix" else ""
-        except (ValueError, AttributeError, TypeError):
-            raise ArrayError("RedisStore: a URL is not of the form redis://:password@host:port/db") from None
-        if parts.scheme not in ("redis", "rediss", "unix"):
-            raise ArrayError(f"RedisStore: a URL begins with {parts.scheme!r}, expected redis, rediss or unix")
-        query = {name: values[0] for name, values in parse_qs(parts.query).items()}
-        chosen = "&".join(f"{name}={query[name]}" for name in _PLACE if name in query)
-        self.identity = f"redis:{place}{parts.path}{'?' * bool(chosen)}{chosen}"  # without the password
-        self._socket = parts.path if parts.scheme == "unix" else None
-        self._has_secret = bool(parts.password) or not query.keys().isdisjoint(_SECRETS)
-        library("redis", "RedisStore")
+            parts = library("redis", "RedisStore").connection.parse_url(url)
+        except (ValueError, AttributeError, TypeError):  # its text may have a part of the password
+            raise ArrayError(
+                f"RedisStore: a URL, which begins with {str(url).partition(':')[0]!r}, is not of the form "
+                "redis://:password@host:port/db, rediss://:password@host:port/db or unix:///path"
+            ) from None
+        self._socket = parts.get("path")
+        place = self._socket or f"{parts.get('host', 'localhost')}:{parts.get('port', 6379)}"
+        self.identity = f"redis:{place}/{parts.get('db', 0)}"  # without the password
+        self._has_secret = not parts.keys().isdisjoint(_SECRETS)
 
     def __getstate__(self) -> dict[str, object]:
         return {**vars(self), "_client": None}
@@ -100,7 +94,7 @@ class _Server(Store):
             return None
         if self._socket is not None:
             with suppress(OSError):
-                if is_private(os.stat(unquote(self._socket))):
+                if is_private(os.stat(self._socket)):
                     return None
         return (
             f"whoever reaches {self.identity} can write there, since its URL has no password; give the server one"
