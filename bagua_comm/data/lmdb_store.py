@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ..errors import StoreError
 from ..system.files import is_private
 from .locks import Holder, locks_in
 from .stores import Store
 from .values import library
+
+T = TypeVar("T")
 
 _READERS = 1024
 """The largest number of concurrent readers, threads of all processes."""
@@ -58,15 +61,22 @@ _ENVIRONMENTS = _Environments()
 
 def _open(path: str, capacity_bytes: int) -> Any:
     lmdb = library("lmdb", "LMDBStore")
-    try:
+    with _store_errors(f"{path} cannot be opened"):
         # Data are synced before the page that refers to them: a crash of the host loses only the last values.
         environment = lmdb.open(
             path, map_size=capacity_bytes, metasync=False, max_readers=_READERS, mode=0o600, meminit=False
         )
         environment.reader_check()  # the remains of killed processes
-    except (lmdb.Error, OSError, OverflowError) as exc:
-        raise StoreError(f"LMDBStore: {path} cannot be opened: {exc}") from exc
     return environment
+
+
+@contextmanager
+def _store_errors(what: str) -> Iterator[None]:
+    """Raise errors of LMDB and of the file system as a StoreError that begins with `what`."""
+    try:
+        yield
+    except (library("lmdb", "LMDBStore").Error, OSError, OverflowError) as exc:
+        raise StoreError(f"LMDBStore: {what}: {exc}") from exc
 
 
 class LMDBStore(Store):
@@ -88,10 +98,8 @@ class LMDBStore(Store):
     """
 
     def __init__(self, path: str | Path, *, capacity_bytes: int = 100 << 30, timeout_s: float = 30.0) -> None:
-        try:
+        with _store_errors(f"{path} cannot be made"):
             Path(path).mkdir(mode=0o700, parents=True, exist_ok=True)
-        except OSError as exc:
-            raise StoreError(f"LMDBStore: {path} cannot be made: {exc}") from exc
         self.path = os.path.realpath(path)
         self.identity = f"lmdb:{self.path}"
         self.capacity_bytes = capacity_bytes
@@ -101,38 +109,36 @@ class LMDBStore(Store):
     def _environment(self) -> Any:
         return _ENVIRONMENTS.get(self.path, self.capacity_bytes)
 
-    def _do(self, body: Any, *, write: bool) -> Any:
+    def _do(self, body: Callable[[Any], T], *, write: bool) -> T:
         """Call `body(transaction)`."""
         lmdb = library("lmdb", "LMDBStore")
         environment = self._environment()
-        try:
+        with _store_errors(self.path):
             while True:
                 try:
                     with environment.begin(write=write) as transaction:
                         return body(transaction)
                 except lmdb.MapResizedError:  # another process has increased the size
                     environment.set_mapsize(0)
-        except lmdb.MapFullError as exc:
-            raise StoreError(f"LMDBStore: {self.path} is full ({self.capacity_bytes} bytes): {exc}") from exc
-        except (lmdb.Error, OSError) as exc:
-            raise StoreError(f"LMDBStore: {self.path}: {exc}") from exc
+                except lmdb.MapFullError as exc:
+                    raise StoreError(
+                        f"LMDBStore: {self.path} is full ({self.capacity_bytes} bytes): {exc}"
+                    ) from exc
 
     def _write(self, body: Any) -> None:
         """Call `body(transaction)` while no other process writes: LMDB itself would wait for ever."""
-        try:
+        with _store_errors(self.path):
             locks = locks_in(Path(self.path) / "writer.lock")
-        except OSError as exc:
-            raise StoreError(f"LMDBStore: {self.path}: {exc}") from exc
-        writer = Holder()
-        try:
-            if not locks.wait(_WRITER, self.timeout_s, writer):
-                raise StoreError(f"LMDBStore: {self.path}: another process has written for {self.timeout_s:g} s")
-            self._do(body, write=True)
-        except OSError as exc:
-            raise StoreError(f"LMDBStore: {self.path}: {exc}") from exc
-        finally:
-            writer.is_over = True
-            locks.tidy()
+            writer = Holder()
+            try:
+                if not locks.wait(_WRITER, self.timeout_s, writer):
+                    raise StoreError(
+                        f"LMDBStore: {self.path}: another process has written for {self.timeout_s:g} s"
+                    )
+                self._do(body, write=True)
+            finally:
+                writer.is_over = True
+                locks.tidy()
 
     def open_to_others(self) -> str | None:
         """See `Store.open_to_others`."""
@@ -149,10 +155,7 @@ class LMDBStore(Store):
         """See `Store.get_many`."""
         for key in keys:
             _check_key(key)
-        found: list[bytes | None] = self._do(
-            lambda transaction: [transaction.get(key) for key in keys], write=False
-        )
-        return found
+        return self._do(lambda transaction: [transaction.get(key) for key in keys], write=False)
 
     def set_many(self, items: Mapping[bytes, bytes]) -> None:
         """See `Store.set_many`. All values are written, or none."""
@@ -167,8 +170,7 @@ class LMDBStore(Store):
 
     def count(self) -> int:
         """See `Store.count`."""
-        entries: int = self._do(lambda transaction: transaction.stat()["entries"], write=False)
-        return entries
+        return self._do(lambda transaction: int(transaction.stat()["entries"]), write=False)
 
     def clear(self) -> None:
         """See `Store.clear`."""
