@@ -6,15 +6,13 @@ import operator
 import os
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from ..errors import ArrayError, UnsupportedError, shown
-from .counters import Counts, Stats, new_folder
-from .stores import Store
+from .counters import Counts, Stats, new_file
+from .stores import Closed, Store
 from .values import FORMS, Form, checksum
 from .worker import Worker
-
-C = TypeVar("C", bound="Cache")
 
 _LONGEST_KEY = 400
 """Longer keys are replaced by their checksums."""
@@ -23,7 +21,7 @@ _EXIT_PRIORITY = 100
 """Higher than that of multiprocessing's queues, so that the store still works."""
 
 
-class Cache:
+class Cache(Closed):
     """Cache of the values of `load(key)`, in a store.
 
     * A damaged value is loaded again, and counted.
@@ -80,7 +78,7 @@ class Cache:
         checksum(b"")  # raises if the extra is not installed
         self.store, self.name, self.form = store, name, form
         self.buffer_bytes, self.wait_s, self.retry_s = buffer_bytes, wait_s, retry_s
-        self._counts = new_folder()
+        self._counts = new_file()
         self._worker: Worker | None = None
 
     def __getstate__(self) -> dict[str, object]:
@@ -161,12 +159,6 @@ class Cache:
         """Write the buffered values of this process. The cache may be used again."""
         self.flush()
 
-    def __enter__(self: C) -> C:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
 
 if TYPE_CHECKING:
     _Dataset = Any  # stands for torch.utils.data.Dataset, which only DataLoader's annotations require
@@ -174,7 +166,7 @@ else:
     _Dataset = object
 
 
-class Cached(_Dataset):  # type: ignore[misc]
+class Cached(Closed, _Dataset):  # type: ignore[misc]
     """A data set with its samples cached in a store: the first epoch loads them, later ones read them.
 
     It replaces a map-style data set, also in PyTorch's DataLoader, which then requests a batch at a time.
@@ -248,12 +240,6 @@ class Cached(_Dataset):  # type: ignore[misc]
     def close(self) -> None:
         """See `Cache.close`."""
         self.cache.close()
-
-    def __enter__(self) -> Cached:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
 
 _cached: weakref.WeakSet[Cached] = weakref.WeakSet()

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
-import secrets
+import tempfile
 import warnings
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -43,63 +42,48 @@ class Stats:
 
 
 NAMES = [field.name for field in fields(Stats)]
-_ENDED = "ended"
+
+_ROW = 16
+"""Numbers in a row of the file: those of `NAMES`, and up to a power of two, so that no row lies in two pages."""
 
 
-def new_folder() -> Path | None:
-    """Make the folder of a cache's counts; None, with a warning, if that fails."""
+def new_file() -> Path | None:
+    """Make the file of a cache's counts; None, with a warning, if that fails."""
     try:
-        folder = private_folder() / f"counts-{secrets.token_hex(8)}"
-        folder.mkdir(mode=0o700)
+        descriptor, path = tempfile.mkstemp(prefix="counts-", dir=private_folder())
+        os.close(descriptor)
     except OSError as exc:
         warnings.warn(f"a cache counts only this process: {exc}", RuntimeWarning, stacklevel=2)
         return None
-    return folder
+    return Path(path)
 
 
 class Counts:
-    """The counts of one process, in a file that others read, so that they survive the process."""
+    """The counts of one process: a row of a file, so that they survive the process and others read them."""
 
-    def __init__(self, folder: Path | None) -> None:
-        self._folder = folder
-        self._file: Path | None = None
-        self._values: Array = np.zeros(len(NAMES), np.int64)
-        if folder is None or not folder.is_dir():
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._row: Array = np.zeros(_ROW, np.int64)
+        self._is_in_file = False
+        if path is None or not path.exists():
             return  # the process that made it has ended
-        path = folder / secrets.token_hex(8)
         try:
-            with path.open("x+b") as file:
-                file.write(self._values.tobytes())  # so that the disk reserves the space
-                file.flush()
-                self._values = np.frombuffer(mmap.mmap(file.fileno(), 0), np.int64)
+            with path.open("a+b", buffering=0) as file:
+                file.write(self._row.tobytes())  # so that the disk reserves the space
+                rows = np.frombuffer(mmap.mmap(file.fileno(), file.tell()), np.int64)
         except OSError as exc:
-            with contextlib.suppress(OSError):
-                path.unlink()
             warnings.warn(f"a cache does not count process {os.getpid()}: {exc}", RuntimeWarning, stacklevel=2)
             return
-        self._file = path
+        self._row, self._is_in_file = rows[-_ROW:], True
 
     def add(self, name: str, count: int = 1) -> None:
         """Increase a count."""
-        self._values[NAMES.index(name)] += count
-
-    def end(self) -> None:
-        """Add the counts to those of other processes that have ended."""
-        if self._file is None or self._folder is None:
-            return
-        with contextlib.suppress(FileNotFoundError):  # the process that made the folder has ended, and removed it
-            with (self._folder / _ENDED).open("ab", buffering=0) as file:
-                file.write(self._values.tobytes())
-            self._file.unlink()
-        self._file = None
-        self._values = np.zeros(len(NAMES), np.int64)
+        self._row[NAMES.index(name)] += count
 
     def total(self) -> Stats:
         """The counts of all processes."""
-        if self._folder is None or not self._folder.is_dir():
-            return Stats(*self._values.tolist())
-        rows = [self._values] if self._file is None else []
-        for path in self._folder.iterdir():
-            with contextlib.suppress(FileNotFoundError):  # it has just ended
-                rows.append(np.frombuffer(path.read_bytes(), np.int64))
-        return Stats(*np.concatenate(rows).reshape(-1, len(NAMES)).sum(axis=0).tolist())
+        total = self._row
+        if self._path is not None and self._path.exists():
+            rows = np.fromfile(self._path, np.int64).reshape(-1, _ROW)
+            total = rows.sum(axis=0) + (0 if self._is_in_file else self._row)
+        return Stats(*total[: len(NAMES)].tolist())

@@ -57,20 +57,15 @@ class Locks:
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         self._renew()
+        os.register_at_fork(after_in_child=self._renew)  # a forked child inherits the file, and no lock
 
     def _renew(self) -> None:
-        self._pid = os.getpid()
         self._mutex = threading.Lock()
         self._holders: set[Holder] = set()
 
-    def _of_this_process(self) -> threading.Lock:
-        if self._pid != os.getpid():  # a forked child inherits the file, and no lock
-            self._renew()
-        return self._mutex
-
     def tidy(self) -> None:
         """Release the locks of holders that are over."""
-        with self._of_this_process():
+        with self._mutex:
             self._tidy()
 
     def _tidy(self) -> None:
@@ -94,7 +89,7 @@ class Locks:
         Raises:
             OSError: The file system has no locks.
         """
-        with self._of_this_process():
+        with self._mutex:
             self._tidy()
             if any(number in each.numbers for each in self._holders):
                 return False
@@ -107,20 +102,20 @@ class Locks:
 
     def give(self, number: int, holder: Holder) -> None:
         """Release a lock."""
-        with self._of_this_process():
+        with self._mutex:
             self._unlock(2 * number)
             holder.numbers.discard(number)
 
     def mine(self, number: int) -> bool:
         """Whether this thread holds the lock."""
         me = threading.get_ident()
-        with self._of_this_process():
+        with self._mutex:
             self._tidy()
             return any(number in each.numbers and each.thread == me for each in self._holders)
 
     def wanted(self, number: int) -> bool:
         """Whether another holder waits for a lock."""
-        with self._of_this_process():
+        with self._mutex:
             self._tidy()
             if any(each.waits_for == number for each in self._holders):
                 return True
@@ -134,17 +129,17 @@ class Locks:
     ) -> bool:
         """Take a lock if it becomes free within this time; meanwhile it is `wanted`."""
         deadline, pause_s = time.monotonic() + timeout_s, 0.001
-        with self._of_this_process():
+        with self._mutex:
             self._holders.add(holder)
             holder.waits_for = number
         while not self.take(number, holder):
-            with self._of_this_process():
+            with self._mutex:
                 self._try(2 * number + 1, fcntl.LOCK_SH)  # may fail during a call of `wanted`
             if time.monotonic() >= deadline or give_up():
                 break
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 0.05)
-        with self._of_this_process():
+        with self._mutex:
             self._end_wait(holder)
         return number in holder.numbers
 

@@ -13,29 +13,44 @@ from __future__ import annotations
 import os
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from ..errors import ArrayError, StoreError
 from .values import checksum
 
-S = TypeVar("S", bound="Store")
+C = TypeVar("C", bound="Closed")
 
 
-class Store(ABC):
+class Closed:
+    """Base of context managers: the end of a block closes the object, also after an error."""
+
+    def close(self) -> None:
+        """Write what is not written yet, and close files and connections."""
+
+    def __enter__(self: C) -> C:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+class Store(Closed, ABC):
     """A store of bytes by key. It can be pickled, and works in forked children and in several threads."""
 
     identity: str | None = None
     """The name of this store, equal in all processes that share it; None if only this process uses it."""
 
-    @property
-    def leaves(self) -> Sequence[Store]:
-        """The stores that hold the values: this one, unless it consists of several."""
-        return (self,)
+    def leaf_of(self, key: bytes) -> Store:
+        """The store that holds this key: this one, unless it consists of several."""
+        return self
 
-    def leaf_of(self, key: bytes) -> int:
-        """The leaf that holds this key."""
-        return 0
+    def by_leaf(self, keys: Iterable[bytes]) -> dict[Store, list[bytes]]:
+        """Keys by the store that holds them."""
+        parts: dict[Store, list[bytes]] = {}
+        for key in keys:
+            parts.setdefault(self.leaf_of(key), []).append(key)
+        return parts
 
     def open_to_others(self) -> str | None:
         """Why other users may have written to this store; None if only this user can, as far as is known."""
@@ -65,14 +80,20 @@ class Store(ABC):
     def clear(self) -> None:
         """Remove all keys."""
 
-    def close(self) -> None:  # noqa: B027 - most stores have nothing to give back
+    def close(self) -> None:
         """Close files and connections; values that outlive a process stay."""
 
-    def __enter__(self: S) -> S:
-        return self
 
-    def __exit__(self, *error: object) -> None:
-        self.close()
+_memory_lock = threading.Lock()
+"""The lock of all memory stores of this process, which, without one of their own, can be pickled."""
+
+
+def _renew_memory_lock() -> None:
+    global _memory_lock
+    _memory_lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew_memory_lock)  # another thread may have held it
 
 
 class MemoryStore(Store):
@@ -86,22 +107,6 @@ class MemoryStore(Store):
         self.capacity_bytes = capacity_bytes
         self._values: dict[bytes, bytes] = {}
         self._nbytes = 0
-        self._renew()
-
-    def _renew(self) -> None:
-        self._pid, self._lock = os.getpid(), threading.Lock()
-
-    def _of_this_process(self) -> threading.Lock:
-        if self._pid != os.getpid():  # another thread may have held it at the fork
-            self._renew()
-        return self._lock
-
-    def __getstate__(self) -> dict[str, object]:
-        return {key: value for key, value in vars(self).items() if key != "_lock"}
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        vars(self).update(state)
-        self._renew()
 
     def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
         """See `Store.get_many`."""
@@ -109,7 +114,7 @@ class MemoryStore(Store):
 
     def set_many(self, items: Mapping[bytes, bytes]) -> None:
         """See `Store.set_many`."""
-        with self._of_this_process():
+        with _memory_lock:
             for key, value in items.items():
                 nbytes = self._nbytes + len(value) - len(self._values.get(key, b""))
                 if self.capacity_bytes is not None and nbytes > self.capacity_bytes:
@@ -122,7 +127,7 @@ class MemoryStore(Store):
 
     def clear(self) -> None:
         """See `Store.clear`."""
-        with self._of_this_process():
+        with _memory_lock:
             self._values.clear()
             self._nbytes = 0
 
@@ -157,15 +162,10 @@ class ShardedStore(Store):
         identities = [store.identity for store in self._stores]
         self.identity = None if None in identities else "+".join(sorted(self.names))
 
-    @property
-    def leaves(self) -> Sequence[Store]:
-        """See `Store.leaves`."""
-        return self._stores
-
-    def leaf_of(self, key: bytes) -> int:
+    def leaf_of(self, key: bytes) -> Store:
         """See `Store.leaf_of`."""
         hashes = [checksum(len(name).to_bytes(4, "little"), name.encode(), key) for name in self.names]
-        return hashes.index(max(hashes))
+        return self._stores[hashes.index(max(hashes))]
 
     def open_to_others(self) -> str | None:
         """See `Store.open_to_others`; the answer of the first store that has one."""
@@ -173,20 +173,15 @@ class ShardedStore(Store):
 
     def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
         """See `Store.get_many`."""
-        places = [self.leaf_of(key) for key in keys]
         found: dict[bytes, bytes | None] = {}
-        for leaf in set(places):
-            wanted = [key for key, place in zip(keys, places, strict=True) if place == leaf]
-            found.update(zip(wanted, self._stores[leaf].get_many(wanted), strict=True))
+        for store, part in self.by_leaf(keys).items():
+            found.update(zip(part, store.get_many(part), strict=True))
         return [found[key] for key in keys]
 
     def set_many(self, items: Mapping[bytes, bytes]) -> None:
         """See `Store.set_many`."""
-        parts: dict[int, dict[bytes, bytes]] = {}
-        for key, value in items.items():
-            parts.setdefault(self.leaf_of(key), {})[key] = value
-        for leaf, part in parts.items():
-            self._stores[leaf].set_many(part)
+        for store, part in self.by_leaf(items).items():
+            store.set_many({key: items[key] for key in part})
 
     def count(self) -> int:
         """See `Store.count`."""

@@ -57,7 +57,7 @@ class Worker:
         self._buffered = 0  # bytes
         self._since = 0.0  # when the oldest was added
         self._met = 0  # how many more values are written at once
-        self._bypassed: dict[tuple[int, str], float] = {}  # (leaf, operation) -> end of the bypass
+        self._bypassed: dict[tuple[Store, str], float] = {}  # (leaf, operation) -> end of the bypass
         self._locks = self._find_locks()
         # Locks of a store of this process alone must differ from those of other stores.
         self._store_id = (store.identity or f"{ProcessId.mine().text()}:{id(store)}").encode()
@@ -72,10 +72,9 @@ class Worker:
             return None
 
     def close(self) -> None:
-        """Write the buffer, and end the counts."""
+        """Write the buffer."""
         if self.pid == os.getpid():
             self.flush()
-            self.counts.end()
 
     # Reading ----------------------------------------------------------------------------------------
 
@@ -100,8 +99,8 @@ class Worker:
         """The intact values in the store; `again` after a first look, which counted damaged ones."""
         with self._mutex:
             raw = {key: self._buffer[key] for key in keys if key in self._buffer}
-        for leaf, asked in self._by_leaf(key for key in keys if key not in raw).items():
-            answer = self._try(leaf, "read", self._store.leaves[leaf].get_many, asked) or []
+        for leaf, asked in self._store.by_leaf(key for key in keys if key not in raw).items():
+            answer = self._try(leaf, "read", leaf.get_many, asked) or []
             raw |= {key: data for key, data in zip(asked, answer, strict=False) if data is not None}
         found = {}
         for key, data in raw.items():
@@ -183,33 +182,22 @@ class Worker:
         """Write the buffer. Other threads wait, so that every value is in the buffer or in the store."""
         with self._mutex:
             items, self._buffer, self._buffered = self._buffer, {}, 0
-            for leaf, keys in self._by_leaf(items).items():
+            for leaf, keys in self._store.by_leaf(items).items():
                 part = {key: items[key] for key in keys}
-                if self._try(leaf, "write", self._write, (leaf, part)):
+                if self._try(leaf, "write", _write, leaf, part):
                     self._count(written_bytes=sum(map(len, part.values())))
                 else:
                     self._count(unwritten=len(part))
 
-    def _write(self, what: tuple[int, dict[bytes, bytes]]) -> bool:
-        leaf, part = what
-        self._store.leaves[leaf].set_many(part)
-        return True
-
     # Stores that fail -------------------------------------------------------------------------------
 
-    def _by_leaf(self, keys: Iterable[bytes]) -> dict[int, list[bytes]]:
-        parts: dict[int, list[bytes]] = {}
-        for key in keys:
-            parts.setdefault(self._store.leaf_of(key), []).append(key)
-        return parts
-
-    def _try(self, leaf: int, what: str, call: Callable[[Any], T], argument: Any) -> T | None:
+    def _try(self, leaf: Store, what: str, call: Callable[..., T], *arguments: Any) -> T | None:
         """Call a store; None if it fails or is bypassed."""
         if time.monotonic() < self._bypassed.get((leaf, what), 0.0):
             self._count(bypassed=1)
             return None
         try:
-            return call(argument)
+            return call(*arguments)
         except StoreError as exc:
             self._count(errors=1)
             self._bypassed[leaf, what] = time.monotonic() + self._retry_s
@@ -233,3 +221,8 @@ class Worker:
         with self._mutex:
             for name, count in counts.items():
                 self.counts.add(name, count)
+
+
+def _write(store: Store, items: dict[bytes, bytes]) -> bool:
+    store.set_many(items)
+    return True

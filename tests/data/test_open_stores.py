@@ -86,7 +86,7 @@ def test_a_socket_that_only_this_user_may_open_needs_no_password(tmp_path):
 def test_two_databases_of_one_server_are_two_stores(urls):
     one, two = map(RedisStore, urls)
     assert one.identity != two.identity
-    assert len(RedisStore(urls).leaves) == 2
+    assert len(RedisStore(urls).names) == 2
 
 
 def test_a_store_has_one_name_whatever_its_password_and_its_limits_are():

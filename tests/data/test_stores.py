@@ -118,12 +118,15 @@ def test_a_full_memory_store_says_so_and_counts_replaced_samples():
 def test_a_store_that_is_lost_moves_its_own_keys_alone():
     keys = [b"%d" % i for i in range(4000)]
     names = ["a", "b", "c", "d"]
-    whole = ShardedStore([MemoryStore() for _ in names], names)
-    before = [names[whole.leaf_of(key)] for key in keys]
+    stores = {name: MemoryStore() for name in names}
+    name_of = {store: name for name, store in stores.items()}
+    whole = ShardedStore(list(stores.values()), names)
+    before = [name_of[whole.leaf_of(key)] for key in keys]
     share = Counter(before)
     assert all(850 < share[name] < 1150 for name in names)  # 1000 +- 5 sigma
     left = ["d", "b", "a"]  # in another order
-    after = [left[ShardedStore([MemoryStore() for _ in left], left).leaf_of(key)] for key in keys]
+    part = ShardedStore([stores[name] for name in left], left)
+    after = [name_of[part.leaf_of(key)] for key in keys]
     moved = [old for old, new in zip(before, after, strict=True) if old != new]
     assert set(moved) == {"c"}
     assert len(moved) == share["c"]
