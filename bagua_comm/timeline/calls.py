@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from ..trace import Span
+
+K = TypeVar("K")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -21,12 +25,15 @@ class CallSummary:
     wire_bytes: float
     """Bytes sent to other ranks, by all calls."""
 
+    @property
+    def of_one(self) -> dict[str, float]:
+        """The means over the calls, and their number."""
+        totals = {"seconds": self.seconds, "payload_bytes": self.payload_bytes, "wire_bytes": self.wire_bytes}
+        return {"calls": self.calls, **{name: total / self.calls for name, total in totals.items()}}
+
 
 def summarize_calls(spans: Sequence[Span]) -> list[CallSummary]:
     """Add up the calls by name, those that take longest first."""
-    by_name: dict[str, list[Span]] = {}
-    for call in outermost_calls(spans):
-        by_name.setdefault(call.name, []).append(call)
     found = [
         CallSummary(
             name,
@@ -35,9 +42,21 @@ def summarize_calls(spans: Sequence[Span]) -> list[CallSummary]:
             payload_bytes=sum(number(call, "bytes") for call in calls),
             wire_bytes=sum(number(call, "wire_bytes") for call in calls),
         )
-        for name, calls in by_name.items()
+        for name, calls in grouped(outermost_calls(spans), lambda call: call.name).items()
     ]
     return sorted(found, key=lambda each: -each.seconds)
+
+
+def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+    """The items by their keys, in their order.
+
+    >>> grouped(["a", "bb", "c"], len)
+    {1: ['a', 'c'], 2: ['bb']}
+    """
+    groups: dict[K, list[T]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
 
 
 def is_call(span: Span) -> bool:

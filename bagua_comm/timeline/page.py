@@ -13,7 +13,7 @@ from typing import Any
 from ..trace import Span
 from .reading import Timeline
 from .summary import Summary
-from .text import bucket_table, call_table, marked_table, rank_table
+from .text import tables
 
 TEMPLATE = Path(__file__).with_name("page.html")
 """The page, with `{{title}}`, `{{facts}}`, `{{data}}` and the like to fill in."""
@@ -40,25 +40,20 @@ def make_page(timeline: Timeline, summary: Summary, advice: Sequence[str], *, ti
         notes.append(f"The page draws the last {MOST_SPANS} of {count} spans; the tables are of all.")
     if summary.without_steps:
         notes.append(f"No step ends in the timeline of ranks {', '.join(map(str, summary.without_steps))}.")
+    slow = f"rank {summary.slowest}" if summary.slow else "none"
     filled = {
         "title": html.escape(title),
         "facts": _facts(summary),
         "notes": _list(notes, "notes"),
         "advice": _list(advice, "advice"),
-        "ranks": _table(rank_table(summary), slowest=summary.slowest if summary.slow else None)
-        if summary.ranks
-        else "<p>No steps.</p>",
-        "buckets": (_table(bucket_table(summary)) if bucket_table(summary) else _calls(summary))
-        + ("<p>Your spans:</p>" + _table(marked_table(summary)) if marked_table(summary) else ""),
+        "tables": "".join(
+            f"<h2>{html.escape(name)}</h2><div class=wide>{_table(rows, slow)}</div>"
+            for name, rows in tables(summary).items()
+        )
+        or "<p>No steps.</p>",
         "data": _embedded(_data(timeline, spans, summary)),
     }
     return re.sub(r"{{(\w+)}}", lambda found: filled[found[1]], TEMPLATE.read_text(encoding="utf-8"))
-
-
-def _calls(summary: Summary) -> str:
-    """The calls of a program without exchanges."""
-    calls = call_table(summary)
-    return "<p>No exchanges. Calls, on the first rank:</p>" + _table(calls) if calls else "<p>No exchanges.</p>"
 
 
 def _drawn_ranks(ranks: list[int], slowest: int | None) -> list[int]:
@@ -93,11 +88,11 @@ def _list(texts: Sequence[str], kind: str) -> str:
     return f"<ul class={kind}>{items}</ul>" if items else ""
 
 
-def _table(rows: Sequence[Sequence[str]], slowest: int | None = None) -> str:
+def _table(rows: Sequence[Sequence[str]], slow: str) -> str:
     head, *body = [[html.escape(text) for text in row] for row in rows]
     lines = ["<table><thead><tr>" + "".join(f"<th>{text}</th>" for text in head) + "</tr></thead><tbody>"]
     for first, *rest in body:
-        mark = " class=slow" if first == f"rank {slowest}" else ""
+        mark = " class=slow" if first == slow else ""
         lines.append(f"<tr{mark}><th>{first}</th>" + "".join(f"<td>{text}</td>" for text in rest) + "</tr>")
     return "".join([*lines, "</tbody></table>"])
 

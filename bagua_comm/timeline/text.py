@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ..logs import megabytes
 from .summary import Summary
 
-COLUMNS = {
+RANK_COLUMNS = {
     "step_s": "step",
     "forward_s": "forward",
     "backward_s": "backward",
@@ -22,80 +22,64 @@ COLUMNS = {
 }
 """The fields of `RankSummary` that are shown, and the heads of their columns."""
 
+BUCKET_COLUMNS = {"bytes": "size", "exchange_s": "exchange", "hidden": "hidden"}
+
+SPAN_COLUMNS = {"times": "in a step", "seconds": "time in a step"}
+
+CALL_COLUMNS = {"calls": "calls", "seconds": "time of one", "payload_bytes": "size", "wire_bytes": "sent"}
 
 MOST_NAMES = 20
 """Names of spans in a table."""
 
 
-def shown_columns(summary: Summary) -> dict[str, str]:
-    """The columns with a value; the stages that a program does not report are left out, and so are exchanges."""
-    always = ["step_s", "waiting_s", "wire_bytes"]
-    if summary.mean.get("exchange_s"):
-        always.append("hidden")
-    return {name: head for name, head in COLUMNS.items() if name in always or summary.mean.get(name)}
-
-
 def cell(name: str, value: float) -> str:
     """The text of a number.
 
-    >>> cell("step_s", 0.0381), cell("hidden", 0.614), cell("wire_bytes", 35_800_000)
-    ('38.1 ms', '61 %', '35.8 MB')
+    >>> cell("step_s", 0.0381), cell("hidden", 0.614), cell("wire_bytes", 35_800_000), cell("calls", 3)
+    ('38.1 ms', '61 %', '35.8 MB', '3')
     """
     if name == "hidden":
         return f"{100 * value:.0f} %"
     if name.endswith("bytes"):
         return megabytes(value)
+    if name in ("calls", "times"):
+        return str(value) if isinstance(value, int) else f"{value:.3g}"
     return f"{1e3 * value:.2f} ms" if value < 9.995e-3 else f"{1e3 * value:.1f} ms"
 
 
-def rank_table(summary: Summary) -> list[list[str]]:
-    """A row for each rank, and one for their mean, below the heads."""
-    columns = shown_columns(summary)
-    rows = [["", *columns.values()]]
-    rows += [
-        [f"rank {each.rank}", *(cell(name, getattr(each, name)) for name in columns)] for each in summary.ranks
-    ]
-    if len(summary.ranks) > 1:
-        rows.append(["mean", *(cell(name, summary.mean[name]) for name in columns)])
-    return rows
+def tables(summary: Summary) -> dict[str, list[list[str]]]:
+    """The tables with rows, by their titles; the heads of their columns come first."""
+    found = {}
+    if summary.ranks:
+        first = summary.ranks[0]
+        ranks = [(f"rank {each.rank}", vars(each)) for each in summary.ranks]
+        mean = [("mean", summary.mean)] if len(ranks) > 1 else []
+        buckets = [(f"bucket {each.index}", vars(each)) for each in first.buckets]
+        spans = [(each.name, vars(each)) for each in first.marked[:MOST_NAMES]]
+        found[f"Mean of {_counted_steps(summary)}"] = _table(_rank_columns(summary), ranks + mean)
+        found[f"Buckets, on rank {first.rank}"] = _table(BUCKET_COLUMNS, buckets)
+        found[f"Your spans, on rank {first.rank}"] = _table(SPAN_COLUMNS, spans)
+    found["Calls, on the first rank"] = _table(CALL_COLUMNS, [(each.name, each.of_one) for each in summary.calls])
+    return {title: rows for title, rows in found.items() if len(rows) > 1}
 
 
-def bucket_table(summary: Summary) -> list[list[str]]:
-    """A row for each bucket of the first rank, below the heads; empty without exchanges."""
-    rows = [
-        [
-            f"bucket {each.index}",
-            megabytes(each.bytes),
-            cell("exchange_s", each.exchange_s),
-            cell("hidden", each.hidden),
-        ]
-        for each in (summary.ranks[0].buckets if summary.ranks else ())
-    ]
-    return [["", "size", "exchange", "hidden"], *rows] if rows else []
+def _table(columns: Mapping[str, str], rows: Sequence[tuple[str, Mapping[str, float]]]) -> list[list[str]]:
+    """The heads, and below them a row for each name."""
+    cells = [[name, *(cell(column, values[column]) for column in columns)] for name, values in rows]
+    return [["", *columns.values()], *cells]
 
 
-def marked_table(summary: Summary) -> list[list[str]]:
-    """A row for each name of a span that the program marks, on the first rank, below the heads; else empty."""
-    rows = [
-        [each.name, f"{each.times:.3g}", cell("marked_s", each.seconds)]
-        for each in (summary.ranks[0].marked[:MOST_NAMES] if summary.ranks else ())
-    ]
-    return [["", "in a step", "time in a step"], *rows] if rows else []
+def _rank_columns(summary: Summary) -> dict[str, str]:
+    """The columns with a value; the stages that a program does not report are left out, and so are exchanges."""
+    always = ["step_s", "waiting_s", "wire_bytes", *(["hidden"] if summary.mean["exchange_s"] else [])]
+    return {name: head for name, head in RANK_COLUMNS.items() if name in always or summary.mean[name]}
 
 
-def call_table(summary: Summary) -> list[list[str]]:
-    """A row for each name of a call, below the heads; empty with exchanges, and without calls."""
-    rows = [
-        [
-            each.name,
-            str(each.calls),
-            cell("call_s", each.seconds / each.calls),
-            megabytes(each.payload_bytes / each.calls),
-            megabytes(each.wire_bytes / each.calls),
-        ]
-        for each in summary.calls
-    ]
-    return [["", "calls", "time of one", "size", "sent"], *rows] if rows else []
+def _counted_steps(summary: Summary) -> str:
+    steps = sorted({each.steps for each in summary.ranks})
+    if len(steps) > 1:
+        return f"{steps[0]} to {steps[-1]} steps"
+    return f"{steps[0]} {'step' if steps == [1] else 'steps'}"
 
 
 def describe(summary: Summary, notes: Sequence[str], advice: Sequence[str]) -> str:
@@ -106,22 +90,12 @@ def describe(summary: Summary, notes: Sequence[str], advice: Sequence[str]) -> s
     if summary.without_steps and summary.ranks:
         names = ", ".join(map(str, summary.without_steps))
         parts.append(f"! No step ends in the timeline of ranks {names}.")
-    if summary.ranks:
-        steps = sorted({each.steps for each in summary.ranks})
-        counts = f"{steps[0]}" if len(steps) == 1 else f"{steps[0]} to {steps[-1]}"
-        noun = "step" if steps == [1] else "steps"
-        parts.append(f"Mean of {counts} {noun}:\n\n{_aligned(rank_table(summary))}")
+    parts += [f"{title}:\n\n{_aligned(rows)}" for title, rows in tables(summary).items()]
     if summary.slowest is not None:
         own_s = {each.rank: each.own_s for each in summary.ranks}
         least, most = (cell("step_s", value) for value in (min(own_s.values()), max(own_s.values())))
         which = f"Rank {summary.slowest} is slow" if summary.slow else "No rank is slow"
         parts.append(f"{which}: without waits, the median step takes {least} to {most} on the ranks.")
-    if buckets := bucket_table(summary):
-        parts.append(f"Buckets, on rank {summary.ranks[0].rank}:\n\n{_aligned(buckets)}")
-    if marked := marked_table(summary):
-        parts.append(f"Your spans, on rank {summary.ranks[0].rank}:\n\n{_aligned(marked)}")
-    if calls := call_table(summary):
-        parts.append(f"Calls, on the first rank:\n\n{_aligned(calls)}")
     if advice:
         parts.append("\n".join(f"* {text}" for text in advice))
     return "\n\n".join(parts)
