@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..trace import Span, Value
+from .calls import grouped
 
 FORMAT = {"format": "bagua_comm timeline", "version": 1}
 """What the file says about itself, in "otherData"; the version changes when a reader has to know more."""
@@ -77,12 +78,8 @@ def rows_of(spans: Iterable[Span]) -> dict[str, list[Span]]:
     >>> [(name, [span.name for span in spans]) for name, spans in rows_of([late, long]).items()]
     [('main', ['long']), ('main, overlapping', ['late'])]
     """
-    threads: dict[str, list[Span]] = {}
-    for span in spans:
-        threads.setdefault(span.thread, []).append(span)
     rows: dict[str, list[Span]] = {}
-    for thread, rest in threads.items():
-        name = thread
+    for name, rest in grouped(spans, lambda span: span.thread).items():
         while rest:
             rows[name], rest = _nested(sorted(rest, key=lambda span: (span.start_ns, -span.end_ns)))
             name += ", overlapping"

@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 from ..trace import Span
-from .calls import CallSummary, is_call, number, outermost_calls, summarize_calls
+from .calls import CallSummary, grouped, is_call, number, outermost_calls, summarize_calls
 from .intervals import Interval, covered, intersection, length, union
 from .reading import RankTimeline, Timeline, is_exchange
 
@@ -146,21 +146,20 @@ def summarize_rank(rank: int, timeline: RankTimeline) -> RankSummary | None:
     if len(ends) < 2 or ends[0] == ends[-1]:  # without a length, as in a damaged file
         return None
     window, steps = [(ends[0], ends[-1])], len(ends) - 1
+
+    def mean_s(intervals: list[Interval]) -> float:
+        return length(intersection(intervals, window)) / steps / 1e9
+
     inside = [span for span in spans if ends[0] < span.end_ns <= ends[-1]]
     exchanges = _exchanges(inside)
     waits = _waits(inside, exchanges)
-
-    def mean_s(name: str) -> float:
-        return length(intersection(_without(_stage(spans, name), waits), window)) / steps / 1e9
-
-    times = {name: mean_s(name) for name in ("forward", "backward", "forward and backward", "optimizer")}
+    times = {name: mean_s(_without(_stage(spans, name), waits)) for name in STAGES}
     marked = _marked(inside)
     stages = union(edge for name in STAGES for edge in _stage(spans, name))
-    outside = _without(_without(_intervals(marked), waits), stages)
-    marked_s = length(intersection(outside, window)) / steps / 1e9
-    step_s, waiting_s = (ends[-1] - ends[0]) / steps / 1e9, length(intersection(waits, window)) / steps / 1e9
+    marked_s = mean_s(_without(_without(_intervals(marked), waits), stages))
+    step_s, waiting_s = (ends[-1] - ends[0]) / steps / 1e9, mean_s(waits)
     durations = [(b - a) / 1e9 for a, b in pairwise(ends)]
-    calls = _sending_calls(inside)
+    communicating, calls = _communication(inside)
     exchanged, waited = intersection(_intervals(exchanges), window), covered(waits)
     return RankSummary(
         rank=rank,
@@ -175,14 +174,20 @@ def summarize_rank(rank: int, timeline: RankTimeline) -> RankSummary | None:
         waiting_s=waiting_s,
         marked_s=marked_s,
         other_s=max(0.0, step_s - waiting_s - marked_s - sum(times.values())),
-        exchange_s=length(exchanged) / steps / 1e9,
+        exchange_s=mean_s(exchanged),
         hidden=_hidden(exchanged, waits),
         payload_bytes=sum(number(span, "bytes") for span in exchanges) / steps,
-        sent_payload_bytes=sum(number(span, "bytes") for span in _communicating(inside, calls)) / steps,
+        sent_payload_bytes=sum(number(span, "bytes") for span in communicating) / steps,
         wire_bytes=sum(number(span, "wire_bytes") for span in calls) / steps,
         on_device=any(map(_on_device, exchanges)),
         buckets=_buckets(exchanges, waits),
-        marked=_by_name(marked, waits, window, steps),
+        marked=sorted(
+            (
+                MarkedSpans(name, len(each) / steps, mean_s(_without(_intervals(each), waits)))
+                for name, each in grouped(marked, lambda span: span.name).items()
+            ),
+            key=lambda each: -each.seconds,
+        ),
         algorithm=_last(exchanges, "algorithm"),
         payload=_last(exchanges, "payload"),
         step_ends_s=[end / 1e9 for end in ends],
@@ -250,23 +255,6 @@ def _marked(spans: Sequence[Span]) -> list[Span]:
     ]
 
 
-def _by_name(
-    marked: Sequence[Span], waits: list[Interval], window: list[Interval], steps: int
-) -> list[MarkedSpans]:
-    by_name: dict[str, list[Span]] = {}
-    for span in marked:
-        by_name.setdefault(span.name, []).append(span)
-    found = [
-        MarkedSpans(
-            name,
-            len(spans) / steps,
-            length(intersection(_without(_intervals(spans), waits), window)) / steps / 1e9,
-        )
-        for name, spans in by_name.items()
-    ]
-    return sorted(found, key=lambda each: -each.seconds)
-
-
 def _stage(spans: Iterable[Span], name: str) -> list[Interval]:
     """When a stage ran: on the device, if its times are known there."""
     found = [span for span in spans if span.name == name]
@@ -288,31 +276,21 @@ def _hidden(exchanged: list[Interval], waits: list[Interval]) -> float:
     return 1 - length(intersection(exchanged, waits)) / total if total else 0.0
 
 
-def _sending_calls(spans: Sequence[Span]) -> list[Span]:
-    """The calls within exchanges, or all calls of a program without exchanges; not those that a call makes."""
-    on_threads = [span for span in spans if is_exchange(span) and not _on_device(span)]
-    if not on_threads:
-        return outermost_calls(spans)
-    threads = {span.thread for span in on_threads}
-    within = covered(_intervals(on_threads))
-    calls = outermost_calls(span for span in spans if span.thread in threads)
-    return [call for call in calls if within(call.start_ns, call.end_ns)]
-
-
-def _communicating(spans: Sequence[Span], calls: Iterable[Span]) -> list[Span]:
-    """The exchanges on threads with one of these calls in them."""
-    starts: dict[str, list[int]] = {}
-    for call in calls:
-        starts.setdefault(call.thread, []).append(call.start_ns)
-    for each in starts.values():
-        each.sort()
-
-    def communicated(span: Span) -> bool:
-        on_thread = starts.get(span.thread, [])
-        first = bisect_left(on_thread, span.start_ns)
-        return first < len(on_thread) and on_thread[first] <= span.end_ns
-
-    return [span for span in spans if is_exchange(span) and not _on_device(span) and communicated(span)]
+def _communication(spans: Sequence[Span]) -> tuple[list[Span], list[Span]]:
+    """The exchanges with calls in them, and these calls, or, without exchanges, all; none that a call makes."""
+    exchanges = grouped((x for x in spans if is_exchange(x) and not _on_device(x)), lambda x: x.thread)
+    if not exchanges:
+        return [], outermost_calls(spans)
+    communicating, sending = [], []
+    for thread, each in exchanges.items():
+        calls = outermost_calls(span for span in spans if span.thread == thread)
+        starts = [call.start_ns for call in calls]
+        for exchange in each:
+            within = slice(bisect_left(starts, exchange.start_ns), bisect_left(starts, exchange.end_ns))
+            if calls[within]:
+                communicating.append(exchange)
+                sending += calls[within]
+    return communicating, sending
 
 
 def _last(exchanges: Sequence[Span], name: str) -> str:
@@ -322,10 +300,7 @@ def _last(exchanges: Sequence[Span], name: str) -> str:
 
 
 def _buckets(exchanges: Sequence[Span], waits: list[Interval]) -> list[BucketSummary]:
-    by_index: dict[int, list[Span]] = {}
-    for span in exchanges:
-        if isinstance(index := span.args.get("bucket"), int):
-            by_index.setdefault(index, []).append(span)
+    numbered = [span for span in exchanges if isinstance(span.args.get("bucket"), int)]
     return [
         BucketSummary(
             index,
@@ -333,5 +308,5 @@ def _buckets(exchanges: Sequence[Span], waits: list[Interval]) -> list[BucketSum
             exchange_s=statistics.fmean(span.end_ns - span.start_ns for span in spans) / 1e9,
             hidden=_hidden(_intervals(spans), waits),
         )
-        for index, spans in sorted(by_index.items())
+        for index, spans in sorted(grouped(numbered, lambda span: span.args["bucket"]).items())
     ]
