@@ -1,10 +1,10 @@
-"""A Redis or Valkey server for tests and trials, on this host only and with a password."""
+"""A Redis or Valkey server for tests and trials, for this user on this host."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
-import secrets
+import itertools
 import shutil
 import socket
 import subprocess
@@ -15,15 +15,15 @@ from pathlib import Path
 
 from ..errors import StoreError
 
-_TRIES = 5
+_SOCKET = "socket"
 
 
 @contextlib.contextmanager
 def local_redis(*, capacity_bytes: int = 1 << 30, timeout_s: float = 10.0) -> Iterator[str]:
     """Start a server, yield its URL, and stop it at the end of the block.
 
-    It listens on 127.0.0.1, at a free port, with a random password, and writes nothing to disk. When it is
-    full, it evicts the least recently used values.
+    It listens at a socket that only this user can open, at no port, and writes nothing to disk. When it is full,
+    it evicts the least recently used values.
 
     Args:
         capacity_bytes: The largest number of bytes to hold.
@@ -38,11 +38,10 @@ def local_redis(*, capacity_bytes: int = 1 << 30, timeout_s: float = 10.0) -> It
     ```
     """
     program = find_server()
-    password = secrets.token_urlsafe(32)
     with tempfile.TemporaryDirectory(prefix="bagua_comm-redis-") as folder:
-        process, port = _start(program, password, Path(folder), capacity_bytes, timeout_s)
+        process = _start(program, Path(folder), capacity_bytes, timeout_s)
         try:
-            yield f"redis://:{password}@127.0.0.1:{port}/0"
+            yield f"unix://{folder}/{_SOCKET}"
         finally:
             _stop(process)
 
@@ -66,50 +65,37 @@ def find_server() -> str:
     )
 
 
-def _start(
-    program: str, password: str, folder: Path, capacity_bytes: int, timeout_s: float
-) -> tuple[subprocess.Popen[bytes], int]:
-    """Start at a free port; another process may take it first, so try several."""
-    log = folder / "log"
-    for _ in range(_TRIES):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = int(free.getsockname()[1])
-        settings = (
-            f"bind 127.0.0.1\nport {port}\nprotected-mode yes\nrequirepass {password}\ndaemonize no\n"
-            f'save ""\nappendonly no\ndir "{folder}"\nlogfile "{log}"\n'
-            f"maxmemory {capacity_bytes}\nmaxmemory-policy allkeys-lru\n"
-        )
-        # By its input, not as arguments, which all users of this host can read.
+def _start(program: str, folder: Path, capacity_bytes: int, timeout_s: float) -> subprocess.Popen[bytes]:
+    path, output = str(folder / _SOCKET), folder / "output"
+    settings = {
+        "--port": "0",
+        "--unixsocket": path,
+        "--unixsocketperm": "700",
+        "--dir": str(folder),
+        "--save": "",
+        "--maxmemory": str(capacity_bytes),
+        "--maxmemory-policy": "allkeys-lru",
+    }
+    with output.open("wb") as log:
         process = subprocess.Popen(
-            [program, "-"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
+            [program, *itertools.chain(*settings.items())],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
             start_new_session=True,  # Ctrl-C is for the program, which then stops the server
         )
-        try:
-            assert process.stdin is not None
-            with contextlib.suppress(BrokenPipeError), process.stdin:  # it has ended already
-                process.stdin.write(settings.encode())
-            if _answers(process, port, timeout_s):
-                return process, port
-        except BaseException:
-            _stop(process)
-            raise
+    try:
+        deadline = time.monotonic() + timeout_s
+        while process.poll() is None and time.monotonic() < deadline:
+            with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as trial:
+                trial.connect(path)
+                return process
+            time.sleep(0.01)
+        said = output.read_text(errors="replace")[-500:] or "nothing"
+        raise StoreError(f"local_redis: {program} did not start; its output: {said}")
+    except BaseException:
         _stop(process)
-    said = log.read_text(errors="replace")[-500:] if log.exists() else "nothing"
-    raise StoreError(f"local_redis: {program} did not start; its output: {said}")
-
-
-def _answers(process: subprocess.Popen[bytes], port: int, timeout_s: float) -> bool:
-    """Whether the server takes connections within this time; False if it ended."""
-    deadline = time.monotonic() + timeout_s
-    while process.poll() is None and time.monotonic() < deadline:
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=0.5):
-            return process.poll() is None
-        time.sleep(0.01)
-    return False
+        raise
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
