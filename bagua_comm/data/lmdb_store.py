@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any, TypeVar
 
 from ..errors import StoreError
 from ..system.files import is_private
-from .locks import Holder, locks_in
+from .locks import Holder, locks_in, mutex
 from .stores import Store
 from .values import library
 
@@ -26,37 +25,11 @@ _WRITER = 0
 _LONGEST_KEY = 511
 
 
-class _Environments:
-    """The LMDB environments of this process. LMDB allows one for each file, and none inherited by a fork."""
+_opened: dict[str, tuple[int, Any]] = {}
+"""LMDB's environments by their folders, with the process that opened them.
 
-    def __init__(self) -> None:
-        self._opened: dict[str, Any] = {}
-        self._pid = os.getpid()
-        self._lock = threading.Lock()
-
-    def _of_this_process(self) -> threading.Lock:
-        if self._pid != os.getpid():
-            self._pid, self._lock = os.getpid(), threading.Lock()
-            for environment in self._opened.values():
-                environment.close()
-            self._opened.clear()
-        return self._lock
-
-    def get(self, path: str, capacity_bytes: int) -> Any:
-        """The environment of a folder; opened at the first use."""
-        with self._of_this_process():
-            if path not in self._opened:
-                self._opened[path] = _open(path, capacity_bytes)
-            return self._opened[path]
-
-    def close(self, path: str) -> None:
-        """Close the environment of a folder, if it is open."""
-        with self._of_this_process():
-            if path in self._opened:
-                self._opened.pop(path).close()
-
-
-_ENVIRONMENTS = _Environments()
+LMDB allows one for each file, and none inherited by a fork.
+"""
 
 
 def _open(path: str, capacity_bytes: int) -> Any:
@@ -107,7 +80,15 @@ class LMDBStore(Store):
         self._environment()
 
     def _environment(self) -> Any:
-        return _ENVIRONMENTS.get(self.path, self.capacity_bytes)
+        """The environment of LMDB; opened at the first use in this process."""
+        with mutex():
+            pid, environment = _opened.get(self.path, (0, None))
+            if pid != os.getpid():
+                if environment is not None:
+                    environment.close()
+                environment = _open(self.path, self.capacity_bytes)
+                _opened[self.path] = os.getpid(), environment
+            return environment
 
     def _do(self, body: Callable[[Any], T], *, write: bool) -> T:
         """Call `body(transaction)`."""
@@ -179,7 +160,10 @@ class LMDBStore(Store):
 
     def close(self) -> None:
         """See `Store.close`. Other stores of this process on the same path open it again."""
-        _ENVIRONMENTS.close(self.path)
+        with mutex():
+            _, environment = _opened.pop(self.path, (0, None))
+            if environment is not None:
+                environment.close()
 
 
 def _check_key(key: bytes) -> None:

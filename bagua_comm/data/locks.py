@@ -13,11 +13,26 @@ import functools
 import os
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 NUMBERS = 1 << 61
 """The upper bound of the numbers."""
+
+
+_mutex = threading.Lock()
+
+
+def mutex() -> threading.Lock:
+    """The lock for short work among the threads of this process. A forked child finds it free."""
+    return _mutex
+
+
+def _renew_mutex() -> None:
+    global _mutex
+    _mutex = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew_mutex)  # another thread may have held it
 
 
 @functools.cache
@@ -56,16 +71,12 @@ class Locks:
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
-        self._renew()
-        os.register_at_fork(after_in_child=self._renew)  # a forked child inherits the file, and no lock
-
-    def _renew(self) -> None:
-        self._mutex = threading.Lock()
         self._holders: set[Holder] = set()
+        os.register_at_fork(after_in_child=self._holders.clear)  # a forked child inherits the file, and no lock
 
     def tidy(self) -> None:
         """Release the locks of holders that are over."""
-        with self._mutex:
+        with mutex():
             self._tidy()
 
     def _tidy(self) -> None:
@@ -89,7 +100,7 @@ class Locks:
         Raises:
             OSError: The file system has no locks.
         """
-        with self._mutex:
+        with mutex():
             self._tidy()
             if any(number in each.numbers for each in self._holders):
                 return False
@@ -102,20 +113,20 @@ class Locks:
 
     def give(self, number: int, holder: Holder) -> None:
         """Release a lock."""
-        with self._mutex:
+        with mutex():
             self._unlock(2 * number)
             holder.numbers.discard(number)
 
     def mine(self, number: int) -> bool:
         """Whether this thread holds the lock."""
         me = threading.get_ident()
-        with self._mutex:
+        with mutex():
             self._tidy()
             return any(number in each.numbers and each.thread == me for each in self._holders)
 
     def wanted(self, number: int) -> bool:
         """Whether another holder waits for a lock."""
-        with self._mutex:
+        with mutex():
             self._tidy()
             if any(each.waits_for == number for each in self._holders):
                 return True
@@ -124,22 +135,20 @@ class Locks:
                 self._unlock(2 * number + 1)
             return not free
 
-    def wait(
-        self, number: int, timeout_s: float, holder: Holder, give_up: Callable[[], bool] = lambda: False
-    ) -> bool:
+    def wait(self, number: int, timeout_s: float, holder: Holder) -> bool:
         """Take a lock if it becomes free within this time; meanwhile it is `wanted`."""
         deadline, pause_s = time.monotonic() + timeout_s, 0.001
-        with self._mutex:
+        with mutex():
             self._holders.add(holder)
             holder.waits_for = number
         while not self.take(number, holder):
-            with self._mutex:
+            with mutex():
                 self._try(2 * number + 1, fcntl.LOCK_SH)  # may fail during a call of `wanted`
-            if time.monotonic() >= deadline or give_up():
+            if time.monotonic() >= deadline:
                 break
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 0.05)
-        with self._mutex:
+        with mutex():
             self._end_wait(holder)
         return number in holder.numbers
 

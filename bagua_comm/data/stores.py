@@ -10,13 +10,12 @@ A store that fails raises `StoreError`. A cache then continues without it.
 
 from __future__ import annotations
 
-import os
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from ..errors import ArrayError, StoreError
+from .locks import mutex
 from .values import checksum
 
 C = TypeVar("C", bound="Closed")
@@ -84,18 +83,6 @@ class Store(Closed, ABC):
         """Close files and connections; values that outlive a process stay."""
 
 
-_memory_lock = threading.Lock()
-"""The lock of all memory stores of this process, which, without one of their own, can be pickled."""
-
-
-def _renew_memory_lock() -> None:
-    global _memory_lock
-    _memory_lock = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_renew_memory_lock)  # another thread may have held it
-
-
 class MemoryStore(Store):
     """Store in a dictionary. A forked or spawned worker has its own copy, which ends with it.
 
@@ -114,7 +101,7 @@ class MemoryStore(Store):
 
     def set_many(self, items: Mapping[bytes, bytes]) -> None:
         """See `Store.set_many`."""
-        with _memory_lock:
+        with mutex():
             for key, value in items.items():
                 nbytes = self._nbytes + len(value) - len(self._values.get(key, b""))
                 if self.capacity_bytes is not None and nbytes > self.capacity_bytes:
@@ -127,7 +114,7 @@ class MemoryStore(Store):
 
     def clear(self) -> None:
         """See `Store.clear`."""
-        with _memory_lock:
+        with mutex():
             self._values.clear()
             self._nbytes = 0
 

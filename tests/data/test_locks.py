@@ -1,6 +1,7 @@
 """Locks on numbers, which processes and threads share: what a signal handler's exception leaves of them."""
 
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -47,13 +48,14 @@ def test_a_lock_that_interrupted_work_has_acquired_is_released_by_the_next_use(t
     assert interrupted_everywhere(work, check) > 10
 
 
-def test_a_thread_waits_for_a_lock_of_its_process_and_then_has_it(tmp_path):
+def test_a_thread_waits_for_a_lock_of_its_process_and_then_has_it(tmp_path, monkeypatch):
     locks, first, second = locks_in(tmp_path / "locks"), Holder(), Holder()
     assert locks.take(1, first)
     assert not locks.take(1, second)
     assert not locks.wait(1, 0.0, second)
     assert not locks.wanted(1)
-    assert locks.wait(1, 20.0, second, give_up=lambda: locks.wanted(1) and locks.give(1, first))
+    monkeypatch.setattr(time, "sleep", lambda seconds: locks.wanted(1) and locks.give(1, first))
+    assert locks.wait(1, 20.0, second)
     second.is_over = True
     locks.tidy()
     assert bytes_held(tmp_path / "locks") == []
