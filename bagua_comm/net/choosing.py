@@ -8,7 +8,7 @@ decision (`decide`). NCCL_NET=bagua then turns the silent fallback into an error
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
@@ -27,6 +27,8 @@ PLUGIN, NETWORK = "NCCL_NET_PLUGIN", "NCCL_NET"
 
 ALIKE = ("BAGUA_NET_FLOWS", "BAGUA_NET_CHUNK", "BAGUA_NET_TIMEOUT_S")
 """Settings of the plugin that must be equal on all ranks."""
+
+ONE_HOST = "all ranks are on one host, where NCCL uses shared memory"
 
 NO_PLUGIN = "none"
 """The value of NCCL_NET_PLUGIN for no plugin."""
@@ -100,25 +102,21 @@ def decide(choice: str, everyone: Sequence[Facts], rank: int) -> Decision:
     Raises:
         BootstrapError: The ranks cannot use the chosen network; raised on all ranks; it names the rank at fault.
     """
-    several_hosts = len({facts.host for facts in everyone}) > 1
-    if choice == "auto":
-        why_not = (
-            _why_not(everyone) if several_hosts else "all ranks are on one host, where NCCL uses shared memory"
-        )
-        if why_not is not None:
-            return Decision({}, f"NCCL's own, since {why_not}")
+    wanted: list[dict[str, str | None]]
     if choice == "nccl":
-        wanted: list[dict[str, str | None]] = [{PLUGIN: NO_PLUGIN, NETWORK: None} for _ in everyone]
+        wanted = [{PLUGIN: NO_PLUGIN, NETWORK: None} for _ in everyone]
     else:
-        _check_same(everyone)
+        obstacle = next(_obstacles(choice, everyone), None)
+        if obstacle is not None and choice == "auto":
+            return Decision({}, f"NCCL's own, since {obstacle}")
+        if obstacle is not None:
+            raise BootstrapError(f"connect: net: {obstacle}")
         wanted = [{PLUGIN: facts.library, NETWORK: NAME} for facts in everyone]
     for number, (facts, variables) in enumerate(zip(everyone, wanted, strict=True)):
         _check_free(f"connect: net is {choice!r}, but rank {number} on {facts.host}", facts, variables)
     if choice == "nccl":
         return Decision(wanted[rank], "NCCL's own network, without a plugin")
-    no_effect = (
-        "" if several_hosts else ", without effect: all ranks are on one host, where NCCL uses shared memory"
-    )
+    no_effect = f", without effect: {ONE_HOST}" if _are_on_one_host(everyone) else ""
     return Decision(
         wanted[rank], f"the plugin {everyone[rank].library} (source {everyone[rank].source}){no_effect}"
     )
@@ -150,42 +148,35 @@ def breaks(variables: Mapping[str, str]) -> list[str]:
     return found
 
 
-def _why_not(everyone: Sequence[Facts]) -> str | None:
-    """Why "auto" does not use the plugin; None if it does."""
-    for rank, facts in enumerate(everyone):
-        if not facts.library:
-            return f"rank {rank} on {facts.host} cannot build the plugin: {facts.problem}"
-        if facts.infiniband:
-            return f"rank {rank} on {facts.host} has InfiniBand, which needs no flows of TCP"
-        if NETWORK in facts.variables or PLUGIN in facts.variables:
-            ours = facts.variables.get(PLUGIN) == facts.library and facts.variables.get(NETWORK) == NAME
-            if not ours:
-                return f"rank {rank} on {facts.host} has {_shown(facts.variables)} set"
-    try:
-        _check_same(everyone)
-    except BootstrapError as exc:
-        return str(exc)
-    return None
+def _are_on_one_host(everyone: Sequence[Facts]) -> bool:
+    return len({facts.host for facts in everyone}) == 1
 
 
-def _check_same(everyone: Sequence[Facts]) -> None:
-    """Check that all ranks have the plugin, of the same source, with the same settings."""
+def _obstacles(choice: str, everyone: Sequence[Facts]) -> Iterator[str]:
+    """Why ranks cannot use the plugin, or, for "auto", should not."""
+    first, is_auto = everyone[0], choice == "auto"
+    if is_auto and _are_on_one_host(everyone):
+        yield ONE_HOST
     for rank, facts in enumerate(everyone):
+        who = f"rank {rank} on {facts.host}"
         if not facts.library:
-            raise BootstrapError(f"connect: net: rank {rank} on {facts.host} has no plugin: {facts.problem}")
-    first = everyone[0]
-    for rank, facts in enumerate(everyone):
+            yield f"{who} has no plugin: {facts.problem}"
+        if is_auto and facts.infiniband:
+            yield f"{who} has InfiniBand, which needs no flows of TCP"
+        chosen = [facts.variables.get(name) for name in (PLUGIN, NETWORK)]
+        if is_auto and chosen not in ([None, None], [facts.library, NAME]):
+            yield f"{who} has {_shown(facts.variables)} set"
         if facts.source != first.source:
-            raise BootstrapError(
-                f"connect: net: rank {rank} on {facts.host} has another plugin (source {facts.source}) than "
-                f"rank 0 on {first.host} ({first.source}); install the same version of bagua_comm on all hosts"
+            yield (
+                f"{who} has another plugin (source {facts.source}) than rank 0 on {first.host} "
+                f"({first.source}); install the same version of bagua_comm on all hosts"
             )
         for name in ALIKE:
-            values = [each.variables.get(name) for each in (first, facts)]
-            if values[0] != values[1]:
-                raise BootstrapError(
-                    f"connect: net: {name} is {values[1]} on rank {rank} on {facts.host}, and {values[0]} on "
-                    f"rank 0 on {first.host} (None: not set); set the same on all ranks"
+            here, there = (each.variables.get(name) for each in (facts, first))
+            if here != there:
+                yield (
+                    f"{name} is {here} on {who}, and {there} on rank 0 on {first.host} (None: not set); set the "
+                    "same on all ranks"
                 )
 
 

@@ -53,7 +53,7 @@ def test_on_one_host_it_is_said_that_there_is_no_effect():
 @pytest.mark.parametrize(
     ("rank", "why"),
     [
-        (TWO._replace(library="", problem="no compiler"), "rank 1 on node2 cannot build the plugin: no compiler"),
+        (TWO._replace(library="", problem="no compiler"), "rank 1 on node2 has no plugin: no compiler"),
         (TWO._replace(infiniband=True), "rank 1 on node2 has InfiniBand"),
         (TWO._replace(variables={"NCCL_NET": "Socket"}), "rank 1 on node2 has NCCL_NET=Socket set"),
         (TWO._replace(source="4567"), "another plugin"),
