@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import importlib.util
 import os
 import platform
-import secrets
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -50,14 +49,13 @@ def build(folder: Path | None = None) -> Path:
         BootstrapError: No compiler works; the message has the output of each.
     """
     folder = default_folder() if folder is None else folder
-    commands = [*compilers()]
-    for command in commands:
-        if is_own_file(library := folder / _file_name(command)):
-            return library
+    if (library := path(folder)) is not None:
+        return library
     failures = []
-    for command in commands:
+    for command in compilers():
         try:
-            return _compile(command, folder / _file_name(command))
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            return compile_to(command, folder / _file_name(command))
         except (OSError, subprocess.SubprocessError) as exc:
             failures.append(f"{' '.join(command)}: {_said(exc)}")
     if not failures:
@@ -106,26 +104,17 @@ def compile_to(command: Sequence[str], library: Path, flags: Sequence[str] = (),
         OSError: The compiler cannot be run, or the library cannot be written.
         subprocess.SubprocessError: The compiler fails, or takes too long.
     """
-    unfinished = library.with_name(f".{library.stem}.{secrets.token_hex(8)}.so")
-    try:
-        subprocess.run(
-            [*command, *FLAGS, *flags, "-o", str(unfinished), str(source)],
-            check=True,
-            capture_output=True,
-            text=True,
-            timeout=COMPILE_TIMEOUT_S,
-        )
+    with tempfile.TemporaryDirectory(prefix=".unfinished-", dir=library.parent) as folder:
+        unfinished = Path(folder) / library.name
+        _run(*command, *FLAGS, *flags, "-o", str(unfinished), str(source), timeout_s=COMPILE_TIMEOUT_S)
         unfinished.chmod(0o700)  # for any umask: a file that others can write to is not loaded
         unfinished.replace(library)
-    finally:
-        with contextlib.suppress(OSError):
-            unfinished.unlink()
     return library
 
 
-def _compile(command: Sequence[str], library: Path) -> Path:
-    library.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return compile_to(command, library)
+def _run(*command: str, timeout_s: float) -> str:
+    """Run a compiler; return what it prints."""
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=timeout_s).stdout
 
 
 def _file_name(command: tuple[str, ...]) -> str:
@@ -138,9 +127,7 @@ def _file_name(command: tuple[str, ...]) -> str:
 def _version(command: tuple[str, ...]) -> str:
     """The version text of a compiler; its error if it fails."""
     try:
-        return subprocess.run(
-            [*command, "--version"], capture_output=True, text=True, timeout=60, check=True
-        ).stdout
+        return _run(*command, "--version", timeout_s=60.0)
     except (OSError, subprocess.SubprocessError) as exc:
         return str(exc)
 
