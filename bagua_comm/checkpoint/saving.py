@@ -96,14 +96,14 @@ def stage(step: int, packed: Packed, staging: Staging, rank: int, ranks: int) ->
     own = [each.array for leaves in (packed.own, packed.slabs) for each in leaves]
     staging.begin(sum(shared) + sum(room(x.nbytes) for x in own))
     pieces = []
-    for (path, x), (number, begin, end) in mine:
+    for (path, x, _), (number, begin, end) in mine:
         copied, name = staging.copy(x, begin, end), path
         if end - begin == x.size:
             copied = copied.reshape(x.shape)
         else:
             name += f"[{begin}:{end}]"
         pieces.append(Piece(name, copied, [number, begin, end]))
-    for number, (path, x) in enumerate(packed.own):
+    for number, (path, x, _) in enumerate(packed.own):
         pieces.append(Piece(f"own {path}", staging.copy(x, 0, x.size).reshape(x.shape), [number]))
     return SaveJob(
         step,

@@ -123,6 +123,8 @@ class Leaf(NamedTuple):
     path: str
     """Its path, with complete keys; distinct for each array of the tree."""
     array: Array
+    rule: Rule | None
+    """The rule of its `Own`; None outside of one."""
 
 
 class Slab(NamedTuple):
@@ -205,6 +207,7 @@ class _Packer:
         """The path of the `Own` that is being packed."""
         self._axis: int | None = None
         """The axis of that `Own`, if its rule is "concatenate"."""
+        self._rule: Rule | None = None
 
     def pack(self, tree: Any) -> Packed:
         return self._packed._replace(tree=self._encode(tree, "tree", 0))
@@ -247,7 +250,7 @@ class _Packer:
             return self._encode_slab(tag, array, path, self._axis)
         self._note(path, f"{arrays.dtype_name(array.dtype)}{list(array.shape)}")
         leaves = self._packed.shared if self._inside is None else self._packed.own
-        leaves.append(Leaf(path, array))
+        leaves.append(Leaf(path, array, self._rule))
         return {tag: len(leaves) - 1}
 
     def _encode_own(self, value: Own, path: str, depth: int) -> Json:
@@ -256,14 +259,14 @@ class _Packer:
                 f"{shortened(path)} is an Own inside the Own at {shortened(self._inside)}; mark it once"
             )
         self._note(path, f"Own(reshape={value.reshape!r})")
-        self._inside = path
+        self._inside, self._rule = path, value.reshape
         self._axis = value.axis if value.reshape == "concatenate" else None
         try:
             tree = self._encode(value.value, path, depth + 1)
             if self._axis is not None:
                 return tree
         finally:
-            self._inside = self._axis = None
+            self._inside = self._axis = self._rule = None
         self._packed.own_trees.append(tree)
         return {"own": len(self._packed.own_trees) - 1, "reshape": value.reshape, "path": path}
 

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...arrays import Array
-from ...checkpoint.trees import Json, Packed, Rule
+from ...checkpoint.trees import Packed, Rule
 from .slot import COMMITTED, ArraySpec, Slot, SlotContent, copy_into, offsets, views
 
 
@@ -50,11 +50,8 @@ class Layout:
     @classmethod
     def of(cls, packed: Packed) -> Layout:
         """The layout of a packed tree."""
-        rules: list[Rule | None] = [None] * (len(packed.shared) + len(packed.own))
-        for rule, node in zip(rules_of(packed.tree), packed.own_trees, strict=True):
-            for number in _arrays_in(node):
-                rules[len(packed.shared) + number] = rule
-        return cls(tuple(ArraySpec.of(leaf.array) for leaf in (*packed.shared, *packed.own)), tuple(rules))
+        leaves = (*packed.shared, *packed.own)
+        return cls(tuple(ArraySpec.of(leaf.array) for leaf in leaves), tuple(leaf.rule for leaf in leaves))
 
     @classmethod
     def from_header(cls, header: dict[str, Any]) -> Layout:
@@ -80,32 +77,6 @@ class Layout:
 def digest_of(text: str) -> int:
     """A hash of 64 bits."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
-
-
-def rules_of(tree: Json) -> list[Rule | None]:
-    """The rules of the `Own` parts of a packed tree, by their numbers."""
-    found: dict[int, Rule | None] = {}
-    for node in _dicts_in(tree):
-        if "own" in node and "reshape" in node:
-            found[node["own"]] = node["reshape"]
-    return [found[number] for number in sorted(found)]
-
-
-def _arrays_in(tree: Json) -> list[int]:
-    """The numbers of the arrays in a packed tree."""
-    return [node[tag] for node in _dicts_in(tree) for tag in ("array", "scalar", "tensor") if tag in node]
-
-
-def _dicts_in(node: Json) -> Iterator[dict[str, Any]]:
-    """All tagged nodes of a packed tree."""
-    if isinstance(node, list):
-        for item in node:
-            yield from _dicts_in(item)
-    elif isinstance(node, dict):
-        yield node
-        for item in node.values():
-            if isinstance(item, list):
-                yield from _dicts_in(item)
 
 
 class Snapshot(NamedTuple):
