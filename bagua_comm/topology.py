@@ -5,10 +5,12 @@ Every function gives the result of one rank; the tests show that the results of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Hashable, Iterable, Sequence
+from typing import NamedTuple, TypeVar
 
 from .errors import ArrayError
+
+L = TypeVar("L", bound=Hashable)
 
 
 class Neighbours(NamedTuple):
@@ -99,6 +101,18 @@ def place(rank: int, labels: Sequence[object]) -> Place:
         local_rank=list(labels[:rank]).count(mine),
         local_size=list(labels).count(mine),
     )
+
+
+def ranks_by(labels: Iterable[L]) -> dict[L, list[int]]:
+    """The ranks with each label, given the label of every rank; the label of the lowest rank first.
+
+    >>> ranks_by(["a", "b", "a"])
+    {'a': [0, 2], 'b': [1]}
+    """
+    found: dict[L, list[int]] = {}
+    for rank, label in enumerate(labels):
+        found.setdefault(label, []).append(rank)
+    return found
 
 
 def share(count: int, rank: int, size: int) -> range:

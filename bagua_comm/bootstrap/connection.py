@@ -30,6 +30,7 @@ from ..flight.requests import answer_requests
 from ..logs import log_world
 from ..net.choosing import Net
 from ..system.processes import ProcessId, this_host
+from ..topology import ranks_by
 from ..trace import NULL, Recorder, listen
 from ..transports import LocalTransport, Transport, call_state
 from .environment import job, under_mpi
@@ -254,10 +255,7 @@ def _reported_once() -> Iterator[None]:
 
 def _check_order(orders: Sequence[OpOrder]) -> None:
     """Raise `BootstrapError` unless all ranks give the same order of reductions."""
-    if len(set(orders)) > 1:
-        ranks = {
-            order: [rank for rank, each in enumerate(orders) if each == order] for order in get_args(OpOrder)
-        }
+    if len(ranks := ranks_by(orders)) > 1:
         raise BootstrapError(
             "connect: op_order differs between ranks: "
             + "; ".join(f"ranks {members} give {order!r}" for order, members in ranks.items())

@@ -19,6 +19,7 @@ from ..execution.cuda import STREAMS_PER_THREAD, has_streams_per_thread
 from ..logs import log_on_root
 from ..net import choosing
 from ..system.files import private_folder
+from ..topology import ranks_by
 from ..transports import LocalTransport, Transport
 
 GPU: TypeAlias = Literal["auto", "nccl", "staged", "none"]
@@ -61,7 +62,6 @@ class GpuFacts(NamedTuple):
 
 def nccl_obstacle(gpus: Sequence[GpuFacts]) -> str | None:
     """Return the reason why NCCL cannot serve ranks with these GPUs; None if it can."""
-    ranks_at: dict[tuple[str, str | None, str], list[int]] = {}
     for rank, gpu in enumerate(gpus):
         if gpu.broken:
             return f"rank {rank} cannot use its GPU ({gpu.broken})"
@@ -69,11 +69,11 @@ def nccl_obstacle(gpus: Sequence[GpuFacts]) -> str | None:
             return f"rank {rank} cannot load NCCL ({gpu.problem})"
         if gpu.nccl != gpus[0].nccl:
             return f"rank 0 has version {gpus[0].nccl} of NCCL, but rank {rank} has {gpu.nccl}"
-        slice_of_it = gpu.uuid if gpu.nccl >= SHARED_GPU_NCCL else ""
-        ranks_at.setdefault((gpu.machine, gpu.bus_id, slice_of_it), []).append(rank)
-    if all(gpu.shares for gpu in gpus) and gpus[0].nccl >= SHARED_GPU_NCCL:
+    knows_slices = gpus[0].nccl >= SHARED_GPU_NCCL
+    if knows_slices and all(gpu.shares for gpu in gpus):
         return None
-    for (machine, bus_id, _), ranks in ranks_at.items():
+    slices = ranks_by((gpu.machine, gpu.bus_id, gpu.uuid if knows_slices else "") for gpu in gpus)
+    for (machine, bus_id, _), ranks in slices.items():
         if len({gpus[rank].uuid for rank in ranks}) > 1:
             return (
                 f"ranks {ranks} have slices (MIG) of the GPU {bus_id} of {machine}, which NCCL distinguishes "

@@ -25,6 +25,7 @@ from ..execution.lane import InlineLane, Lane, StreamLane, ThreadLane
 from ..hooks import Hook, Listener
 from ..logs import log_on_root
 from ..objects.closing import Closing
+from ..topology import ranks_by
 from ..transports.base import Transport
 from .agreement import agree_on_split, are_equal, equality_terms
 from .arguments import hint_of
@@ -255,9 +256,7 @@ class Communicator(Collectives, GatherScatter, CoalescedCollectives, ObjectCalls
         if are_equal(self.allreduce(equality_terms(digest), op="max", timeout_s=timeout_s)):
             return
         table = self.allgather(np.frombuffer(digest, np.uint8), timeout_s=timeout_s)
-        groups: dict[bytes, list[int]] = {}
-        for rank in range(self.size):
-            groups.setdefault(table[rank].tobytes(), []).append(rank)
+        groups = ranks_by(row.tobytes() for row in table)
         if len(groups) > 1:
             found = "; ".join(f"ranks {ranks}" for ranks in groups.values())
             raise CommMismatch(

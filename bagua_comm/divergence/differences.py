@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 from ..flight.batches import named
+from ..topology import ranks_by
 from .records import Step, Tensor
 
 
@@ -42,12 +43,9 @@ def difference_of(rows: Sequence[Step]) -> RecordDifference | None:
     return RecordDifference("bits", names, entries, _groups_of(entries))
 
 
-def _groups_of(values: Sequence[object]) -> tuple[tuple[int, ...], ...]:
+def _groups_of(values: Sequence[Hashable]) -> tuple[tuple[int, ...], ...]:
     """The positions of equal values, the largest group first; of groups as large, that of the first position."""
-    groups: dict[object, list[int]] = {}
-    for position, value in enumerate(values):
-        groups.setdefault(value, []).append(position)
-    return tuple(map(tuple, sorted(groups.values(), key=lambda group: (-len(group), group[0]))))
+    return tuple(map(tuple, sorted(ranks_by(values).values(), key=lambda group: (-len(group), group[0]))))
 
 
 def parted(groups: Sequence[Sequence[int]]) -> str:

@@ -54,17 +54,13 @@ def buddies(hosts: Sequence[Hashable]) -> list[int]:
     >>> buddies(["a", "a", "a"])
     [1, 2, 0]
     """
-    ranks_of: dict[Hashable, list[int]] = {}
-    for rank, host in enumerate(hosts):
-        ranks_of.setdefault(host, []).append(rank)
-    if len(ranks_of) == 1:
+    groups = list(topology.ranks_by(hosts).values())
+    if len(groups) == 1:
         return [(rank + 1) % len(hosts) for rank in range(len(hosts))]
-    order = list(ranks_of)
     found = [0] * len(hosts)
-    for index, host in enumerate(order):
-        next_ranks = ranks_of[order[(index + 1) % len(order)]]
-        for position, rank in enumerate(ranks_of[host]):
-            found[rank] = next_ranks[position % len(next_ranks)]
+    for ranks, following in zip(groups, groups[1:] + groups[:1], strict=True):
+        for position, rank in enumerate(ranks):
+            found[rank] = following[position % len(following)]
     return found
 
 
