@@ -23,7 +23,7 @@ import functools
 import reprlib
 import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from types import FunctionType
 from typing import Any, TypeVar
 
@@ -106,6 +106,18 @@ def shown_as(name: str) -> Callable[[type[T]], type[T]]:
         return cls
 
     return mark
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """An error, and all that have led to it, each once: causes and contexts may form a cycle."""
+    waiting: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while waiting:
+        each = waiting.pop()
+        if each is not None and id(each) not in seen:
+            seen.add(id(each))
+            yield each
+            waiting += [each.__context__, each.__cause__]
 
 
 def warn(text: str, category: type[Warning] = UserWarning) -> None:

@@ -33,26 +33,14 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import BootstrapError
-from ..system.files import make_own_folder
+from ..system.files import append, make_own_folder
 from ..system.processes import pid_namespace
 from .launchers import checked_number
 
 RECORD, COMMITTED = "record", "committed"
 """The names of the files in the folder of a job: the record, and the number of the last commit."""
 
-KINDS = (
-    "job",
-    "attempt",
-    "start",
-    "death",
-    "recovery",
-    "trained",
-    "exit",
-    "error",
-    "commit",
-    "end",
-    "verdict",
-)
+KINDS = ("job", "attempt", "start", "death", "recovery", "trained", "exit", "error", "commit", "end", "verdict")
 
 _CURE = "unset it, or start this program with python -m bagua_comm run --spares N"
 
@@ -163,13 +151,8 @@ class Job:
 
 def add_lines(file: Path, lines: Iterable[str]) -> None:
     """Append lines to a record in one write, so that lines of several processes do not mix."""
-    data = "".join(f"{line}\n" for line in lines).encode()
     try:
-        number = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-        try:
-            os.write(number, data)
-        finally:
-            os.close(number)
+        append(file, "".join(f"{line}\n" for line in lines))
     except OSError as exc:
         _log.warning("the record of this job cannot be written: %s", exc)
 

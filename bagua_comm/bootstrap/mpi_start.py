@@ -9,7 +9,7 @@ import secrets
 import sys
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..comm import Communicator
 from ..errors import BootstrapError, CommError, CommTimeout, RankFailed
@@ -18,14 +18,7 @@ from ..topology import hosts
 from ..trace import NULL
 from ..transports import Transport
 from . import launchers, segments, tcp_links
-from .environment import (
-    has_ulfm,
-    number_of_links,
-    own_variables,
-    ranks_on_other_hosts,
-    set_mpi_variables,
-    under_mpi,
-)
+from .environment import number_of_links, own_variables, ranks_on_other_hosts, set_mpi_variables
 from .rank_exit import ExitHandler, exit_handler
 from .rendezvous import LOOK_S, JoinLog, Wait
 
@@ -33,12 +26,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 
-class _Fleet(Protocol):
-    def fail(self, reason: str) -> None:
-        """Notify the other processes that the program has failed here."""
-
-
-F = TypeVar("F", bound=_Fleet)
+T = TypeVar("T")
 
 _POLL_S = 0.001
 """The interval between two checks whether other ranks have come."""
@@ -88,12 +76,7 @@ def new_name() -> str:
     return time.strftime(f"%Y%m%d-%H%M%S-{secrets.token_hex(3)}") + (f"-run{run}" if run else "")
 
 
-def under_ulfm() -> bool:
-    """Whether this process was started with others that survive its death: by mpirun --with-ft ulfm."""
-    return under_mpi() and has_ulfm()
-
-
-def start_fleet(timeout_s: float, first: Callable[[], F]) -> F:
+def start_fleet(timeout_s: float, first: Callable[[], T]) -> T:
     """Start MPI, and return the result of `first`, which all processes call once it has started.
 
     Collective. If a process does not come in time, one prints a message that names it, and the job ends.
@@ -104,11 +87,9 @@ def start_fleet(timeout_s: float, first: Callable[[], F]) -> F:
     """
     handler, log = _start_mpi(timeout_s, None)
     try:
-        fleet = handler.limit(Wait(log, timeout_s + LOOK_S), first)
+        return handler.limit(Wait(log, timeout_s + LOOK_S), first)
     except CommError as exc:
         raise _lost_at_the_start(log, exc) from exc
-    handler.abort.set_notify(fleet.fail)
-    return fleet
 
 
 def _start_mpi(timeout_s: float, comm: MPI.Comm | None) -> tuple[ExitHandler, JoinLog]:
@@ -157,7 +138,7 @@ def _import_and_initialize(handler: ExitHandler, log: JoinLog, timeout_s: float)
     # mpi4py finalizes MPI as `rc` said when mpi4py.MPI was imported; None means as for `initialize`.
     finalizes = mpi4py.rc.initialize if mpi4py.rc.finalize is None else mpi4py.rc.finalize
     if (must_start and (is_first or not finalizes)) or mpi4py.rc.finalize is False:
-        handler.must_finalize(ctypes.CDLL(MPI.__file__))
+        handler.library = ctypes.CDLL(MPI.__file__)
     handler.install()
     return MPI
 

@@ -24,13 +24,12 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import redirect_stderr, suppress
-from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
 from ..comm import Communicator
 from ..comm.arguments import hint_of
-from ..errors import BaguaError, CommError
+from ..errors import BaguaError, CommError, causes
 from ..execution.futures import end_lanes
 from ..flight import explain
 from ..flight.entries import LEFT_WELL, file_name
@@ -66,15 +65,12 @@ class Abort:
         self.log = JoinLog(own_variables())
         self.mpi: Any = None
         """The module `mpi4py.MPI`, once it is imported."""
-        self._notify: Callable[[str], None] | None = None
+        self.notify: Callable[[str], None] | None = None
+        """Called first, with the reason: the other processes of a fleet may survive MPI_Abort."""
 
     def prepare(self, mpi: Any, log: JoinLog) -> None:
         """Use this module `mpi4py.MPI`, and this log of the ranks that connect."""
         self.mpi, self.log = mpi, log
-
-    def set_notify(self, notify: Callable[[str], None]) -> None:
-        """Call `notify(reason)` first: the other processes of a fleet may survive MPI_Abort."""
-        self._notify = notify
 
     def with_message(self, message: str) -> None:
         """Print a message, unless another rank has, and end all ranks."""
@@ -105,9 +101,9 @@ class Abort:
         for stream in (sys.stdout, sys.stderr):
             with suppress(Exception):
                 stream.flush()
-        if self._notify is not None:
+        if self.notify is not None:
             with suppress(Exception):
-                self._notify(reason)
+                self.notify(reason)
         mpi = self.mpi
         if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized() and not self._is_alone():
             mpi.COMM_WORLD.Abort(exit_code)
@@ -119,66 +115,20 @@ class Abort:
         return alone
 
 
-@dataclass(frozen=True)
-class Finalizer:
-    """Ends MPI at the end of the program, within a time limit where MPI_Finalize may hang."""
-
-    abort: Abort
-    library: Any
-    """MPI's C interface, if this library must end MPI; else None: mpi4py does so."""
-    timeout_s: float
-    """The time limit of MPI_Finalize after an error."""
-
-    def run(self, *, orderly: bool, start_s: float) -> None:
-        """End MPI.
-
-        Args:
-            orderly: Whether all ranks have left their worlds without an error.
-            start_s: When this rank began to leave its worlds, by `time.monotonic`.
-        """
-        if has_ulfm():
-            # Once a rank has died, MPI_Finalize may hang, and so may MPI's destructors. mpirun requires neither.
-            if self.library is None:  # the user's mpi4py would call it, and wait for ever
-                self._within(ctypes.CDLL(self.abort.mpi.__file__), EXIT_TIMEOUT_S)
-            _end_without_destructors()
-        elif self.library is None:
-            return
-        elif orderly:
-            self.library.MPI_Finalize()
-        elif time.monotonic() - start_s >= self.timeout_s:
-            # The other ranks may compute for as long as they like; the user should know which of them run.
-            print(self.abort.log.note(self.timeout_s), file=sys.stderr, flush=True)
-            self.library.MPI_Finalize()
-        else:
-            self._within(self.library, self.timeout_s)
-
-    def _within(self, library: Any, limit_s: float) -> None:
-        """Call MPI_Finalize, and end the process if that takes longer than `limit_s`."""
-        message = (
-            f"{self.abort.log.location()}: MPI did not end within {limit_s:g} s after a rank or a call had "
-            "failed; this process ends without it"
-        )
-        deadline_s = time.monotonic() + limit_s
-        deadline = Deadline(lambda: message if time.monotonic() > deadline_s else None, self.abort.with_message)
-        try:
-            deadline.start()
-        except RuntimeError:  # from Python 3.12 on, no thread can be started at this point
-            faulthandler.dump_traceback_later(limit_s, exit=True)
-        library.MPI_Finalize()
-
-
 class ExitHandler:
     """The hooks for the exit of this rank: for exceptions, SIGTERM and the end of the program."""
 
     def __init__(self) -> None:
         self.process = os.getpid()
         self.abort = Abort()
-        self._library: Any = None
+        self.library: Any = None
+        """MPI's C interface, if this library must end MPI at exit; else None: mpi4py does so."""
+        self.advice = ""
+        """Advice that the report of ranks that have died ends with."""
         self._timeout_s = 0.0
         self._worlds: list[Communicator] = []
         """The open ones."""
         self._job = job()
-        self._advice = ""
         self._rank = 0
         self._orderly = True
         """Whether all ranks have left, without an error, each world that this rank has left."""
@@ -193,10 +143,6 @@ class ExitHandler:
         self.abort.prepare(mpi, log)
         self._timeout_s = timeout_s
 
-    def must_finalize(self, library: Any) -> None:
-        """Call MPI_Finalize of this C interface at exit."""
-        self._library = library
-
     def limit(self, wait: Wait, body: Callable[[], T]) -> T:
         """Return `body()`. If that takes longer than `wait` allows, end all ranks with a message."""
 
@@ -210,10 +156,6 @@ class ExitHandler:
             self.abort.with_message(message)
 
         return Deadline(wait.complaint, end).run(body)
-
-    def advise(self, text: str) -> None:
-        """Add this advice to the report that ranks have died, until it is replaced."""
-        self._advice = text
 
     # The open worlds --------------------------------------------------------------------------------
 
@@ -349,12 +291,7 @@ class ExitHandler:
 
     def _record_error(self, error: BaseException) -> None:
         """Record an error, and whether it is due to other ranks, in the record of the job."""
-        chain: list[BaseException] = []
-        each: BaseException | None = error
-        while each is not None and each not in chain:
-            chain.append(each)
-            each = each.__cause__ or each.__context__
-        due_to_others = any(isinstance(each, CommError) for each in chain)
+        due_to_others = any(isinstance(each, CommError) for each in causes(error))
         facts = {"error": type(error).__name__, "text": str(error)[:500], "due_to_others": due_to_others}
         self._job.record("error", rank=self._rank, **facts)
 
@@ -402,7 +339,7 @@ class ExitHandler:
             "want of memory; mpirun's message has the signal or the exit code\n"
             f"  for what the other ranks did: python -m bagua_comm diagnose {self._worlds[-1].flight.folder}\n"
         )
-        text += f"  to let the others continue next time: {self._advice}\n" if self._advice else ""
+        text += f"  to let the others continue next time: {self.advice}\n" if self.advice else ""
         with suppress(OSError):
             os.write(2, text.encode())  # the signal may have come while Python writes to sys.stderr
 
@@ -450,7 +387,43 @@ class ExitHandler:
             self.abort.print_once(f"{name} ended while a call of MPI waits for another rank, so all ranks end")
             self.abort.end_all(1)
         self._restore_sigterm()  # Python calls no signal handler while MPI ends
-        Finalizer(self.abort, self._library, self._timeout_s).run(orderly=self._orderly, start_s=start_s)
+        self._finalize(start_s)
+
+    def _finalize(self, start_s: float) -> None:
+        """End MPI, within a time limit where MPI_Finalize may hang.
+
+        Args:
+            start_s: When this rank began to leave its worlds, by `time.monotonic`.
+        """
+        if has_ulfm():
+            # Once a rank has died, MPI_Finalize may hang, and so may MPI's destructors. mpirun requires neither.
+            if self.library is None:  # the user's mpi4py would call it, and wait for ever
+                self._finalize_within(ctypes.CDLL(self.abort.mpi.__file__), EXIT_TIMEOUT_S)
+            _end_without_destructors()
+        elif self.library is None:
+            return
+        elif self._orderly:
+            self.library.MPI_Finalize()
+        elif time.monotonic() - start_s >= self._timeout_s:
+            # The other ranks may compute for as long as they like; the user should know which of them run.
+            print(self.abort.log.note(self._timeout_s), file=sys.stderr, flush=True)
+            self.library.MPI_Finalize()
+        else:
+            self._finalize_within(self.library, self._timeout_s)
+
+    def _finalize_within(self, library: Any, limit_s: float) -> None:
+        """Call MPI_Finalize, and end the process if that takes longer than `limit_s`."""
+        message = (
+            f"{self.abort.log.location()}: MPI did not end within {limit_s:g} s after a rank or a call had "
+            "failed; this process ends without it"
+        )
+        timer = threading.Timer(limit_s, self.abort.with_message, [message])
+        timer.daemon = True
+        try:
+            timer.start()
+        except RuntimeError:  # from Python 3.12 on, no thread can be started at this point
+            faulthandler.dump_traceback_later(limit_s, exit=True)
+        library.MPI_Finalize()
 
 
 def _end_without_destructors() -> None:

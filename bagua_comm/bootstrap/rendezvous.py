@@ -12,9 +12,11 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+from ..system.files import append, is_private
 from ..system.processes import ProcessId, children_of, sees_starter, started_with, starter, state_of
 from .launchers import SRUN, SRUN_PMIX, find
 
@@ -44,18 +46,10 @@ class Deadline:
         self._is_over, self._act = is_over, act
         self._done, self._acts = False, threading.Lock()
 
-    def start(self) -> None:
-        """Start to poll, until the process ends.
-
-        Raises:
-            RuntimeError: No thread can be started.
-        """
-        threading.Thread(target=self._watch, name="deadline", daemon=True).start()
-
     def run(self, body: Callable[[], R]) -> R:
         """Return `body()`, and poll meanwhile."""
         try:
-            self.start()
+            threading.Thread(target=self._watch, name="deadline", daemon=True).start()
             return body()
         finally:
             self._done = True
@@ -166,28 +160,20 @@ class JoinLog:
 
     def _find_folder(self, name: str | None) -> Path | None:
         """The folder of this job, if no other user can write to it."""
-        if not name or not self._job:
-            return None
-        try:
-            status = os.stat(name)
-        except OSError:
-            return None
-        return Path(name) if status.st_uid == os.geteuid() and not status.st_mode & 0o022 else None
+        with suppress(OSError):
+            if name and self._job and is_private(os.stat(name)):
+                return Path(name)
+        return None
 
-    def _file(self, name: str) -> str:
-        return f"{self._folder}/bagua-{self._job.replace('/', '_')}-{name}"
+    def _file(self, name: str) -> Path:
+        return Path(f"{self._folder}/bagua-{self._job.replace('/', '_')}-{name}")
 
     def check_in(self) -> None:
         """Log one more call of `connect` by this rank."""
         if self._folder is None:
             return
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
-            file = os.open(self._file(f"{self.rank}{self._group}"), flags, 0o600)
-            try:
-                os.write(file, f"{ProcessId.mine().text()}\n".encode())
-            finally:
-                os.close(file)
+            append(self._file(f"{self.rank}{self._group}"), f"{ProcessId.mine().text()}\n")
         except OSError:
             self._folder = None
             return
@@ -198,19 +184,17 @@ class JoinLog:
         if self._folder is None:
             return True
         try:
-            os.close(os.open(self._file("error"), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
-        except FileExistsError:
-            return False
-        except OSError:
-            return True
+            self._file("error").touch(0o600, exist_ok=False)
+        except OSError as exc:
+            return not isinstance(exc, FileExistsError)
         return True
 
     def dead(self) -> dict[int, int]:
         """Return the processes that have called `connect` on this host and have ended since, by rank."""
         if self._folder is None or self.size is None:
             return {}
-        members = range(self.size) if self._members is None else self._members
-        last = {rank: entries[-1] for rank in members if rank != self.rank and (entries := self._entries(rank))}
+        others = (rank for rank in self._everyone() if rank != self.rank)
+        last = {rank: entries[-1] for rank in others if (entries := self._entries(rank))}
         return {rank: process.pid for rank, process in last.items() if process.has_ended()}
 
     def ended_before(self) -> list[int]:
@@ -222,9 +206,8 @@ class JoinLog:
         everyone = self._local_size == self.size and sees_starter("PMIX_NAMESPACE")
         if self._folder is None or self.size is None or not everyone:
             return []
-        members = range(self.size) if self._members is None else self._members
         seen = {self.rank, *self.processes()}
-        ended = [rank for rank in members if rank not in seen and not self._entries(rank)]
+        ended = [rank for rank in self._everyone() if rank not in seen and not self._entries(rank)]
         if ended and len(children_of(starter("PMIX_NAMESPACE"))) > self.size - len(ended):
             return []
         return ended
@@ -257,7 +240,7 @@ class JoinLog:
             missing.unseen.append("this launcher does not show which of them have not called connect")
             return missing
         processes, unseen = self.processes(), []
-        for rank in range(self.size) if self._members is None else self._members:
+        for rank in self._everyone():
             entries = self._entries(rank)
             process = entries[-1].pid if entries else processes.get(rank)
             if rank == self.rank:
@@ -277,10 +260,14 @@ class JoinLog:
             missing.unseen.append(f"{_ranks(unseen)} cannot be seen from here: on another host, or ended")
         return missing
 
+    def _everyone(self) -> Sequence[int]:
+        """The ranks that connect; empty if their number is not known."""
+        return range(self.size or 0) if self._members is None else self._members
+
     def _entries(self, rank: int) -> list[ProcessId]:
         """The processes that have checked in as `rank`, one for each call of `connect`."""
         try:
-            return list(map(ProcessId.parse, Path(self._file(f"{rank}{self._group}")).read_text().splitlines()))
+            return list(map(ProcessId.parse, self._file(f"{rank}{self._group}").read_text().splitlines()))
         except (OSError, ValueError):
             return []
 

@@ -25,6 +25,7 @@ from ..errors import (
     CommError,
     CommTimeout,
     RankFailed,
+    causes,
     shown,
 )
 from ..logs import log_on_root
@@ -410,14 +411,8 @@ def _report_restart(comm: Communicator, commit: int) -> None:
 
 def _without_frames(exc: CommError) -> CommError:
     """The error without its tracebacks, which would keep the objects of training alive."""
-    waiting: list[BaseException | None] = [exc]
-    seen: set[int] = set()
-    while waiting:
-        error = waiting.pop()
-        if error is not None and id(error) not in seen:  # causes and contexts may form a cycle
-            seen.add(id(error))
-            error.__traceback__ = None
-            waiting += [error.__cause__, error.__context__]
+    for error in causes(exc):
+        error.__traceback__ = None
     return exc
 
 

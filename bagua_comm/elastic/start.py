@@ -7,8 +7,8 @@ import socket
 from collections.abc import Callable, Collection, Sequence
 
 from ..bootstrap.connection import TIMEOUT_S, check_timeout, connect
-from ..bootstrap.environment import under_torchrun
-from ..bootstrap.mpi_start import start_fleet, under_ulfm
+from ..bootstrap.environment import has_ulfm, under_mpi, under_torchrun
+from ..bootstrap.mpi_start import start_fleet
 from ..bootstrap.rank_exit import exit_handler
 from ..bootstrap.world import refuse_a_second_world
 from ..comm import Communicator
@@ -29,7 +29,7 @@ class FixedFleet(Fleet):
         self._world = world
         self.me, self.wanted, self.timeout_s = world.rank, world.size, world.timeout_s
         self._started = False
-        exit_handler().advise(ADVICE if world.size > 1 else "")
+        exit_handler().advice = ADVICE if world.size > 1 else ""
 
     def rendezvous(self, cause: CommError | None = None) -> Rendezvous:
         """See `Fleet.rendezvous`; only the first one is possible.
@@ -60,7 +60,7 @@ class FixedFleet(Fleet):
 
     def end(self) -> None:
         """See `Fleet.end`."""
-        exit_handler().advise("")
+        exit_handler().advice = ""
         self._world.close()
 
 
@@ -97,7 +97,7 @@ def start(timeout_s: float = TIMEOUT_S) -> Fleet:
                 "import bagua_torch before"
             )
         return _under_torchrun(timeout_s)
-    if not under_ulfm():
+    if not (under_mpi() and has_ulfm()):
         return FixedFleet(connect(timeout_s=timeout_s))
 
     def gather() -> Fleet:
@@ -105,4 +105,6 @@ def start(timeout_s: float = TIMEOUT_S) -> Fleet:
 
         return mpi.gather(timeout_s)
 
-    return start_fleet(timeout_s, gather)
+    fleet = start_fleet(timeout_s, gather)
+    exit_handler().abort.notify = fleet.fail
+    return fleet

@@ -140,6 +140,20 @@ def write_at_once(path: Path, content: bytes, mode: int = 0o666, *, durable: boo
         sync_folder(path.parent)
 
 
+def append(path: Path, text: str) -> None:
+    """Append a text to a file in one write, so that those of several processes do not mix. Follows no link.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+
+    def opener(name: str, flags: int) -> int:
+        return os.open(name, flags | os.O_NOFOLLOW, 0o600)
+
+    with open(path, "ab", buffering=0, opener=opener) as file:
+        file.write(text.encode())
+
+
 def sync_folder(path: Path) -> None:
     """Wait until the changes in a folder are on the disk, if its file system supports that.
 
