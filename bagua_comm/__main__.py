@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from ._version import __version__
 from .commands import advise, compare, diagnose, doctor, info, net, run, trace
-from .errors import ArrayError
+from .errors import BaguaError
 from .launch.cli import CommandError, complete, program_name
 
 DESCRIPTION = "Start programs on several ranks, look at machines, and predict what trains fastest."
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code: int = COMMANDS[options.command].run(options)
         sys.stdout.flush()
-    except (CommandError, ArrayError) as exc:
+    except (CommandError, BaguaError) as exc:
         print(f"{parser.prog} {options.command}: {exc}", file=sys.stderr)
         return getattr(exc, "exit_code", 2)
     except BrokenPipeError:

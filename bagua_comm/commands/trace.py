@@ -10,7 +10,7 @@ from pathlib import Path
 from ..launch.cli import CommandError
 from ..timeline.advice import advise
 from ..timeline.page import make_page
-from ..timeline.reading import TimelineError, read_timeline
+from ..timeline.reading import read_timeline
 from ..timeline.summary import summarize
 from ..timeline.text import describe
 
@@ -34,10 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the summary. The exit code is 1 if the file is damaged, or has neither steps nor calls; else 0."""
-    try:
-        timeline = read_timeline(options.file)
-    except TimelineError as exc:
-        raise CommandError(str(exc)) from exc
+    timeline = read_timeline(options.file)
     summary = summarize(timeline)
     advice = advise(summary)
     if options.html is not None and options.html.exists() and options.html.samefile(options.file):
