@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from ..planning.costmodel.inputs import LARGEST
 
@@ -39,46 +40,79 @@ def bandwidth(text: str) -> float:
             raise argparse.ArgumentTypeError(f"{text[:40]!r} may be in bits or in bytes; {guesses}?")
         if _BITS.fullmatch(unit):
             text = f"{binary * number if match[3] else match[1]}{prefix}bit"
-    return _quantity("a bandwidth", text, _BANDWIDTHS, "10gbit or 500mbit", likely=("mbit", "gbit"))
+    return _bandwidth(text)
 
 
-def seconds(text: str) -> float:
-    """Seconds, from a text such as "300ms" or "1.2s"."""
-    return _quantity("a time", text, _TIMES, "1.2s, 300ms or 50us", least=0, likely=("ms", "s"))
+@dataclass(frozen=True, eq=False)
+class Quantity:
+    """Parses a number with one of `units`; the result is in the unit that is 1."""
+
+    what: str
+    """What it is, with its article."""
+    units: Mapping[str, float]
+    """The units, with their values; "" if there may be none."""
+    examples: str
+    """Texts that would be right."""
+    likely: Sequence[str] = ()
+    """The units that a number without one may have been meant in. Zero needs none."""
+    least: float | None = None
+    """The smallest value; if None, any above zero."""
+
+    def __call__(self, text: str) -> float:
+        """Return the value of a text."""
+        return self.value(text, self.likely)
+
+    def value(self, text: str, likely: Sequence[str]) -> float:
+        """Return the value of a text, which needs a unit if some are `likely`."""
+        match = re.fullmatch(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([a-z]*(?:/s)?)\s*", text.lower())
+        try:
+            if match is None:
+                raise ValueError
+            value, unit = float(match[1]), match[2]
+            if likely and not unit and value:
+                guesses = " or ".join(f"{match[1][:40]}{each}" for each in likely)
+                raise argparse.ArgumentTypeError(f"{text[:40]!r} has no unit; {guesses}?")
+            value *= self.units[unit] if unit or not likely else 1.0
+        except (ValueError, KeyError):
+            raise self._error(text, "is not") from None
+        if value < (self.least or 0) or (value == 0 and self.least is None):
+            raise self._error(text, "is too small for")
+        if value > LARGEST:
+            raise self._error(text, "is too large for")
+        return value
+
+    def _error(self, text: str, problem: str) -> argparse.ArgumentTypeError:
+        return argparse.ArgumentTypeError(f"{text[:40]!r} {problem} {self.what}; expected e.g. {self.examples}")
 
 
-def latency(text: str) -> float:
-    """Seconds, from a text such as "50us" or "1ms"."""
-    return _quantity("a time", text, _TIMES, "50us or 1ms", least=0, likely=("us", "ms"))
+@dataclass(frozen=True, eq=False)
+class Whole(Quantity):
+    """Parses a whole number of at least 1, with a unit or without.
+
+    A fraction needs a unit: "1.5" is a forgotten one, not a number of bytes. So does a number below `plain_from`.
+    """
+
+    least: float | None = 1
+    plain_from: float = 0
+
+    def __call__(self, text: str) -> int:
+        """Return the value of a text."""
+        fraction = re.fullmatch(r"\s*[0-9]*\.[0-9]*[1-9][0-9]*\s*", text) is not None
+        plain = re.fullmatch(r"\s*[0-9]+\s*", text) is not None and float(text) < self.plain_from
+        return round(self.value(text, self.likely if fraction or plain else ()))
 
 
-def number(text: str) -> float:
-    """A number without a unit, from a text such as "2" or "0.5"."""
-    return _quantity("a number", text, {"": 1.0}, "2 or 0.5", least=0)
+seconds = Quantity("a time", _TIMES, "1.2s, 300ms or 50us", ("ms", "s"), least=0)
+latency = Quantity("a time", _TIMES, "50us or 1ms", ("us", "ms"), least=0)
+number = Quantity("a number", {"": 1.0}, "2 or 0.5", least=0)
+size_in_bytes = Whole("a size", _SIZES, "553M, 1.2G or 512KiB", ("M", "G"))
+parameters = Whole("a number of parameters", _COUNTS, "124M, 1.5B or 7087872", ("M", "B"))
 
+model_bytes, model_parameters = (replace(each, plain_from=10_000) for each in (size_in_bytes, parameters))
+"""A model has more bytes, and more parameters, than 10,000: a small number without a unit is a forgotten unit."""
 
-FEW = 10_000
-"""A model has more parameters than this, and more bytes."""
-
-
-def model_bytes(text: str) -> int:
-    """Bytes of a model, as `size_in_bytes`; a small number without a unit is a forgotten one."""
-    return _whole("a size", text, _SIZES, "553M, 1.2G or 512KiB", ("M", "G"), plain_from=FEW)
-
-
-def model_parameters(text: str) -> int:
-    """The number of parameters of a model, as `parameters`; a small one without a unit is a forgotten unit."""
-    return _whole("a number of parameters", text, _COUNTS, "124M, 1.5B or 7087872", ("M", "B"), plain_from=FEW)
-
-
-def size_in_bytes(text: str) -> int:
-    """Bytes, from a text such as "553M", "1.2G", "512KiB" or "1000"."""
-    return _whole("a size", text, _SIZES, "553M, 1.2G or 512KiB", ("M", "G"))
-
-
-def parameters(text: str) -> int:
-    """A number of parameters, from a text such as "124M", "1.5B" or "7087872"."""
-    return _whole("a number of parameters", text, _COUNTS, "124M, 1.5B or 7087872", ("M", "B"))
+_bandwidth = Quantity("a bandwidth", _BANDWIDTHS, "10gbit or 500mbit", ("mbit", "gbit"))
+_work = Quantity("work", _COUNTS, "0 or 1.5M", least=0)
 
 
 def layers(text: str) -> list[tuple[int, int, float]]:
@@ -94,63 +128,9 @@ def layers(text: str) -> list[tuple[int, int, float]]:
                 f"{part[:40]!r} is not [COUNTx]PARAMETERS[:WORK]; expected e.g. 12x7.1M or 38.6M:0"
             )
         held = parameters(match[2])
-        work = float(held) if match[3] is None else _quantity("work", match[3], _COUNTS, "0 or 1.5M", least=0)
+        work = float(held) if match[3] is None else _work(match[3])
         found.append((int(match[1] or 1), held, work))
     return found
-
-
-def _whole(
-    what: str,
-    text: str,
-    units: Mapping[str, float],
-    examples: str,
-    likely: Sequence[str],
-    plain_from: float = 0,
-) -> int:
-    """As `_quantity`, of at least 1. A fraction needs a unit: "1.5" is a forgotten one, not a number of bytes.
-
-    So does a number below `plain_from`.
-    """
-    fraction = re.fullmatch(r"\s*[0-9]*\.[0-9]*[1-9][0-9]*\s*", text) is not None
-    plain = re.fullmatch(r"\s*[0-9]+\s*", text) is not None and float(text) < plain_from
-    return round(_quantity(what, text, units, examples, least=1, likely=likely if fraction or plain else ()))
-
-
-def _quantity(
-    what: str,
-    text: str,
-    units: Mapping[str, float],
-    examples: str,
-    *,
-    least: float | None = None,
-    likely: Sequence[str] = (),
-) -> float:
-    """The value of a number with one of `units`, in the unit that is 1.
-
-    Args:
-        what: What it is, with its article.
-        text: The text.
-        units: The units, with their values; "" if there may be none.
-        examples: Texts that would be right.
-        least: The smallest value; if None, any above zero.
-        likely: The units that a number without one may have been meant in. Zero needs none.
-    """
-    match = re.fullmatch(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([a-z]*(?:/s)?)\s*", text.lower())
-    try:
-        if match is None:
-            raise ValueError
-        value, unit = float(match[1]), match[2]
-        if likely and not unit and value:
-            guesses = " or ".join(f"{match[1][:40]}{each}" for each in likely)
-            raise argparse.ArgumentTypeError(f"{text[:40]!r} has no unit; {guesses}?")
-        value *= units[unit] if unit or not likely else 1.0
-    except (ValueError, KeyError):
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not {what}; expected e.g. {examples}") from None
-    if value < (least or 0) or (value == 0 and least is None):
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is too small for {what}; expected e.g. {examples}")
-    if value > LARGEST:
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is too large for {what}; expected e.g. {examples}")
-    return value
 
 
 def duration(value: float) -> str:
