@@ -24,17 +24,7 @@ from ..algorithms import AsyncModelAverage, ByteGrad
 from ..algorithms.by_node import ByNode
 from ..algorithms.combinators import After, Every
 from ..averages import Exact
-from .costmodel import (
-    METHODS,
-    SHARDED,
-    Advice,
-    Cluster,
-    Job,
-    Rates,
-    Sharded,
-    ShardedAdvice,
-    predict,
-)
+from .costmodel import METHODS, SHARDED, Advice, Cluster, Job, Rates, Sharded, ShardedAdvice, predict
 from .costmodel.inputs import MOST_FLOWS
 
 MOST_FAITHFUL = (

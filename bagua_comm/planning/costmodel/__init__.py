@@ -26,15 +26,7 @@ conditions as in Bagua (Gan et al., arXiv 2107.01499).
 """
 
 from .comparison import METHODS, Advice, advise
-from .inputs import (
-    Cluster,
-    CodecRates,
-    Job,
-    Method,
-    Prediction,
-    Rates,
-    TorchDDP,
-)
+from .inputs import Cluster, CodecRates, Job, Method, Prediction, Rates, TorchDDP
 from .prediction import predict
 from .sharding import SHARDED, Sharded, ShardedAdvice, advise_sharded, predict_sharded
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-from ...algorithms import from_name
 from ...algorithms.by_node import ByNode
+from ...algorithms.named import NAMED, from_name
 from ...averages import Hierarchical
 from ...errors import ArrayError, UnsupportedError
 from .inputs import Cluster, Job, Method, Prediction, Rates, TorchDDP
@@ -22,37 +22,14 @@ class Advice(NamedTuple):
     prediction: Prediction
 
 
-_ADVISED = (
-    "exact",
-    "float16",
-    "bytegrad",
-    "int4",
-    "error-feedback",
-    "int4-error-feedback",
-    "hierarchical",
-    "hierarchical-bytes",
-    "hierarchical-all-bytes",
-    "hierarchical-int4",
-    "qadam",
-    "decentralized",
-    "shift-one",
-    "one-peer",
-    "low-precision-ring",
-    "low-precision-one-peer",
-    "shift-one-by-node",
-    "low-precision-by-node",
-    "shift-one-every-4",
-    "async",
-    "diloco-100",
-    "diloco-100-bytes",
-    "streaming-diloco",
-    "streaming-diloco-int4",
-    "sparseloco",
-    "sparseloco-hierarchical",
-)
+_VARIANTS = ("gradient-allreduce", "reproducible", "bfloat16", "bagua", "low-precision", "diloco")
+"""Names in `algorithms.NAMED` that are not compared: another one stands for them."""
+
+_COMBINATIONS = ("every", "every-4", "by-node", "after", "warm-up")
+"""The same, of algorithms that are made of other ones."""
 
 METHODS: Mapping[str, Method] = MappingProxyType(
-    {"ddp": TorchDDP(), **{name: from_name(name) for name in _ADVISED}}
+    {"ddp": TorchDDP(), **{name: from_name(name) for name in NAMED if name not in _VARIANTS + _COMBINATIONS}}
 )
 """The methods that `advise` compares: PyTorch's averaging, and algorithms of `algorithms.NAMED`."""
 

@@ -48,6 +48,11 @@ class LaneTask(NamedTuple):
     node_bytes: float = 0
 
 
+def bytes_sent(tasks: Sequence[LaneTask]) -> tuple[float, float]:
+    """Bytes that a rank sends, and bytes that a node sends."""
+    return sum(task.wire_bytes for task in tasks), sum(task.node_bytes for task in tasks)
+
+
 class RankGroup(NamedTuple):
     """Ranks that exchange with each other, the same number on each node. Every rank is in one group."""
 
@@ -139,11 +144,7 @@ class Costs:
                 return self.ring_allreduce(n, group)
             case Exact():
                 chunk = self.chunk(n, p)
-                return [
-                    self.exchange_with_all(chunk, group),
-                    self.work(add=n, copy=chunk),
-                    self.exchange_with_all(chunk, group),
-                ]
+                return [*self.reduce_scatter(None, n, group), self.work(copy=chunk), self.allgather(chunk, group)]
             case Reproducible(block=block):
                 dtype = dtype_named(self.dtype)
                 count, form = -(-n // dtype.itemsize), fixed_format(dtype)

@@ -9,7 +9,7 @@ from ...algorithms import Point, Rounds, StreamingDiLoCo, Window
 from ...algorithms.base import check_size
 from ...algorithms.by_node import ByNode
 from ...algorithms.combinators import Every
-from .costs import BucketExchange, Costs, exchange_of
+from .costs import BucketExchange, Costs, bytes_sent, exchange_of
 from .inputs import Cluster, Job, Method, Prediction, Rates, TorchDDP
 
 
@@ -38,9 +38,7 @@ def _predict(method: Method, job: Job, costs: Costs) -> Prediction:
         method = method.phases[-1]
     if isinstance(method, Every):
         return _mean_over(method.n, _predict(method.algorithm, job, costs))
-    exchanges = (
-        [exchange_of(method, nbytes, costs) for nbytes, _ in job.buckets()] if costs.cluster.size > 1 else []
-    )
+    exchanges = _exchanges(method, job, costs)
     window = method.window
     if isinstance(window, Rounds):
         return _predict_rounds(window.interval_s, job, exchanges, costs)
@@ -50,6 +48,11 @@ def _predict(method: Method, job: Job, costs: Costs) -> Prediction:
     return _mean_over(getattr(method, "local_steps", 1), prediction)
 
 
+def _exchanges(method: Method, job: Job, costs: Costs) -> list[BucketExchange]:
+    """The exchange of each bucket; none on a single rank."""
+    return [exchange_of(method, n, costs) for n, _ in job.buckets()] if costs.cluster.size > 1 else []
+
+
 def _predict_fragments(method: StreamingDiLoCo, job: Job, costs: Costs) -> Prediction:
     """Predict the step of an algorithm whose fragments are exchanged in turn, each beside some further steps.
 
@@ -57,21 +60,14 @@ def _predict_fragments(method: StreamingDiLoCo, job: Job, costs: Costs) -> Predi
     """
     count = len(job.buckets()) if callable(method.fragments) else method.fragments
     job = dataclasses.replace(job, bucket_bytes=max(1, min(job.bucket_bytes, -(-job.model_bytes // count))))
-    exchanges = [exchange_of(method, nbytes, costs) for nbytes, _ in job.buckets()]
-    if costs.cluster.size == 1:
-        exchanges = []
+    exchanges = _exchanges(method, job, costs)
     size = max(1, -(-len(exchanges) // count))
     fragments = [exchanges[first : first + size] for first in range(0, len(exchanges), size)]
     steps = [_predict_window(method.window, job, fragment, costs) for fragment in fragments]
     busy_s = sum(step.communication_s for step in steps)
     # One lane sends all fragments in turn, also those whose windows overlap.
     exposed_s = max(sum(step.exposed_s for step in steps), busy_s - method.local_steps * job.compute_s)
-    together = Prediction(
-        job.compute_s + exposed_s,
-        job.compute_s,
-        busy_s,
-        *_bytes_sent(exchanges),
-    )
+    together = Prediction(job.compute_s + exposed_s, job.compute_s, busy_s, *_bytes_sent(exchanges))
     return _mean_over(method.local_steps, together)
 
 
@@ -131,8 +127,7 @@ def _predict_rounds(interval_s: float, job: Job, exchanges: list[BucketExchange]
 
 def _bytes_sent(exchanges: Iterable[BucketExchange]) -> tuple[float, float]:
     """Bytes that a rank sends, and bytes that a node sends."""
-    tasks = [task for exchange in exchanges for task in exchange.lane]
-    return sum(task.wire_bytes for task in tasks), sum(task.node_bytes for task in tasks)
+    return bytes_sent([task for exchange in exchanges for task in exchange.lane])
 
 
 def _mean_over(n: float, step: Prediction) -> Prediction:

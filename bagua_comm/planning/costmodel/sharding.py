@@ -13,7 +13,7 @@ from ...averages.reproducible import Reproducible
 from ...codecs import Codec
 from ...errors import ArrayError, UnsupportedError
 from ...kernels.host import fixed_format
-from .costs import Costs, LaneTask, RankGroup
+from .costs import Costs, LaneTask, RankGroup, bytes_sent
 from .inputs import Cluster, Job, Prediction, Rates
 
 
@@ -132,13 +132,7 @@ def predict_sharded(method: Sharded, job: Job, cluster: Cluster, rates: Rates | 
     else:
         communication_s = sum(map(costs.time_alone, tasks))
         step_s = job.compute_s + communication_s
-    return Prediction(
-        step_s,
-        job.compute_s,
-        communication_s,
-        sum(task.wire_bytes for task in tasks),
-        sum(task.node_bytes for task in tasks),
-    )
+    return Prediction(step_s, job.compute_s, communication_s, *bytes_sent(tasks))
 
 
 _Tasks = Sequence[tuple[float, Sequence[LaneTask]]]

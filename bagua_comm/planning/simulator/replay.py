@@ -243,8 +243,13 @@ class _Ranks:
     # Work -----------------------------------------------------------------------------------------------
 
     def _work_s(self, op: Op) -> float:
-        """Seconds of a core that work takes."""
-        return float(op[2]) / _rate(self._rates, op[1])
+        """Seconds of a core that work takes; see `shapes.Rate`."""
+        _, name, nbytes = op
+        family, _, kind = name.rpartition("_")
+        rates: Any = self._rates
+        if name not in ("add", "copy"):
+            rates = rates.cast if family else rates.minmax
+        return float(nbytes / getattr(rates, kind))
 
 
 _DRAWN = 100
@@ -283,13 +288,6 @@ class _OneRank(_Ranks):
 
     def _last_of(self, left: Any, exchange: Exchange) -> Any:
         return left
-
-
-def _rate(rates: Rates, name: str) -> float:
-    if name in ("add", "copy"):
-        return float(getattr(rates, name))
-    codec = rates.cast if name.startswith("cast_") else rates.minmax
-    return float(getattr(codec, name.removeprefix("cast_")))
 
 
 def wire_bytes(program: Program) -> tuple[float, float]:
