@@ -32,17 +32,7 @@ from ..planning.advise import (
     payload,
     steps_of_an_exchange,
 )
-from ..planning.costmodel import (
-    METHODS,
-    Advice,
-    Cluster,
-    Job,
-    Rates,
-    TorchDDP,
-    advise,
-    advise_sharded,
-    predict,
-)
+from ..planning.costmodel import METHODS, Advice, Cluster, Job, Rates, TorchDDP, advise, advise_sharded, predict
 from ..planning.models import MODELS, layers_of
 from ..planning.sites import LEAST_WAITING, exposed_share, most_communication
 from . import advise_simulated, figures
@@ -104,11 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="limit of one flow (TCP connection): 5gbit, 100mbit; by default that of the link",
     )
     parser.add_argument(
-        "--flows",
-        type=positive,
-        default=1,
-        metavar="N",
-        help="flows between two ranks on different nodes (1)",
+        "--flows", type=positive, default=1, metavar="N", help="flows between two ranks on different nodes (1)"
     )
     parser.add_argument("--intra-gbs", type=number, help="GB/s between ranks of a node (10; 200 on GPUs)")
     parser.add_argument(

@@ -100,7 +100,7 @@ def plot_bandwidths(figure: Figure, job: Job, cluster: Cluster, rates: Rates) ->
     weights.yaxis.set_major_formatter("{x:g}x")
     figure.suptitle(
         f"{job.model_bytes / 1e6:,.0f} MB, {duration(job.compute_s)} a step alone, "
-        f"{cluster.nodes} nodes of {cluster.ranks_per_node}",
+        f"{cluster.nodes} nodes of {cluster.ranks_per_node}"
     )
 
 

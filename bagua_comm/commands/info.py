@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ast
 import importlib.metadata
 import importlib.util
 import json
@@ -152,14 +151,14 @@ def mpi_facts() -> dict[str, Any]:
     if importlib.util.find_spec("mpi4py") is None:
         return {**facts, "library": "mpi4py is not installed"}
     code = (
-        "from mpi4py import MPI\n"
-        "print(repr(MPI.Get_library_version()))\n"
-        "print(MPI.Query_thread() == MPI.THREAD_MULTIPLE)\n"
+        "import json; from mpi4py import MPI\n"
         "try:\n"
-        "    print(MPI.COMM_SELF.Get_failed().Get_size() == 0)\n"
+        "    ulfm = MPI.COMM_SELF.Get_failed().Get_size() == 0\n"
         "except NotImplementedError:\n"
-        "    print(False)\n"
-        f"print(repr(open({str(infiniband.MAPS)!r}).read()))\n"
+        "    ulfm = False\n"
+        "multiple = MPI.Query_thread() == MPI.THREAD_MULTIPLE\n"
+        f"maps = open({str(infiniband.MAPS)!r}).read()\n"
+        "print(json.dumps([MPI.Get_library_version(), multiple, ulfm, maps]))\n"
     )
     try:
         result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
@@ -168,15 +167,15 @@ def mpi_facts() -> dict[str, Any]:
     if result.returncode != 0:
         reason = (result.stderr.strip().splitlines() or ["no message"])[-1]
         return {**facts, "library": f"cannot be loaded: {reason}"}
-    text, multiple, ulfm, maps = result.stdout.strip().splitlines()[-4:]
-    library = library_name(ast.literal_eval(text))
-    level = "MPI_THREAD_MULTIPLE" if multiple == "True" else "less than MPI_THREAD_MULTIPLE"
-    if ulfm != "True":
+    text, multiple, ulfm, maps = json.loads(result.stdout.splitlines()[-1])
+    library = library_name(text)
+    level = "MPI_THREAD_MULTIPLE" if multiple else "less than MPI_THREAD_MULTIPLE"
+    if not ulfm:
         survives = "no: this MPI has no ULFM"
     elif library.startswith(OPEN_MPI):
         survives = "yes, under run --ulfm, --spares or --restarts"
     else:
         survives = "no: run --ulfm needs Open MPI"
     facts |= {"library": library, "thread level": level, "ranks may die": survives}
-    unused = infiniband.why_unused(ast.literal_eval(maps))
+    unused = infiniband.why_unused(maps)
     return {**facts, **({"InfiniBand": f"{unused}; see docs/clusters/hpc.md"} if unused else {})}

@@ -100,9 +100,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="with --spares or --restarts: training continues with fewer ranks, but not with fewer than M (1)",
     )
     parser.add_argument(
-        "--record",
-        metavar="FILE",
-        help="with --spares or --restarts: write a line of JSON for each event there",
+        "--record", metavar="FILE", help="with --spares or --restarts: write a line of JSON for each event there"
     )
     parser.add_argument(
         "-v",

@@ -25,11 +25,7 @@ from ...system import infiniband
 from ...system.processes import this_host
 from ..info import NOT_INSTALLED, installed, mpi_facts, plugin_facts, versions
 
-LIMITS = {
-    "memlock": resource.RLIMIT_MEMLOCK,
-    "nofile": resource.RLIMIT_NOFILE,
-    "nproc": resource.RLIMIT_NPROC,
-}
+LIMITS = {"memlock": resource.RLIMIT_MEMLOCK, "nofile": resource.RLIMIT_NOFILE, "nproc": resource.RLIMIT_NPROC}
 
 _SIOCGIFADDR = 0x8915
 

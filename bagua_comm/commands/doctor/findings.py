@@ -6,9 +6,11 @@ import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, get_args
 
 from ...launch.mpirun import OPEN_MPI, SEGMENT_BYTES
+from ...topology import ranks_by
 from ..info import NOT_INSTALLED
 from .measure import Pair
 
@@ -25,13 +27,20 @@ MUST_BE_EQUAL = ("bagua_comm", "MPI")
 """Packages that need the same version on all ranks; versions of other packages may differ."""
 
 
+Level = Literal["ok", "note", "warning", "problem"]
+"""How much a finding matters."""
+
+
 @dataclass(frozen=True)
 class Finding:
     """The result of one check, in `what`, and the advice, in `do`."""
 
-    level: Literal["ok", "note", "warning", "problem"]
+    level: Level
     what: str
     do: str = ""
+
+
+ok, note, warning, problem = (partial(Finding, level) for level in get_args(Level))
 
 
 @dataclass(frozen=True)
@@ -61,10 +70,7 @@ class World:
     @property
     def hosts(self) -> dict[str, list[int]]:
         """The ranks on each host, by the host's name."""
-        hosts: dict[str, list[int]] = {}
-        for rank, name in enumerate(self.names):
-            hosts.setdefault(name, []).append(rank)
-        return hosts
+        return ranks_by(self.names)
 
     def on(self, host: str) -> dict[str, Any]:
         """Return the facts of the first rank of a host."""
@@ -121,10 +127,7 @@ def _versions(world: World) -> Iterator[Finding]:
     for name, found in entries.items():
         if len(set(found)) > 1:
             same = False
-            which = "; ".join(
-                f"{version} on {ranks_text([rank for rank, other in enumerate(found) if other == version])}"
-                for version in Counter(found)
-            )
+            which = "; ".join(f"{each} on {ranks_text(ranks)}" for each, ranks in ranks_by(found).items())
             hosts = sorted(world.hosts)
             yield Finding(
                 "problem" if name in MUST_BE_EQUAL else "warning",
@@ -132,13 +135,13 @@ def _versions(world: World) -> Iterator[Finding]:
                 f"install the same on all hosts ({', '.join(hosts[:8])}), or start Python from a shared folder",
             )
     if same:
-        yield Finding("ok", f"all ranks have the same versions of {', '.join(entries)}")
+        yield ok(f"all ranks have the same versions of {', '.join(entries)}")
 
 
 def _mpi(world: World) -> Iterator[Finding]:
     mpi = world.facts[0]["MPI"]
     if not mpi["running"] and len(world.facts) > 1:
-        yield Finding("note", "torchrun started these ranks: they use gloo, and MPI was not examined")
+        yield note("torchrun started these ranks: they use gloo, and MPI was not examined")
         return
     if not mpi["running"]:
         library = mpi.get("library", NOT_INSTALLED)
@@ -146,21 +149,19 @@ def _mpi(world: World) -> Iterator[Finding]:
         if "cannot be loaded" in library or NOT_INSTALLED in library:
             several += "pip install 'bagua-comm[mpi]', or build mpi4py with the MPI of this site; then "
         several += "python -m bagua_comm run -n 4 -m bagua_comm doctor"
-        yield Finding("note", f"this is a world of one rank, without MPI (library: {library})", several)
+        yield note(f"this is a world of one rank, without MPI (library: {library})", several)
         return
     if all(facts["MPI"]["threads"] for facts in world.facts):
-        yield Finding("ok", "MPI has MPI_THREAD_MULTIPLE")
+        yield ok("MPI has MPI_THREAD_MULTIPLE")
     else:
-        yield Finding(
-            "warning",
+        yield warning(
             "MPI was started without MPI_THREAD_MULTIPLE: lanes cannot overlap, and others notice errors late",
             "import bagua_comm and connect before another library starts MPI, or use an MPI that has it",
         )
     if mpi["ulfm"]:
-        yield Finding("ok", "ULFM is on: ranks can continue when one dies")
+        yield ok("ULFM is on: ranks can continue when one dies")
     else:
-        yield Finding(
-            "note",
+        yield note(
             "ULFM is off: a rank that dies ends the job",
             "to let the others continue, with Open MPI 5: python -m bagua_comm run --ulfm (--spares and "
             "--restarts imply it), or mpirun --with-ft ulfm",
@@ -174,20 +175,18 @@ def _torch(world: World) -> Iterator[Finding]:
     over = {backend["by"] for backend in each if backend is not None}
     if len(over) > 1:
         variables = sorted({name for backend in each if backend is not None for name in backend["variables"]})
-        yield Finding(
-            "problem",
+        yield problem(
             "torch.distributed: some ranks would be connected by MPI, and others by environment variables",
             f"set {', '.join(variables)} on all ranks, or on none",
         )
     elif len(each) > 1:
-        yield Finding("ok", f'torch.distributed: init_process_group("bagua") works over {over.pop()}')
+        yield ok(f'torch.distributed: init_process_group("bagua") works over {over.pop()}')
 
 
 def _nodes(world: World) -> Iterator[Finding]:
     for host, ranks in world.hosts.items():
         if world.together and len({world.together[rank] for rank in ranks}) > 1:
-            yield Finding(
-                "warning",
+            yield warning(
                 f"{ranks_text(ranks)} run on {host}, but MPI treats them as ranks of several hosts, and sends "
                 "messages between them over the network",
                 "start them with one mpirun, or with python -m bagua_comm run; under srun, give the node the "
@@ -201,28 +200,25 @@ def _cores(world: World) -> Iterator[Finding]:
         cores = {core for rank in ranks for core in world.facts[rank]["cores"]}
         if len(cores) < len(ranks):
             tight = True
-            yield Finding(
-                "warning",
+            yield warning(
                 f"{len(ranks)} ranks share {len(cores)} cores of {host}: a rank that waits delays others",
                 "start fewer; or with Open MPI add --mca mpi_yield_when_idle 1, as python -m bagua_comm run does",
             )
         elif bound := [rank for rank in ranks if len(world.facts[rank]["cores"]) == 1 < len(cores)]:
             tight = True
-            yield Finding(
-                "warning",
+            yield warning(
                 f"{ranks_text(bound)} on {host} are bound to one core each: a rank's lane shares it with its "
                 "computation",
                 "mpirun --bind-to none (Open MPI) or srun --cpu-bind=none; or more cores: --map-by slot:PE=2",
             )
         threads = world.on(host)["OMP_NUM_THREADS"]
         if threads is None and len(ranks) > 1:
-            yield Finding(
-                "warning",
+            yield warning(
                 f"OMP_NUM_THREADS is not set on {host}: each of {len(ranks)} ranks may use all cores at once",
                 f"OMP_NUM_THREADS={max(1, len(cores) // len(ranks))}; python -m bagua_comm run sets it",
             )
     if not tight:
-        yield Finding("ok", "each rank has a core")
+        yield ok("each rank has a core")
 
 
 def _memory(world: World) -> Iterator[Finding]:
@@ -236,14 +232,13 @@ def _memory(world: World) -> Iterator[Finding]:
         if memory is None or memory["free"] < needed:
             enough = False
             free = "does not exist" if memory is None else f"has {memory['free'] >> 20} MiB free"
-            yield Finding(
-                "problem",
+            yield problem(
                 f"/dev/shm of {host} {free}, and Open MPI needs {needed >> 20} MiB for {ranks_text(ranks)}",
                 "remove old files there; in a container: docker run --shm-size=1g, or in Kubernetes an emptyDir "
                 "of medium Memory at /dev/shm",
             )
     if enough:
-        yield Finding("ok", "/dev/shm has space for all ranks")
+        yield ok("/dev/shm has space for all ranks")
 
 
 def _limits(world: World) -> Iterator[Finding]:
@@ -251,31 +246,26 @@ def _limits(world: World) -> Iterator[Finding]:
     for host, ranks in world.hosts.items():
         facts = world.on(host)
         limits = facts["limits"]
-        wanted = {
-            "nofile": 64 + FILES_PER_RANK * len(world.facts),
-            "nproc": THREADS_PER_RANK * len(ranks),
-        }
+        wanted = {"nofile": 64 + FILES_PER_RANK * len(world.facts), "nproc": THREADS_PER_RANK * len(ranks)}
         why = {"nofile": "files and connections of a rank", "nproc": "processes and threads of a user"}
         for name, least in wanted.items():
             if limits[name] is not None and limits[name] < least:
                 fine = False
                 flag = "-n" if name == "nofile" else "-u"
-                yield Finding(
-                    "warning",
+                yield warning(
                     f"ulimit {name} on {host} is {limits[name]} ({why[name]}); {len(world.facts)} ranks may need "
                     f"{least}",
                     f"ulimit {flag} {least}, or {name} in /etc/security/limits.conf",
                 )
         if facts["InfiniBand"] and limits["memlock"] is not None:
             fine = False
-            yield Finding(
-                "problem",
+            yield problem(
                 f"ulimit memlock on {host} is {limits['memlock'] >> 10} KiB, and InfiniBand "
                 f"({', '.join(facts['InfiniBand'])}) needs to lock memory",
                 "ulimit -l unlimited, memlock in /etc/security/limits.conf, or LimitMEMLOCK=infinity of slurmd",
             )
     if fine:
-        yield Finding("ok", "limits of files, processes and locked memory are high enough")
+        yield ok("limits of files, processes and locked memory are high enough")
 
 
 def _infiniband(world: World) -> Iterator[Finding]:
@@ -293,7 +283,7 @@ def _infiniband(world: World) -> Iterator[Finding]:
                 "load the MPI of the site, or install libibverbs: docs/clusters/hpc.md",
             )
         else:
-            yield Finding("note", f"{', '.join(names[:8])}: InfiniBand or RoCE by {devices}")
+            yield note(f"{', '.join(names[:8])}: InfiniBand or RoCE by {devices}")
 
 
 def _networks(world: World) -> Iterator[Finding]:
@@ -312,23 +302,21 @@ def _networks(world: World) -> Iterator[Finding]:
     choose = f"choose the network: python -m bagua_comm run --interface {next(iter(common), 'NAME')}"
     if twice and not chosen:
         which = "; ".join(f"{address} ({', '.join(names[:3])})" for address, names in twice.items())
-        yield Finding(
-            "warning",
+        yield warning(
             f"hosts have the same address, as bridges of containers do: {which}; a connection to it stays "
             "on the host",
             choose,
         )
     elif not chosen and any(len(interfaces) > 1 for interfaces in found.values()):
         example = next(f"{host}: {', '.join(names)}" for host, names in found.items() if len(names) > 1)
-        yield Finding("note", f"hosts have several networks ({example}), and MPI may use all of them", choose)
+        yield note(f"hosts have several networks ({example}), and MPI may use all of them", choose)
     if chosen:
-        yield Finding("ok", f"ranks use the network that was chosen, {chosen}")
+        yield ok(f"ranks use the network that was chosen, {chosen}")
     elif common:
-        yield Finding("ok", f"all hosts have {', '.join(common)}")
+        yield ok(f"all hosts have {', '.join(common)}")
     else:
         each_host = "; ".join(f"{host}: {', '.join(names) or 'none'}" for host, names in list(found.items())[:8])
-        yield Finding(
-            "warning",
+        yield warning(
             f"no interface has the same name on all hosts ({each_host})",
             "name a network: --mca btl_tcp_if_include 10.0.0.0/8; NCCL and gloo need a name on each host",
         )
@@ -341,11 +329,10 @@ def _clocks(world: World) -> Iterator[Finding]:
     ahead = {names[rank]: value for rank, value in world.clocks.items()}
     apart = max(ahead.values()) - min(ahead.values())
     if apart <= CLOCK_S:
-        yield Finding("ok", f"the clocks of all hosts agree within {apart * 1e3:.1f} ms")
+        yield ok(f"the clocks of all hosts agree within {apart * 1e3:.1f} ms")
         return
     first, last = min(ahead, key=ahead.__getitem__), max(ahead, key=ahead.__getitem__)
-    yield Finding(
-        "warning",
+    yield warning(
         f"the clock of {last} is {apart:.1f} s ahead of that of {first}: times in logs cannot be compared, and "
         "caches may mistake new files for old ones",
         "start a time service (chrony, systemd-timesyncd) on all hosts",
@@ -365,15 +352,14 @@ def _speeds(world: World) -> Iterator[Finding]:
         speed = statistics.median(pair.bytes_per_s for pair in pairs)
         slow = [pair for pair in pairs if pair.bytes_per_s < speed / SLOW] if len(pairs) > 2 else []
         for pair in slow[:8]:
-            yield Finding(
-                "warning",
+            yield warning(
                 f"{_located(world, pair.a)} and {_located(world, pair.b)} reach "
                 f"{pair.bytes_per_s / 1e9:.3g} GB/s, where the median {kind} is {speed / 1e9:.3g}",
                 "check the links of their hosts (ethtool), and whether another job runs there"
                 if kind == "between hosts"
                 else "check whether another job runs there (top)",
             )
-        yield Finding("ok", f"{kind}: {latency * 1e6:.3g} us and {speed / 1e9:.3g} GB/s (medians of pairs)")
+        yield ok(f"{kind}: {latency * 1e6:.3g} us and {speed / 1e9:.3g} GB/s (medians of pairs)")
 
 
 def _located(world: World, rank: int) -> str:
@@ -382,21 +368,19 @@ def _located(world: World, rank: int) -> str:
 
 def _gpus(world: World) -> Iterator[Finding]:
     if not any(facts["gpu"]["driver"] or facts["gpu"]["count"] for facts in world.facts):
-        yield Finding("note", "no host has an NVIDIA driver: arrays are in host memory")
+        yield note("no host has an NVIDIA driver: arrays are in host memory")
         return
     before = True
     for host in world.hosts:
         gpu = world.on(host)["gpu"]
         if not gpu["count"]:
             before = False
-            yield Finding("warning", f"{host} has no usable GPU: {gpu.get('CUDA', 'there is no driver')}")
+            yield warning(f"{host} has no usable GPU: {gpu.get('CUDA', 'there is no driver')}")
     obstacle = world.facts[0]["gpu"].get("obstacle")
     if obstacle:
-        yield Finding(
-            "warning", f"device arrays go through host memory, since {obstacle}", "start one rank for each GPU"
-        )
+        yield warning(f"device arrays go through host memory, since {obstacle}", "start one rank for each GPU")
     elif before:
-        yield Finding("ok", "each rank has a GPU, and NCCL can be used")
+        yield ok("each rank has a GPU, and NCCL can be used")
 
 
 def _plugin(world: World) -> Iterator[Finding]:
@@ -404,7 +388,7 @@ def _plugin(world: World) -> Iterator[Finding]:
     chosen = [each["net"] for each in plugins.values() if each["net"]]
     if len(plugins) == 1 or not (chosen or any(facts["gpu"]["count"] for facts in world.facts)):
         if chosen:
-            yield Finding("note", f"BAGUA_NET={chosen[0]} has no effect: on one host, NCCL uses shared memory")
+            yield note(f"BAGUA_NET={chosen[0]} has no effect: on one host, NCCL uses shared memory")
         return
     sources = sorted({each["source"] for each in plugins.values()})
     if len(sources) > 1:
@@ -427,6 +411,4 @@ def _plugin(world: World) -> Iterator[Finding]:
                 "unset these variables, and start by run --net bagua, which sets them on all ranks",
             )
     if all(each["built"] for each in plugins.values()):
-        yield Finding(
-            "ok", f"all hosts have NCCL's network plugin (source {sources[0]}); run --net bagua uses it"
-        )
+        yield ok(f"all hosts have NCCL's network plugin (source {sources[0]}); run --net bagua uses it")
