@@ -45,6 +45,7 @@ LAYERS = {
         "coalesced collectives gather_scatter messages objects",
         "tracing",
         "communicator",
+        "outcomes",
         "__init__",
     ],
     "bagua_comm/transports": [

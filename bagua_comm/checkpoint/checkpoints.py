@@ -18,8 +18,9 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from ..comm import Communicator
+from ..comm.outcomes import on_all_ranks, text_of
 from ..comm.public_methods import public_method
-from ..errors import ArrayError, BaguaError, CheckpointError, CommMismatch, UnsupportedError, shown
+from ..errors import ArrayError, BaguaError, CheckpointError, CommMismatch, shown
 from ..logs import log_on_root, megabytes
 from ..objects.closing import Closing
 from ..objects.pickling import Live
@@ -52,7 +53,6 @@ _MARK_IT = "put what belongs to a rank in Own(...)"
 _SAME_SLABS = "give slabs of one dtype, and of the same lengths along all axes but the one marked *"
 _GIVEN_UP = "another rank has failed"
 _RUNNING, _DONE, _FAILED = range(3)
-_ERRORS = {error.__name__: error for error in (ArrayError, UnsupportedError, CheckpointError)}
 
 
 class Loaded(NamedTuple):
@@ -302,7 +302,7 @@ class Checkpoints(Live, Closing):
         if not work.done():
             return None, f"the disk has not answered for {self._stall_s:g} s"
         error = work.exception()
-        return (work.result(), None) if error is None else (None, _text_of(error))
+        return (work.result(), None) if error is None else (None, text_of(error))
 
     # Loading ----------------------------------------------------------------------------------------
 
@@ -408,18 +408,7 @@ class Checkpoints(Live, Closing):
 
     def _together(self, call: str, body: Callable[[], T]) -> list[T]:
         """The results of `body` of all ranks; an error on one rank is raised on all. Collective."""
-        outcome: tuple[T | None, str, str] = (None, "", "")
-        cause: Exception | None = None
-        try:
-            outcome = (body(), "", "")
-        except Exception as exc:  # raised here, the other ranks would wait for this one
-            name = type(exc).__name__
-            outcome, cause = (None, name if name in _ERRORS else "CheckpointError", _text_of(exc)), exc
-        outcomes: list[Any] = self._comm.allgather_object(outcome)
-        for rank, (_, name, text) in enumerate(outcomes):
-            if name:
-                raise _ERRORS[name](f"{call}: rank {rank}: {text}") from cause
-        return [value for value, _, _ in outcomes]
+        return on_all_ranks(self._comm, call, body, CheckpointError)
 
     def _on_root(self, body: Callable[[], Any]) -> tuple[Any, str | None]:
         """The result of `body` on rank 0, and its problem; the same on all ranks. Collective."""
@@ -428,7 +417,7 @@ class Checkpoints(Live, Closing):
             try:
                 outcome = (body(), None)
             except Exception as exc:
-                outcome = (None, _text_of(exc))
+                outcome = (None, text_of(exc))
         result: tuple[Any, str | None] = self._comm.broadcast_object(outcome, root=0)
         return result
 
@@ -564,16 +553,9 @@ def _is_complete(save: Future[str | None]) -> bool:
     return save.done() and not save.cancelled() and save.exception() is None and save.result() is None
 
 
-def _text_of(exc: BaseException) -> str:
-    """The text of an error; with its type, unless it says enough by itself."""
-    if isinstance(exc, (BaguaError, OSError)):
-        return str(exc)
-    return f"{type(exc).__name__}: {exc}"
-
-
 def _why(save: Future[str | None]) -> str:
     """The reason why a save failed, after a colon; empty if it has not ended."""
     if not save.done() or save.cancelled():
         return ""
     error = save.exception()
-    return f": {save.result() if error is None else _text_of(error)}"
+    return f": {save.result() if error is None else text_of(error)}"

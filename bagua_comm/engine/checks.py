@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Mapping
 
 from ..algorithms.base import Algorithm, check_size
 from ..bucket import Plan
 from ..comm import Communicator
-from ..errors import ArrayError, CommMismatch
-
-T = TypeVar("T")
+from ..errors import CommMismatch
 
 
 def check_fit(algorithm: Algorithm, plan: Plan, size: int) -> None:
@@ -51,26 +48,6 @@ def check_same_training(comm: Communicator, plan: Plan, algorithm: Algorithm, st
             )
     token: str = rows[0][1]
     return token
-
-
-def check_on_all_ranks(comm: Communicator, check: Callable[[], T]) -> list[T]:
-    """Return the results of `check` on all ranks; an error on one rank is an ArrayError on all.
-
-    Collective.
-    """
-    outcome: tuple[T | None, str | None] = (None, None)
-    cause: Exception | None = None
-    try:
-        outcome = (check(), None)
-    except ArrayError as exc:
-        outcome, cause = (None, str(exc)), exc
-    except Exception as exc:  # if it were raised here, the other ranks would wait for this one
-        outcome, cause = (None, f"the state cannot be read: {exc!r}"), exc
-    outcomes: list[Any] = comm.allgather_object(outcome)
-    for rank, (_, problem) in enumerate(outcomes):
-        if problem is not None:
-            raise ArrayError(f"load_state_dict: rank {rank}: {problem}") from cause
-    return [value for value, _ in outcomes]
 
 
 def new_token() -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from ..algorithms.base import Algorithm, Combinator, Payload, State
 from ..algorithms.parts import PER_BUCKET
@@ -24,8 +24,11 @@ from ..algorithms.state import (
 )
 from ..bucket import Bucket
 from ..comm import Communicator
+from ..comm.outcomes import on_all_ranks
 from ..errors import ArrayError, warn
-from .checks import check_on_all_ranks, new_token
+from .checks import new_token
+
+T = TypeVar("T")
 
 
 class Checkpoint(NamedTuple):
@@ -93,7 +96,7 @@ def check_state_dict(
     def read() -> tuple[StateHeader, str, str, object]:
         return read_header(saved, algorithm, names), saved["digest"], new_token(), saved.get(MOVED)
 
-    rows = check_on_all_ranks(comm, read)
+    rows = _on_all_ranks(comm, read)
     header = rows[comm.rank][0]
     check_together(algorithm, [row[:2] for row in rows])
     phase = algorithm.phase(header.phase_began)
@@ -105,7 +108,7 @@ def check_state_dict(
         tensors, lost = _without_misfits(comm, pairs, saved["tensors"], resized=header.size != comm.size)
         header = header._replace(rank=comm.rank, size=comm.size)
         saved = with_tensors({**saved, **header._asdict()}, tensors)
-    check_on_all_ranks(comm, lambda: check_tensors(phase, pairs, header, saved, comm))
+    _on_all_ranks(comm, lambda: check_tensors(phase, pairs, header, saved, comm))
     if lost and comm.rank == 0:
         warn(
             f"load_state_dict: {', '.join(lost)} of {phase} cannot be loaded, since nodes have other ranks now, "
@@ -113,6 +116,15 @@ def check_state_dict(
             RuntimeWarning,
         )
     return Checkpoint(rows[0][2], header, states, continues, saved["tensors"])
+
+
+def _on_all_ranks(comm: Communicator, read: Callable[[], T]) -> list[T]:
+    """The results of `read` on all ranks; an error of one is raised on all. Collective."""
+
+    def unreadable(text: str) -> ArrayError:
+        return ArrayError(f"the state cannot be read: {text}")
+
+    return on_all_ranks(comm, "load_state_dict", read, unreadable)
 
 
 def _without_misfits(
@@ -125,9 +137,7 @@ def _without_misfits(
     Returns:
         What is left, and the paths of what is lost, except replicas that all ranks expect to make anew.
     """
-    rows = check_on_all_ranks(
-        comm, lambda: [fitting_parts(bucket, state, saved, comm) for bucket, state in pairs]
-    )
+    rows = _on_all_ranks(comm, lambda: [fitting_parts(bucket, state, saved, comm) for bucket, state in pairs])
     tensors: Saved = {name: dict(pieces) for name, pieces in saved.items()}
     lost: set[str] = set()
     for (bucket, state), *found in zip(pairs, *rows, strict=True):

@@ -512,7 +512,7 @@ def test_an_error_of_the_search_on_rank_0_is_raised_on_all_ranks(monkeypatch):
     def body(comm):
         tuner = Tuner(bucket_bytes=SIZES, steps_per_trial=1)
         tuner.start(comm, GradientAllReduce(), SPECS)
-        with pytest.raises(BaguaError, match=r"rank 0 cannot go on: ZeroDivisionError\('in the search'\)"):
+        with pytest.raises(BaguaError, match=r"rank 0 cannot go on: ZeroDivisionError: in the search"):
             all(tuner.step(1.0) is None for _ in range(10))
 
     monkeypatch.setattr(Search, "tell", broken)

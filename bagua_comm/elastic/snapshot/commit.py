@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +23,8 @@ from ... import arrays
 from ...arrays import Array
 from ...checkpoint.trees import Packed
 from ...comm import Communicator
-from ...errors import ArrayError, BaguaError, UnsupportedError
+from ...comm.outcomes import as_ours, raise_first
+from ...errors import ArrayError
 from .slot import Slot, offsets, views
 from .snapshots import Buffer, Layout, PendingSnapshot, digest_of
 
@@ -75,7 +76,6 @@ def commit(
     table = comm.allgather(row)
     if table[:, _FAILED].any() or pending is None:
         _raise_on_all(comm, problem)
-    assert pending is not None
     differs = (table != table[0]).any(axis=0)
     sent_bytes = 0
     if differs[[_LAYOUT, _TEXTS, _SUMS]].any() or pending.packed.own:
@@ -104,18 +104,10 @@ def _write(
         return None, exc
 
 
-def _raise_on_all(comm: Communicator, problem: Exception | None) -> None:
+def _raise_on_all(comm: Communicator, problem: Exception | None) -> NoReturn:
     """Raise the error of the first rank that has one on all ranks. Collective."""
-    row = None if problem is None else (isinstance(problem, UnsupportedError), _text_of(problem))
-    rank, (unsupported, text) = next(
-        (rank, each) for rank, each in enumerate(comm.allgather_object(row)) if each is not None
-    )
-    error: type[BaguaError] = UnsupportedError if unsupported else ArrayError
-    raise error(f"commit: rank {rank}: {text}; the commit before is still there") from problem
-
-
-def _text_of(exc: Exception) -> str:
-    return str(exc) if isinstance(exc, BaguaError) else f"{type(exc).__name__}: {exc}"
+    mine = None if problem is None else as_ours(problem, ArrayError)
+    raise_first("commit", comm.allgather_object(mine), problem, end="; the commit before is still there")
 
 
 def _private(

@@ -13,16 +13,12 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ...algorithms import Algorithm
-from ...algorithms.base import (
-    check_algorithm_argument,
-    check_integer,
-    pack,
-    runs_in_rounds,
-)
+from ...algorithms.base import check_algorithm_argument, check_integer, pack, runs_in_rounds
 from ...averages import Average
 from ...averages.base import check_average_argument
 from ...bucket import DEFAULT_BUCKET_BYTES, TensorSpec
 from ...comm import Communicator
+from ...comm.outcomes import on_root
 from ...engine import check_fit
 from ...errors import ArrayError, BaguaError, CommMismatch, UnsupportedError
 from ...logs import log_on_root
@@ -264,23 +260,5 @@ class Tuner:
 
 
 def _on_root(comm: Communicator, function: Callable[[], T]) -> T:
-    """Call `function` on rank 0 only; all ranks return its result or raise its error.
-
-    Collective.
-
-    Raises:
-        BaguaError: `function` raised it, or raised another exception, which this one describes.
-    """
-    outcome: tuple[T | None, BaguaError | None] = (None, None)
-    if comm.rank == 0:
-        try:
-            outcome = (function(), None)
-        except BaguaError as exc:
-            outcome = (None, exc)
-        except Exception as exc:
-            outcome = (None, BaguaError(f"Tuner: rank 0 cannot go on: {exc!r}"))
-    result: Any = comm.broadcast_object(outcome, root=0)
-    value, error = result
-    if error is not None:
-        raise error
-    return value  # type: ignore[no-any-return]
+    """Return the result of `function`, which rank 0 alone calls; its error is raised on all ranks. Collective."""
+    return on_root(comm, function, lambda text: BaguaError(f"Tuner: rank 0 cannot go on: {text}"))
