@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from .fleet import Death, Process
 
@@ -43,30 +42,6 @@ class Change:
 
 
 Callback = Callable[[Change], object]
-
-
-class History:
-    """The changes of one training, the oldest first."""
-
-    def __init__(self) -> None:
-        self._changes: list[Change] = []
-        self._noticed_s = 0.0
-
-    def add(self, change: Change, noticed_s: float) -> None:
-        """Append a change from which this process has not recovered yet; it was noticed at `time.monotonic()`."""
-        self._changes.append(change)
-        self._noticed_s = noticed_s
-
-    def recovered(self) -> Change | None:
-        """Note that training has resumed; returns the change that it has recovered from, once."""
-        if not self._changes or self._changes[-1].recovery_s is not None:
-            return None
-        self._changes[-1] = replace(self._changes[-1], recovery_s=time.monotonic() - self._noticed_s)
-        return self._changes[-1]
-
-    def as_list(self) -> list[Change]:
-        """The changes so far."""
-        return list(self._changes)
 
 
 def describe_dead(dead: Iterable[Death]) -> str:

@@ -368,7 +368,8 @@ class _Loop:
             commit=commit,
         )
         internals = internals_of(self._state)
-        internals.history.add(change, failure.noticed_s)
+        internals.history.append(change)
+        internals.noticed_s = failure.noticed_s
         log_on_root(_log, comm.rank, "ranks have changed: %s", change)
         if commit in (INITIAL, self._unchanged) and change.dead and comm.rank == 0:
             _log.warning(

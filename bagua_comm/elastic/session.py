@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Collection, Hashable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,13 +14,14 @@ from ..bootstrap.job import Job
 from ..checkpoint.engines import keep_engine, take_engine
 from ..checkpoint.trees import Packed
 from ..comm import Communicator
+from ..comm.outcomes import text_of
 from ..engine import Engine
-from ..errors import ArrayError, BaguaError
+from ..errors import ArrayError
 from ..flight import FlightRecorder
 from .roles import buddies
 from .snapshot import parts
 from .snapshot.commit import commit
-from .snapshot.restore import INITIAL, Sources, restore
+from .snapshot.restore import INITIAL, Restore, Sources
 from .snapshot.slot import checksum
 from .snapshot.snapshots import Buffer, Layout, Snapshot, remove_slots, snapshots_in
 from .state import State, internals_of
@@ -75,7 +77,7 @@ class Session:
             header = pending.header(run, 0, 1, (), texts_differ=False)
             local.finish(INITIAL, header, pending.size)
         except Exception as exc:  # the other processes wait for this one
-            return str(exc) if isinstance(exc, BaguaError) else f"{type(exc).__name__}: {exc}"
+            return text_of(exc)
         local.commit()
         return None
 
@@ -100,7 +102,7 @@ class Session:
         """
         for buffer in self._buffers:  # first: the ranks that have committed it may die while it is restored
             buffer.confirm(sources.version, sources.run)
-        content = restore(everyone, sources, snapshots, trainers, hosts)
+        content = Restore(everyone, sources, snapshots, trainers, hosts).run()
         self._newest = next((buffer for buffer in self._buffers if _holds(buffer, sources)), None)
         if content is None:
             return
@@ -193,9 +195,11 @@ class Session:
 
     def note_recovery(self) -> None:
         """Note, the first time after a change, that training has resumed, and how long that took."""
-        change = internals_of(self._state).history.recovered()
-        if change is not None and self._comm is not None:
-            seconds = change.recovery_s or 0.0
+        internals = internals_of(self._state)
+        change = internals.history[-1] if internals.history else None
+        if change is not None and change.recovery_s is None and self._comm is not None:
+            seconds = time.monotonic() - internals.noticed_s
+            change = internals.history[-1] = replace(change, recovery_s=seconds)
             facts = {"meeting": change.number, "seconds": seconds, "commit": change.commit}
             self._job.record("recovery", ranks=len(change.after), **facts)
             end_ns = time.perf_counter_ns()
@@ -207,12 +211,7 @@ class Session:
         assert self._comm is not None
         buffer = self._buffers[0] if self._newest is not self._buffers[0] else self._buffers[1]
         done = commit(
-            self._comm,
-            buffer,
-            self._packed,
-            run=self._run,
-            version=self._version + 1,
-            buddies=self._buddies,
+            self._comm, buffer, self._packed, run=self._run, version=self._version + 1, buddies=self._buddies
         )
         self._version, self._newest = self._version + 1, buffer
         self._job.committed(self._version)

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from ..comm.public_methods import public_method
 from ..errors import ArrayError, CommError
-from .changes import Callback, Change, History
+from .changes import Callback, Change
 from .snapshot.parts import Part
 
 
@@ -43,7 +43,10 @@ class Internals:
 
     parts: dict[str, Part]
     callbacks: list[Callback] = field(default_factory=list)
-    history: History = field(default_factory=History)
+    history: list[Change] = field(default_factory=list)
+    """The changes of the training, the oldest first."""
+    noticed_s: float = 0.0
+    """When this process noticed the last of them, by `time.monotonic`."""
     commits: Commits = field(default_factory=Commits)
     session: Committer | None = None
     """The training in progress."""
@@ -130,7 +133,7 @@ class State:
     @property
     def history(self) -> list[Change]:
         """The changes of the ranks so far, the oldest first; see `Change`."""
-        return self._internals.history.as_list()
+        return list(self._internals.history)
 
     def __getattr__(self, name: str) -> Any:
         """The value of a part."""

@@ -113,12 +113,9 @@ class Channel:
         return self._exchange_rows(source, target)
 
     def _exchange_rows(self, source: Sequence[Array], target: Sequence[Array]) -> _Requests:
-        requests = _Requests()
-        for peer in self._others:
-            requests.add(self.Irecv([target[peer], MPI.BYTE], peer, COLLECTIVE))
-        for peer in self._others:
-            requests.add(self.Isend([source[peer], MPI.BYTE], peer, COLLECTIVE))
-        return requests
+        recvs = [self.Irecv([target[peer], MPI.BYTE], peer, COLLECTIVE) for peer in self._others]
+        sends = [self.Isend([source[peer], MPI.BYTE], peer, COLLECTIVE) for peer in self._others]
+        return _Requests([*recvs, *sends])
 
     def Abort(self, exit_code: int) -> None:
         """Abort all processes of the job."""
@@ -128,14 +125,8 @@ class Channel:
 class _Requests:
     """Requests of one call. Their buffers are kept if one fails, since the others may still be pending."""
 
-    def __init__(self) -> None:
-        self._requests: list[MPI.Request] = []
-        self._statuses: list[MPI.Status] = []
-
-    def add(self, request: MPI.Request) -> None:
-        """Add a request of the call."""
-        self._requests.append(request)
-        self._statuses.append(MPI.Status())
+    def __init__(self, requests: list[MPI.Request]) -> None:
+        self._requests, self._statuses = requests, [MPI.Status() for _ in requests]
 
     def Test(self) -> bool:
         """Whether all are complete; raises the error of the first that failed."""

@@ -10,13 +10,14 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from contextlib import suppress
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 from mpi4py import MPI
 
 from ...errors import CommAborted, CommError, RankFailed
+from ...transports.mpi.endpoint import Endpoint
 from ...transports.mpi.world import Place, World
 from ...transports.notices import Notice
 
@@ -32,22 +33,6 @@ FAREWELL_S = 2.0
 
 ROUNDS = "rounds"
 """The group of a notice whose completed calls are rendezvous."""
-
-
-class Endpoint(Protocol):
-    """The part of a transport that detecting deaths needs."""
-
-    @property
-    def rank(self) -> int:
-        """The rank of this process."""
-
-    @property
-    def size(self) -> int:
-        """The number of ranks."""
-
-    @property
-    def members(self) -> Sequence[int]:
-        """The numbers of the processes, by rank."""
 
 
 class JobProcesses(World):

@@ -1,7 +1,7 @@
 """Restoring a commit: from the snapshots of the living processes to the state of the next trainers.
 
     newest          find the newest commit that can be reconstructed, and who holds which part of it
-    restore         give all next trainers the shared state, and private state according to its rules
+    Restore         gives all next trainers the shared state, and private state according to its rules
 
 If as many ranks train as committed, each receives the private state of its rank, wherever a snapshot of it is
 left. On another number of ranks the rules of `Own` apply. Unmarked arrays of floats that differ have the rule
@@ -114,16 +114,8 @@ class Content(NamedTuple):
         return Unpacker(array_at, own, parts.restored).unpack(self.header["tree"])
 
 
-def restore(
-    everyone: Communicator,
-    sources: Sources,
-    snapshots: Sequence[Snapshot],
-    trainers: Sequence[int],
-    hosts: Sequence[Hashable],
-) -> Content | None:
-    """Give a commit to the next trainers.
-
-    Collective among all living processes.
+class Restore:
+    """Gives a commit to the next trainers.
 
     Args:
         everyone: All living processes.
@@ -131,33 +123,32 @@ def restore(
         snapshots: The snapshots of this process.
         trainers: The ranks in `everyone` of the next trainers, by their next ranks.
         hosts: The hosts of all living processes.
-
-    Returns:
-        The content of the commit for this process; None if it does not train.
-
-    Raises:
-        CommError: A process died meanwhile, or a snapshot is damaged; then all processes repeat this.
     """
-    held = [each for each in snapshots if (each.version, each.header["run"]) == (sources.version, sources.run)]
-    return _Restore(everyone, sources, held, trainers, hosts).run()
 
-
-class _Restore:
     def __init__(
         self,
         everyone: Communicator,
         sources: Sources,
-        held: Sequence[Snapshot],
+        snapshots: Sequence[Snapshot],
         trainers: Sequence[int],
         hosts: Sequence[Hashable],
     ) -> None:
-        self._hosts = hosts
-        self._comm, self._sources, self._trainers = everyone, sources, list(trainers)
+        self._comm, self._sources, self._trainers, self._hosts = everyone, sources, list(trainers), hosts
+        held = [
+            each for each in snapshots if (each.version, each.header["run"]) == (sources.version, sources.run)
+        ]
         self._complete = next((each for each in held if each.whole), None)
         self._snapshot_of = {each.header["rank"]: each for each in sorted(held, key=lambda each: each.whole)}
         self._new_rank = self._trainers.index(everyone.rank) if everyone.rank in self._trainers else None
 
     def run(self) -> Content | None:
+        """Return the content of the commit for this process; None if it does not train.
+
+        Collective among all living processes.
+
+        Raises:
+            CommError: A process died meanwhile, or a snapshot is damaged; then all processes repeat this.
+        """
         comm, sources = self._comm, self._sources
         first = sources.holders[min(sources.holders)]
         source = first if first in sources.complete else sources.complete[0]
