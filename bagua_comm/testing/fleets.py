@@ -36,12 +36,7 @@ class ThreadJob:
     """
 
     def __init__(
-        self,
-        size: int,
-        *,
-        wanted: int | None = None,
-        hosts: Sequence[str] | None = None,
-        timeout_s: float = 20.0,
+        self, size: int, *, wanted: int | None = None, hosts: Sequence[str] | None = None, timeout_s: float = 20.0
     ) -> None:
         self.wanted, self.timeout_s = wanted or size, timeout_s
         self.changed = threading.Condition(threading.RLock())
@@ -61,7 +56,7 @@ class ThreadJob:
         """The completed rendezvous."""
         self.over = False
         self.hubs: dict[Any, Hub] = {}
-        self.watch: Callable[[int, str], None] = _watch_nothing
+        self.watch: Callable[[int, str], object] = lambda number, what: None
         """Called with the number of a process and the name of its next operation; may kill the process."""
         self.threads: list[threading.Thread] = []
         self.fleet: Callable[[ThreadJob, int], ThreadFleet] = ThreadFleet
@@ -137,10 +132,6 @@ class ThreadJob:
         self.threads.append(thread)
         thread.start()
         return outcome
-
-
-def _watch_nothing(number: int, what: str) -> None:
-    pass
 
 
 class ThreadFleet(Fleet):

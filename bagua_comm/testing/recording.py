@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 from ..arrays import OpOrder
@@ -15,33 +16,27 @@ class Call(NamedTuple):
     nbytes: int
 
 
-def _forwarded(name: str) -> Any:
-    """A method that calls that of the recorded transport."""
+def _forwarded(name: str, *, recorded: bool = False, wrapped: bool = False) -> Any:
+    """A method that calls that of the recorded transport.
+
+    Args:
+        name: The name of the method.
+        recorded: Whether the call is recorded.
+        wrapped: Whether the result is another transport, whose calls are recorded as well.
+    """
 
     def call(self: Recording, *args: Any, **options: Any) -> Any:
-        return getattr(self.inner, name)(*args, **options)
+        if recorded:
+            sent = [x for _, x in args[0]] if name == "exchange" else args[:1]
+            self.calls.append(Call(name, sum(x.nbytes for x in sent)))
+        found = getattr(self.inner, name)(*args, **options)
+        return Recording(found) if wrapped else found
 
     return call
 
 
-def _recorded(name: str) -> Any:
-    """The same, which records the call."""
-
-    def call(self: Recording, *args: Any, **options: Any) -> Any:
-        sent = [x for _, x in args[0]] if name == "exchange" else args[:1]
-        self.calls.append(Call(name, sum(x.nbytes for x in sent)))
-        return getattr(self.inner, name)(*args, **options)
-
-    return call
-
-
-def _wrapped(name: str) -> Any:
-    """The same, of a method that returns another transport, whose calls are recorded as well."""
-
-    def call(self: Recording, *args: Any, **options: Any) -> Recording:
-        return Recording(getattr(self.inner, name)(*args, **options))
-
-    return call
+_recorded = partial(_forwarded, recorded=True)
+_wrapped = partial(_forwarded, wrapped=True)
 
 
 class Recording(Transport):

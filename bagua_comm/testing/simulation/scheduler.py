@@ -43,10 +43,6 @@ def mine() -> Scheduler | None:
     return _running[0] if _running and _running[0].is_mine() else None
 
 
-def _no_delay(source: int, dest: int) -> float:
-    return 0.0
-
-
 class SimulationError(AssertionError):
     """The threads of a simulation cannot or do not end: a deadlock, or too many steps."""
 
@@ -82,7 +78,7 @@ class Scheduler:
     def __init__(self, seed: object, max_steps: int) -> None:
         self.random = Random(f"schedule {seed}")
         self.now_s = 0.0
-        self.delay_s: Callable[[int, int], float] = _no_delay
+        self.delay_s: Callable[[int, int], float] = lambda source, dest: 0.0
         """The delay of the next message from a rank to another, in virtual seconds."""
         self.max_steps = max_steps
         self.tasks: list[Task] = []

@@ -7,6 +7,7 @@ modules meanwhile.
 from __future__ import annotations
 
 import concurrent.futures
+import importlib.util
 import queue
 import secrets
 import sys
@@ -17,7 +18,6 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
-from ...objects.closing import Closing
 from ...transports.local import Hub
 from .deliveries import DelayingHub
 from .scheduler import Scheduler, Task, mine, running
@@ -129,15 +129,8 @@ class SimulatedCondition:
 
     def __init__(self, lock: SimulatedLock | None = None) -> None:
         self._lock = lock or SimulatedRLock()
+        self.acquire, self.release = self._lock.acquire, self._lock.release
         self._waiting: list[Task] = []
-
-    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        """See `threading.Condition.acquire`."""
-        return self._lock._take(blocking, None if timeout < 0 else timeout)
-
-    def release(self) -> None:
-        """See `threading.Condition.release`."""
-        self._lock._give()
 
     def __enter__(self) -> bool:
         return self._lock.__enter__()
@@ -245,37 +238,7 @@ def _executor(*args: Any, **options: Any) -> Any:
     return (concurrent.futures.ThreadPoolExecutor if mine() is None else SimulatedExecutor)(*args, **options)
 
 
-class SimulatedQueue(queue.Queue[Any]):
-    """`queue.Queue` and `queue.SimpleQueue`."""
-
-    def __init__(self, maxsize: int = 0) -> None:
-        super().__init__(maxsize)
-        self._changed = SimulatedCondition(SimulatedLock())
-        self.all_tasks_done = SimulatedCondition(self._changed._lock)  # type: ignore[assignment]
-
-    def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
-        """See `queue.Queue.put`."""
-        with self._changed:
-            if not (self._changed.wait_for(self._has_place, timeout) if block else self._has_place()):
-                raise queue.Full
-            self._put(item)
-            self.unfinished_tasks += 1
-            self._changed.notify_all()
-
-    def _has_place(self) -> bool:
-        return not 0 < self.maxsize <= self._qsize()
-
-    def get(self, block: bool = True, timeout: float | None = None) -> Any:
-        """See `queue.Queue.get`."""
-        with self._changed:
-            if not (self._changed.wait_for(self._qsize, timeout) if block else self._qsize()):
-                raise queue.Empty
-            item = self._get()
-            self._changed.notify_all()
-            return item
-
-
-class SimulatedExecutor(Closing):
+class SimulatedExecutor(concurrent.futures.Executor):
     """`ThreadPoolExecutor`; its threads end when it is shut down."""
 
     def __init__(
@@ -287,7 +250,7 @@ class SimulatedExecutor(Closing):
     ) -> None:
         self._max_workers, self._name = max_workers, thread_name_prefix or "executor"
         self._initialize, self._arguments = initializer or (lambda *_: None), initargs
-        self._tasks, self._threads = SimulatedQueue(), list[SimulatedThread]()
+        self._tasks, self._threads = _queue.Queue(), list[SimulatedThread]()
         self._shutdown = False
 
     def submit(self, task: Callable[..., Any], /, *args: Any, **options: Any) -> SimulatedFuture:
@@ -302,20 +265,13 @@ class SimulatedExecutor(Closing):
             self._threads[-1].start()
         return future
 
-    def shutdown(self, wait: bool = True) -> None:
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """See `ThreadPoolExecutor.shutdown`."""
         self._shutdown = True
         for _ in self._threads:
             self._tasks.put(None)
         for thread in self._threads if wait else ():
             thread.join()
-
-    def close(self) -> None:
-        """Shut it down at the end of a `with` block."""
-        self.shutdown()
-
-    def _leave(self, error: BaseException) -> None:
-        self.shutdown()
 
     def _work(self) -> None:
         self._initialize(*self._arguments)
@@ -381,10 +337,24 @@ _LOCKS: dict[str, Any] = {
     "Event": SimulatedEvent,
     "Thread": SimulatedThread,
 }
-_QUEUES = {"Queue": SimulatedQueue, "SimpleQueue": SimulatedQueue}
+_THREADING = _Module(threading, **_LOCKS)
+
+
+def _copy_of(original: ModuleType, **names: Any) -> Any:
+    """A copy of a module of the standard library, some of whose names are replaced."""
+    found: Any = importlib.util.find_spec(original.__name__)
+    copy = importlib.util.module_from_spec(found)
+    found.loader.exec_module(copy)
+    vars(copy).update(names)
+    return copy
+
+
+_queue = _copy_of(queue, threading=_THREADING, time=_CLOCKS["monotonic"], Full=queue.Full)
+"""Queues that wait by the locks above; only threads of a simulation may wait."""
+_QUEUES = {"Queue": _queue.Queue, "SimpleQueue": _queue.Queue}
 
 _SUBSTITUTES: list[tuple[Any, Any]] = [
-    (threading, _Module(threading, **_LOCKS)),
+    (threading, _THREADING),
     (time, _Module(time, sleep=_sleep, **_CLOCKS)),
     (queue, _Module(queue, **_QUEUES)),
     (secrets, _Module(secrets, token_hex=_token_hex)),
