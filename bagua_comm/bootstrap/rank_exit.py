@@ -205,7 +205,7 @@ class ExitHandler:
         if in_main_thread and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, self._on_sigterm)
             os.register_at_fork(after_in_child=self._restore_sigterm)
-        answer_requests(self._write_records)
+        answer_requests(self._write_record)
         if hasattr(threading, "_register_atexit"):  # as concurrent.futures does, whose function is called later
             threading._register_atexit(self._before_threads_end)
 
@@ -269,7 +269,7 @@ class ExitHandler:
                 f"{self._explanation(error)}  (BAGUA_TRACEBACK=1 shows the traceback)"
             )
             return
-        self._write_flight_record(error)
+        self._write_record(left=_text(error))
         print(f"{name}:", file=sys.stderr, flush=True)
         show()
         if (hint := hint_of(error, Communicator)) and hint not in getattr(error, "__notes__", ()):
@@ -278,16 +278,11 @@ class ExitHandler:
     def _explanation(self, error: BaseException) -> str:
         """The diagnosis of the error from all ranks' flight records; empty if no call has failed."""
         if not isinstance(error, CommError):
-            self._write_flight_record(error)
+            self._write_record(left=_text(error))
             return ""
         texts = [explain(world.flight, RECORDS_S) for world in self._worlds[-1:]]
         lines = [line for text in texts for line in text.splitlines()]
         return "".join(f"  {line}\n" for line in lines if line.removeprefix("* ") not in str(error))
-
-    def _write_flight_record(self, error: BaseException) -> None:
-        """Write the flight record of this rank, which leaves because of an error outside of calls."""
-        for world in self._worlds[-1:]:
-            world.flight.write(left=_text(error))
 
     def _record_error(self, error: BaseException) -> None:
         """Record an error, and whether it is due to other ranks, in the record of the job."""
@@ -295,17 +290,17 @@ class ExitHandler:
         facts = {"error": type(error).__name__, "text": str(error)[:500], "due_to_others": due_to_others}
         self._job.record("error", rank=self._rank, **facts)
 
-    def _write_records(self) -> None:
-        """Write the flight record of this rank, for another one that waits for it."""
+    def _write_record(self, **left: str) -> None:
+        """Write the flight record of this rank, for another one that waits for it, or since this one leaves."""
         for world in self._worlds[-1:]:
-            world.flight.write()
+            world.flight.write(**left)
 
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
         """End this process as the default action would, and its children with it."""
         died = {} if has_ulfm() else self._died_without_record()
         for world in self._worlds[-1:]:
             world.flight.died(died)
-        self._write_records()  # often mpirun has sent it, because another rank failed
+        self._write_record()  # often mpirun has sent it, because another rank failed
         self._report_deaths(died)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         # mpirun gives each rank a process group of its own.

@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+from ..flight.batches import named
 from ..system.files import append, is_private
 from ..system.processes import ProcessId, children_of, sees_starter, started_with, starter, state_of
 from .launchers import SRUN, SRUN_PMIX, find
@@ -105,7 +106,7 @@ class Wait:
         if not self.ended:
             return None
         spares = "; a spare replaces only ranks that have connected" if self._log.spares else ""
-        return self._waited(now, f"{_ranks(self.ended)} ended without calling connect{spares}")
+        return self._waited(now, f"{named(self.ended)} ended without calling connect{spares}")
 
     def _waited(self, now: float, missing: str) -> str:
         return (
@@ -255,9 +256,9 @@ class JoinLog:
             elif len(entries) < self._times:
                 missing.late.append(f"rank {rank} (process {process}) runs, but has not called connect")
         if unseen and self._local_size == self.size and sees_starter("PMIX_NAMESPACE"):
-            missing.gone.append(f"{_ranks(unseen)} ended without calling connect")
+            missing.gone.append(f"{named(unseen)} ended without calling connect")
         elif unseen:
-            missing.unseen.append(f"{_ranks(unseen)} cannot be seen from here: on another host, or ended")
+            missing.unseen.append(f"{named(unseen)} cannot be seen from here: on another host, or ended")
         return missing
 
     def _everyone(self) -> Sequence[int]:
@@ -283,7 +284,3 @@ class JoinLog:
             rank: min(same, key=lambda process: (state_of(process) != "stopped", process))
             for rank, same in found.items()
         }
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {list(ranks)}"

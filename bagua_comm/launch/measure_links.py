@@ -98,10 +98,7 @@ def measure(
     """
     hosts = named_hosts(options)
     if all(is_here(host.name) for host in hosts) if hosts else is_alone:
-        print(
-            "--links auto: on one host, ranks use shared memory, and links have no effect",
-            file=sys.stderr,
-        )
+        print("--links auto: on one host, ranks use shared memory, and links have no effect", file=sys.stderr)
         return None
     placement = _placement(ranks_of(options, hosts).started, hosts)
     failures: list[str] = []

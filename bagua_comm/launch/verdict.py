@@ -72,8 +72,8 @@ def judge(entries: Sequence[dict[str, Any]], code: int, *, gone: Sequence[str] =
         why = before
     elif code < 0:
         why = f"{_name(-code)} ended mpirun"
-    elif number := _signal_of(code):
-        why = f"{_name(number)} ended a rank"
+    elif 128 < code <= 128 + MOST_SIGNALS:
+        why = f"{_name(code - 128)} ended a rank"
     elif code:
         return Verdict("failed", code, f"mpirun ended with exit code {code}")
     else:
@@ -112,10 +112,8 @@ def time_lost_s(entries: Sequence[dict[str, Any]]) -> float:
         if entry["kind"] == "recovery"
     }
     ends = {entry["attempt"]: float(entry["time"]) for entry in entries if entry["kind"] == "end"}
-    starts: dict[int, float] = {}
-    for entry in entries:
-        if entry["kind"] == "start":
-            starts.setdefault(entry["attempt"], float(entry["time"]))
+    # The first rank that has started begins an attempt.
+    starts = {each["attempt"]: float(each["time"]) for each in reversed(entries) if each["kind"] == "start"}
     between: list[float] = [time - ends[attempt - 1] for attempt, time in starts.items() if attempt - 1 in ends]
     return sum(recoveries.values()) + sum(max(0.0, each) for each in between)
 
@@ -135,11 +133,6 @@ def _names(starts: Sequence[dict[str, Any]]) -> str:
 
 def _listed(noun: str, names: Sequence[str]) -> str:
     return f"{noun}{'s' * (len(names) > 1)} {', '.join(names)}"
-
-
-def _signal_of(code: int) -> int:
-    """The signal of an exit code; 0 if there is none."""
-    return code - 128 if 128 < code <= 128 + MOST_SIGNALS else 0
 
 
 def _name(number: int) -> str:
