@@ -78,6 +78,8 @@ class Call:
         self.output = NO_OUTPUT
         self.target: Array = EMPTY
         """The array that the transport fills."""
+        self._distance: int | None = None
+        """The bytes from `x` to `target`, if they overlap."""
         self._source: Array | None = None
         self._is_compared = True
 
@@ -113,8 +115,11 @@ class Call:
     def check_overlap(self, own: Array) -> None:
         """Raise if `x` and `target` overlap, unless one of them is `own`, this rank's part of the other one."""
         x, target = self.x, self.target
-        if arrays.overlap(x, target) and not (arrays.same_memory(x, own) or arrays.same_memory(target, own)):
+        if not arrays.overlap(x, target):
+            return
+        if not (arrays.same_memory(x, own) or arrays.same_memory(target, own)):
             raise ArrayError(f"{self.name}: out overlaps x outside of this rank's own chunk")
+        self._distance = arrays.address(target) - arrays.address(x)
 
     def sends(self, x: Array | None) -> None:
         """Set the array that hooks see as sent, if it is not `x` of the start of the call; None for none."""
@@ -166,7 +171,7 @@ class Call:
     def prepared(self, move: Move, fills: Fills = "out") -> PreparedCall:
         """Return a call that was run for other arrays, to be run by `move`; it keeps none of this one's."""
         source = EMPTY if self._source is EMPTY else None  # else `x`
-        return PreparedCall(
+        call = PreparedCall(
             self._head(),
             self.transport,
             move,
@@ -176,6 +181,8 @@ class Call:
             fills=fills,
             shape=self.output.value.shape,
         )
+        call.distance = self._distance
+        return call
 
     def _head(self) -> flight.Head:
         """Return the description of the call for the flight recorder."""

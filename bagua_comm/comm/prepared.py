@@ -108,7 +108,7 @@ class PreparedCall:
 
     __slots__ = (
         "_fills", "_is_compared", "_move", "_payload", "_shape", "_source", "_span_arguments", "_transport",
-        "_wire_bytes", "dtype", "head", "name",
+        "_wire_bytes", "distance", "dtype", "head", "name",
     )  # fmt: skip
 
     def __init__(
@@ -128,6 +128,8 @@ class PreparedCall:
         self._transport, self._move, self._payload = transport, move, payload
         self._source, self._is_compared = source, is_compared
         self._fills, self._shape = fills, shape
+        self.distance: int | None = None
+        """The bytes from `x` to `out`, where they may overlap."""
         self._wire_bytes = -1
         """Bytes that the latest run sent; -1 before the first."""
         self._span_arguments: dict[str, Any] = {}
@@ -149,8 +151,11 @@ class PreparedCall:
         if type(out) is not np.ndarray or out.dtype != self.dtype or out.shape != self._shape:
             return None
         others = out.flags.num
-        ready = others & (_READY | _WRITABLE) == _READY | _WRITABLE
-        return out if ready and (numbers & others & _OWN or not np.may_share_memory(x, out)) else None
+        if others & (_READY | _WRITABLE) != _READY | _WRITABLE:
+            return None
+        if numbers & others & _OWN or not np.may_share_memory(x, out):
+            return out
+        return out if self.distance == arrays.address(out) - arrays.address(x) else None
 
     def signature(self) -> str:
         """See `signature`."""

@@ -63,6 +63,23 @@ def test_messages_like_earlier_ones_run_prepared_calls():
     assert run_ranks(2, body) == [([1, 1], [1, 1]), ([0, 0], [0, 0])]
 
 
+def test_calls_on_a_ranks_own_part_of_the_other_array_run_prepared_calls():
+    def body(comm):
+        whole, other = np.empty((2, 3)), np.empty((2, 3))
+        for array in (whole, other, whole, other):
+            before = comm.call_cache.get(("allgather", ((2, 3),), whole.dtype, (3,)))
+            array[:] = comm.rank
+            assert comm.allgather(array[comm.rank], array).tolist() == [[0] * 3, [1] * 3]
+            assert comm.reduce_scatter(array.reshape(6), array[comm.rank]).tolist() == [2 * comm.rank] * 3
+            now = comm.call_cache["allgather", ((2, 3),), whole.dtype, (3,)]
+            assert before in (None, now)
+        with pytest.raises(ArrayError, match="out overlaps x outside of this rank's own chunk"):
+            comm.allgather(whole[1 - comm.rank], whole)
+        assert comm.allgather(np.full(3, float(comm.rank)), whole).tolist() == [[0] * 3, [1] * 3]
+
+    run_ranks(2, body)
+
+
 def test_calls_leave_no_cycles_of_references():
     comm, x, out = Communicator([LocalTransport()]), np.ones(3), np.empty(3)
 
