@@ -186,11 +186,11 @@ class SideStream:
         self.end: Any = None
         """An event after the latest task."""
 
-    def future(self) -> SideFuture:
-        """The future of a task that runs after all work on the current stream."""
+    def future(self, name: str = "", group: str = "") -> SideFuture:
+        """The future of a task that runs after all work on the current stream; see `TaskFuture`."""
         caller = self._cuda.get_current_stream()
         self._callers[caller.ptr] = caller
-        return SideFuture(record_event())
+        return SideFuture(record_event(), name, group)
 
     def run_after(self, event: Any, task: Callable[[], None]) -> None:
         """Run a task with this stream as the current one, ordered after `event`."""
@@ -234,8 +234,8 @@ class SideStream:
 class SideFuture(TaskFuture):
     """The future of a task on a side stream."""
 
-    def __init__(self, submitted: Any) -> None:
-        super().__init__()
+    def __init__(self, submitted: Any, name: str, group: str) -> None:
+        super().__init__(name, group)
         self.submitted = submitted
         """The event for which the task waits."""
         self.end: Any = None

@@ -24,10 +24,10 @@ TASK_END_S = 5.0
 class TaskFuture(Future[Any]):
     """The future of a task on a lane. If the task fails, it is in a set until somebody asks for its error."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "", group: str = "") -> None:
         super().__init__()
         self._condition = threading.Condition()  # of this module, so that a simulation controls it
-        self.name = self.group = ""
+        self.name, self.group = name, group
         """The name of the task, and of the communicator that it works on."""
         self._unasked: set[TaskFuture] = set()
         self._process = os.getpid()

@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any, ClassVar, Generic, ParamSpec, Protocol, TypeVar
 
 from ..bucket import Bucket
@@ -105,18 +105,24 @@ class Lane(Live, Closing, ABC, Generic[C]):
         self._failure: BaseException | None = None
         self._closed = False
         self._process = os.getpid()
+        self._turn: Any = nullcontext()
+        """Held while a task runs."""
         self._note: dict[str, Any] = {}
 
     @abstractmethod
     def submit(self, task: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
         """Schedule `task(*args, **kwargs)` after all tasks submitted before; return at once."""
 
-    def run_or_submit(self, task: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
-        """Run a task on the calling thread if the lane has no other one, else submit it; for callers that wait.
+    def run(self, task: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run `task(*args, **kwargs)` after all tasks submitted before; return its result or raise its error.
 
-        Handing a short task to a thread and back takes longer than the task.
+        On the calling thread if the lane is idle: handing a short task to a thread and back takes longer than the
+        task.
+
+        Raises:
+            CommTimeout: See `result`.
         """
-        return self.submit(task, *args, **kwargs)
+        return self.result(self.submit(task, *args, **kwargs))
 
     def wait(self) -> None:
         """Wait until all tasks are done; raise the first error among them.
@@ -126,24 +132,21 @@ class Lane(Live, Closing, ABC, Generic[C]):
         Raises:
             CommTimeout: No task and no call of the lane's communicator has ended within its `timeout_s`.
         """
-        done = list[tuple[TaskFuture, Task]]()
+        done: list[TaskFuture] = []
         try:
-            for entry in list(self._pending):
+            for future, _ in self._unforgotten():
                 try:
-                    error = self._outcome(entry[0])
+                    error = self._outcome(future)
                 except CancelledError as exc:
                     error = exc
-                entry[0].note_asked()
-                done.append(entry)
+                done.append(future)
                 if error is not None:
                     raise error
         finally:
             if self._side is not None:
                 self._side.join()
-            with self._lock:
-                for entry in done:
-                    if entry in self._pending:  # another thread may have waited for it, too
-                        self._pending.remove(entry)
+            for future in done:
+                self.forget(future)
 
     def result(self, future: Future[R]) -> R:
         """Wait until one task is done; return its result or raise its error, which `wait` then raises no more.
@@ -151,10 +154,8 @@ class Lane(Live, Closing, ABC, Generic[C]):
         Raises:
             CommTimeout: No task and no call of the lane's communicator has ended within its `timeout_s`.
         """
-        error = self._outcome(future)
+        self._outcome(future)
         self.forget(future)
-        if error is not None:
-            raise error
         return future.result()
 
     def forget(self, future: Future[Any]) -> None:
@@ -243,13 +244,13 @@ class Lane(Live, Closing, ABC, Generic[C]):
         """
         if self._closed:
             return []
-        running = self._running()
-        while running:
-            before = len(running), self.comm.counters.total().calls
-            wait_for_tasks(running, min(TASK_END_S, self.comm.timeout_s))
-            running = self._running()
-            if before == (len(running), self.comm.counters.total().calls):
+        before: Any = None
+        while running := self._running():
+            now = len(running), self.comm.counters.total().calls
+            if now == before:
                 break
+            wait_for_tasks(running, min(TASK_END_S, self.comm.timeout_s))
+            before = now
         names = [future.name for future in running]
         self._closed = True
         if running:
@@ -261,9 +262,14 @@ class Lane(Live, Closing, ABC, Generic[C]):
         self._stop()
         return names
 
+    def _unforgotten(self) -> list[tuple[TaskFuture, Task]]:
+        """Return the tasks that run, wait, or have an error that nobody has asked for."""
+        with self._lock:
+            return list(self._pending)
+
     def _running(self) -> list[TaskFuture]:
-        """The tasks that have not ended, for the host."""
-        return [future for future, _ in tuple(self._pending) if not Future.done(future)]
+        """Return the tasks that have not ended, for the host."""
+        return [future for future, _ in self._unforgotten() if not Future.done(future)]
 
     def report_to(self, unasked: set[Any]) -> None:
         """Add failed tasks to this set until somebody asks for their errors."""
@@ -276,14 +282,20 @@ class Lane(Live, Closing, ABC, Generic[C]):
         return [_entry_of(task, group) for task in waiting]
 
     def _add_pending(self, future: TaskFuture, task: Task) -> None:
-        while self._pending and self._pending[0][0].done() and self._pending[0][0].error() is None:
-            self._pending.popleft()  # done, and without an error to raise
+        self._drop_done()
         self._pending.append((future, task))
 
-    def _named(self, future: TaskFuture, task: Callable[..., Any]) -> TaskFuture:
-        """A future, with the name of its task."""
-        future.name, future.group = f"{name_of(task)} on {self.name}", self.comm.group
-        return future
+    def _drop_done(self) -> None:
+        """Forget the first tasks, as long as they are done and without an error to raise."""
+        while self._pending:
+            first = self._pending[0][0]
+            if not first.done() or first.cancelled() or Future.exception(first) is not None:
+                break
+            self._pending.popleft()
+
+    def _names(self, task: Callable[..., Any]) -> tuple[str, str]:
+        """Return the names of a task and of its communicator, for its future."""
+        return f"{name_of(task)} on {self.name}", self.comm.group
 
     def _fail(self, future: TaskFuture, error: BaseException) -> None:
         """End a task with an error; the errors of later tasks are due to the first."""
@@ -318,14 +330,16 @@ class Lane(Live, Closing, ABC, Generic[C]):
             self._failure = exc
             raise
 
-    def _run_here(self, future: TaskFuture, task: Callable[..., Any], args: Any, kwargs: Any) -> None:
-        """Run a task on the calling thread."""
+    def _run_into(self, future: TaskFuture, task: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        """Run a task, and give its result or its error to its future."""
         try:
-            future.set_result(self._run(task, args, kwargs))
+            with self._turn:
+                result = self._run(task, args, kwargs)
+            future.set_result(result)
         except BaseException as exc:
             self._fail(future, exc)
             if not isinstance(exc, Exception):
-                self.forget(future)  # the caller gets it now
+                future.note_asked()  # the caller gets it now
                 raise
         finally:
             del future  # an error refers to this frame
@@ -369,8 +383,7 @@ class ThreadLane(Lane[C]):
 
     def __init__(self, comm: C, name: str = "lane") -> None:
         super().__init__(comm, name, device=_device_of(comm))
-        self._here: TaskFuture | None = None
-        """The latest task that a caller runs itself; those submitted meanwhile run after it."""
+        self._turn = threading.Lock()
         if self._side is None:
             self._executor = ThreadPoolExecutor(1, self.name)
         else:
@@ -379,60 +392,53 @@ class ThreadLane(Lane[C]):
     def submit(self, task: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
         """See `Lane.submit`."""
         self._check_submit(task)
-        if self._side is None:
-            with self._lock:
-                future = self._named(TaskFuture(), task)
-                self._executor.submit(self._run_after, self._here, future, task, args, kwargs)
-                self._add_pending(future, (task, args, kwargs))
-            return future
-        on_side = self._side.future()
-        self._named(on_side, task)
-        self._executor.submit(self._run_on_side, self._side, on_side, task, args, kwargs)
-        self._add_pending(on_side, (task, args, kwargs))
-        return on_side
-
-    def run_or_submit(self, task: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
-        """See `Lane.run_or_submit`."""
-        self._check_submit(task)
-        future = self._named(TaskFuture(), task)
-        future.set_running_or_notify_cancel()  # so that it does not count as queued
         with self._lock:
-            if self._side is not None or not all(each.done() for each, _ in self._pending):
-                return self.submit(task, *args, **kwargs)
-            self._here = future
+            if self._side is None:
+                future = TaskFuture(*self._names(task))
+                self._executor.submit(self._run_on_thread, future, task, args, kwargs)
+            else:
+                future = on_side = self._side.future(*self._names(task))
+                self._executor.submit(self._run_on_side, self._side, on_side, task, args, kwargs)
             self._add_pending(future, (task, args, kwargs))
-        self._run_here(future, task, args, kwargs)
         return future
 
-    def _run_after(
-        self,
-        before: Future[Any] | None,
-        future: TaskFuture,
-        task: Callable[..., Any],
-        args: Any,
-        kwargs: Any,
-    ) -> None:
-        """Run a task on the thread, once the task `before` has ended on the caller's."""
-        if not future.set_running_or_notify_cancel():
-            return
-        try:
-            if before is not None:
-                self._outcome(before)
-            result = self._run(task, args, kwargs)
-        except BaseException as exc:
-            self._fail(future, exc)
-        else:
-            future.set_result(result)
-        finally:
-            del future  # an error refers to this frame
+    def run(self, task: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """See `Lane.run`."""
+        self._check_submit(task)
+        with self._lock:
+            self._drop_done()
+            is_idle = self._side is None and not self._pending and not self._turn.locked()
+        if not is_idle:
+            return super().run(task, *args, **kwargs)
+        with self._turn:
+            result: R = self._run(task, args, kwargs)
+        return result
+
+    def _run_on_thread(self, future: TaskFuture, task: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        """Run a task on the thread, once a task on a caller's has ended."""
+        if future.set_running_or_notify_cancel():
+            self._run_into(future, task, args, kwargs)
+
+    def _unforgotten(self) -> list[tuple[TaskFuture, Task]]:
+        """See `Lane._unforgotten`; the last one ends after a task that another thread runs itself."""
+        with self._lock:
+            if self._turn.locked() and all(future.done() for future, _ in self._pending):
+                task = self._call_of_another_thread
+                future = TaskFuture(*self._names(task))
+                self._executor.submit(task, future)
+                self._add_pending(future, (task, (), {}))
+            return super()._unforgotten()
+
+    def _call_of_another_thread(self, future: TaskFuture) -> None:
+        with self._turn:
+            future.set_result(None)
 
     def _close_after_tasks(self) -> None:
-        close, here = super()._close_after_tasks, self._here
+        close = super()._close_after_tasks
 
         def close_after() -> None:
-            if here is not None:
-                wait_for_tasks([here])  # a caller runs it; its call has a time limit
-            close()
+            with self._turn:  # a caller's call has a time limit
+                close()
 
         self._executor.submit(close_after)
 
@@ -455,8 +461,7 @@ class StreamLane(Lane[C]):
     def submit(self, task: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
         """Enqueue the task's work now; see `Lane.submit`."""
         self._check_submit(task)
-        future = self._side.future()
-        self._named(future, task)
+        future = self._side.future(*self._names(task))
         self._run_on_side(self._side, future, task, args, kwargs)
         self._add_pending(future, (task, args, kwargs))
         return future
@@ -490,10 +495,10 @@ class InlineLane(Lane[C]):
     def submit(self, task: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
         """Run the task now; see `Lane.submit`."""
         self._check_submit(task)
-        future = self._named(TaskFuture(), task)
+        future = TaskFuture(*self._names(task))
         with self._lock:
             self._follow()
-            self._run_here(future, task, args, kwargs)
+            self._run_into(future, task, args, kwargs)
             self._add_pending(future, (task, args, kwargs))
         return future
 

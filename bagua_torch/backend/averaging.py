@@ -61,8 +61,10 @@ class GroupAverage:
 
     def takes(self, op: Op, xs: Sequence[Array]) -> bool:
         """Whether arrays of these dtypes are reduced here by `op`; integers and bools are added exactly."""
+        if self._average is None or op not in ("sum", "avg"):
+            return False
         dtypes = {arrays.dtype_name(x.dtype) for x in xs}
-        if self._average is None or op not in ("sum", "avg") or not dtypes <= FLOATS | COMPLEX:
+        if not dtypes <= FLOATS | COMPLEX:
             return False
         try:
             for dtype in dtypes:

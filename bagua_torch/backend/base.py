@@ -19,10 +19,14 @@ from ..arrays import torch_stream
 from .arguments import Options
 from .averaging import BackendOptions, GroupAverage
 from .messages import Messages
-from .tensors import HOST, check_filled, device_of
+from .tensors import HOST, device_of
 from .work import Callbacks, LaneWork
 
 _ProcessGroup: Any = dist.ProcessGroup  # torch types its methods by overloads
+
+_DONE: Future[None] = Future()
+"""The task of calls that have ended without an error."""
+_DONE.set_result(None)
 
 
 class GroupBase(_ProcessGroup):  # type: ignore[misc]
@@ -107,11 +111,10 @@ class GroupBase(_ProcessGroup):  # type: ignore[misc]
         tensors: Sequence[Any],
         task: Callable[..., object],
         *args: Any,
-        fills: bool = True,
         reads: Sequence[torch.Tensor] = (),
         **keywords: Any,
     ) -> LaneWork:
-        """Run `task` on the lane.
+        """Run `task` on the lane; unless asynchronously, it has ended on return, or its error is raised.
 
         Args:
             name: The name of the call, for errors.
@@ -119,19 +122,18 @@ class GroupBase(_ProcessGroup):  # type: ignore[misc]
             tensors: The value of its future; lists of lists are possible.
             task: Called with `args`, `keywords` and `timeout_s`.
             args: Its arguments.
-            fills: Whether it writes to `tensors`.
             reads: Tensors that it reads, whose device counts if there are no `tensors`.
             keywords: More arguments.
         """
         self._check_open(name)
-        if fills:
-            check_filled(name, tensors)
-        device = device_of([*tensors, *reads])
-        submit = self.lane.submit if options.asynchronous else self.lane.run_or_submit
+        device, lane = device_of([*tensors, *reads]), self.lane
         with torch_stream(device):
-            future: Future[Any] = submit(task, *args, **keywords, timeout_s=options.timeout_s)
-        work = LaneWork(name, future, tensors, device, self._callbacks, forget=self.lane.forget)
-        if name == "allreduce" and sum(x.numel() for x in tensors) == 1:
+            if not options.asynchronous:
+                lane.run(task, *args, **keywords, timeout_s=options.timeout_s)
+                return LaneWork(name, _DONE, tensors, device, self._callbacks)
+            future: Future[Any] = lane.submit(task, *args, **keywords, timeout_s=options.timeout_s)
+        work = LaneWork(name, future, tensors, device, self._callbacks, forget=lane.forget)
+        if name == "allreduce" and tensors[0].numel() == 1:
             self._kept.append(work)
         return work
 

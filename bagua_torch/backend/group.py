@@ -20,13 +20,13 @@ from .tensors import (
     apart,
     as_list,
     check_dtypes,
-    check_filled,
     check_root,
     check_size,
     copying,
     dense,
     divided,
     elements,
+    filled,
     flat,
     joined,
     one_of_each,
@@ -67,7 +67,7 @@ class BaguaGroup(GroupBase):
         return self._allreduce("allreduce_coalesced", as_list("allreduce_coalesced", tensors), options)
 
     def _allreduce(self, name: str, tensors: list[torch.Tensor], options: Options) -> LaneWork:
-        op, xs = reduction(name, options.op, [dense(name, x) for x in tensors])
+        op, xs = reduction(name, options.op, [filled(name, x, dense) for x in tensors])
         averaged = self._average.takes(op, xs)
         if len(xs) == 1 and not averaged:
             return self._submit(name, options, tensors, self.comm.allreduce, xs[0], xs[0], op=op)
@@ -86,11 +86,10 @@ class BaguaGroup(GroupBase):
         """Reduce a tensor over all ranks, in place on the root."""
         name, root = "reduce", options.root
         tensor = only(name, tensors)
-        op, (x,) = reduction(name, options.op, [dense(name, tensor)])
+        # Also where it is not filled, so that all ranks refuse the same call.
+        op, (x,) = reduction(name, options.op, [filled(name, tensor, dense)])
         check_root(name, root, self.size())
-        check_filled(name, tensor)  # also where it is not filled, so that all ranks refuse the same call
-        fills = self.rank() == root
-        return self._submit(name, options, [tensor], self.comm.reduce, x, x, root=root, op=op, fills=fills)
+        return self._submit(name, options, [tensor], self.comm.reduce, x, x, root=root, op=op)
 
     @in_any_form("output_tensors|output", "input_tensors|input", "op", "timeout")
     def reduce_scatter(self, outputs: Any, inputs: Any, options: Options) -> LaneWork:
@@ -98,7 +97,7 @@ class BaguaGroup(GroupBase):
         name = "reduce_scatter"
         output, tensors = with_list(name, outputs, inputs)
         parts = one_of_each(name, tensors, self.size(), dense)
-        op, (out, *parts) = reduction(name, options.op, [dense(name, output), *parts])
+        op, (out, *parts) = reduction(name, options.op, [filled(name, output, dense), *parts])
         counts = [part.size for part in parts]
         check_size(name, out, counts[self.rank()])
 
@@ -124,7 +123,7 @@ class BaguaGroup(GroupBase):
         name = "reduce_scatter"
         work = []
         for output, tensor in pairs(name, outputs, inputs):
-            op, (out, x) = reduction(name, options.op, [dense(name, output), dense(name, tensor)])
+            op, (out, x) = reduction(name, options.op, [filled(name, output, dense), dense(name, tensor)])
             check_size(name, x, out.size * self.size())
             work.append((x, out, op))
 
@@ -154,9 +153,9 @@ class BaguaGroup(GroupBase):
         """Copy a tensor of the root to all ranks."""
         name, root = "broadcast", options.root
         check_root(name, root, self.size())
-        tensor, fills = only(name, tensors), self.rank() != root
-        x = any_dtype(name, tensor)
-        return self._submit(name, options, [tensor], self.comm.broadcast, x, root=root, fills=fills)
+        tensor = only(name, tensors)
+        x = (any_dtype if self.rank() == root else filled)(name, tensor)
+        return self._submit(name, options, [tensor], self.comm.broadcast, x, root=root)
 
     @in_any_form("output_tensors", "input_tensors|input_tensor", "timeout")
     def allgather(self, outputs: Any, inputs: Any, options: Options) -> LaneWork:
@@ -175,7 +174,7 @@ class BaguaGroup(GroupBase):
         name = "all_gather"
         gathers = []
         for outs, tensor in zip(lists, inputs, strict=True):
-            x, targets = any_dtype(name, tensor), one_of_each(name, outs, self.size(), any_dtype)
+            x, targets = any_dtype(name, tensor), one_of_each(name, outs, self.size(), filled)
             check_dtypes(name, x, *targets)
             check_size(name, x, targets[self.rank()].size)
             gathers.append((x, targets, [target.size for target in targets]))
@@ -203,7 +202,7 @@ class BaguaGroup(GroupBase):
         name = "all_gather"
         work = []
         for output, tensor in pairs(name, outputs, inputs):
-            out, x = any_dtype(name, output), any_dtype(name, tensor)
+            out, x = filled(name, output), any_dtype(name, tensor)
             check_dtypes(name, out, x)
             check_size(name, out, x.size * self.size())
             work.append((out, x))
@@ -224,7 +223,7 @@ class BaguaGroup(GroupBase):
         check_root(name, root, self.size())
         tensor, outs = with_list(name, inputs, outputs if self.rank() == root else [])
         if self.rank() == root:
-            targets = one_of_each(name, outs, self.size(), any_dtype)
+            targets = one_of_each(name, outs, self.size(), filled)
         x = any_dtype(name, tensor)
         check_dtypes(name, x, *targets)
         counts = [target.size for target in targets]
@@ -245,7 +244,7 @@ class BaguaGroup(GroupBase):
         name, root, parts = "scatter", options.root, []
         check_root(name, root, self.size())
         output, tensors = with_list(name, outputs, inputs if self.rank() == root else [])
-        out = any_dtype(name, output)
+        out = filled(name, output)
         if self.rank() == root:
             parts = one_of_each(name, tensors, self.size(), any_dtype)
             check_dtypes(name, out, *parts)
@@ -270,7 +269,7 @@ class BaguaGroup(GroupBase):
     ) -> LaneWork:
         """Send rows of a tensor to each rank; without numbers of rows, equal ones."""
         name = "all_to_all"
-        out, x = any_dtype(name, output), any_dtype(name, tensor)
+        out, x = filled(name, output), any_dtype(name, tensor)
         check_dtypes(name, out, x)
         sends = elements(name, "input_split_sizes", x, input_splits, self.size())
         recvs = elements(name, "output_split_sizes", out, output_splits, self.size())
@@ -283,7 +282,7 @@ class BaguaGroup(GroupBase):
         """Send one tensor of a list to each rank."""
         name = "all_to_all"
         xs = one_of_each(name, inputs, self.size(), any_dtype)
-        outs = one_of_each(name, outputs, self.size(), any_dtype)
+        outs = one_of_each(name, outputs, self.size(), filled)
         check_dtypes(name, *xs, *outs)
         return self._all_to_all(xs, [x.size for x in xs], outs, [out.size for out in outs], options, outputs)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from bagua_comm import ArrayError, UnsupportedError, arrays
 from bagua_comm.arrays import Array, Op, check_reduction
@@ -16,7 +17,7 @@ from ..arrays import as_array, dtype_name
 
 HOST = torch.device("cpu")
 
-_REDUCTIONS: dict[str, Op] = {
+_NAMES: dict[str, Op] = {
     "SUM": "sum",
     "AVG": "avg",
     "PRODUCT": "prod",
@@ -26,8 +27,10 @@ _REDUCTIONS: dict[str, Op] = {
     "BOR": "bor",
     "BXOR": "bxor",
 }
+_REDUCTIONS: dict[Any, Op] = {getattr(dist.ReduceOp.RedOpType, name): op for name, op in _NAMES.items()}
 """Our names of PyTorch's reductions."""
 
+_BOOLS = {np.dtype(bool)}
 _OF_BOOLS: dict[Op, Op] = {op: op for op in ("min", "max", "band", "bor", "bxor")} | {"sum": "max", "prod": "min"}
 
 
@@ -112,13 +115,16 @@ _BYTES = {
 """Dtypes of one byte that NumPy does not have."""
 
 
-def check_filled(call: str, tensors: Any) -> None:
-    """Raise `ArrayError` if elements of a tensor that a call fills share memory; looks in nested lists."""
-    if isinstance(tensors, (list, tuple)):
-        for each in tensors:
-            check_filled(call, each)
-    elif 0 in tensors.stride():
-        check_writable(call, "a tensor", tensors, any_dtype(call, tensors))
+def filled(call: str, tensor: torch.Tensor, move: Callable[..., Array] = any_dtype) -> Array:
+    """Like `move`, for a tensor that a call fills.
+
+    Raises:
+        ArrayError: Elements of it share memory.
+    """
+    x = move(call, tensor)
+    if 0 in tensor.stride():
+        check_writable(call, "a tensor", tensor, x)
+    return x
 
 
 def check_size(call: str, x: Array, size: int) -> None:
@@ -141,16 +147,17 @@ def reduction(call: str, wanted: Any, xs: Sequence[Array]) -> tuple[Op, list[Arr
     Raises:
         UnsupportedError: There is no such reduction, or not of this dtype.
     """
-    name = "SUM" if wanted is None else str(getattr(wanted, "op", wanted).name)
-    op = _REDUCTIONS.get(name)
+    wanted = getattr(wanted, "op", wanted)
+    op = "sum" if wanted is None else _REDUCTIONS.get(wanted)
     if op is None:
-        raise UnsupportedError(f"{call}: op is {name}, expected one of {', '.join(_REDUCTIONS)}")
+        raise UnsupportedError(f"{call}: op is {wanted.name}, expected one of {', '.join(_NAMES)}")
     if call == "reduce_scatter":
         check_dtypes(call, *xs)
-    if all(x.dtype == bool for x in xs) and op in _OF_BOOLS:
-        op, xs = _OF_BOOLS[op], [x.view(np.uint8) for x in xs]
-    for x in xs:
-        check_reduction(call, op, x.dtype)
+    dtypes = {x.dtype for x in xs}
+    if dtypes == _BOOLS and op in _OF_BOOLS:
+        return _OF_BOOLS[op], [x.view(np.uint8) for x in xs]
+    for dtype in dtypes:
+        check_reduction(call, op, dtype)
     return op, list(xs)
 
 

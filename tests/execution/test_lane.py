@@ -89,20 +89,22 @@ def test_all_tasks_of_a_lane_run_on_one_thread_of_its_own():
 
 
 def test_a_task_of_a_caller_that_waits_runs_on_its_thread_if_the_lane_is_idle():
-    go, order = threading.Event(), []
+    go, order, threads = threading.Event(), [], []
 
     def note(name):
         order.append(name)
         return threading.get_ident()
 
     with ThreadLane(FakeComm()) as lane:
-        assert lane.run_or_submit(note, "alone").result(0) == threading.get_ident()
+        assert lane.run(note, "alone") == threading.get_ident()
         lane.submit(go.wait, PATIENCE_S)
-        behind = lane.run_or_submit(note, "behind")
+        caller = threading.Thread(target=lambda: threads.append(lane.run(note, "behind")))
+        caller.start()
+        until(lambda: len(lane._pending) == 2)
         assert order == ["alone"]  # it waits for the task before it
         go.set()
-        assert behind.result(PATIENCE_S) != threading.get_ident()
-        lane.wait()
+        caller.join(PATIENCE_S)
+        assert threads[0] not in (caller.ident, threading.get_ident())
 
         def meanwhile():
             submitted = lane.submit(note, "after")
@@ -111,23 +113,39 @@ def test_a_task_of_a_caller_that_waits_runs_on_its_thread_if_the_lane_is_idle():
             order.append("here")
             return submitted
 
-        lane.run_or_submit(meanwhile).result(0).result(PATIENCE_S)
+        lane.run(meanwhile).result(PATIENCE_S)
     assert order == ["alone", "behind", "here", "after"]
 
 
-def test_an_error_of_a_task_on_the_callers_thread_is_that_of_its_future():
-    lane = ThreadLane(FakeComm())
-    future = lane.run_or_submit(fail, ValueError("in the task"))
-    with pytest.raises(ValueError, match="in the task"):
-        future.result(0)
+@each_lane
+@pytest.mark.parametrize("error", [ValueError("in the task"), KeyboardInterrupt()], ids=repr)
+def test_an_error_of_a_task_that_its_caller_waits_for_is_raised_there_and_ends_the_lane(make, error):
+    lane = make(FakeComm())
+    with pytest.raises(type(error)):
+        lane.run(fail, error)
     with pytest.raises(CommAborted, match="an earlier task on this lane failed"):
-        lane.submit(print).result(PATIENCE_S)
-    with pytest.raises(ValueError, match="in the task"):
-        lane.close()
-    lane = ThreadLane(FakeComm())
-    with pytest.raises(KeyboardInterrupt):
-        lane.run_or_submit(fail, KeyboardInterrupt())
+        lane.run(print)
     lane.close()  # the caller has had it
+
+
+def test_the_end_of_a_lane_waits_for_a_task_that_another_thread_runs_itself():
+    lane, runs, go_on, order = ThreadLane(FakeComm()), threading.Event(), threading.Event(), []
+
+    def task():
+        runs.set()
+        assert go_on.wait(PATIENCE_S)
+        order.append(lane.comm.closed)
+
+    caller = threading.Thread(target=lane.run, args=(task,))
+    caller.start()
+    assert runs.wait(PATIENCE_S)
+    closer = threading.Thread(target=lane.close)
+    closer.start()
+    until(lambda: len(lane._pending) == 1)  # what the end waits for
+    go_on.set()
+    closer.join(PATIENCE_S)
+    caller.join(PATIENCE_S)
+    assert (order, lane.comm.closed) == ([0], 1)
 
 
 def test_the_inline_lane_works_on_the_callers_thread():
@@ -324,7 +342,7 @@ def test_a_forked_child_is_refused_instead_of_waiting_for_the_thread_of_its_pare
     def child():
         uses = (
             lambda: lane.submit(list),
-            lambda: lane.run_or_submit(list),
+            lambda: lane.run(list),
             lambda: lane.result(Future()),
             future.result,
             future.exception,
