@@ -148,7 +148,7 @@ def as_array(x: Any) -> Array:
     if cupy is not None and isinstance(x, cupy.ndarray):
         return x
     if is_tensor(x):
-        return _tensor_as_array(x, sys.modules["torch"])
+        return tensor_as_array(x, sys.modules["torch"])
     if not hasattr(x, "__dlpack__"):
         raise UnsupportedError(refusals.of_type(x))
     try:
@@ -180,7 +180,8 @@ def _host_as_array(x: Any) -> Array:
     return value
 
 
-def _tensor_as_array(tensor: Any, torch: ModuleType) -> Array:
+def tensor_as_array(tensor: Any, torch: ModuleType) -> Array:
+    """View a tensor of PyTorch as an array; see `as_array`."""
     is_bfloat16 = tensor.dtype is torch.bfloat16
     try:
         if (is_bfloat16 or tensor.is_cuda) and (tensor.requires_grad or tensor.is_neg()):

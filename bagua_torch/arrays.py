@@ -88,7 +88,7 @@ def as_array(tensor: torch.Tensor) -> Array:
     dtype_name(tensor)
     if tensor.device.type == "cuda":
         cuda.current_address()  # raises if CuPy's stream cannot be PyTorch's
-    return arrays.as_array(tensor.detach())
+    return arrays.tensor_as_array(tensor.detach(), torch)
 
 
 def as_tensor(array: Array) -> torch.Tensor:

@@ -88,7 +88,7 @@ class Prefetch:
 
     def check(self, unit: Unit) -> None:
         """Before a unit is used: drop what was gathered in advance if its parameters have changed since."""
-        if self._in_advance.get(unit, unit.shard_version) != unit.shard_version:
+        if unit in self._in_advance and self._in_advance[unit] != unit.shard_version:
             del self._in_advance[unit]
             self._unused.add(unit)
             unit.drop_gathered()

@@ -340,7 +340,7 @@ class SharedWindow:
             while counters[peer] < this_round:
                 spins -= 1
                 if not spins:
-                    self._wait(lambda: all(counters[peer] >= this_round for peer in others))
+                    self._wait(lambda peer=peer: counters[peer] >= this_round)
                     break
         with self._fence:
             pass
