@@ -220,24 +220,25 @@ class Engine(Live, Closing):
         """
         if not isinstance(point, Point):
             raise ArrayError(f"at: point is {point!r}, expected a Point")
-        began_ns, step = self._progress.begin(point, self.step), self.step
+        step = self.step
+        began_ns = self._progress.begin(point, step)
         self._follow_weights()
-        if point is Point.FORWARD and not self.stopped and self.algorithm.phase(self.step) != self._phase:
-            self._change_phase()
         if point is Point.FORWARD:
-            due = not self.stopped and not self._in_step and self._weights.is_due(self.step)
+            if not self.stopped and self.algorithm.phase(step) != self._phase:
+                self._change_phase()
+            due = not self.stopped and not self._in_step and self._weights.is_due(step)
             if due and self._weights.must_be_equal(self._phase, self._buckets):
                 self._lane.wait()
                 self._weights.check(self._phase, self.plan, self._buckets)
-            self._replacements.look(self.step)
-            self._comm.flight.steps[self._comm.group] = self.step + 1
+            self._replacements.look(step)
+            self._comm.flight.steps[self._comm.group] = step + 1
         elif point is Point.STEP and self._alone:
             self._given.check()
         self._in_step, self._held = point is Point.FORWARD, self._held and point is not Point.BACKWARD
         self._schedule.at(point)
         if point is Point.STEP:
             self._replacements.keep(stepped=True)
-            self._exchanges.set_step(self.step + 1)
+            self._exchanges.set_step(step + 1)
             if self._drifts or self.stopped:
                 self._weights.differ = True
             if self._weights.differ and not self.stopped:

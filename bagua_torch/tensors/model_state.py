@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from operator import is_
 
 import torch
@@ -78,8 +77,7 @@ class ModelState:
     def _present(self) -> list[nn.Parameter]:
         """The parameters of all submodules, with repeated tied ones."""
         self._parts = parts_of(self.module)
-        held = (part._parameters.values() for _, part in self._parts)
-        return [parameter for parameter in chain.from_iterable(held) if parameter is not None]
+        return [each for _, part in self._parts for each in part._parameters.values() if each is not None]
 
     def buffers(self, *, of_step: bool = False) -> dict[str, torch.Tensor]:
         """The present buffers that are not ignored, by their first name.

@@ -290,29 +290,30 @@ class TrainingSteps(Live):
             self.buffers.due = True
             self._announce()
             self._begin_forward()  # which may change to gradients
-        fresh = []
-        if self.engine.payload == "grad" and (late or len(complete) < len(self._trained)):
-            self._fresh |= self.memory.attach_all()
+        fresh, engine, memory = [], self.engine, self.memory
+        payload = engine.payload
+        if payload == "grad" and (late or len(complete) < len(self._trained)):
+            self._fresh |= memory.attach_all()
             fresh = sorted(self._fresh - complete)
-            for index, names in enumerate(self.memory.names):
+            for index, names in enumerate(memory.names):
                 if late or not complete.issuperset(names):
                     self._send(index)  # so that no rank waits for it
-        elif self.engine.payload == "weight":
+        elif payload == "weight":
             fresh = sorted(self._fresh - complete)
         self._fresh.clear()
-        self.engine.at(Point.BACKWARD)
-        if self.engine.payload == "grad":
-            self.memory.spread()
+        engine.at(Point.BACKWARD)
+        if payload == "grad":
+            memory.spread()
         self.exchange.note_new_weights()
         self.exchange.attach_states()
         self.stage = Stage.AVERAGED
-        if self.engine.payload == "weight":
-            self._accumulation.note(self.memory.names)
+        if payload == "weight":
+            self._accumulation.note(memory.names)
         self.averages += 1
         self._accumulation.average()
         self._stepped.clear()
         self.watch.forget_gradients()  # they were in the buckets, too
-        if not self._accumulation.late and self.engine.communicates:  # otherwise when the outer pass ends
+        if not self._accumulation.late and engine.communicates:  # otherwise when the outer pass ends
             if self._join is None:
                 self.buffers.fetch_if(self.buffers.due, root=0)
             else:
@@ -321,7 +322,7 @@ class TrainingSteps(Live):
             queue_callback(self.buffers.write)
         checks.check_not_stepped(stepped)
         freezes = None if self._join is None else self._join.freezes
-        self._unused.end_pass(fresh, self._passes, self.engine, freezes=freezes, inner=inner)
+        self._unused.end_pass(fresh, self._passes, engine, freezes=freezes, inner=inner)
         if self._options.static:
             self._unused.compare(complete, self._passes, inner=inner)
         self._passes += not inner
