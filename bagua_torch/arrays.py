@@ -55,7 +55,7 @@ def _on_device(device: torch.device) -> Iterator[None]:
             yield
 
 
-def cupy_stream(device: torch.device) -> AbstractContextManager[Any]:
+def cupy_stream(device: torch.device) -> AbstractContextManager[object]:
     """A context in which PyTorch's current stream of `device` is CuPy's. On the CPU this does nothing.
 
     Raises:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from bagua_comm import ArrayError, BaguaError, Communicator
 from bagua_comm.bootstrap.world import current
@@ -13,7 +12,9 @@ from bagua_comm.errors import shown
 from .process_group import default
 
 
-def communicator_of(owner: str, comm: Any, default: Callable[[], Communicator] = default) -> Communicator:
+def communicator_of(
+    owner: str, comm: Communicator | None, default: Callable[[], Communicator] = default
+) -> Communicator:
     """Return the communicator that a user has given to `owner`; the default one if it is None.
 
     Collective if it connects. Call `errors_on_all` or `raise_on_all` next, on all ranks: a rank with a wrong
@@ -31,8 +32,7 @@ def communicator_of(owner: str, comm: Any, default: Callable[[], Communicator] =
         if ranks is not None:
             raise_on_all(ranks, error)
         raise
-    found: Communicator = comm
-    return found
+    return comm
 
 
 def check_comm(owner: str, comm: object) -> None:
@@ -60,7 +60,7 @@ def raise_on_all(comm: Communicator, error: BaseException | None) -> None:
     sent = error
     if error is not None and not isinstance(error, BaguaError):  # perhaps it cannot be pickled
         sent = ArrayError(f"{type(error).__name__}: {error}")
-    rows: list[Any] = comm.allgather_object(sent)
+    rows: list[BaseException | None] = comm.allgather_object(sent)
     for rank, found in enumerate(rows):
         if found is not None:
             raise error or type(found)(f"rank {rank}: {found}")

@@ -30,7 +30,7 @@ import numpy as np
 import torch
 
 from bagua_comm import ArrayError, Codec, Communicator, UnsupportedError
-from bagua_comm.arrays import LinearOp, empty
+from bagua_comm.arrays import Array, LinearOp, empty
 from bagua_comm.averages.coded import next_draws
 from bagua_comm.codecs.base import check_codec_argument
 from bagua_comm.comm.agreement import compare_calls
@@ -238,7 +238,7 @@ def _alltoall(
     out_counts: list[int] | None = None,
     codec: Codec | None = None,
 ) -> _Map:
-    def exchange(x: Any, out: Any, width: int) -> None:
+    def exchange(x: Array, out: Array, width: int) -> None:
         if counts is None or out_counts is None:
             comm.alltoall(x, out)
         else:

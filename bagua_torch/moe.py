@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from torch import nn
 
 import bagua_comm
 from bagua_comm import ArrayError, Codec, CommMismatch, Communicator, UnsupportedError
+from bagua_comm.arrays import Array
 from bagua_comm.codecs.base import check_codec_argument
 
 from .entry import communicator_of, errors_on_all
@@ -31,6 +32,8 @@ from .functional import alltoall
 from .tensors import rng
 from .tensors.broadcast import broadcast_tree, map_leaves
 from .tensors.checks import check_same_layer
+
+T = TypeVar("T")
 
 
 class Experts(nn.ModuleDict):
@@ -221,7 +224,7 @@ class MoE(nn.Module):
             weights = weights / weights.sum(1, keepdim=True)
         return scores, weights, chosen
 
-    def _run(self, received: torch.Tensor, held: Any) -> torch.Tensor:
+    def _run(self, received: torch.Tensor, held: Array) -> torch.Tensor:
         """Run this rank's experts on the received rows; return the results in the order of the rows.
 
         Args:
@@ -248,7 +251,7 @@ class MoE(nn.Module):
         autocast = torch.is_autocast_enabled(kind) and x.dtype != torch.float64
         return torch.get_autocast_dtype(kind) if autocast else x.dtype
 
-    def _balance(self, scores: torch.Tensor, load: Any) -> None:
+    def _balance(self, scores: torch.Tensor, load: Array) -> None:
         """Store the load, (E,), and update the loss or the bias, on all ranks alike."""
         self.load = torch.from_numpy(load)
         choices, experts = int(load.sum()), len(load)
@@ -310,7 +313,7 @@ class MoE(nn.Module):
             f"held={self.held.start}..{self.held.stop - 1}"
         )
 
-    def __getstate__(self) -> Any:
+    def __getstate__(self) -> NoReturn:
         raise UnsupportedError(
             "MoE: cannot be copied or pickled, as it holds a communicator; make another one and load "
             "bagua_torch.moe.global_state_dict"
@@ -345,7 +348,7 @@ def global_state_dict(module: nn.Module) -> dict[str, Any]:
     return state
 
 
-def load_global_state_dict(module: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> Any:
+def load_global_state_dict(module: nn.Module, state: Mapping[str, object], *, strict: bool = True) -> Any:
     """Load the result of `global_state_dict`, with this rank's experts, on any number of ranks.
 
     Not collective, but all ranks call it. Returns the result of `module.load_state_dict`.
@@ -411,7 +414,7 @@ def load_global_optimizer_state(
     optimizer.load_state_dict({"state": kept, "param_groups": packed})
 
 
-def _copied(value: Any) -> Any:
+def _copied(value: object) -> object:
     """A copy, since an optimizer steps a loaded state in place."""
     return value.clone() if isinstance(value, torch.Tensor) else value
 
@@ -459,9 +462,9 @@ def _layers(module: nn.Module) -> list[tuple[str, MoE]]:
     return found
 
 
-def _of_all_ranks(comm: Communicator, mine: Mapping[str, Any]) -> dict[str, Any]:
+def _of_all_ranks(comm: Communicator, mine: Mapping[str, T]) -> dict[str, T]:
     """The union of all ranks' values, whose names differ between ranks. Collective."""
-    result: dict[str, Any] = {}
+    result: dict[str, T] = {}
     for rank in range(comm.size):
         result.update(broadcast_tree(comm, mine, root=rank))
     return result

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Collection
-from typing import Any, cast
+from collections.abc import Callable, Collection
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,8 @@ from bagua_comm import ArrayError, CommError, CommMismatch, Communicator, Unsupp
 from .arrays import as_array, as_tensor, torch_stream
 from .entry import check_comm, communicator_of, errors_on_all
 from .tensors.checks import check_same_layer
+
+M = TypeVar("M", bound=nn.Module)
 
 OF_DIMENSIONS: dict[int, type[_BatchNorm]] = {
     2: nn.BatchNorm1d,
@@ -94,8 +96,8 @@ class SyncBatchNorm(_BatchNorm):
         momentum: float | None = 0.1,
         affine: bool = True,
         track_running_stats: bool = True,
-        device: Any = None,
-        dtype: Any = None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
         *,
         comm: Communicator | None = None,
     ) -> None:
@@ -344,7 +346,7 @@ class _Normalize(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> Any:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of the input, and of weight and bias from this rank's batch. Collective."""
         x, weight, mean, inverse = ctx.saved_tensors
         dims, channels = _all_but_channels(x), mean.numel()
@@ -398,10 +400,10 @@ class _Ranks:
             )
         return self._comm
 
-    def __deepcopy__(self, memo: Any) -> _Ranks:
+    def __deepcopy__(self, memo: object) -> _Ranks:
         return self
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[type[_Ranks], tuple[()]]:
         return _Ranks, ()
 
 
@@ -423,14 +425,14 @@ def _duplicate_of(comm: Communicator) -> Communicator:
     return own
 
 
-def _become(kind: Any, module: nn.Module) -> Any:
+def _become(kind: type[M], module: nn.Module) -> M:
     """A module of class `kind` with the same parameters, buffers, settings, hooks and mode."""
     new = kind.__new__(kind)
     new.__dict__.update(module.__dict__)
     return new
 
 
-def _replaced(module: nn.Module, replace: Any) -> nn.Module:
+def _replaced(module: nn.Module, replace: Callable[[nn.Module], nn.Module | None]) -> nn.Module:
     """`module` with each part replaced for which `replace` returns a module; shared parts stay shared."""
     made: dict[nn.Module, nn.Module] = {}
     for part in list(module.modules()):

@@ -46,7 +46,7 @@ class BaguaCallback(_Base):  # type: ignore[misc]
             in PyTorch's DistributedDataParallel (FSDP, DeepSpeed, or several devices in one process).
     """
 
-    def __new__(cls, *_: Any, **__: Any) -> BaguaCallback:  # noqa: D102
+    def __new__(cls, *_: object, **__: object) -> BaguaCallback:  # noqa: D102
         try:
             transformers = importlib.import_module("transformers")
         except ImportError as exc:
@@ -63,7 +63,7 @@ class BaguaCallback(_Base):  # type: ignore[misc]
         self._trainer, self._comm = trainer, comm
         self._hooked: DistributedDataParallel | None = None
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_train_begin(self, args: Any, state: object, control: object, **_: object) -> None:
         """Register the hook on the model that Trainer has wrapped. Collective."""
         if args.world_size == 1:
             return

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 import warnings
-from typing import Any
 
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -41,7 +40,7 @@ class _FirstStep:
         self._size = size
         self._is_next = True
 
-    def __call__(self, *_: Any) -> None:
+    def __call__(self, *_: object) -> None:
         if not self._is_next:
             return
         self._is_next = False

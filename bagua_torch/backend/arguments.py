@@ -24,7 +24,7 @@ _OPTIONS = ("op", "root", "timeout")
 class Options(NamedTuple):
     """The options of a call."""
 
-    op: Any = None
+    op: dist.ReduceOp | None = None
     """A reduction; None for the sum."""
     root: int = 0
     timeout_s: float | None = None
@@ -47,7 +47,7 @@ def in_any_form(*names: str) -> Callable[[Callable[..., LaneWork]], Callable[...
         own_name = {alias: name for name, aliases in zip(own, places, strict=True) for alias in aliases}
 
         @functools.wraps(method)
-        def call(self: Any, *args: Any, **named: Any) -> LaneWork:
+        def call(self: object, *args: Any, **named: Any) -> LaneWork:
             given, values = args[: len(places)], args[len(places) :]
             if len(values) == 1 and not named and hasattr(values[0], "asyncOp"):  # as torch.distributed calls
                 return method(self, *given, options=_combined(values[0], {}))
@@ -60,7 +60,7 @@ def in_any_form(*names: str) -> Callable[[Callable[..., LaneWork]], Callable[...
     return decorate
 
 
-def _options(call: str, values: Iterable[Any], named: Mapping[str, Any], accepted: set[str]) -> Options:
+def _options(call: str, values: Iterable[object], named: Mapping[str, object], accepted: set[str]) -> Options:
     """Return the options of a call, from what was given by position, and by name.
 
     Raises:
@@ -78,7 +78,7 @@ def _options(call: str, values: Iterable[Any], named: Mapping[str, Any], accepte
     return _combined(found.pop("opts", None), found)
 
 
-def _combined(opts: Any, found: Mapping[str, Any]) -> Options:
+def _combined(opts: object, found: Mapping[str, Any]) -> Options:
     """Return the options in an object of PyTorch, and others by name, which count first."""
     timeout: Any = found.get("timeout") or getattr(opts, "timeout", None)
     limited = timeout is not None and timeout > timedelta(0)
@@ -90,7 +90,7 @@ def _combined(opts: Any, found: Mapping[str, Any]) -> Options:
     )
 
 
-def _name_of(value: Any) -> str:
+def _name_of(value: object) -> str:
     """Return the name of an option, by the type of its value."""
     if isinstance(value, timedelta):
         return "timeout"

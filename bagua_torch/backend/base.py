@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
@@ -110,9 +109,9 @@ class GroupBase(_ProcessGroup):  # type: ignore[misc]
         options: Options,
         tensors: Sequence[Any],
         task: Callable[..., object],
-        *args: Any,
+        *args: object,
         reads: Sequence[torch.Tensor] = (),
-        **keywords: Any,
+        **keywords: object,
     ) -> LaneWork:
         """Run `task` on the lane; unless asynchronously, it has ended on return, or its error is raised.
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +15,9 @@ from .arguments import Options, in_any_form
 from .base import GroupBase
 from .tensors import (
     HOST,
+    Given,
+    Lists,
+    Tensors,
     any_dtype,
     apart,
     as_list,
@@ -57,12 +59,12 @@ class BaguaGroup(GroupBase):
     # Reductions -----------------------------------------------------------------------------------------
 
     @in_any_form("tensors|tensor", "op", "timeout")
-    def allreduce(self, tensors: Any, options: Options) -> LaneWork:
+    def allreduce(self, tensors: Given, options: Options) -> LaneWork:
         """Reduce a tensor over all ranks, in place."""
         return self._allreduce("allreduce", [only("allreduce", tensors)], options)
 
     @in_any_form("tensors")
-    def allreduce_coalesced(self, tensors: Any, options: Options) -> LaneWork:
+    def allreduce_coalesced(self, tensors: Given, options: Options) -> LaneWork:
         """Reduce each of `tensors` over all ranks, in place."""
         return self._allreduce("allreduce_coalesced", as_list("allreduce_coalesced", tensors), options)
 
@@ -82,7 +84,7 @@ class BaguaGroup(GroupBase):
         return self._submit(name, options, tensors, allreduce_many)
 
     @in_any_form("tensors|tensor", "root", "op", "timeout")
-    def reduce(self, tensors: Any, options: Options) -> LaneWork:
+    def reduce(self, tensors: Given, options: Options) -> LaneWork:
         """Reduce a tensor over all ranks, in place on the root."""
         name, root = "reduce", options.root
         tensor = only(name, tensors)
@@ -92,7 +94,7 @@ class BaguaGroup(GroupBase):
         return self._submit(name, options, [tensor], self.comm.reduce, x, x, root=root, op=op)
 
     @in_any_form("output_tensors|output", "input_tensors|input", "op", "timeout")
-    def reduce_scatter(self, outputs: Any, inputs: Any, options: Options) -> LaneWork:
+    def reduce_scatter(self, outputs: Given, inputs: Lists, options: Options) -> LaneWork:
         """Reduce a list of one tensor for each rank, and keep this rank's."""
         name = "reduce_scatter"
         output, tensors = with_list(name, outputs, inputs)
@@ -115,11 +117,11 @@ class BaguaGroup(GroupBase):
         return self._reduce_scatter_each([output], [tensor], options)
 
     @in_any_form("outputs", "inputs")
-    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, options: Options) -> LaneWork:
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, options: Options) -> LaneWork:
         """`reduce_scatter_single` of each pair of tensors."""
         return self._reduce_scatter_each(outputs, inputs, options)
 
-    def _reduce_scatter_each(self, outputs: Any, inputs: Any, options: Options) -> LaneWork:
+    def _reduce_scatter_each(self, outputs: Tensors, inputs: Tensors, options: Options) -> LaneWork:
         name = "reduce_scatter"
         work = []
         for output, tensor in pairs(name, outputs, inputs):
@@ -149,7 +151,7 @@ class BaguaGroup(GroupBase):
     # Collectives that move elements -----------------------------------------------------------------------
 
     @in_any_form("tensors|tensor", "root", "timeout")
-    def broadcast(self, tensors: Any, options: Options) -> LaneWork:
+    def broadcast(self, tensors: Given, options: Options) -> LaneWork:
         """Copy a tensor of the root to all ranks."""
         name, root = "broadcast", options.root
         check_root(name, root, self.size())
@@ -158,19 +160,21 @@ class BaguaGroup(GroupBase):
         return self._submit(name, options, [tensor], self.comm.broadcast, x, root=root)
 
     @in_any_form("output_tensors", "input_tensors|input_tensor", "timeout")
-    def allgather(self, outputs: Any, inputs: Any, options: Options) -> LaneWork:
+    def allgather(self, outputs: Lists, inputs: Given, options: Options) -> LaneWork:
         """Gather the tensor of each rank, in a list."""
         tensor, outs = with_list("all_gather", inputs, outputs)
         return self._gather_lists([outs], [tensor], options, outs)
 
     @in_any_form("output_lists", "input_list")
-    def allgather_coalesced(self, outputs: Any, inputs: Any, options: Options) -> LaneWork:
+    def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Given, options: Options) -> LaneWork:
         """Gather several tensors of each rank: tensor i of rank r in outputs[r][i]."""
         inputs = as_list("all_gather_coalesced", inputs)
         by_tensor = [[per_rank[i] for per_rank in outputs] for i in range(len(inputs))]
         return self._gather_lists(by_tensor, inputs, options, outputs)
 
-    def _gather_lists(self, lists: Any, inputs: Any, options: Options, outputs: Any) -> LaneWork:
+    def _gather_lists(
+        self, lists: Iterable[Tensors], inputs: Tensors, options: Options, outputs: Sequence[object]
+    ) -> LaneWork:
         name = "all_gather"
         gathers = []
         for outs, tensor in zip(lists, inputs, strict=True):
@@ -194,11 +198,11 @@ class BaguaGroup(GroupBase):
         return self._gather_each([output], [tensor], options)
 
     @in_any_form("outputs", "inputs")
-    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, options: Options) -> LaneWork:
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, options: Options) -> LaneWork:
         """`all_gather_single` of each pair of tensors."""
         return self._gather_each(outputs, inputs, options)
 
-    def _gather_each(self, outputs: Any, inputs: Any, options: Options) -> LaneWork:
+    def _gather_each(self, outputs: Tensors, inputs: Tensors, options: Options) -> LaneWork:
         name = "all_gather"
         work = []
         for output, tensor in pairs(name, outputs, inputs):
@@ -217,7 +221,7 @@ class BaguaGroup(GroupBase):
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
     @in_any_form("output_tensors", "input_tensors|input_tensor", "root", "timeout")
-    def gather(self, outputs: Any, inputs: Any, options: Options) -> LaneWork:
+    def gather(self, outputs: Lists, inputs: Given, options: Options) -> LaneWork:
         """Gather the tensor of each rank on the root, in a list."""
         name, root, targets = "gather", options.root, []
         check_root(name, root, self.size())
@@ -239,7 +243,7 @@ class BaguaGroup(GroupBase):
         return self._submit(name, options, outs, gather, reads=[tensor])
 
     @in_any_form("output_tensors|output_tensor", "input_tensors", "root", "timeout")
-    def scatter(self, outputs: Any, inputs: Any, options: Options) -> LaneWork:
+    def scatter(self, outputs: Given, inputs: Lists, options: Options) -> LaneWork:
         """Send one tensor of a list of the root to each rank."""
         name, root, parts = "scatter", options.root, []
         check_root(name, root, self.size())
@@ -278,7 +282,7 @@ class BaguaGroup(GroupBase):
     alltoall_base = all_to_all_single
 
     @in_any_form("output_tensors", "input_tensors")
-    def alltoall(self, outputs: Any, inputs: Any, options: Options) -> LaneWork:
+    def alltoall(self, outputs: Tensors, inputs: Tensors, options: Options) -> LaneWork:
         """Send one tensor of a list to each rank."""
         name = "all_to_all"
         xs = one_of_each(name, inputs, self.size(), any_dtype)
@@ -293,7 +297,7 @@ class BaguaGroup(GroupBase):
         outs: Sequence[Array],
         recvs: list[int],
         options: Options,
-        outputs: Any,
+        outputs: Sequence[object],
     ) -> LaneWork:
         """Send `sends[r]` elements to rank r: by the same call, whether or not a rank's numbers are equal."""
         if sends[self.rank()] != recvs[self.rank()]:
@@ -323,13 +327,13 @@ class BaguaGroup(GroupBase):
 
     # Messages between two ranks ---------------------------------------------------------------------------
 
-    def send(self, tensors: Any, dstRank: int, tag: int) -> LaneWork:  # noqa: N803 - PyTorch's name
+    def send(self, tensors: Given, dstRank: int, tag: int) -> LaneWork:  # noqa: N803 - PyTorch's name
         """Send a tensor to another rank."""
         tensor = only("send", tensors)
         x = np.ascontiguousarray(any_dtype("send", tensor.detach().cpu()))
         return self._message("send", dstRank, tag, x, tensors)
 
-    def recv(self, tensors: Any, srcRank: int, tag: int) -> LaneWork:  # noqa: N803 - PyTorch's name
+    def recv(self, tensors: Given, srcRank: int, tag: int) -> LaneWork:  # noqa: N803 - PyTorch's name
         """Receive a tensor from another rank."""
         tensor = only("recv", tensors)
         x = any_dtype("recv", tensor)
@@ -339,7 +343,7 @@ class BaguaGroup(GroupBase):
         into = any_dtype("recv", buffer)
         return self._message("recv", srcRank, tag, into, tensors, copying(tensor.detach(), buffer))
 
-    def recv_anysource(self, tensors: Any, tag: int) -> LaneWork:
+    def recv_anysource(self, tensors: Given, tag: int) -> LaneWork:
         """Refuse: name the rank to receive from."""
         raise UnsupportedError(
             "recv: the backend bagua receives from one rank; pass src=, the rank of the sender"
@@ -351,7 +355,7 @@ class BaguaGroup(GroupBase):
         peer: int,
         tag: int,
         x: Array,
-        tensors: Any,
+        tensors: Given,
         then: Callable[[], object] | None = None,
     ) -> LaneWork:
         self._check_open(name)

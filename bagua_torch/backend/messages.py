@@ -14,7 +14,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from weakref import WeakSet
 
 from bagua_comm import ArrayError, CommError, CommMismatch, arrays
@@ -190,7 +190,7 @@ def _stop_at_exit() -> None:
 
 
 def _exchange(channel: Channel, queue: _Queue, message: _Message) -> None:
-    messages: Any = [(queue.peer, message.array)]
+    messages = [(queue.peer, message.array)]
     sends, recvs = (messages, []) if queue.call == "send" else ([], messages)
     channel.begin_call(queue.call, collective=False)
     try:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeAlias
 from urllib.parse import parse_qs, urlparse
 from weakref import WeakSet
 
@@ -21,6 +21,7 @@ from bagua_comm.execution.lane import InlineLane, Lane, ThreadLane
 
 from ..process_group import ProcessGroupTransport, RendezvousInfo
 from ..process_group.bootstrap import BACKEND, serve_store, use_device
+from ..process_group.store import Store
 from ..process_group.transport import count
 from ..process_group.waiter import CHECK_S
 from .alone import warn_if_alone
@@ -29,6 +30,9 @@ from .group import BaguaGroup
 
 _POLL_S = 0.001
 """How long a rank waits at first before it asks again whether all have come; later, longer."""
+
+World: TypeAlias = "tuple[Store, int, int]"
+"""A store, this rank, and the number of ranks."""
 
 _connected: WeakSet[Communicator] = WeakSet()
 """The worlds that a rendezvous has connected, which the end of the group closes."""
@@ -41,7 +45,7 @@ def register_backend() -> None:
     backend: Any = dist.Backend  # torch leaves it untyped
     devices = ["cpu", "cuda"] if torch.cuda.device_count() else ["cpu"]  # ShardedTensor uses the last of them
     backend.register_backend(BACKEND, _make_group, extended_api=True, devices=devices)
-    handlers: dict[str, Any] = _rendezvous_handlers
+    handlers: dict[str, Callable[..., Iterator[World]]] = _rendezvous_handlers
     handlers["env"] = _EnvironmentOrMPI(handlers["env"])
     environment.copy_numbers_for_torch()
     warn_if_alone()
@@ -50,10 +54,12 @@ def register_backend() -> None:
 class _EnvironmentOrMPI:
     """The rendezvous "env://": of MPI, or of the world that is connected, if no variable names another one."""
 
-    def __init__(self, without_mpi: Any) -> None:
+    def __init__(self, without_mpi: Callable[..., Iterator[World]]) -> None:
         self._without_mpi = without_mpi
 
-    def __call__(self, url: str, timeout: timedelta = dist.default_pg_timeout, **options: Any) -> Iterator[Any]:
+    def __call__(
+        self, url: str, timeout: timedelta = dist.default_pg_timeout, **options: object
+    ) -> Iterator[World]:
         before = current()
         if environment.names_rendezvous() or (before is None and not environment.under_mpi()):
             yield from self._without_mpi(url, timeout=timeout, **options)
@@ -72,14 +78,14 @@ class _EnvironmentOrMPI:
         yield serve_store(world), world.rank, world.size
 
 
-def _make_group(opts: Any, options: Any) -> BaguaGroup:
+def _make_group(opts: torch._C._distributed_c10d._DistributedBackendOptions, options: object) -> BaguaGroup:
     """Make a group of the ranks that call this. Collective."""
     if options is not None and not isinstance(options, BackendOptions):
         raise ArrayError(f"pg_options is {options!r}, expected bagua_torch.BackendOptions for the backend bagua")
     rank, size, timeout_s = opts.group_rank, opts.group_size, opts.timeout.total_seconds()
     name, store = f"{opts.group_id}-{count(opts.store, 'bagua', rank)}", opts.store
     ranks = list(opts.global_ranks_in_group) or list(range(size))
-    default: Any = dist.group.WORLD
+    default = dist.group.WORLD
     parent = default.parent if isinstance(default, BaguaGroup) else None
     wait_for_ranks(store, name, rank, ranks, timeout_s, parent)
     if parent is not None:
@@ -104,7 +110,7 @@ def _make_group(opts: Any, options: Any) -> BaguaGroup:
 
 
 def wait_for_ranks(
-    store: Any, name: str, rank: int, ranks: Sequence[int], timeout_s: float, parent: Communicator | None = None
+    store: Store, name: str, rank: int, ranks: Sequence[int], timeout_s: float, parent: Communicator | None = None
 ) -> None:
     """Wait until all ranks of a group have called this.
 
@@ -130,9 +136,9 @@ def wait_for_ranks(
         return [each for each, key in zip(ranks, keys, strict=True) if not store.check([key])]
 
     try:
-        store.set(keys[rank], b"here")
+        store.set(keys[rank], "here")
         if store.add(f"{whole}/count", 1) == len(ranks):
-            store.set(whole, b"here")
+            store.set(whole, "here")
         # `store.wait` with a short timeout would print a warning of PyTorch's each time.
         while not store.check([whole]):
             now_s = time.monotonic()

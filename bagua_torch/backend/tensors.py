@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -14,6 +14,13 @@ from bagua_comm.arrays import Array, Op, check_reduction
 from bagua_comm.comm.arguments import check_writable
 
 from ..arrays import as_array, dtype_name
+
+Tensors: TypeAlias = Sequence[torch.Tensor]
+Given: TypeAlias = torch.Tensor | Tensors
+"""The tensor of this rank; or a list of one for each device of the process, or of several for one call."""
+
+Lists: TypeAlias = Tensors | Sequence[Tensors]
+"""One tensor for each rank; or a list of such a list."""
 
 HOST = torch.device("cpu")
 
@@ -34,7 +41,7 @@ _BOOLS = {np.dtype(bool)}
 _OF_BOOLS: dict[Op, Op] = {op: op for op in ("min", "max", "band", "bor", "bxor")} | {"sum": "max", "prod": "min"}
 
 
-def as_list(call: str, tensors: Any) -> list[torch.Tensor]:
+def as_list(call: str, tensors: Given) -> list[torch.Tensor]:
     """Return the tensors of a call, which may be one tensor or a list.
 
     Raises:
@@ -59,7 +66,7 @@ def only(call: str, values: Any) -> Any:
     return values[0]
 
 
-def with_list(call: str, tensor: Any, tensors: Any) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+def with_list(call: str, tensor: Given, tensors: Any) -> tuple[torch.Tensor, Tensors]:
     """Return the tensor of a rank, and its list of one tensor for each rank; [] if it gives none.
 
     Both are given as they are, or each in a list of one element.
@@ -69,7 +76,7 @@ def with_list(call: str, tensor: Any, tensors: Any) -> tuple[torch.Tensor, Seque
     return only(call, tensor), only(call, tensors) if tensors else []
 
 
-def one_of_each(call: str, tensors: Sequence[torch.Tensor], size: int, move: Callable[..., Array]) -> list[Array]:
+def one_of_each(call: str, tensors: Tensors, size: int, move: Callable[..., Array]) -> list[Array]:
     """Return a list of one tensor for each rank as arrays.
 
     Raises:
@@ -177,7 +184,7 @@ def device_of(tensors: Any) -> torch.device:
     return device
 
 
-def pairs(call: str, outputs: Any, inputs: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def pairs(call: str, outputs: Given, inputs: Given) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return the outputs of a call with their inputs.
 
     Raises:
@@ -212,7 +219,7 @@ def copying(target: torch.Tensor, buffer: torch.Tensor) -> Callable[[], None]:
     On a CUDA device, it copies in the order of the stream that is current now, so after the work that the caller
     has submitted for `target`. The copy is complete when it returns.
     """
-    stream: Any = torch.cuda.current_stream(target.device) if target.device.type == "cuda" else None
+    stream = torch.cuda.current_stream(target.device) if target.device.type == "cuda" else None
 
     def copy() -> None:
         with torch.cuda.stream(stream):  # does nothing without a stream
@@ -238,7 +245,7 @@ def joined(parts: Sequence[Array]) -> Array:
 
 def apart(xs: Sequence[Array]) -> list[Array]:
     """Return these arrays, but a copy in place of one that has come before."""
-    before: set[Any] = set()
+    before: set[tuple[object, ...]] = set()
     found = []
     for x in xs:
         place = arrays.address(x), x.shape, x.strides

@@ -78,8 +78,8 @@ class LaneWork(_Work):  # type: ignore[misc]
     def __init__(
         self,
         call: str,
-        future: Future[Any],
-        tensors: Any,
+        future: Future[None] | Future[object],
+        tensors: object,
         device: torch.device,
         callbacks: Callbacks,
         source: int | None = None,
@@ -126,7 +126,7 @@ class LaneWork(_Work):  # type: ignore[misc]
         """Return the error of the call; None if it has none, or is not done."""
         return self._task.exception() if self._task.done() else None
 
-    def result(self) -> Any:
+    def result(self) -> object:
         """Wait for the call, and return the tensors that it has filled."""
         self.wait()
         return self._tensors
@@ -139,7 +139,7 @@ class LaneWork(_Work):  # type: ignore[misc]
 
     _source_rank = source_rank
 
-    def get_future(self) -> torch.futures.Future[Any]:
+    def get_future(self) -> torch.futures.Future[object]:
         """Return a future of PyTorch, whose value is the tensors that the call fills.
 
         A future keeps no more of an error than its text. So a backward pass that asks for one, as that of
@@ -147,17 +147,17 @@ class LaneWork(_Work):  # type: ignore[misc]
         """
         if torch._C._current_graph_task_id() != -1:
             torch.autograd.Variable._execution_engine.queue_callback(self.synchronize)
-        devices: Any = None if self._device.type == "cpu" else [self._device]
+        devices: list[int | str | torch.device] | None = None if self._device.type == "cpu" else [self._device]
         done: torch.futures.Future[None] = torch.futures.Future(devices=devices)
 
-        def value(_: object) -> Any:
+        def value(_: object) -> object:
             with torch_stream(self._device):
                 self._task.result()
                 return self._tensors
 
         # A callback that raises gives PyTorch's future an error. `set_exception` gives it the exception as its
         # value, which DistributedDataParallel then reads as tensors.
-        made: torch.futures.Future[Any] = done.then(value)
+        made: torch.futures.Future[object] = done.then(value)
         if self._task.done():  # PyTorch's join reads the value at once, after wait()
             done.set_result(None)
             return made

@@ -54,18 +54,18 @@ class Checkpoints(bagua_comm.Checkpoints):
     """
 
     @staticmethod
-    def _to_array(value: Any) -> tuple[str, Array] | None:
+    def _to_array(value: object) -> tuple[str, Array] | None:
         if isinstance(value, torch.Tensor):
             return "tensor", as_array(value.detach().resolve_conj().resolve_neg())
         return as_tagged(value)
 
     @staticmethod
-    def _from_array(tag: str, array: Array) -> Any:
+    def _from_array(tag: str, array: Array) -> object:
         return as_tensor(array) if tag == "tensor" else from_tagged(tag, array)
 
     @public_method("Checkpoints.save")
     def save(  # type: ignore[override]
-        self, step: int, *, wait: bool = False, **objects: Any
+        self, step: int, *, wait: bool = False, **objects: object
     ) -> None:
         """Save objects as the checkpoint of a step; call it between two steps.
 
@@ -94,7 +94,12 @@ class Checkpoints(bagua_comm.Checkpoints):
 
     @public_method("Checkpoints.load")
     def load(
-        self, step: int | None = None, *, fallback: bool = False, like: Any = None, **objects: Any
+        self,
+        step: int | None = None,
+        *,
+        fallback: bool = False,
+        like: Mapping[str, Own] | None = None,
+        **objects: Any,
     ) -> Loaded:
         """Load the checkpoint of a step, or the latest one, into objects.
 
@@ -143,7 +148,7 @@ def _bare(value: Any) -> Any:
     return value.value if isinstance(value, Own) else value
 
 
-def _tree_of(value: Any, models: list[DistributedDataParallel]) -> dict[str, Any]:
+def _tree_of(value: object, models: list[DistributedDataParallel]) -> dict[str, object]:
     """The saved tree of an object; `models` are the models saved with it."""
     bare = _bare(value)
     if isinstance(bare, DistributedDataParallel):
@@ -157,7 +162,7 @@ def _tree_of(value: Any, models: list[DistributedDataParallel]) -> dict[str, Any
     state: Any = bare.state_dict()
     if isinstance(bare, nn.Module):
         state = _with_metadata(state)
-    if bare is not value:
+    if isinstance(value, Own):
         return {"state": dataclasses.replace(value, value=state)}
     if isinstance(bare, torch.optim.Optimizer):
         stepped = {id(p) for group in bare.param_groups for p in group["params"]}
@@ -177,33 +182,33 @@ def _dtypes_of(optimizer: torch.optim.Optimizer) -> list[str]:
     return [str(p.dtype) for group in optimizer.param_groups for p in group["params"]]
 
 
-def _is_state(saved: Mapping[str, Any]) -> bool:
+def _is_state(saved: Mapping[str, object]) -> bool:
     return "state" in saved
 
 
-def _with_metadata(state: Mapping[str, Any]) -> dict[str, Any]:
+def _with_metadata(state: Mapping[str, object]) -> dict[str, Any]:
     versions = {name: dict(facts) for name, facts in getattr(state, "_metadata", {}).items()}
     return {"entries": dict(state), "versions": versions}
 
 
-def _module_state(saved: Mapping[str, Any]) -> OrderedDict[str, Any]:
-    state = OrderedDict(saved["entries"])
+def _module_state(saved: Mapping[str, Any]) -> OrderedDict[str, object]:
+    state: OrderedDict[str, object] = OrderedDict(saved["entries"])
     state._metadata = OrderedDict(saved["versions"])  # type: ignore[attr-defined]
     return state
 
 
-def _tree_of_ddp(model: DistributedDataParallel) -> dict[str, Any]:
+def _tree_of_ddp(model: DistributedDataParallel) -> dict[str, object]:
     """The saved tree of a wrapped model. Call it on all ranks between steps."""
     engine = model.tree_of_engine()  # writes back exchanged weights, before they are read
     module = model.module
     state = _with_metadata(module.state_dict())
     weights = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-    parts: dict[str, dict[str, Any]] = {"weights": {}, "buffers": {}, "ignored": {}}
+    parts: dict[str, dict[str, object]] = {"weights": {}, "buffers": {}, "ignored": {}}
     for name, value in state["entries"].items():
         part = "ignored" if name in model.ignored_names else "weights" if name in weights else "buffers"
         parts[part][name] = value
-    names: Any = list(state["entries"])
-    versions: Any = state["versions"]
+    names: object = list(state["entries"])
+    versions: object = state["versions"]
     if model.parts_stay:  # they differ between ranks, and so do their names
         names, versions = Own(names), Own(versions)
     return {
@@ -219,7 +224,7 @@ def _tree_of_ddp(model: DistributedDataParallel) -> dict[str, Any]:
 # Trees as objects ------------------------------------------------------------------------------------------
 
 
-def _order(value: Any) -> int:
+def _order(value: object) -> int:
     """Optimizers before models, which share state with them; others last."""
     types = (torch.optim.Optimizer, DistributedDataParallel, nn.Module)
     return next((n for n, each in enumerate(types) if isinstance(_bare(value), each)), len(types))
@@ -250,7 +255,7 @@ def _load_into(name: str, target: Any, saved: Mapping[str, Any]) -> None:
         target.load_state_dict(state)
 
 
-def _merged(saved: Mapping[str, Any]) -> OrderedDict[str, Any]:
+def _merged(saved: Mapping[str, Any]) -> OrderedDict[str, object]:
     """The state dict of a wrapped module."""
     entries = {**saved["weights"], **saved["buffers"], **saved["ignored"]}
     ordered = {name: entries[name] for name in saved["names"]}

@@ -31,7 +31,7 @@ from bagua_comm import (
     Window,
 )
 from bagua_comm.algorithms.base import TRANSIENT
-from bagua_comm.algorithms.state import load_state, save_state
+from bagua_comm.algorithms.state import Saved, load_state, save_state
 from bagua_comm.averages import InPlace
 from bagua_comm.averages.base import check_average_argument
 
@@ -39,7 +39,7 @@ from ..arrays import as_array, as_tensor, cupy_stream, dtype_name, torch_stream
 from ..entry import communicator_of, errors_on_all
 from ..tensors.flats import layout_of, views
 
-Hook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
+Hook = Callable[[object, GradBucket], torch.futures.Future[torch.Tensor]]
 
 
 def comm_hook(average: Average, comm: Communicator | None = None) -> Hook:
@@ -69,7 +69,7 @@ def comm_hook(average: Average, comm: Communicator | None = None) -> Hook:
     names: dict[int, str] = {}  # names of parameters, by id
     numbers = itertools.count()
     bound: dict[int, tuple[Bucket, InPlace]] = {}  # by the index of the bucket
-    saved: dict[str, dict[str, Any]] = {}  # states of averages for buckets that PyTorch has replaced
+    saved: Saved = {}  # states of averages for buckets that PyTorch has replaced
     watched = -1  # PyTorch's id of the backward pass whose end waits for the lane
 
     def bucket_of(given: GradBucket) -> Bucket:
@@ -197,7 +197,7 @@ class HookAlgorithm(Algorithm):
         parameters: The parameters of the model, by name.
     """
 
-    hook: Callable[[Any, Any], Any]
+    hook: Callable[[object, HookBucket], Any]
     state: object
     parameters: Mapping[str, torch.Tensor]
     layout: _Layout = field(default_factory=_Layout)
@@ -244,7 +244,7 @@ class HookAlgorithm(Algorithm):
                 buffer.copy_(result.detach().reshape(buffer.shape))
 
 
-def check_hook(hook: object) -> Callable[[Any, Any], Any]:
+def check_hook(hook: object) -> Callable[[object, HookBucket], Any]:
     """Return `hook` if it can serve as a communication hook.
 
     Raises:

@@ -58,7 +58,9 @@ def check_others(
             raise TypeError(f"DistributedDataParallel: there is no argument {name!r}{hint}")
 
 
-def device_of_inputs(device_ids: Sequence[Any] | None, device: torch.device) -> torch.device | None:
+def device_of_inputs(
+    device_ids: Sequence[int | torch.device] | None, device: torch.device
+) -> torch.device | None:
     """The device to which inputs are moved before the module runs; None if they are not moved.
 
     Raises:
@@ -115,15 +117,16 @@ def bytes_of_cap(bucket_bytes: int | None, bucket_cap_mb: float | None, default:
     return max(1, int(bucket_cap_mb * 2**20))
 
 
-def _device(value: Any) -> torch.device:
+def _device(value: int | str | torch.device) -> torch.device:
     return torch.device("cuda", value) if isinstance(value, int) else torch.device(value)
 
 
-def _check_group(group: Any, ranks: int) -> None:
+def _check_group(group: object, ranks: int) -> None:
     if group is None:
         return
-    mine = isinstance(group, dist.ProcessGroup)  # on other ranks PyTorch gives a number instead
-    if not mine or dist.get_process_group_ranks(group) != list(range(ranks)) or dist.get_world_size() != ranks:
+    everyone = list(range(ranks))  # on ranks outside of a group PyTorch gives a number instead
+    mine = dist.get_process_group_ranks(group) if isinstance(group, dist.ProcessGroup) else None
+    if mine != everyone or dist.get_world_size() != ranks:
         raise UnsupportedError(
             "DistributedDataParallel: process_group is not the group of all ranks; give comm, which "
             "bagua_torch.connect() makes from the default group, and comm.split from a part of it"

@@ -6,7 +6,7 @@ Each one works, or is a key of `INSTEAD`: reading and setting it raises an error
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -71,7 +71,7 @@ SET_INSTEAD = {
 
 def settings(
     device: torch.device, inputs_to: torch.device | None, others: Mapping[str, Any], *, in_buckets: bool
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """The attributes of PyTorch's wrapper that keep their values, by name.
 
     Args:
@@ -121,5 +121,5 @@ class Reducer:
     def _delay_all_reduce(self) -> None:
         """Nothing: a static graph is averaged in its first backward pass already."""
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> NoReturn:
         raise MissingError(f"the reducer of bagua_torch has no attribute '{name}'; ddp.engine averages gradients")

@@ -18,7 +18,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -46,6 +46,7 @@ from bagua_comm.trace import ExchangeCounters
 from .. import sync_batchnorm
 from ..entry import communicator_of, errors_on_all
 from ..errors import MissingError, MisuseError
+from ..process_group.bootstrap import default_group
 from ..tensors import checks
 from ..tensors.memory import pack, specs_of
 from ..tensors.model_state import ModelState
@@ -556,12 +557,12 @@ class DistributedDataParallel(nn.Module):
 
     # State dicts and checkpoints ---------------------------------------------------------------------------
 
-    def get_extra_state(self) -> dict[str, Any]:
+    def get_extra_state(self) -> dict[str, object]:
         """The algorithm's state, for `state_dict()`."""
         self._steps.complete()
         return self._steps.engine.state_tensors()
 
-    def set_extra_state(self, state: dict[str, Any]) -> None:
+    def set_extra_state(self, state: dict[str, object]) -> None:
         """Load the result of `get_extra_state`, as called by `load_state_dict()`. Collective."""
         mine, saved = self.algorithm, None
         if self.tuner is not None:
@@ -580,7 +581,7 @@ class DistributedDataParallel(nn.Module):
             self.replan(algorithm=mine)
         self._steps.forget()
 
-    def tree_of_engine(self) -> dict[str, Any] | None:
+    def tree_of_engine(self) -> dict[str, object] | None:
         """The algorithm's state as a tree for `bagua_torch.Checkpoints`, for any number of ranks, or None.
 
         Exchanged weights are written back first.
@@ -590,7 +591,7 @@ class DistributedDataParallel(nn.Module):
         keeps_none = self.tuner is None and not self.keeps_state()
         return None if keeps_none else tree_of_engine(self._steps.engine)
 
-    def load_tree(self, module: Mapping[str, Any], engine: dict[str, Any] | None) -> None:
+    def load_tree(self, module: Mapping[str, object], engine: dict[str, object] | None) -> None:
         """Load the module's state dict and the result of `tree_of_engine`, on any number of ranks.
 
         Collective.
@@ -620,7 +621,7 @@ class DistributedDataParallel(nn.Module):
         draws = any(codec.random_seed is not None for codec in codecs_in(self.algorithm))  # by the step
         return draws or not plain or any(has_saved_state(state) for state in self._steps.engine.states)
 
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+    def _save_to_state_dict(self, destination: dict[str, object], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.tuner is None and not self.keeps_state():  # a tuner may try an algorithm with state
             del destination[prefix + _EXTRA_STATE]
@@ -640,7 +641,7 @@ class DistributedDataParallel(nn.Module):
             )
         return super().load_state_dict(state_dict, strict=strict, assign=assign)
 
-    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(self, state_dict: Mapping[str, object], prefix: str, *args: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args)
         key, missing = prefix + _EXTRA_STATE, args[2]
         if key in missing and not self.keeps_state():
@@ -687,7 +688,7 @@ class DistributedDataParallel(nn.Module):
         else:
             super().__setattr__(name, value)
 
-    def __getstate__(self) -> Any:
+    def __getstate__(self) -> NoReturn:
         raise UnsupportedError("DistributedDataParallel: cannot be copied or pickled; copy its .module")
 
     @property
@@ -727,14 +728,9 @@ class DistributedDataParallel(nn.Module):
     @property
     def process_group(self) -> dist.ProcessGroup:
         """The process group of torch.distributed with the same ranks: the one given, or the default one."""
-        group, mine = self._process_group, (self.comm.size, self.comm.rank)
-        if (
-            group is None
-            and dist.is_available()
-            and dist.is_initialized()
-            and mine == (dist.get_world_size(), dist.get_rank())
-        ):
-            group = dist.group.WORLD
+        group, world, mine = self._process_group, default_group(), (self.comm.size, self.comm.rank)
+        if group is None and world is not None and mine == (world.size(), world.rank()):
+            group = world
         if group is None:
             raise AttributeError("process_group")  # `__getattr__` says what to use
         return group  # type: ignore[no-any-return]

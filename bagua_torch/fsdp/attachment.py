@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -119,7 +118,7 @@ class Attachment(Closing):
         """The calls and bytes of all gathers and reductions on this rank, by operation."""
         return self._counters
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
         """Return the state of this rank: the residuals of `ErrorFeedback`, by the names of modules.
 
         A residual is a flat tensor of the elements of the module's gradients, shards padded; zeros before the
@@ -133,7 +132,7 @@ class Attachment(Closing):
         counts = {name: torch.tensor(each.means) for name, each in self._counting.items()}
         return {self._key: residuals, **({_COUNTS: counts} if counts else {})}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         """Continue from the result of `state_dict` of this rank.
 
         Collective.
@@ -176,7 +175,7 @@ class Attachment(Closing):
         shards = sorted({(group.rank(), group.size()) for group in groups} - {(rank, size)})
         return ", ".join([f"residuals of rank {rank} of {size}", *(f"shard {i} of {n}" for i, n in shards)])
 
-    def _complaint(self, state: Mapping[str, Any]) -> ArrayError | None:
+    def _complaint(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> ArrayError | None:
         """Return the error to raise if the state does not fit."""
         name, key = "load_state_dict", self._key
         if not isinstance(state, Mapping) or not all(isinstance(each, Mapping) for each in state.values()):

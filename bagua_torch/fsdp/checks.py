@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
@@ -30,7 +29,7 @@ def argument(name: str, average: Average) -> Iterator[None]:
         raise type(exc)(f"{NAME}: {name} is {average}: {exc}{hint}") from exc
 
 
-def checked_units(model: Any, reduce: Any, gather: Any, replicas: Any) -> list[Unit]:
+def checked_units(model: nn.Module, reduce: Average, gather: Average, replicas: Average | None) -> list[Unit]:
     """Return the units of a model; raise unless they can be reduced and gathered by these methods."""
     for name, method in (("reduce", reduce), ("gather", gather), ("replicas", replicas)):
         if method is not None:

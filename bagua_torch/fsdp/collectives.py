@@ -183,7 +183,7 @@ class Reduce(_Allocating, FeedsBack, ReduceScatter):
         output_tensor: torch.Tensor,
         input_tensor: torch.Tensor,
         group: dist.ProcessGroup,
-        op: Any,
+        op: dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> None:
         """See PyTorch's `ReduceScatter`. Complete, or in stream order, on return, unless nobody reads it yet.

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import deque
 from concurrent.futures import Future
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,12 +35,12 @@ class Gathering(dist.Work):
         prefetch: Called with `unit` when it is gathered.
     """
 
-    def __init__(self, lane: Lane[Communicator], future: Future[Any], unit: Unit, prefetch: Prefetch) -> None:
+    def __init__(self, lane: Lane[Communicator], future: Future[object], unit: Unit, prefetch: Prefetch) -> None:
         super().__init__()
         self._lane, self._future = lane, future
         self._unit, self._prefetch = unit, prefetch
 
-    def wait(self, timeout: Any = None) -> bool:
+    def wait(self, timeout: object = None) -> bool:
         """Wait for the end, and raise the error if there was one; begin the gather that follows."""
         self._lane.result(self._future)
         self._prefetch.follow(self._unit)
@@ -124,14 +123,14 @@ class Reductions:
 
     def __init__(self, passes: BackwardPasses) -> None:
         self._passes = passes
-        self._pending: deque[tuple[Lane[Communicator], Future[Any]]] = deque()
+        self._pending: deque[tuple[Lane[Communicator], Future[None]]] = deque()
         self._error: Exception | None = None
 
     def begin(self) -> bool:
         """Wait when the running backward pass ends, before what is to be done then; returns whether one runs."""
         return self._passes.at_end(self._end_all, self.wait)
 
-    def add(self, lane: Lane[Communicator], future: Future[Any]) -> None:
+    def add(self, lane: Lane[Communicator], future: Future[None]) -> None:
         """Wait for a task at the end of the backward pass; and now for early ones, of which it keeps few.
 
         Outside of a pass, wait now: pipeline stages reduce there, and read the results at once.

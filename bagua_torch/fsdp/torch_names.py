@@ -9,12 +9,17 @@ import math
 from collections.abc import Callable, Iterator
 from copy import copy
 from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd import Variable
+from torch.utils.hooks import RemovableHandle
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 TRIED = "2.11 and 2.13"
 """Versions of PyTorch with which this package was tried."""
@@ -52,14 +57,14 @@ class Unit:
         group: PyTorch's object of these parameters.
     """
 
-    def __init__(self, name: str, group: Any) -> None:
+    def __init__(self, name: str, group: FSDPParamGroup) -> None:
         self.name, self._group = name, group
         self._meshes = group.mesh_info, group.post_forward_mesh_info
-        self._changes: list[tuple[str, Any, Any]] = []
+        self._changes: list[tuple[str, object, object]] = []
         """Attributes of `group` that this has set, with the values before and since; `_METHOD` for a method."""
-        self._hooks: list[Any] = []
+        self._hooks: list[RemovableHandle] = []
 
-    def _set(self, name: str, value: Any) -> None:
+    def _set(self, name: str, value: object) -> None:
         """Set an attribute of PyTorch's object, or replace a method, until `restore`."""
         self._changes.append((name, vars(self._group).get(name, _METHOD), value))
         setattr(self._group, name, value)
@@ -95,13 +100,12 @@ class Unit:
     @property
     def gradient_numel(self) -> int:
         """Number of elements of the gradients of all trainable parameters, with the padding of shards."""
-        ranks: int = self.process_groups[0].size()
-        return ranks * self.shard_numel
+        return self.process_groups[0].size() * self.shard_numel
 
     @property
     def shard_numel(self) -> int:
         """Number of elements of a rank's shards of these gradients, with their padding."""
-        return int(sum(math.prod(p.padded_sharded_param_size) for p in self._trained))
+        return sum(math.prod(p.padded_sharded_param_size) for p in self._trained)
 
     @property
     def gradient_rows(self) -> list[tuple[int, int]]:
@@ -132,8 +136,7 @@ class Unit:
     @property
     def device(self) -> torch.device:
         """The device that computes and communicates, even if shards are kept elsewhere."""
-        found: torch.device = self._group.device
-        return found
+        return self._group.device
 
     @property
     def parameters(self) -> list[tuple[str, tuple[int, ...], bool]]:
@@ -146,19 +149,18 @@ class Unit:
     @property
     def shards(self) -> list[torch.Tensor]:
         """The shard of each parameter on this rank."""
-        return [p.sharded_param.to_local() for p in self._group.fsdp_params]
+        sharded: list[Any] = [p.sharded_param for p in self._group.fsdp_params]
+        return [each.to_local() for each in sharded]
 
     @property
     def partial_gradients(self) -> torch.Tensor | None:
         """The sum of shards of gradients whose average over replicas `set_requires_all_reduce` has postponed."""
-        found: torch.Tensor | None = self._group._partial_reduce_output
-        return found
+        return self._group._partial_reduce_output
 
     @property
     def divide_factor(self) -> float | None:
         """The divisor that the user has set for gradients; None for the number of ranks."""
-        factor: float | None = self._group.gradient_divide_factor
-        return factor
+        return self._group.gradient_divide_factor
 
     @property
     def has_gradients(self) -> bool:
@@ -168,7 +170,7 @@ class Unit:
     @property
     def is_in_forward(self) -> bool:
         """Whether the parameters are gathered for a forward pass."""
-        return bool(self._group._training_state == TrainingState.FORWARD)
+        return self._group._training_state == TrainingState.FORWARD
 
     def prefetch(self) -> bool:
         """Begin to gather the parameters for a forward pass; returns whether they had to be. Collective."""
@@ -201,7 +203,7 @@ class Unit:
         )
 
     @property
-    def _trained(self) -> list[Any]:
+    def _trained(self) -> list[FSDPParam]:
         return [p for p in self._group.fsdp_params if p.sharded_param.requires_grad]
 
     def use(self, gather: AllGather, reduce: ReduceScatter, *, include_unused: bool) -> None:
@@ -221,7 +223,7 @@ class Unit:
         """Call a function before a method of PyTorch's object."""
         former = getattr(self._group, method)
 
-        def both(*args: Any) -> None:
+        def both(*args: object) -> None:
             call()
             former(*args)
 
@@ -257,11 +259,11 @@ class Unit:
         if after is info:
             self._set("post_forward_mesh_info", only_shards)
         self._set("_all_reduce_hook", average)
-        postponing = copy(info)
+        postponing: Any = copy(info)
         postponing.replicate_process_group = _OneReplica()
         group, post_backward = self._group, self._group.post_backward
 
-        def in_its_mesh(*args: Any) -> None:
+        def in_its_mesh(*args: object) -> None:
             if not group.all_reduce_grads:
                 group.mesh_info = postponing
             try:
@@ -332,9 +334,9 @@ def sharded_modules(model: nn.Module) -> list[str]:
     return list(_groups_of(model))
 
 
-def _groups_of(model: nn.Module) -> dict[str, list[Any]]:
+def _groups_of(model: nn.Module) -> dict[str, list[FSDPParamGroup]]:
     """PyTorch's groups of parameters by the names of their modules, each once."""
-    found: dict[str, list[Any]] = {}
+    found: dict[str, list[FSDPParamGroup]] = {}
     seen: set[int] = set()
     for name, module in model.named_modules():
         if not isinstance(module, FSDPModule):
@@ -356,11 +358,10 @@ def _version_of(tensor: Any) -> int:
     return found
 
 
-def op_of(op: Any) -> str:
+def op_of(op: object) -> str:
     """The reduction that PyTorch asks for: "sum", "avg", "premul_sum" or the name of another one."""
-    reduce_op: Any = dist.ReduceOp
     for name in ("AVG", "SUM", "PREMUL_SUM"):
-        if op == getattr(reduce_op, name):
+        if op == getattr(dist.ReduceOp, name):
             return name.lower()
     return str(op)
 
@@ -383,14 +384,13 @@ class _Watch:
 
 def running_backward() -> int | None:
     """The number of the backward pass that this thread runs; None outside of passes."""
-    number: int = torch._C._current_graph_task_id()
+    number = torch._C._current_graph_task_id()
     return None if number < 0 else number
 
 
 def observe_backward(ends: Callable[[bool], None]) -> None:
     """Call `ends(raised)` when the running backward pass ends, before the caller of `backward()` goes on."""
-    engine: Any = Variable._execution_engine
-    engine.queue_callback(_Watch(ends))
+    Variable._execution_engine.queue_callback(_Watch(ends))
 
 
 def _uncompiled(call: Callable[..., None]) -> Any:
@@ -408,7 +408,7 @@ def observe_forward(
     """
     disable: Any = getattr(common, "_dynamo_disable", lambda function: function)
 
-    def after(module: nn.Module, arguments: Any, output: Any) -> None:
+    def after(module: nn.Module, arguments: object, output: object) -> None:
         end(output is None)
 
     hooks = [

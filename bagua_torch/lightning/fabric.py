@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from bagua_comm import Algorithm, ArrayError, Communicator
@@ -44,7 +46,7 @@ class BaguaFabricStrategy(RankStrategy, _FabricBase):  # type: ignore[misc]
         UnsupportedError: Neither distribution is installed; or both are imported, and `package` is not given.
     """
 
-    def __new__(cls, *_: Any, package: Package | None = None, **__: Any) -> BaguaFabricStrategy:  # noqa: D102
+    def __new__(cls, *_: object, package: Package | None = None, **__: object) -> BaguaFabricStrategy:  # noqa: D102
         return new_strategy(cls, "strategies", FABRICS, package)  # type: ignore[no-any-return]
 
     def __init__(
@@ -53,8 +55,8 @@ class BaguaFabricStrategy(RankStrategy, _FabricBase):  # type: ignore[misc]
         *,
         comm: Communicator | None = None,
         package: Package | None = None,
-        checkpoint_io: Any = None,
-        precision: Any = None,
+        checkpoint_io: object = None,
+        precision: object = None,
         **options: Any,
     ) -> None:
         found = self._join(FABRICS, algorithm, comm, options)
@@ -67,7 +69,9 @@ class BaguaFabricStrategy(RankStrategy, _FabricBase):  # type: ignore[misc]
         super().setup_environment()
         provide_group(self.comm)
 
-    def setup_module_and_optimizers(self, module: nn.Module, optimizers: Any, scheduler: Any = None) -> Any:
+    def setup_module_and_optimizers(
+        self, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], scheduler: object = None
+    ) -> tuple[nn.Module, Sequence[torch.optim.Optimizer], object]:
         """Wrap the module with its optimizers. Collective."""
         return self._wrap(module, optimizers), optimizers, scheduler
 
@@ -100,20 +104,22 @@ class BaguaFabricStrategy(RankStrategy, _FabricBase):  # type: ignore[misc]
 
     # Checkpoints ------------------------------------------------------------------------------------------
 
-    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+    def get_module_state_dict(self, module: nn.Module) -> dict[str, object]:
         """The state of the plain module; weights that differ between ranks are averaged first. Collective."""
         if isinstance(module, DistributedDataParallel):
             self.average_weights(module)
             module = module.module
         return super().get_module_state_dict(module)  # type: ignore[no-any-return]
 
-    def load_module_state_dict(self, module: nn.Module, state_dict: Any, strict: bool = True) -> None:
+    def load_module_state_dict(
+        self, module: nn.Module, state_dict: Mapping[str, object], strict: bool = True
+    ) -> None:
         """Load the state of the plain module."""
         plain = module.module if isinstance(module, DistributedDataParallel) else module
         super().load_module_state_dict(plain, state_dict, strict=strict)
 
     def save_checkpoint(
-        self, path: Any, state: dict[str, Any], storage_options: Any = None, **options: Any
+        self, path: object, state: dict[str, object], storage_options: object = None, **options: object
     ) -> None:
         """Write a checkpoint on rank 0, with the algorithm's state of every rank. Collective."""
         wrappers = {name: part for name, part in state.items() if isinstance(part, DistributedDataParallel)}
@@ -126,8 +132,8 @@ class BaguaFabricStrategy(RankStrategy, _FabricBase):  # type: ignore[misc]
         super().save_checkpoint(path, state, storage_options=storage_options, **options)
 
     def load_checkpoint(
-        self, path: Any, state: Any = None, strict: bool = True, **options: Any
-    ) -> dict[str, Any]:
+        self, path: object, state: object = None, strict: bool = True, **options: object
+    ) -> dict[str, object]:
         """Load a checkpoint and the algorithm's state; return the entries that are not in `state`. Collective."""
         rest: dict[str, Any] = super().load_checkpoint(path, state, strict=strict, **options)
         if isinstance(state, dict) and state:

@@ -24,7 +24,7 @@ from .fabric import BaguaFabricStrategy
 from .packages import FABRICS, TRAINERS
 from .trainer import BaguaStrategy
 
-REGISTRIES: dict[str, tuple[str, Callable[..., Any], str]] = {
+REGISTRIES: dict[str, tuple[str, Callable[..., object], str]] = {
     **{f"{home}.strategies": ("StrategyRegistry", BaguaStrategy, package) for package, home in TRAINERS.items()},
     **{
         f"{home}.strategies": ("STRATEGY_REGISTRY", BaguaFabricStrategy, package)

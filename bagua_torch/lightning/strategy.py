@@ -6,7 +6,7 @@ import importlib
 import inspect
 import socket
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -19,8 +19,11 @@ from ..arrays import as_array, torch_stream
 from ..bases import with_base
 from ..ddp.wrapper import DistributedDataParallel
 from ..entry import communicator_of, errors_on_all
+from ..process_group.bootstrap import default_group
 from ..tensors.broadcast import map_leaves
 from .packages import FABRICS, package_of
+
+T = TypeVar("T")
 
 KEY = "bagua"
 """The key of the algorithm's state in checkpoints."""
@@ -34,7 +37,7 @@ class RankStrategy:
 
     def _join(
         self, homes: Mapping[str, str], algorithm: Algorithm | None, comm: Communicator | None, options: Any
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         """Find the ranks; return the arguments of Lightning's base class. Collective."""
         self.algorithm, self._options = algorithm, options
         self.comm = communicator_of(type(self).__name__, comm)
@@ -110,7 +113,7 @@ class RankStrategy:
             warn(message)
 
     @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+    def distributed_sampler_kwargs(self) -> dict[str, int]:
         """The arguments of a DistributedSampler."""
         return {"num_replicas": self.comm.size, "rank": self.comm.rank}
 
@@ -123,11 +126,11 @@ class RankStrategy:
         """Wait for all ranks. Collective."""
         self.comm.barrier()
 
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
+    def broadcast(self, obj: T, src: int = 0) -> T:
         """The object of rank `src`. Collective."""
         return self.comm.broadcast_object(obj, root=src)
 
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+    def reduce(self, tensor: T, group: object = None, reduce_op: object = "mean") -> T:
         """Reduce a tensor over all ranks, in place; return other values unchanged. Collective."""
         if not isinstance(tensor, torch.Tensor):
             return tensor
@@ -141,7 +144,7 @@ class RankStrategy:
     all_reduce = reduce
     """The name of `reduce` in Fabric."""
 
-    def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
+    def all_gather(self, tensor: torch.Tensor, group: object = None, sync_grads: bool = False) -> torch.Tensor:
         """The tensors of all ranks, stacked: (ranks, ...). Collective.
 
         With `sync_grads`, the result is differentiable.
@@ -196,16 +199,15 @@ class _Ranks:
         return self._comm.node
 
 
-def _check_group(group: Any) -> None:
-    world = torch.distributed.group.WORLD if torch.distributed.is_initialized() else None
-    if group is not None and group is not world:
+def _check_group(group: object) -> None:
+    if group is not None and group is not default_group():
         raise UnsupportedError(
             f"BaguaStrategy: group is {group}, expected None: it reduces over all ranks; for a subset call "
             "torch.distributed.all_reduce(tensor, group=group)"
         )
 
 
-def _op_of(given: Any) -> Any:
+def _op_of(given: object) -> Any:
     """The operation for a name of Lightning, or a ReduceOp of torch.distributed."""
     name = given if isinstance(given, str) else getattr(given, "name", None) or str(given).rpartition(".")[2]
     op = {"mean": "avg", "product": "prod"}.get(name.lower(), name.lower())
@@ -230,7 +232,7 @@ def gather_states(wrapper: DistributedDataParallel) -> list[dict[str, Any]]:
     """Gather the states of all algorithms, and of optimizers that differ, on rank 0. Collective."""
     if not wrapper.keeps_state():
         return []
-    mine: dict[str, Any] = {"algorithm": wrapper.get_extra_state()}
+    mine: dict[str, object] = {"algorithm": wrapper.get_extra_state()}
     if exchanges_weights(wrapper.algorithm):
         mine["optimizers"] = [optimizer.state_dict() for optimizer in wrapper.optimizers]
     on_host = map_leaves(mine, lambda leaf: leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf)

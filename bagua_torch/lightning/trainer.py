@@ -53,7 +53,7 @@ class BaguaStrategy(RankStrategy, _TrainerBase):  # type: ignore[misc]
         UnsupportedError: Neither distribution is installed; or both are imported, and `package` is not given.
     """
 
-    def __new__(cls, *_: Any, package: Package | None = None, **__: Any) -> BaguaStrategy:  # noqa: D102
+    def __new__(cls, *_: object, package: Package | None = None, **__: object) -> BaguaStrategy:  # noqa: D102
         return new_strategy(cls, "strategies", TRAINERS, package)  # type: ignore[no-any-return]
 
     def __init__(
@@ -62,8 +62,8 @@ class BaguaStrategy(RankStrategy, _TrainerBase):  # type: ignore[misc]
         *,
         comm: Communicator | None = None,
         package: Package | None = None,
-        checkpoint_io: Any = None,
-        precision_plugin: Any = None,
+        checkpoint_io: object = None,
+        precision_plugin: object = None,
         **options: Any,
     ) -> None:
         found = self._join(TRAINERS, algorithm, comm, options)
@@ -165,16 +165,18 @@ class BaguaStrategy(RankStrategy, _TrainerBase):  # type: ignore[misc]
 
     # Checkpoints ------------------------------------------------------------------------------------------
 
-    def lightning_module_state_dict(self) -> dict[str, Any]:
+    def lightning_module_state_dict(self) -> dict[str, object]:
         """The state of the plain module; weights that differ between ranks are averaged first. Collective."""
         paused = self._paused
         self._pause()
-        state: dict[str, Any] = super().lightning_module_state_dict()
+        state: dict[str, object] = super().lightning_module_state_dict()
         if not paused:
             self._resume()
         return state
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+    def save_checkpoint(
+        self, checkpoint: dict[str, object], filepath: object, storage_options: object = None
+    ) -> None:
         """Write a checkpoint on rank 0, with the algorithm's state of every rank. Collective."""
         if self.wrapper is not None and "optimizer_states" in checkpoint:
             kept = gather_states(self.wrapper)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -50,10 +50,11 @@ def bare(optimizer: Optimizer, kind: type[Optimizer], parameters: Mapping[int, T
     return other
 
 
-def step_of(kind: type[Optimizer]) -> Any:
+def step_of(kind: type[Optimizer]) -> Callable[[Optimizer], object]:
     """The method `step` of a class without PyTorch's wrapper for hooks."""
     step: Any = kind.step
-    return step.__wrapped__ if getattr(step, "hooked", False) else step
+    bare_step: Callable[[Optimizer], object] = step.__wrapped__ if getattr(step, "hooked", False) else step
+    return bare_step
 
 
 def check_group(
@@ -104,7 +105,7 @@ class _Outcome:
         states = [optimizer.state.get(p, {}) for p in parameters]
         self.kept = {key for key, value in states[0].items() if _per_element(value, parameters[0])}
         self.elements = [torch.cat([p.detach().reshape(-1) for p in parameters])]
-        self.rest: list[Any] = []
+        self.rest: list[tuple[str, list[object]]] = []
         for key in sorted({key for state in states for key in state}, key=str):
             values = [state.get(key) for state in states]
             if key in self.kept and all(map(_per_element, values, parameters)):
@@ -168,7 +169,7 @@ def _run(
     return _Outcome(other, parameters)
 
 
-def _per_element(value: Any, parameter: Tensor) -> bool:
+def _per_element(value: object, parameter: Tensor) -> bool:
     return isinstance(value, Tensor) and value.shape == parameter.shape
 
 
@@ -187,10 +188,9 @@ def _same(several: _Outcome, flat: _Outcome) -> bool:
     )
 
 
-def _equal(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor) or isinstance(b, Tensor):
-        alike = isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape and a.dtype == b.dtype
-        return alike and torch.equal(_bytes(a), _bytes(b))
+def _equal(a: object, b: object) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.shape == b.shape and a.dtype == b.dtype and torch.equal(_bytes(a), _bytes(b))
     return bool(type(a) is type(b) and a == b)
 
 
@@ -198,7 +198,7 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 
-def same_rest(one: Iterable[tuple[str, Any]], other: Iterable[tuple[str, Any]]) -> bool:
+def same_rest(one: Iterable[tuple[str, object]], other: Iterable[tuple[str, object]]) -> bool:
     """Whether two parameters have equal states, apart from elementwise ones."""
     a, b = dict(one), dict(other)
     return a.keys() == b.keys() and all(a[key] is b[key] or _equal(a[key], b[key]) for key in a)

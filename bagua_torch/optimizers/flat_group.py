@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,9 +41,9 @@ class FlatGroup:
         """The addresses of the gradients when the parameters were put in this order."""
         self.last_addresses: list[int | None] = self.addresses_at_layout
         """The addresses of the gradients in the last step."""
-        self.state: dict[str, list[Any]] = {}
+        self.state: dict[str, Sequence[object]] = {}
         """The state values of all parameters, by name, as this group has set them."""
-        self.source: dict[str, Any] = {}
+        self.source: dict[str, object] = {}
         """The inner optimizer's values that `state` was split from."""
 
     def hold(self, gradients: Sequence[Tensor], reorder: Callable[[], None]) -> None:

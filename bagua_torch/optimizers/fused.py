@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import is_
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -94,7 +94,7 @@ def fuse(optimizer: Optimizer, *, exact: bool = True) -> Any:
     return fused
 
 
-def _refuse(optimizer: Optimizer, *_: Any) -> None:
+def _refuse(optimizer: Optimizer, *_: object) -> None:
     raise ArrayError(f"{type(optimizer).__name__}: this optimizer was fused; step the one that fuse returned")
 
 
@@ -102,7 +102,7 @@ class FusedOptimizer(Optimizer):
     """Base that `fuse` adds to the class of an optimizer; see `fuse`."""
 
     _kind: type[Optimizer]
-    _step_inner: Any
+    _step_inner: Callable[[Optimizer], object]
 
     def _begin(self, exact: bool, elementwise: set[str]) -> None:
         by_id = {id(p): p for group in self.param_groups for p in group["params"]}
@@ -111,7 +111,9 @@ class FusedOptimizer(Optimizer):
         self._exact, self._elementwise = exact, elementwise
         self._flat_groups: list[list[FlatGroup]] = []  # by parameter group
         self._storages: dict[int, Flat] = {}  # allocated here for parameters, by address
-        self._known: Any = None  # the parameters of the flat groups; None if these must be built anew
+        self._known: tuple[object, list[int], object] | None = (
+            None  # the parameters of the flat groups; None if these must be built anew
+        )
         self._advised = self._is_plain = False  # whether a warning was given; whether parameters step as they are
 
     @property
@@ -127,8 +129,8 @@ class FusedOptimizer(Optimizer):
             self._begin(exact, elementwise)
         self._known = None
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        state: Any = self.__getstate__()
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[object, ...]:
+        state = self.__getstate__()
         return _remake, (self._kind,), {**state, "_exact": self._exact, "_elementwise": self._elementwise}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -165,7 +167,7 @@ class FusedOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The state dict of a plain optimizer, with a separate state for each parameter."""
-        packed: dict[str, Any] = super().state_dict()
+        packed = super().state_dict()
         packed["state"] = {
             number: {
                 key: value.clone() if isinstance(value, Tensor) and key not in self._elementwise else value
@@ -293,7 +295,7 @@ class FusedOptimizer(Optimizer):
         self._flat_groups = []
         inner.param_groups = []
         for group in self.param_groups:
-            by_type: dict[Any, list[Tensor]] = {}
+            by_type: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
             for p in group["params"]:
                 by_type.setdefault((p.dtype, p.device), []).append(p)
             flat_groups = [
@@ -316,12 +318,12 @@ class FusedOptimizer(Optimizer):
     def _drop(self, flat_groups: Sequence[FlatGroup]) -> None:
         """Hook for subclasses: the inner optimizer will not step these groups again."""
 
-    def _rest(self, p: Tensor) -> list[tuple[str, Any]]:
+    def _rest(self, p: Tensor) -> list[tuple[str, object]]:
         """The state of a parameter, with None for values that have one entry for each element."""
         entry = self.state.get(p, {})
         return [(key, None if self._is_elementwise(key, value, p) else value) for key, value in entry.items()]
 
-    def _is_elementwise(self, key: str, value: Any, p: Tensor) -> bool:
+    def _is_elementwise(self, key: str, value: object, p: Tensor) -> bool:
         if not isinstance(value, Tensor) or value.shape != p.shape:
             return False
         return p.numel() > 1 or key in self._elementwise
@@ -371,17 +373,17 @@ class FusedOptimizer(Optimizer):
         """Set the flat gradient of each group. A group with some gradients missing is divided."""
         for flat_groups in self._flat_groups:
             for flat_group in list(flat_groups):
-                gradients = [p.grad for p in flat_group.parameters]
-                missing = [g is None for g in gradients]
+                missing = [p.grad is None for p in flat_group.parameters]
                 if not any(missing):
-                    self._hold(flat_group, gradients)
+                    self._hold(flat_group)
                 elif all(missing):
                     flat_group.flat.grad = None
                 else:
                     at = flat_groups.index(flat_group)
                     flat_groups[at : at + 1] = self._split_group(flat_group, missing)
 
-    def _hold(self, flat_group: FlatGroup, gradients: Sequence[Any]) -> None:
+    def _hold(self, flat_group: FlatGroup) -> None:
+        gradients = [p.grad for p in flat_group.parameters if p.grad is not None]
         for g in gradients:
             if g.layout is not torch.strided:
                 raise UnsupportedError(
@@ -401,9 +403,8 @@ class FusedOptimizer(Optimizer):
         made = []
         for piece in pieces:
             new = self._make_group([flat_group.parameters[i] for i in piece])
-            gradients = [p.grad for p in new.parameters]
             if not missing[piece[0]]:
-                self._hold(new, gradients)
+                self._hold(new)
             made.append(new)
         return made
 
@@ -415,9 +416,9 @@ class FusedSharingOptimizer(FusedOptimizer):
         super()._begin(exact, elementwise)
         self._attached: dict[Tensor, Tensor] = {}
         self._attached_at: list[int] = []
-        self._sharing: dict[str, Any] = {}
+        self._sharing: dict[str, object] = {}
 
-    def attach(self, parameters: Iterable[Tensor], momenta: Mapping[Tensor, Tensor], **sharing: Any) -> None:
+    def attach(self, parameters: Iterable[Tensor], momenta: Mapping[Tensor, Tensor], **sharing: object) -> None:
         """Keep the momentum of each parameter in the tensor given for it; see `QAdamOptimizer.attach`."""
         parameters = list(parameters)
         super().attach(parameters, momenta, **sharing)  # type: ignore[misc]
@@ -464,13 +465,13 @@ class FusedSharingOptimizer(FusedOptimizer):
 
 
 @functools.cache
-def _class_of(kind: Any) -> type[FusedOptimizer]:
+def _class_of(kind: type[Optimizer]) -> type[FusedOptimizer]:
     """The fused class of `kind`, derived from `FusedOptimizer` and `kind`."""
     base = FusedSharingOptimizer if hasattr(kind, "shares_state") else FusedOptimizer
     members = {"_kind": kind, "_step_inner": staticmethod(step_of(kind)), "__module__": kind.__module__}
     return type(f"Fused{kind.__name__}", (base, kind), members)
 
 
-def _remake(kind: Any) -> Any:
+def _remake(kind: Any) -> FusedOptimizer:
     """An empty fused optimizer, for copies and pickles."""
     return _class_of(kind).__new__(_class_of(kind))

@@ -102,6 +102,6 @@ def address_of(gradient: Tensor | None) -> int | None:
     return gradient.data_ptr() if gradient is not None and gradient.layout is torch.strided else None
 
 
-def addresses_of(parameters: Sequence[Tensor]) -> tuple[list[int], list[Any]]:
+def addresses_of(parameters: Sequence[Tensor]) -> tuple[list[int], list[tuple[int, ...]]]:
     """The addresses and strides of parameters."""
     return [p.data_ptr() for p in parameters], [p.stride() for p in parameters]

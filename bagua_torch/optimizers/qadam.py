@@ -8,8 +8,9 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
-from bagua_comm import ArrayError, UnsupportedError
+from bagua_comm import ArrayError, QAdam, UnsupportedError
 
 
 class QAdamOptimizer(torch.optim.Optimizer):
@@ -35,7 +36,7 @@ class QAdamOptimizer(torch.optim.Optimizer):
 
     def __init__(
         self,
-        params: Iterable[Any],
+        params: ParamsT,
         lr: float = 1e-3,
         warmup_steps: int = 100,
         betas: tuple[float, float] = (0.9, 0.999),
@@ -89,7 +90,7 @@ class QAdamOptimizer(torch.optim.Optimizer):
     shares_state: ClassVar[str] = "momentum"
     """The array of an algorithm's state that this optimizer shares."""
 
-    def check_algorithm(self, algorithm: Any) -> None:
+    def check_algorithm(self, algorithm: QAdam) -> None:
         """Raise `ArrayError` unless `algorithm`, a `bagua_comm.QAdam`, has the settings of this optimizer."""
         wanted = (algorithm.warmup_steps, algorithm.beta1)
         if (self.warmup_steps, self.beta1) != wanted:
@@ -99,7 +100,7 @@ class QAdamOptimizer(torch.optim.Optimizer):
             )
 
     def attach(
-        self, parameters: Iterable[Tensor], momenta: Mapping[Tensor, Tensor], *, algorithm: Any, step: int
+        self, parameters: Iterable[Tensor], momenta: Mapping[Tensor, Tensor], *, algorithm: QAdam, step: int
     ) -> None:
         """Keep the momentum of each parameter in the given tensor, which the algorithm averages.
 

@@ -27,6 +27,7 @@ from bagua_comm.transports import Transport
 
 from . import serving
 from .children import kept_in_children
+from .store import Store
 from .transport import ProcessGroupTransport, RendezvousInfo, count
 
 BACKEND = "bagua"
@@ -87,8 +88,8 @@ def connect(
     _check_group(process_group)
     refuse_a_second_world()
     transport: Transport | None = None
-    store: Any = None
-    given = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    store: Store | None = None
+    given = default_group()
     if alone:
         pass
     elif given is not None:
@@ -115,9 +116,15 @@ def connect(
     use_device(comm)
     if process_group and not dist.is_initialized():
         init_group(comm, store or serve_store(comm), BACKEND if process_group == BACKEND else None)
-    if dist.is_available() and dist.is_initialized() and dist.group.WORLD is not given:
-        comm.at_close = functools.partial(_destroy, weakref.ref(dist.group.WORLD))
+    made = default_group()
+    if made is not None and made is not given:
+        comm.at_close = functools.partial(_destroy, weakref.ref(made))
     return comm
+
+
+def default_group() -> dist.ProcessGroup | None:
+    """The default process group of torch.distributed; None without one."""
+    return dist.group.WORLD if dist.is_available() else None
 
 
 def _check_group(process_group: object) -> None:
@@ -131,15 +138,16 @@ def _check_group(process_group: object) -> None:
         )
 
 
-def _initialize(backend: str, **settings: Any) -> None:
+def _initialize(backend: str, store: Store, rank: int, size: int, timeout_s: float) -> None:
     """Make the default process group of torch.distributed."""
-    dist.init_process_group(backend, **settings)
+    wait = timedelta(seconds=timeout_s)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=wait)
     kept_in_children(dist.group.WORLD)
 
 
-def _destroy(group: weakref.ref[Any]) -> None:
+def _destroy(group: weakref.ref[dist.ProcessGroup]) -> None:
     """Destroy the default process group, if it is still this one. A weak reference lets it go then."""
-    if dist.is_initialized() and dist.group.WORLD is group():
+    if (mine := group()) is not None and default_group() is mine:
         destroy_process_group()
 
 
@@ -182,7 +190,7 @@ def provide_group(comm: Communicator) -> None:
     init_group(comm, serve_store(comm))
 
 
-def init_group(comm: Communicator, store: Any, backend: str | None = None) -> None:
+def init_group(comm: Communicator, store: Store, backend: str | None = None) -> None:
     """Initialize the default process group with the ranks of `comm`.
 
     Collective.
@@ -198,9 +206,8 @@ def init_group(comm: Communicator, store: Any, backend: str | None = None) -> No
     if backend is None:
         cuda = comm.device is not None and dist.is_nccl_available()
         backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-    wait = timedelta(seconds=comm.timeout_s)
     try:
-        _initialize(backend, store=store, rank=comm.rank, world_size=comm.size, timeout=wait)
+        _initialize(backend, store, comm.rank, comm.size, comm.timeout_s)
     except (RuntimeError, ValueError) as exc:
         raise BootstrapError(f"torch.distributed cannot connect the ranks: {exc}") from exc
 
@@ -213,9 +220,8 @@ def serve_store(comm: Communicator) -> Any:
     Raises:
         BootstrapError: The ranks cannot connect; on all ranks alike, if rank 0 cannot serve the store.
     """
-    stores: Any = dist  # torch does not export TCPStore to type checkers
     if comm.size == 1:
-        return stores.HashStore()
+        return serving.STORES.HashStore()
     wait = timedelta(seconds=comm.timeout_s)
     rows = comm.allgather_object((this_network(), socket.gethostname()))
     others = [name for network, name in rows if network != rows[0][0]]
@@ -233,13 +239,13 @@ def serve_store(comm: Communicator) -> Any:
         environment.keep_gloo_on_this_host()
     try:
         if comm.rank != 0:
-            store = stores.TCPStore(*address, is_master=False, timeout=wait)
+            store = serving.STORES.TCPStore(*address, is_master=False, timeout=wait)
     except (RuntimeError, ValueError) as exc:
         raise BootstrapError(f"torch.distributed cannot connect the ranks: {exc}") from exc
     return store
 
 
-def _serve_group(others: Sequence[str], timeout_s: float) -> tuple[Any, tuple[str, int]]:
+def _serve_group(others: Sequence[str], timeout_s: float) -> tuple[Store, tuple[str, int]]:
     """Serve a store for the ranks of this host and of `others`; returns it with its address and port."""
     wanted = environment.torchrun_rendezvous().get("MASTER_ADDR", "")
     address = serving.address_for(others, wanted) if others else serving.LOOPBACK
@@ -260,12 +266,12 @@ def _init_process_group(timeout_s: float) -> None:
         torch.cuda.set_device(environment.number_from_torchrun("LOCAL_RANK") % torch.cuda.device_count())
     try:
         store, rank, size = _torchrun_store_of_a_world()
-        _initialize(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s))
+        _initialize(backend, store, rank, size, timeout_s)
     except (RuntimeError, ValueError) as exc:
         raise _cannot_join(exc) from exc
 
 
-def _torchrun_store_of_a_world() -> tuple[Any, int, int]:
+def _torchrun_store_of_a_world() -> tuple[Store, int, int]:
     """Like `torchrun_store`, with a new prefix: an earlier group may have left keys in the store."""
     try:
         store, rank, size = torchrun_store()
@@ -281,7 +287,7 @@ def _cannot_join(exc: Exception) -> BootstrapError:
 
 
 @functools.lru_cache(maxsize=1)
-def torchrun_store() -> tuple[Any, int, int]:
+def torchrun_store() -> tuple[Store, int, int]:
     """Torchrun's store, this rank, and the number of ranks; cached, since rank 0 may be serving the store."""
     from torch.distributed.rendezvous import rendezvous
 

@@ -47,7 +47,7 @@ from . import agent_folder, transport
 from .bootstrap import torchrun_store, use_device
 from .failure_detector import FailureDetector
 from .rendezvous import POLL_S, join
-from .store import FleetStore
+from .store import FleetStore, Store
 from .waiter import run_watched
 
 T = TypeVar("T")
@@ -115,7 +115,7 @@ class TorchrunFleet(Fleet):
 
     def __init__(
         self,
-        store: Any,
+        store: Store,
         rank: int,
         size: int,
         *,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from bagua_comm import arrays
 from bagua_comm.arrays import Array, as_bytes
@@ -33,7 +33,7 @@ class Frame:
         memory = np.empty(HEADER_BYTES + BODY_BYTES, np.uint8)
         self.head, self.body = memory[:HEADER_BYTES].view(np.int64), memory[HEADER_BYTES:]
         self.tensor = as_tensor(memory)
-        self.work: Any = None
+        self.work: dist.Work
 
 
 def swaps_of(sends: Sequence[Message], recvs: Sequence[Message]) -> dict[int, tuple[Array, Array]]:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from bagua_comm import BootstrapError
 from bagua_comm.elastic.fleet import ProcessInfo
 
-from .store import FleetStore
+from .store import FleetStore, Store
 
 POLL_S = 0.005
 """Interval at which a waiting process polls the store."""
@@ -39,7 +39,7 @@ class Membership(NamedTuple):
     """Number of rendezvous before the first one that includes this process."""
 
 
-def join(store: Any, rank: int, size: int, *, timeout_s: float, agent: int | None = None) -> Membership:
+def join(store: Store, rank: int, size: int, *, timeout_s: float, agent: int | None = None) -> Membership:
     """Form a fleet of all processes that torchrun has started, or join the one that they have formed.
 
     Collective among the processes that torchrun has started together.
@@ -59,7 +59,7 @@ def join(store: Any, rank: int, size: int, *, timeout_s: float, agent: int | Non
 
 
 class _Join:
-    def __init__(self, store: Any, rank: int, size: int, info: ProcessInfo) -> None:
+    def __init__(self, store: Store, rank: int, size: int, info: ProcessInfo) -> None:
         self._store, self._rank, self._size = store, rank, size
         self._common = FleetStore(store, "bagua/elastic")
         self._info, self._nonce = info, secrets.token_hex(8)

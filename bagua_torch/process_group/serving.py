@@ -14,9 +14,13 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from bagua_comm.bootstrap import environment
+
+STORES: Any = dist
+"""Has `TCPStore` and `HashStore`, which torch does not export to type checkers."""
 
 LOOPBACK = "127.0.0.1"
 
@@ -24,7 +28,9 @@ _ANY_PORT = 9
 """The port to which a route to another host is looked up; nothing is sent."""
 
 
-def serve(address: str, port: int = 0, *, timeout_s: float, ranks: int | None = None) -> Any:
+def serve(
+    address: str, port: int = 0, *, timeout_s: float, ranks: int | None = None
+) -> torch._C._distributed_c10d.TCPStore:
     """Serve a store at an address of this host.
 
     Args:
@@ -42,8 +48,7 @@ def serve(address: str, port: int = 0, *, timeout_s: float, ranks: int | None = 
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind((address, port))
         bound.listen()
-        stores: Any = dist  # torch does not export TCPStore to type checkers
-        return stores.TCPStore(
+        store: torch._C._distributed_c10d.TCPStore = STORES.TCPStore(
             address,
             bound.getsockname()[1],
             ranks,
@@ -53,6 +58,7 @@ def serve(address: str, port: int = 0, *, timeout_s: float, ranks: int | None = 
             multi_tenant=True,
             master_listen_fd=os.dup(bound.fileno()),  # the store closes it
         )
+        return store
 
 
 def address_for(peers: Iterable[str], wanted: str = "") -> str | None:

@@ -6,7 +6,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from bagua_comm import RankFailed
 
 T = TypeVar("T")
+Store: TypeAlias = "dist.distributed_c10d.Store"
 
 
 class StoreConnections:
@@ -23,14 +24,14 @@ class StoreConnections:
     process that serves the store a descriptor, and a reverse lookup of the name of its host.
     """
 
-    def __init__(self, store: Any) -> None:
+    def __init__(self, store: Store) -> None:
         self._lock = threading.Lock()
-        self._idle: list[Any] = []
+        self._idle: list[Store] = []
         self.unblocked = _new_connection(store)
         """A connection for requests that do not wait, of any thread."""
 
     @contextmanager
-    def one(self, store: Any) -> Iterator[Any]:
+    def one(self, store: Store) -> Iterator[Store]:
         """A connection to `store` that no other thread uses meanwhile. After an error it is used no more."""
         with self._lock:
             connection = self._idle.pop() if self._idle else None
@@ -41,15 +42,15 @@ class StoreConnections:
             self._idle.append(connection)
 
 
-def _new_connection(store: Any) -> Any:
+def _new_connection(store: Store) -> Store:
     return store.clone() if hasattr(store, "clone") else store
 
 
-_connections: WeakKeyDictionary[Any, StoreConnections] = WeakKeyDictionary()
+_connections: WeakKeyDictionary[Store, StoreConnections] = WeakKeyDictionary()
 _connecting = threading.Lock()
 
 
-def connections_to(store: Any) -> StoreConnections:
+def connections_to(store: Store) -> StoreConnections:
     """The connections of this process to `store`, which end with it."""
     with _connecting:
         found = _connections.get(store)
@@ -72,7 +73,7 @@ class FleetStore:
         RankFailed: The store cannot be reached; so does every method.
     """
 
-    def __init__(self, store: Any, prefix: str) -> None:
+    def __init__(self, store: Store, prefix: str) -> None:
         self.store, self.prefix = store, prefix
         self._part = self._ask(lambda: dist.distributed_c10d.PrefixStore(prefix, _new_connection(store)))
 
@@ -100,7 +101,8 @@ class FleetStore:
         try:
             return request()
         except RuntimeError as exc:
-            where = f" at {self.store.host}:{self.store.port}" if hasattr(self.store, "port") else ""
+            host, port = (getattr(self.store, name, "") for name in ("host", "port"))
+            where = f" at {host}:{port}" if port else ""
             raise RankFailed(
                 f"the store{where}, which connects the processes of this job, is gone: torchrun's agent that "
                 "serves it has ended, or its host. Without it the job cannot go on after a death; with "

@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch.distributed as dist
@@ -35,7 +35,7 @@ from bagua_comm.transports.flow import COLLECTIVE, POINT_TO_POINT, Channel, Flow
 from ..arrays import as_tensor
 from .children import closed_in_children, kept_in_children
 from .frames import BODY_BYTES, swaps_of
-from .store import connections_to
+from .store import Store, connections_to
 from .verdicts import Verdict, messages_that_differ
 from .waiter import run_watched
 from .wire import LEAVING, FramedTransport, named
@@ -49,8 +49,15 @@ RING_CHUNK_BYTES = 1 << 15
 LEAVE_S = 10.0
 """How long `close` waits for the other ranks to close."""
 
-Guard = Callable[[Callable[[], Any]], Any]
-"""Runs a function that connects ranks, and raises an error if one of them has died."""
+T = TypeVar("T")
+
+
+class Guard(Protocol):
+    """Runs a function that connects ranks, and raises an error if one of them has died."""
+
+    def __call__(self, connect: Callable[[], T], /) -> T:
+        """The result of `connect`."""
+
 
 _NOTHING: Array = np.empty(0, np.uint8)
 
@@ -63,7 +70,7 @@ its name and the sizes of its messages, because it does not begin with such a ro
 class RendezvousInfo:
     """The rendezvous of the ranks of a transport: a store, and a key in it that was never used before."""
 
-    store: Any
+    store: Store
     key: str
     rank: int
     size: int
@@ -93,12 +100,12 @@ class RendezvousInfo:
         key = f"{self.key}/{name}"
         return replace(self, key=key, rank=ranks.index(self.rank), size=len(ranks), server=server)
 
-    def part(self, connection: Any) -> Any:
+    def part(self, connection: Store) -> Store:
         """The part of the store that belongs to this rendezvous, through a connection to the store."""
         return dist.distributed_c10d.PrefixStore(f"{self.key}/gloo", connection)
 
 
-def count(store: Any, key: str, rank: int) -> int:
+def count(store: Store, key: str, rank: int) -> int:
     """Count the calls of this rank for `key`; the same number on all ranks, if all call it equally often."""
     return int(store.add(f"{key}/of-{rank}", 1))
 
@@ -157,7 +164,7 @@ class ProcessGroupTransport(FramedTransport):
     def _connect(self) -> None:
         info = self._rendezvous
 
-        def connect() -> Any:
+        def connect() -> object:
             connections = connections_to(info.store)
             self._verdict = Verdict(info.part(connections.unblocked), info.server)
             with closed_in_children(), connections.one(info.store) as connection:
@@ -261,8 +268,8 @@ class ProcessGroupTransport(FramedTransport):
         self._synchronize()
         if x is not out:
             out[...] = x
-        options: Any = dist.AllreduceOptions()
-        options.reduceOp, options.timeout = dist.ReduceOp.SUM, timedelta(seconds=self.limit_s)
+        options = dist.AllreduceOptions()
+        options.reduceOp, options.timeout = dist.ReduceOp(dist.ReduceOp.SUM), timedelta(seconds=self.limit_s)
         work = self._start(None, self._gloo.allreduce, [as_tensor(out.reshape(-1))], options)
         self._wait_for_all(kept_in_children(work))
         if op == "avg":

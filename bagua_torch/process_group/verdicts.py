@@ -5,19 +5,22 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 
 from bagua_comm import CommAborted, CommMismatch, CommTimeout, RankFailed
 from bagua_comm.arrays import Array
 
+from .store import Store
 from .waiter import run_watched
 
 ANSWER_S = 5.0
 """How long the store may take to answer; its process may have been stopped or killed."""
 
 _KEY = "verdict"
+
+T = TypeVar("T")
 
 
 SharedError = CommAborted | CommMismatch | CommTimeout | RankFailed
@@ -32,7 +35,7 @@ class Verdict:
         server: The rank whose process serves the store, if it is a rank of the transport.
     """
 
-    def __init__(self, store: Any, server: int | None = None) -> None:
+    def __init__(self, store: Store, server: int | None = None) -> None:
         self._store, self.server = store, server
         self.own: SharedError | None = None
         """The error after which this rank has closed its connections."""
@@ -56,7 +59,7 @@ class Verdict:
         entry = json.loads(found)
         return of_same_kind(entry["error"], entry["text"], entry["lost"])
 
-    def _ask(self, request: Callable[[], Any]) -> Any:
+    def _ask(self, request: Callable[[], T]) -> T:
         """The result of `request`. Waits at most `ANSWER_S`."""
 
         def give_up() -> None:

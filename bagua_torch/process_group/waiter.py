@@ -13,7 +13,9 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TypeAlias, TypeVar
+
+import torch.distributed as dist
 
 T = TypeVar("T")
 
@@ -27,7 +29,7 @@ from it even if their process dies. For longer ones, a thread takes less than a 
 _GRACE_S = 0.1
 """How long a completed message may take to be noticed after its connection was found closed."""
 
-Pending = tuple[int, Any]
+Pending: TypeAlias = "tuple[int, dist.Work]"
 """The peer of an operation, and the `Work` to wait for."""
 
 
@@ -72,7 +74,7 @@ def wait_watched(
     return None
 
 
-def wait_for_collective(work: Any, until: float, check: Callable[[], None]) -> None:
+def wait_for_collective(work: dist.Work, until: float, check: Callable[[], None]) -> None:
     """Wait for a collective of gloo, whose timeout closes nothing, so that no thread is needed.
 
     Args:

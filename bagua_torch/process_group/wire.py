@@ -24,10 +24,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch._C._autograd import _enable_record_function
 
 from bagua_comm import CommAborted, CommError, CommMismatch, CommTimeout, RankFailed
@@ -64,7 +65,12 @@ _FIRST = 1 << 32
 """Flag in the number of a call, in the round in which ranks compare it."""
 
 
-def unrecorded(start: Callable[..., Any], *arguments: Any) -> Any:
+P = ParamSpec("P")
+T = TypeVar("T")
+_Error = TypeVar("_Error", bound=SharedError)
+
+
+def unrecorded(start: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
     """Start an operation of gloo that PyTorch's profiler does not record.
 
     The profiler keeps its record of an operation until the profile ends. An operation that ends later writes into
@@ -73,12 +79,9 @@ def unrecorded(start: Callable[..., Any], *arguments: Any) -> Any:
     """
     try:
         _enable_record_function(False)
-        return start(*arguments)
+        return start(*arguments, **named)
     finally:
         _enable_record_function(True)
-
-
-_Error = TypeVar("_Error", bound=SharedError)
 
 
 class FramedTransport(Transport):
@@ -233,10 +236,10 @@ class FramedTransport(Transport):
         frame.work = self._start(peer, self._gloo.send, [written], peer, tag)
         self._sent.setdefault((peer, tag), deque()).append(frame)
 
-    def _send_rest(self, peer: int, wire_tag: int, x: Array) -> Any:
+    def _send_rest(self, peer: int, wire_tag: int, x: Array) -> dist.Work:
         return kept_in_children(self._start(peer, self._gloo.send, [rest_of(x)], peer, wire_tag))
 
-    def _receive_rest(self, peer: int, wire_tag: int, out: Array) -> Any:
+    def _receive_rest(self, peer: int, wire_tag: int, out: Array) -> dist.Work:
         return kept_in_children(self._start(peer, self._gloo.recv, [rest_of(out)], peer, wire_tag))
 
     def _reclaim(self, peer: int, tag: int, keep: int) -> None:
@@ -318,13 +321,15 @@ class FramedTransport(Transport):
         self._free.clear()
         self._gloo = None
 
-    def _start(self, peer: int | None, call: Callable[..., Any], *arguments: Any) -> Any:
+    def _start(
+        self, peer: int | None, call: Callable[P, dist.Work], *arguments: P.args, **named: P.kwargs
+    ) -> dist.Work:
         try:
-            return unrecorded(call, *arguments)
+            return unrecorded(call, *arguments, **named)
         except RuntimeError as exc:
             raise self._translate(exc, peer) from exc
 
-    def _wait(self, peer: int | None, work: Any) -> None:
+    def _wait(self, peer: int | None, work: dist.Work) -> None:
         left_s = max(self.deadline_s() - time.monotonic(), 0.001)
         try:
             wait = timedelta(seconds=left_s)
@@ -340,7 +345,7 @@ class FramedTransport(Transport):
             for peer, work in works:
                 self._wait(peer, work)
 
-    def _wait_for_all(self, work: Any) -> None:
+    def _wait_for_all(self, work: dist.Work) -> None:
         """Wait for a collective of gloo."""
         try:
             wait_for_collective(work, self.deadline_s(), self._check_connection)

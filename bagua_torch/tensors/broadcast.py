@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -13,6 +13,8 @@ from bagua_comm.checkpoint.optimizers import load_in_place, update_groups
 
 from ..arrays import as_array, torch_stream
 from . import sharded
+
+T = TypeVar("T")
 
 
 @torch.no_grad()
@@ -65,9 +67,8 @@ def broadcast_optimizer(comm: Communicator, optimizer: torch.optim.Optimizer, *,
     """
     is_sharded = sharded.is_sharded(optimizer)
     mine = (type(optimizer).__qualname__, [len(group["params"]) for group in optimizer.param_groups])
-    state, problem = None, ""
-    if comm.rank == root and not is_sharded:
-        state, problem = _state_of(optimizer)
+    sends = comm.rank == root and not is_sharded
+    state, problem = _state_of(optimizer) if sends else ({}, "")
     for rank, (theirs, _) in enumerate(ranks := comm.allgather_object((mine, problem))):
         if theirs != mine:
             raise CommMismatch(
@@ -92,15 +93,15 @@ def broadcast_optimizer(comm: Communicator, optimizer: torch.optim.Optimizer, *,
     _refuse(mine[0], comm.allgather_object(problem), f"does not load the state of rank {root}")
 
 
-def _state_of(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any] | None, str]:
+def _state_of(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], str]:
     """The state dict, and the reason why it cannot be sent, or an empty text."""
     try:
         state = optimizer.state_dict()
     except Exception as exc:  # of any class: it may come from a hook of the user
-        return None, f"{type(exc).__name__}: {exc}"
+        return {}, f"{type(exc).__name__}: {exc}"
     layouts: set[torch.layout] = set()
 
-    def look(leaf: Any) -> None:
+    def look(leaf: object) -> None:
         if isinstance(leaf, torch.Tensor):
             layouts.add(leaf.layout)
 
@@ -116,7 +117,7 @@ def _refuse(name: str, problems: Sequence[str], what: str) -> None:
             raise UnsupportedError(f"the {name} of rank {rank} {what}: {problem}")
 
 
-def broadcast_tree(comm: Communicator, tree: Any, *, root: int = 0) -> Any:
+def broadcast_tree(comm: Communicator, tree: T, *, root: int = 0) -> T:
     """Broadcast nested dicts, lists and tuples of tensors and other values.
 
     Collective. `tree` is used on `root` alone, where it is returned unchanged. A tensor that occurs several times
@@ -125,7 +126,7 @@ def broadcast_tree(comm: Communicator, tree: Any, *, root: int = 0) -> Any:
     tensors: list[torch.Tensor] = []
     numbers: dict[int, int] = {}
 
-    def describe(leaf: Any) -> Any:
+    def describe(leaf: object) -> object:
         if not isinstance(leaf, torch.Tensor):
             return leaf
         if id(leaf) not in numbers:
@@ -134,7 +135,7 @@ def broadcast_tree(comm: Communicator, tree: Any, *, root: int = 0) -> Any:
         strides = torch.empty_like(leaf, device="meta").stride()
         return _TensorInfo(numbers[id(leaf)], tuple(leaf.shape), strides, leaf.dtype, leaf.device.type)
 
-    def make(leaf: Any) -> Any:
+    def make(leaf: object) -> object:
         if not isinstance(leaf, _TensorInfo):
             return leaf
         if leaf.number == len(tensors):
@@ -150,7 +151,7 @@ def broadcast_tree(comm: Communicator, tree: Any, *, root: int = 0) -> Any:
     return tree
 
 
-def map_leaves(value: Any, function: Callable[[Any], Any]) -> Any:
+def map_leaves(value: object, function: Callable[[Any], object]) -> Any:
     """A copy of nested dicts, lists and tuples, with `function(leaf)` for every leaf.
 
     >>> map_leaves({"a": [1, 2], "b": (3,)}, str)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Collection, Mapping, Sequence
 from itertools import zip_longest
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, NoReturn, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -60,7 +60,7 @@ PYTORCHS_NAMES = "_ddp_params_and_buffers_to_ignore"
 """The attribute of a module with the names that PyTorch's wrapper ignores."""
 
 
-def _refuse(module: nn.Module) -> Any:
+def _refuse(module: nn.Module) -> NoReturn:
     """Raise when PyTorch's wrapper reads the attribute: Accelerate and Trainer let it wrap ours implicitly."""
     raise UnsupportedError(
         "DistributedDataParallel: this module is wrapped by bagua_torch already, and is about to be wrapped by "
@@ -177,7 +177,9 @@ def check_device(mine: int | None, name: str, tensor: torch.Tensor) -> None:
     )
 
 
-def listed(optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None) -> list[Any]:
+def listed(
+    optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
+) -> list[torch.optim.Optimizer]:
     """The optimizers in a list; none for None.
 
     Raises:

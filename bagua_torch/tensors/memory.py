@@ -8,7 +8,6 @@ algorithm exchanges weights, the parameters are parts of buckets. Each part keep
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any
 
 import torch
 from torch import nn
@@ -271,7 +270,7 @@ class SavedGradients:
     def __init__(self, memory: BucketMemory) -> None:
         for part in memory.gradients:
             part.set_aside()
-        names: list[Any] = [name for part in memory.gradients for name in part.names]
+        names = [name for part in memory.gradients for name in part.names]
         self._saved = [(memory.parameters[name], memory.parameters[name].grad) for name in names]
 
     def restore(self) -> None:

@@ -44,7 +44,7 @@ def check_join(optimizers: Iterable[Any]) -> None:
         )
 
 
-def state_of(optimizer: Any) -> dict[str, Any]:
+def state_of(optimizer: Any) -> dict[str, object]:
     """The states of this rank's share, with the settings of all groups."""
     groups = [{key: value for key, value in g.items() if key != "params"} for g in optimizer.param_groups]
     return {"share": optimizer.optim.state_dict(), "groups": groups}

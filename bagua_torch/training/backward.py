@@ -17,11 +17,12 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
 from ..errors import MisuseError
 
-Callback = TypeVar("Callback", bound=Callable[..., Any])
+Callback = TypeVar("Callback", bound=Callable[..., object])
 
 
 class BackwardWatch:
@@ -81,9 +82,9 @@ class BackwardWatch:
         self.after, self.ended, self.reached = _weakly(after), _weakly(ended), _weakly(reached)
         self._owner = weakref.ref(ended.__self__) if isinstance(ended, MethodType) else _no_owner
         self._by_name: dict[str, _Hooks] = {}
-        self._hooks: list[Any] = []
+        self._hooks: list[RemovableHandle] = []
         # As long as these exist, gradients are accumulated on the stream that was current when they were made.
-        self._edges: list[Any] = []
+        self._edges: list[GradientEdge] = []
         self.add(parameters, groups)
 
     def add(self, parameters: Mapping[str, nn.Parameter], groups: Sequence[Sequence[str]]) -> None:
@@ -106,7 +107,7 @@ class BackwardWatch:
         self.reset()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def arm_at(self, output: Any, *, expected: bool = True) -> None:
+    def arm_at(self, output: object, *, expected: bool = True) -> None:
         """Follow every backward pass that goes through `output`, which a module returned.
 
         Args:
@@ -136,7 +137,7 @@ class BackwardWatch:
             self.armed = armed and complete is self.complete
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def leave_at(self, output: Any) -> None:
+    def leave_at(self, output: object) -> None:
         """Do not follow passes through `output`, which a module returned, and do not report them as strays."""
 
         def reached(_: torch.Tensor) -> None:
@@ -148,7 +149,7 @@ class BackwardWatch:
     def record(self, name: str, parameter: torch.Tensor) -> None:
         """Record a gradient of a pass that this watch does not follow, unless another watch does."""
         task = torch._C._current_graph_task_id()
-        hooks: Any = parameter._backward_hooks
+        hooks = parameter._backward_hooks or ()
         if len(hooks) > 1 and any(watch.follows(task) for watch in watches_of(parameter)):
             return
         if not self.leaves and task != self._ignored_task:
@@ -296,7 +297,7 @@ def _weakly(callback: Callback) -> Callback:
         return callback
     owner, function = weakref.ref(callback.__self__), callback.__func__
 
-    def call(*args: Any) -> None:
+    def call(*args: object) -> None:
         if (instance := owner()) is not None:
             function(instance, *args)
 
@@ -315,7 +316,7 @@ def queue_callback(call: Callable[[], None]) -> None:
         torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
-def _hook(output: Any, reached: Callable[[torch.Tensor], None]) -> bool:
+def _hook(output: object, reached: Callable[[torch.Tensor], None]) -> bool:
     """Call `reached` whenever a backward pass reaches a tensor in `output`, which a module returned.
 
     Returns:
@@ -330,7 +331,7 @@ def _hook(output: Any, reached: Callable[[torch.Tensor], None]) -> bool:
     return found
 
 
-def _tensors_in(output: Any, seen: set[int]) -> Iterator[torch.Tensor]:
+def _tensors_in(output: object, seen: set[int]) -> Iterator[torch.Tensor]:
     """The tensors found in the output of a module; `seen` has the ids of visited objects."""
     if isinstance(output, torch.Tensor):
         yield output
@@ -338,7 +339,7 @@ def _tensors_in(output: Any, seen: set[int]) -> Iterator[torch.Tensor]:
     if isinstance(output, _LEAVES) or id(output) in seen:
         return
     seen.add(id(output))
-    values: list[Any] = []
+    values: list[object] = []
     if isinstance(output, Mapping):
         values += output.values()
     elif isinstance(output, (list, tuple)):

@@ -12,13 +12,13 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from operator import is_
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch.autograd.graph import increment_version
 
 from bagua_comm import Algorithm, Communicator, Engine
-from bagua_comm.algorithms.base import Payload
+from bagua_comm.algorithms.base import Payload, State
 from bagua_comm.algorithms.parts import PER_BUCKET
 from bagua_comm.algorithms.state import (
     Saved,
@@ -37,14 +37,16 @@ from ..tensors.flats import Flat, Layout
 from ..tensors.memory import BucketMemory
 
 Class = TypeVar("Class", bound=type)
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def _in_stream_order(cls: Class) -> Class:
     """Run every public method of `cls`, inherited ones included, in the order of PyTorch's current stream."""
 
-    def ordered(method: Callable[..., Any]) -> Callable[..., Any]:
+    def ordered(method: Callable[Concatenate[TorchEngine, P], T]) -> Callable[Concatenate[TorchEngine, P], T]:
         @functools.wraps(method)
-        def in_order(self: Any, *args: Any, **kwargs: Any) -> Any:
+        def in_order(self: TorchEngine, /, *args: P.args, **kwargs: P.kwargs) -> T:
             with torch_stream(self.device):
                 return method(self, *args, **kwargs)
 
@@ -108,7 +110,7 @@ class TorchEngine(Engine):
         super().replan(memory.plan, _arrays_of(memory), algorithm=algorithm)
         self._memory = memory
 
-    def agree(self, mine: Any) -> list[Any]:
+    def agree(self, mine: T) -> list[T]:
         """Gather `mine` of all ranks. Raises `CommMismatch` if other ranks exchange buckets instead.
 
         Collective. Waits for exchanges in progress, without writing back their results.
@@ -162,11 +164,11 @@ class TorchEngine(Engine):
         """Note that ranks have averaged their weights: their mean, on which algorithms depend, is unchanged."""
         self._replacements.keep()
 
-    def state_tensors(self) -> dict[str, Any]:
+    def state_tensors(self) -> dict[str, object]:
         """The result of `Engine.state_dict`, with tensors for arrays."""
         return map_leaves(self.state_dict(), _to_tensor)  # type: ignore[no-any-return]
 
-    def load_state_tensors(self, state: Any) -> None:
+    def load_state_tensors(self, state: object) -> None:
         """Load the result of `state_tensors`; see `Engine.load_state_dict`.
 
         Collective.
@@ -210,12 +212,12 @@ class TorchEngine(Engine):
     def _saved(self) -> Saved:
         return self._reordered(super()._saved(), to_memory=False)
 
-    def _begin_phase(self, began: int, states: list[Any] | None = None) -> None:
+    def _begin_phase(self, began: int, states: list[State] | None = None) -> None:
         super()._begin_phase(began, states)
         if states is None:
             self._later = {}
 
-    def _load(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
+    def _load(self, saved: Mapping[str, Mapping[str, object]]) -> None:
         super()._load(self._reordered(saved, to_memory=True))
 
     def _reordered(self, saved: Any, *, to_memory: bool) -> Saved:
@@ -231,7 +233,7 @@ class TorchEngine(Engine):
                 }
         return reordered
 
-    def _to_array(self, value: Any) -> Any:
+    def _to_array(self, value: object) -> object:
         try:
             return as_array(value.to(self.device)) if isinstance(value, torch.Tensor) else value
         except Exception:  # the engine refuses it, on all ranks
@@ -272,5 +274,5 @@ def _arrays_of(memory: BucketMemory) -> dict[Payload, list[Array]]:
     return {payload: [as_array(flat) for flat in flats] for payload, flats in memory.flats.items()}
 
 
-def _to_tensor(value: Any) -> Any:
+def _to_tensor(value: object) -> object:
     return as_tensor(value) if hasattr(value, "dtype") else value

@@ -26,16 +26,16 @@ class WeakCall:
         handles: The handles of all hooks of the same object.
     """
 
-    def __init__(self, method: Callable[..., Any] | None = None, handles: Sequence[Any] = ()) -> None:
+    def __init__(self, method: Callable[..., object] | None = None, handles: Sequence[Any] = ()) -> None:
         self._method = weakref.WeakMethod(method) if method is not None else None
         self._handles = handles
 
-    def __call__(self, *given: Any) -> Any:
+    def __call__(self, *given: object) -> Any:
         """Call the method, if its object is there."""
         method = self._method() if self._method is not None else None
         return method(*given) if method is not None else None
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[type[WeakCall], tuple[()]]:
         return WeakCall, ()
 
     def remove_if_dead(self) -> None:
@@ -48,7 +48,7 @@ class WeakCall:
 class EagerWeakCall(WeakCall):
     """A `WeakCall` that compiled graphs omit, so that they do not break at its call."""
 
-    def __call__(self, *given: Any) -> Any:
+    def __call__(self, *given: object) -> Any:
         """Call the method, if its object is there."""
         return None if torch.compiler.is_compiling() else super().__call__(*given)
 
@@ -122,7 +122,7 @@ def release_when_gone(
     watch: BackwardWatch,
     sharing: Iterable[Any],
     parameters: Iterable[torch.Tensor],
-) -> weakref.finalize[..., Any]:
+) -> weakref.finalize[[], object]:
     """When `owner` is deleted on this rank, remove its hooks on parameters, and its sharing of optimizer state.
 
     Nothing is sent. The hooks of modules and optimizers do nothing any more and stay: one of them may be running

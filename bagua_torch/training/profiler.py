@@ -13,13 +13,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial, wraps
-from typing import Any
+from typing import ParamSpec, TypeVar
 
 from torch.autograd import profiler
 
 from bagua_comm.trace import label
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class ProfilerRanges:
@@ -35,10 +38,10 @@ class ProfilerRanges:
         self._lock = threading.RLock()  # a signal handler may begin a range, too
         self._profile: object = object()
         """Identifies the profile that runs; None while it ends."""
-        self._open_at_the_end: list[Any] = []
+        self._open_at_the_end: list[object] = []
 
     @contextmanager
-    def range(self, name: str, args: Mapping[str, Any]) -> Iterator[None]:
+    def range(self, name: str, args: Mapping[str, object]) -> Iterator[None]:
         """A range of the calling thread, unless the profile ends before it."""
         record = profiler.record_function(label(name, args))
         profile = self._begin(record)
@@ -47,11 +50,11 @@ class ProfilerRanges:
         finally:
             self._end(record, profile)
 
-    def end_profile(self, end: Callable[..., Any]) -> Callable[..., Any]:
+    def end_profile(self, end: Callable[P, T]) -> Callable[P, T]:
         """Wrap the function that ends a profile: ranges that are open then do not end in the next one."""
 
         @wraps(end)
-        def wrapped(*args: Any, **options: Any) -> Any:
+        def wrapped(*args: P.args, **options: P.kwargs) -> T:
             with self._lock:
                 self._profile = None
             try:
@@ -61,14 +64,14 @@ class ProfilerRanges:
 
         return wrapped
 
-    def _begin(self, record: Any) -> object:
+    def _begin(self, record: AbstractContextManager[object]) -> object:
         """Begin a range. Returns the profile that shows it; None if there is none."""
         with self._lock:
             if self._profile is not None:
                 record.__enter__()
             return self._profile
 
-    def _end(self, record: Any, profile: object) -> None:
+    def _end(self, record: AbstractContextManager[object], profile: object) -> None:
         """End a range of a profile.
 
         The thread of a lane may be in a range when the profile ends. The end of the range would write into the

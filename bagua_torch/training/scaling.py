@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-Skipped = Callable[[torch.optim.Optimizer], Any]
+Skipped = Callable[[torch.optim.Optimizer], object]
 """A function that is called with the optimizer whose step was left out."""
 
 _SKIPPED: weakref.WeakKeyDictionary[torch.optim.Optimizer, OrderedDict[int, Skipped]] = (
@@ -35,12 +35,12 @@ def on_skipped_step(optimizer: torch.optim.Optimizer, call: Skipped) -> Removabl
 
 def _watch_scalers() -> None:
     """Let every GradScaler say which steps it leaves out: PyTorch has no hook for that."""
-    original: Any = torch.amp.GradScaler.step
+    original = torch.amp.GradScaler.step
     if hasattr(original, "_says_skipped"):
         return
 
     @functools.wraps(original)
-    def step(self: Any, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+    def step(self: Any, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         calls = _SKIPPED.get(optimizer)
         if not calls:
             return original(self, optimizer, *args, **kwargs)

@@ -34,7 +34,7 @@ class StageSpan:
         if self.clock is not None:
             self._on_device = DeviceSpan(self._tracer, self.clock, self._name, f"device: {self._name}")
 
-    def end(self, **detail: Any) -> None:
+    def end(self, **detail: object) -> None:
         """End the span, if one has begun; `detail` is shown with it."""
         if self._start_ns:
             self._tracer.add(self._name, self._start_ns, time.perf_counter_ns(), detail)
@@ -58,18 +58,20 @@ class TorchClock:
 
     def __init__(self, device: torch.device) -> None:
         self._cuda: Any = torch.cuda  # torch leaves its constructors untyped
-        self._device, self._stream = device, None
+        self._device = device
+        self._stream: torch.cuda.Stream | None = None
 
-    def _event(self) -> Any:
-        return self._cuda.Event(enable_timing=True)
+    def _event(self) -> torch._C._CudaEventBase:
+        event: torch._C._CudaEventBase = self._cuda.Event(enable_timing=True)
+        return event
 
-    def mark(self) -> Any:
+    def mark(self) -> torch._C._CudaEventBase:
         """Record an event with a time on the current stream."""
         event = self._event()
         event.record(self._cuda.current_stream(self._device))
         return event
 
-    def times(self, events: Sequence[Any]) -> list[int | None]:
+    def times(self, events: Sequence[torch._C._CudaEventBase]) -> list[int | None]:
         """See `bagua_comm.trace.Clock`. The host waits for the device, but not for other streams."""
         happened = [event.query() for event in events]
         if self._stream is None:
@@ -95,7 +97,7 @@ class StepTimer:
         self._device = device
         self._began_s: float | None = None
 
-    def next_step(self, tuner: Tuner | None, replan: Callable[..., Any], *, paused: bool) -> None:
+    def next_step(self, tuner: Tuner | None, replan: Callable[..., object], *, paused: bool) -> None:
         """Report the step that ends here, and begin another one. Collective.
 
         Args:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from bagua_comm import Algorithm, Communicator, Point
 from bagua_comm.algorithms.base import exchanges_weights
@@ -98,7 +99,7 @@ class TrainingSteps(Live):
         self._versions = WeightVersions(self._trained)
         self._accumulation = Accumulation(self._trained)
         self._unaveraged = UnaveragedGradients(self.watch, self.exchange)
-        self._hooks: list[Any] = []
+        self._hooks: list[RemovableHandle] = []
 
     @property
     def engine(self) -> TorchEngine:
@@ -520,7 +521,7 @@ class TrainingSteps(Live):
     # The module and the optimizers --------------------------------------------------------------------------
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def before_running(self, *_: Any) -> None:
+    def before_running(self, *_: object) -> None:
         """Before the module runs: settle, and end a repeated step whose weights a new graph would need.
 
         Collective only in training passes: evaluations, and saves, may run on some ranks alone.
@@ -536,7 +537,7 @@ class TrainingSteps(Live):
             self.spans["forward"].forget()  # of a pass that has failed
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def settle(self, *_: Any) -> None:
+    def settle(self, *_: object) -> None:
         """Before the module runs, saves or loads: write back the results of exchanges since the last step."""
         self._running, self._called = self._called, False
         if not (self.model.module.training or self._accumulates()):
@@ -546,7 +547,7 @@ class TrainingSteps(Live):
         self.buffers.keep()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def returned(self, _module: Any, _args: Any, output: Any) -> None:
+    def returned(self, _module: object, _args: object, output: object) -> None:
         """After the module has returned `output`: watch for backward passes that go through it."""
         if not torch.is_grad_enabled():
             return
@@ -556,7 +557,7 @@ class TrainingSteps(Live):
         else:
             self.watch.leave_at(output)
 
-    def _before_loading(self, *_: Any) -> None:
+    def _before_loading(self, *_: object) -> None:
         self.settle()
         self.watch.forget_gradients()  # of weights that are replaced
         self.engine.expect_weights()
@@ -589,6 +590,6 @@ class TrainingSteps(Live):
         self.exchange.flatten()
 
 
-def _has_closure(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+def _has_closure(args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
     """Whether these arguments of `Optimizer.step`, the optimizer included, have a closure."""
     return any(callable(value) for value in (*args[1:], *kwargs.values()))
