@@ -6,8 +6,8 @@ import functools
 import socket
 import time
 import weakref
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -32,6 +32,9 @@ from .transport import ProcessGroupTransport, RendezvousInfo, count
 
 BACKEND = "bagua"
 """The name of this library's backend of torch.distributed."""
+
+_CANNOT_CONNECT = "torch.distributed cannot connect the ranks"
+_CANNOT_JOIN = "connect: torchrun started this process, but torch.distributed cannot join its world"
 
 _RELEASE_S = 0.001
 """Time for threads of gloo to release the tensors of finished calls."""
@@ -138,6 +141,15 @@ def _check_group(process_group: object) -> None:
         )
 
 
+@contextmanager
+def reported(text: str) -> Iterator[None]:
+    """Raise errors of torch.distributed in a `with` block, or a function, as `BootstrapError`, after `text`."""
+    try:
+        yield
+    except (RuntimeError, ValueError) as exc:
+        raise BootstrapError(f"{text}: {exc}") from exc
+
+
 def _initialize(backend: str, store: Store, rank: int, size: int, timeout_s: float) -> None:
     """Make the default process group of torch.distributed."""
     wait = timedelta(seconds=timeout_s)
@@ -206,10 +218,8 @@ def init_group(comm: Communicator, store: Store, backend: str | None = None) -> 
     if backend is None:
         cuda = comm.device is not None and dist.is_nccl_available()
         backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-    try:
+    with reported(_CANNOT_CONNECT):
         _initialize(backend, store, comm.rank, comm.size, comm.timeout_s)
-    except (RuntimeError, ValueError) as exc:
-        raise BootstrapError(f"torch.distributed cannot connect the ranks: {exc}") from exc
 
 
 def serve_store(comm: Communicator) -> Any:
@@ -234,14 +244,12 @@ def serve_store(comm: Communicator) -> Any:
             address = f"rank 0 cannot serve a store: {exc}"
     address = comm.broadcast_object(address, root=0)
     if isinstance(address, str):
-        raise BootstrapError(f"torch.distributed cannot connect the ranks: {address}")
+        raise BootstrapError(f"{_CANNOT_CONNECT}: {address}")
     if not others:
         environment.keep_gloo_on_this_host()
-    try:
-        if comm.rank != 0:
+    if comm.rank != 0:
+        with reported(_CANNOT_CONNECT):
             store = serving.STORES.TCPStore(*address, is_master=False, timeout=wait)
-    except (RuntimeError, ValueError) as exc:
-        raise BootstrapError(f"torch.distributed cannot connect the ranks: {exc}") from exc
     return store
 
 
@@ -259,31 +267,22 @@ def _serve_group(others: Sequence[str], timeout_s: float) -> tuple[Store, tuple[
     return store, (address, store.port)
 
 
+@reported(_CANNOT_JOIN)
 def _init_process_group(timeout_s: float) -> None:
     backend = "gloo"
     if torch.cuda.is_available() and dist.is_nccl_available():
         backend = "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(environment.number_from_torchrun("LOCAL_RANK") % torch.cuda.device_count())
-    try:
-        store, rank, size = _torchrun_store_of_a_world()
-        _initialize(backend, store, rank, size, timeout_s)
-    except (RuntimeError, ValueError) as exc:
-        raise _cannot_join(exc) from exc
+    store, rank, size = _torchrun_store_of_a_world()
+    _initialize(backend, store, rank, size, timeout_s)
 
 
+@reported(_CANNOT_JOIN)
 def _torchrun_store_of_a_world() -> tuple[Store, int, int]:
     """Like `torchrun_store`, with a new prefix: an earlier group may have left keys in the store."""
-    try:
-        store, rank, size = torchrun_store()
-        number = count(store, "bagua/world", rank)
-    except (RuntimeError, ValueError) as exc:
-        raise _cannot_join(exc) from exc
+    store, rank, size = torchrun_store()
+    number = count(store, "bagua/world", rank)
     return dist.distributed_c10d.PrefixStore(f"bagua/world-{number}", store), rank, size
-
-
-def _cannot_join(exc: Exception) -> BootstrapError:
-    text = "connect: torchrun started this process, but torch.distributed cannot join its world"
-    return BootstrapError(f"{text}: {exc}")
 
 
 @functools.lru_cache(maxsize=1)

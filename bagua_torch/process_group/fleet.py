@@ -29,22 +29,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
-from bagua_comm import (
-    ArrayError,
-    BootstrapError,
-    CommAborted,
-    CommError,
-    CommTimeout,
-    Communicator,
-    RankFailed,
-)
+from bagua_comm import ArrayError, CommAborted, CommError, CommTimeout, Communicator, RankFailed
 from bagua_comm.bootstrap import environment
 from bagua_comm.bootstrap.connection import open_world
 from bagua_comm.elastic.fleet import Death, Fleet, Process, ProcessInfo, Rendezvous
 from bagua_comm.transports import Transport
 
 from . import agent_folder, transport
-from .bootstrap import torchrun_store, use_device
+from .bootstrap import reported, torchrun_store, use_device
 from .failure_detector import FailureDetector
 from .rendezvous import POLL_S, join
 from .store import FleetStore, Store
@@ -80,12 +72,8 @@ def start_fleet(timeout_s: float) -> TorchrunFleet:
         BootstrapError: The other processes do not join, or there is no folder for snapshots.
         RankFailed: The store of torchrun's agent cannot be reached.
     """
-    try:
+    with reported("elastic.run: torchrun started this process, but the store of its agent cannot be reached"):
         store, rank, size = torchrun_store()
-    except (RuntimeError, ValueError) as exc:
-        raise BootstrapError(
-            f"elastic.run: torchrun started this process, but the store of its agent cannot be reached: {exc}"
-        ) from exc
     folder = agent_folder.provide() if environment.number_from_torchrun("TORCHELASTIC_MAX_RESTARTS") else None
     agent = agent_folder.agent()
     return TorchrunFleet(
