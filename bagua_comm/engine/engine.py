@@ -86,6 +86,8 @@ class EngineCallbacks:
     """Replace the weights with their mean over all ranks, and the optimizers with rank 0's. Collective.
 
     It raises on all ranks if one of them cannot. None: the engine averages the weights in its storage."""
+    wrote: Callable[[], None] = _nothing
+    """Notice that exchanged weights, or what else the algorithm writes back, are in the buckets."""
     detach: Callable[[], None] = _nothing
     """Stop using the engine, without any communication, because it has been aborted."""
 
@@ -155,7 +157,7 @@ class Engine(Live, Closing):
         if comm.engine_registry is not None:
             comm.engine_registry.register(self)
         if callbacks is not None:  # the caller may not be ready for calls before the engine exists
-            self._callbacks = callbacks
+            self._callbacks, self._exchanges.wrote = callbacks, callbacks.wrote
 
     # A training step --------------------------------------------------------------------------------
 

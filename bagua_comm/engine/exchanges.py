@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
@@ -57,6 +57,8 @@ class Exchanges:
         """All exchanges of this rank, and how long training waited for them."""
         self.step = self.began = 0
         """Numbers of training steps that have ended: now, and when the current phase began."""
+        self.wrote: Callable[[], object] = bool
+        """Called after results were written back."""
         self.exchanged = 0
         """The number of steps that had ended when ranks communicated last, with the step of that exchange."""
         self._named: dict[str, str] = {}
@@ -252,6 +254,7 @@ class Exchanges:
                 self.algorithm.commit(bucket, self.states[bucket.index])
             self.replacements.written(before)
             self.counters.commits += 1
+            self.wrote()
 
     def drop(self) -> None:
         """Wait for the buckets that were sent, and write nothing back."""

@@ -66,8 +66,6 @@ class BucketMemory:
         self._in_weights: list[nn.Parameter] = []  # the parameters of `weights`, and their addresses below
         self._weights_at: list[int] = []
         self._strays: list[str] = []  # weights that user code has moved, and that stay there
-        self.commits = 0
-        """The number of the engine's writes to the buckets at the last increment of versions."""
 
     def allocate(self, payload: Payload) -> None:
         """Allocate zeroed memory for gradients or for weights."""
@@ -148,7 +146,6 @@ class BucketMemory:
             part.move_to(index, *self._location[name])
         self._strays = old._strays
         self._attach_weights()
-        self.commits = old.commits
 
     def _attach_weights(self, names: Collection[str] | None = None) -> None:
         """Make these parameters parts of the buckets; all if None."""
@@ -202,7 +199,7 @@ class BucketMemory:
         """Move weights back into the buckets that user code has moved: converted and back, or replaced.
 
         Weights in shared memory or of another dtype stay where they are. For them the bucket is a copy, which
-        `note` writes back.
+        `note_new_weights` writes back.
 
         Raises:
             ArrayError: A weight is in the bucket of another wrapper, or has another shape or device.
@@ -241,16 +238,14 @@ class BucketMemory:
                     "training pass, or close this one and wrap the module again"
                 )
 
-    def note(self, commits: int) -> None:
-        """Increment the versions of weights if the engine's number of commits shows that it has written to them.
+    def note_new_weights(self) -> None:
+        """Increment the versions of weights, to which the engine has written.
 
         Autograd then raises where an older graph needs the earlier weights.
         """
-        if self.commits != commits:
-            self.commits = commits
-            if self.strayed:
-                self._write_back()
-            increment_version(self.parameters.values())
+        if self.strayed:
+            self._write_back()
+        increment_version(self.parameters.values())
 
     @torch.no_grad()
     def _write_back(self) -> None:

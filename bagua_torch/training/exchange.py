@@ -72,7 +72,6 @@ class BucketExchange(Live):
         """Construct the engine for `algorithm`, and allocate missing memory. Collective."""
         self.memory.provide({phase.payload for phase in algorithm.phases})
         self.engine = TorchEngine(self.comm, algorithm, self.memory, self.device, self._callbacks)
-        self.memory.commits = 0
 
     @property
     def counters(self) -> ExchangeCounters:
@@ -112,7 +111,6 @@ class BucketExchange(Live):
         self.engine.move(memory, algorithm)
         memory.replace(self.memory)
         self.memory, self.bucket_bytes = memory, bucket_bytes
-        self.note_new_weights()
         self.attach_states()
         self.flatten()
 
@@ -128,7 +126,6 @@ class BucketExchange(Live):
         self.model.train(unfrozen)
         self.memory.extend(self.extended_plan(unfrozen))
         self.engine.extend()
-        self.note_new_weights()
         self.flatten()
 
     def hold(self) -> None:
@@ -146,12 +143,7 @@ class BucketExchange(Live):
         """Move weights back to the buckets, before an exchange, if user code has replaced their memory."""
         if self.memory.strayed:
             self.engine.settle()
-            self.note_new_weights()
             self.memory.reclaim()
-
-    def note_new_weights(self) -> None:
-        """Increment the version counters of weights that the engine has written."""
-        self.memory.note(self.engine.commits)
 
     def attach_states(self) -> None:
         """Let optimizers share the state of the algorithm; repeat it after they have loaded a state."""

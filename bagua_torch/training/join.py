@@ -129,7 +129,6 @@ class Join:
             unused.follow_pass(self.passes, engine, freezes=self.freezes)
         before.restore()
         buffers.due = True  # the same on all ranks, whatever number of steps each has made
-        exchange.note_new_weights()
         return last
 
     def fetch(self, buffers: SharedBuffers) -> None:

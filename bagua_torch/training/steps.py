@@ -81,6 +81,7 @@ class TrainingSteps(Live):
         callbacks = EngineCallbacks(
             complete_step=WeakCall(self.complete),
             make_equal=weak_call_on_all(self.make_equal, comm),
+            wrote=WeakCall(self._note_new_weights),
             detach=WeakCall(self.detach),
         )
         self.exchange = BucketExchange(
@@ -110,6 +111,9 @@ class TrainingSteps(Live):
     def memory(self) -> BucketMemory:
         """The memory of the buckets."""
         return self.exchange.memory
+
+    def _note_new_weights(self) -> None:
+        self.memory.note_new_weights()
 
     # Forward passes --------------------------------------------------------------------------------------
 
@@ -216,7 +220,6 @@ class TrainingSteps(Live):
             self.stage = Stage.OPEN
         self.exchange.attach_states()
         self.engine.at(Point.FORWARD)
-        self.exchange.note_new_weights()
 
     # Backward passes -------------------------------------------------------------------------------------
 
@@ -305,7 +308,6 @@ class TrainingSteps(Live):
         engine.at(Point.BACKWARD)
         if payload == "grad":
             memory.spread()
-        self.exchange.note_new_weights()
         self.exchange.attach_states()
         self.stage = Stage.AVERAGED
         if payload == "weight":
@@ -386,7 +388,6 @@ class TrainingSteps(Live):
         self.exchange.reclaim()
         self.buffers.keep()
         self.engine.at(Point.STEP)
-        self.exchange.note_new_weights()
 
     def _accumulates(self) -> bool:
         """Whether a further pass belongs to the averaged step, in which weights are exchanged once."""
@@ -419,7 +420,6 @@ class TrainingSteps(Live):
         self._closes = False
         self._accumulation.reset()
         self._stepped.clear()
-        self.exchange.note_new_weights()
 
     # Changes between steps --------------------------------------------------------------------------------
 
@@ -443,7 +443,6 @@ class TrainingSteps(Live):
             self.complete()
             together = not self.engine.stopped
             self.engine.close()
-            self.exchange.note_new_weights()
             if together:
                 self._share_buffers()
         finally:
@@ -454,7 +453,6 @@ class TrainingSteps(Live):
         if not self.engine.stopped:
             self.complete()
             self.engine.stop()
-            self.exchange.note_new_weights()
             self._share_buffers()
 
     def resume(self) -> None:
@@ -543,7 +541,6 @@ class TrainingSteps(Live):
         if not (self.model.module.training or self._accumulates()):
             self.complete()
         self.engine.settle()
-        self.exchange.note_new_weights()
         self.buffers.keep()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
