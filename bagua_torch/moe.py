@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 import bagua_comm
-from bagua_comm import ArrayError, Codec, CommMismatch, Communicator, UnsupportedError
+from bagua_comm import ArrayError, Codec, Communicator, UnsupportedError
 from bagua_comm.arrays import Array
 from bagua_comm.codecs.base import check_codec_argument
 
@@ -31,7 +31,7 @@ from .entry import communicator_of, errors_on_all
 from .functional import alltoall
 from .tensors import rng
 from .tensors.broadcast import broadcast_tree, map_leaves
-from .tensors.checks import check_same_layer
+from .tensors.checks import check_same_layer, compare
 
 T = TypeVar("T")
 
@@ -277,15 +277,8 @@ class MoE(nn.Module):
         }
         with rng.exclusive:
             drawn = int(torch.randint(2**62, ()))  # on every rank, so that generators stay alike
-        found = self.comm.allgather_object((mine, drawn))
-        for rank, (theirs, _) in enumerate(found):
-            for name, value in found[0][0].items():
-                if theirs[name] != value:
-                    raise CommMismatch(
-                        f"MoE: {name} is {value!r} on rank 0, but {theirs[name]!r} on rank {rank}; "
-                        "expected the same on all ranks"
-                    )
-        return seed if seed is not None else int(found[0][1])
+        compare("MoE", self.comm, mine)
+        return seed if seed is not None else self.comm.broadcast_object(drawn, root=0)
 
     def _add(self, number: int, expert: nn.Module) -> None:
         if not isinstance(expert, nn.Module):

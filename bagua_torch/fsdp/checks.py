@@ -13,7 +13,7 @@ from bagua_comm.averages.base import check_average_argument
 from bagua_comm.codecs.base import codecs_in
 
 from ..arrays import dtype_name
-from ..errors import MismatchError
+from ..tensors.checks import compare
 from .torch_names import Unit, units_of
 
 NAME = "bagua_torch.fsdp.attach"
@@ -127,15 +127,9 @@ def _name_of(dtype: torch.dtype) -> str:
 
 def compare_units(comm: Communicator, units: list[Unit], arguments: str) -> None:
     """Raise `MismatchError` on all ranks unless all have the same units and arguments. Collective."""
-    mine = [arguments]
-    mine += [
-        f"{unit.name or 'the root'}: {unit.parameters} on {unit.device.type}, gathered in {unit.gather_dtypes}, "
-        f"reduced in {unit.reduce_dtypes}"
+    found = {
+        _described(unit): f"{unit.parameters} on {unit.device.type}, "
+        f"gathered in {unit.gather_dtypes}, reduced in {unit.reduce_dtypes}"
         for unit in units
-    ]
-    rows: list[list[str]] = comm.allgather_object(mine)
-    for rank, theirs in enumerate(rows):
-        if theirs != rows[0]:
-            pairs = zip([*rows[0], "nothing more"], [*theirs, "nothing more"], strict=False)
-            first, other = next(pair for pair in pairs if pair[0] != pair[1])
-            raise MismatchError(f"{NAME}: rank 0 has {first}, but rank {rank} has {other}")
+    }
+    compare(NAME, comm, {"the call": arguments, **found})

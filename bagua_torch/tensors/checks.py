@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Collection, Mapping, Sequence
 from itertools import zip_longest
-from typing import NamedTuple, NoReturn, TypeAlias
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -276,52 +276,35 @@ def check_ranks(
         CommMismatch: Modules differ, or the memory formats of a parameter, or the numbers of optimizers, or only
             some ranks have a tuner. A RuntimeError as well.
     """
-    tensors = [
-        _Tensor(
-            name,
-            f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}",
-            "trained" if t.requires_grad else "not trained",
-            in_memory(t) if name in model.trained else "",
-        )
-        for name, t in model.tensors().items()
-    ]
-    mine = tensors, len(optimizers), tuned
-    for rank, theirs in enumerate(comm.allgather_object(mine)):
-        if theirs != mine:
-            raise MismatchError(f"DistributedDataParallel: {_difference(comm.rank, mine, rank, theirs)}")
+    mine: dict[str, object] = {
+        "the number of optimizers": len(optimizers),
+        "the tuner": "given" if tuned else "not given",
+    }
+    for name, t in model.tensors().items():
+        kind = f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}"
+        memory = f", {in_memory(t)}" if name in model.trained else ""
+        mine[repr(name)] = f"{kind}, {'trained' if t.requires_grad else 'not trained'}{memory}"
+    compare("DistributedDataParallel", comm, mine)
 
 
-class _Tensor(NamedTuple):
-    """The properties of a parameter or a buffer that are the same on all ranks."""
+def compare(owner: str, comm: Communicator, mine: Mapping[str, object]) -> None:
+    """Compare named values of all ranks, in their order.
 
-    name: str
-    kind: str
-    """Its dtype and shape."""
-    trained: str
-    memory: str
-    """The format of a parameter in its bucket; empty for others."""
+    Collective.
 
-
-_Training: TypeAlias = tuple[list[_Tensor], int, bool]
-"""The tensors of a module, the number of optimizers, and whether there is a tuner."""
-
-
-def _difference(rank: int, mine: _Training, other: int, theirs: _Training) -> str:
-    """Say what two ranks have that differs."""
-    who = f"rank {rank} and rank {other} have different"
-    for here, there in zip_longest(mine[0], theirs[0]):
-        if here is None or there is None:
-            more, fewer = (other, rank) if here is None else (rank, other)
-            return f"{who} modules: {(here or there).name!r} is on rank {more}, and not on rank {fewer}"
-        if here.name != there.name:
-            return f"{who} modules: rank {rank} has {here.name!r} where rank {other} has {there.name!r}"
-        for one, another in zip(here, there, strict=True):
-            if one != another:
-                return f"{who} modules: {here.name!r} is {one} on rank {rank}, and {another} on rank {other}"
-    if mine[1] != theirs[1]:
-        return f"{who} numbers of optimizers: {mine[1]} and {theirs[1]}; give the same optimizers on all ranks"
-    with_tuner, without = (rank, other) if mine[2] else (other, rank)
-    return f"{who} arguments: rank {with_tuner} has a tuner, and rank {without} has none; give one on all ranks"
+    Raises:
+        CommMismatch: They differ; the same on all ranks. A RuntimeError as well.
+    """
+    rows = comm.allgather_object(list(mine.items()))
+    for rank, theirs in enumerate(rows):
+        for (name, here), (other, there) in zip_longest(rows[0], theirs, fillvalue=("nothing more", None)):
+            if name != other:
+                raise MismatchError(f"{owner}: ranks differ: rank 0 has {name} where rank {rank} has {other}")
+            if here != there:
+                raise MismatchError(
+                    f"{owner}: ranks differ: {name} is {here} on rank 0, and {there} on rank {rank}; give the "
+                    "same on all ranks"
+                )
 
 
 def check_memory(parameters: Mapping[str, nn.Parameter]) -> None:
