@@ -50,6 +50,7 @@ from ..process_group.bootstrap import default_group
 from ..tensors import checks
 from ..tensors.memory import pack, specs_of
 from ..tensors.model_state import ModelState
+from ..tensors.sharded import is_sharded
 from ..training.engine import TorchEngine
 from ..training.hooks import end_older
 from ..training.spans import StepTimer
@@ -407,14 +408,16 @@ class DistributedDataParallel(nn.Module):
 
     def _check_rank_may_end(self) -> None:
         layer = sync_batchnorm.layer_over_ranks(self.module)
-        what = None if layer is None else f"a SyncBatchNorm, {layer!r}"
+        what = None if layer is None else f"the module has a SyncBatchNorm, {layer!r}"
         if self.parts_stay:
-            what = "parts that stay on their ranks, such as the experts of a MoE"
+            what = "the module has parts that stay on their ranks, such as the experts of a MoE"
+        if any(map(is_sharded, self.optimizers)):
+            what = "a ZeroRedundancyOptimizer needs all ranks in every step"
         if what is not None:
             raise UnsupportedError(
-                f"join: this module has {what}; a rank that has ended would no longer run it, and the other "
-                "ranks would wait for it. Give it empty batches instead, so that all ranks make the same number "
-                "of steps, or enter join(throw_on_early_termination=True)"
+                f"join: {what}; a rank that has ended would take part no longer, and the other ranks would wait "
+                "for it. Give it empty batches instead, so that all ranks make the same number of steps, or "
+                "enter join(throw_on_early_termination=True)"
             )
 
     def expect_backward(self) -> None:

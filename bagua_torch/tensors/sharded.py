@@ -15,7 +15,7 @@ from bagua_comm import Algorithm, UnsupportedError
 from bagua_comm.algorithms.base import exchanges_weights
 from bagua_comm.checkpoint.optimizers import Restore, is_sharded, load_in_place, update_groups
 
-__all__ = ["check_join", "check_sharded", "is_sharded", "load_state", "state_of"]
+__all__ = ["check_sharded", "is_sharded", "load_state", "state_of"]
 
 
 def check_sharded(optimizers: Iterable[Any], algorithm: Algorithm) -> None:
@@ -32,16 +32,6 @@ def check_sharded(optimizers: Iterable[Any], algorithm: Algorithm) -> None:
                 "ZeroRedundancyOptimizer makes them equal in every step; give another optimizer, or an algorithm "
                 "that exchanges gradients"
             )
-
-
-def check_join(optimizers: Iterable[Any]) -> None:
-    """Raise `UnsupportedError` if one of the optimizers is sharded: all ranks are needed in each of its steps."""
-    if any(map(is_sharded, optimizers)):
-        raise UnsupportedError(
-            "join: a ZeroRedundancyOptimizer needs all ranks in every step, but a rank that has ended makes "
-            "none; give it empty batches instead, so that all ranks make the same number of steps, or enter "
-            "join(throw_on_early_termination=True)"
-        )
 
 
 def state_of(optimizer: Any) -> dict[str, object]:

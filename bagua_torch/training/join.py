@@ -12,7 +12,6 @@ from bagua_comm import Communicator, Point
 
 from ..errors import EarlyEndError
 from ..tensors.memory import SavedGradients
-from ..tensors.sharded import check_join
 from .buffers import SharedBuffers
 from .engine import TorchEngine
 from .exchange import BucketExchange
@@ -48,10 +47,6 @@ class Join:
     """Whether parameters are frozen in that step."""
     passes: int = 0
     """The number of earlier backward passes of the same step, on ranks with data."""
-
-    def __post_init__(self) -> None:
-        if self.comm.size > 1 and not self.throws:
-            check_join(self.optimizers)
 
     def announce(
         self,
