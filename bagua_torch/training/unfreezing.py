@@ -11,10 +11,11 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from bagua_comm import ArrayError, BaguaError, CommMismatch, UnsupportedError
+from bagua_comm import ArrayError, CommMismatch, UnsupportedError
 from bagua_comm.algorithms.base import runs_in_rounds
 from bagua_comm.engine import check_fit
 
+from ..entry import errors_on_all
 from ..errors import MismatchError
 from ..tensors import checks
 from .exchange import BucketExchange
@@ -53,8 +54,21 @@ def check(
             "wrap the module while it has requires_grad=True, and freeze it afterwards"
         )
     mine = [(n, tuple(p.shape), str(p.dtype), checks.in_memory(p)) for n, p in unfrozen.items()]
-    problem: BaguaError | None = None
+    rank = exchange.comm.rank
     try:
+        rows = engine.agree(mine)
+    except CommMismatch as exc:
+        raise MismatchError(
+            f"DistributedDataParallel: rank {rank} has unfrozen {_listed(mine)}, but not all ranks "
+            f"have unfrozen parameters between the same two steps; {exc}"
+        ) from exc
+    for other_rank, theirs in enumerate(rows):
+        if theirs != mine:
+            raise MismatchError(
+                f"DistributedDataParallel: rank {rank} has unfrozen {_listed(mine)}, but rank {other_rank} "
+                f"{_listed(theirs)}; unfreeze the same parameters on all ranks, between the same two steps"
+            )
+    with errors_on_all(exchange.comm):
         checks.check_may_begin(name, engine.algorithm)
         checks.check_memory(unfrozen)
         for other, parameter in unfrozen.items():
@@ -72,27 +86,6 @@ def check(
                 "forward pass and its backward pass or between two microbatches; unfreeze it after the "
                 "optimizer's step"
             )
-    except BaguaError as exc:
-        problem = exc
-    rank = exchange.comm.rank
-    try:
-        rows = engine.agree((mine, None if problem is None else str(problem)))
-    except CommMismatch as exc:
-        raise MismatchError(
-            f"DistributedDataParallel: rank {rank} has unfrozen {_listed(mine)}, but not all ranks "
-            f"have unfrozen parameters between the same two steps; {exc}"
-        ) from exc
-    for other_rank, (theirs, _) in enumerate(rows):
-        if theirs != mine:
-            raise MismatchError(
-                f"DistributedDataParallel: rank {rank} has unfrozen {_listed(mine)}, but rank {other_rank} "
-                f"{_listed(theirs)}; unfreeze the same parameters on all ranks, between the same two steps"
-            )
-    if problem is not None:
-        raise problem
-    for other_rank, (_, text) in enumerate(rows):
-        if text is not None:
-            raise ArrayError(f"rank {other_rank}: {text}")
 
 
 def _listed(rows: list[tuple[str, tuple[int, ...], str, str]]) -> str:
