@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 import numpy as np
 
@@ -114,7 +114,7 @@ def _check(folder: Path) -> None:
             raise UnavailableError(f"they differ from NumPy's in arrays of {dtype}")
 
 
-def _results_of(run: Any, dtype: str) -> list[bytes]:
+def _results_of(run: ModuleType, dtype: str) -> list[bytes]:
     """The output bytes of all kernels for some random numbers."""
     element, wire16, count = dtype_named(dtype), np.dtype(np.float16), 3000
     x = np.random.default_rng(0).standard_normal((3, count), np.float32).astype(element)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ...arrays import Array, DType, dtype_name
 from .launches import THREADS, ctas_of, grid_of, launch
 
@@ -26,7 +24,7 @@ def cast_combine(wire: Array, out: Array, count: int, dtype: DType, sent: DType,
 
 
 def _cast(
-    name: str, args: tuple[Any, ...], m: int, rows: int, wire: Array, dtype: DType, sent: DType, *more: int
+    name: str, args: tuple[object, ...], m: int, rows: int, wire: Array, dtype: DType, sent: DType, *more: int
 ) -> None:
     if m and rows:
         grid, args = grid_of(ctas_of(m, dtype), rows), (*args, m, wire.shape[1], *more)

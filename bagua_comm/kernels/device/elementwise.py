@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from ...arrays import Array
 from .launches import launch_flat
@@ -84,5 +83,5 @@ def adam_step(x: Array, m: Array, v: Array, *, lr: float, eps: float, correction
     _elementwise("adam_step", x, x, m, v, float(lr / first), math.sqrt(second), float(eps))
 
 
-def _elementwise(name: str, like: Array, *args: Any) -> None:
+def _elementwise(name: str, like: Array, *args: object) -> None:
     launch_flat("elementwise.cu", name, args, like.size, like.dtype)

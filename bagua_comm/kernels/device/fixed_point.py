@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ...arrays import Array, DType, dtype_name
 from .launches import THREADS, WARP, grid_of, launch
 
@@ -23,7 +21,7 @@ def fixed_mean(total: Array, bounds: Array, fields: Array, bits: int, divisor: i
     _fixed("mean", out.dtype, bounds, (total, bounds, fields, out, bits, divisor))
 
 
-def _fixed(name: str, dtype: DType, bounds: Array, args: tuple[Any, ...]) -> None:
+def _fixed(name: str, dtype: DType, bounds: Array, args: tuple[object, ...]) -> None:
     """Launch a kernel of fixed.cu: a warp for each block."""
     blocks = bounds.size - 1
     if blocks:

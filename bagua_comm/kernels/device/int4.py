@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from ...arrays import Array, DType, dtype_name
 from ...execution.recording import current
@@ -31,7 +32,7 @@ class Partition(NamedTuple):
     grid: tuple[int, int]
     cta: tuple[int, int]
 
-    layout: np.ndarray[Any, Any]
+    layout: npt.NDArray[np.void]
     """The struct `Layout`."""
 
 
@@ -81,7 +82,7 @@ def int4_combine(
         _launch("combine", partition, dtype, (wire, len(wire), int(op == "avg"), out), draws)
 
 
-def _launch(name: str, partition: Partition, dtype: DType, args: tuple[Any, ...], draws: Draws | None) -> None:
+def _launch(name: str, partition: Partition, dtype: DType, args: tuple[object, ...], draws: Draws | None) -> None:
     name, args = name + partition.suffix, (*args, partition.layout)
     if draws is not None:
         recording = current()

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 import cupy
 import numpy as np
@@ -50,7 +49,7 @@ def before_launch(observer: Callable[[str], object]) -> Iterator[None]:
 _observers: ContextVar[tuple[Callable[[str], object], ...]] = ContextVar("observers of launches", default=())
 
 
-def struct(*names: str, floats: Sequence[str] = ()) -> Callable[..., npt.NDArray[Any]]:
+def struct(*names: str, floats: Sequence[str] = ()) -> Callable[..., npt.NDArray[np.void]]:
     """A struct of a .cu file: a function of its values that returns a kernel's argument, passed by value.
 
     The argument is an array of one element without fields: for a dtype with fields, each launch would take 10 us
@@ -67,7 +66,7 @@ def struct(*names: str, floats: Sequence[str] = ()) -> Callable[..., npt.NDArray
 
 
 def launch_flat(
-    file: str, name: str, args: Sequence[Any], count: int, dtype: DType, defines: Sequence[str] = ()
+    file: str, name: str, args: Sequence[object], count: int, dtype: DType, defines: Sequence[str] = ()
 ) -> None:
     """Launch a kernel with one thread for each 16 bytes of `count` elements."""
     if count:
@@ -91,7 +90,7 @@ def launch(
     element: str,
     grid: tuple[int, ...],
     cta: tuple[int, ...],
-    args: tuple[Any, ...],
+    args: tuple[object, ...],
     *defines: str,
 ) -> None:
     """Launch a kernel on the current device and stream.
@@ -111,7 +110,13 @@ def launch(
         recording.steps.append(functools.partial(_observed, name, kernel, grid, cta, args))
 
 
-def _observed(name: str, kernel: Any, grid: tuple[int, ...], cta: tuple[int, ...], args: tuple[Any, ...]) -> None:
+def _observed(
+    name: str,
+    kernel: cupy.cuda.Function,
+    grid: tuple[int, ...],
+    cta: tuple[int, ...],
+    args: tuple[object, ...],
+) -> None:
     for observer in _observers.get():
         unrecorded(functools.partial(observer, name))  # a replay calls the observers again
     kernel(grid, cta, args)
@@ -148,13 +153,13 @@ def _free(between: dict[int, dict[int, SharedScratch]], root: int) -> None:
 
 
 @functools.cache
-def _loaded(device: int, file: str, name: str, element: str, *defines: str) -> Any:
+def _loaded(device: int, file: str, name: str, element: str, *defines: str) -> cupy.cuda.Function:
     # The function itself: CuPy's RawKernel would look it up for the current device at each launch.
     return _module(cupy.cuda.Device(device).compute_capability, file, element, *defines).get_function(name).kernel
 
 
 @functools.cache
-def _module(architecture: str, file: str, element: str, *defines: str) -> Any:
+def _module(architecture: str, file: str, element: str, *defines: str) -> cupy.RawModule:
     # CuPy would compile `code=` with -ftz=true, which turns denormal numbers into zero.
     return cupy.RawModule(path=str(_compiled(architecture, file, compile_options(element, *defines))))
 

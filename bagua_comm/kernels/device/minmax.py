@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from ...arrays import Array, DType, dtype_name
 from .launches import LARGEST_CTA, THREADS, WARP, between_kernels, grid_of, launch, struct
@@ -33,7 +34,7 @@ class Partition(NamedTuple):
     ranges: int
     """The number of ranges of segments in all."""
 
-    layout: np.ndarray[Any, Any]
+    layout: npt.NDArray[np.void]
     """The struct `Layout`."""
 
 
@@ -75,7 +76,7 @@ def minmax_decode(wire: Array, out: Array, start: int, block: int, eps: float) -
         launch("minmax.cu", "decode", dtype_name(out.dtype), grid, cta, (wire, out, layout))
 
 
-def _encode(name: str, source: tuple[Any, ...], wire: Array, partition: Partition, dtype: DType) -> None:
+def _encode(name: str, source: tuple[object, ...], wire: Array, partition: Partition, dtype: DType) -> None:
     """Encode the `source` of kernel `name`, in two passes if a block is too long for a CTA."""
     grid, cta, layout, element = partition.grid, partition.cta, partition.layout, dtype_name(dtype)
     if partition.segments == 1:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from ...arrays import Array, DType, dtype_name
 from ..host import TopKLayout, top_k_layout
@@ -32,7 +33,7 @@ class Partition(NamedTuple):
     by_warp: tuple[tuple[int, int], tuple[int, int]]
     by_thread: tuple[tuple[int, int], tuple[int, int]]
 
-    layout: np.ndarray[Any, Any]
+    layout: npt.NDArray[np.void]
     """The struct `Layout`."""
 
 
@@ -80,5 +81,5 @@ def top_k_subtract(x: Array, wire: Array, chunk: int, keep: int, bits: int) -> N
         _launch("subtract", x.dtype, partition.by_warp, x, wire, partition.layout)
 
 
-def _launch(name: str, dtype: DType, threads: tuple[tuple[int, int], tuple[int, int]], *args: Any) -> None:
+def _launch(name: str, dtype: DType, threads: tuple[tuple[int, int], tuple[int, int]], *args: object) -> None:
     launch("top_k.cu", name, dtype_name(dtype), *threads, args)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -121,7 +120,10 @@ def adam_step(x: Array, m: Array, v: Array, *, lr: float, eps: float, correction
 
 
 def _elementwise(
-    formula: Callable[..., Any], inputs: Sequence[Array], outputs: Sequence[Array], *factors: float
+    formula: Callable[..., Array | tuple[Array, Array]],
+    inputs: Sequence[Array],
+    outputs: Sequence[Array],
+    *factors: float,
 ) -> None:
     """Fill `outputs` with `formula(*inputs, *factors)`, piece by piece."""
     factors = tuple(map(float, factors))  # a NumPy scalar has a dtype, in which arrays would be computed

@@ -17,7 +17,6 @@ import os
 import platform
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from ...system.files import is_own_file, kept_folder, write_at_once
 from .signatures import KERNELS, Function
@@ -197,7 +196,7 @@ def load_unchecked(folder: Path) -> dict[str, Function] | None:
     return {name: _function(engine.get_function_address(name), letters) for name, letters in KERNELS.items()}
 
 
-_engines: list[Any] = []
+_engines: list[object] = []
 """Keeps the code of kernels in memory."""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import numba
 from llvmlite import binding, ir
@@ -16,7 +16,9 @@ from .signatures import KERNELS
 STRIP = 2048
 """The number of elements in a strip: 8 KiB of float32."""
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
+_Function = TypeVar("_Function", bound=Callable[..., object])
+_Typed: TypeAlias = tuple[object, Callable[..., object]]
+"""What an intrinsic function returns: the types of its result and arguments, and a function that emits code."""
 
 _SEMANTICS = {"nogil": True, "error_model": "numpy"}
 """x / 0 is inf or NaN, as in NumPy."""
@@ -39,7 +41,7 @@ def kernel(function: _Function) -> _Function:
     return function
 
 
-_functions: dict[str, Callable[..., Any]] = {}
+_functions: dict[str, Callable[..., object]] = {}
 _TYPES = {"i": numba.types.int64, "f": numba.types.float64}
 
 
@@ -79,7 +81,7 @@ def object_code(name: str) -> bytes:
     return cast(bytes, machine.emit_object(module))
 
 
-def _empty_destructor() -> Any:
+def _empty_destructor() -> binding.ModuleRef:
     """A module with the function by which Numba frees an array's memory: empty, since kernels own none."""
     module = ir.Module()
     prototype = ir.FunctionType(ir.VoidType(), [ir.IntType(8).as_pointer()])
@@ -88,7 +90,7 @@ def _empty_destructor() -> Any:
     return binding.parse_assembly(str(module))
 
 
-def _drop_unused(module: Any) -> None:
+def _drop_unused(module: binding.ModuleRef) -> None:
     """Remove functions that no external function calls."""
     machine = binding.Target.from_default_triple().create_target_machine()
     builder = binding.create_pass_builder(machine, binding.create_pipeline_tuning_options())
@@ -97,12 +99,12 @@ def _drop_unused(module: Any) -> None:
     passes.run(module, builder)
 
 
-def emits(result: Any, *arguments: Any) -> Callable[[Callable[..., Any]], Any]:
+def emits(result: numba.types.Type, *arguments: numba.types.Type) -> Callable[[Callable[..., object]], Any]:
     """Make a function for kernels, of these types, from one that emits its instructions by a builder."""
 
-    def decorate(emit: Callable[..., Any]) -> Any:
+    def decorate(emit: Callable[..., object]) -> Any:
         @functools.wraps(emit)
-        def typed(_: Any, *types: Any) -> Any:
+        def typed(_: object, *types: object) -> _Typed:
             return result(*arguments), lambda context, builder, signature, values: emit(builder, *values)
 
         return intrinsic(typed)
@@ -111,7 +113,7 @@ def emits(result: Any, *arguments: Any) -> Callable[[Callable[..., Any]], Any]:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def pointer(_: Any, address: Any, dtype: Any) -> Any:
+def pointer(_: object, address: numba.types.Type, dtype: numba.types.DType) -> _Typed:
     """An integer as a pointer to elements of `dtype`."""
     result = numba.types.CPointer(dtype.dtype)
     return result(address, dtype), lambda context, builder, signature, values: builder.inttoptr(
@@ -120,11 +122,11 @@ def pointer(_: Any, address: Any, dtype: Any) -> Any:
 
 
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
-def scratch(_: Any, count: Any) -> Any:
+def scratch(_: object, count: numba.types.IntegerLiteral) -> _Typed:
     """A pointer to floats on the stack; their number is a literal."""
     length = count.literal_value
 
-    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+    def code(context: object, builder: ir.IRBuilder, signature: object, values: object) -> ir.Value:
         strip = cgutils.alloca_once(builder, ir.ArrayType(ir.FloatType(), length))
         strip.align = 64
         return builder.bitcast(strip, ir.FloatType().as_pointer())
@@ -133,7 +135,7 @@ def scratch(_: Any, count: Any) -> Any:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def address_of(_: Any, pointer: Any) -> Any:
+def address_of(_: object, pointer: numba.types.Type) -> _Typed:
     """A pointer as an integer."""
     return numba.types.int64(pointer), lambda context, builder, signature, values: builder.ptrtoint(
         values[0], ir.IntType(64)
@@ -141,7 +143,7 @@ def address_of(_: Any, pointer: Any) -> Any:
 
 
 @emits(numba.types.void, numba.types.int64)
-def prefetch(builder: Any, address: Any) -> None:
+def prefetch(builder: ir.IRBuilder, address: ir.Value) -> None:
     """Begin to load the cache line at an address, which need not exist."""
     line, number = ir.IntType(8).as_pointer(), ir.IntType(32)
     prototype = ir.FunctionType(ir.VoidType(), [line, number, number, number])

@@ -79,7 +79,9 @@ def add_fixed(
 
 
 @inner
-def _add_multiples(values: Array, left: Any, right: Any, limit: Any, kept: Any, sums: Array) -> None:
+def _add_multiples(
+    values: Array, left: np.float32, right: np.float32, limit: np.float32, kept: np.int32, sums: Array
+) -> None:
     """Add clipped multiples to `sums`, whose bits are first masked with `kept`: all bits or none."""
     for i in range(len(sums)):
         q = np.int32(min(max(np.rint(values[i] * left * right), -limit), limit))
@@ -87,7 +89,7 @@ def _add_multiples(values: Array, left: Any, right: Any, limit: Any, kept: Any, 
 
 
 @inner
-def _keep(sums: Array, kept: Any) -> None:
+def _keep(sums: Array, kept: np.int32) -> None:
     for i in range(len(sums)):
         sums[i] = np.int32(sums[i] & kept)
 
@@ -126,18 +128,18 @@ def _mean_strip(sums: Array, field: int, bits: int, divisor: int, values: Array)
 
 
 @inner
-def _round_and_multiply(sums: Array, factor: Any, values: Array) -> None:
+def _round_and_multiply(sums: Array, factor: np.float32, values: Array) -> None:
     for i in range(len(sums)):
         values[i] = np.float32(sums[i]) * factor
 
 
 @inner
-def _divide_and_multiply(sums: Array, divisor: Any, unit: Any, values: Array) -> None:
+def _divide_and_multiply(sums: Array, divisor: np.float64, unit: np.float64, values: Array) -> None:
     for i in range(len(sums)):
         values[i] = np.float32(np.float64(sums[i]) / divisor * unit)
 
 
 @inner
-def _power_of_2(power: Any) -> Any:
+def _power_of_2(power: int) -> np.float32:
     """2^power in float32, by its bits; it is a normal number."""
     return float_of(np.uint32(power + 127) << 23)

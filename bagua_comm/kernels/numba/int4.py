@@ -72,10 +72,10 @@ class _Wire(NamedTuple):
     rotate: int
     random: int
     """Whether codes are rounded at random."""
-    low: Any
-    high: Any
+    low: np.uint32
+    high: np.uint32
     """Halves of the key."""
-    counter: Any
+    counter: int
 
 
 class _Memory(NamedTuple):
@@ -242,14 +242,14 @@ def _logarithm(power: int) -> int:
 
 
 @inner
-def _clear_padding(layout: Any, row: int) -> None:
+def _clear_padding(layout: _Wire, row: int) -> None:
     blocks = -(-layout.elements // layout.block)
     clear(row, 2 * blocks, layout.start)
     clear(row, layout.start + blocks * (layout.block // 2), layout.stride)
 
 
 @inner
-def _rotate(layout: Any, source: int, memory: Any, count: int, factor: Any) -> None:
+def _rotate(layout: _Wire, source: int, memory: _Memory, count: int, factor: np.float32) -> None:
     """Rotate the elements of each unit of a strip from `source`, and find the largest magnitudes."""
     for at in range(0, count, UNIT):
         largest = _largest_of(layout, memory, at)
@@ -258,13 +258,13 @@ def _rotate(layout: Any, source: int, memory: Any, count: int, factor: Any) -> N
 
 
 @inner
-def _find_largest(layout: Any, memory: Any, count: int) -> None:
+def _find_largest(layout: _Wire, memory: _Memory, count: int) -> None:
     for at in range(0, count, UNIT):
         find_largest(memory.x + at * 4, layout.block, _largest_of(layout, memory, at))
 
 
 @inlined
-def _largest_of(layout: Any, memory: Any, at: int) -> Any:
+def _largest_of(layout: _Wire, memory: _Memory, at: int) -> int:
     """The address of the bits of the largest magnitudes of the unit at element `at` of a strip."""
     return memory.largest + (at // UNIT if layout.block >= UNIT else at // PART) * 4
 
@@ -281,7 +281,7 @@ def _rotate_units(x: int, count: int, rotate: int) -> None:
 
 
 @inlined
-def _codes(layout: Any, row: int, at: int, end: int, spare: int) -> Any:
+def _codes(layout: _Wire, row: int, at: int, end: int, spare: int) -> int:
     """The address of the codes of the unit at `at`; `spare`, with zeros, if it reaches beyond `end`."""
     where = row + layout.start + at // 2
     if at + UNIT <= end:
@@ -294,13 +294,13 @@ def _codes(layout: Any, row: int, at: int, end: int, spare: int) -> Any:
 
 
 @inlined
-def _factor_of(layout: Any, at: int, factors: int) -> Any:
+def _factor_of(layout: _Wire, at: int, factors: int) -> int:
     """The address of the factor of the first block of the unit at element `at` of a strip."""
     return factors + (at >> layout.shift) * 4
 
 
 @inner
-def _read_factors(layout: Any, row: int, begin: int, end: int, divisor: int, factors: int) -> None:
+def _read_factors(layout: _Wire, row: int, begin: int, end: int, divisor: int, factors: int) -> None:
     """The scales of the blocks of a strip, divided by `divisor`; NaN for those that are not finite."""
     blocks = (end - begin) >> layout.shift
     scales, values = halves_at(row + 2 * (begin >> layout.shift), blocks), floats_at(factors, blocks)
@@ -314,7 +314,9 @@ def _read_factors(layout: Any, row: int, begin: int, end: int, divisor: int, fac
 
 
 @inner
-def _quantize(layout: Any, memory: Any, begin: int, end: int, index: int, row: int, limit: Any) -> None:
+def _quantize(
+    layout: _Wire, memory: _Memory, begin: int, end: int, index: int, row: int, limit: np.uint32
+) -> None:
     """Quantize a strip of rotated elements, from `begin` to `end` in its row.
 
     Args:
@@ -366,7 +368,7 @@ def _find_largest_of_blocks(largest: int, blocks: int, parts: int) -> None:
 
 
 @inner
-def _write_scales(layout: Any, memory: Any, blocks: int, scales: Array, limit: Any) -> Any:
+def _write_scales(layout: _Wire, memory: _Memory, blocks: int, scales: Array, limit: np.uint32) -> Any:
     """Write the scales of blocks, and their inverses as factors; 0 where the scale is 0 or NaN.
 
     Returns whether any are NaN, as 0 or 1.
@@ -393,7 +395,7 @@ def _write_scales(layout: Any, memory: Any, blocks: int, scales: Array, limit: A
 
 
 @inner
-def _draw(layout: Any, index: int, numbers: Array) -> None:
+def _draw(layout: _Wire, index: int, numbers: Array) -> None:
     """Random numbers of elements, from number `index` on; see `host.random_bits`."""
     first, low, high = np.uint32(layout.counter + index), layout.low, layout.high
     for i in range(len(numbers)):

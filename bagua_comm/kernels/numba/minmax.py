@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numba
 import numpy as np
@@ -41,6 +42,13 @@ from .numbers import (
 _EXACT = np.float32(2.0**23)
 """Up to this, float32 holds every integer exactly, also after 255 is added."""
 
+_Bits = TypeVar("_Bits", np.uint16, np.uint32)
+"""The bits of an element."""
+
+_FromBits: TypeAlias = Callable[[_Bits], np.float32]
+_ToBits: TypeAlias = Callable[[np.float32], np.uint16]
+_Pair: TypeAlias = tuple[np.float32, np.float32]
+
 
 class _Wire(NamedTuple):
     """Layout of encoded rows."""
@@ -50,16 +58,16 @@ class _Wire(NamedTuple):
     stride: int
     start: int
     block: int
-    eps: Any
+    eps: np.float32
 
 
 class _Decoding(NamedTuple):
     """Decoding constants of a block."""
 
-    scale: Any
-    lower: Any
-    fill: Any
-    largest: Any
+    scale: np.float32
+    lower: np.float32
+    fill: np.float32
+    largest: np.float32
     constant: bool
     plain: bool
 
@@ -146,26 +154,26 @@ def decode_rows(
 
 
 @inner
-def _clear_padding(layout: Any, row: int) -> None:
+def _clear_padding(layout: _Wire, row: int) -> None:
     blocks = -(-layout.elements // layout.block)
     clear(row, blocks * 2 * itemsize(layout.element), layout.start)
     clear(row, layout.start + layout.elements, layout.stride)
 
 
 @inner
-def _header(layout: Any, row: int, begin: int) -> Any:
+def _header(layout: _Wire, row: int, begin: int) -> int:
     """The address of the pair (min, max) of the block that begins at element `begin`."""
     return row + begin // layout.block * 2 * itemsize(layout.element)
 
 
 @inner
-def _scale_and_lower(low: Any, high: Any, eps: Any) -> Any:
+def _scale_and_lower(low: np.float32, high: np.float32, eps: np.float32) -> _Pair:
     scale = np.float32(255 / np.float64(high - low + eps))
     return scale, np.rint(high * scale) - LEVELS
 
 
 @inner
-def _read_decoding(layout: Any, row: int, begin: int, pair: Array) -> Any:
+def _read_decoding(layout: _Wire, row: int, begin: int, pair: Array) -> _Decoding:
     ends = load(layout.element, _header(layout, row, begin), 2, pair)
     low, high = ends[0], ends[1]
     scale, lower = _scale_and_lower(low, high, layout.eps)
@@ -178,7 +186,7 @@ def _read_decoding(layout: Any, row: int, begin: int, pair: Array) -> Any:
 
 
 @inner
-def _decode(codes: Array, decoding: Any, adding: bool, out: Array) -> None:
+def _decode(codes: Array, decoding: _Decoding, adding: bool, out: Array) -> None:
     """Decode: x' = (code + lower) / scale, kept finite; added to `out` if `adding`."""
     scale, lower, largest = decoding.scale, decoding.lower, decoding.largest
     if decoding.plain and adding:
@@ -195,7 +203,9 @@ def _decode(codes: Array, decoding: Any, adding: bool, out: Array) -> None:
 
 
 @inner
-def _decode_rounded(codes: Array, decoding: Any, rounded: Any, finite_rounded: Any, out: Array) -> None:
+def _decode_rounded(
+    codes: Array, decoding: _Decoding, rounded: _ToBits, finite_rounded: _ToBits, out: Array
+) -> None:
     """Decode to 16-bit elements with two functions that give their bits: of any float32, and of finite ones."""
     scale, lower, largest = decoding.scale, decoding.lower, decoding.largest
     if decoding.plain:
@@ -209,7 +219,7 @@ def _decode_rounded(codes: Array, decoding: Any, rounded: Any, finite_rounded: A
 
 @inner
 def _sum_strip(
-    layout: Any, wires: int, n: int, mean: int, begin: int, at: int, total: Array, pair: Array
+    layout: _Wire, wires: int, n: int, mean: int, begin: int, at: int, total: Array, pair: Array
 ) -> None:
     """Sum elements of n rows into `total`, from element `at` of the block that begins at `begin`."""
     total[:] = MINUS_ZERO
@@ -223,7 +233,9 @@ def _sum_strip(
 
 
 @inner
-def _extremes(bits: Array, signed: Array, signed_most: Any, most: Any, least: Any) -> Any:
+def _extremes(
+    bits: Array, signed: Array, signed_most: np.signedinteger, most: _Bits, least: _Bits
+) -> tuple[np.signedinteger, _Bits, _Bits]:
     """Update three extremes of the bits of floats: the signed maximum, the unsigned maximum and minimum."""
     for i in range(len(bits)):
         signed_most = signed[i] if signed[i] > signed_most else signed_most
@@ -233,7 +245,7 @@ def _extremes(bits: Array, signed: Array, signed_most: Any, most: Any, least: An
 
 
 @inner
-def _ends(signed_most: Any, most: Any, least: Any, sign: Any, value: Any) -> Any:
+def _ends(signed_most: Any, most: _Bits, least: _Bits, sign: _Bits, value: _FromBits[_Bits]) -> _Pair:
     """Min and max of floats, from the extremes of their bits; NaN if any is not finite, and zeros are +0.0.
 
     Args:
@@ -252,7 +264,7 @@ def _ends(signed_most: Any, most: Any, least: Any, sign: Any, value: Any) -> Any
 
 
 @inner
-def _encode_floats(layout: Any, bits: Array, begin: int, row: int, pair: Array) -> None:
+def _encode_floats(layout: _Wire, bits: Array, begin: int, row: int, pair: Array) -> None:
     """Encode a block of float32."""
     most = _extremes(bits, bits.view(np.int32), np.int32(-(2**31)), np.uint32(0), np.uint32(0xFFFFFFFF))
     low, high = _ends(most[0], most[1], most[2], SIGN, float_of)
@@ -261,7 +273,9 @@ def _encode_floats(layout: Any, bits: Array, begin: int, row: int, pair: Array) 
 
 
 @inner
-def _encode_halves(layout: Any, bits: Array, value: Any, begin: int, row: int, pair: Array) -> None:
+def _encode_halves(
+    layout: _Wire, bits: Array, value: _FromBits[_Bits], begin: int, row: int, pair: Array
+) -> None:
     """Encode a block of 16-bit elements; `value` converts their bits to float32."""
     most = _extremes(bits, bits.view(np.int16), np.int16(-(2**15)), np.uint16(0), np.uint16(0xFFFF))
     low, high = _ends(most[0], most[1], most[2], np.uint16(0x8000), value)
@@ -271,7 +285,7 @@ def _encode_halves(layout: Any, bits: Array, value: Any, begin: int, row: int, p
 
 @inner
 def _encode_sum(
-    layout: Any, wires: int, n: int, mean: int, begin: int, row: int, scratch: Array, pair: Array
+    layout: _Wire, wires: int, n: int, mean: int, begin: int, row: int, scratch: Array, pair: Array
 ) -> None:
     """Encode the sum of one block of n rows of `wires`."""
     end = min(begin + layout.block, layout.elements)
@@ -291,7 +305,7 @@ def _encode_sum(
 
 
 @inner
-def _write_ends(layout: Any, low: Any, high: Any, begin: int, row: int, pair: Array) -> Any:
+def _write_ends(layout: _Wire, low: np.float32, high: np.float32, begin: int, row: int, pair: Array) -> _Pair:
     """Write the pair (min, max) of a block, and return its scale and lower level."""
     pair[0], pair[1] = low, high
     store(layout.element, pair, _header(layout, row, begin))
@@ -299,7 +313,9 @@ def _write_ends(layout: Any, low: Any, high: Any, begin: int, row: int, pair: Ar
 
 
 @inner
-def _quantize(bits: Array, value: Any, low: Any, scale: Any, lower: Any, codes: Array) -> None:
+def _quantize(
+    bits: Array, value: _FromBits[_Bits], low: np.float32, scale: np.float32, lower: np.float32, codes: Array
+) -> None:
     """Encode: code = clip(rint(x * scale) - lower, 0, 255), or 0 if the constants are not finite."""
     if not (np.isfinite(low) and np.isfinite(scale) and np.isfinite(lower)):
         codes[:] = 0

@@ -62,67 +62,69 @@ def itemsize(element: int) -> int:
 
 
 @emits(numba.types.float32, numba.types.uint16)
-def _extended(builder: Any, half: Any) -> Any:
+def _extended(builder: ir.IRBuilder, half: ir.Value) -> ir.Value:
     """The bits of a float16, as float32."""
     return builder.fpext(builder.bitcast(half, ir.HalfType()), ir.FloatType())
 
 
 @emits(numba.types.uint16, numba.types.float32)
-def _truncated(builder: Any, x: Any) -> Any:
+def _truncated(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
     """The bits of a float32, rounded to float16."""
     return builder.bitcast(builder.fptrunc(x, ir.HalfType()), ir.IntType(16))
 
 
 @emits(numba.types.float64, numba.types.float64)
-def square_root(builder: Any, x: Any) -> Any:
+def square_root(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
     """The square root of a float64; NumPy's would call the C library."""
     return builder.call(builder.module.declare_intrinsic("llvm.sqrt", [ir.DoubleType()]), [x])
 
 
 @inner
-def bits_of(x: Any) -> Any:
+def bits_of(x: np.float32) -> np.uint32:
     """The bits of a float32."""
-    return np.float32(x).view(np.uint32)
+    bits: np.uint32 = np.float32(x).view(np.uint32)
+    return bits
 
 
 @inner
-def float_of(bits: Any) -> Any:
+def float_of(bits: np.uint32) -> np.float32:
     """The float32 with these bits."""
-    return np.uint32(bits).view(np.float32)
+    x: np.float32 = np.uint32(bits).view(np.float32)
+    return x
 
 
 @inner
-def from_float16(half: Any) -> Any:
+def from_float16(half: np.uint16) -> Any:
     """The bits of a float16, as float32."""
     return _extended(np.uint16(half))
 
 
 @inner
-def to_float16(x: Any) -> Any:
+def to_float16(x: np.float32) -> Any:
     """Round half to even; NaN becomes the canonical NaN."""
     return finite_to_float16(x) if x == x else np.uint16(0x7E00)
 
 
 @inner
-def finite_to_float16(x: Any) -> Any:
+def finite_to_float16(x: np.float32) -> Any:
     """Round a number other than NaN."""
     return _truncated(np.float32(x))
 
 
 @inner
-def from_bfloat16(half: Any) -> Any:
+def from_bfloat16(half: np.uint16) -> np.float32:
     """The bits of a bfloat16, as float32."""
     return float_of(np.uint32(half) << 16)
 
 
 @inner
-def to_bfloat16(x: Any) -> Any:
+def to_bfloat16(x: np.float32) -> Any:
     """Round half to even; NaN becomes the canonical NaN."""
     return finite_to_bfloat16(x if x == x else float_of(NAN))
 
 
 @inner
-def finite_to_bfloat16(x: Any) -> Any:
+def finite_to_bfloat16(x: np.float32) -> Any:
     """Round a number other than NaN."""
     bits = bits_of(x)
     return np.uint16(np.uint32(bits + 0x7FFF + (np.uint32(bits >> 16) & 1)) >> 16)
@@ -181,7 +183,7 @@ def saturate(element: int, values: Array, scratch: Array) -> Array:
 
 
 @inner
-def _saturated(bits: Any, largest: Any) -> Any:
+def _saturated(bits: np.uint32, largest: np.uint32) -> Any:
     magnitude = np.uint32(bits & 0x7FFFFFFF)
     kept = min(magnitude, largest) if magnitude < _INFINITY else magnitude
     return NAN if magnitude > _INFINITY else np.uint32(kept | (bits & SIGN))

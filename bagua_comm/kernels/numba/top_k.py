@@ -152,7 +152,7 @@ def subtract_top_k(
 
 
 @inlined
-def _key(word: Any) -> Any:
+def _key(word: np.uint32) -> np.uint32:
     return min(np.uint32(word & _MAGNITUDE), _NAN_KEY)
 
 
@@ -210,7 +210,7 @@ def _lower_bound(words: Array, groups: int, largest: Array) -> Any:
 
 
 @inner
-def _threshold(keys: Array, keep: int, bound: Any) -> Any:
+def _threshold(keys: Array, keep: int, bound: np.uint32) -> Any:
     """The `keep`-th largest key, which is at least `bound`."""
     low, high = np.uint32(bound), _NAN_KEY
     while low < high:
@@ -295,7 +295,7 @@ def _value(bits: int, wire: int, values_at: int, k: int) -> Any:
 
 
 @inner
-def _limited_to_bfloat16(x: Any) -> Any:
+def _limited_to_bfloat16(x: np.float32) -> Any:
     """Round half to even; numbers stay finite."""
     if x != x:
         return _NAN_BFLOAT16
@@ -313,7 +313,7 @@ def _read(element: int, x: int, i: int) -> Any:
 
 
 @inlined
-def _write(element: int, x: int, i: int, value: Any) -> None:
+def _write(element: int, x: int, i: int, value: np.float32) -> None:
     """Round to element i."""
     if element == FLOAT32:
         floats_at(x + 4 * i, 1)[0] = value
