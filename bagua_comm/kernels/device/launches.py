@@ -111,11 +111,7 @@ def launch(
 
 
 def _observed(
-    name: str,
-    kernel: cupy.cuda.Function,
-    grid: tuple[int, ...],
-    cta: tuple[int, ...],
-    args: tuple[object, ...],
+    name: str, kernel: cupy.cuda.Function, grid: tuple[int, ...], cta: tuple[int, ...], args: tuple[object, ...]
 ) -> None:
     for observer in _observers.get():
         unrecorded(functools.partial(observer, name))  # a replay calls the observers again

@@ -37,13 +37,7 @@ _VOID, _INT64, _FLOAT32 = numba.types.void, numba.types.int64, numba.types.float
 
 @emits(_VOID, _INT64, _INT64, _INT64, _FLOAT32, _INT64, _INT64)
 def rotate_unit(
-    builder: IRBuilder,
-    source: Value,
-    target: Value,
-    rotate: Value,
-    factor: Value,
-    block: Value,
-    largest: Value,
+    builder: IRBuilder, source: Value, target: Value, rotate: Value, factor: Value, block: Value, largest: Value
 ) -> None:
     """target <- H D (source * factor), for groups of at most 32; then do as `find_largest` does."""
     factors, zeros = _splat(builder, factor), _constant(_FLOATS, [0.0] * UNIT)
@@ -102,13 +96,7 @@ def add_codes(builder: IRBuilder, codes: Value, factors: Value, block: Value, to
 
 @emits(_VOID, _INT64, _INT64, _INT64, _INT64, _FLOAT32, _INT64)
 def decode_unit(
-    builder: IRBuilder,
-    codes: Value,
-    factors: Value,
-    block: Value,
-    rotate: Value,
-    largest: Value,
-    target: Value,
+    builder: IRBuilder, codes: Value, factors: Value, block: Value, rotate: Value, largest: Value, target: Value
 ) -> None:
     """target <- D H codes * factors, kept between -largest and largest; NaN stays."""
     x = _rotated_codes(builder, _read_codes(builder, codes), rotate)
