@@ -9,7 +9,8 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from types import ModuleType
+from typing import NoReturn
 
 from ._version import __version__
 from .commands import advise, compare, diagnose, doctor, info, net, run, trace
@@ -18,7 +19,7 @@ from .launch.cli import CommandError, complete, program_name
 
 DESCRIPTION = "Start programs on several ranks, look at machines, and predict what trains fastest."
 
-COMMANDS: dict[str, Any] = {
+COMMANDS: dict[str, ModuleType] = {
     "run": run,
     "doctor": doctor,
     "info": info,

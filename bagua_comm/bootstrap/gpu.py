@@ -10,7 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from ..comm import Communicator
 from ..errors import BootstrapError, CommError
@@ -128,8 +128,7 @@ def choose_net(setup: Communicator, net: str | None) -> None:
     mine = None if setup.local_rank else look()
     setup.barrier()
     mine = mine or look()
-    gathered: list[Any] = setup.allgather_object(tuple(mine))
-    everyone = [choosing.Facts(*facts) for facts in gathered]
+    everyone = [choosing.Facts._make(facts) for facts in setup.allgather_object(tuple(mine))]
     decision = choosing.decide(choice, everyone, setup.rank)
     choosing.apply(decision)
     log_on_root(_log, setup.rank, "net %s: %s", choice, decision.why)
@@ -144,8 +143,7 @@ def connect_device(setup: Communicator, gpu: GPU) -> tuple[int | None, list[Tran
     device = setup.local_rank % count if count else None
     if device is not None and has_streams_per_thread():
         warnings.warn(f"connect: {STREAMS_PER_THREAD}.", RuntimeWarning, stacklevel=3)
-    facts: list[Any] = setup.allgather_object(tuple(describe_gpu(device)))
-    gpus = [GpuFacts(*each) for each in facts]
+    gpus = [GpuFacts._make(facts) for facts in setup.allgather_object(tuple(describe_gpu(device)))]
     for rank, each in enumerate(gpus):
         if each.broken:
             raise BootstrapError(f"connect: rank {rank} cannot use its GPU: {each.broken}; {_OTHER_GPU}")

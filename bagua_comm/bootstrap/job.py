@@ -30,7 +30,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from ..errors import BootstrapError
 from ..system.files import append, make_own_folder
@@ -41,6 +41,31 @@ RECORD, COMMITTED = "record", "committed"
 """The names of the files in the folder of a job: the record, and the number of the last commit."""
 
 KINDS = ("job", "attempt", "start", "death", "recovery", "trained", "exit", "error", "commit", "end", "verdict")
+
+
+class Event(TypedDict, total=False):
+    """A line of the record, with those facts that programs read."""
+
+    kind: str
+    time: float
+    attempt: int
+    host: str
+    namespace: str
+    pid: int
+    rank: int
+    size: int
+    ranks: int
+    spares: int
+    shared: list[str]
+    dead: dict[str, object]
+    reason: str
+    meeting: int
+    seconds: float
+    number: int
+    error: str
+    text: str
+    due_to_others: bool
+
 
 _CURE = "unset it, or start this program with python -m bagua_comm run --spares N"
 
@@ -116,7 +141,7 @@ class Job:
         if not is_mine:
             raise BootstrapError(f"the folder of this job, {self.folder}, belongs to another user; remove it")
 
-    def record(self, kind: str, **facts: Any) -> None:
+    def record(self, kind: str, **facts: object) -> None:
         """Append a line to the record, in one write; do nothing without a supervisor.
 
         Args:
@@ -157,7 +182,7 @@ def add_lines(file: Path, lines: Iterable[str]) -> None:
         _log.warning("the record of this job cannot be written: %s", exc)
 
 
-def entries(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+def entries(lines: Iterable[str]) -> Iterator[Event]:
     """Parse the lines of a record; an incomplete line is skipped.
 
     >>> [entry["kind"] for entry in entries(['{"kind": "start"}', '{"kind": "ex'])]
@@ -165,6 +190,6 @@ def entries(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
     """
     for line in lines:
         with suppress(ValueError):
-            entry = json.loads(line)
+            entry: Event = json.loads(line)
             if isinstance(entry, dict) and entry.get("kind") in KINDS:
                 yield entry

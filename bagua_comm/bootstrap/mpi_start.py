@@ -9,6 +9,7 @@ import secrets
 import sys
 import time
 from collections.abc import Callable
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..comm import Communicator
@@ -116,7 +117,7 @@ def _start_mpi(timeout_s: float, comm: MPI.Comm | None) -> tuple[ExitHandler, Jo
     return handler, log
 
 
-def _import_and_initialize(handler: ExitHandler, log: JoinLog, timeout_s: float) -> Any:
+def _import_and_initialize(handler: ExitHandler, log: JoinLog, timeout_s: float) -> ModuleType:
     """Start MPI, unless it runs, and install the exit handler; returns `mpi4py.MPI`."""
     import mpi4py
 
@@ -143,7 +144,7 @@ def _import_and_initialize(handler: ExitHandler, log: JoinLog, timeout_s: float)
     return MPI
 
 
-def _initialize(mpi: Any) -> None:
+def _initialize(mpi: ModuleType) -> None:
     """Start MPI as mpi4py would, but let other threads run meanwhile."""
     import mpi4py
 
@@ -180,13 +181,13 @@ def _why_there_is_no_mpi(launch: launchers.Launch | None, error: Exception) -> s
     )
 
 
-def _name_of(mpi: Any) -> str:
+def _name_of(mpi: ModuleType) -> str:
     """The name and version of an MPI library, as "Open MPI 5.0.11"."""
     name, version = mpi.get_vendor()
     return f"{name} {'.'.join(map(str, version))}"
 
 
-def _members(comm: Any) -> list[int]:
+def _members(comm: MPI.Comm) -> list[int]:
     """The ranks in MPI's world of a communicator's ranks.
 
     Raises:
@@ -209,7 +210,7 @@ def _members(comm: Any) -> list[int]:
     return [rank for rank in everyone if rank != mpi.UNDEFINED]
 
 
-def _duplicate(original: Any, wait: Wait) -> Any:
+def _duplicate(original: MPI.Comm, wait: Wait) -> Any:
     """A duplicate of a communicator. Collective."""
     comm, request = original.Idup()
     while not request.Test():

@@ -24,7 +24,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import redirect_stderr, suppress
-from types import FrameType, TracebackType
+from types import FrameType, ModuleType, TracebackType
 from typing import Any, TypeVar
 
 from ..comm import Communicator
@@ -68,7 +68,7 @@ class Abort:
         self.notify: Callable[[str], None] | None = None
         """Called first, with the reason: the other processes of a fleet may survive MPI_Abort."""
 
-    def prepare(self, mpi: Any, log: JoinLog) -> None:
+    def prepare(self, mpi: ModuleType, log: JoinLog) -> None:
         """Use this module `mpi4py.MPI`, and this log of the ranks that connect."""
         self.mpi, self.log = mpi, log
 
@@ -121,7 +121,7 @@ class ExitHandler:
     def __init__(self) -> None:
         self.process = os.getpid()
         self.abort = Abort()
-        self.library: Any = None
+        self.library: ctypes.CDLL | None = None
         """MPI's C interface, if this library must end MPI at exit; else None: mpi4py does so."""
         self.advice = ""
         """Advice that the report of ranks that have died ends with."""
@@ -132,13 +132,13 @@ class ExitHandler:
         self._rank = 0
         self._orderly = True
         """Whether all ranks have left, without an error, each world that this rank has left."""
-        self._hook: Callable[..., Any] = sys.__excepthook__
-        self._thread_hook: Callable[..., Any] = threading.__excepthook__
+        self._hook: Callable[..., object] = sys.__excepthook__
+        self._thread_hook: Callable[..., object] = threading.__excepthook__
         self._is_installed = False
         self._ending = threading.RLock()
         self._earlier_error = _last_error()
 
-    def prepare(self, mpi: Any, log: JoinLog, timeout_s: float) -> None:
+    def prepare(self, mpi: ModuleType, log: JoinLog, timeout_s: float) -> None:
         """Use this module `mpi4py.MPI`, this log of the ranks that connect, and this time limit at exit."""
         self.abort.prepare(mpi, log)
         self._timeout_s = timeout_s
@@ -406,7 +406,7 @@ class ExitHandler:
         else:
             self._finalize_within(self.library, self._timeout_s)
 
-    def _finalize_within(self, library: Any, limit_s: float) -> None:
+    def _finalize_within(self, library: ctypes.CDLL, limit_s: float) -> None:
         """Call MPI_Finalize, and end the process if that takes longer than `limit_s`."""
         message = (
             f"{self.abort.log.location()}: MPI did not end within {limit_s:g} s after a rank or a call had "

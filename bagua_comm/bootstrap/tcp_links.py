@@ -20,9 +20,12 @@ import resource
 import socket
 import time
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 VARIABLE = "OMPI_MCA_btl_tcp_links"
 """The variable by which mpirun passes the number of links to ranks."""
@@ -80,7 +83,7 @@ def complaint(count: int, others: int) -> str | None:
     )
 
 
-def open_in_order(world: Any, count: int, poll_s: float) -> None:
+def open_in_order(world: MPI.Intracomm, count: int, poll_s: float) -> None:
     """Open all links between each pair of ranks from the lower rank.
 
     Collective, and the first communication after MPI has started.

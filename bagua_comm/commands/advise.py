@@ -13,7 +13,7 @@ import textwrap
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..algorithms import DiLoCo, StreamingDiLoCo
 from ..bucket import DEFAULT_BUCKET_BYTES
@@ -204,7 +204,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _answer(
     options: argparse.Namespace, figure: Figure | None, job: Job, cluster: Cluster, rates: Rates
-) -> tuple[list[str], dict[str, Any]]:
+) -> tuple[list[str], dict[str, object]]:
     """The answer as lines and as data for JSON; draws it, too, if there is a figure."""
     if options.simulate:
         asked = advise_simulated.settings(options, cluster)
@@ -297,7 +297,7 @@ def report_sharded(job: Job, cluster: Cluster, rates: Rates) -> list[str]:
     return [*lines, "", _limits(guessed=rates == Rates.gpu())]
 
 
-def _sharded_record(job: Job, cluster: Cluster, rates: Rates) -> dict[str, Any]:
+def _sharded_record(job: Job, cluster: Cluster, rates: Rates) -> dict[str, object]:
     """The report for a sharded model as plain data for JSON."""
     rows = advise_sharded(job, cluster, rates)
     replicas = best_of_replicas(rows)
@@ -397,7 +397,7 @@ def _limits(*, guessed: bool) -> str:
     )
 
 
-def _record(job: Job, cluster: Cluster, rates: Rates) -> dict[str, Any]:
+def _record(job: Job, cluster: Cluster, rates: Rates) -> dict[str, object]:
     """The report as plain data for JSON."""
     sites = most_communication(job, cluster, rates)
     return {
@@ -407,7 +407,7 @@ def _record(job: Job, cluster: Cluster, rates: Rates) -> dict[str, Any]:
     }
 
 
-def _given(job: Job, cluster: Cluster, rates: Rates) -> dict[str, Any]:
+def _given(job: Job, cluster: Cluster, rates: Rates) -> dict[str, object]:
     """The input as plain data for JSON, with null for infinity."""
     return {
         "job": dataclasses.asdict(job),
@@ -416,7 +416,7 @@ def _given(job: Job, cluster: Cluster, rates: Rates) -> dict[str, Any]:
     }
 
 
-def _row(advice: Advice) -> dict[str, Any]:
+def _row(advice: Advice) -> dict[str, object]:
     return {
         "name": advice.name,
         "algorithm": repr(advice.method),

@@ -203,7 +203,7 @@ def _by_size(title: str, rows: Sequence[Simulated], cell: Callable[[Simulated], 
     ]
 
 
-def record(rows: Sequence[Simulated], asked: Settings) -> dict[str, Any]:
+def record(rows: Sequence[Simulated], asked: Settings) -> dict[str, object]:
     """The simulation as plain data for JSON."""
     return {
         "variation": dataclasses.asdict(asked.variation),

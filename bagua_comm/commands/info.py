@@ -11,7 +11,7 @@ import platform
 import re
 import subprocess
 import sys
-from typing import Any
+from typing import Any, TypeAlias
 
 from .. import arrays, kernels, net
 from .._version import __version__
@@ -24,6 +24,9 @@ from ..net import building, choosing
 from ..system import infiniband
 
 NOT_INSTALLED = "not installed"
+
+Facts: TypeAlias = dict[str, Any]
+"""Facts by name, as plain data for JSON."""
 
 SUMMARY = DESCRIPTION = "print versions, MPI, devices, kernels and transports"
 
@@ -54,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def collect_info() -> dict[str, dict[str, Any]]:
+def collect_info() -> dict[str, Facts]:
     """Return the facts that `info` prints: section -> name -> value."""
     provide_cupy_cache()
     return {
@@ -102,7 +105,7 @@ def torch_backend() -> str:
     return f'import bagua_torch; init_process_group("bagua"){known}'
 
 
-def plugin_facts() -> dict[str, Any]:
+def plugin_facts() -> Facts:
     """Return the facts about NCCL's network plugin: its file, its source, and what keeps NCCL from using it."""
     library, compilers = net.path(), [" ".join(command) for command in building.compilers()]
     obstacles = choosing.breaks(os.environ)
@@ -145,9 +148,9 @@ def _device_side() -> str:
     return f"over NCCL up to {count} ranks on this machine; through host memory with more, which share GPUs"
 
 
-def mpi_facts() -> dict[str, Any]:
+def mpi_facts() -> Facts:
     """Return the facts about the MPI library. A child process starts MPI, since that may end the process."""
-    facts: dict[str, Any] = {"mpirun": find_mpirun() or "not found"}
+    facts: Facts = {"mpirun": find_mpirun() or "not found"}
     if importlib.util.find_spec("mpi4py") is None:
         return {**facts, "library": "mpi4py is not installed"}
     code = (

@@ -51,7 +51,7 @@ class JobFolder:
             os.close(self.lock)
 
 
-def make(facts: dict[str, Any]) -> JobFolder:
+def make(facts: dict[str, object]) -> JobFolder:
     """Make a folder that no other user can read, locked by this process.
 
     Args:

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from types import FrameType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """The signals that end the job."""
@@ -23,7 +23,7 @@ class Signals:
         self.count = 0
         """The number of signals that have come."""
         self._process: subprocess.Popen[bytes] | None = None
-        self._before: dict[signal.Signals, Any] = {}
+        self._before: dict[signal.Signals, Callable[[int, FrameType | None], object] | int | None] = {}
 
     def install(self) -> None:
         """Install the handlers; a signal that is ignored, as SIGHUP under nohup, remains so."""

@@ -22,9 +22,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
-from ..bootstrap.job import COMMITTED, RECORD, Job, add_lines, entries
+from ..bootstrap.job import COMMITTED, RECORD, Event, Job, add_lines, entries
 from ..system.files import shared_memory, shared_memory_is_full
 from ..system.processes import pid_namespace, state_of
 from . import job_folder
@@ -105,7 +104,7 @@ class _Supervisor:
     others: list[str]
     """The other hosts, which the launch agent reaches."""
     shell: RemoteShell
-    entries: list[dict[str, Any]] = field(default_factory=list)
+    entries: list[Event] = field(default_factory=list)
     """The entries of all attempts that have ended."""
     dead: int = 0
     """The number of processes that have died."""
@@ -113,7 +112,7 @@ class _Supervisor:
     """The hosts that did not answer the last check."""
     commits: list[int] = field(default_factory=list)
     """The numbers of the last commits on other hosts."""
-    shown: set[tuple[Any, ...]] = field(default_factory=set)
+    shown: set[tuple[object, ...]] = field(default_factory=set)
     """The keys of the entries that were printed, since several ranks record the same event."""
     was_full: bool = False
     """Whether the memory that processes of this host share was full when the last attempt ended."""
@@ -168,7 +167,7 @@ class _Supervisor:
         except OSError as exc:
             self.say(f"--record {file}: {exc}")
 
-    def segments(self, host: str | None = None, more: Sequence[dict[str, Any]] = ()) -> list[str]:
+    def segments(self, host: str | None = None, more: Sequence[Event] = ()) -> list[str]:
         """Return the files by which ranks share memory, or their folders; ranks that are killed leave them.
 
         Args:
@@ -304,7 +303,7 @@ class _Supervisor:
         """The lines of the record so far; empty if it could not be written."""
         return self.record.read_text().splitlines() if self.record.exists() else []
 
-    def _entries_of_attempt(self) -> list[dict[str, Any]]:
+    def _entries_of_attempt(self) -> list[Event]:
         return [entry for entry in entries(self._lines()) if entry.get("attempt") == self.job.attempt]
 
     # Between attempts -------------------------------------------------------------------------------
@@ -351,7 +350,7 @@ class _Supervisor:
                 self.shown.add(key)
                 self._print(entry)
 
-    def _print(self, entry: dict[str, Any]) -> None:
+    def _print(self, entry: Event) -> None:
         rank = f"rank {entry.get('rank')} (pid {entry.get('pid')} on {entry.get('host')})"
         dead, recovery_s = entry.get("dead") or {}, float(entry.get("seconds") or 0)
         texts = {

@@ -17,7 +17,9 @@ from __future__ import annotations
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
+
+from ..bootstrap.job import Event
 
 MOST_SIGNALS = 64
 """The highest number of a signal; the exit code of a shell, and of mpirun, is 128 more."""
@@ -37,7 +39,7 @@ class Verdict:
         return self.outcome == "succeeded"
 
 
-def judge(entries: Sequence[dict[str, Any]], code: int, *, gone: Sequence[str] = ()) -> Verdict:
+def judge(entries: Sequence[Event], code: int, *, gone: Sequence[str] = ()) -> Verdict:
     """Return the verdict on an attempt.
 
     Args:
@@ -81,13 +83,13 @@ def judge(entries: Sequence[dict[str, Any]], code: int, *, gone: Sequence[str] =
     return Verdict("lost", 128 - code if code < 0 else code or 1, why)
 
 
-def unfinished(entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def unfinished(entries: Sequence[Event]) -> list[Event]:
     """Return the start entries of ranks without an end entry: they were killed, perhaps by mpirun."""
     ended = {_process(entry) for entry in entries if entry["kind"] in ("exit", "error")}
     return [entry for entry in entries if entry["kind"] == "start" and _process(entry) not in ended]
 
 
-def _deaths_before_connect(entries: Sequence[dict[str, Any]]) -> str:
+def _deaths_before_connect(entries: Sequence[Event]) -> str:
     """The ranks that ended before MPI started on any; empty if it started."""
     if any(entry["kind"] == "start" for entry in entries):
         return ""
@@ -95,7 +97,7 @@ def _deaths_before_connect(entries: Sequence[dict[str, Any]]) -> str:
     return ", ".join(sorted(texts))
 
 
-def deaths(entries: Sequence[dict[str, Any]]) -> set[tuple[Any, ...]]:
+def deaths(entries: Sequence[Event]) -> set[tuple[object, ...]]:
     """Return the processes whose death was recorded, each once."""
     return {
         (entry.get("attempt"), *(entry["dead"].get(name) for name in ("number", "host", "pid")))
@@ -104,7 +106,7 @@ def deaths(entries: Sequence[dict[str, Any]]) -> set[tuple[Any, ...]]:
     }
 
 
-def time_lost_s(entries: Sequence[dict[str, Any]]) -> float:
+def time_lost_s(entries: Sequence[Event]) -> float:
     """Return the time without training: recoveries, and from the end of an attempt to the start of the next."""
     recoveries = {
         (entry.get("attempt"), entry.get("meeting")): float(entry.get("seconds", 0.0))
@@ -118,15 +120,15 @@ def time_lost_s(entries: Sequence[dict[str, Any]]) -> float:
     return sum(recoveries.values()) + sum(max(0.0, each) for each in between)
 
 
-def _process(entry: dict[str, Any]) -> tuple[Any, ...]:
+def _process(entry: Event) -> tuple[object, ...]:
     return tuple(map(entry.get, ("attempt", "host", "namespace", "pid")))
 
 
-def _describe(entry: dict[str, Any]) -> str:
+def _describe(entry: Event) -> str:
     return f"rank {entry.get('rank')} ended with {entry.get('error')}: {entry.get('text')}"
 
 
-def _names(starts: Sequence[dict[str, Any]]) -> str:
+def _names(starts: Sequence[Event]) -> str:
     ranks = [f"{entry.get('rank')} (pid {entry.get('pid')} on {entry.get('host')})" for entry in starts]
     return _listed("rank", ranks)
 

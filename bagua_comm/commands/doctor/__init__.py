@@ -15,7 +15,7 @@ import argparse
 import importlib
 import json
 import sys
-from typing import Any
+from types import ModuleType
 
 from ... import bootstrap
 from ...bootstrap.environment import under_torchrun
@@ -23,6 +23,7 @@ from ...bootstrap.gpu import GpuFacts, describe_gpu, nccl_obstacle
 from ...comm import Communicator
 from ...errors import BaguaError, CommTimeout
 from ...launch.cli import CommandError, program_name
+from ..info import Facts
 from . import facts, report
 from .findings import Finding, World, examine
 from .measure import MAX_MEASURED, measure_clocks, measure_pairs, ranks_to_measure
@@ -72,7 +73,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _connect() -> Communicator:
     """Connect under any launcher. Collective."""
-    library: Any = bootstrap
+    library: ModuleType = bootstrap
     if under_torchrun():
         # bagua_comm does not depend on bagua_torch, but with torchrun, PyTorch is installed.
         library = importlib.import_module("bagua_torch")
@@ -103,7 +104,7 @@ def examine_world(comm: Communicator) -> World:
     )
 
 
-def _gpu(comm: Communicator, mine: dict[str, dict[str, object]]) -> tuple[object, ...] | None:
+def _gpu(comm: Communicator, mine: Facts) -> tuple[object, ...] | None:
     """The facts about this rank's GPU for NCCL; None without a GPU."""
     count = mine["gpu"]["count"]
     return tuple(describe_gpu(comm.local_rank % count)) if isinstance(count, int) and count else None

@@ -10,7 +10,6 @@ import socket
 import struct
 import sys
 from pathlib import Path
-from typing import Any
 
 from ... import net
 from ...bootstrap import environment
@@ -23,14 +22,14 @@ from ...logs import library_name
 from ...net import choosing
 from ...system import infiniband
 from ...system.processes import this_host
-from ..info import NOT_INSTALLED, installed, mpi_facts, plugin_facts, versions
+from ..info import NOT_INSTALLED, Facts, installed, mpi_facts, plugin_facts, versions
 
 LIMITS = {"memlock": resource.RLIMIT_MEMLOCK, "nofile": resource.RLIMIT_NOFILE, "nproc": resource.RLIMIT_NPROC}
 
 _SIOCGIFADDR = 0x8915
 
 
-def collect() -> dict[str, Any]:
+def collect() -> Facts:
     """Return all facts, as plain data for JSON."""
     return {
         "host": socket.gethostname(),
@@ -60,7 +59,7 @@ def shared_memory() -> dict[str, int] | None:
     return {"total": usage.total, "free": usage.free}
 
 
-def interfaces() -> dict[str, dict[str, Any]]:
+def interfaces() -> dict[str, Facts]:
     """Return the network interfaces with an IPv4 address, without the loopback."""
     found = {}
     for _, name in socket.if_nameindex():
@@ -70,7 +69,7 @@ def interfaces() -> dict[str, dict[str, Any]]:
     return found
 
 
-def gpu() -> dict[str, Any]:
+def gpu() -> Facts:
     """Return the GPUs of this host, as CuPy reports them; without a driver, CuPy is not imported."""
     driver = Path("/proc/driver/nvidia/version").exists()
     if not driver and "cupy" not in sys.modules:
@@ -79,12 +78,12 @@ def gpu() -> dict[str, Any]:
     return {"driver": driver, "count": cuda.device_count(), **cuda.device_facts()}
 
 
-def plugin() -> dict[str, Any]:
+def plugin() -> Facts:
     """Return the facts of `info` about NCCL's network plugin, and the network that is chosen."""
     return {**plugin_facts(), "built": net.path() is not None, "net": choosing.asked_for(None)}
 
 
-def torch_distributed() -> dict[str, Any] | None:
+def torch_distributed() -> Facts | None:
     """Return by what the backend "bagua" of torch.distributed would connect the ranks; None without PyTorch."""
     if installed("torch") == NOT_INSTALLED:
         return None
@@ -92,9 +91,9 @@ def torch_distributed() -> dict[str, Any] | None:
     return {"by": "MPI" if by_mpi else "gloo", "variables": sorted(environment.torchrun_rendezvous())}
 
 
-def mpi() -> dict[str, Any]:
+def mpi() -> Facts:
     """Return the MPI that runs, and the network that it was told to use; else the MPI that could."""
-    module: Any = sys.modules.get("mpi4py.MPI")
+    module = sys.modules.get("mpi4py.MPI")
     if module is None or not module.Is_initialized():
         if environment.under_torchrun():
             return {"running": False, "network chosen": os.environ.get("GLOO_SOCKET_IFNAME")}

@@ -7,11 +7,11 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from ...launch.mpirun import OPEN_MPI, SEGMENT_BYTES
 from ...topology import ranks_by
-from ..info import NOT_INSTALLED
+from ..info import NOT_INSTALLED, Facts
 from .measure import Pair
 
 FILES_PER_RANK, THREADS_PER_RANK = 4, 64
@@ -47,7 +47,7 @@ ok, note, warning, problem = (partial(Finding, level) for level in get_args(Leve
 class World:
     """The facts and measurements of all ranks."""
 
-    facts: list[dict[str, Any]]
+    facts: list[Facts]
     """The facts of each rank."""
     together: list[int]
     """For each rank, the first rank that shares memory with it according to MPI; empty without MPI."""
@@ -58,7 +58,7 @@ class World:
     @property
     def names(self) -> list[str]:
         """The name of each rank's host; of two machines with one name, the second is "name (2)"."""
-        names: dict[str, str] = {}
+        names: dict[object, str] = {}
         uses: Counter[str] = Counter()
         for facts in self.facts:
             machine, name = facts.get("machine", facts["host"]), facts["host"]
@@ -72,7 +72,7 @@ class World:
         """The ranks on each host, by the host's name."""
         return ranks_by(self.names)
 
-    def on(self, host: str) -> dict[str, Any]:
+    def on(self, host: str) -> Facts:
         """Return the facts of the first rank of a host."""
         return self.facts[self.hosts[host][0]]
 

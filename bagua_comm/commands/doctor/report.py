@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from ...launch.cli import count
+from ..info import Facts
 from .findings import Finding, World, ranks_text
 from .measure import Pair
 
@@ -41,7 +41,7 @@ def lines(world: World, found: Sequence[Finding], title: str) -> Iterator[str]:
     yield ", ".join(count(number, level) for level, number in counts.items())
 
 
-def _host_text(facts: dict[str, Any]) -> str:
+def _host_text(facts: Facts) -> str:
     memory = facts["shared memory"]
     space = (
         "no /dev/shm"
@@ -85,7 +85,7 @@ def _cell(value: float | None, best: float, worst: float) -> str:
     return f"{value:.3g}{shade}"
 
 
-def record(world: World, found: Sequence[Finding], exit_code: int) -> dict[str, Any]:
+def record(world: World, found: Sequence[Finding], exit_code: int) -> Facts:
     """Return the report as plain data for JSON."""
     return {
         "exit_code": exit_code,
