@@ -77,7 +77,7 @@ class _Outcome(NamedTuple):
 
     finished: bool
     """Whether this process is finished with training."""
-    result: Any = None
+    result: object = None
 
 
 def run(
@@ -183,9 +183,9 @@ class _Loop:
         self._trained = self._finished = False
         self._unchanged = INITIAL
         """The number of the last commit, if it has the initial state."""
-        self._result: Any = None
+        self._result: object = None
 
-    def run(self, train: Callable[[Communicator], Any]) -> Any:
+    def run(self, train: Callable[[Communicator], object]) -> Any:
         internals = internals_of(self._state)
         internals.session = self._session
         _last[:] = [self._state]
@@ -212,7 +212,7 @@ class _Loop:
             self._session.write_records()
             internals.session = None
 
-    def _round(self, train: Callable[[Communicator], Any], failure: _Failure | None) -> _Outcome:
+    def _round(self, train: Callable[[Communicator], object], failure: _Failure | None) -> _Outcome:
         """Hold a rendezvous, choose the trainers, restore the state, and train or stand by."""
         fleet = self._fleet
         rendezvous = self._rendezvous(failure)
@@ -379,7 +379,7 @@ class _Loop:
         for callback in internals.callbacks:
             callback(change)
 
-    def _train(self, train: Callable[[Communicator], Any], comm: Communicator) -> _Outcome:
+    def _train(self, train: Callable[[Communicator], object], comm: Communicator) -> _Outcome:
         self._trained, self._finished = True, False
         try:
             self._result = train(comm)

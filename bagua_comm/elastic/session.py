@@ -20,7 +20,7 @@ from ..errors import ArrayError
 from ..flight import FlightRecorder
 from .roles import buddies
 from .snapshot import parts
-from .snapshot.commit import commit
+from .snapshot.commit import Committed, commit
 from .snapshot.restore import INITIAL, Restore, Sources
 from .snapshot.slot import checksum
 from .snapshot.snapshots import Buffer, Layout, Snapshot, remove_slots, snapshots_in
@@ -51,7 +51,7 @@ class Session:
         self._version = INITIAL
         self._engines: list[Engine] = []
         """The engines made since training was entered, in order."""
-        self._kept: list[Any] = []
+        self._kept: list[dict[str, Any] | None] = []
         """The states of engines in the last commit, in the same order."""
         self._flights: list[FlightRecorder] = []
         """Flight recorders whose records are written once training resumes."""
@@ -177,7 +177,7 @@ class Session:
         assert comm is not None
         done = self._commit()
         ended_ns = time.perf_counter_ns()
-        detail = {"commit": self._version, "bytes": done.nbytes, "sent_bytes": done.sent_bytes}
+        detail: dict[str, object] = {"commit": self._version, "bytes": done.nbytes, "sent_bytes": done.sent_bytes}
         comm.tracer.add("commit", began_ns, ended_ns, detail)
         internals_of(self._state).commits.add(done.nbytes, done.sent_bytes, (ended_ns - began_ns) / 1e6)
         self.note_recovery()
@@ -207,7 +207,7 @@ class Session:
             self._comm.tracer.add("recovery", begin_ns, end_ns, {"meeting": change.number, "change": str(change)})
         self.write_records()
 
-    def _commit(self) -> Any:
+    def _commit(self) -> Committed:
         assert self._comm is not None
         buffer = self._buffers[0] if self._newest is not self._buffers[0] else self._buffers[1]
         done = commit(

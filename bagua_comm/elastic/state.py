@@ -86,7 +86,7 @@ class State:
 
     _internals: Internals
 
-    def __init__(self, **parts: Any) -> None:
+    def __init__(self, **parts: object) -> None:
         taken = [name for name in parts if name.startswith("_") or hasattr(State, name)]
         if taken:
             raise ArrayError(f"State: {taken[0]!r} cannot be the name of a part; it is a name of State itself")
@@ -142,7 +142,7 @@ class State:
             raise AttributeError(f"State has no part {name!r}, only {', '.join(map(repr, parts)) or 'none'}")
         return parts[name].value
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         """Replace a plain value."""
         parts = self._internals.parts
         if name not in parts:

@@ -85,11 +85,11 @@ class Channel:
         """Set the error handler of the underlying communicator."""
         self._base.Set_errhandler(handler)
 
-    def Isend(self, buffer: Any, dest: int, tag: int = POINT_TO_POINT) -> MPI.Request:
+    def Isend(self, buffer: object, dest: int, tag: int = POINT_TO_POINT) -> MPI.Request:
         """Start a send."""
         return self._base.Isend(buffer, self._members[dest], self._tag + tag)
 
-    def Irecv(self, buffer: Any, source: int, tag: int = POINT_TO_POINT) -> MPI.Request:
+    def Irecv(self, buffer: object, source: int, tag: int = POINT_TO_POINT) -> MPI.Request:
         """Start a receive."""
         return self._base.Irecv(buffer, self._members[source], self._tag + tag)
 

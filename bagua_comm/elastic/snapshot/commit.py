@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +25,7 @@ from ...checkpoint.trees import Packed
 from ...comm import Communicator
 from ...comm.outcomes import as_ours, raise_first
 from ...errors import ArrayError
-from .slot import Slot, offsets, views
+from .slot import Header, Slot, offsets, views
 from .snapshots import Buffer, Layout, PendingSnapshot, digest_of
 
 _FAILED, _LAYOUT, _TEXTS, _SUMS = range(4)
@@ -128,7 +128,7 @@ def _exchange_private(
     comm: Communicator,
     buffer: Buffer,
     pending: PendingSnapshot,
-    header: dict[str, Any],
+    header: Header,
     version: int,
     buddies: Sequence[int],
 ) -> tuple[int, list[Slot]]:
@@ -136,7 +136,7 @@ def _exchange_private(
 
     Collective. Returns the bytes sent, and the slots of the received snapshots.
     """
-    private: list[int] = header["private"]
+    private = header["private"]
     text = np.frombuffer(json.dumps({**header, "whole": False}).encode(), np.uint8)
     sizes = comm.allgather(np.array([text.size], np.int64)).reshape(-1)
     local, buddy = views(pending.data, pending.layout.specs), buddies[comm.rank]
@@ -161,7 +161,7 @@ class _PeerSnapshot(NamedTuple):
 
     rank: int
     slot: Slot
-    header: dict[str, Any]
+    header: Header
     arrays: list[Array]
     size: int
 
@@ -169,7 +169,7 @@ class _PeerSnapshot(NamedTuple):
 def _reserve(
     buffer: Buffer,
     pending: PendingSnapshot,
-    header: dict[str, Any],
+    header: Header,
     version: int,
     texts: dict[int, npt.NDArray[np.uint8]],
 ) -> tuple[list[_PeerSnapshot], Exception | None]:

@@ -26,7 +26,7 @@ Memory: TypeAlias = tuple[int, int]
 """The address and the bytes of an array."""
 
 
-def packed(tree: Any) -> Packed:
+def packed(tree: object) -> Packed:
     """Pack a tree, with tensors as arrays.
 
     Raises:
@@ -36,14 +36,14 @@ def packed(tree: Any) -> Packed:
     return pack(tree, _to_array)
 
 
-def restored(tag: str, array: Array) -> Any:
+def restored(tag: str, array: Array) -> object:
     """Convert a tagged array to a value of a tree; a `trees.FromArray`."""
     if tag == "tensor":
         return arrays.as_tensor(array, sys.modules["torch"])
     return from_tagged(tag, array)
 
 
-def _to_array(value: Any) -> tuple[str, Array] | None:
+def _to_array(value: object) -> tuple[str, Array] | None:
     if arrays.is_tensor(value):
         return "tensor", arrays.as_array(value.detach().resolve_conj().resolve_neg())
     return as_tagged(value)
@@ -62,7 +62,7 @@ class Part:
             is sharded over the ranks.
     """
 
-    def __init__(self, name: str, given: Any) -> None:
+    def __init__(self, name: str, given: object) -> None:
         if isinstance(given, Own) and given.reshape is None:
             raise ArrayError(
                 f"State: {name} is an Own without a rule, but the number of ranks may change; give one: "
@@ -71,7 +71,7 @@ class Part:
         self.name = name
         self._own = given if isinstance(given, Own) else None
         self.value: Any = given.value if isinstance(given, Own) else given
-        self._kept: Any = None
+        self._kept: object = None
         """The value when `tree` was called last, with containers of its own: what is restored in place."""
         self._objects: frozenset[str] | None = None
         """The paths of the objects that were given."""
@@ -97,7 +97,7 @@ class Part:
         """Whether it is a plain value, which users may replace."""
         return not self.is_object and not self.is_array
 
-    def tree(self) -> Any:
+    def tree(self) -> object:
         """The part as a tree, which shares memory with the object.
 
         Raises:
@@ -115,7 +115,7 @@ class Part:
         self._kept = kept
         return bare if self._own is None else Own(bare, self._own.reshape)
 
-    def memory(self, saved: Any) -> Iterator[tuple[Memory, Any]]:
+    def memory(self, saved: object) -> Iterator[tuple[Memory, object]]:
         """The memory of each array that `load` may assign to, with the array that was saved."""
         return _memory(self._kept, saved.value if isinstance(saved, Own) else saved)
 
@@ -136,9 +136,9 @@ class Part:
             _assign(self.value, saved)
 
 
-def conflicts_of(pairs: Iterable[tuple[Memory, Any]]) -> set[Memory]:
+def conflicts_of(pairs: Iterable[tuple[Memory, object]]) -> set[Memory]:
     """Memory that several arrays share, for which different values were saved: none is restored in place."""
-    first: dict[Memory, Any] = {}
+    first: dict[Memory, object] = {}
     conflicts = set()
     for memory, saved in pairs:
         other = first.setdefault(memory, saved)
@@ -163,7 +163,7 @@ def _split(path: str, value: Any, objects: list[str], depth: int = 0) -> tuple[A
     return value, value
 
 
-def _memory(kept: Any, saved: Any) -> Iterator[tuple[Memory, Any]]:
+def _memory(kept: Any, saved: object) -> Iterator[tuple[Memory, object]]:
     if isinstance(saved, (list, tuple)) and isinstance(kept, (list, tuple)):
         for each, value in zip(kept, saved, strict=False):
             yield from _memory(each, value)
@@ -176,16 +176,16 @@ def _memory(kept: Any, saved: Any) -> Iterator[tuple[Memory, Any]]:
         yield _memory_of(kept), saved
 
 
-def _memory_of(x: Any) -> Memory:
+def _memory_of(x: object) -> Memory:
     array = _as_array(x)
     return arrays.address(array), int(array.nbytes)
 
 
-def _as_array(x: Any) -> Array:
+def _as_array(x: object) -> Array:
     return arrays.as_array(x.detach() if arrays.is_tensor(x) else x)
 
 
-def _restored(kept: Any, saved: Any, conflicts: Container[Memory]) -> Any:
+def _restored(kept: object, saved: object, conflicts: Container[Memory]) -> object:
     """The value that was saved, made of the objects and arrays that were kept, where these fit."""
     if isinstance(saved, (list, tuple)) and type(kept) is type(saved):
         rest = saved[len(kept) :]
@@ -213,7 +213,7 @@ def _load(target: Any, saved: Any) -> None:
         target.load_state_dict(_with_metadata(saved, target))
 
 
-def _check_whole(path: str, value: Any) -> None:
+def _check_whole(path: str, value: object) -> None:
     """Raise `UnsupportedError` if `value` is an optimizer that is sharded over the ranks."""
     if is_sharded(value):
         raise UnsupportedError(
@@ -224,7 +224,7 @@ def _check_whole(path: str, value: Any) -> None:
         )
 
 
-def _is_object(name: str, value: Any) -> bool:
+def _is_object(name: str, value: object) -> bool:
     if isinstance(value, type):
         raise UnsupportedError(f"{name} is the class {value.__qualname__}; give an object of it")
     saves, loads = (callable(getattr(value, method, None)) for method in ("state_dict", "load_state_dict"))
@@ -234,7 +234,7 @@ def _is_object(name: str, value: Any) -> bool:
     return saves
 
 
-def _is_array(value: Any) -> bool:
+def _is_array(value: object) -> bool:
     return arrays.is_tensor(value) or (not isinstance(value, np.generic) and as_tagged(value) is not None)
 
 
@@ -248,7 +248,7 @@ def _fits(target: Any, saved: Any) -> bool:
     return writable and target.dtype == saved.dtype and tuple(target.shape) == tuple(saved.shape)
 
 
-def _assign(target: Any, saved: Any) -> None:
+def _assign(target: object, saved: object) -> None:
     """Assign to an array or a tensor, in place."""
     if arrays.is_tensor(target):
         target.detach().copy_(saved if arrays.is_tensor(saved) else arrays.as_tensor(saved, sys.modules["torch"]))

@@ -23,7 +23,7 @@ from ...checkpoint.trees import Own, Rule, Unpacker
 from ...comm import Communicator
 from ...errors import CommAborted
 from . import parts
-from .slot import ArraySpec, checksum
+from .slot import ArraySpec, Header, checksum
 from .snapshots import Layout, Snapshot, SnapshotInfo
 
 _log = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ def _sources(rows: Sequence[Sequence[SnapshotInfo]], version: int, run: str) -> 
 class Content(NamedTuple):
     """A restored commit, for the rank that loads it."""
 
-    header: dict[str, Any]
+    header: Header
     """The header of a snapshot, with the tree and the trees of its `Own` parts."""
     arrays: list[Array | None]
     """None for dropped arrays."""
@@ -105,7 +105,7 @@ class Content(NamedTuple):
             assert found is not None
             return found.copy()
 
-        def own(number: int, rule: Rule | None, path: str) -> Any:
+        def own(number: int, rule: Rule | None, path: str) -> Own:
             if rule == "drop" and self.dropped:
                 return Own(None, rule)
             inner = Unpacker(lambda n: array_at(shared + n), from_array=parts.restored)
@@ -213,10 +213,10 @@ class Restore:
 
     # Private state ----------------------------------------------------------------------------------
 
-    def _restore_private(self, found: list[Array | None]) -> dict[str, Any]:
+    def _restore_private(self, found: list[Array | None]) -> Header:
         """Give every rank its private state, unless it is lost; returns the header of this rank."""
         comm, sources = self._comm, self._sources
-        header: dict[str, Any] = self._header
+        header = self._header
         for rank, process in enumerate(self._trainers):
             if rank in sources.missing:
                 continue

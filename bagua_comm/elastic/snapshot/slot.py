@@ -20,13 +20,14 @@ import os
 import struct
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypedDict
 
 import numpy as np
 import numpy.typing as npt
 
 from ... import arrays, kernels
 from ...arrays import Array
+from ...checkpoint.trees import Json
 
 WRITING, PREPARED, COMMITTED = 0, 1, 2
 """The states of a slot."""
@@ -63,12 +64,27 @@ class ArraySpec(NamedTuple):
         return cls(arrays.dtype_name(x.dtype), tuple(int(n) for n in x.shape))
 
 
+class Header(TypedDict):
+    """The description of a snapshot, as JSON; `arrays` are the dtype, the shape and the rule of each array."""
+
+    run: str
+    rank: int
+    ranks: int
+    whole: bool
+    tree: Json
+    own_trees: list[Json]
+    arrays: list[Json]
+    sums: list[int]
+    private: list[int]
+    texts_differ: bool
+
+
 class SlotContent(NamedTuple):
     """The content of a slot."""
 
     version: int
     state: int
-    header: dict[str, Any]
+    header: Header
     data: npt.NDArray[np.uint8]
     """A view of the slot's memory."""
 
@@ -102,7 +118,7 @@ class Slot:
         self._set_state(WRITING)
         return self._memory[_DATA_AT : _DATA_AT + data_bytes]
 
-    def finish(self, version: int, header: dict[str, Any], data_bytes: int) -> None:
+    def finish(self, version: int, header: Header, data_bytes: int) -> None:
         """Write the header after the data, and mark the slot as prepared. May be repeated with another header.
 
         Raises:
@@ -194,7 +210,7 @@ def views(data: npt.NDArray[np.uint8], specs: Sequence[ArraySpec]) -> list[Array
     ]
 
 
-def copy_into(out: npt.NDArray[Any], x: Array) -> int:
+def copy_into(out: npt.NDArray[np.generic], x: Array) -> int:
     """Copy a host or device array into `out`, on the host; returns its checksum.
 
     A contiguous host array is read once, for the copy and the checksum.
@@ -208,7 +224,7 @@ def copy_into(out: npt.NDArray[Any], x: Array) -> int:
     return _checksum(arrays.as_bytes(x), arrays.as_bytes(out))
 
 
-def checksum(x: npt.NDArray[Any]) -> int:
+def checksum(x: npt.NDArray[np.generic]) -> int:
     """A checksum of 64 bits of a contiguous array: s <- f s + sum_i (v_i x_i + w_i floor(x_i / 2^32)), per block.
 
     The x are 64-bit words, and sums wrap. The weights are random odd numbers, which detect exchanged values as

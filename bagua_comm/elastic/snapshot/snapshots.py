@@ -13,14 +13,14 @@ import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from ...arrays import Array
-from ...checkpoint.trees import Packed, Rule
-from .slot import COMMITTED, ArraySpec, Slot, SlotContent, copy_into, offsets, views
+from ...checkpoint.trees import Json, Packed, Rule
+from .slot import COMMITTED, ArraySpec, Header, Slot, SlotContent, copy_into, offsets, views
 
 
 class SnapshotInfo(NamedTuple):
@@ -54,7 +54,7 @@ class Layout:
         return cls(tuple(ArraySpec.of(leaf.array) for leaf in leaves), tuple(leaf.rule for leaf in leaves))
 
     @classmethod
-    def from_header(cls, header: dict[str, Any]) -> Layout:
+    def from_header(cls, header: Header) -> Layout:
         """The layout that a header describes."""
         specs = tuple(ArraySpec(name, tuple(shape)) for name, shape, _ in header["arrays"])
         return cls(specs, tuple(rule for _, _, rule in header["arrays"]))
@@ -65,7 +65,7 @@ class Layout:
         count = sum(rule is None for rule in self.rules)
         return Layout(self.specs[:count], self.rules[:count])
 
-    def as_json(self) -> list[list[Any]]:
+    def as_json(self) -> list[Json]:
         """The layout as it is written into a header."""
         return [[spec.dtype, list(spec.shape), rule] for spec, rule in zip(self.specs, self.rules, strict=True)]
 
@@ -85,7 +85,7 @@ class Snapshot(NamedTuple):
     version: int
     committed: bool
     whole: bool
-    header: dict[str, Any]
+    header: Header
     arrays: dict[int, Array]
     """Views of the slot's memory; a buddy's snapshot has only the private arrays."""
 
@@ -188,9 +188,7 @@ class PendingSnapshot:
         """Everything in the tree except arrays."""
         return json.dumps([self.packed.tree, self.packed.own_trees])
 
-    def header(
-        self, run: str, rank: int, ranks: int, private: Sequence[int], *, texts_differ: bool
-    ) -> dict[str, Any]:
+    def header(self, run: str, rank: int, ranks: int, private: Sequence[int], *, texts_differ: bool) -> Header:
         """The header of the snapshot.
 
         Args:
