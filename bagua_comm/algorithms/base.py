@@ -131,7 +131,7 @@ class Default:
     def __init__(self, function: Any) -> None:
         self._function, self.__doc__ = function, function.__doc__
 
-    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
         if instance is None:
             raise AttributeError("a class has none, so that dataclasses find no default of a field")
         return self._function(instance)

@@ -122,7 +122,7 @@ CODECS: Mapping[str, Callable[..., Codec]] = MappingProxyType(
 )
 """Functions that make codecs, by name."""
 
-_OBJECTS: Mapping[str, tuple[str, Mapping[str, Callable[..., Any]]]] = MappingProxyType(
+_OBJECTS: Mapping[str, tuple[str, Mapping[str, Callable[..., object]]]] = MappingProxyType(
     {
         "algorithm": ("algorithm", NAMED),
         "first": ("algorithm", NAMED),
@@ -162,7 +162,9 @@ def from_name(name: str | Mapping[str, Any], **settings: Any) -> Algorithm:
     return made
 
 
-def _make(kind: str, table: Mapping[str, Callable[..., Any]], name: object, settings: Mapping[str, Any]) -> Any:
+def _make(
+    kind: str, table: Mapping[str, Callable[..., object]], name: object, settings: Mapping[str, object]
+) -> Any:
     """Make the entry of `table` that has this name, with these settings."""
     known = name.lower().replace("_", "-") if isinstance(name, str) else name
     if not isinstance(known, str) or known not in table:
@@ -185,7 +187,7 @@ def _make(kind: str, table: Mapping[str, Callable[..., Any]], name: object, sett
         raise ArrayError(f"from_name: {known!r} does not take {arguments}: {exc}") from exc
 
 
-def _value_of(setting: str, value: Any) -> Any:
+def _value_of(setting: str, value: object) -> Any:
     """The value of a setting; a name, or a mapping with a name, becomes an object."""
     if setting not in _OBJECTS or not isinstance(value, (str, Mapping)):
         return value

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from ..bucket import BucketSpec
 from ..comm import Communicator
 from ..errors import ArrayError
 
-Layout: TypeAlias = list[Any]
+Layout: TypeAlias = list[object]
 """The size of a bucket, the description of a part if it is of one, and the names of the tensors.
 
 A name is followed by the order of its elements in memory, if that is not the order of their indices."""
@@ -54,12 +54,12 @@ def layout_of_part(chunk: bool | str, spec: BucketSpec, comm: Communicator) -> L
     return [size, f"{_PART}{elements}, rank {comm.local_rank} of node {comm.node}, nodes: {nodes}", *names]
 
 
-def described(layout: Sequence[Any]) -> str:
+def described(layout: Sequence[object]) -> str:
     """The description of the part in a layout; "" if there is none."""
     return next((str(x).removeprefix(_PART) for x in layout[1:2] if str(x).startswith(_PART)), "")
 
 
-def without_part(layout: Sequence[Any]) -> Layout:
+def without_part(layout: Sequence[object]) -> Layout:
     """The layout of the whole bucket."""
     return [*layout[:1], *layout[2 if described(layout) else 1 :]]
 

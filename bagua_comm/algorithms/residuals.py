@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,13 +52,13 @@ def bind_average(average: Average, comm: Communicator, bucket: Bucket) -> InPlac
     plans.
     """
     parameters = inspect.signature(average.bind).parameters
-    options: dict[str, Any] = {}
+    options: dict[str, object] = {}
     if "like" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         options["like"] = bucket.flat
     if "sizes" in parameters:
         options["sizes"] = [tensor.size for tensor in bucket.spec.tensors]
-    bind: Any = average.bind
-    bound: InPlace = bind(comm, **options)
+    bind: Callable[..., InPlace] = average.bind
+    bound = bind(comm, **options)
     return bound if hasattr(bound, "residual") else Bound(bound)
 
 
@@ -84,7 +84,7 @@ def average_in_place(average: InPlace, x: Array, bucket: Bucket) -> None:
             bucket.clear_padding(residual)
 
 
-def gather_residuals(bucket: Bucket, state: Any) -> None:
+def gather_residuals(bucket: Bucket, state: object) -> None:
     """Turn residuals of averages among nodes (`Hierarchical`), of a chunk, into residuals of the whole bucket.
 
     In this form any average can use them. The sum over all means is the same, up to rounding. Means are counted
@@ -106,7 +106,7 @@ def gather_residuals(bucket: Bucket, state: Any) -> None:
         levels.across.residual = None
 
 
-def clear_residuals(state: Any) -> None:
+def clear_residuals(state: object) -> None:
     """Forget the errors of earlier averages in a state. What counts averages, alike on all ranks, continues."""
     if not dataclasses.is_dataclass(state):
         return
@@ -117,7 +117,7 @@ def clear_residuals(state: Any) -> None:
             clear_residuals(getattr(state, entry.name))
 
 
-def _residuals_in(state: Any) -> Iterator[Residual]:
+def _residuals_in(state: object) -> Iterator[Residual]:
     """Iterate over the residuals of error feedback in a state."""
     if isinstance(state, Residual):
         yield state
@@ -127,7 +127,7 @@ def _residuals_in(state: Any) -> Iterator[Residual]:
                 yield from _residuals_in(getattr(state, entry.name))
 
 
-def _bounds_in(state: Any) -> Iterator[Bound]:
+def _bounds_in(state: object) -> Iterator[Bound]:
     """Iterate over the bound averages of whole buckets in a state."""
     if isinstance(state, Bound):
         yield state

@@ -100,7 +100,7 @@ def steps_in_lockstep(algorithm: Algorithm, step: int) -> bool:
     return not isinstance(algorithm.phase(step).window, Rounds)
 
 
-def with_tensors(saved: Mapping[str, Any], tensors: Saved) -> dict[str, Any]:
+def with_tensors(saved: Mapping[str, object], tensors: Saved) -> dict[str, object]:
     """A checkpoint with other `tensors`."""
     sealed = checksum(*(saved[name] for name in (*StateHeader._fields, "digest")), saved=tensors)
     return {**saved, "tensors": tensors, "checksum": sealed}
@@ -143,7 +143,7 @@ def check_together(algorithm: Algorithm, rows: Sequence[tuple[StateHeader, str]]
 
 def check_tensors(
     algorithm: Algorithm,
-    pairs: Iterable[tuple[Bucket, Any]],
+    pairs: Iterable[tuple[Bucket, object]],
     header: StateHeader,
     saved: Mapping[str, Any],
     comm: Communicator,
@@ -177,7 +177,7 @@ def check_tensors(
         )
 
 
-def checksum(*header: object, saved: Mapping[str, Mapping[str, Any]]) -> str:
+def checksum(*header: object, saved: Saved) -> str:
     """A hash of `header` and of what was saved: numbers, and the shapes and dtypes of arrays."""
     kept = [
         (name, path, f"{dtype_name(value.dtype)}{value.shape}" if hasattr(value, "dtype") else repr(value))
@@ -192,20 +192,20 @@ def checksum(*header: object, saved: Mapping[str, Mapping[str, Any]]) -> str:
 # ---------------------------------------------------------------------------------------------------
 
 
-def has_saved_state(state: Any) -> bool:
+def has_saved_state(state: object) -> bool:
     """Whether checkpoints hold a part of `state`, now or after some steps."""
     return any(
         entry.value is not None or not entry.field.metadata.get("handed_over") for entry in _fields_of(state)
     )
 
 
-def replicated_arrays(state: Any) -> list[Array]:
+def replicated_arrays(state: object) -> list[Array]:
     """The arrays of `state` that have the same bytes on all ranks."""
     found = (entry.value for entry in _fields_of(state) if entry.rule == "alike")
     return [value for value in found if hasattr(value, "dtype")]
 
 
-def check_nothing_lost(bucket: Bucket, state: Any, saved: Saved) -> None:
+def check_nothing_lost(bucket: Bucket, state: object, saved: Saved) -> None:
     """Raise unless `state`, of an algorithm with other settings, has a field for everything that was saved.
 
     Raises:
@@ -221,7 +221,7 @@ def check_nothing_lost(bucket: Bucket, state: Any, saved: Saved) -> None:
                 )
 
 
-def save_state(bucket: Bucket, state: Any, comm: Communicator) -> Saved:
+def save_state(bucket: Bucket, state: object, comm: Communicator) -> Saved:
     """Copy `state`, by the tensors of `bucket`."""
     saved: Saved = {name: {} for name in bucket.views}
     for entry in _fields_of(state):
@@ -241,7 +241,7 @@ def save_state(bucket: Bucket, state: Any, comm: Communicator) -> Saved:
     return saved
 
 
-def check_movable(saved: Mapping[str, Mapping[str, Any]], specs: Iterable[BucketSpec]) -> None:
+def check_movable(saved: Saved, specs: Iterable[BucketSpec]) -> None:
     """Raise unless the result of `save_state` fits buckets of these `specs`.
 
     Raises:
@@ -270,7 +270,7 @@ def check_names(names: Iterable[str], saved: object) -> None:
             raise ArrayError(f"'tensors' has a {type(pieces).__name__} for {name!r}, expected a mapping")
 
 
-def fitting_parts(bucket: Bucket, state: Any, saved: Saved, comm: Communicator) -> dict[str, bool | None]:
+def fitting_parts(bucket: Bucket, state: object, saved: Saved, comm: Communicator) -> dict[str, bool | None]:
     """Whether what can be made anew was saved for the part of the bucket that this rank has; by its path.
 
     None if it was not saved. These are arrays marked `RECREATED`, and in a `CHUNK` those marked `MEAN`.
@@ -287,7 +287,7 @@ def fitting_parts(bucket: Bucket, state: Any, saved: Saved, comm: Communicator) 
     return fits
 
 
-def check_state(bucket: Bucket, state: Any, saved: Mapping[str, Mapping[str, Any]], comm: Communicator) -> None:
+def check_state(bucket: Bucket, state: object, saved: Saved, comm: Communicator) -> None:
     """Raise unless `load_state` can load `saved` into `state`. Changes nothing.
 
     Raises:
@@ -326,7 +326,7 @@ def check_state(bucket: Bucket, state: Any, saved: Mapping[str, Mapping[str, Any
                     _check_array(path, spec.name, found.get(spec.name), value, shape)
 
 
-def _check_number(path: str, mine: object, found: Mapping[str, Any]) -> None:
+def _check_number(path: str, mine: object, found: Mapping[str, object]) -> None:
     """Raise unless all of `found` are the same number, of the type of `mine`."""
     first = next(iter(found.values()))
     for tensor, value in found.items():
@@ -358,7 +358,7 @@ def _a(value: object) -> str:
     return f"an {kind}" if kind[0] in "aeiou" else f"a {kind}"
 
 
-def per_rank_paths(bucket: Bucket, state: Any, saved: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def per_rank_paths(bucket: Bucket, state: object, saved: Saved) -> list[str]:
     """The paths in `saved` of arrays that differ between ranks."""
     replicated = {path for path, rule in rules_of(state).items() if rule == "alike"}
     pieces = ((tensor, path) for tensor in bucket.views for path in saved[tensor])
@@ -370,7 +370,7 @@ def per_rank_paths(bucket: Bucket, state: Any, saved: Mapping[str, Mapping[str, 
     ]
 
 
-def rules_of(state: Any) -> dict[str, str | None]:
+def rules_of(state: object) -> dict[str, str | None]:
     """How each array moves to another number of ranks, by its path in the state; numbers are included.
 
     "alike": it is copied. "mean": each rank gets the mean. "anew": `init` makes it. None: it cannot move.
@@ -378,7 +378,7 @@ def rules_of(state: Any) -> dict[str, str | None]:
     return {entry.path: entry.rule for entry in _fields_of(state)}
 
 
-def load_state(bucket: Bucket, state: Any, saved: Mapping[str, Mapping[str, Any]], comm: Communicator) -> None:
+def load_state(bucket: Bucket, state: object, saved: Saved, comm: Communicator) -> None:
     """Load the result of `save_state`, even if the tensors were in other buckets then.
 
     Call `check_state` first, unless `saved` was made in this program.
@@ -409,7 +409,7 @@ def load_state(bucket: Bucket, state: Any, saved: Mapping[str, Mapping[str, Any]
             raise ArrayError(f"load_state: {path!r} has shape {piece.shape}, expected {value.shape}")
 
 
-def copy_numbers(state: Any, other: Any) -> None:
+def copy_numbers(state: object, other: object) -> None:
     """Copy the numbers of `other` to `state`: they are the same for all buckets, as counts of steps."""
     numbers = {entry.path: entry.value for entry in _fields_of(other) if isinstance(entry.value, (int, float))}
     for path, owner, field, value, _ in _fields_of(state):
@@ -432,8 +432,8 @@ class _Entry(NamedTuple):
     """An array or a number of a state."""
 
     path: str
-    owner: Any
-    field: dataclasses.Field[Any]
+    owner: object
+    field: dataclasses.Field[object]
     value: Any
     chunk: bool | str = False
     """Whether an array covers a part of the bucket, whatever its length; see `CHUNK`. "of nodes": unless each

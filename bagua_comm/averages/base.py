@@ -17,10 +17,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from .. import arrays, kernels
-from ..arrays import COMPLEX, FLOATS, Array, LinearOp
+from ..arrays import COMPLEX, FLOATS, AnyArray, Array, LinearOp
 from ..comm import Communicator
 from ..comm.arguments import as_argument
 from ..comm.call import Call
@@ -29,13 +29,13 @@ from ..errors import ArrayError, UnsupportedError, how_to_call
 InPlace: TypeAlias = Callable[[Array], Array]
 """A function that averages an array over all ranks in place, and returns it. Collective."""
 
-Shards: TypeAlias = Callable[[Any, Any, LinearOp], Any]
+Shards: TypeAlias = Callable[[AnyArray, AnyArray, LinearOp], object]
 """A function of `x`, (p * m,), `out`, (m,), and "avg" or "sum": a reduce-scatter, which returns `out`.
 
 Collective. Both arrays are contiguous. `x` keeps its values, and `out` may be this rank's chunk of `x`.
 """
 
-Gathers: TypeAlias = Callable[[Any, Any], Any]
+Gathers: TypeAlias = Callable[[AnyArray, AnyArray], object]
 """A function of `x`, (m,), and `out`, (p * m,): an allgather to the same bytes on all ranks, which returns `out`.
 
 Collective. Both arrays are contiguous. `x` may be this rank's chunk of `out`.
@@ -105,7 +105,7 @@ class _WholeShards:
     comm: Communicator
     mean: InPlace
 
-    def __call__(self, x: Any, out: Any, op: LinearOp) -> Any:
+    def __call__(self, x: AnyArray, out: AnyArray, op: LinearOp) -> AnyArray:
         comm = self.comm
         value, target = check_shards("bind_shards", ("x", x), ("out", out), comm.size, op)
         whole = comm.scratch.take("whole", (value.size,), value.dtype, like=value)
@@ -191,7 +191,7 @@ def briefly(settings: object) -> str:
 
 
 def check_shards(
-    owner: str, whole: tuple[str, Any], chunk: tuple[str, Any], ranks: int, op: str = "avg"
+    owner: str, whole: tuple[str, object], chunk: tuple[str, object], ranks: int, op: str = "avg"
 ) -> tuple[Array, Array]:
     """View an array of all chunks and one of a chunk, each with its name, as arrays of NumPy or CuPy.
 

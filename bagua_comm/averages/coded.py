@@ -13,7 +13,7 @@ So an allreduce is a reduce-scatter and an allgather, whose steps in the middle 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -166,13 +166,13 @@ class Coding:
         prepared.run(comm, x, out)
         return True
 
-    def keep(self, call: Call, move: Any) -> None:
+    def keep(self, call: Call, move: Callable[..., object]) -> None:
         """Keep the first call on shards that was run, for `run_again`; `move(comm, x, out)` sends flat arrays."""
         if self._prepared is None:
             comm = weakref.ref(call.comm)  # which keeps this coding
             self._prepared = call.prepared(lambda x, out: move(comm(), x, out))
 
-    def run_again(self, comm: CommBase, whole: Any, chunk: Any, *, gathers: bool) -> bool:
+    def run_again(self, comm: CommBase, whole: object, chunk: object, *, gathers: bool) -> bool:
         """Run the call that was kept, if these arrays need neither another check nor a copy.
 
         Collective. Returns whether it did; otherwise nothing was done.
@@ -248,7 +248,7 @@ def next_draws(comm: CommBase, seed: int | None) -> Draws | None:
     return Draws.of(seed, rank, *context.bucket_step, context.count_draws())
 
 
-def as_like(call: Call, name: str, value: Any, x: Array, *, written: bool = True) -> Array:
+def as_like(call: Call, name: str, value: object, x: Array, *, written: bool = True) -> Array:
     """View argument `name` as an array, and raise unless it is a contiguous one like `x`.
 
     Raises:

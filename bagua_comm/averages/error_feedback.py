@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
 from .. import arrays, kernels
-from ..arrays import Array, LinearOp, Scratch
+from ..arrays import AnyArray, Array, LinearOp, Scratch
 from ..codecs import Codec
 from ..comm import Communicator
 from ..errors import ArrayError, UnsupportedError, how_to_call
@@ -352,7 +352,7 @@ class _FeedbackOfShards:
     state: Residual
     codec: Codec
 
-    def __call__(self, x: Any, out: Any, op: LinearOp) -> Any:
+    def __call__(self, x: AnyArray, out: AnyArray, op: LinearOp) -> AnyArray:
         """See `Shards`."""
         comm, codec, decay = self.comm, self.codec, self.state.settings.decay
         return self.state.compensate(

@@ -8,12 +8,12 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from .. import arrays
-from ..arrays import Array, LinearOp
+from ..arrays import AnyArray, Array, LinearOp
 from ..codecs import Codec
 from ..comm import Communicator
 from ..comm.call import Call
@@ -279,7 +279,7 @@ class _ShardsByNode:
     settings: Hierarchical
     nodes: _Nodes
 
-    def __call__(self, x: Any, out: Any, op: LinearOp) -> Any:
+    def __call__(self, x: AnyArray, out: AnyArray, op: LinearOp) -> AnyArray:
         """See `Shards`."""
         whole, chunk = check_shards("Hierarchical", ("x", x), ("out", out), self.comm.size, op)
         self.settings.check(arrays.dtype_name(whole.dtype))  # else a rank waits for one that raises later
@@ -332,7 +332,7 @@ class _GatherByNode:
     method: Exact | Quantized
     nodes: _Nodes
 
-    def __call__(self, x: Any, out: Any) -> Any:
+    def __call__(self, x: AnyArray, out: AnyArray) -> AnyArray:
         """See `Gathers`."""
         whole, chunk = check_shards("Hierarchical", ("out", out), ("x", x), self.comm.size)
         self._gather(chunk.reshape(-1), whole)

@@ -66,7 +66,7 @@ class Quantized(Average):
     def bind_shards(self, comm: Communicator, tensors: Sequence[tuple[int, int]] | None = None) -> Shards:
         """See `Average.bind_shards`; a `quantized_reduce_scatter`. `min_bytes` counts the whole array."""
 
-        def reduce(x: Any, out: Any, op: LinearOp) -> Any:
+        def reduce(x: AnyArray, out: AnyArray, op: LinearOp) -> AnyArray:
             coding = self._known(comm, _REDUCE_SCATTER, op, x)
             if coding is not None and coding.run_again(comm, x, out, gathers=False):
                 return out
@@ -77,7 +77,7 @@ class Quantized(Average):
     def bind_gather(self, comm: Communicator) -> Gathers:
         """See `Average.bind_gather`; a `quantized_allgather`. `min_bytes` counts the whole array."""
 
-        def gather(x: Any, out: Any) -> Any:
+        def gather(x: AnyArray, out: AnyArray) -> AnyArray:
             coding = self._known(comm, _ALLGATHER, None, out)
             if coding is not None and coding.run_again(comm, out, x, gathers=True):
                 return out
@@ -99,7 +99,7 @@ class Quantized(Average):
         check_codec_argument("Quantized", self.codec, dtype)
 
 
-def codec_for(method: Average, comm: Communicator, x: Any) -> Codec | None:
+def codec_for(method: Average, comm: Communicator, x: AnyArray) -> Codec | None:
     """Return the codec for arrays like `x` on `comm`; None if the method sends them exactly."""
     if isinstance(method, Quantized) and as_array(x).nbytes >= method.least_bytes(comm.transport_for(x)):
         return method.codec
@@ -227,7 +227,9 @@ def _allreduce(
     return _run(call, coding, move, call.x, keeps=False)
 
 
-def _call(comm: Communicator, name: str, x: Any, codec: Codec, coding: Coding | None = None, **ops: Any) -> Call:
+def _call(
+    comm: Communicator, name: str, x: AnyArray, codec: Codec, coding: Coding | None = None, **ops: Any
+) -> Call:
     """Return a call on `x`, of which the cached coding is given, if there is one; `ops` has its `op`.
 
     Raises:
@@ -425,8 +427,8 @@ def _run(
 
 
 def reduce_scatter(
-    comm: Communicator, x: Any, out: Any, *, op: LinearOp, codec: Codec | None, counts: Counts = None
-) -> Any:
+    comm: Communicator, x: A, out: A, *, op: LinearOp, codec: Codec | None, counts: Counts = None
+) -> A:
     """Reduce `x`, (p * m,), and keep this rank's chunk in `out`, (m,): exactly if `codec` is None. Collective.
 
     Rank r keeps counts[r] elements instead of m if there are `counts`.
@@ -437,7 +439,7 @@ def reduce_scatter(
     return quantized_reduce_scatter(comm, x, out, op=op, codec=codec, counts=counts)
 
 
-def allgather(comm: Communicator, x: Any, out: Any, *, codec: Codec | None, counts: Counts = None) -> Any:
+def allgather(comm: Communicator, x: A, out: A, *, codec: Codec | None, counts: Counts = None) -> A:
     """Gather `x`, (m,), of all ranks in `out`, (p * m,): exactly if `codec` is None. Collective.
 
     Rank r has counts[r] elements instead of m if there are `counts`. `x` may be this rank's part of `out`.

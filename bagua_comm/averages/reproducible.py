@@ -82,12 +82,12 @@ import itertools
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from .. import arrays, kernels, topology
-from ..arrays import COMPLEX, FLOATS, INTEGERS, A, Array, LinearOp
+from ..arrays import COMPLEX, FLOATS, INTEGERS, A, AnyArray, Array, LinearOp
 from ..comm import Communicator
 from ..comm.call import Call
 from ..errors import ArrayError, UnsupportedError
@@ -487,7 +487,7 @@ class ReproducibleShards:
         """Hold the first `keep` addends, and no others."""
         del self._held[keep:]
 
-    def __call__(self, x: Any, out: Any, op: str) -> Any:
+    def __call__(self, x: AnyArray, out: AnyArray, op: str) -> AnyArray:
         """Hold `x` while addends are missing, else add all, and write this rank's parts of the result.
 
         Collective.

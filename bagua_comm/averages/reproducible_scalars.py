@@ -99,13 +99,13 @@ def reproducible_sum(comm: Communicator, x: AnyArray) -> Any:
     return call.result[()]
 
 
-def _sums(comm: Communicator, rows: Array, dtype: str) -> list[Any]:
+def _sums(comm: Communicator, rows: Array, dtype: str) -> list[object]:
     """Add up each row over all ranks: the numbers, or their real and their imaginary parts. Collective."""
     count, lows, highs = _agree(comm, rows, dtype)
     exponents = [math.frexp(max(-low, high))[1] for low, high in zip(lows, highs, strict=True)]
     width = 62 - (max(count, 1) - 1).bit_length()
     limbs = [_limbs(row, exponent, width) for row, exponent in zip(rows, exponents, strict=True)]
-    sums: list[Any] = []
+    sums: list[object] = []
     for i, totals in enumerate(comm.allreduce(np.array(limbs)).tolist()):
         extremes = lows[i] + highs[i]
         if math.isfinite(extremes):

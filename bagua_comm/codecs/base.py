@@ -13,9 +13,9 @@ from __future__ import annotations
 import functools
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
@@ -102,7 +102,7 @@ class Codec(ABC):
             out = arrays.empty((n, w), np.uint8, like=chunks)
         self._check_wire("encode", "out", out, (n, w))
         _check_target("encode", "out", out, "chunks", chunks)
-        encode: Any = self._encode  # with a `random_seed` it takes draws
+        encode: Callable[..., None] = self._encode  # with a `random_seed` it takes draws
         encode(chunks, out, **self._random(draws))
         return out
 
@@ -212,8 +212,8 @@ class Codec(ABC):
         self, random: dict[str, Draws], wire: Array, out: Array, op: str, count: int, dtype: DType
     ) -> None:
         """Call `_combine` with the random numbers of `_random`; if it takes none, encode the sum with them."""
-        encode: Any = self._encode
-        combine: Any = self._combine
+        encode: Callable[..., None] = self._encode
+        combine: Callable[..., None] = self._combine
         if random and not _takes_draws(combine):
             encode(self._total(wire, op, count, dtype), out, **random)
         else:
@@ -277,7 +277,7 @@ class KernelCodec(Codec):
     """Whether the functions of the host take chunks that are apart from each other."""
 
     @abstractmethod
-    def _layout(self, count: int, dtype: DType) -> dict[str, Any]:
+    def _layout(self, count: int, dtype: DType) -> Mapping[str, object]:
         """Further arguments of the functions, for chunks of `count` elements of this dtype."""
 
     def _steps(self, count: int, like: Array) -> Steps:

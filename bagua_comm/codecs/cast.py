@@ -6,7 +6,7 @@ Wire format: the elements in the wire dtype, zero-padded to a multiple of 32 byt
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from .. import arrays
 from ..arrays import DType
@@ -33,7 +33,7 @@ class _Cast(KernelCodec):
         """
         return padded(2 * check_count("wire_nbytes", count))
 
-    def _layout(self, count: int, dtype: DType) -> dict[str, Any]:
+    def _layout(self, count: int, dtype: DType) -> dict[str, DType]:
         return {"sent": arrays.dtype_named(self.wire_dtype)}
 
 

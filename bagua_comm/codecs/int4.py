@@ -37,7 +37,7 @@ both are left out. Per block, in float32, every operation rounded half to even:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from ..arrays import DType
 from ..errors import ArrayError
@@ -111,7 +111,7 @@ class Int4(KernelCodec):
         """The seed, if the rounding is stochastic."""
         return self.seed if self.rounding == "stochastic" else None
 
-    def _layout(self, count: int, dtype: DType) -> dict[str, Any]:
+    def _layout(self, count: int, dtype: DType) -> dict[str, int]:
         return {"start": padded(2 * -(-count // self.block)), "block": self.block, "rotate": self.rotate}
 
 

@@ -27,7 +27,7 @@ rounded half to even, with the quotient of `scale` computed in float64 and round
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
@@ -83,6 +83,6 @@ class MinMaxUInt8(KernelCodec):
         """
         return int(self._layout(check_count("wire_nbytes", count), dtype)["start"]) + padded(count)
 
-    def _layout(self, count: int, dtype: DType) -> dict[str, Any]:
+    def _layout(self, count: int, dtype: DType) -> dict[str, float]:
         block = max(1, count) if self.block is None else self.block
         return {"start": padded(-(-count // block) * 2 * dtype.itemsize), "block": block, "eps": self.eps}

@@ -456,7 +456,7 @@ class Engine(Live, Closing):
         return make_state_dict(header, self._training, self.algorithm, self._saved())
 
     @public_method("Engine.load_state_dict")
-    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+    def load_state_dict(self, saved: Mapping[str, object]) -> None:
         """Continue from the result of `state_dict`, also under another plan.
 
         Collective. Load the weights that belong to it, too, before the next step. All ranks load what was saved
@@ -498,7 +498,7 @@ class Engine(Live, Closing):
     def _saved(self) -> Saved:
         return save_states(self._comm, self.buckets, self.states)
 
-    def _load(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
+    def _load(self, saved: Saved) -> None:
         load_states(self._comm, self.buckets, self.states, saved)
 
     # The end ----------------------------------------------------------------------------------------

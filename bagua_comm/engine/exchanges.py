@@ -111,7 +111,7 @@ class Exchanges:
         held, self.held = self.held, []
         return held
 
-    def send(self, bucket: Bucket) -> Future[Any]:
+    def send(self, bucket: Bucket) -> Future[object]:
         """Prepare the exchange of a bucket and submit it to the lane, or hold it back if stopped."""
         self._enter_step(bucket)
         if self.stopped:
@@ -120,7 +120,7 @@ class Exchanges:
         self.sent.append(bucket)
         return self._submit(bucket)
 
-    def send_if_due(self, bucket: Bucket, delay: int) -> Future[Any] | None:
+    def send_if_due(self, bucket: Bucket, delay: int) -> Future[object] | None:
         """Prepare a step of a bucket. If it communicates, submit an exchange that outlives `delay` steps."""
         state = self.states[bucket.index]
         self._enter_step(bucket)
@@ -230,7 +230,7 @@ class Exchanges:
         with self._waiting():
             self.lane.wait()
 
-    def wait_for(self, futures: Sequence[Future[Any]]) -> None:
+    def wait_for(self, futures: Sequence[Future[object]]) -> None:
         """Wait for these tasks on the lane, and raise the first error among them."""
         with self._waiting():
             for future in futures:

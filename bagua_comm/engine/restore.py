@@ -52,9 +52,7 @@ def save_states(comm: Communicator, buckets: Iterable[Bucket], states: Iterable[
     return saved
 
 
-def load_states(
-    comm: Communicator, buckets: Iterable[Bucket], states: Iterable[State], saved: Mapping[str, Any]
-) -> None:
+def load_states(comm: Communicator, buckets: Iterable[Bucket], states: Iterable[State], saved: Saved) -> None:
     """Copy what `save_states` returned into the states of these buckets."""
     for bucket, state in zip(buckets, states, strict=True):
         load_state(bucket, state, saved, comm)
@@ -176,7 +174,7 @@ def phase_to_continue(algorithm: Algorithm, current: Algorithm, *, began: int, s
     return (began if continues else step), continues
 
 
-def _types_of(phase: Algorithm) -> tuple[Any, ...]:
+def _types_of(phase: Algorithm) -> tuple[object, ...]:
     """The types of an algorithm and of those inside it, whatever their settings."""
     inner = _types_of(phase.algorithm) if isinstance(phase, Combinator) else ()
     return (type(phase), phase.payload, *inner)

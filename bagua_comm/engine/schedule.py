@@ -176,7 +176,7 @@ class DelayedSchedule:
 
     def __init__(self, window: Window, exchanges: Exchanges) -> None:
         self._delay, self._exchanges = window.delay, exchanges
-        self._under_way: dict[int, Future[Any]] = {}
+        self._under_way: dict[int, Future[object]] = {}
         """The exchanges that this rank has submitted and not written back, by the index of their bucket."""
 
     def ready(self, name: str) -> None:
