@@ -364,7 +364,7 @@ class Checkpoints(Live, Closing):
             if problem is None:
                 manifest, problem = manifest
             problem = problem or found.problem
-            tree: Any = None
+            tree: object = None
             if problem is None:
                 try:
                     (tree,) = self._read(found, manifest, given)
@@ -383,11 +383,11 @@ class Checkpoints(Live, Closing):
         what = "no checkpoint" if step is None else f"no checkpoint of step {step}"
         raise ArrayError(f"load: there is {what} in {self.folder}")
 
-    def _read(self, found: Found, manifest: dict[str, Any], given: list[dict[str, Any]]) -> tuple[Any]:
+    def _read(self, found: Found, manifest: Manifest, given: list[dict[str, tuple[str, int]]]) -> tuple[object]:
         """Read the tree, in a tuple; an error on one rank is raised on all. Collective."""
         comm = self._comm
 
-        def read(note: Callable[[], None]) -> tuple[Any]:
+        def read(note: Callable[[], None]) -> tuple[object]:
             with Reader(found.path, manifest, comm.rank, given, self._from_array, note) as reader:
                 return (reader.read(),)
 

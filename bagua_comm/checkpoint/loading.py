@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 
@@ -48,7 +48,7 @@ class Reader:
         self._world: int = manifest["world"]
         self._open: dict[str, BinaryIO] = {}
 
-    def read(self) -> Any:
+    def read(self) -> Json:
         """Read the tree for this rank.
 
         Raises:
@@ -130,7 +130,7 @@ class Reader:
 
     # What is a rank's own ---------------------------------------------------------------------------
 
-    def _own(self, number: int, rule: Rule | None, path: str) -> Any:
+    def _own(self, number: int, rule: Rule | None, path: str) -> object:
         if self._world == self._ranks:
             return self._own_of(self._rank, number)
         path = shortened(path)
@@ -146,12 +146,12 @@ class Reader:
             )
         return self._combined(number, rule, path)
 
-    def _own_of(self, rank: int, number: int) -> Any:
+    def _own_of(self, rank: int, number: int) -> object:
         node = self._manifest["plan"]["own"][rank]["trees"][number]
         read = functools.partial(self._array_of, rank)
         return Unpacker(read, from_array=self._from_array).unpack(node)
 
-    def _combined(self, number: int, rule: Rule, path: str) -> Any:
+    def _combined(self, number: int, rule: Rule, path: str) -> object:
         nodes = [own["trees"][number] for own in self._manifest["plan"]["own"]]
         places: list[list[int]] = [[] for _ in nodes]
         skeletons = [_skeleton(node, found) for node, found in zip(nodes, places, strict=True)]
@@ -198,7 +198,7 @@ class Reader:
             self._open.popitem()[1].close()
 
 
-def _empty(kind: Sequence[Any]) -> Array:
+def _empty(kind: Sequence[Json]) -> Array:
     name, shape = kind
     if name not in arrays.MOVABLE or math.prod(shape) < 0:
         raise ValueError(f"array of {name}{shape}")

@@ -184,7 +184,7 @@ def as_tagged(value: Any) -> tuple[str, Array] | None:
     return None
 
 
-def from_tagged(tag: str, array: Array) -> Any:
+def from_tagged(tag: str, array: Array) -> object:
     """Restore an argument of `as_tagged`; a tensor is restored as an array."""
     return array[()] if tag == "scalar" else array
 
@@ -323,7 +323,7 @@ class Unpacker:
     ) -> None:
         self._array_at, self._own, self._from_array, self._slab_at = array_at, own, from_array, slab_at
 
-    def unpack(self, node: Json) -> Any:
+    def unpack(self, node: Json) -> Json:
         """Restore the tree of `node`.
 
         Raises:
@@ -349,7 +349,7 @@ class Unpacker:
         raise ValueError(f"unknown kind of value {tag!r}")
 
 
-def _from_text(tag: str, text: str) -> Any:
+def _from_text(tag: str, text: str) -> object:
     if tag == "int":
         return int(text, 16)
     if tag == "bytes":
