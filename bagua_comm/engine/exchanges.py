@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Any
 
 from ..algorithms.base import (
     Algorithm,
@@ -147,13 +146,15 @@ class Exchanges:
         bucket.step = self.step - self.began
         bucket.padding[...] = 0  # a NaN in the last block may have spread to the padding
 
-    def _submit(self, bucket: Bucket) -> Future[Any]:
+    def _submit(self, bucket: Bucket) -> Future[object]:
         state = self.states[bucket.index]
         history = self._history_to_compare(bucket, state)
         self.algorithm.begin(bucket, state)
         began = time.perf_counter_ns()
         step = self.began + bucket.step
-        future = self.lane.submit(self._exchange, self.algorithm, bucket, state, step=step, history=history)
+        future: Future[object] = self.lane.submit(
+            self._exchange, self.algorithm, bucket, state, step=step, history=history
+        )
         self.counters.wait.time_ns += time.perf_counter_ns() - began  # a lane without a thread runs it here
         return future
 
