@@ -140,7 +140,7 @@ _Tasks = Sequence[tuple[float, Sequence[LaneTask]]]
 
 def _alternating(gathers: _Tasks, reduced: _Tasks) -> list[tuple[float, Sequence[LaneTask]]]:
     """The tasks of a backward pass: a module is gathered before the gradients of the one before are reduced."""
-    merged: list[Any] = [*gathers[:1]]
+    merged = [*gathers[:1]]
     for i, each in enumerate(reduced):
         merged += [*gathers[i + 1 : i + 2], each]
     return merged
@@ -161,7 +161,7 @@ def _exchanges(method: Sharded, n: int, costs: Costs) -> tuple[list[LaneTask], l
     return gather, reduce
 
 
-def _gather(method: Any, message: int, group: RankGroup, costs: Costs) -> list[LaneTask]:
+def _gather(method: object, message: int, group: RankGroup, costs: Costs) -> list[LaneTask]:
     """Gather `message` bytes of each rank."""
     match method:
         case None:
@@ -203,5 +203,5 @@ def _reduce(method: Any, n: int, group: RankGroup, costs: Costs) -> list[LaneTas
     return costs.average(method, n, group)
 
 
-def _codec_of(method: Any) -> Codec | None:
+def _codec_of(method: object) -> Codec | None:
     return method.codec if isinstance(method, Quantized) else None

@@ -15,14 +15,16 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
+from ...arrays import Array
 from ..costmodel import Cluster, Rates
 from .transport import Exchange, Op, Program
 
-Vector: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
+Vector: TypeAlias = "npt.NDArray[np.float64]"
 """A number for each rank; or a single one, if all ranks are alike."""
 
 WHOLE = 0.55
@@ -86,16 +88,16 @@ class _Ranks:
         links: Vector | float = 1.0,
     ) -> None:
         self._program, self._cluster, self._rates, self._slower = program, cluster, rates, slower
-        self._now: Any = np.zeros(cluster.size)
-        self._done: Any = np.zeros(cluster.size)
-        self._end: Any = np.zeros(cluster.size)
+        self._now: Array = np.zeros(cluster.size)
+        self._done: Array = np.zeros(cluster.size)
+        self._end: Array = np.zeros(cluster.size)
         """When the lane's latest operation ended; how much computation was done then, and how much there is."""
-        self._link_free: Any = np.zeros(cluster.nodes)
-        self._links: Any = np.broadcast_to(np.asarray(links, float), cluster.nodes)
+        self._link_free: Array = np.zeros(cluster.nodes)
+        self._links: Array = np.broadcast_to(np.asarray(links, float), cluster.nodes)
         cores = cluster.cores_per_rank
         self._free, self._alone = min(1.0, cores / 2), min(1.0, cores)
-        self._busy: Any = np.zeros(cluster.size)
-        self._left: dict[int, Any] = {}
+        self._busy: Array = np.zeros(cluster.size)
+        self._left: dict[int, Array] = {}
         """When the messages of an exchange under way have left each rank's node."""
 
     # The training thread --------------------------------------------------------------------------------
@@ -104,7 +106,7 @@ class _Ranks:
         """Run the steps of the program, `repeats` times."""
         program, ended, step = self._program, [0.0], 0
         for _ in range(repeats):
-            waiting: list[tuple[int, Any]] = []
+            waiting: list[tuple[int, Array]] = []
             factor = self._slower(step)
             for op in program.trainer:
                 match op[0]:
@@ -155,12 +157,12 @@ class _Ranks:
         """When the last rank has computed all that it has begun, if its lane does nothing more."""
         return float(np.max(self._now + self._end - self._done))
 
-    def _later(self, one: Any, other: Any) -> Any:
+    def _later(self, one: Array, other: Array) -> Array:
         return np.maximum(one, other)
 
     # The lane -------------------------------------------------------------------------------------------
 
-    def _run_task(self, task: int, submitted: Any) -> None:
+    def _run_task(self, task: int, submitted: Array) -> None:
         """Run a task after the computation before its submission."""
         behind = self._later(submitted, self._done) - self._done
         self._now, self._done = self._now + behind, self._done + behind
@@ -176,7 +178,7 @@ class _Ranks:
                     self._finish(op[1])
         self._busy = self._busy + self._now - before
 
-    def _spend(self, spent: Any, lane_cores: float, alone: Any) -> None:
+    def _spend(self, spent: Array, lane_cores: float, alone: Array) -> None:
         """Let the lane use `lane_cores` for `spent` seconds beside computation; `alone`, after it has ended."""
         speed = 1 - lane_cores / self._cluster.cores_per_rank
         done = self._done + spent * speed
@@ -225,7 +227,7 @@ class _Ranks:
         wait_s = self._later(at, self._now) - self._now
         self._spend(wait_s, 0.0 if exchange.is_ring else min(self._free, rates.polling), wait_s)
 
-    def _last_of(self, left: Any, exchange: Exchange) -> Any:
+    def _last_of(self, left: Array, exchange: Exchange) -> Array:
         """When the last message has left that each rank waits for."""
         k = self._cluster.ranks_per_node
         if exchange.group == "all":
@@ -286,7 +288,7 @@ class _OneRank(_Ranks):
             left = max(left, self._link_free)
         self._left[number] = left
 
-    def _last_of(self, left: Any, exchange: Exchange) -> Any:
+    def _last_of(self, left: float, exchange: Exchange) -> float:
         return left
 
 

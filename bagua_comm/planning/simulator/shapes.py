@@ -13,8 +13,9 @@ from contextvars import ContextVar
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
-from ...arrays import Array
+from ...arrays import Array, DType
 from ..costmodel.costs import CHOICE, RECORDS
 
 Rate: TypeAlias = Literal[
@@ -44,7 +45,7 @@ def _work(rate: Rate, nbytes: float) -> None:
         note(rate, nbytes)
 
 
-class Shapes(np.ndarray[Any, np.dtype[Any]]):
+class Shapes(np.ndarray[tuple[int, ...], DType]):
     """An array without values. Views of it are such arrays as well."""
 
     def __array_namespace__(self, *, api_version: str | None = None) -> Any:
@@ -56,16 +57,16 @@ class Shapes(np.ndarray[Any, np.dtype[Any]]):
             return self
         return super().view(*args, **kwargs)
 
-    def __setitem__(self, key: Any, value: Any) -> None:
+    def __setitem__(self, key: Any, value: object) -> None:
         target = self[key]
         _work("copy", target.nbytes)
 
-    def copy(self, order: Any = "C") -> Any:
+    def copy(self, order: Any = "C") -> Shapes:
         """A new array of the same shape."""
         _work("copy", self.nbytes)
         return np.empty(self.shape, self.dtype, order).view(Shapes)
 
-    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: object, **kwargs: Any) -> Any:
         read = [x for x in inputs if isinstance(x, np.ndarray)]
         _work("add", sum(x.nbytes for x in read))
         out = kwargs.get("out")
@@ -78,7 +79,7 @@ class _Namespace:
     """The functions of NumPy that the library calls on an array's own library."""
 
     @staticmethod
-    def empty(shape: Any, dtype: Any = np.float64) -> Shapes:
+    def empty(shape: int | tuple[int, ...], dtype: npt.DTypeLike = np.float64) -> Shapes:
         return np.empty(shape, dtype).view(Shapes)
 
     zeros = empty
@@ -115,6 +116,6 @@ def _run(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             _work("add", sum(x.nbytes for x in arrays if x is not out))
 
 
-def of_size(size: int, dtype: Any) -> Array:
+def of_size(size: int, dtype: npt.DTypeLike) -> Array:
     """A flat array without values."""
     return np.empty(size, dtype).view(Shapes)

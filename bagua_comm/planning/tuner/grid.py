@@ -29,7 +29,7 @@ class Settings:
     bucket_bytes: int
     algorithm: Algorithm
 
-    def plain(self) -> dict[str, Any]:
+    def plain(self) -> dict[str, object]:
         """The settings as a number and a string, for traces and files."""
         return {"bucket_bytes": self.bucket_bytes, "algorithm": repr(self.algorithm)}
 
@@ -151,7 +151,7 @@ def _families(
 # Of `after`, only the last algorithm is part of the tree, because the search begins when the first has ended.
 
 
-def _fields(part: Any) -> list[str]:
+def _fields(part: object) -> list[str]:
     """The fields of a part that may hold further parts; no fields if it is not a dataclass."""
     if not dataclasses.is_dataclass(part):
         return []
@@ -160,14 +160,14 @@ def _fields(part: Any) -> list[str]:
     return ["then"] if isinstance(part, After) else [f.name for f in dataclasses.fields(part) if f.init]
 
 
-def _parts(tree: Any) -> Iterator[Any]:
+def _parts(tree: object) -> Iterator[Any]:
     """All parts of a tree, from the root."""
     yield tree
     for name in _fields(tree):
         yield from _parts(getattr(tree, name))
 
 
-def _replaced(tree: Any, field: str, value: Any, where: Callable[[Any], bool]) -> Any:
+def _replaced(tree: Any, field: str, value: object, where: Callable[[object], bool]) -> Any:
     """A copy of a tree, with `value` in this field of all parts for which `where` is true."""
     fields = {name: _replaced(getattr(tree, name), field, value, where) for name in _fields(tree)}
     if where(tree):
@@ -175,11 +175,11 @@ def _replaced(tree: Any, field: str, value: Any, where: Callable[[Any], bool]) -
     return dataclasses.replace(tree, **fields) if fields else tree
 
 
-def _has_average(part: Any) -> bool:
+def _has_average(part: object) -> bool:
     return "average" in _fields(part)
 
 
-def _has_block(part: Any) -> bool:
+def _has_block(part: object) -> bool:
     """Whether this is a codec whose block may change; `MinMaxUInt8.bagua()` always has a whole chunk."""
     return isinstance(part, MinMaxUInt8) and part.block is not None
 

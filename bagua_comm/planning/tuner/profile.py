@@ -35,7 +35,7 @@ def _read(path: Path) -> dict[str, Any]:
     return content
 
 
-def read_best(path: Path, about: dict[str, Any], grid: Grid) -> Cell | None:
+def read_best(path: Path, about: dict[str, object], grid: Grid) -> Cell | None:
     """The cell of the best settings in a profile; None without a profile, and in one of another training."""
     content = _read(path)
     if not content or content.get("about") != about:
@@ -54,7 +54,7 @@ def read_best(path: Path, about: dict[str, Any], grid: Grid) -> Cell | None:
     return cell
 
 
-def write_profile(path: Path, content: dict[str, Any]) -> None:
+def write_profile(path: Path, content: dict[str, object]) -> None:
     """Replace a profile at once, so that readers never see half of it."""
     try:
         _read(path)  # another file is not replaced

@@ -233,7 +233,7 @@ class Tuner:
 
     def _compare(
         self, comm: Communicator, algorithm: Algorithm, specs: Sequence[TensorSpec], grid: Grid
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         """Check that all ranks search alike; return what a profile is valid for. Collective."""
         about = {
             "tensors": hashlib.blake2b(repr(specs).encode(), digest_size=16).hexdigest(),
@@ -253,7 +253,7 @@ class Tuner:
                 )
         return {**about, "nodes": [node for _, _, node in rows]}
 
-    def _content(self) -> dict[str, Any]:
+    def _content(self) -> dict[str, object]:
         """The content of a profile: its validity, the best settings, and all measurements."""
         history = [{**trial.settings.plain(), "seconds": trial.seconds} for trial in self.history]
         return {"about": self._about, "best": self.best.plain(), "history": history}
