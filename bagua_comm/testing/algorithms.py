@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -116,7 +115,7 @@ def _train(comm: Communicator, engine: Engine, step: int) -> None:
     assert all(np.isfinite(bucket.flat).all() for bucket in engine.buckets)
 
 
-def _assert_averaged(comm: Communicator, gradient: Array, state: Any) -> None:
+def _assert_averaged(comm: Communicator, gradient: Array, state: object) -> None:
     """Check that all ranks hold the same gradient, or the same array averaged in its place.
 
     Raises:

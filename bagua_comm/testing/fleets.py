@@ -55,7 +55,7 @@ class ThreadJob:
         self.rounds: list[Rendezvous] = []
         """The completed rendezvous."""
         self.over = False
-        self.hubs: dict[Any, Hub] = {}
+        self.hubs: dict[object, Hub] = {}
         self.watch: Callable[[int, str], object] = lambda number, what: None
         """Called with the number of a process and the name of its next operation; may kill the process."""
         self.threads: list[threading.Thread] = []
@@ -94,7 +94,7 @@ class ThreadJob:
             with hub.changed:
                 hub.changed.notify_all()
 
-    def hub(self, key: Any, size: int) -> Hub:
+    def hub(self, key: object, size: int) -> Hub:
         """The hub of a communicator, the same for all its ranks."""
         with self.changed:
             if key not in self.hubs:
@@ -107,7 +107,7 @@ class ThreadJob:
         if number in self.doomed:
             raise Killed(f"process {number} in {what}")
 
-    def start(self, body: Callable[[ThreadFleet], Any], number: int) -> dict[str, Any]:
+    def start(self, body: Callable[[ThreadFleet], object], number: int) -> dict[str, Any]:
         """Start a process; the returned dictionary will hold its "result", "error" or "killed".
 
         A process with a number that the job does not have yet is admitted at the next rendezvous.
@@ -226,7 +226,7 @@ class _FleetTransport(LocalTransport):
     """A rank of a communicator of the fleet: calls fail once a member is dead or a rendezvous has started."""
 
     def __init__(
-        self, job: ThreadJob, hub: Hub, rank: int, members: tuple[int, ...], round_: int, key: Any
+        self, job: ThreadJob, hub: Hub, rank: int, members: tuple[int, ...], round_: int, key: object
     ) -> None:
         super().__init__(hub, rank, timeout_s=job.timeout_s)
         self._job, self._members_of, self._round, self._key = job, members, round_, key

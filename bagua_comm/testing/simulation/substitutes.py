@@ -145,7 +145,7 @@ class SimulatedCondition:
         self._lock.take_again(depth)
         return woken
 
-    def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> Any:
+    def wait_for(self, predicate: Callable[[], object], timeout: float | None = None) -> Any:
         """See `threading.Condition.wait_for`."""
         scheduler = mine()
         until_s = None if timeout is None or scheduler is None else scheduler.now_s + timeout
@@ -226,7 +226,7 @@ class SimulatedThread(threading.Thread):
             wait_among(self._task.joiners, f"join of {self.name}", timeout)
 
 
-class SimulatedFuture(concurrent.futures.Future[Any]):
+class SimulatedFuture(concurrent.futures.Future[object]):
     """`concurrent.futures.Future`."""
 
     def __init__(self) -> None:
@@ -246,14 +246,14 @@ class SimulatedExecutor(concurrent.futures.Executor):
         max_workers: int = 4,
         thread_name_prefix: str = "",
         initializer: Callable[..., object] | None = None,
-        initargs: tuple[Any, ...] = (),
+        initargs: tuple[object, ...] = (),
     ) -> None:
         self._max_workers, self._name = max_workers, thread_name_prefix or "executor"
         self._initialize, self._arguments = initializer or (lambda *_: None), initargs
         self._tasks, self._threads = _queue.Queue(), list[SimulatedThread]()
         self._shutdown = False
 
-    def submit(self, task: Callable[..., Any], /, *args: Any, **options: Any) -> SimulatedFuture:
+    def submit(self, task: Callable[..., object], /, *args: object, **options: object) -> SimulatedFuture:
         """See `ThreadPoolExecutor.submit`."""
         if self._shutdown:
             raise RuntimeError("cannot schedule new futures after shutdown")
@@ -292,7 +292,7 @@ class SimulatedExecutor(concurrent.futures.Executor):
 class _Module(ModuleType):
     """A module, some of whose names are replaced."""
 
-    def __init__(self, original: ModuleType, **names: Any) -> None:
+    def __init__(self, original: ModuleType, **names: object) -> None:
         super().__init__(original.__name__, original.__doc__)
         self._original = original
         vars(self).update(names)
@@ -301,7 +301,7 @@ class _Module(ModuleType):
         return getattr(self._original, name)
 
 
-def _clock(original: Callable[[], Any], read: Callable[[Scheduler], Any]) -> Callable[[], Any]:
+def _clock(original: Callable[[], object], read: Callable[[Scheduler], object]) -> Callable[[], object]:
     def now() -> Any:
         scheduler = mine()
         return original() if scheduler is None else read(scheduler)
@@ -322,7 +322,7 @@ def _token_hex(nbytes: int = 32) -> str:
     return secrets.token_hex(nbytes) if scheduler is None else scheduler.random.randbytes(nbytes).hex()
 
 
-_CLOCKS: dict[str, Callable[[], Any]] = {
+_CLOCKS: dict[str, Callable[[], object]] = {
     "monotonic": _clock(time.monotonic, lambda scheduler: scheduler.now_s),
     "perf_counter": _clock(time.perf_counter, lambda scheduler: scheduler.now_s),
     "time": _clock(time.time, lambda scheduler: EPOCH_S + scheduler.now_s),
@@ -330,7 +330,7 @@ _CLOCKS: dict[str, Callable[[], Any]] = {
     "perf_counter_ns": _clock(time.perf_counter_ns, lambda scheduler: int(scheduler.now_s * 1e9)),
     "time_ns": _clock(time.time_ns, lambda scheduler: int((EPOCH_S + scheduler.now_s) * 1e9)),
 }
-_LOCKS: dict[str, Any] = {
+_LOCKS: dict[str, object] = {
     "Lock": SimulatedLock,
     "RLock": SimulatedRLock,
     "Condition": SimulatedCondition,
@@ -353,7 +353,7 @@ _queue = _copy_of(queue, threading=_THREADING, time=_CLOCKS["monotonic"], Full=q
 """Queues that wait by the locks above; only threads of a simulation may wait."""
 _QUEUES = {"Queue": _queue.Queue, "SimpleQueue": _queue.Queue}
 
-_SUBSTITUTES: list[tuple[Any, Any]] = [
+_SUBSTITUTES: list[tuple[object, object]] = [
     (threading, _THREADING),
     (time, _Module(time, sleep=_sleep, **_CLOCKS)),
     (queue, _Module(queue, **_QUEUES)),
