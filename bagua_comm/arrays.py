@@ -442,7 +442,7 @@ class Scratch:
         self._buffers: dict[tuple[str, bool], Array] = {}
         self._outgrown: list[Array] = []
         """Former device buffers, which a CUDA graph may have captured."""
-        self._views: BoundedCache[Any, Array] = BoundedCache(_VIEWS)
+        self._views: BoundedCache[Hashable, Array] = BoundedCache(_VIEWS)
         """Views returned before: to make one of a device array takes microseconds."""
         self._kept: BoundedCache[Hashable, Any] = BoundedCache(_KEPT)
 

@@ -58,7 +58,7 @@ class TensorSpec:
 
     def _dtype_name(self) -> str:
         """The name of a dtype that was given in another form: numpy.float32, numpy.dtype("float32"), "f4"."""
-        given: Any = self.dtype
+        given: object = self.dtype
         try:
             name = np.dtype(given).name if isinstance(given, (str, type, np.dtype)) else None
         except TypeError:
@@ -119,12 +119,12 @@ class Views(dict[str, Array]):
         if self.get(name) is not value:  # it is the same after `views[name] += x`
             raise ArrayError(f"{name!r} is a view of a bucket; write into it: views[{name!r}][...] = values")
 
-    def update(self, *args: Any, **kwargs: Any) -> None:
+    def update(self, *args: object, **kwargs: object) -> None:
         """Set several items; see `__setitem__`."""
         for name, value in dict(*args, **kwargs).items():
             self[name] = value
 
-    def __ior__(self, other: Any) -> Views:  # type: ignore[override,misc]
+    def __ior__(self, other: object) -> Views:  # type: ignore[override,misc]
         self.update(other)
         return self
 
@@ -156,7 +156,7 @@ class Flats(list[Array]):
         item = f"flats[{index}]"
         raise ArrayError(f"item {index} is a bucket's memory; write into it: {item}[...] = x or {item} -= x")
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[type, tuple[list[Array]]]:
+    def __reduce_ex__(self, protocol: object) -> tuple[type, tuple[list[Array]]]:
         return list, (list(self),)  # a copy is no memory of a bucket
 
 
@@ -307,7 +307,7 @@ class Plan:
         return hashlib.blake2b(self.to_json().encode(), digest_size=16).hexdigest()
 
 
-def _without_empty_memory(items: list[tuple[str, Any]]) -> dict[str, Any]:
+def _without_empty_memory(items: list[tuple[str, object]]) -> dict[str, object]:
     return {key: value for key, value in items if key != "memory" or value}
 
 

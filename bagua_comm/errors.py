@@ -25,7 +25,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from types import FunctionType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 T = TypeVar("T")
 
@@ -98,7 +98,7 @@ def shown_as(name: str) -> Callable[[type[T]], type[T]]:
     """
 
     def mark(cls: type[T]) -> type[T]:
-        function: Any
+        function: object
         for function in vars(cls).values():
             while isinstance(function, FunctionType):
                 function.__qualname__ = f"{name}.{function.__name__}"

@@ -41,7 +41,7 @@ class Ranks(Protocol):
     def allreduce(self, x: Array, *, op: Op) -> Array:
         """See `Communicator.allreduce`. Collective."""
 
-    def broadcast_object(self, obj: Any, *, root: int) -> Any:
+    def broadcast_object(self, obj: object, *, root: int) -> Any:
         """See `Communicator.broadcast_object`. Collective."""
 
 

@@ -192,7 +192,7 @@ _RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
 """What each setting must be, and whether a value is that."""
 
 
-def _check_settings(optimizer: Any) -> None:
+def _check_settings(optimizer: object) -> None:
     """Raise `ArrayError` if a setting of an optimizer is out of its range."""
     for name, (expected, fits) in _RANGES.items():
         if not hasattr(optimizer, name):

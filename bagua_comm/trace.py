@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Protocol
 
 DEVICE_SPANS = 2048
 """The number of device spans kept until the spans are read: each holds two events of the driver."""
@@ -37,7 +37,7 @@ class Span:
     thread: str
     start_ns: int
     end_ns: int
-    args: dict[str, Any]
+    args: dict[str, object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +52,10 @@ class Value:
 class Tracer(Protocol):
     """A receiver of spans."""
 
-    def span(self, name: str, **args: Any) -> SpanContext:
+    def span(self, name: str, **args: object) -> SpanContext:
         """Time the body of a `with` statement."""
 
-    def add(self, name: str, start_ns: int, end_ns: int, args: dict[str, Any]) -> None:
+    def add(self, name: str, start_ns: int, end_ns: int, args: dict[str, object]) -> None:
         """Add a span of the calling thread; times by `time.perf_counter_ns`."""
 
     def value(self, name: str, number: float) -> None:
@@ -65,10 +65,10 @@ class Tracer(Protocol):
 class Clock(Protocol):
     """The clock of a device."""
 
-    def mark(self) -> Any:
+    def mark(self) -> object:
         """Record an event with a time on the current stream."""
 
-    def times(self, events: Sequence[Any]) -> list[int | None]:
+    def times(self, events: Sequence[object]) -> list[int | None]:
         """The time of each event, by `time.perf_counter_ns`; None if it has not happened yet."""
 
 
@@ -78,9 +78,9 @@ class _DeviceRecord:
 
     name: str
     row: str
-    start: Any
-    end: Any
-    args: dict[str, Any]
+    start: object
+    end: object
+    args: dict[str, object]
     clock: Clock
 
 
@@ -89,7 +89,7 @@ class SpanContext:
 
     __slots__ = ("_args", "_name", "_shown", "_start", "_tracer")
 
-    def __init__(self, tracer: Tracer, name: str, args: dict[str, Any]) -> None:
+    def __init__(self, tracer: Tracer, name: str, args: dict[str, object]) -> None:
         self._tracer, self._name, self._args = tracer, name, args
 
     def __enter__(self) -> SpanContext:
@@ -130,17 +130,17 @@ class Recorder:
     """
 
     def __init__(self, capacity: int = 16384) -> None:
-        self._ring: deque[tuple[str, str, int, int, dict[str, Any]]] = deque(maxlen=capacity)
+        self._ring: deque[tuple[str, str, int, int, dict[str, object]]] = deque(maxlen=capacity)
         self._on_device: deque[_DeviceRecord] = deque(maxlen=min(capacity, DEVICE_SPANS))
         self._values: deque[tuple[str, int, float]] = deque(maxlen=capacity)
         self._epoch_ns = time.time_ns() - time.perf_counter_ns()
         self._thread = _ThreadName()
 
-    def span(self, name: str, **args: Any) -> SpanContext:
+    def span(self, name: str, **args: object) -> SpanContext:
         """Time the body of a `with` statement."""
         return SpanContext(self, name, args)
 
-    def add(self, name: str, start_ns: int, end_ns: int, args: dict[str, Any]) -> None:
+    def add(self, name: str, start_ns: int, end_ns: int, args: dict[str, object]) -> None:
         """Add a span of the calling thread."""
         self._ring.append((name, self._thread.name, start_ns, end_ns, args))
 
@@ -159,7 +159,7 @@ class Recorder:
         return [Value(name, time_ns + self._epoch_ns, number) for name, time_ns, number in self._values]
 
     def add_on_device(
-        self, name: str, row: str, start: Any, end: Any, args: dict[str, Any], clock: Clock
+        self, name: str, row: str, start: object, end: object, args: dict[str, object], clock: Clock
     ) -> None:
         """Add a span of a device, from the event `start` to the event `end`, on the row `row`."""
         self._on_device.append(_DeviceRecord(name, row, start, end, args, clock))
@@ -198,7 +198,7 @@ class DeviceSpan:
         self._clock, self._name, self._row = clock, name, row
         self._start = clock.mark() if self._recorder is not None else None
 
-    def end(self, **args: Any) -> Any:
+    def end(self, **args: object) -> object:
         """Record the span, and return the event of its end; None without a recorder."""
         if self._recorder is None:
             return None
@@ -210,10 +210,10 @@ class DeviceSpan:
 class _NullTracer:
     """A tracer that keeps no spans."""
 
-    def span(self, name: str, **args: Any) -> SpanContext:
+    def span(self, name: str, **args: object) -> SpanContext:
         return SpanContext(self, name, args)
 
-    def add(self, name: str, start_ns: int, end_ns: int, args: dict[str, Any]) -> None:
+    def add(self, name: str, start_ns: int, end_ns: int, args: dict[str, object]) -> None:
         pass
 
     def value(self, name: str, number: float) -> None:
@@ -234,7 +234,7 @@ class Listener(Protocol):
     def active(self) -> bool:
         """Whether the tool wants the span that begins now. Called before every span: fast, and never raises."""
 
-    def range(self, name: str, args: Mapping[str, Any]) -> AbstractContextManager[Any]:
+    def range(self, name: str, args: Mapping[str, object]) -> AbstractContextManager[object]:
         """A context manager for the span; `args` has "bytes", "bucket" and the like, if known."""
 
 
@@ -282,7 +282,7 @@ def _listen_only(*those: Listener) -> None:
     wanted = asked[0] if len(asked) == 1 else bool if not asked else lambda: any(ask() for ask in asked)
 
 
-def label(name: str, args: Mapping[str, Any]) -> str:
+def label(name: str, args: Mapping[str, object]) -> str:
     """The name of a span in another tool, with its bucket and size.
 
     >>> label("allreduce", {"op": "avg", "bytes": 4096})
@@ -296,9 +296,9 @@ class Ranges:
     """The ranges of a span in other tools."""
 
     def __init__(self) -> None:
-        self._open: list[tuple[Listener, AbstractContextManager[Any]]] = []
+        self._open: list[tuple[Listener, AbstractContextManager[object]]] = []
 
-    def begin(self, listener: Listener, name: str, args: Mapping[str, Any]) -> None:
+    def begin(self, listener: Listener, name: str, args: Mapping[str, object]) -> None:
         """Begin a range of `listener`, if it wants the span."""
         try:
             if listener.active():
@@ -318,7 +318,7 @@ class Ranges:
                 _give_up(listener, exc)
 
 
-def show(name: str, args: Mapping[str, Any], nbytes: int | None = None) -> Ranges:
+def show(name: str, args: Mapping[str, object], nbytes: int | None = None) -> Ranges:
     """Begin a span in the tools that want it; close the result at the end of the span."""
     ranges = Ranges()
     known = args if nbytes is None else {"bytes": nbytes, **args}

@@ -7,7 +7,7 @@ import operator
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -69,7 +69,8 @@ class DivergenceRecorder(Closing):
 
     @public_method("DivergenceRecorder")
     def __init__(self, comm: Communicator, folder: str | Path, *, action: Action = "raise") -> None:
-        self._comm, self.action, self.found = comm, action, None  # type: tuple[Any, Action, str | None]
+        self._comm, self.action = comm, action
+        self.found: str | None = None
         run = comm.broadcast_object(secrets.token_hex(8), root=0)
         problem: str | None = None
         try:
@@ -81,7 +82,7 @@ class DivergenceRecorder(Closing):
             problem = _text_of(exc)
         self._raise_problem(comm.allgather_object((problem, action)))
 
-    def _raise_problem(self, rows: list[tuple[str | None, Any]]) -> None:
+    def _raise_problem(self, rows: list[tuple[str | None, object]]) -> None:
         for rank, (problem, action) in enumerate(rows):
             if problem is None and action != rows[0][1]:
                 problem = f"action is {action!r}, and {rows[0][1]!r} on rank 0; give all ranks the same"

@@ -112,7 +112,7 @@ class RecordWriter:
         """Close the file; closing it again does nothing."""
         self._file.close()
 
-    def _write(self, line: Mapping[str, Any]) -> None:
+    def _write(self, line: Mapping[str, object]) -> None:
         data = memoryview(json.dumps(line).encode() + b"\n")
         while data:
             data = data[self._file.write(data) :]

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from ..flight.batches import more, named
 from .differences import RecordDifference, difference_of, parted
@@ -101,7 +100,7 @@ class Divergence:
                 names = ", ".join(map(repr, self.others[:SHOWN]))
                 yield f"Further tensors of this record differ: {names}{more(self.others[SHOWN:])}."
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """The report for JSON."""
         return asdict(self)
 

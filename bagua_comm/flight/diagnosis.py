@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from .batches import fewer_batches, more, named
 from .circles import circles
@@ -100,7 +100,7 @@ class Diagnosis:
         parts += ["\n".join([f"rank {rank}:", *lines]) for rank, lines in self.stacks.items()]
         return "\n\n".join(parts)
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """The diagnosis for JSON."""
         return {
             "findings": [asdict(finding) for finding in self.findings],

@@ -257,7 +257,7 @@ _ROWS: dict[str, type[Entry | RecordedFailure]] = {"entries": Entry, "queued": E
 """The fields of a record that are lists of objects; in the file each object is the list of its values."""
 
 
-def _frozen(value: Any) -> Any:
+def _frozen(value: object) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import pickle
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from ..system.files import write_at_once
 from .entries import WORLD, Entry, RankRecord
@@ -80,7 +79,7 @@ def _first_known(records: Sequence[RankRecord]) -> dict[str, int]:
     return first
 
 
-def dump(record: RankRecord, first: Mapping[str, int]) -> dict[str, Any]:
+def dump(record: RankRecord, first: Mapping[str, int]) -> dict[str, object]:
     """The dump of PyTorch's flight recorder for this rank.
 
     It omits messages between two ranks, and calls before number first[group] of each communicator.
@@ -97,7 +96,7 @@ def dump(record: RankRecord, first: Mapping[str, int]) -> dict[str, Any]:
     }
 
 
-def _entry(place: int, entry: Entry, members: Sequence[int]) -> dict[str, Any]:
+def _entry(place: int, entry: Entry, members: Sequence[int]) -> dict[str, object]:
     taken, given = _sizes(entry, len(members))
     dtypes = [entry.dtype or "uint8"]
     return {

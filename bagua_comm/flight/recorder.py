@@ -39,7 +39,7 @@ FAILURES = 8
 JOBS = 16
 """The number of jobs whose records stay in the default folder."""
 
-Head: TypeAlias = tuple[str, bool, str, Any, tuple[int, ...], Mapping[str, Any], bool]
+Head: TypeAlias = tuple[str, bool, str, Any, tuple[int, ...], Mapping[str, object], bool]
 """The common part of equal calls: group, whether they are collective, name, dtype (None for a call without an
 array), shape, detail, and whether the work is only enqueued on a device when the call ends."""
 
@@ -227,7 +227,7 @@ def _dtype_name(dtype: object) -> str:
     return "" if dtype is None else str(dtype)
 
 
-def _json_detail(detail: Mapping[str, Any]) -> dict[str, Any]:
+def _json_detail(detail: Mapping[str, object]) -> dict[str, object]:
     """The arguments of a call as JSON values."""
     return {
         key: value if isinstance(value, (int, str, list, type(None))) else str(value)

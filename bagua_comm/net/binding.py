@@ -124,13 +124,13 @@ class Plugin:
 
     def __init__(self, library: Path, *, symbol: str = "ncclNetPlugin_v10") -> None:
         self.library = ctypes.CDLL(str(library))
-        self.table: Any = Table.in_dll(self.library, symbol)
+        self.table: object = Table.in_dll(self.library, symbol)
 
     def __getattr__(self, function: str) -> Any:
         """The function of the table by this name, which raises an error if it fails."""
         called = getattr(self.table, function)
 
-        def checked(*arguments: Any) -> None:
+        def checked(*arguments: object) -> None:
             if code := called(*arguments):
                 raise PluginError(function, code)
 
@@ -156,13 +156,13 @@ class Plugin:
         self.getProperties(device, ctypes.byref(properties))
         return properties
 
-    def listener(self, device: int) -> tuple[Any, c_void_p]:
+    def listener(self, device: int) -> tuple[object, c_void_p]:
         """Listen on a device; return the handle for the peer, and the listener."""
         handle, listener = ctypes.create_string_buffer(HANDLE_BYTES), c_void_p()
         self.listen(device, handle, ctypes.byref(listener))
         return handle, listener
 
-    def connected(self, device: int, handle: Any) -> c_void_p | None:
+    def connected(self, device: int, handle: object) -> c_void_p | None:
         """Attempt to connect to this end's copy of a handle; None if it is not done yet."""
         comm, no_device = c_void_p(), c_void_p()
         self.connect(device, ctypes.byref(Config(-1)), handle, ctypes.byref(comm), ctypes.byref(no_device))

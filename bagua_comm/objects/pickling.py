@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn, SupportsIndex, TypeVar
+from typing import NoReturn, SupportsIndex, TypeVar
 
 from ..errors import UnsupportedError
 
@@ -32,5 +32,5 @@ class Shared:
     def __copy__(self: S) -> S:
         return self
 
-    def __deepcopy__(self: S, memo: Any) -> S:
+    def __deepcopy__(self: S, memo: object) -> S:
         return self

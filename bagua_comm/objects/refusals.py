@@ -12,7 +12,7 @@ def type_name(x: object) -> str:
     return f"{type(x).__module__}.{type(x).__qualname__}"
 
 
-def of_type(x: Any) -> str:
+def of_type(x: object) -> str:
     """Error message for an `x` that is not an array and has no `__dlpack__`."""
     name = type_name(x)
     if hasattr(x, "toarray") and hasattr(x, "nnz"):
@@ -87,7 +87,7 @@ def of_memory(x: object, device: int) -> str:
     )
 
 
-def of_dtype(dtype: np.dtype[Any]) -> str:
+def of_dtype(dtype: np.dtype[np.generic]) -> str:
     """Advice on an array of this dtype, which cannot be sent."""
     kind = dtype.kind
     if kind == "O":

@@ -8,7 +8,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from ..trace import Span, Value
 from .calls import grouped
@@ -22,7 +21,7 @@ PIDS_PER_RANK = 1000
 
 def chrome_trace(
     spans_by_rank: Sequence[Sequence[Span]], values_by_rank: Sequence[Sequence[Value]] = ()
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Lay out the spans of all ranks as Chrome trace events: a process per rank, a row per thread.
 
     Perfetto takes the thread whose tid is the pid for the main thread of a process, and two threads with one tid
@@ -36,7 +35,7 @@ def chrome_trace(
     earliest = min(times, default=0)
     rows_by_rank = [rows_of(spans) for spans in spans_by_rank]
     stride = max([PIDS_PER_RANK, *(len(rows) + 1 for rows in rows_by_rank)])
-    events: list[dict[str, Any]] = []
+    events: list[dict[str, object]] = []
     for rank, rows in enumerate(rows_by_rank):
         pid = stride * (rank + 1)
         events.append(_metadata("process_name", pid, pid, name=f"rank {rank}"))
@@ -63,7 +62,7 @@ def chrome_trace(
     return {"otherData": about, "displayTimeUnit": "ms", "traceEvents": events}
 
 
-def write_trace(path: str | Path, trace: Mapping[str, Any]) -> None:
+def write_trace(path: str | Path, trace: Mapping[str, object]) -> None:
     """Write the result of `chrome_trace` as JSON, gzipped if the path ends in ".gz"; makes the folder."""
     with suppress(FileExistsError):  # if it is a file, the next line says so
         Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -102,7 +101,7 @@ def _nested(spans: Iterable[Span]) -> tuple[list[Span], list[Span]]:
     return nested, others
 
 
-def _events_of(values: Iterable[Value], pid: int, earliest: int) -> Iterable[dict[str, Any]]:
+def _events_of(values: Iterable[Value], pid: int, earliest: int) -> Iterable[dict[str, object]]:
     """Counters; a value that is not finite, which JSON cannot hold as a number, is an instant event."""
     for value in values:
         at = {"name": value.name, "pid": pid, "ts": (value.time_ns - earliest) / 1e3}
@@ -112,5 +111,5 @@ def _events_of(values: Iterable[Value], pid: int, earliest: int) -> Iterable[dic
             yield {"ph": "i", "s": "p", "tid": pid, **at, "args": {"value": str(value.number)}}
 
 
-def _metadata(kind: str, pid: int, tid: int, **args: Any) -> dict[str, Any]:
+def _metadata(kind: str, pid: int, tid: int, **args: object) -> dict[str, object]:
     return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": args}

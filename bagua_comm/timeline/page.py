@@ -8,7 +8,6 @@ import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from ..trace import Span
 from .reading import Timeline
@@ -97,12 +96,12 @@ def _table(rows: Sequence[Sequence[str]], slow: str) -> str:
     return "".join([*lines, "</tbody></table>"])
 
 
-def _data(timeline: Timeline, spans: dict[int, list[Span]], summary: Summary) -> dict[str, Any]:
+def _data(timeline: Timeline, spans: dict[int, list[Span]], summary: Summary) -> dict[str, object]:
     """What the page draws; a span is [its name's number, start in us, duration in us, its arguments]."""
     names: dict[str, int] = {}
     rows = []
     for rank, each in spans.items():
-        by_row: dict[str, list[list[Any]]] = {}
+        by_row: dict[str, list[list[object]]] = {}
         for span in sorted(each, key=lambda span: (span.start_ns, -span.end_ns)):
             number = names.setdefault(span.name, len(names))
             drawn = [number, span.start_ns / 1e3, (span.end_ns - span.start_ns) / 1e3, span.args]
@@ -122,7 +121,7 @@ def _data(timeline: Timeline, spans: dict[int, list[Span]], summary: Summary) ->
     return {"names": list(names), "rows": rows, "values": values, "steps": steps}
 
 
-def _embedded(data: dict[str, Any]) -> str:
+def _embedded(data: dict[str, object]) -> str:
     """JSON that may stand in an element `script`, whatever the names and arguments of spans are."""
     text = json.dumps(data, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

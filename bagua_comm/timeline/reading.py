@@ -91,8 +91,8 @@ def read_timeline(path: str | Path) -> Timeline:
 
 def _ranks_of(events: Sequence[Any], notes: list[str]) -> dict[int, RankTimeline]:
     """Sort the events by rank and row; skip those that are damaged."""
-    rank_of: dict[Any, int] = {}
-    name_of: dict[Any, str] = {}
+    rank_of: dict[object, int] = {}
+    name_of: dict[object, str] = {}
     ranks: dict[int, RankTimeline] = {}
     damaged = 0
     for event in events:
@@ -113,7 +113,7 @@ def _ranks_of(events: Sequence[Any], notes: list[str]) -> dict[int, RankTimeline
     return ranks
 
 
-def _add_event(event: Mapping[str, Any], rank: RankTimeline, name_of: Mapping[Any, str]) -> None:
+def _add_event(event: Mapping[str, Any], rank: RankTimeline, name_of: Mapping[object, str]) -> None:
     start_ns, args = round(1000 * event["ts"]), event.get("args", {})
     if event["ph"] == "X":
         row = name_of.get((event["pid"], event["tid"]), f"thread {event['tid']}")
@@ -152,7 +152,7 @@ def is_exchange(span: Span) -> bool:
     return span.name == "exchange" and "bucket" in span.args
 
 
-def _exchanges_of(rank: RankTimeline) -> dict[tuple[Any, Any], Span]:
+def _exchanges_of(rank: RankTimeline) -> dict[tuple[str, str], Span]:
     """The exchanges of a rank, by step and bucket; of several with the same numbers the last."""
     return {
         (str(span.args.get("step")), str(span.args.get("bucket"))): span
@@ -161,7 +161,7 @@ def _exchanges_of(rank: RankTimeline) -> dict[tuple[Any, Any], Span]:
     }
 
 
-def _shift_between(mine: Mapping[Any, Span], theirs: Mapping[Any, Span]) -> int:
+def _shift_between(mine: Mapping[tuple[str, str], Span], theirs: Mapping[tuple[str, str], Span]) -> int:
     """How much later their clock is, in nanoseconds; 0 if the clocks agree as far as exchanges show."""
     pairs = [(mine[key], theirs[key]) for key in mine.keys() & theirs.keys()]
     ahead = all(b.start_ns > a.end_ns for a, b in pairs)

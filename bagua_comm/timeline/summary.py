@@ -7,7 +7,6 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from itertools import pairwise
-from typing import Any
 
 from ..trace import Span
 from .calls import CallSummary, grouped, is_call, number, outermost_calls, summarize_calls
@@ -115,7 +114,7 @@ class Summary:
     calls: list[CallSummary]
     """The calls on the first rank, if no rank has exchanges: of a program without an engine."""
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """All numbers, by name."""
         return asdict(self)
 
