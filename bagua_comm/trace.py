@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Protocol
+from typing import Any, Protocol
 
 DEVICE_SPANS = 2048
 """The number of device spans kept until the spans are read: each holds two events of the driver."""
@@ -37,7 +37,7 @@ class Span:
     thread: str
     start_ns: int
     end_ns: int
-    args: dict[str, object]
+    args: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)

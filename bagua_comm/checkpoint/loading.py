@@ -48,7 +48,7 @@ class Reader:
         self._world: int = manifest["world"]
         self._open: dict[str, BinaryIO] = {}
 
-    def read(self) -> Json:
+    def read(self) -> object:
         """Read the tree for this rank.
 
         Raises:

@@ -323,7 +323,7 @@ class Unpacker:
     ) -> None:
         self._array_at, self._own, self._from_array, self._slab_at = array_at, own, from_array, slab_at
 
-    def unpack(self, node: Json) -> Json:
+    def unpack(self, node: Json) -> Any:
         """Restore the tree of `node`.
 
         Raises:

@@ -13,13 +13,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ... import arrays
 from ...arrays import Array
-from ...checkpoint.trees import Json, Own, Rule, Unpacker
+from ...checkpoint.trees import Own, Rule, Unpacker
 from ...comm import Communicator
 from ...errors import CommAborted
 from . import parts
@@ -96,7 +96,7 @@ class Content(NamedTuple):
     dropped: bool
     """Whether the parts with rule "drop" are lost."""
 
-    def tree(self) -> Json:
+    def tree(self) -> Any:
         """The tree, with its `Own` parts. Its arrays are copies, which objects may keep."""
         shared = len(Layout.from_header(self.header).shared.specs)
 
