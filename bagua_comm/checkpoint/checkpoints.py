@@ -25,7 +25,7 @@ from ..logs import log_on_root, megabytes
 from ..objects.closing import Closing
 from ..objects.pickling import Live
 from . import saving, slabs, trees
-from .folders import FORMAT, VERSION, Folder, Found, file_name, manifest_at
+from .folders import FORMAT, VERSION, Folder, Found, Manifest, file_name, manifest_at
 from .loading import Reader
 from .saving import SaveJob, Staging
 from .trees import Packed, apart, shortened
@@ -141,7 +141,7 @@ class Checkpoints(Live, Closing):
     # Saving -----------------------------------------------------------------------------------------
 
     @public_method("Checkpoints.save")
-    def save(self, step: int, tree: Any, *, wait: bool = False) -> None:
+    def save(self, step: int, tree: object, *, wait: bool = False) -> None:
         """Save a tree as the checkpoint of a step.
 
         Collective. Returns when this rank's part has been copied, so that training may change its arrays. First
@@ -165,7 +165,7 @@ class Checkpoints(Live, Closing):
         self.wait()
         jobs: list[tuple[Packed, SaveJob]] = []
 
-        def prepare() -> tuple[Any, ...]:
+        def prepare() -> tuple[tuple[int, str], list[int]]:
             if type(step) is not int or not 0 <= step < 2**60:
                 raise ArrayError(f"step is {shown(step)}, expected an integer of at least 0")
             packed = trees.pack(tree, self._to_array)
@@ -327,7 +327,7 @@ class Checkpoints(Live, Closing):
         return None
 
     @public_method("Checkpoints.load")
-    def load(self, step: int | None = None, *, fallback: bool = False, like: Any = None) -> Loaded:
+    def load(self, step: int | None = None, *, fallback: bool = False, like: object = None) -> Loaded:
         """Load the checkpoint of a step, or the newest one.
 
         Collective. All bytes are compared with their checksums.
@@ -349,7 +349,7 @@ class Checkpoints(Live, Closing):
         """
         self.wait()
 
-        def slabs_given() -> dict[str, Any]:
+        def slabs_given() -> dict[str, tuple[str, int]]:
             packed = trees.pack(like, self._to_array)
             return {slab.path: (slab.kind, slab.length) for slab in packed.slabs}
 
@@ -360,9 +360,8 @@ class Checkpoints(Live, Closing):
             wanted = [n for n, each in enumerate(candidates) if each.step == step]
             candidates = candidates[wanted[0] :] if wanted else []
         for found in candidates:
-            manifest, problem = self._on_root(lambda found=found: manifest_at(found.path))  # type: ignore[misc]
-            if problem is None:
-                manifest, problem = manifest
+            answer, problem = self._on_root(lambda found=found: manifest_at(found.path))  # type: ignore[misc]
+            manifest, problem = answer or ({}, problem)
             problem = problem or found.problem
             tree: object = None
             if problem is None:
@@ -410,16 +409,15 @@ class Checkpoints(Live, Closing):
         """The results of `body` of all ranks; an error on one rank is raised on all. Collective."""
         return on_all_ranks(self._comm, call, body, CheckpointError)
 
-    def _on_root(self, body: Callable[[], Any]) -> tuple[Any, str | None]:
+    def _on_root(self, body: Callable[[], T]) -> tuple[T | None, str | None]:
         """The result of `body` on rank 0, and its problem; the same on all ranks. Collective."""
-        outcome: tuple[Any, str | None] = (None, None)
+        outcome: tuple[T | None, str | None] = (None, None)
         if self._comm.rank == 0:
             try:
                 outcome = (body(), None)
             except Exception as exc:
                 outcome = (None, text_of(exc))
-        result: tuple[Any, str | None] = self._comm.broadcast_object(outcome, root=0)
-        return result
+        return self._comm.broadcast_object(outcome, root=0)
 
     # The end ----------------------------------------------------------------------------------------
 

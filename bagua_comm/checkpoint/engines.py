@@ -54,7 +54,7 @@ def tree_of_engine(engine: Engine) -> dict[str, Any]:
     }
 
 
-def state_of_tree(tree: Any) -> dict[str, Any]:
+def state_of_tree(tree: object) -> dict[str, Any]:
     """The argument of `Engine.load_state_dict` from a tree of `tree_of_engine`.
 
     Raises:
@@ -79,7 +79,7 @@ def state_of_tree(tree: Any) -> dict[str, Any]:
     return with_tensors({**facts, MOVED: True}, tensors)
 
 
-def load_engine(engine: Engine, tree: Any) -> None:
+def load_engine(engine: Engine, tree: object) -> None:
     """Load a tree of `tree_of_engine`, also on another number of ranks, or on other nodes.
 
     Collective. Load the weights first: replicas are made from them.

@@ -21,7 +21,7 @@ import os
 import re
 import shutil
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 from weakref import WeakSet
 
 from ..errors import CheckpointError
@@ -29,6 +29,9 @@ from ..system.files import sync_folder, write_at_once
 from .trees import Json
 
 FORMAT, VERSION = "bagua_comm checkpoint", 1
+
+Manifest: TypeAlias = dict[str, Json]
+"""The content of the file that describes a checkpoint."""
 MANIFEST, LATEST = "manifest.json", "latest"
 _NAME = re.compile(r"step-(0|[1-9][0-9]{0,18})(\.old)?")
 
@@ -85,7 +88,7 @@ class Folder:
         with contextlib.suppress(FileNotFoundError):
             shutil.rmtree(self.unfinished(step))
 
-    def publish(self, step: int, manifest: dict[str, Json], sizes: dict[str, int], keep: int | None) -> None:
+    def publish(self, step: int, manifest: Manifest, sizes: dict[str, int], keep: int | None) -> None:
         """Make a checkpoint complete, and remove old ones; called by rank 0 when all files are on the disk.
 
         A checkpoint that cannot be completed is removed: on a full disk, the next one needs its room.
@@ -119,7 +122,7 @@ class Folder:
                 ) from exc
         self._prune(keep)
 
-    def _make_complete(self, step: int, manifest: dict[str, Json], sizes: dict[str, int]) -> None:
+    def _make_complete(self, step: int, manifest: Manifest, sizes: dict[str, int]) -> None:
         unfinished, final = self.unfinished(step), self.path / f"step-{step}"
         for name, size in sizes.items():
             try:
@@ -269,17 +272,17 @@ def _remove(path: Path) -> None:
     shutil.rmtree(path)
 
 
-def sealed(manifest: dict[str, Json]) -> bytes:
+def sealed(manifest: Manifest) -> bytes:
     """The bytes of a manifest, with a hash of them."""
     return (json.dumps({**manifest, "hash": _hash_of(manifest)}) + "\n").encode()
 
 
-def _hash_of(manifest: dict[str, Json]) -> str:
+def _hash_of(manifest: Manifest) -> str:
     text = json.dumps(manifest, sort_keys=True, separators=(",", ":"))
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def manifest_at(path: Path) -> tuple[dict[str, Any], str | None]:
+def manifest_at(path: Path) -> tuple[Manifest, str | None]:
     """The manifest in a folder, and the problem with it, if any."""
     try:
         manifest = json.loads((path / MANIFEST).read_bytes())

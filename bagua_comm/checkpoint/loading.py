@@ -14,7 +14,7 @@ from .. import arrays
 from ..arrays import Array
 from ..errors import BaguaError, CheckpointError
 from . import slabs, tensorfile
-from .folders import file_name
+from .folders import Manifest, file_name
 from .trees import RULES, FromArray, Json, Rule, Unpacker, shortened
 
 _OPEN = 32
@@ -36,7 +36,7 @@ class Reader:
     def __init__(
         self,
         path: Path,
-        manifest: dict[str, Any],
+        manifest: Manifest,
         rank: int,
         given: Sequence[dict[str, tuple[str, int]]],
         from_array: FromArray,
@@ -101,7 +101,7 @@ class Reader:
     def _file(self, rank: int) -> BinaryIO:
         return self._named_file(file_name(rank), self._manifest["files"][rank])
 
-    def _named_file(self, name: str, entry: dict[str, Any]) -> BinaryIO:
+    def _named_file(self, name: str, entry: Manifest) -> BinaryIO:
         if name not in self._open:
             if len(self._open) == _OPEN:
                 self._open.pop(next(iter(self._open))).close()

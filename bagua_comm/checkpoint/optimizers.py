@@ -9,16 +9,26 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeGuard
 
 from ..arrays import is_tensor
 from ..errors import ArrayError
 
-Restore: TypeAlias = Callable[[Any, Any], Any]
+Restore: TypeAlias = Callable[[object, object], object]
 """Maps a tensor as loaded by the optimizer, and as saved, to the tensor to keep."""
 
 
-def is_optimizer(value: object) -> bool:
+class Optimizer(Protocol):
+    """An optimizer of PyTorch, or a wrapper of one."""
+
+    param_groups: list[dict[str, Any]]
+    state: Any
+
+    def load_state_dict(self, saved: Any, /) -> object:
+        """Load a state dict."""
+
+
+def is_optimizer(value: object) -> TypeGuard[Optimizer]:
     """Whether a value has parameter groups, as PyTorch's optimizers and their wrappers have."""
     return isinstance(getattr(value, "param_groups", None), list) and hasattr(value, "load_state_dict")
 
@@ -76,7 +86,7 @@ def with_dtype(loaded: Any, saved: Any) -> Any:
     return loaded.to(saved.dtype).copy_(saved)
 
 
-def load_in_place(optimizer: Any, saved: Mapping[str, Any], restore: Restore | None = None) -> None:
+def load_in_place(optimizer: Optimizer, saved: Mapping[str, Any], restore: Restore | None = None) -> None:
     """Call `optimizer.load_state_dict(saved)`, and put the result into the former objects.
 
     These are the list `param_groups`, each group, `state`, and each parameter's entry in it; of the optimizer and
@@ -100,7 +110,7 @@ def load_in_place(optimizer: Any, saved: Mapping[str, Any], restore: Restore | N
         _put_back(before)
 
 
-def update_groups(groups: Iterable[dict[str, Any]], settings: Iterable[Mapping[str, Any]]) -> None:
+def update_groups(groups: Iterable[dict[str, Any]], settings: Iterable[Mapping[str, object]]) -> None:
     """Change the settings of groups; the groups and their parameters stay the same objects."""
     for group, given in zip(groups, settings, strict=True):
         _filled(group, {**given, "params": group["params"]})
@@ -109,16 +119,16 @@ def update_groups(groups: Iterable[dict[str, Any]], settings: Iterable[Mapping[s
 class _OptimizerState(NamedTuple):
     """An optimizer, and the objects in it that a program may hold."""
 
-    optimizer: Any
+    optimizer: Optimizer
     groups: list[dict[str, Any]]
     each_group: list[dict[str, Any]]
     state: Any
-    entries: dict[Any, Any]
+    entries: dict[object, object]
 
 
-def _family(optimizer: Any) -> list[Any]:
+def _family(optimizer: object) -> list[Optimizer]:
     """The optimizer and all optimizers inside it, each once."""
-    found: list[Any] = []
+    found: list[Optimizer] = []
     left = [optimizer]
     while left:
         each = left.pop()
@@ -129,7 +139,7 @@ def _family(optimizer: Any) -> list[Any]:
     return found
 
 
-def _restore(optimizer: Any, saved: Mapping[str, Any], restore: Restore) -> None:
+def _restore(optimizer: Optimizer, saved: Mapping[str, Any], restore: Restore) -> None:
     """Undo casts in the states of parameters, if `saved` has the form of PyTorch's own optimizers."""
     entries, groups = saved.get("state"), saved.get("param_groups")
     if not isinstance(entries, dict) or not isinstance(groups, list):
@@ -175,7 +185,7 @@ def _put_back(before: list[_OptimizerState]) -> None:
                 setattr(held.optimizer, name, old_of[id(value)][1])
 
 
-def _filled(old: Any, new: Any) -> Any:
+def _filled(old: object, new: object) -> Any:
     """The dict `old` with the contents of `new`; `new` if there was none."""
     if old is new or not isinstance(old, dict) or not isinstance(new, dict):
         return new

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -68,7 +68,7 @@ class SaveJob(NamedTuple):
 
     step: int
     tree: Json
-    shared: list[list[Any]]
+    shared: list[list[object]]
     """The dtype and the shape of every shared array."""
     own: dict[str, Json]
     """The per-rank trees, and the dtypes and shapes of their arrays."""
@@ -117,7 +117,7 @@ def stage(step: int, packed: Packed, staging: Staging, rank: int, ranks: int) ->
     )
 
 
-def _kinds(leaves: list[Leaf]) -> list[list[Any]]:
+def _kinds(leaves: list[Leaf]) -> list[list[object]]:
     return [[arrays.dtype_name(leaf.array.dtype), list(leaf.array.shape)] for leaf in leaves]
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
-from typing import Any, BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -119,7 +119,7 @@ def read(
     Raises:
         CheckpointError: A slab is damaged.
     """
-    shape: list[Any] = [*whole.shape]
+    shape: list[int] = [*whole.shape]
     shape[whole.axis] = end - begin
     out = np.empty(shape, arrays.dtype_named(whole.dtype))
     width, first = whole.width, 0

@@ -10,13 +10,14 @@ finds damage; it does not protect from forgery.
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from .. import arrays
 from ..arrays import Array
@@ -90,7 +91,7 @@ def write(
     """
     dtypes = [arrays.dtype_named(each.dtype) for each in entries]
     order = sorted(range(len(entries)), key=lambda n: -dtypes[n].itemsize)
-    header: dict[str, Any] = {"__metadata__": {"format": "bagua_comm"}}
+    header: dict[str, object] = {"__metadata__": {"format": "bagua_comm"}}
     offsets, end = [0] * len(entries), 0
     for n in order:
         name, dtype, shape, _ = entries[n]
@@ -127,7 +128,7 @@ def _open_whole(path: str, flags: int) -> int:
     return os.open(path, flags & ~os.O_TRUNC, 0o666)
 
 
-def _write_all(file: Any, data: memoryview) -> None:
+def _write_all(file: io.FileIO, data: memoryview) -> None:
     while data:
         data = data[file.write(data) :]
 

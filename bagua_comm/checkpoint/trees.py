@@ -36,7 +36,7 @@ DEEPEST = 100
 """The largest depth: a deeper tree most likely contains itself."""
 
 _MAPPINGS: dict[type, str] = {dict: "dict", OrderedDict: "OrderedDict", Counter: "Counter"}
-_MADE: dict[str, Callable[[list[tuple[Any, Any]]], Any]] = {
+_MADE: dict[str, Callable[[list[tuple[object, object]]], object]] = {
     "dict": dict,
     "OrderedDict": OrderedDict,
     "Counter": lambda pairs: Counter(dict(pairs)),
@@ -98,7 +98,7 @@ class Own:
             )
 
 
-def _not_summed(value: Any, depth: int = 0) -> str | None:
+def _not_summed(value: object, depth: int = 0) -> str | None:
     """What in a tree is a number, but no array of floats or complex numbers."""
     if type(value) in (int, float, complex):
         return f"a plain {type(value).__name__}"
@@ -111,7 +111,7 @@ def _not_summed(value: Any, depth: int = 0) -> str | None:
     return next(filter(None, found), None)
 
 
-def container_type(value: Any) -> type:
+def container_type(value: object) -> type:
     """The type of a value; list and dict for what `Plan.allocate` and `Plan.cut` return."""
     kind = type(value)
     return list if kind is Flats else dict if kind is Views else kind
@@ -169,13 +169,13 @@ class Packed(NamedTuple):
     """The path of every shared node, and a text for comparison."""
 
 
-ToArray = Callable[[Any], "tuple[str, Array] | None"]
+ToArray = Callable[[object], "tuple[str, Array] | None"]
 """Returns the tag and the array of a value of another library; None for other values."""
-FromArray = Callable[[str, Array], Any]
+FromArray = Callable[[str, Array], object]
 """Restores such a value from its tag and a NumPy array."""
 
 
-def as_tagged(value: Any) -> tuple[str, Array] | None:
+def as_tagged(value: object) -> tuple[str, Array] | None:
     """The tag and the array of a NumPy or CuPy array or scalar, or of an object with `__dlpack__`."""
     if isinstance(value, np.generic):
         return "scalar", np.asarray(value)
@@ -189,7 +189,7 @@ def from_tagged(tag: str, array: Array) -> object:
     return array[()] if tag == "scalar" else array
 
 
-def pack(tree: Any, to_array: ToArray = as_tagged) -> Packed:
+def pack(tree: object, to_array: ToArray = as_tagged) -> Packed:
     """Separate a tree into JSON and arrays.
 
     Raises:
@@ -209,7 +209,7 @@ class _Packer:
         """The axis of that `Own`, if its rule is "concatenate"."""
         self._rule: Rule | None = None
 
-    def pack(self, tree: Any) -> Packed:
+    def pack(self, tree: object) -> Packed:
         return self._packed._replace(tree=self._encode(tree, "tree", 0))
 
     def _encode(self, value: Any, path: str, depth: int) -> Json:
@@ -317,7 +317,7 @@ class Unpacker:
     def __init__(
         self,
         array_at: Callable[[int], Array],
-        own: Callable[[int, Rule | None, str], Any] | None = None,
+        own: Callable[[int, Rule | None, str], object] | None = None,
         from_array: FromArray = from_tagged,
         slab_at: Callable[[int], Array] | None = None,
     ) -> None:

@@ -21,7 +21,7 @@ from bagua_comm import ArrayError, Own
 from bagua_comm.algorithms.base import exchanges_weights
 from bagua_comm.arrays import Array
 from bagua_comm.checkpoint import Loaded
-from bagua_comm.checkpoint.optimizers import check_settings, is_optimizer, load_in_place, with_dtype
+from bagua_comm.checkpoint.optimizers import Optimizer, check_settings, is_optimizer, load_in_place, with_dtype
 from bagua_comm.checkpoint.trees import as_tagged, from_tagged
 from bagua_comm.comm.public_methods import public_method
 
@@ -177,7 +177,7 @@ def _tree_of(value: object, models: list[DistributedDataParallel]) -> dict[str, 
     return {"state": state}
 
 
-def _dtypes_of(optimizer: torch.optim.Optimizer) -> list[str]:
+def _dtypes_of(optimizer: Optimizer) -> list[str]:
     """The dtypes of its parameters: if they are the same on loading, states keep their dtypes."""
     return [str(p.dtype) for group in optimizer.param_groups for p in group["params"]]
 
