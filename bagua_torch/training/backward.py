@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from types import FrameType, FunctionType, MethodType, ModuleType
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,7 +22,41 @@ from torch.utils.hooks import RemovableHandle
 
 from ..errors import MisuseError
 
-Callback = TypeVar("Callback", bound=Callable[..., object])
+
+class WeakCall:
+    """A hook that calls a function, or a method whose object it holds weakly.
+
+    Once the object is gone, the hook does nothing. A copy does nothing either, as that of a copied module.
+
+    Args:
+        function: The function or the method.
+        handles: The handles of all hooks of the same object.
+    """
+
+    def __init__(self, function: Callable[..., object] | None = None, handles: Sequence[Any] = ()) -> None:
+        self._function: Callable[[], Callable[..., object] | None] = (
+            weakref.WeakMethod(function) if isinstance(function, MethodType) else lambda: function
+        )
+        self._handles = handles
+
+    def __call__(self, *given: object) -> Any:
+        """Call the function, if its object is there."""
+        function = self._function()
+        return function(*given) if function is not None else None
+
+    def __reduce__(self) -> tuple[type[WeakCall], tuple[()]]:
+        return WeakCall, ()
+
+    @property
+    def owner(self) -> object | None:
+        """The object of the method; None if it is a function, or the object is gone."""
+        return getattr(self._function(), "__self__", None)
+
+    def remove_if_dead(self) -> None:
+        """Remove all hooks of the object, if it is gone."""
+        if self._function() is None:
+            for handle in self._handles:
+                handle.remove()
 
 
 class BackwardWatch:
@@ -78,9 +112,8 @@ class BackwardWatch:
         self._ignored_task = -1  # PyTorch's id of the latest pass that is not followed by intention
         self.count = 0
         """Number of watched parameters."""
-        self.began, self.before = _weakly(began), _weakly(before)
-        self.after, self.ended, self.reached = _weakly(after), _weakly(ended), _weakly(reached)
-        self._owner = weakref.ref(ended.__self__) if isinstance(ended, MethodType) else _no_owner
+        self.began, self.before, self.after = WeakCall(began), WeakCall(before), WeakCall(after)
+        self.ended, self.reached = WeakCall(ended), WeakCall(reached)
         self._by_name: dict[str, _Hooks] = {}
         self._hooks: list[RemovableHandle] = []
         # As long as these exist, gradients are accumulated on the stream that was current when they were made.
@@ -181,7 +214,7 @@ class BackwardWatch:
     @property
     def owner(self) -> object | None:
         """The object whose method `ended` is; None if it is a function, or the object is gone."""
-        return self._owner()
+        return self.ended.owner
 
     def begin(self, *, computed: bool) -> None:
         """Note the first hook of an armed pass; `computed` says whether a gradient was computed."""
@@ -289,23 +322,6 @@ def watches_of(parameter: torch.Tensor) -> list[BackwardWatch]:
     """All watches that have hooks on `parameter`."""
     hooks = [getattr(hook, "__self__", None) for hook in (parameter._backward_hooks or {}).values()]
     return [hook.watch for hook in hooks if isinstance(hook, _Hooks)]
-
-
-def _weakly(callback: Callback) -> Callback:
-    """`callback`, or for a method a function that holds its object weakly and does nothing once it is gone."""
-    if not isinstance(callback, MethodType):
-        return callback
-    owner, function = weakref.ref(callback.__self__), callback.__func__
-
-    def call(*args: object) -> None:
-        if (instance := owner()) is not None:
-            function(instance, *args)
-
-    return cast(Callback, call)
-
-
-def _no_owner() -> None:
-    return None
 
 
 def queue_callback(call: Callable[[], None]) -> None:

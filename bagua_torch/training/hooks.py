@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
@@ -13,36 +13,7 @@ from torch import nn
 
 from bagua_comm import ArrayError, CommError, Communicator
 
-from .backward import BackwardWatch, watches_of
-
-
-class WeakCall:
-    """A hook that calls a method and holds its object weakly. Once the object is gone, the hook does nothing.
-
-    A copy does nothing either, such as the hook of a copied module.
-
-    Args:
-        method: The method.
-        handles: The handles of all hooks of the same object.
-    """
-
-    def __init__(self, method: Callable[..., object] | None = None, handles: Sequence[Any] = ()) -> None:
-        self._method = weakref.WeakMethod(method) if method is not None else None
-        self._handles = handles
-
-    def __call__(self, *given: object) -> Any:
-        """Call the method, if its object is there."""
-        method = self._method() if self._method is not None else None
-        return method(*given) if method is not None else None
-
-    def __reduce__(self) -> tuple[type[WeakCall], tuple[()]]:
-        return WeakCall, ()
-
-    def remove_if_dead(self) -> None:
-        """Remove all hooks of the object, if it is gone."""
-        if self._method is None or self._method() is None:
-            for handle in self._handles:
-                handle.remove()
+from .backward import BackwardWatch, WeakCall, watches_of
 
 
 class EagerWeakCall(WeakCall):
