@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..comm import Communicator
-from ..errors import CommError
+from ..errors import ArrayError, CommError
 from ..system.processes import ProcessId, this_host
 
 
@@ -118,6 +118,16 @@ class Fleet(ABC):
             control: Whether it only serves to agree and restore before training: host arrays alone, without the
                 memory that makes large reductions fast. It may be ready much sooner.
         """
+
+    def _check_members(self, members: Sequence[int], alive: Collection[int]) -> list[int]:
+        """Return `members` in a list; raise `ArrayError` unless they are of `alive`, and this process is one."""
+        numbers = list(members)
+        if len(set(numbers)) < len(numbers) or self.me not in numbers or not set(numbers) <= set(alive):
+            raise ArrayError(
+                f"connect: members are {numbers}, expected different ones of {list(alive)}, process {self.me} "
+                "among them"
+            )
+        return numbers
 
     @abstractmethod
     def stand_by(self, training: Collection[int]) -> bool:

@@ -231,12 +231,7 @@ class TorchrunFleet(Fleet):
 
     def connect(self, members: Sequence[int], *, control: bool = False) -> Communicator:
         """See `Fleet.connect`."""
-        numbers = tuple(members)
-        if len(set(numbers)) < len(numbers) or self.me not in numbers or not set(numbers) <= set(self._alive):
-            raise ArrayError(
-                f"connect: members are {list(numbers)}, expected different ones of {self._alive}, and process "
-                f"{self.me} among them"
-            )
+        numbers = tuple(self._check_members(members, self._alive))
         self._connected[numbers] += 1
         names = ",".join(map(str, numbers))
         key = f"{self._fleet_store.prefix}/connect/{self._rounds}/{names}/{self._connected[numbers]}"

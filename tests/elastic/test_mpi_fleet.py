@@ -102,7 +102,7 @@ def test_the_others_continue_with_a_spare_when_the_first_process_dies(tmp_path):
         assert (each["wanted"], each["first"]) == (2, [0, 1, 2])
         assert [[number, reason] for number, _, reason in each["dead"]] == [[0, "died"]]
         assert each["rank"] == {1: 1, 2: 0}[me]
-        assert each["errors"][0].startswith("CommMismatch: connect: members are [")
+        assert each["errors"][0].startswith("ArrayError: connect: members are [")
     failed, refused = said[1]["errors"][1:]
     assert failed.startswith(("RankFailed: ", "CommAborted: "))  # the spare may notice it first
     assert re.search(r"(rank|process) 0 \(on .*, process \d+, which has ended\) died", failed)

@@ -181,15 +181,7 @@ class MPIFleet(Fleet):
         control = self._agreement.control
         if control is None:
             raise CommMismatch("connect: there was no rendezvous before")
-        if (
-            self.me not in members
-            or len(set(members)) != len(members)
-            or not set(members) <= set(control.members)
-        ):
-            raise CommMismatch(
-                f"connect: members are {members}, expected different ones of {control.members}, process "
-                f"{self.me} among them"
-            )
+        self._check_members(members, control.members)
         ranks, offer = [control.members.index(each) for each in members], np.array([0, *members], np.int64)
         if self.me == members[0]:
             offer[0] = self._processes.new_channel()
