@@ -153,9 +153,8 @@ class PreparedCall:
         others = out.flags.num
         if others & (_READY | _WRITABLE) != _READY | _WRITABLE:
             return None
-        if numbers & others & _OWN or not np.may_share_memory(x, out):
-            return out
-        return out if self.distance == arrays.address(out) - arrays.address(x) else None
+        apart = numbers & others & _OWN or not np.may_share_memory(x, out)
+        return out if apart or self.distance == arrays.address(out) - arrays.address(x) else None
 
     def signature(self) -> str:
         """See `signature`."""

@@ -296,8 +296,10 @@ class Engine(Live, Closing):
         self._replacements.expect()
 
     def _follow_weights(self, *, known: bool = False) -> None:
-        if not (known or self._replacements.expected):
-            return
+        if known or self._replacements.expected:
+            self._follow(known)
+
+    def _follow(self, known: bool) -> None:
         if self._replacements.note(self._exchanges.common_step, known=known):
             self._schedule.drop()
             for bucket, state in zip(self.buckets, self.states, strict=True):
@@ -374,11 +376,6 @@ class Engine(Live, Closing):
     def counter(self) -> Counter:
         """This rank's exchanges: calls, payload bytes and wire bytes."""
         return self.counters.exchange
-
-    @property
-    def commits(self) -> int:
-        """How many times the buckets were written back."""
-        return self.counters.commits
 
     # Another plan -----------------------------------------------------------------------------------
 

@@ -203,8 +203,8 @@ class Exchanges:
         comm = self.lane.comm
         if history is not None:
             compare(comm, history)
-        before, began = comm.counters.total(), time.perf_counter_ns()
-        detail = {"bucket": bucket.index, "bytes": bucket.nbytes, "step": step}
+        before, began, nbytes = comm.counters.total(), time.perf_counter_ns(), bucket.nbytes
+        detail = {"bucket": bucket.index, "bytes": nbytes, "step": step}
         self.lane.note(**detail)
         context = comm.context
         try:
@@ -216,7 +216,7 @@ class Exchanges:
         after = comm.counters.total()
         if after.calls > before.calls:
             spent_ns = time.perf_counter_ns() - began
-            self.counters.exchange.add(bucket.nbytes, after.wire_bytes - before.wire_bytes, spent_ns)
+            self.counters.exchange.add(nbytes, after.wire_bytes - before.wire_bytes, spent_ns)
             self.exchanged = step + 1
 
     @property

@@ -64,14 +64,12 @@ class GroupAverage:
         if self._average is None or op not in ("sum", "avg"):
             return False
         dtypes = {arrays.dtype_name(x.dtype) for x in xs}
-        if not dtypes <= FLOATS | COMPLEX:
-            return False
         try:
             for dtype in dtypes:
                 self._average.check(dtype)
         except UnsupportedError:
             return False
-        return True
+        return dtypes <= FLOATS | COMPLEX
 
     def allreduce(self, xs: Sequence[Array], op: Op) -> None:
         """Reduce each of `xs` over all ranks, in place. Collective."""

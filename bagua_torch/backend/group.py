@@ -360,10 +360,8 @@ class BaguaGroup(GroupBase):
     ) -> LaneWork:
         self._check_open(name)
         future = self._messages.submit(name, peer, tag, x, then)
-        source, limit_s = (
-            (peer if name == "recv" else None),
-            (self.comm.timeout_s if peer == self.rank() else None),
-        )
+        source = peer if name == "recv" else None
+        limit_s = self.comm.timeout_s if peer == self.rank() else None
         return LaneWork(name, future, tensors, HOST, self._callbacks, source, limit_s)
 
 

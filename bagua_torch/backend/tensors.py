@@ -24,17 +24,16 @@ Lists: TypeAlias = Tensors | Sequence[Tensors]
 
 HOST = torch.device("cpu")
 
-_NAMES: dict[str, Op] = {
-    "SUM": "sum",
-    "AVG": "avg",
-    "PRODUCT": "prod",
-    "MIN": "min",
-    "MAX": "max",
-    "BAND": "band",
-    "BOR": "bor",
-    "BXOR": "bxor",
+_REDUCTIONS: dict[Any, Op] = {
+    dist.ReduceOp.SUM: "sum",
+    dist.ReduceOp.AVG: "avg",
+    dist.ReduceOp.PRODUCT: "prod",
+    dist.ReduceOp.MIN: "min",
+    dist.ReduceOp.MAX: "max",
+    dist.ReduceOp.BAND: "band",
+    dist.ReduceOp.BOR: "bor",
+    dist.ReduceOp.BXOR: "bxor",
 }
-_REDUCTIONS: dict[Any, Op] = {getattr(dist.ReduceOp.RedOpType, name): op for name, op in _NAMES.items()}
 """Our names of PyTorch's reductions."""
 
 _BOOLS = {np.dtype(bool)}
@@ -157,7 +156,8 @@ def reduction(call: str, wanted: Any, xs: Sequence[Array]) -> tuple[Op, list[Arr
     wanted = getattr(wanted, "op", wanted)
     op = "sum" if wanted is None else _REDUCTIONS.get(wanted)
     if op is None:
-        raise UnsupportedError(f"{call}: op is {wanted.name}, expected one of {', '.join(_NAMES)}")
+        names = ", ".join(each.name for each in _REDUCTIONS)
+        raise UnsupportedError(f"{call}: op is {wanted.name}, expected one of {names}")
     if call == "reduce_scatter":
         check_dtypes(call, *xs)
     dtypes = {x.dtype for x in xs}

@@ -206,14 +206,11 @@ class Reduce(_Allocating, FeedsBack, ReduceScatter):
             with torch_stream(input_tensor.device):
                 self._reduce(input_tensor, output_tensor, by, divisor)
             return
-        at_once = self._unit.reads_at_once(output_tensor)
-        if not at_once:
-            spoil(output_tensor)
-        future = lane.submit(self._reduce, input_tensor, output_tensor, by, divisor)
-        if at_once:
-            lane.result(future)
+        if self._unit.reads_at_once(output_tensor):
+            lane.run(self._reduce, input_tensor, output_tensor, by, divisor)
         else:
-            self._pending.add(lane, future)
+            spoil(output_tensor)
+            self._pending.add(lane, lane.submit(self._reduce, input_tensor, output_tensor, by, divisor))
         self._forget_if_it_raises()
 
     def reset(self) -> None:

@@ -204,10 +204,9 @@ class TorchEngine(Engine):
             )
         return self._shared_state.tensors
 
-    def _follow_weights(self, *, known: bool = False) -> None:
-        if known or self._replacements.expected:
-            self._memory.reclaim()  # the program may have given parameters other memory
-        super()._follow_weights(known=known)
+    def _follow(self, known: bool) -> None:
+        self._memory.reclaim()  # the program may have given parameters other memory
+        super()._follow(known)
 
     def _saved(self) -> Saved:
         return self._reordered(super()._saved(), to_memory=False)

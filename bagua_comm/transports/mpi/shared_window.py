@@ -340,7 +340,7 @@ class SharedWindow:
             while counters[peer] < this_round:
                 spins -= 1
                 if not spins:
-                    self._wait(lambda peer=peer: counters[peer] >= this_round)
+                    self._wait(lambda: counters[peer] >= this_round)  # noqa: B023 - within this turn of the loop
                     break
         with self._fence:
             pass
