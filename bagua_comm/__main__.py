@@ -29,7 +29,10 @@ COMMANDS: dict[str, ModuleType] = {
     "advise": advise,
     "net": net,
 }
-"""The module of each command, with SUMMARY, DESCRIPTION, add_arguments(parser) and run(options)."""
+"""The module of each command, with SUMMARY, add_arguments(parser) and run(options).
+
+The second paragraph of its docstring describes it to users; without one, SUMMARY does.
+"""
 
 SIGPIPE_EXIT_CODE = 141
 """The exit code of a shell for a program that a closed pipe has ended."""
@@ -79,8 +82,10 @@ def make_parser(given: Sequence[str] = ()) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"bagua_comm {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, command in COMMANDS.items():
+        _, *paragraphs = (command.__doc__ or "").split("\n\n")
+        description = paragraphs[0] if paragraphs else command.SUMMARY
         command_parser = commands.add_parser(
-            name, help=command.SUMMARY, description=command.DESCRIPTION, allow_abbrev=False
+            name, help=command.SUMMARY, description=description, allow_abbrev=False
         )
         command_parser.given = given
         command_parser.set_defaults(parser=command_parser)

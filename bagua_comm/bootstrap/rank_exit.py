@@ -221,34 +221,29 @@ class ExitHandler:
         # torch.distributed's hook, which calls this one, redirects stderr to print the text after this returns.
         lasting = sys.__stderr__ if isinstance(sys.stderr, io.StringIO) else sys.stderr
         with redirect_stderr(lasting):
-            self._end_after(
-                error, trace, lambda: self._hook(kind, error, trace), self._hook is sys.__excepthook__
-            )
+            self._end_after(error, lambda: self._hook(kind, error, trace), self._hook is sys.__excepthook__)
 
     def _on_thread_exception(self, args: threading.ExceptHookArgs) -> None:
-        error, trace, thread = args.exc_value, args.exc_traceback, args.thread
+        error, thread = args.exc_value, args.thread
         harmless = thread is not None and thread.daemon and not isinstance(error, BaguaError)
         if (
             os.getpid() != self.process
             or error is None
             or isinstance(error, SystemExit)
-            or (harmless and not _refers_to_a_communicator(trace))
+            or (harmless and not _refers_to_a_communicator(args.exc_traceback))
         ):
             self._thread_hook(args)
             return
-        self._end_after(
-            error, trace, lambda: self._thread_hook(args), self._thread_hook is threading.__excepthook__
-        )
+        is_default = self._thread_hook is threading.__excepthook__
+        self._end_after(error, lambda: self._thread_hook(args), is_default)
 
-    def _end_after(
-        self, error: BaseException, trace: TracebackType | None, show: Callable[[], object], is_default: bool
-    ) -> None:
+    def _end_after(self, error: BaseException, show: Callable[[], object], is_default: bool) -> None:
         """Report an error, complete the saves of checkpoints, and end all ranks.
 
         Another thread that fails meanwhile, perhaps since its checkpoints are closed now, waits for the end.
         """
         with self._ending:
-            self._report(error, trace, show, is_default)
+            self._report(error, show, is_default)
             try:
                 for world in tuple(self._worlds):
                     with suppress(Exception):  # the next one may have a save under way, too
@@ -256,16 +251,14 @@ class ExitHandler:
             finally:
                 self.abort.end_all(130 if isinstance(error, KeyboardInterrupt) else 1, _text(error))
 
-    def _report(
-        self, error: BaseException, trace: TracebackType | None, show: Callable[[], object], is_default: bool
-    ) -> None:
+    def _report(self, error: BaseException, show: Callable[[], object], is_default: bool) -> None:
         """Record an error. Print one of this library briefly and once, and any other by `show`."""
         self._record_error(error)
         name = self.abort.rank_name()
         if isinstance(error, BaguaError) and is_default and os.environ.get("BAGUA_TRACEBACK", "") in ("", "0"):
             self.abort.wait_for_turn()
             self.abort.print_once(
-                f"{name} on {socket.gethostname()}: {_text(error)}\n{_where(trace)}"
+                f"{name} on {socket.gethostname()}: {_text(error)}\n{_where(error.__traceback__)}"
                 f"{self._explanation(error)}  (BAGUA_TRACEBACK=1 shows the traceback)"
             )
             return

@@ -42,8 +42,9 @@ def on_all_ranks(comm: Communicator, call: str, body: Callable[[], T], others: O
 
 def on_root(comm: Communicator, body: Callable[[], T], others: Others) -> T:
     """Return the result of `body`, which rank 0 alone calls; its error is raised on all ranks. Collective."""
-    outcome: Any = _outcome_of(body, others) if comm.rank == 0 else None
-    result, error = comm.broadcast_object(outcome, root=0)
+    outcome = _outcome_of(body, others) if comm.rank == 0 else None
+    found: tuple[T, BaguaError | None] = comm.broadcast_object(outcome, root=0)
+    result, error = found
     if error is not None:
         raise error
     return result

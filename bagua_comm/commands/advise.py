@@ -1,5 +1,7 @@
 """`bagua advise`: which algorithm would train fastest on a cluster, by the cost model.
 
+Predict which algorithm trains fastest on a cluster.
+
 The input is the numbers of a cluster and of a training step; the output is tables, advice and a figure.
 """
 
@@ -20,12 +22,9 @@ from ..bucket import DEFAULT_BUCKET_BYTES
 from ..launch.cli import CommandError, count, positive
 from ..planning.advise import (
     attachment,
-    best_in_four_bits,
-    best_now_and_then,
-    best_of_gradients,
+    best,
     best_of_replicas,
     best_of_shards,
-    best_of_weights,
     enough_flows,
     expression,
     kind_of,
@@ -51,7 +50,7 @@ from .quantities import (
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-SUMMARY = DESCRIPTION = "predict which algorithm trains fastest on a cluster"
+SUMMARY = "predict which algorithm trains fastest on a cluster"
 
 COLUMNS = {
     "algorithm": "a short name; the Python expressions follow the table",
@@ -286,8 +285,8 @@ def report_sharded(job: Job, cluster: Cluster, rates: Rates) -> list[str]:
         "Speed-ups are over exact. State: MB of parameters, gradients and Adam's moments on a rank.",
         "",
     ]
-    best = {"Shards over all ranks": best_of_shards(rows), "Shards inside nodes": best_of_replicas(rows)}
-    for where, row in best.items():
+    found = {"Shards over all ranks": best_of_shards(rows), "Shards inside nodes": best_of_replicas(rows)}
+    for where, row in found.items():
         if row is not None:
             lines.append(f"{where}: {row.name}, {_ratio(exact_s, row.prediction.step_s)}.")
             lines += [f"  {line}" for line in attachment(row.method, cluster)]
@@ -353,26 +352,25 @@ def _for_sites(job: Job, cluster: Cluster, rates: Rates) -> list[str]:
 
 def _advice(job: Job, rows: Sequence[Advice], exact_s: float) -> list[str]:
     """The advice about the algorithms in the table."""
-    gradients, weights, rarely = best_of_gradients(rows), best_of_weights(rows), best_now_and_then(rows)
+    gradients, four_bits, weights, rarely = best(rows)
     times = _ratio(exact_s, gradients.prediction.step_s)
     lines = ["Speed-ups are over exact, per step.", ""]
     if gradients.name == "exact":
         lines.append(f"Gradients in every step: {expression(gradients.method)}; fewer bytes would gain nothing.")
     else:
         lines.append(f"Gradients in every step: {expression(gradients.method)}, {times}, about as many steps.")
-    four_bits = best_in_four_bits(rows)
     if four_bits is not None:
         lines.append(
             f"In four bits: {expression(four_bits.method)}, {_ratio(exact_s, four_bits.prediction.step_s)}; "
             "compare the loss on your own model first."
         )
-    for when, best in (("in every step", weights), ("now and then", rarely)):
-        if best is not None:
-            steps = steps_of_an_exchange(best, rows)
+    for when, row in (("in every step", weights), ("now and then", rarely)):
+        if row is not None:
+            steps = steps_of_an_exchange(row, rows)
             once = f"once in {steps:,.0f} steps, " if steps > 1 else ""
-            gain = gradients.prediction.step_s / best.prediction.step_s
+            gain = gradients.prediction.step_s / row.prediction.step_s
             lines.append(
-                f"Weights {when}: {expression(best.method)}, {_ratio(exact_s, best.prediction.step_s)}, "
+                f"Weights {when}: {expression(row.method)}, {_ratio(exact_s, row.prediction.step_s)}, "
                 f"{once}pays if it needs fewer than {gain:.2f} times as many steps."
             )
         else:

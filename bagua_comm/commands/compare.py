@@ -1,4 +1,8 @@
-"""`bagua compare`: where the tensors of ranks begin to differ, from the files of a `DivergenceRecorder`."""
+"""`bagua compare`: where the tensors of ranks begin to differ, from the files of a `DivergenceRecorder`.
+
+Name the first step at which tensors differ between ranks, the ranks that differ from the majority, the tensor,
+and its first element that differs. The folder is that of a DivergenceRecorder.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +13,6 @@ from pathlib import Path
 from ..divergence import compare_folder
 
 SUMMARY = "name the first step, tensor and element that differ between ranks"
-
-DESCRIPTION = (
-    "Name the first step at which tensors differ between ranks, the ranks that differ from the majority, the "
-    "tensor, and its first element that differs. The folder is that of a DivergenceRecorder."
-)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,8 @@
-"""`bagua diagnose`: the cause of a failed call, from the flight records of all ranks."""
+"""`bagua diagnose`: the cause of a failed call, from the flight records of all ranks.
+
+Explain why a call failed or hung: which rank skipped a call, made another one, died, left, or was late. Each rank
+writes its last calls to a folder, which the error message names; BAGUA_FLIGHT_FOLDER sets it.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +18,6 @@ from ..flight.recorder import JOBS, default_folder
 from ..launch.cli import CommandError
 
 SUMMARY = "explain why a call failed or hung, from the records of all ranks"
-
-DESCRIPTION = (
-    "Explain why a call failed or hung: which rank skipped a call, made another one, died, left, or was late. "
-    "Each rank writes its last calls to a folder, which the error message names; BAGUA_FLIGHT_FOLDER sets it."
-)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -14,6 +14,7 @@ from .advise_simulated import Simulated
 from .quantities import duration
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
@@ -62,6 +63,15 @@ WEIGHTS = {
 """The algorithms of the two panels of the figure, with colour and line."""
 
 
+def _dress(axes: Axes, title: str, unit: str, base: int = 10) -> None:
+    """Give a panel its title, its grid, and a logarithmic axis in this unit."""
+    axes.set_xscale("log", base=base)
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.set_xlabel(unit)
+    axes.set_title(title, loc="left", fontsize=10)
+    axes.grid(color="0.92")
+
+
 def plot_bandwidths(figure: Figure, job: Job, cluster: Cluster, rates: Rates) -> None:
     """Draw speed-ups over exact averaging against the bandwidth, as in Bagua's figure of the trade-off.
 
@@ -86,11 +96,7 @@ def plot_bandwidths(figure: Figure, job: Job, cluster: Cluster, rates: Rates) ->
             if name in names:
                 ups = [one / other for one, other in zip(exact, steps(name), strict=True)]
                 axes.plot(BANDWIDTHS_GBIT, ups, line, color=colour, label=name)
-        axes.set_xscale("log")
-        axes.xaxis.set_major_formatter("{x:g}")
-        axes.set_xlabel("bandwidth of a node (Gbit/s)")
-        axes.set_title(title, loc="left", fontsize=10)
-        axes.grid(color="0.92")
+        _dress(axes, title, "bandwidth of a node (Gbit/s)")
         axes.legend(frameon=False, fontsize=8)
         axes.yaxis.set_major_formatter("{x:g}x")
     gradients, weights = (axes for _, axes in panels.values())
@@ -115,16 +121,11 @@ def plot_ranks(figure: Figure, job: Job, rows: Sequence[Simulated]) -> None:
         times.plot(sizes, [row.simulation.step_s for row in mine], label=name, **style)
         ideal = [row.samples_per_s * job.compute_s / row.cluster.size for row in mine]
         scaled.plot(sizes, ideal, label=name, **style)
-    for axes in (times, scaled):
-        axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter("{x:g}")
-        axes.set_xlabel("ranks")
-        axes.grid(color="0.92")
+    _dress(times, "time of a step, simulated", "ranks", base=2)
     times.set_yscale("log")
     times.set_ylabel("step (s)")
-    times.set_title("time of a step, simulated", loc="left", fontsize=10)
-    scaled.set_ylim(bottom=0)
     counts = any(row.goodput for row in rows)
+    _dress(scaled, "with deaths" if counts else "without deaths", "ranks", base=2)
+    scaled.set_ylim(bottom=0)
     scaled.set_ylabel("speed of a rank, as a share of training alone")
-    scaled.set_title("with deaths" if counts else "without deaths", loc="left", fontsize=10)
     scaled.legend(frameon=False, fontsize=7, ncols=2)

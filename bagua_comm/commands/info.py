@@ -28,7 +28,7 @@ NOT_INSTALLED = "not installed"
 Facts: TypeAlias = dict[str, Any]
 """Facts by name, as plain data for JSON."""
 
-SUMMARY = DESCRIPTION = "print versions, MPI, devices, kernels and transports"
+SUMMARY = "print versions, MPI, devices, kernels and transports"
 
 VARIABLES = re.compile(
     "(BAGUA|OMPI_MCA|OMPI_ALLOW|OMPI_COMM_WORLD|PMI|PMIX|NCCL|TORCHELASTIC)_.*"

@@ -1,4 +1,8 @@
-"""`bagua net`: build, locate and test NCCL's network plugin."""
+"""`bagua net`: build, locate and test NCCL's network plugin.
+
+NCCL's network plugin that splits messages over many TCP flows. `build` compiles it into the user's cache; `path`
+prints the path of its file; `check` sends messages through it on this host, without NCCL.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +16,6 @@ from ..errors import BaguaError
 from ..launch.cli import CommandError
 
 SUMMARY = "build and test the plugin that gives NCCL many TCP flows"
-
-DESCRIPTION = (
-    "NCCL's network plugin that splits messages over many TCP flows. `build` compiles it into the user's cache; "
-    "`path` prints the path of its file; `check` sends messages through it on this host, without NCCL."
-)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

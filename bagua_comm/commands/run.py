@@ -1,5 +1,9 @@
 """`bagua run`: start ranks by mpirun, or print or write the command instead.
 
+Start a Python script on several ranks by mpirun. With Open MPI every rank also gets RANK, WORLD_SIZE, LOCAL_RANK
+and LOCAL_WORLD_SIZE, and MASTER_ADDR and MASTER_PORT if the first host is known, so that Accelerate, Transformers
+and torch.distributed find the ranks. Variables that are set are not changed.
+
 The process becomes mpirun, so signals and the exit code are mpirun's. With spares or restarts, it supervises
 mpirun.
 """
@@ -31,12 +35,6 @@ from ..launch.supervisor import supervise
 from ..net.choosing import Net
 
 SUMMARY = "start a Python script on several ranks"
-
-DESCRIPTION = (
-    "Start a Python script on several ranks by mpirun. With Open MPI every rank also gets RANK, WORLD_SIZE, "
-    "LOCAL_RANK and LOCAL_WORLD_SIZE, and MASTER_ADDR and MASTER_PORT if the first host is known, so that "
-    "Accelerate, Transformers and torch.distributed find the ranks. Variables that are set are not changed."
-)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,9 @@
-"""`bagua trace`: where the time of training steps went, from a file of `Communicator.trace`."""
+"""`bagua trace`: where the time of training steps went, from a file of `Communicator.trace`.
+
+Show where the time of training steps went: passes, optimizer, waits for exchanges, the share of communication
+that is hidden, the slowest rank, and each bucket; and what to change. The file is one that `Communicator.trace`
+has written.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +20,6 @@ from ..timeline.summary import summarize
 from ..timeline.text import describe
 
 SUMMARY = "show where the time of training steps went, from a timeline"
-
-DESCRIPTION = (
-    "Show where the time of training steps went: passes, optimizer, waits for exchanges, the share of "
-    "communication that is hidden, the slowest rank, and each bucket; and what to change. The file is one that "
-    "`Communicator.trace` has written."
-)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

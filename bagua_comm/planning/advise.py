@@ -19,6 +19,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from ..algorithms import AsyncModelAverage, ByteGrad
 from ..algorithms.by_node import ByNode
@@ -56,27 +57,35 @@ def best_of_gradients(rows: Iterable[Advice]) -> Advice:
     return next(row for row in ranked if row.prediction.step_s <= AS_FAST * fastest_s)
 
 
-def best_in_four_bits(rows: Sequence[Advice]) -> Advice | None:
-    """The average of gradients in four bits; None if it is not faster than those in more."""
-    limit_s = best_of_gradients(rows).prediction.step_s / AS_FAST
-    return _fastest((row for row in rows if row.name in IN_FOUR_BITS), limit_s)
+class Best(NamedTuple):
+    """The algorithms to choose from; None for those that are not faster than simpler ones."""
+
+    gradients: Advice
+    """See `best_of_gradients`."""
+    in_four_bits: Advice | None
+    """The average of gradients in four bits, beside those in more."""
+    weights: Advice | None
+    """The fastest average of weights in every step, beside averages of gradients."""
+    now_and_then: Advice | None
+    """The fastest average of weights in some of the steps, beside averages in every step."""
 
 
-def best_of_weights(rows: Sequence[Advice]) -> Advice | None:
-    """The fastest average of weights in every step; None if none is faster than averages of gradients."""
-    limit_s = best_of_gradients(rows).prediction.step_s / AS_FAST
-    return _fastest((row for row in rows if kind_of(row.method) == 1), limit_s)
+def best(rows: Sequence[Advice]) -> Best:
+    """Choose the algorithms to advise."""
 
+    def fastest(among: Iterable[Advice], slower: Advice) -> Advice | None:
+        limit_s = slower.prediction.step_s / AS_FAST
+        faster = (row for row in among if row.prediction.step_s < limit_s)
+        return min(faster, key=lambda row: row.prediction.step_s, default=None)
 
-def best_now_and_then(rows: Sequence[Advice]) -> Advice | None:
-    """The fastest average of weights in some of the steps; None if none is faster than averages in every step."""
-    limit_s = (best_of_weights(rows) or best_of_gradients(rows)).prediction.step_s / AS_FAST
-    return _fastest((row for row in rows if kind_of(row.method) == 2), limit_s)
-
-
-def _fastest(rows: Iterable[Advice], limit_s: float) -> Advice | None:
-    faster = (row for row in rows if row.prediction.step_s < limit_s)
-    return min(faster, key=lambda row: row.prediction.step_s, default=None)
+    gradients = best_of_gradients(rows)
+    weights = fastest((row for row in rows if kind_of(row.method) == 1), gradients)
+    return Best(
+        gradients,
+        fastest((row for row in rows if row.name in IN_FOUR_BITS), gradients),
+        weights,
+        fastest((row for row in rows if kind_of(row.method) == 2), weights or gradients),
+    )
 
 
 def steps_of_an_exchange(row: Advice, rows: Iterable[Advice]) -> float:

@@ -17,6 +17,7 @@ from ..errors import CommAborted, CommError, CommTimeout, RankFailed
 from ..transports import LocalTransport, Transport
 from ..transports.flow import POINT_TO_POINT, Message
 from ..transports.local import Hub
+from .worlds import still_running
 
 T = TypeVar("T")
 
@@ -283,10 +284,6 @@ def run_fleet(job: ThreadJob, body: Callable[[ThreadFleet], T], *, limit_s: floa
         CommTimeout: Processes still run after `limit_s`; the message names them.
     """
     outcomes = [job.start(body, number) for number in sorted(job.processes)]
-    deadline = time.monotonic() + limit_s
-    for thread in job.threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
-    running = [thread.name for thread in job.threads if thread.is_alive()]
-    if running:
-        raise CommTimeout(f"{', '.join(running)} still run after {limit_s:g} s")
+    if running := still_running(job.threads, limit_s):
+        raise CommTimeout(f"{running} still run after {limit_s:g} s")
     return outcomes

@@ -71,9 +71,7 @@ def check_transport(
 
 def assert_same(actual: Array, expected: Array, what: str) -> None:
     """Fail unless both have the same shape, dtype and bits."""
-    actual = arrays.to_host(actual)
-    assert actual.shape == expected.shape, f"{what}: shape {actual.shape}, expected {expected.shape}"
-    assert actual.dtype == expected.dtype, f"{what}: dtype {actual.dtype}, expected {expected.dtype}"
+    actual = _of_the_same_kind(actual, expected, what)
     if actual.tobytes() != expected.tobytes():
         _fail(actual, expected, _bits(actual) != _bits(expected), what)
 
@@ -83,9 +81,7 @@ def assert_reduced(actual: Array, expected: Array, op: str, exact: bool, what: s
 
     Unless `exact`, sums and products of floats may be rounded differently.
     """
-    actual = arrays.to_host(actual)
-    assert actual.shape == expected.shape, f"{what}: shape {actual.shape}, expected {expected.shape}"
-    assert actual.dtype == expected.dtype, f"{what}: dtype {actual.dtype}, expected {expected.dtype}"
+    actual = _of_the_same_kind(actual, expected, what)
     is_float = expected.dtype.name in FLOATS
     if is_float and not exact and op not in ("min", "max"):
         rtol = {"float16": 1e-2, "bfloat16": 6e-2, "float32": 1e-5, "float64": 1e-12}[expected.dtype.name]
@@ -100,6 +96,14 @@ def assert_reduced(actual: Array, expected: Array, op: str, exact: bool, what: s
                 wrong &= actual != expected
     if wrong.any():
         _fail(actual, expected, wrong, what)
+
+
+def _of_the_same_kind(actual: Array, expected: Array, what: str) -> Array:
+    """Return `actual` on the host; fail unless both have the same shape and dtype."""
+    actual = arrays.to_host(actual)
+    assert actual.shape == expected.shape, f"{what}: shape {actual.shape}, expected {expected.shape}"
+    assert actual.dtype == expected.dtype, f"{what}: dtype {actual.dtype}, expected {expected.dtype}"
+    return actual
 
 
 def _fail(actual: Array, expected: Array, wrong: Array, what: str) -> None:
@@ -129,6 +133,21 @@ def _values(dtype: str, op: str, exact: bool) -> Callable[..., Array]:
     return sample if rounded and not exact else whole_range
 
 
+def _check_reduced(comm: Communicator, x: Array, expected: Array, op: str, exact: bool, what: str) -> None:
+    """Reduce the arrays `x` of all ranks in each way, and compare with their reduction."""
+    result = comm.allreduce(x, op=op)
+    assert_reduced(result, expected, op, exact, f"allreduce {what}")
+    comm.check_consistency(result)
+    at_root = comm.reduce(x, root=comm.size - 1, op=op)
+    if comm.rank == comm.size - 1:
+        assert_reduced(at_root, expected, op, exact, f"reduce {what}")
+    else:
+        assert at_root is None
+    count = len(x) // comm.size
+    mine = comm.reduce_scatter(x[: count * comm.size], op=op)
+    assert_reduced(mine, expected[count * comm.rank :][:count], op, exact, f"reduce_scatter {what}")
+
+
 def _check_reductions(comm: Communicator, put: Callable[[Array], Array]) -> None:
     p = comm.size
     exact = _exact(comm, put(np.zeros(1)))
@@ -139,10 +158,8 @@ def _check_reductions(comm: Communicator, put: Callable[[Array], Array]) -> None
             expected = reduced(xs, op)
             x = put(xs[comm.rank])
 
-            result = comm.allreduce(x, op=op)
-            assert_reduced(result, expected, op, exact, f"allreduce {what}")
-            assert_same(x, xs[comm.rank], f"the operand of allreduce {what}")
-            comm.check_consistency(result)
+            _check_reduced(comm, x, expected, op, exact, what)
+            assert_same(x, xs[comm.rank], f"the operand of reductions {what}")
 
             assert comm.allreduce(x, out=x, op=op) is x
             assert_reduced(x, expected, op, exact, f"allreduce in place, {what}")
@@ -151,17 +168,9 @@ def _check_reductions(comm: Communicator, put: Callable[[Array], Array]) -> None
             assert_reduced(result, expected, op, exact, f"allreduce in place on one rank, {what}")
 
             x = put(xs[comm.rank])
-            at_root = comm.reduce(x, root=p - 1, op=op)
-            if comm.rank == p - 1:
-                assert_reduced(at_root, expected, op, exact, f"reduce {what}")
-            else:
-                assert at_root is None
-
-            mine = comm.reduce_scatter(x, op=op)
-            assert_reduced(mine, expected[comm.rank : comm.rank + 1], op, exact, f"reduce_scatter {what}")
-            chunk = x[comm.rank : comm.rank + 1]
-            comm.reduce_scatter(x, out=chunk, op=op)
-            assert_reduced(chunk, arrays.to_host(mine), op, exact, f"reduce_scatter in place, {what}")
+            mine = slice(comm.rank, comm.rank + 1)
+            comm.reduce_scatter(x, out=x[mine], op=op)
+            assert_reduced(x[mine], expected[mine], op, exact, f"reduce_scatter in place, {what}")
 
 
 def _check_counts(comm: Communicator) -> None:
@@ -187,17 +196,9 @@ def _check_sizes(comm: Communicator, put: Callable[[Array], Array], sizes: Seque
         for count in sorted({middle + more for middle in middles for more in (-1, 0, 1)}):
             what = f"of {count} {dtype}"
             xs = [_values(dtype, "sum", exact)(r, (count,), dtype, seed=count) for r in range(p)]
-            x, total = put(xs[rank]), reduced(xs, "sum")
-            result = comm.allreduce(x)
-            assert_reduced(result, total, "sum", exact, f"allreduce {what}")
-            comm.check_consistency(result)
-            at_root = comm.reduce(x, root=0)
-            if at_root is not None:
-                assert_reduced(at_root, total, "sum", exact, f"reduce {what}")
+            x = put(xs[rank])
+            _check_reduced(comm, x, reduced(xs, "sum"), "sum", exact, what)
             even, chunk = count // p * p, slice(rank * (count // p), (rank + 1) * (count // p))
-            assert_reduced(
-                comm.reduce_scatter(x[:even]), total[:even][chunk], "sum", exact, f"reduce_scatter {what}"
-            )
             if dtype != "int8":
                 continue  # data that only move are sent as bytes
             assert_same(comm.allgather(x), np.stack(xs), f"allgather {what}")

@@ -72,7 +72,8 @@ def run_ranks(
         thread.start()
     if threads:
         settled.wait()
-    _give_up_waiting(threads, timeout_s)
+    if running := still_running(threads, timeout_s):
+        raise CommTimeout(f"{running} still runs {timeout_s:g} s after another rank failed")
     if failures:
         # Other ranks raise CommAborted because one failed; raise the error of that one.
         first = next((f for f in failures if not isinstance(f[1], CommAborted)), failures[0])
@@ -83,9 +84,9 @@ def run_ranks(
     return results
 
 
-def _give_up_waiting(threads: Sequence[threading.Thread], timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
+def still_running(threads: Sequence[threading.Thread], limit_s: float) -> str:
+    """Wait for threads, for at most `limit_s`; return the names of those that still run."""
+    deadline = time.monotonic() + limit_s
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
-        if thread.is_alive():
-            raise CommTimeout(f"{thread.name} still runs {timeout_s:g} s after another rank failed")
+    return ", ".join(thread.name for thread in threads if thread.is_alive())

@@ -62,7 +62,7 @@ def test_info_prints_each_variable_of_the_page_that_is_set(monkeypatch):
 )
 def test_info_names_each_mpi_and_whether_run_lets_ranks_die(monkeypatch, text, library, survives):
     """Under MPICH the library was "MPICH configure: ..." and `run --ulfm`, which refuses it, was said to work."""
-    answer = subprocess.CompletedProcess([], 0, f"{text!r}\nTrue\nTrue\n''\n", "")
+    answer = subprocess.CompletedProcess([], 0, json.dumps([text, True, True, ""]), "")
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: answer)
     found = info.mpi_facts()
     assert found["library"] == library
@@ -78,7 +78,7 @@ def test_info_names_each_mpi_and_whether_run_lets_ranks_die(monkeypatch, text, l
     ],
 )
 def test_info_shows_infiniband_and_whether_mpi_can_use_it(monkeypatch, ports, libraries, has):
-    answer = subprocess.CompletedProcess([], 0, f"'Open MPI v5.0.11'\nTrue\nTrue\n{libraries!r}\n", "")
+    answer = subprocess.CompletedProcess([], 0, json.dumps(["Open MPI v5.0.11", True, True, libraries]), "")
     ports(mlx5_0=("200 Gb/sec (4X HDR)", "4: ACTIVE"))
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: answer)
     monkeypatch.setattr(info, "plugin_facts", dict)  # this starts a compiler

@@ -108,7 +108,7 @@ def test_without_memory_for_the_first_snapshot_all_ranks_raise(full):
     with_room = training(None, None, full, None, dies=False)
     errors = [outcome["error"] for outcome in run_fleet(ThreadJob(3, wanted=2), with_room)]
     assert {str(error) for error in errors} == {
-        "elastic.run: process 0 cannot keep the initial state: OSError: [Errno 28] No space left on device"
+        "elastic.run: process 0 cannot keep the initial state: [Errno 28] No space left on device"
     }
     assert {type(error) for error in errors} == {ArrayError}
 

@@ -1,5 +1,9 @@
 """`bagua doctor`: problems of the machines of a job, and their remedies. Collective, under any launcher.
 
+Examine the hosts and ranks of a job: versions, networks, speeds between ranks, limits, shared memory, clocks,
+cores, ULFM and GPUs. Start it as you start your program, for instance by mpirun -n 4 python -m bagua_comm doctor.
+The exit code is 1 if there is a problem, else 0.
+
     mpirun -n 4 python -m bagua_comm doctor
     python -m bagua_comm run --hostfile hosts -m bagua_comm doctor
     srun --mpi=pmix python -m bagua_comm doctor --json
@@ -29,12 +33,6 @@ from .findings import Finding, World, examine
 from .measure import MAX_MEASURED, measure_clocks, measure_pairs, ranks_to_measure
 
 SUMMARY = "examine all ranks together, and advise; start it as you start your program"
-
-DESCRIPTION = (
-    "Examine the hosts and ranks of a job: versions, networks, speeds between ranks, limits, shared memory, "
-    "clocks, cores, ULFM and GPUs. Start it as you start your program, for instance by mpirun -n 4 python -m "
-    "bagua_comm doctor. The exit code is 1 if there is a problem, else 0."
-)
 
 TIMEOUT_S = 20.0
 """The time limit of a wait for other ranks."""

@@ -70,58 +70,53 @@ class BucketExchange(NamedTuple):
 def exchange_of(method: Method, n: int, costs: Costs) -> BucketExchange:
     """The tasks of a method for a bucket of `n` bytes."""
     everyone = RankGroup(costs.cluster.size, costs.cluster.ranks_per_node)
-    work, nothing = costs.work, LaneTask()
+    work = costs.work
+    trainer = work(copy=n)  # weights are copied to the lane
     match method:
-        case TorchDDP(dtype=dtype):
-            itemsize = dtype_named(costs.dtype).itemsize
-            sent = n if dtype is None else n // itemsize * dtype_named(dtype).itemsize
-            casts = (
-                [] if dtype is None else [costs.coding(Float16(), encode=n), costs.coding(Float16(), decode=n)]
-            )
-            lane = [*costs.ring_allreduce(sent, everyone), *casts, work(copy=2 * n)]
-            return BucketExchange(lane, nothing)
+        case TorchDDP(dtype=None):
+            lane, trainer = [*costs.ring_allreduce(n, everyone), work(copy=2 * n)], LaneTask()
+        case TorchDDP(dtype=str(dtype)):
+            sent = n // dtype_named(costs.dtype).itemsize * dtype_named(dtype).itemsize
+            casts = [costs.coding(Float16(), encode=n), costs.coding(Float16(), decode=n)]
+            lane, trainer = [*costs.ring_allreduce(sent, everyone), *casts, work(copy=2 * n)], LaneTask()
         case GradientAllReduce(average):
-            return BucketExchange(costs.average(average, n, everyone), nothing)
+            lane, trainer = costs.average(average, n, everyone), LaneTask()
         case QAdam(average=average):
-            return BucketExchange([work(add=2 * n), *costs.average(average, n, everyone)], nothing)
+            lane, trainer = [work(add=2 * n), *costs.average(average, n, everyone)], LaneTask()
         case Decentralized(peers="all"):
-            return BucketExchange(costs.average(Exact(), n, everyone), work(copy=n))
+            lane = costs.average(Exact(), n, everyone)
         case Decentralized(peers="shift_one"):
             # The two halves of the ranks are on different nodes, except on a node in the middle.
             away = n if costs.cluster.nodes > 1 else 0
-            pairs = costs.cluster.ranks_per_node
-            return BucketExchange([costs.transfer(away, n - away, pairs=pairs), work(add=2 * n)], work(copy=n))
+            lane = [costs.transfer(away, n - away, pairs=costs.cluster.ranks_per_node), work(add=2 * n)]
         case Decentralized():
-            return BucketExchange([costs.to_one_peer(n), work(add=2 * n)], work(copy=n))
+            lane = [costs.to_one_peer(n), work(add=2 * n)]
         case LowPrecisionDecentralized(codec):
             both = costs.to_both_neighbours(costs.wire_nbytes(codec, n))
             lane = [work(add=4 * n), costs.coding(codec, encode=n), both]
             lane += 3 * [costs.coding(codec, decode=n), work(add=2 * n)]
-            return BucketExchange(lane, work(copy=n))
         case LowPrecisionOnePeer(codec):
             lane = [work(add=2 * n), costs.coding(codec, encode=n)]
             lane += [costs.to_one_peer(costs.wire_nbytes(codec, n))]
             lane += 2 * [costs.coding(codec, decode=n), work(add=2 * n)]
-            return BucketExchange([*lane, work(add=3 * n)], work(copy=n))
+            lane += [work(add=3 * n)]
         case ByNode((Decentralized() | LowPrecisionDecentralized() | LowPrecisionOnePeer()) as algorithm):
             node = RankGroup(costs.cluster.ranks_per_node, costs.cluster.ranks_per_node)
             chunk = costs.chunk(n, node.size)
-            lane = [costs.allgather(chunk, node), work(add=n)] if node.size > 1 else []
-            lane += costs.among_nodes(algorithm, chunk)
-            lane += [costs.allgather(chunk, node)] if node.size > 1 else []
-            return BucketExchange(lane, work(copy=n))
+            gather = [costs.allgather(chunk, node)] if node.size > 1 else []
+            added = [work(add=n)] if node.size > 1 else []
+            lane = [*gather, *added, *costs.among_nodes(algorithm, chunk), *gather]
         case AsyncModelAverage():
-            return BucketExchange(costs.average(Exact(), n, everyone), work(copy=n, add=3 * n))
+            lane, trainer = costs.average(Exact(), n, everyone), work(copy=n, add=3 * n)
         case DiLoCo(average=average):
             lane = [work(add=2 * n), *costs.average(average, n, everyone), work(add=4 * n)]
-            return BucketExchange(lane, work(copy=n))
         case StreamingDiLoCo(average=average):
-            lane = [*costs.average(average, n, everyone), work(add=4 * n)]
-            return BucketExchange(lane, work(add=4 * n))
+            lane, trainer = [*costs.average(average, n, everyone), work(add=4 * n)], work(add=4 * n)
         case SparseLoCo():
             lane = [work(add=2 * n), *costs.average(method.mean, n, everyone), work(add=2 * n)]
-            return BucketExchange(lane, work(copy=n))
-    raise UnsupportedError(f"costmodel: the model does not know what {method!r} exchanges")
+        case _:
+            raise UnsupportedError(f"costmodel: the model does not know what {method!r} exchanges")
+    return BucketExchange(lane, trainer)
 
 
 @dataclass(frozen=True)

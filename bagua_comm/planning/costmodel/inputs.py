@@ -55,15 +55,15 @@ class Cluster:
     flow_bandwidth_gbit: float = math.inf
 
     def __post_init__(self) -> None:
-        for name, most in (("nodes", MOST_RANKS), ("ranks_per_node", MOST_RANKS), ("flows", MOST_FLOWS)):
-            check_range("Cluster", name, getattr(self, name), 1, most, whole=True)
+        check_fields(self, 1, MOST_RANKS, "nodes", "ranks_per_node", whole=True)
+        check_fields(self, 1, MOST_FLOWS, "flows", whole=True)
         if self.size > MOST_RANKS:
             raise ArrayError(
                 f"Cluster: {self.nodes} nodes of {self.ranks_per_node} ranks are too many, "
                 f"expected at most {MOST_RANKS} ranks"
             )
         _check_positive(self, "bandwidth_gbit", "intra_gbs", "cores_per_rank", "flow_bandwidth_gbit")
-        _check_not_negative(self, "latency_s", "intra_latency_s")
+        check_fields(self, 0, LARGEST, "latency_s", "intra_latency_s")
         if self.transport not in ("mpi", "nccl"):
             raise ArrayError(f'Cluster: transport is {self.transport!r}, expected "mpi" or "nccl"')
 
@@ -114,9 +114,8 @@ class Job:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", tuple(Layer(*layer) for layer in self.layers))
-        for name in ("model_bytes", "bucket_bytes"):
-            check_range("Job", name, getattr(self, name), 1, LARGEST, whole=True)
-        _check_not_negative(self, "forward_s", "backward_s", "optimizer_s")
+        check_fields(self, 1, LARGEST, "model_bytes", "bucket_bytes", whole=True)
+        check_fields(self, 0, LARGEST, "forward_s", "backward_s", "optimizer_s")
         if self.dtype not in FLOATS:
             raise ArrayError(f"Job: dtype is {self.dtype!r}, expected one of {', '.join(sorted(FLOATS))}")
         if not self.layers and self.model_bytes > MOST_BUCKETS * self.bucket_bytes:
@@ -206,9 +205,8 @@ class Rates:
                 raise ArrayError(f"Rates: {name} is {value!r}, expected CodecRates")
             _check_positive(value, "encode", "decode", "combine")
         _check_positive(self, "add", "copy")
-        _check_not_negative(self, "message_s", "network_s_per_byte", "polling")
-        for name in ("direct", "ring"):
-            check_range("Rates", name, getattr(self, name), SMALLEST, 1)
+        check_fields(self, 0, LARGEST, "message_s", "network_s_per_byte", "polling")
+        check_fields(self, SMALLEST, 1, "direct", "ring")
 
     @classmethod
     def gpu(cls) -> Rates:
@@ -293,13 +291,12 @@ def check_range(owner: str, name: str, value: object, least: float, most: float,
         raise ArrayError(f"{owner}: {name} is {shown(value)}, expected {expected}")
 
 
+def check_fields(owner: object, least: float, most: float, *names: str, whole: bool = False) -> None:
+    """Raise `ArrayError` unless these fields of a dataclass are numbers between two bounds."""
+    for name in names:
+        check_range(type(owner).__name__, name, getattr(owner, name), least, most, whole=whole)
+
+
 def _check_positive(owner: object, *names: str) -> None:
     """Raise unless these fields are positive; they may be infinite."""
-    for name in names:
-        if (value := getattr(owner, name)) != math.inf:
-            check_range(type(owner).__name__, name, value, SMALLEST, LARGEST)
-
-
-def _check_not_negative(owner: object, *names: str) -> None:
-    for name in names:
-        check_range(type(owner).__name__, name, getattr(owner, name), 0, LARGEST)
+    check_fields(owner, SMALLEST, LARGEST, *(name for name in names if getattr(owner, name) != math.inf))

@@ -16,7 +16,7 @@ import numpy as np
 
 from ...errors import ArrayError
 from ..costmodel import Cluster, Job, Method, Rates, TorchDDP
-from ..costmodel.inputs import check_range
+from ..costmodel.inputs import check_fields, check_range
 from .simulation import Simulation
 
 HOUR_S = 3600.0
@@ -70,19 +70,12 @@ class Failures:
     def __post_init__(self) -> None:
         if self.recovery not in ("elastic", "restart"):
             raise ArrayError(f'Failures: recovery is {self.recovery!r}, expected "elastic" or "restart"')
-        for name, least, most in (
-            ("mtbf_hours", 1e-3, 1e9),
-            ("repair_hours", 0, 1e6),
-            ("checkpoint_minutes", 1e-3, 1e6),
-            ("detection_s", 0, 1e6),
-            ("rendezvous_s", 0, 1e6),
-            ("restart_s", 0, 1e6),
-            ("commit_gbs", 1e-6, 1e6),
-            ("storage_gbs", 1e-6, 1e6),
-        ):
-            check_range("Failures", name, getattr(self, name), least, most)
-        check_range("Failures", "spares", self.spares, 0, 1_000_000, whole=True)
-        check_range("Failures", "commit_steps", self.commit_steps, 1, 10**9, whole=True)
+        check_fields(self, 1e-3, 1e9, "mtbf_hours")
+        check_fields(self, 1e-3, 1e6, "checkpoint_minutes")
+        check_fields(self, 0, 1e6, "repair_hours", "detection_s", "rendezvous_s", "restart_s")
+        check_fields(self, 1e-6, 1e6, "commit_gbs", "storage_gbs")
+        check_fields(self, 0, 1_000_000, "spares", whole=True)
+        check_fields(self, 1, 10**9, "commit_steps", whole=True)
 
 
 class Goodput(NamedTuple):

@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -78,6 +78,8 @@ def replay(
 
 class _Ranks:
     """The state of all ranks while they run a program."""
+
+    _later: Callable[[Array, Array], Array] = staticmethod(np.maximum)
 
     def __init__(
         self,
@@ -156,9 +158,6 @@ class _Ranks:
     def _last(self) -> float:
         """When the last rank has computed all that it has begun, if its lane does nothing more."""
         return float(np.max(self._now + self._end - self._done))
-
-    def _later(self, one: Array, other: Array) -> Array:
-        return np.maximum(one, other)
 
     # The lane -------------------------------------------------------------------------------------------
 
@@ -261,15 +260,14 @@ _DRAWN = 100
 class _OneRank(_Ranks):
     """A rank for all, which are alike. Numbers in place of arrays take a twentieth of the time."""
 
+    _later = staticmethod(max)
+
     def __init__(self, program: Program, cluster: Cluster, rates: Rates) -> None:
         super().__init__(program, cluster, rates)
         self._now = self._done = self._end = self._busy = self._link_free = 0.0
 
     def _last(self) -> float:
         return float(self._now + self._end - self._done)
-
-    def _later(self, one: float, other: float) -> float:
-        return max(one, other)
 
     def _spend(self, spent: float, lane_cores: float, alone: float) -> None:
         speed = 1 - lane_cores / self._cluster.cores_per_rank

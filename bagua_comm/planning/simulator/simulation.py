@@ -11,7 +11,7 @@ import numpy as np
 
 from ...errors import ArrayError, UnsupportedError
 from ..costmodel import Cluster, Job, Method, Rates
-from ..costmodel.inputs import check_range
+from ..costmodel.inputs import check_fields, check_range
 from ..costmodel.prediction import check_fit
 from .replay import Timing, replay, wire_bytes
 from .tracing import trace
@@ -47,15 +47,9 @@ class Variation:
     links: float = 0.0
 
     def __post_init__(self) -> None:
-        for name, least, most in (
-            ("compute", 0, 2),
-            ("links", 0, 2),
-            ("rare", 0, 1),
-            ("slow", 0, 1),
-            ("rare_factor", 1, 1000),
-            ("slow_factor", 1, 1000),
-        ):
-            check_range("Variation", name, getattr(self, name), least, most)
+        check_fields(self, 0, 2, "compute", "links")
+        check_fields(self, 0, 1, "rare", "slow")
+        check_fields(self, 1, 1000, "rare_factor", "slow_factor")
 
     @property
     def is_none(self) -> bool:
