@@ -15,7 +15,7 @@ import math
 import sys
 from collections.abc import Hashable, Sequence
 from types import ModuleType
-from typing import Any, Literal, Protocol, TypeAlias, TypeVar
+from typing import Any, Literal, Protocol, TypeAlias, TypeGuard, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -162,7 +162,7 @@ def as_array(x: Any) -> Array:
     raise UnsupportedError(refusals.of_memory(x, device))
 
 
-def is_tensor(x: object) -> bool:
+def is_tensor(x: object) -> TypeGuard[Any]:
     """Whether `x` is a tensor of PyTorch."""
     tensors = getattr(sys.modules.get("torch"), "Tensor", None)  # a module of that name may lack it (yet)
     return tensors is not None and isinstance(x, tensors)

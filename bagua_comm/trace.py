@@ -68,7 +68,7 @@ class Clock(Protocol):
     def mark(self) -> object:
         """Record an event with a time on the current stream."""
 
-    def times(self, events: Sequence[object]) -> list[int | None]:
+    def times(self, events: Sequence[Any]) -> list[int | None]:
         """The time of each event, by `time.perf_counter_ns`; None if it has not happened yet."""
 
 

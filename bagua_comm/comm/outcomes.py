@@ -42,12 +42,12 @@ def on_all_ranks(comm: Communicator, call: str, body: Callable[[], T], others: O
 
 def on_root(comm: Communicator, body: Callable[[], T], others: Others) -> T:
     """Return the result of `body`, which rank 0 alone calls; its error is raised on all ranks. Collective."""
-    outcome = _outcome_of(body, others) if comm.rank == 0 else None
-    found: tuple[T, BaguaError | None] = comm.broadcast_object(outcome, root=0)
-    result, error = found
+    outcome: Any = _outcome_of(body, others) if comm.rank == 0 else None
+    result, error = comm.broadcast_object(outcome, root=0)
     if error is not None:
         raise error
-    return result
+    found: T = result
+    return found
 
 
 def raise_first(

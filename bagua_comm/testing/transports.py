@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from .. import arrays
-from ..arrays import BITWISE_OPS, FLOATS, INTEGERS, Array, dtype_named
+from ..arrays import BITWISE_OPS, FLOATS, INTEGERS, Array, Op, dtype_named
 from ..averages import quantized_allgather, quantized_allreduce, quantized_reduce_scatter
 from ..codecs import MinMaxUInt8
 from ..comm import Communicator
@@ -127,13 +127,13 @@ def _exact(comm: Communicator, x: Array) -> bool:
     return comm.transport_for(x).adds_in_rank_order
 
 
-def _values(dtype: str, op: str, exact: bool) -> Callable[..., Array]:
+def _values(dtype: str, op: Op, exact: bool) -> Callable[..., Array]:
     """The function that draws operands: small ones if results may be rounded differently."""
     rounded = dtype in FLOATS and op not in ("min", "max")
     return sample if rounded and not exact else whole_range
 
 
-def _check_reduced(comm: Communicator, x: Array, expected: Array, op: str, exact: bool, what: str) -> None:
+def _check_reduced(comm: Communicator, x: Array, expected: Array, op: Op, exact: bool, what: str) -> None:
     """Reduce the arrays `x` of all ranks in each way, and compare with their reduction."""
     result = comm.allreduce(x, op=op)
     assert_reduced(result, expected, op, exact, f"allreduce {what}")

@@ -98,7 +98,7 @@ class Checkpoints(bagua_comm.Checkpoints):
         step: int | None = None,
         *,
         fallback: bool = False,
-        like: Mapping[str, Own] | None = None,
+        like: Any = None,
         **objects: Any,
     ) -> Loaded:
         """Load the checkpoint of a step, or the latest one, into objects.

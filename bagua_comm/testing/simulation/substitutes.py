@@ -253,7 +253,7 @@ class SimulatedExecutor(concurrent.futures.Executor):
         self._tasks, self._threads = _queue.Queue(), list[SimulatedThread]()
         self._shutdown = False
 
-    def submit(self, task: Callable[..., object], /, *args: object, **options: object) -> SimulatedFuture:
+    def submit(self, task: Callable[..., object], /, *args: object, **options: object) -> Any:
         """See `ThreadPoolExecutor.submit`."""
         if self._shutdown:
             raise RuntimeError("cannot schedule new futures after shutdown")
