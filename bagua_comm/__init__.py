@@ -44,7 +44,7 @@ from .bootstrap import connect, default
 from .bucket import Bucket, BucketSpec, Plan, TensorSpec
 from .checkpoint import Checkpoints, Own
 from .codecs import BFloat16, Codec, Float16, Int4, MinMaxUInt8
-from .comm import Communicator, Nodes
+from .comm import Communicator, Grid, Nodes
 from .engine import Engine
 from .errors import (
     ArrayError,
@@ -90,6 +90,7 @@ __all__ = [
     "Exact",
     "Float16",
     "GradientAllReduce",
+    "Grid",
     "Hierarchical",
     "Hook",
     "Int4",

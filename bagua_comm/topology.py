@@ -5,10 +5,12 @@ Every function gives the result of one rank; the tests show that the results of 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterable, Sequence
+from numbers import Integral
 from typing import NamedTuple, TypeVar
 
-from .errors import ArrayError
+from .errors import ArrayError, shown
 
 L = TypeVar("L", bound=Hashable)
 
@@ -75,6 +77,39 @@ def one_peer_exponential(rank: int, size: int, step: int) -> Shift:
         return Shift(0, 0)
     hop = 2 ** (step % (size - 1).bit_length())
     return Shift((rank + hop) % size, (rank - hop) % size)
+
+
+def balanced_dims(size: int, dims: Sequence[int]) -> tuple[int, ...]:
+    """Complete the lengths of a Cartesian grid of `size` ranks: `dims`, where 0 stands for a length to choose.
+
+    The lengths are as close to each other as possible, the larger ones first, as `MPI_Dims_create` has it.
+
+    Raises:
+        ArrayError: `dims` are not integers of at least 0, or there is no such grid.
+
+    >>> balanced_dims(12, (0, 0)), balanced_dims(12, (0, 3, 0)), balanced_dims(8, (0, 0, 0))
+    ((4, 3), (2, 3, 2), (2, 2, 2))
+    """
+    given = list(dims) if isinstance(dims, Iterable) else []
+    if not given or not all(isinstance(n, Integral) and n >= 0 for n in given):
+        raise ArrayError(f"dims is {shown(dims)}, expected a number of ranks for each axis; 0 to choose it")
+    product, free = math.prod(n for n in given if n), given.count(0)
+    if size % product or (size != product and not free):
+        raise ArrayError(
+            f"dims {tuple(given)} make {product} ranks{' times those to choose' if free else ''}, but there are "
+            f"{size}; give 0 for an axis, and its length is chosen"
+        )
+    chosen = iter(_factors(size // product, free))
+    return tuple(int(n) or next(chosen) for n in given)
+
+
+def _factors(number: int, count: int) -> tuple[int, ...]:
+    """The `count` factors of a number that are closest to each other, the largest first."""
+    if count < 2:
+        return (number,)
+    divisors = [n for n in range(1, number + 1) if number % n == 0]
+    found = [(n, *_factors(number // n, count - 1)) for n in divisors]
+    return min(factors for factors in found if factors[0] >= factors[1])
 
 
 class Place(NamedTuple):

@@ -46,6 +46,7 @@ LAYERS = {
         "tracing",
         "communicator",
         "outcomes",
+        "grid",
         "__init__",
     ],
     "bagua_comm/transports": [

@@ -2,5 +2,6 @@
 
 from .base import EngineRegistry
 from .communicator import Communicator, Nodes
+from .grid import Grid
 
-__all__ = ["Communicator", "EngineRegistry", "Nodes"]
+__all__ = ["Communicator", "EngineRegistry", "Grid", "Nodes"]

@@ -60,11 +60,11 @@ _NAMES_OF_MPI4PY = {
     "scatterv": "scatter(x, out, root=root, counts=counts)",
     "allgatherv": "allgather(x, counts=counts)",
     "alltoallv": "alltoall(x, counts=counts, out_counts=out_counts)",
+    **dict.fromkeys(("create_cart", "cart_shift", "shift"), "bagua_comm.Grid(comm, dims, periodic), its shift"),
 }
 """Names of mpi4py in small letters that are not those here."""
 
 _NOT_HERE = {
-    **dict.fromkeys(("create_cart", "cart_shift", "shift"), "compute the ranks of neighbours from comm.rank"),
     **dict.fromkeys(("probe", "iprobe", "mprobe", "improbe"), "each recv names its source, and knows the size"),
     **dict.fromkeys(("wait", "waitall", "test", "testall"), "lane.submit returns a request: .result(), .done()"),
 }

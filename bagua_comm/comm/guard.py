@@ -14,8 +14,10 @@ from ..transports.base import Transport
 
 R = TypeVar("R")
 
-POINT_TO_POINT = frozenset({"send", "recv", "sendrecv", "exchange", "send_object", "recv_object"})
-"""Names of the calls between two ranks, which other ranks do not make."""
+POINT_TO_POINT = frozenset(
+    {"send", "recv", "sendrecv", "exchange", "exchange_halos", "send_object", "recv_object"}
+)
+"""Names of the calls between two ranks, which other ranks do not make, or make with others."""
 
 _forks = 0
 """Number of forks between the process that imported this module and this one."""
