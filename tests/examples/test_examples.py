@@ -5,6 +5,7 @@ import json
 import re
 import struct
 
+import numpy as np
 import pytest
 from cuda_on_cpu.install import environment
 from support.launch import as_typed, clone, run_python
@@ -196,6 +197,34 @@ def test_a_solver_on_three_ranks_prints_what_it_prints_alone_but_with_plain_sums
     assert three == alone
     assert plain[0].partition(":")[0] == alone[0].partition(":")[0] == "step   0"
     assert plain != alone
+
+
+def test_temperatures_are_the_same_bits_on_one_to_four_ranks(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    import heat
+
+    def solved(ranks):
+        options = argparse.Namespace(size=9, steps=100)
+        whole, *others = run_ranks(ranks, lambda comm: heat.solve(comm, options))
+        assert others == [None] * (ranks - 1)
+        return whole.tobytes(), capsys.readouterr().out
+
+    values, printed = solved(1)
+    assert re.fullmatch(r"step  100: mean temperature 0\.[\d]+\n", printed)
+    assert (np.diff(np.frombuffer(values).reshape(9, 9), axis=0) < 0).all()  # colder from row to row
+    for ranks in (2, 3, 4):
+        assert solved(ranks) == (values, printed), ranks
+
+
+@pytest.mark.slow
+@all_commands("heat")
+def test_the_heat_equation_on_four_ranks_prints_what_it_prints_alone(commands, folder):
+    four, alone = [lines_of(as_typed(command, folder)) for command in commands]
+    assert four == alone
+    assert [line.partition(":")[0] for line in alone] == [
+        *(f"step {n:4}" for n in range(100, 401, 100)),
+        "halfway",
+    ]
 
 
 def scalars_in(folder):
