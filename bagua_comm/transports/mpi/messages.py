@@ -18,8 +18,8 @@ from .paced_messages import PacedMessages
 
 NOTHING: Array = np.empty(0, np.uint8)
 
-_NONE: Message = -1, NOTHING
-"""No message."""
+_FEW = 2
+"""The largest number of messages each way that are received in the order of their list, which takes less time."""
 
 
 class Messages:
@@ -41,43 +41,47 @@ class Messages:
         endpoint = self._endpoint
         if self._calls.broken is not None or endpoint.begun:
             endpoint.check_idle()
-        if len(sends) > 1 or len(recvs) > 1:
+        in_turn = len(sends) <= _FEW >= len(recvs)
+        for _, x in (*sends, *recvs):
+            in_turn = in_turn and x.nbytes < tuning.MESSAGE_BYTES
+        if not in_turn:
             self._exchange_many(sends, recvs, tag)
             return
-        (dest, x), (source, out) = sends[0] if sends else _NONE, recvs[0] if recvs else _NONE
-        if x.nbytes >= tuning.MESSAGE_BYTES or out.nbytes >= tuning.MESSAGE_BYTES:
-            self._exchange_many(sends, recvs, tag)
-            return
-        is_copy = self.size == 1 and dest == source and (x.dtype, x.size) == (out.dtype, out.size)
-        if is_copy and not self._comm.Iprobe(0, tag):
-            copy(x, out)
-            return
-        send = receive = None
+        if self.size == len(sends) == len(recvs) == 1:
+            x, out = sends[0][1], recvs[0][1]
+            if (x.dtype, x.size) == (out.dtype, out.size) and not self._comm.Iprobe(0, tag):
+                copy(x, out)
+                return
+        started: list[MPI.Request] = []
+        receive, missing = None, len(recvs)
         try:
-            if dest >= 0:
-                send = self._comm.Isend([as_buffer(x), MPI.BYTE], dest, tag)
+            for dest, x in sends:
+                started.append(self._comm.Isend([as_buffer(x), MPI.BYTE], dest, tag))
                 self._calls.sent_bytes += x.nbytes if dest != self.rank else 0
-            if source >= 0:
+            for source, out in recvs:
                 message, nbytes = self._next_message(source, tag)
                 into = as_buffer(out) if nbytes == out.nbytes else np.empty(nbytes, np.uint8)
                 receive = message.Irecv([into, MPI.BYTE])
                 if not receive.Test():
                     endpoint.poll(receive.Test, peers=(source,))
+                missing -= 1
                 if nbytes != out.nbytes:
                     raise self._unexpected(source, out, nbytes)
-            if send is not None and not send.Test():
-                endpoint.poll(send.Test, peers=(dest,))
-            if out.nbytes > tuning.EAGER_BYTES and endpoint.window is not None:
-                endpoint.window.check((source,))  # a shorter message holds a copy
+            for (dest, _), send in zip(sends, started, strict=True):
+                if not send.Test():
+                    endpoint.poll(send.Test, peers=(dest,))
+            for source, out in recvs:
+                if out.nbytes > tuning.EAGER_BYTES and endpoint.window is not None:
+                    endpoint.window.check((source,))  # a shorter message holds a copy
         except CommMismatch as exc:
-            if tag != POINT_TO_POINT or (send is not None and not send.Test()):
-                endpoint.abort_after(exc, (send, x))
+            if tag != POINT_TO_POINT or missing or not all(send.Test() for send in started):
+                endpoint.abort_after(exc, (started, sends))
             raise
         except BaseException as exc:
-            raise endpoint.abort_after(exc, (send, receive, x, out)) from exc
+            raise endpoint.abort_after(exc, (started, receive, sends, recvs)) from exc
 
     def _exchange_many(self, sends: Sequence[Message], recvs: Sequence[Message], tag: int) -> None:
-        """`exchange` of several messages each way, or of messages that are split."""
+        """`exchange` of many messages, in the order in which they arrive, or of messages that are split."""
         endpoint = self._endpoint
         requests: list[MPI.Request] = []
         statuses: list[MPI.Status] = []
