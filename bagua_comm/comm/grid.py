@@ -1,9 +1,9 @@
 """Ranks on a Cartesian grid, and the halos of arrays that are split over it.
 
 The halos of one axis after the other are exchanged, each over the whole length of the other axes. So the second
-axis passes on what the first one has brought, and corners come from the diagonal neighbours. Along an axis, all
-ranks first send down and receive from above, then send up and receive from below. Messages between two ranks
-match in order, so this is right also where both neighbours are one rank, or this rank itself.
+axis passes on what the first one has brought, and corners come from the diagonal neighbours. Along an axis, each
+rank sends first down and then up, and receives first from above and then from below. Messages between two ranks
+match in order, so this is right also where both neighbours are one rank. A rank that is its own neighbour copies.
 
 A part of an array that is not contiguous is copied to scratch memory before it is sent, and from there after it
 was received. What must be equal on neighbours is compared when it is new on an axis. In a correct program it is
@@ -58,7 +58,7 @@ class _Step(NamedTuple):
     """The elements to send."""
     halo: tuple[slice, ...]
     """The elements to fill."""
-    copies: tuple[Array, Array] | None
+    copies: tuple[Array, ...] | None
     """Memory for either; None if no copy is needed."""
 
 
@@ -163,12 +163,12 @@ class Grid:
             if type(x) is not np.ndarray:
                 arrays.check_device(_NAME, "array", x, self.comm.device)
                 self.comm.scratch.follow()
-            widths = _integers(f"{_NAME}: width", width, len(self.dims))
-            split = _integers(f"{_NAME}: axes", range(len(self.dims)) if axes is None else axes, len(self.dims))
-            key = (type(x), x.dtype, x.shape, x.strides, widths, split)
+            width = width if isinstance(width, int) else _integers(f"{_NAME}: width", width, len(self.dims))
+            axes = axes if axes is None else _integers(f"{_NAME}: axes", axes, len(self.dims))
+            key = (type(x), x.dtype, x.shape, x.strides, width, axes)
             prepared = self._prepared.get(key)
             if prepared is None:
-                prepared = self._prepared[key] = self._prepare(x, widths, split)
+                prepared = self._prepared[key] = self._prepare(x, width, axes)
         except BaguaError as exc:
             problem = _FAILED + str(exc).removeprefix(f"{_NAME}: ")
             with suppress(BaguaError):
@@ -181,33 +181,46 @@ class Grid:
         return array
 
     def _prepare(
-        self, x: Array, widths: tuple[int, ...], axes: tuple[int, ...]
+        self, x: Array, width: int | tuple[int, ...], axes: tuple[int, ...] | None
     ) -> tuple[PreparedCall, list[str]]:
         """Check the arguments of an exchange, and prepare it for arrays like `x`."""
-        axes = _checked(x, self.dims, widths, axes)
-        steps: list[_Step] = []
-        take = self.comm.scratch.take
+        widths = (width,) * len(self.dims) if isinstance(width, int) else width
+        axes = _checked(x, self.dims, widths, axes or tuple(range(len(self.dims))))
+        take, payload = self.comm.scratch.take, 0
+        lines: list[list[_Step]] = []
         for axis, (n, split) in enumerate(zip(widths, axes, strict=True)):
             (low, high), end, before = self.shift(axis), x.shape[split], (slice(None),) * split
+            steps: list[_Step] = []
             for dest, source, start, beyond in ((low, high, n, end - n), (high, low, end - 2 * n, 0)):
-                if n and (dest, source) != (None, None):
-                    inner, halo = ((*before, slice(i, i + n)) for i in (start, beyond))
-                    part, copies = x[inner], None
-                    if not arrays.is_contiguous(part):
-                        out, into = (take(f"halo {way}", part.shape, x.dtype, like=x) for way in ("out", "in"))
-                        copies = out, into
-                    steps.append(_Step(dest, source, inner, halo, copies))
-        sent = sum(x[step.inner].nbytes for step in steps if step.dest is not None)
-        call = Call(self.comm, _NAME, x, "array", payload=sent, width=widths, axes=axes).unchecked()
-        exchange = call.transport.exchange
+                inner, halo = ((*before, slice(i, i + n)) for i in (start, beyond))
+                part, copies = x[inner], None
+                if not arrays.is_contiguous(part):
+                    keys = f"halo out {len(steps)}", f"halo in {len(steps)}"
+                    copies = tuple(take(key, part.shape, x.dtype, like=x) for key in keys)
+                steps.append(_Step(dest, source, inner, halo, copies))
+                payload += part.nbytes if dest is not None else 0
+            lines += [steps] if n else []
+        call = Call(self.comm, _NAME, x, "array", payload=payload, width=widths, axes=axes).unchecked()
+        exchange, rank = call.transport.exchange, self.comm.rank
 
         def move(x: Array, _: Array) -> None:
-            for dest, source, inner, halo, copies in steps:
-                out, into = copies or (x[inner], x[halo])
-                if copies and dest is not None:
-                    out[...] = x[inner]
-                exchange([] if dest is None else [(dest, out)], [] if source is None else [(source, into)])
-                if copies and source is not None:
+            for steps in lines:
+                sends, recvs, copied = [], [], []
+                for dest, source, inner, halo, copies in steps:
+                    if dest == source == rank:
+                        x[halo] = x[inner]
+                        continue
+                    out, into = copies or (x[inner], x[halo])
+                    if dest is not None:
+                        if copies:
+                            out[...] = x[inner]
+                        sends.append((dest, out))
+                    if source is not None:
+                        recvs.append((source, into))
+                        copied += [(halo, into)] if copies else []
+                if sends or recvs:
+                    exchange(sends, recvs)
+                for halo, into in copied:
                     x[halo] = into
 
         return call.prepared(move), [_description(x, axis, widths, axes) for axis in axes]
