@@ -2,6 +2,7 @@
 
     benchmarks.collectives          times of collectives, beside mpi4py, gloo and textbook algorithms
     benchmarks.latency              the cost of a call, beside mpi4py, from 4 bytes on
+    benchmarks.halos                halos of a grid of ranks, beside mpi4py's Sendrecv with derived datatypes
     benchmarks.codecs               the speed of codecs on this machine's processor
     benchmarks.codec_quality        the error of one coding by each codec, of random numbers and gradients
     benchmarks.first_run            the cost of a first training, while kernels are compiled

@@ -222,6 +222,10 @@ JOBS: dict[str, list[Command]] = {
         *(ranks(count, "benchmarks.latency", "--json", RESULTS / f"latency-{count}.json") for count in (1, 2)),
         ["-m", "benchmarks.latency", "--report", *(RESULTS / f"latency-{count}.json" for count in (1, 2))],
     ],
+    "halos": [
+        *(ranks(count, "benchmarks.halos", "--json", RESULTS / f"halos-{count}.json") for count in (2, 4)),
+        ["-m", "benchmarks.halos", "--report", *(RESULTS / f"halos-{count}.json" for count in (2, 4))],
+    ],
     "hooks": [ranks(count, "benchmarks.hooks", "--json", RESULTS / f"hooks-{count}.json") for count in (1, 2)],
     "codecs": [
         ["-m", "benchmarks.codecs", "-b", "8M", "-e", "32M", "-n", 7, "-w", 2, "--json", RESULTS / "codecs.json"]
