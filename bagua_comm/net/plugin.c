@@ -23,7 +23,6 @@
 #define _GNU_SOURCE
 #include <arpa/inet.h>
 #include <errno.h>
-#include <fcntl.h>
 #include <ifaddrs.h>
 #include <limits.h>
 #include <linux/sockios.h>
@@ -40,15 +39,14 @@
 #include <string.h>
 #include <sys/epoll.h>
 #include <sys/ioctl.h>
+#include <sys/queue.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
+#include <sys/syscall.h>
 #include <sys/uio.h>
 #include <time.h>
 #include <unistd.h>
 
-#ifndef TCP_USER_TIMEOUT
-#define TCP_USER_TIMEOUT 18
-#endif
 #ifndef TCP_NOTSENT_LOWAT
 #define TCP_NOTSENT_LOWAT 25
 #endif
@@ -190,17 +188,13 @@ struct device {
 struct door {
   int fd;
   uint64_t nonce;
+  union address address;
   struct guest {
     int fd;
     double since;
     size_t got;
     struct hello hello;
   } guests[GUESTS];
-};
-
-struct listener {
-  struct door door;
-  int device;
 };
 
 enum { FREE, ACTIVE, DONE };
@@ -252,8 +246,7 @@ struct growth {
 struct comm {
   bool sends;
   int epoll, most, opened, active, alive; /* flows: at most, that exist, in use, not closed */
-  int error;                              /* under the lock; `failed` is its copy for all */
-  atomic_int failed;
+  atomic_int error;                       /* set under the lock */
   pthread_mutex_t lock;
   atomic_uint posted, finished; /* messages */
   int turn;                     /* the flow that is asked first */
@@ -261,13 +254,11 @@ struct comm {
   uint64_t written, read;
   _Atomic double visited;       /* or begun */
   bool waiting;                 /* guests have not yet said who they are */
-  struct door door;             /* of a receiver */
-  union address address;        /* of the receiver's door */
-  uint64_t nonce;
+  struct door door;             /* of a receiver; of a sender, the nonce and the address of the peer's */
   struct growth growth;
   struct request requests[REQUESTS];
   struct flow flows[FLOWS];
-  struct comm *next, *previous; /* in `all.comms` */
+  LIST_ENTRY(comm) entry;       /* in `all.comms` */
 };
 
 static struct {
@@ -277,7 +268,7 @@ static struct {
   bool started, stopping;
   int open, threads, wanted;
   pthread_t thread[8];
-  struct comm *comms;
+  LIST_HEAD(comms, comm) comms;
   struct device device[DEVICES];
   int devices;
   log_function log;
@@ -300,11 +291,8 @@ static double now(void) {
 }
 
 static uint64_t random_number(void) {
-  uint64_t number = 0;
-  int fd = open("/dev/urandom", O_RDONLY | O_CLOEXEC);
-  if (fd < 0 || read(fd, &number, sizeof number) != (ssize_t)sizeof number) number = 0;
-  if (fd >= 0) close(fd);
-  return number;
+  uint64_t number;
+  return syscall(SYS_getrandom, &number, sizeof number, 0) == (long)sizeof number ? number : 0;
 }
 
 static size_t least(size_t a, size_t b) { return a < b ? a : b; }
@@ -352,18 +340,17 @@ static socklen_t length_of(const union address *address) {
   return address->any.sa_family == AF_INET6 ? sizeof address->in6 : sizeof address->in;
 }
 
-static int open_door(struct door *door, union address *address) {
-  *door = (struct door){.fd = make_socket(address->any.sa_family), .nonce = random_number()};
+static int open_door(struct door *door, const union address *address) {
+  *door = (struct door){.fd = make_socket(address->any.sa_family), .nonce = random_number(), .address = *address};
   for (int i = 0; i < GUESTS; i++) door->guests[i].fd = -1;
   socklen_t length = length_of(address);
-  address->in.sin_port = 0;
+  door->address.in.sin_port = 0;
   if (door->fd >= 0) set(door->fd, IPPROTO_TCP, TCP_DEFER_ACCEPT, 1); /* who says nothing is not even accepted */
-  if (door->fd < 0 || !door->nonce || bind(door->fd, &address->any, length) || listen(door->fd, 1024) ||
-      getsockname(door->fd, &address->any, &length)) {
-    close_socket(&door->fd);
-    return SYSTEM;
-  }
-  return OK;
+  if (door->fd >= 0 && door->nonce && !bind(door->fd, &door->address.any, length) && !listen(door->fd, 1024) &&
+      !getsockname(door->fd, &door->address.any, &length))
+    return OK;
+  close_socket(&door->fd);
+  return SYSTEM;
 }
 
 static void close_door(struct door *door) {
@@ -444,7 +431,6 @@ static void fail(struct comm *comm, int error, const char *why) {
   if (comm->error) return;
   comm->error = error;
   if (outstanding(comm)) LOG(WARN, "a connection for %s failed: %s", comm->sends ? "sending" : "receiving", why);
-  atomic_store(&comm->failed, error);
 }
 
 static void close_flow(struct comm *comm, struct flow *flow) {
@@ -594,10 +580,11 @@ static void push(struct comm *comm) {
 
 /* Begin to connect one more flow of a sender; OK, or an error: see errno. */
 static int open_flow(struct comm *comm) {
-  int fd = make_socket(comm->address.any.sa_family);
+  const union address *to = &comm->door.address;
+  int fd = make_socket(to->any.sa_family);
   if (fd < 0) return SYSTEM;
   settle(fd);
-  bool refused = connect(fd, &comm->address.any, length_of(&comm->address)) && errno != EINPROGRESS;
+  bool refused = connect(fd, &to->any, length_of(to)) && errno != EINPROGRESS;
   if (!refused && add_flow(comm, fd, CONNECTING)) return OK;
   close_socket(&fd);
   return refused ? REMOTE : SYSTEM;
@@ -606,7 +593,7 @@ static int open_flow(struct comm *comm) {
 /* A new flow of a sender: say hello when it is connected, and use it when it is welcome. The first welcome says how
  * to open further flows. OK, or an error where the flow was closed: see errno. */
 static int greet(struct comm *comm, struct flow *flow) {
-  struct hello hello = {MAGIC, comm->nonce};
+  struct hello hello = {MAGIC, comm->door.nonce};
   struct welcome *welcome = &flow->welcome;
   if (flow->state == CONNECTING) {
     ssize_t written = send(flow->fd, &hello, sizeof hello, MSG_NOSIGNAL);
@@ -621,29 +608,14 @@ static int greet(struct comm *comm, struct flow *flow) {
     return REMOTE;
   }
   if (flow == comm->flows && welcome->port) {
-    comm->nonce = welcome->nonce;
-    comm->address.in.sin_port = welcome->port;
+    comm->door.nonce = welcome->nonce;
+    comm->door.address.in.sin_port = welcome->port;
     comm->most = (int)least(welcome->flows, (size_t)all.flows);
   }
   flow->head = 0;
   flow->state = OPEN;
   flow->ready = true;
   return OK;
-}
-
-/* Begin to use so many flows, or rest if there are no more. */
-static void try_more(struct comm *comm, int wanted) {
-  struct growth *growth = &comm->growth;
-  growth->phase = OPENING;
-  if (wanted > comm->most) wanted = comm->most;
-  while (comm->opened < wanted && atomic_load(&all.sockets) < atomic_load(&all.most_sockets))
-    if (open_flow(comm)) break;
-  if (comm->opened < wanted) comm->most = wanted = comm->opened;
-  growth->wanted = wanted;
-  if (wanted <= growth->base) {
-    growth->phase = REST;
-    comm->active = growth->base;
-  }
 }
 
 /* Close flows behind the first `keep`, which did not pay: new ones in their place may take other paths. */
@@ -655,6 +627,26 @@ static void begin_window(struct comm *comm) {
   comm->growth.seconds = 0;
   comm->growth.bytes = 0;
   for (int i = 0; i < comm->opened; i++) comm->flows[i].before = comm->flows[i].written;
+}
+
+/* Measure a phase from now on, with so many flows. */
+static void begin_phase(struct comm *comm, int phase, int flows) {
+  comm->active = flows;
+  comm->growth.phase = phase;
+  comm->growth.all_bytes = 0;
+  comm->growth.all_seconds = 0;
+  begin_window(comm);
+}
+
+/* Begin to use so many flows, or rest if there are no more. */
+static void try_more(struct comm *comm, int wanted) {
+  wanted = (int)least((size_t)wanted, (size_t)comm->most);
+  while (comm->opened < wanted && atomic_load(&all.sockets) < atomic_load(&all.most_sockets))
+    if (open_flow(comm)) break;
+  if (comm->opened < wanted) comm->most = wanted = comm->opened;
+  comm->growth.wanted = wanted;
+  if (wanted > comm->growth.base) begin_phase(comm, OPENING, comm->active);
+  else begin_phase(comm, REST, comm->growth.base);
 }
 
 static void rate_flows(struct comm *comm, double rate) {
@@ -682,10 +674,8 @@ static void end_window(struct comm *comm) {
   switch (growth->phase) {
   case SETTLE_BASE:
   case SETTLE_MORE:
-    growth->phase++;
     growth->again = false;
-    growth->all_bytes = 0;
-    growth->all_seconds = 0;
+    begin_phase(comm, growth->phase + 1, comm->active);
     break;
   case BASE:
     if (!enough) break;
@@ -699,25 +689,23 @@ static void end_window(struct comm *comm) {
       try_more(comm, growth->base * 2);
     } else if (enough && !growth->again) {
       growth->again = true; /* what new flows hold of messages at first may have held up the others */
-      growth->all_bytes = 0;
-      growth->all_seconds = 0;
+      begin_phase(comm, MORE, comm->active);
     } else if (enough && comm->active == growth->base * 2 && comm->active < comm->most && growth->base <= FEW &&
                growth->base >= growth->before) {
       try_more(comm, growth->base * 4);
     } else if (enough) {
-      comm->active = growth->base;
-      growth->phase = REST;
+      begin_phase(comm, REST, growth->base);
     }
     break;
   case REST:
     if ((growth->rested_s += growth->seconds) < growth->rest_s) break;
     growth->rested_s = 0;
     growth->rest_s = growth->rest_s < 60 ? growth->rest_s * 2 : 60;
-    growth->phase = SETTLE_BASE;
     growth->before = growth->base;
     growth->trial_ends = now() + TRIAL_S;
     drop_flows(comm, growth->base);
-    if (growth->base > 1) growth->base = comm->active = growth->base / 2; /* half of them may do */
+    if (growth->base > 1) growth->base /= 2; /* half of them may do */
+    begin_phase(comm, SETTLE_BASE, growth->base);
   }
   begin_window(comm);
 }
@@ -730,22 +718,17 @@ static void use_more(struct comm *comm) {
     if (comm->flows[i].state == CONNECTING || comm->flows[i].state == GREETING) return;
     more += comm->flows[i].state == OPEN;
   }
-  comm->active = more ? wanted : growth->base;
-  growth->phase = more ? SETTLE_MORE : REST;
-  begin_window(comm);
-}
-
-/* Use all flows again of which half were tried. */
-static void call_off(struct comm *comm) {
-  comm->active = comm->growth.base = comm->growth.before;
-  comm->growth.phase = REST;
-  begin_window(comm);
+  if (more) begin_phase(comm, SETTLE_MORE, wanted);
+  else begin_phase(comm, REST, growth->base);
 }
 
 /* After each push. Only what lies between two moments at which flows were full counts, if these are close. */
 static void measure(struct comm *comm) {
   struct growth *growth = &comm->growth;
-  if (growth->base < growth->before && growth->phase != REST && now() > growth->trial_ends) call_off(comm);
+  if (growth->base < growth->before && growth->phase != REST && now() > growth->trial_ends) {
+    growth->base = growth->before; /* all flows again of which half were tried */
+    begin_phase(comm, REST, growth->base);
+  }
   if (!outstanding(comm)) return;
   double time = now();
   if (growth->phase == OPENING) use_more(comm);
@@ -897,30 +880,33 @@ static void look(struct comm *comm) {
   if (knocked || comm->waiting) let_in(comm);
 }
 
-static void move(struct comm *comm) {
-  if (comm->error) return;
-  if (comm->sends) {
+/* Give a connection a turn, and its lock back; whether bytes moved. */
+static bool serve(struct comm *comm, bool looks) {
+  uint64_t before = comm->written + comm->read;
+  if (looks && !comm->error) look(comm);
+  if (!comm->error && comm->sends) {
     push(comm);
     measure(comm);
-  } else {
+  } else if (!comm->error) {
     pull(comm);
   }
-}
-
-/* NCCL's thread is here. */
-static void visit(struct comm *comm, bool looks) {
-  if (pthread_mutex_trylock(&comm->lock)) return; /* a helper is moving it */
-  if (looks && !comm->error) look(comm);
-  move(comm);
+  bool moved = comm->written + comm->read != before;
   atomic_store_explicit(&comm->visited, now(), memory_order_relaxed);
   pthread_mutex_unlock(&comm->lock);
+  return moved;
+}
+
+/* NCCL's thread is here, unless a helper has the connection. */
+static void visit(struct comm *comm, bool looks) {
+  if (!pthread_mutex_trylock(&comm->lock)) serve(comm, looks);
 }
 
 /* A connection that waits and that nobody has visited shortly before `time`, locked; `idle` if none waits at all. */
 static struct comm *neglected(double time, bool *idle) {
   *idle = true;
-  for (struct comm *comm = all.comms; comm; comm = comm->next) {
-    if (atomic_load(&comm->failed) || !outstanding(comm)) continue;
+  struct comm *comm;
+  LIST_FOREACH(comm, &all.comms, entry) {
+    if (comm->error || !outstanding(comm)) continue;
     *idle = false;
     if (time - atomic_load_explicit(&comm->visited, memory_order_relaxed) > NEGLECTED_S &&
         !pthread_mutex_trylock(&comm->lock))
@@ -937,13 +923,8 @@ static void *help(void *nothing) {
     /* Each of them gets its turn before the first one gets another, or this thread rests. */
     struct comm *comm = neglected(since, &idle);
     if (comm) {
-      uint64_t before = comm->written + comm->read;
       pthread_mutex_unlock(&all.lock);
-      look(comm);
-      move(comm);
-      any |= comm->written + comm->read != before;
-      atomic_store_explicit(&comm->visited, now(), memory_order_relaxed);
-      pthread_mutex_unlock(&comm->lock);
+      any |= serve(comm, true);
       pthread_mutex_lock(&all.lock);
       continue;
     }
@@ -976,9 +957,7 @@ static void enlist(struct comm *comm) {
   }
   if (comm) {
     pthread_mutex_lock(&all.lock);
-    comm->next = all.comms;
-    if (all.comms) all.comms->previous = comm;
-    all.comms = comm;
+    LIST_INSERT_HEAD(&all.comms, comm, entry);
     pthread_mutex_unlock(&all.lock);
   }
   pthread_mutex_unlock(&all.lifecycle);
@@ -988,11 +967,7 @@ static void enlist(struct comm *comm) {
 static void delist(struct comm *comm) {
   pthread_mutex_lock(&all.lifecycle);
   pthread_mutex_lock(&all.lock);
-  if (comm) {
-    if (comm->previous) comm->previous->next = comm->next;
-    else all.comms = comm->next;
-    if (comm->next) comm->next->previous = comm->previous;
-  }
+  if (comm) LIST_REMOVE(comm, entry);
   bool last = --all.open == 0;
   if (last) {
     all.stopping = true;
@@ -1021,7 +996,7 @@ static void free_comm(struct comm *comm) {
 static struct comm *make_comm(bool sends, const union address *address) {
   struct comm *comm = calloc(1, sizeof *comm);
   if (!comm) return NULL;
-  *comm = (struct comm){.sends = sends, .most = 1, .active = 1, .address = *address, .visited = now(), .door.fd = -1};
+  *comm = (struct comm){.sends = sends, .most = 1, .active = 1, .visited = now(), .door = {.fd = -1, .address = *address}};
   for (int i = 0; i < GUESTS; i++) comm->door.guests[i].fd = -1;
   comm->growth.base = 1;
   comm->growth.rest_s = REST_S;
@@ -1163,25 +1138,19 @@ static int describe(int number, struct properties *properties) {
 }
 
 static int listen_on(int number, void *to, void **result) {
-  struct handle handle = {0};
-  struct listener *listener = calloc(1, sizeof *listener);
   *result = NULL;
-  if (number < 0 || number >= all.devices || !listener) {
-    free(listener);
-    return listener ? ARGUMENT : SYSTEM;
-  }
-  listener->device = number;
-  handle.address = all.device[number].address;
-  if (open_door(&listener->door, &handle.address)) {
+  if (number < 0 || number >= all.devices) return ARGUMENT;
+  struct door *door = calloc(1, sizeof *door);
+  if (!door || open_door(door, &all.device[number].address)) {
     LOG(WARN, "cannot listen on %s: %s", all.device[number].name, strerror(errno));
-    free(listener);
+    free(door);
     return SYSTEM;
   }
-  handle.nonce = listener->door.nonce;
+  struct handle handle = {.nonce = door->nonce, .address = door->address};
   memset(to, 0, 128);
   memcpy(to, &handle, sizeof handle);
   enlist(NULL);
-  *result = listener;
+  *result = door;
   return OK;
 }
 
@@ -1193,7 +1162,7 @@ static int dial(struct handle *handle, int device) {
     if (address.any.sa_family == AF_INET6 && IN6_IS_ADDR_LINKLOCAL(&address.in6.sin6_addr))
       address.in6.sin6_scope_id = (uint32_t)all.device[device].index;
     if (!(comm = handle->comm = make_comm(true, &address))) return SYSTEM;
-    comm->nonce = handle->nonce;
+    comm->door.nonce = handle->nonce;
     int error = open_flow(comm);
     if (error) return error;
   }
@@ -1229,11 +1198,11 @@ static int connect_to(int device, void *config, void *to, void **result, void **
 
 static int accept_from(void *from, void **result, void **device_handle) {
   (void)device_handle;
-  struct listener *listener = from;
-  int error, fd = enter(&listener->door, &error);
+  struct door *door = from;
+  int error, fd = enter(door, &error);
   *result = NULL;
   if (fd < 0) return error;
-  struct comm *comm = make_comm(false, &all.device[listener->device].address);
+  struct comm *comm = make_comm(false, &door->address);
   if (!comm || !add_flow(comm, fd, OPEN)) {
     LOG(WARN, "no connection: %s", strerror(errno));
     close_socket(&fd);
@@ -1242,11 +1211,11 @@ static int accept_from(void *from, void **result, void **device_handle) {
   }
   struct welcome welcome = {.magic = (uint32_t)MAGIC, .flows = (uint16_t)all.flows};
   struct epoll_event event = {.events = EPOLLIN | EPOLLET, .data.u32 = FLOWS};
-  if (all.flows > 1 && !open_door(&comm->door, &comm->address)) {
+  if (all.flows > 1 && !open_door(&comm->door, &door->address)) {
     if (epoll_ctl(comm->epoll, EPOLL_CTL_ADD, comm->door.fd, &event)) close_door(&comm->door);
     else {
       welcome.nonce = comm->door.nonce;
-      welcome.port = comm->address.in.sin_port;
+      welcome.port = comm->door.address.in.sin_port;
     }
   }
   if (send(fd, &welcome, sizeof welcome, MSG_NOSIGNAL) != (ssize_t)sizeof welcome) {
@@ -1273,7 +1242,7 @@ static int post(struct comm *comm, void *data, size_t size, void **result) {
   uint32_t message = atomic_load(&comm->posted);
   struct request *request = &comm->requests[message % REQUESTS];
   *result = NULL;
-  if (atomic_load(&comm->failed)) return atomic_load(&comm->failed);
+  if (comm->error) return comm->error;
   if (size > LARGEST) return ARGUMENT;
   if (atomic_load(&request->state) != FREE) return OK; /* later */
   request->comm = comm;
@@ -1318,7 +1287,7 @@ static int test(void *which, int *done, int *size) {
     if (size) *size = (int)least(request->size, INT_MAX);
     atomic_store(&request->state, FREE);
     return OK;
-  case ACTIVE: return atomic_load(&comm->failed);
+  case ACTIVE: return comm->error;
   default: return USAGE; /* it was done before */
   }
 }
@@ -1330,11 +1299,10 @@ static int close_comm(void *comm) {
   return OK;
 }
 
-static int close_listener(void *which) {
-  struct listener *listener = which;
-  if (!listener) return OK;
-  close_door(&listener->door);
-  free(listener);
+static int close_listener(void *door) {
+  if (!door) return OK;
+  close_door(door);
+  free(door);
   delist(NULL);
   return OK;
 }
