@@ -136,10 +136,6 @@ class Plugin:
 
         return checked
 
-    def has(self, function: str) -> bool:
-        """Whether an entry of the table is not NULL."""
-        return bool(getattr(self.table, function, None))
-
     def start(self) -> None:
         """Call init."""
         self.init(_SILENT, None)
@@ -164,14 +160,16 @@ class Plugin:
 
     def connected(self, device: int, handle: object) -> c_void_p | None:
         """Attempt to connect to this end's copy of a handle; None if it is not done yet."""
-        comm, no_device = c_void_p(), c_void_p()
-        self.connect(device, ctypes.byref(Config(-1)), handle, ctypes.byref(comm), ctypes.byref(no_device))
-        return comm if comm.value else None
+        return self._made("connect", device, ctypes.byref(Config(-1)), handle)
 
     def accepted(self, listener: c_void_p) -> c_void_p | None:
         """Attempt to accept a connection; None if there is none yet."""
+        return self._made("accept", listener)
+
+    def _made(self, function: str, *arguments: Any) -> c_void_p | None:
+        """Call a function that makes an end of a connection, and nothing for a device."""
         comm, no_device = c_void_p(), c_void_p()
-        self.accept(listener, ctypes.byref(comm), ctypes.byref(no_device))
+        getattr(self, function)(*arguments, ctypes.byref(comm), ctypes.byref(no_device))
         return comm if comm.value else None
 
     def send(self, comm: c_void_p, address: int, nbytes: int, buffer: object = None) -> Request | None:

@@ -126,7 +126,7 @@ def test_messages_of_all_sizes_arrive_whole(pair):
 def test_a_table_lists_its_functions(plugin):
     assert plugin.table.name == b"bagua"
     optional = {"regMrDmaBuf", "getDeviceMr", "irecvConsumed", "makeVDevice"}
-    assert {name for name in binding.FUNCTIONS if not plugin.has(name)} == optional
+    assert {name for name in binding.FUNCTIONS if not getattr(plugin.table, name)} == optional
     assert ctypes.sizeof(plugin.table) == 160
     assert ctypes.sizeof(binding.Properties) == 104
     seen = set()
