@@ -9,7 +9,7 @@ import numpy as np
 from ..arrays import Array
 from ..comm import Communicator
 from ..errors import ArrayError, shown
-from .sampler import SampleOrder, Sampler, as_lengths, serpentine
+from .sampler import SampleOrder, Sampler, as_lengths, even_sizes, serpentine
 
 CHUNKS = (960, 240, 48, 24)
 """Default chunks, in batches: the first with at least `LEAST_CHUNKS` chunks an epoch, else the last."""
@@ -144,8 +144,7 @@ class BalancedSampler(Sampler):
         if self.shuffle:
             whole = whole[rng.permutation(chunks)]
             whole = np.where(rng.integers(2, size=(chunks, 1)), whole, whole[:, ::-1])  # up or down
-        full, left = divmod(len(ranked), self.batch_size)
-        sizes = np.array([self.batch_size] * full + [left] * (left > 0), np.int64)
+        sizes = even_sizes(len(ranked), self.batch_size, drop_last=False)
         return SampleOrder.of(np.concatenate([whole.reshape(-1), last]), sizes)
 
     def _pack(self, ranked: Array, rng: np.random.Generator) -> SampleOrder:

@@ -136,8 +136,11 @@ class Sampler(ABC):
     @property
     def order(self) -> SampleOrder:
         """The batches of this epoch for all ranks, the same for any number of ranks."""
-        if self._made is None or self._made[:2] != (self.seed, self.epoch):
-            self._made = self.seed, self.epoch, self._make(np.random.default_rng([self.seed, self.epoch]))
+        return self._order_of(self.seed, self.epoch)
+
+    def _order_of(self, seed: int, epoch: int) -> SampleOrder:
+        if self._made is None or self._made[:2] != (seed, epoch):
+            self._made = seed, epoch, self._make(np.random.default_rng([seed, epoch]))
         return self._made[2]
 
     def _steps(self, start: int) -> tuple[int, int]:
@@ -270,23 +273,18 @@ class Sampler(ABC):
         missing = {"epoch", "seed", "consumed", "order"} - set(state)
         if missing:
             raise ArrayError(f"{name}: the state has no {sorted(missing)}; expected the result of state_dict()")
-        before = self.epoch, self.seed
         epoch, seed = self._whole("epoch", state["epoch"], 0), self._whole("seed", state["seed"], 0)
-        try:
-            self.epoch, self.seed = epoch, seed
-            order = self.order
-            if state["order"] != checksum(order):
-                raise ArrayError(
-                    f"{name}: the state is of another order of samples; lengths, batch_size, max_tokens, noise, "
-                    "chunk, shuffle and drop_last must be as they were (and NumPy's random numbers, too)"
-                )
-            consumed = self._whole("consumed", state["consumed"], 0)
-            batch = int(np.searchsorted(order.offsets, consumed))
-            if batch > order.batches or order.offsets[batch] != consumed:
-                raise ArrayError(f"{name}: consumed is {consumed}, where no batch of the epoch ends")
-        except BaseException:
-            self.epoch, self.seed = before
-            raise
+        order = self._order_of(seed, epoch)
+        if state["order"] != checksum(order):
+            raise ArrayError(
+                f"{name}: the state is of another order of samples; lengths, batch_size, max_tokens, noise, "
+                "chunk, shuffle and drop_last must be as they were (and NumPy's random numbers, too)"
+            )
+        consumed = self._whole("consumed", state["consumed"], 0)
+        batch = int(np.searchsorted(order.offsets, consumed))
+        if batch > order.batches or order.offsets[batch] != consumed:
+            raise ArrayError(f"{name}: consumed is {consumed}, where no batch of the epoch ends")
+        self.epoch, self.seed = epoch, seed
         self._next_start, self._start, self._taken, self._counted = batch, batch, 0, None
 
 
@@ -358,11 +356,12 @@ class PlainSampler(Sampler):
 
     def _make(self, rng: np.random.Generator) -> SampleOrder:
         indices = rng.permutation(self.samples) if self.shuffle else np.arange(self.samples)
-        sizes = _even_sizes(self.samples, self.batch_size, self.drop_last)
+        sizes = even_sizes(self.samples, self.batch_size, drop_last=self.drop_last)
         return SampleOrder.of(indices[: sizes.sum()], sizes)
 
 
-def _even_sizes(samples: int, batch_size: int, drop_last: bool) -> Array:
+def even_sizes(samples: int, batch_size: int, *, drop_last: bool) -> Array:
+    """The sizes of batches; the last one may be smaller, or is left out."""
     full, rest = divmod(samples, batch_size)
     return np.array([batch_size] * full + [rest] * (rest > 0 and not drop_last), np.int64)
 
