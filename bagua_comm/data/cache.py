@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 import os
 import weakref
@@ -9,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ArrayError, UnsupportedError, shown
-from .counters import Counts, Stats, new_file
+from .counters import Stats, new_file
 from .stores import Closed, Store
 from .values import FORMS, Form, checksum
 from .worker import Worker
@@ -76,9 +77,10 @@ class Cache(Closed):
             if not (isinstance(value, (int, float)) and value >= 0):
                 raise ArrayError(f"Cache: {what} is {value!r}, expected a number from 0 on")
         checksum(b"")  # raises if the extra is not installed
-        self.store, self.name, self.form = store, name, form
-        self.buffer_bytes, self.wait_s, self.retry_s = buffer_bytes, wait_s, retry_s
-        self._counts = new_file()
+        self.store, self.name = store, name
+        self._new_worker = functools.partial(
+            Worker, store, form, new_file(), buffer_bytes=buffer_bytes, wait_s=wait_s, retry_s=retry_s
+        )
         self._worker: Worker | None = None
 
     def __getstate__(self) -> dict[str, object]:
@@ -89,19 +91,9 @@ class Cache(Closed):
         if self._worker is None or self._worker.pid != os.getpid():
             from multiprocessing import util  # changes sys.modules, so not before a cache is used
 
-            warned = self._worker.warned if self._worker is not None else ()
-            worker = Worker(
-                self.store,
-                self.form,
-                Counts(self._counts),
-                buffer_bytes=self.buffer_bytes,
-                wait_s=self.wait_s,
-                retry_s=self.retry_s,
-                warned=warned,
-            )
+            self._worker = self._new_worker(warned=self._worker.warned if self._worker is not None else ())
             # Runs at the end of a program and of a worker of multiprocessing, and when the cache is collected.
-            util.Finalize(self, worker.close, exitpriority=_EXIT_PRIORITY)
-            self._worker = worker
+            util.Finalize(self, self._worker.close, exitpriority=_EXIT_PRIORITY)
         return self._worker
 
     def key(self, key: Any) -> bytes:

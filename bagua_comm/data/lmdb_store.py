@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -134,14 +134,12 @@ class LMDBStore(Store):
 
     def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
         """See `Store.get_many`."""
-        for key in keys:
-            _check_key(key)
+        _check_keys(keys)
         return self._do(lambda transaction: [transaction.get(key) for key in keys], write=False)
 
     def set_many(self, items: Mapping[bytes, bytes]) -> None:
         """See `Store.set_many`. All values are written, or none."""
-        for key in items:
-            _check_key(key)
+        _check_keys(items)
 
         def put(transaction: Any) -> None:
             for key in sorted(items):  # neighbours share a page
@@ -166,6 +164,7 @@ class LMDBStore(Store):
                 environment.close()
 
 
-def _check_key(key: bytes) -> None:
-    if not 0 < len(key) <= _LONGEST_KEY:
-        raise StoreError(f"LMDBStore: a key has {len(key)} bytes, expected 1 to {_LONGEST_KEY}")
+def _check_keys(keys: Iterable[bytes]) -> None:
+    for key in keys:
+        if not 0 < len(key) <= _LONGEST_KEY:
+            raise StoreError(f"LMDBStore: a key has {len(key)} bytes, expected 1 to {_LONGEST_KEY}")

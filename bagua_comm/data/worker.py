@@ -7,6 +7,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from ..errors import StoreError
@@ -40,7 +41,7 @@ class Worker:
         self,
         store: Store,
         form: Form,
-        counts: Counts,
+        counts: Path | None,
         *,
         buffer_bytes: float,
         wait_s: float,
@@ -48,7 +49,7 @@ class Worker:
         warned: Iterable[object],
     ) -> None:
         self.pid = os.getpid()
-        self.counts = counts
+        self.counts = Counts(counts)
         self.warned: set[object] = set(warned)
         self._store, self._form, self._buffer_bytes = store, form, buffer_bytes
         self._wait_s, self._retry_s = wait_s, retry_s
