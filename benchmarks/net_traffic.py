@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
+from ctypes import c_void_p
 
 import numpy as np
 
 from bagua_comm.arrays import Array
 from bagua_comm.errors import CommError, CommTimeout
-from bagua_comm.net.binding import Plugin, Request
+from bagua_comm.net.binding import Plugin
 from bagua_comm.net.checking import ConnectedPair
 
 MOST_OUTSTANDING = 32
@@ -84,8 +85,8 @@ def exchange(
     """
     plugin, random = pair.plugin, np.random.default_rng(seed)
     starts = random.integers(0, 4096, len(sizes))
-    sends: deque[Request] = deque()
-    receives: deque[tuple[int, Request]] = deque()
+    sends: deque[tuple[c_void_p, Array]] = deque()
+    receives: deque[tuple[int, c_void_p, Array]] = deque()
     to_send = to_receive = arrived = 0
     choices = random.integers(0, 4, 4096)
     turn, moved = 0, time.monotonic()
@@ -94,24 +95,24 @@ def exchange(
         turn += 1
         if choice == 0 and to_send < len(sizes) and len(sends) < outstanding:
             part = pool[starts[to_send] :][: sizes[to_send]]
-            if (request := plugin.send(pair.sender, part.ctypes.data, sizes[to_send], part)) is not None:
-                sends.append(request)
+            if (request := plugin.send(pair.sender, part.ctypes.data, sizes[to_send])) is not None:
+                sends.append((request, part))
                 to_send += 1
         elif choice == 1 and to_receive < len(sizes) and len(receives) < outstanding:
             size = sizes[to_receive] + (room if to_receive % 3 == 0 else 0)
             out = np.empty(size + 1, np.uint8)
             out[size] = GUARD
-            if (request := plugin.receive(pair.receiver, out.ctypes.data, size, out)) is not None:
-                receives.append((to_receive, request))
+            if (request := plugin.receive(pair.receiver, out.ctypes.data, size)) is not None:
+                receives.append((to_receive, request, out))
                 to_receive += 1
         elif choice == 2 and sends:
-            if plugin.finished(sends[0]) is not None:
+            if plugin.finished(sends[0][0]) is not None:
                 sends.popleft()
         elif choice == 3 and receives:
-            number, request = receives[0]
+            number, request, out = receives[0]
             if (found := plugin.finished(request)) is not None:
                 receives.popleft()
-                _compare(number, found, request.buffer, pool[starts[number] :][: sizes[number]])
+                _compare(number, found, out, pool[starts[number] :][: sizes[number]])
                 arrived += 1
                 moved = time.monotonic()
         if turn % 4096 == 0 and time.monotonic() - moved > timeout_s:
@@ -119,7 +120,6 @@ def exchange(
     return sum(sizes)
 
 
-def _compare(number: int, found: int, out: object, part: Array) -> None:
-    assert isinstance(out, np.ndarray)
+def _compare(number: int, found: int, out: Array, part: Array) -> None:
     if found != len(part) or out[-1] != GUARD or not np.array_equal(out[:found], part):
         raise CommError(f"message {number} of {len(part)} bytes came as {found} bytes, or changed")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import POINTER, c_char_p, c_float, c_int, c_size_t, c_uint64, c_void_p
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,25 +47,13 @@ class Properties(ctypes.Structure):
     )
 
 
-class Config(ctypes.Structure):
-    """Configuration of a communicator."""
-
-    _fields_ = (("trafficClass", c_int),)
-
-
-LOG = ctypes.CFUNCTYPE(None, c_int, ctypes.c_ulong, c_char_p, c_int, c_char_p)
-"""NCCL's log function: level, flags, file, line, format; its variable arguments are not accessible here."""
-
-_SILENT = LOG(lambda *_: None)
-"""A log function without output, which lives as long as the library that uses it."""
-
 _ANY = POINTER(c_void_p)
 FUNCTIONS: dict[str, tuple[Any, ...]] = {
-    "init": (LOG, c_void_p),
+    "init": (c_void_p, c_void_p),
     "devices": (POINTER(c_int),),
     "getProperties": (c_int, POINTER(Properties)),
     "listen": (c_int, c_void_p, _ANY),
-    "connect": (c_int, POINTER(Config), c_void_p, _ANY, _ANY),
+    "connect": (c_int, c_void_p, c_void_p, _ANY, _ANY),
     "accept": (c_void_p, _ANY, _ANY),
     "regMr": (c_void_p, c_void_p, c_size_t, c_int, _ANY),
     "regMrDmaBuf": (c_void_p, c_void_p, c_size_t, c_int, c_uint64, c_int, _ANY),
@@ -102,14 +89,6 @@ class PluginError(CommError):
         self.code = code
 
 
-@dataclass
-class Request:
-    """A message in transfer; it must be tested until it is done, and its buffer kept until then."""
-
-    pointer: c_void_p
-    buffer: object
-
-
 class Plugin:
     """A compiled plugin, called as NCCL calls it. The library stays loaded until the process ends.
 
@@ -137,8 +116,8 @@ class Plugin:
         return checked
 
     def start(self) -> None:
-        """Call init."""
-        self.init(_SILENT, None)
+        """Call init, without a function for logs and one for profiles."""
+        self.init(None, None)
 
     def count(self) -> int:
         """The number of devices."""
@@ -160,7 +139,7 @@ class Plugin:
 
     def connected(self, device: int, handle: object) -> c_void_p | None:
         """Attempt to connect to this end's copy of a handle; None if it is not done yet."""
-        return self._made("connect", device, ctypes.byref(Config(-1)), handle)
+        return self._made("connect", device, None, handle)
 
     def accepted(self, listener: c_void_p) -> c_void_p | None:
         """Attempt to accept a connection; None if there is none yet."""
@@ -172,24 +151,24 @@ class Plugin:
         getattr(self, function)(*arguments, ctypes.byref(comm), ctypes.byref(no_device))
         return comm if comm.value else None
 
-    def send(self, comm: c_void_p, address: int, nbytes: int, buffer: object = None) -> Request | None:
-        """Send a message; None if it must be tried again later."""
+    def send(self, comm: c_void_p, address: int, nbytes: int) -> c_void_p | None:
+        """Send a message: the request, to be tested until it is done; None if it must be tried again later."""
         request = c_void_p(1)
         self.isend(comm, address, nbytes, 0, None, None, ctypes.byref(request))
-        return Request(request, buffer) if request.value else None
+        return request if request.value else None
 
-    def receive(self, comm: c_void_p, address: int, nbytes: int, buffer: object = None) -> Request | None:
-        """Receive a message of at most `nbytes`; None if it must be tried again later."""
+    def receive(self, comm: c_void_p, address: int, nbytes: int) -> c_void_p | None:
+        """Receive a message of at most `nbytes`: the request; None if it must be tried again later."""
         request, data, size, tag = c_void_p(1), c_void_p(address), c_size_t(nbytes), c_int(0)
         handle = c_void_p()
         one = [ctypes.byref(value) for value in (data, size, tag, handle, handle, request)]
         self.irecv(comm, 1, *one)
-        return Request(request, buffer) if request.value else None
+        return request if request.value else None
 
-    def finished(self, request: Request) -> int | None:
+    def finished(self, request: c_void_p) -> int | None:
         """The size of the message of a finished request; None before."""
         done, size = c_int(-1), c_int(-1)
-        self.test(request.pointer, ctypes.byref(done), ctypes.byref(size))
+        self.test(request, ctypes.byref(done), ctypes.byref(size))
         return size.value if done.value else None
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from ctypes import c_void_p
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import BootstrapError, CommError, CommTimeout
-from .binding import Plugin, Request
+from .binding import Plugin
 from .building import build
 
 SIZES = (0, 1, 8, 4096, 65_536, 1 << 20, 4 << 20)
@@ -102,22 +101,21 @@ def _send_one(pair: ConnectedPair, size: int, deadline: float) -> None:
     plugin = pair.plugin
     data = np.random.default_rng(size).integers(0, 256, size, np.uint8)
     out = np.zeros(size + 1, np.uint8)
-    received = _posted(lambda: plugin.receive(pair.receiver, out.ctypes.data, size), deadline)
-    sent = _posted(lambda: plugin.send(pair.sender, data.ctypes.data, size), deadline)
-    sizes: dict[str, int | None] = {"sent": None, "received": None}
+    posts = {
+        "received": lambda: plugin.receive(pair.receiver, out.ctypes.data, size),
+        "sent": lambda: plugin.send(pair.sender, data.ctypes.data, size),
+    }
+    requests: dict[str, c_void_p | None] = dict.fromkeys(posts)
+    sizes: dict[str, int | None] = dict.fromkeys(posts)
     while None in sizes.values():
-        for name, request in (("sent", sent), ("received", received)):
-            if sizes[name] is None:
+        for name, post in posts.items():
+            if (request := requests[name]) is None:
+                requests[name] = post()
+            elif sizes[name] is None:
                 sizes[name] = plugin.finished(request)
         _within(deadline, f"a message of {size} bytes")
     if sizes != {"sent": size, "received": size} or not np.array_equal(out[:size], data) or out[size]:
         raise CommError(f"the network plugin changed a message of {size} bytes on its way ({sizes})")
-
-
-def _posted(post: Callable[[], Request | None], deadline: float) -> Request:
-    while (request := post()) is None:
-        _within(deadline, "posting a message")
-    return request
 
 
 def _within(deadline: float, what: str) -> None:

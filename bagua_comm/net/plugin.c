@@ -15,7 +15,7 @@
  *
  * Threads. isend, irecv and test move whatever of their connection can be moved, not their own request alone: NCCL's
  * thread is there and polls. Helper threads look after connections that it neglects, because it is busy with others.
- * One thread at a time moves a connection, the holder of its lock. No thread outlives the last close.
+ * One thread at a time moves a connection, the holder of its lock. No thread outlives the last connection.
  *
  * NCCL's interface is that of its net.h, version 10, which later versions of NCCL also take; offsets are asserted
  * below. */
@@ -62,9 +62,7 @@
 #define CLEAR (GAIN * 1.3)        /* this much faster, and no more windows are needed */
 #define KEEP (1 + (GAIN - 1) / 3) /* flows that are used already must be this much faster to stay */
 
-#ifndef WINDOWS
 #define WINDOWS 4 /* in a row decide: one alone may lie in a stall or between two */
-#endif
 
 #ifndef REST_S
 #define REST_S 1 /* until the number of flows is tried again; twice as long each time, up to a minute */
@@ -262,11 +260,11 @@ struct comm {
 };
 
 static struct {
-  pthread_mutex_t lifecycle; /* init, and the first and last of `open`; taken before `lock` */
+  pthread_mutex_t lifecycle; /* init, and the first and the last connection; taken before `lock` */
   pthread_mutex_t lock;      /* of `comms` and `stopping` */
   pthread_cond_t stop;
   bool started, stopping;
-  int open, threads, wanted;
+  int threads, wanted;
   pthread_t thread[8];
   LIST_HEAD(comms, comm) comms;
   struct device device[DEVICES];
@@ -947,36 +945,28 @@ static void *help(void *nothing) {
   return nothing;
 }
 
-/* Called when something is opened. Threads start with the first. */
+/* Let helpers look after a connection. Their threads start with the first one. */
 static void enlist(struct comm *comm) {
   pthread_mutex_lock(&all.lifecycle);
-  if (all.open++ == 0) {
-    all.stopping = false;
-    for (all.threads = 0; all.threads < all.wanted; all.threads++)
-      if (pthread_create(&all.thread[all.threads], NULL, help, NULL)) break;
-  }
-  if (comm) {
-    pthread_mutex_lock(&all.lock);
-    LIST_INSERT_HEAD(&all.comms, comm, entry);
-    pthread_mutex_unlock(&all.lock);
-  }
+  pthread_mutex_lock(&all.lock);
+  bool first = LIST_EMPTY(&all.comms);
+  LIST_INSERT_HEAD(&all.comms, comm, entry);
+  all.stopping = false;
+  pthread_mutex_unlock(&all.lock);
+  while (first && all.threads < all.wanted && !pthread_create(&all.thread[all.threads], NULL, help, NULL)) all.threads++;
   pthread_mutex_unlock(&all.lifecycle);
 }
 
-/* Called when something is closed. The threads end with the last. */
+/* The threads end with the last connection. */
 static void delist(struct comm *comm) {
   pthread_mutex_lock(&all.lifecycle);
   pthread_mutex_lock(&all.lock);
-  if (comm) LIST_REMOVE(comm, entry);
-  bool last = --all.open == 0;
-  if (last) {
-    all.stopping = true;
-    pthread_cond_broadcast(&all.stop);
-  }
+  LIST_REMOVE(comm, entry);
+  all.stopping = LIST_EMPTY(&all.comms);
+  if (all.stopping) pthread_cond_broadcast(&all.stop);
   pthread_mutex_unlock(&all.lock);
-  while (last && all.threads) pthread_join(all.thread[--all.threads], NULL);
+  while (all.stopping && all.threads) pthread_join(all.thread[--all.threads], NULL);
   pthread_mutex_unlock(&all.lifecycle);
-  if (!comm) return;
   pthread_mutex_lock(&comm->lock); /* a helper may have it still */
   pthread_mutex_unlock(&comm->lock);
 }
@@ -1149,7 +1139,6 @@ static int listen_on(int number, void *to, void **result) {
   struct handle handle = {.nonce = door->nonce, .address = door->address};
   memset(to, 0, 128);
   memcpy(to, &handle, sizeof handle);
-  enlist(NULL);
   *result = door;
   return OK;
 }
@@ -1209,15 +1198,12 @@ static int accept_from(void *from, void **result, void **device_handle) {
     if (comm) free_comm(comm);
     return SYSTEM;
   }
-  struct welcome welcome = {.magic = (uint32_t)MAGIC, .flows = (uint16_t)all.flows};
   struct epoll_event event = {.events = EPOLLIN | EPOLLET, .data.u32 = FLOWS};
-  if (all.flows > 1 && !open_door(&comm->door, &door->address)) {
-    if (epoll_ctl(comm->epoll, EPOLL_CTL_ADD, comm->door.fd, &event)) close_door(&comm->door);
-    else {
-      welcome.nonce = comm->door.nonce;
-      welcome.port = comm->door.address.in.sin_port;
-    }
-  }
+  bool more = all.flows > 1 && !open_door(&comm->door, &door->address) &&
+              !epoll_ctl(comm->epoll, EPOLL_CTL_ADD, comm->door.fd, &event);
+  if (!more) close_door(&comm->door);
+  uint16_t port = more ? comm->door.address.in.sin_port : 0;
+  struct welcome welcome = {comm->door.nonce, port, (uint16_t)all.flows, (uint32_t)MAGIC};
   if (send(fd, &welcome, sizeof welcome, MSG_NOSIGNAL) != (ssize_t)sizeof welcome) {
     free_comm(comm); /* whoever came has gone again; the next one may be the peer */
     return OK;
@@ -1279,17 +1265,13 @@ static int iflush(void *comm, int count, void **data, int *sizes, void **memory,
 static int test(void *which, int *done, int *size) {
   struct request *request = which;
   struct comm *comm = request->comm;
-  *done = 0;
+  if (atomic_load(&request->state) == FREE) return USAGE; /* it was done before */
   if (atomic_load(&request->state) == ACTIVE) visit(comm, true);
-  switch (atomic_load(&request->state)) {
-  case DONE:
-    *done = 1;
-    if (size) *size = (int)least(request->size, INT_MAX);
-    atomic_store(&request->state, FREE);
-    return OK;
-  case ACTIVE: return comm->error;
-  default: return USAGE; /* it was done before */
-  }
+  *done = atomic_load(&request->state) == DONE;
+  if (!*done) return comm->error;
+  if (size) *size = (int)least(request->size, INT_MAX);
+  atomic_store(&request->state, FREE);
+  return OK;
 }
 
 static int close_comm(void *comm) {
@@ -1303,7 +1285,6 @@ static int close_listener(void *door) {
   if (!door) return OK;
   close_door(door);
   free(door);
-  delist(NULL);
   return OK;
 }
 

@@ -292,7 +292,7 @@ def test_flush_is_done_at_once_and_test_takes_no_sizes(pair):
     plugin.iflush(pair.receiver, 1, None, None, None, ctypes.byref(request))
     assert request.value is None
     sent = plugin.send(pair.sender, POOL.ctypes.data, 8)
-    until(lambda: plugin.test(sent.pointer, ctypes.byref(done), None) or done.value)
+    until(lambda: plugin.test(sent, ctypes.byref(done), None) or done.value)
     assert done.value == 1
 
 
