@@ -105,10 +105,7 @@ class Cache(Closed):
         if isinstance(key, (str, bytes)):
             own = b"s" + key.encode("utf-8", "surrogatepass") if isinstance(key, str) else b"b" + key
         else:
-            try:
-                own = b"i%d" % operator.index(key)
-            except TypeError:
-                raise UnsupportedError(f"a key is {shown(key)}, expected an int, str or bytes") from None
+            own = b"i%d" % _whole("a key", key)
         full = self.name.encode() + b"\0" + own
         if len(full) <= _LONGEST_KEY:
             return full
@@ -152,6 +149,13 @@ class Cache(Closed):
         self.flush()
 
 
+def _whole(what: str, value: Any) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise UnsupportedError(f"{what} is {shown(value)}, expected an int, str or bytes") from None
+
+
 if TYPE_CHECKING:
     _Dataset = Any  # stands for torch.utils.data.Dataset, which only DataLoader's annotations require
 else:
@@ -184,7 +188,11 @@ class Cached(Closed, _Dataset):  # type: ignore[misc]
         self.cache = Cache(store, **options)
         for other in list(_cached):
             lengths = _length(other.dataset), _length(dataset)
-            if None not in lengths and lengths[0] != lengths[1] and self._shares_keys_with(other):
+            if (
+                None not in lengths
+                and lengths[0] != lengths[1]
+                and self._store_and_name() == other._store_and_name()
+            ):
                 raise ArrayError(
                     f"Cached: this store has samples of a data set of {lengths[0]} under the name "
                     f"{self.cache.name!r}, and this one has {lengths[1]}; give each a different name, as in "
@@ -192,11 +200,9 @@ class Cached(Closed, _Dataset):  # type: ignore[misc]
                 )
         _cached.add(self)
 
-    def _shares_keys_with(self, other: Cached) -> bool:
-        """Whether both store samples under the same keys."""
-        mine, theirs = self.cache.store, other.cache.store
-        same = mine is theirs or (mine.identity is not None and mine.identity == theirs.identity)
-        return same and self.cache.name == other.cache.name
+    def _store_and_name(self) -> tuple[object, str]:
+        """What data sets that store samples under the same keys have in common."""
+        return self.cache.store.identity or self.cache.store, self.cache.name
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -205,10 +211,7 @@ class Cached(Closed, _Dataset):  # type: ignore[misc]
         """The index of a sample, from a nonnegative or negative index."""
         if isinstance(index, (str, bytes)):
             return index
-        try:
-            place = operator.index(index)
-        except TypeError:
-            raise UnsupportedError(f"an index is {shown(index)}, expected an int, str or bytes") from None
+        place = _whole("an index", index)
         return place + len(self.dataset) if place < 0 and hasattr(self.dataset, "__len__") else place
 
     def _load(self, index: Any) -> Any:

@@ -57,18 +57,15 @@ def measure(
     """
     comm = default() if comm is None else comm
     n = len(dataset)
-    rows = comm.allgather_object((n, store is not None))
-    counts = [count for count, _ in rows]
+    counts = comm.allgather_object(n)
     if len(set(counts)) > 1:
         raise CommMismatch(f"measure: the data set has {counts} samples on ranks 0 to {comm.size - 1}")
     cache = None
     if store is not None and comm.rank == 0:
         cache = Cache(store, name=f"measure/{name}", buffer_bytes=0)
-    if rows[0][1]:
-        found = cache.peek(str(n)) if cache is not None else None
-        found = comm.broadcast_object(found, root=0)
-        if isinstance(found, np.ndarray) and found.shape == (n,):
-            return found
+    found = comm.broadcast_object(None if cache is None else cache.peek(str(n)), root=0)
+    if isinstance(found, np.ndarray) and found.shape == (n,):
+        return found
     mine = np.zeros(-(-n // comm.size))
     error: Exception | None = None
     try:

@@ -86,7 +86,8 @@ class Sampler(ABC):
             size, rank = self._whole("size", size, 1), self._whole("rank", rank, 0)
             if rank >= size:
                 raise ArrayError(f"{name}: rank is {rank}, expected 0 <= rank < {size}")
-        self._size, self._rank, self._follows = size, rank, size is None
+        self._place = None if size is None or rank is None else (size, rank)
+        self._follows = self._place is None
         self.seed = self._whole("seed", seed, 0)
         self.shuffle = bool(shuffle)
         self.drop_last = bool(drop_last)
@@ -109,23 +110,21 @@ class Sampler(ABC):
     @property
     def size(self) -> int:
         """Number of ranks, as given; else that of `bagua_comm.default()`, also after a change of ranks."""
-        return self._ranks_and_rank()[0]
+        return self._size_and_rank()[0]
 
     @property
     def rank(self) -> int:
         """This rank."""
-        return self._ranks_and_rank()[1]
+        return self._size_and_rank()[1]
 
-    def _ranks_and_rank(self) -> tuple[int, int]:
-        """The number of ranks, and this rank: of the open communicator, else of the last one."""
-        comm = current() if self._follows else None
-        if comm is None and (self._size is None or self._rank is None):
+    def _size_and_rank(self) -> tuple[int, int]:
+        """As given; else of the open communicator, or of the last one."""
+        if self._follows and (comm := current()) is not None:
+            self._place = comm.size, comm.rank
+        elif self._place is None:
             comm = default()
-        if comm is not None:
-            self._size, self._rank = comm.size, comm.rank
-        assert self._size is not None
-        assert self._rank is not None
-        return self._size, self._rank
+            self._place = comm.size, comm.rank
+        return self._place
 
     # The order --------------------------------------------------------------------------------------
 
@@ -159,7 +158,7 @@ class Sampler(ABC):
         start, order = self._next_start, self.order
         self._start, self._next_start, self._taken, self._counted = start, 0, 0, None
         for step in range(self._count(start)):
-            batch = self._batch(order, start, step)
+            batch = self._dealt(order, start + step * self.size)[self.rank]
             # The position belongs to this iteration: a concurrent one has its own.
             self._start, self._taken = start, step + 1
             yield batch.tolist()
@@ -180,9 +179,6 @@ class Sampler(ABC):
         for step, batch in enumerate(batches, 1):
             self._counted = step
             yield batch
-
-    def _batch(self, order: SampleOrder, start: int, step: int) -> Array:
-        return self._dealt(order, start + step * self.size)[self.rank]
 
     def _dealt(self, order: SampleOrder, first: int) -> list[Array]:
         """The batch of each rank in the step that begins at global batch `first`."""
