@@ -8,6 +8,7 @@ has written.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -48,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
             raise CommandError(f"--html {options.html}: {exc.strerror or exc}") from exc
         print(f"wrote {options.html}", file=sys.stderr)  # so that JSON stays alone
     if options.json:
-        print(json.dumps({**summary.as_dict(), "notes": timeline.notes, "advice": advice}, indent=2))
+        print(json.dumps({**dataclasses.asdict(summary), "notes": timeline.notes, "advice": advice}, indent=2))
     else:
         print(describe(summary, timeline.notes, advice))
     return 0 if (summary.ranks or summary.calls) and not timeline.notes else 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from itertools import pairwise
 
 from ..trace import Span
@@ -113,10 +113,6 @@ class Summary:
     """Whether the other ranks wait for the slowest one."""
     calls: list[CallSummary]
     """The calls on the first rank, if no rank has exchanges: of a program without an engine."""
-
-    def as_dict(self) -> dict[str, object]:
-        """All numbers, by name."""
-        return asdict(self)
 
 
 def summarize(timeline: Timeline) -> Summary:

@@ -1,5 +1,6 @@
 """`bagua trace`: text, JSON and a page of a timeline, and what it says about files that are none."""
 
+import dataclasses
 import gzip
 import json
 
@@ -44,7 +45,7 @@ def test_a_compressed_timeline_is_read_and_one_that_was_cut_off_is_an_error(file
 def test_all_numbers_as_json(file, capsys):
     assert cli.main(["trace", str(file), "--json"]) == 0
     numbers = json.loads(capsys.readouterr().out)
-    expected = summarize(Timeline({0: training(), 1: training()})).as_dict()
+    expected = dataclasses.asdict(summarize(Timeline({0: training(), 1: training()})))
     assert numbers == {**expected, "notes": [], "advice": numbers["advice"]}
 
 
