@@ -370,9 +370,12 @@ def test_public_names_are_exactly_those_listed():
     assert names - (modules - set(bagua_comm.__all__)) == set(bagua_comm.__all__)
 
 
+def public_of(package):
+    return [(name, getattr(package, name)) for name in package.__all__]
+
+
 def test_everything_public_has_a_docstring():
-    for name in bagua_comm.__all__:
-        value = getattr(bagua_comm, name)
+    for name, value in [*public_of(bagua_comm), *public_of(bagua_comm.data)]:
         assert inspect.getdoc(value), name
         if inspect.isclass(value):
             for method, function in inspect.getmembers(value, inspect.isfunction):

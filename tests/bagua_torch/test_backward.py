@@ -114,10 +114,8 @@ def test_gradients_that_are_not_accumulated_are_refused():
     assert heard.take() == [*ONE_PASS, BOTH]
 
 
-def test_two_gradients_of_a_parameter_in_one_pass_are_refused():
-    """The inner pass computes both, when the outer one has computed one of them."""
-    module = two_layers()
-    Heard(module)
+def with_an_inner_pass(module, x):
+    """`x`, whose backward pass runs a whole pass of the module."""
 
     class Inner(torch.autograd.Function):
         @staticmethod
@@ -130,8 +128,16 @@ def test_two_gradients_of_a_parameter_in_one_pass_are_refused():
                 module(X).sum().backward()
             return gradient
 
+    return Inner.apply(x)
+
+
+def test_two_gradients_of_a_parameter_in_one_pass_are_refused():
+    """The inner pass computes both, when the outer one has computed one of them."""
+    module = two_layers()
+    Heard(module)
+
     with pytest.raises(MisuseError, match=r"'1\.weight' got two gradients"):
-        module[1](Inner.apply(module[0](X))).sum().backward()
+        module[1](with_an_inner_pass(module, module[0](X))).sum().backward()
 
 
 def test_a_pass_that_fails_before_its_first_gradient_leaves_no_trace():
@@ -333,18 +339,7 @@ def test_a_pass_inside_another_one_ends_and_the_outer_one_continues():
     module = two_layers()
     heard = Heard(module)
 
-    class Inner(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, gradient):
-            with torch.enable_grad():
-                module(X).sum().backward()
-            return gradient
-
-    Inner.apply(module(X)).sum().backward()
+    with_an_inner_pass(module, module(X)).sum().backward()
     assert heard.take() == [*ONE_PASS, f"{BOTH} inner", *ONE_PASS, BOTH]
     assert not heard.watch.armed
 

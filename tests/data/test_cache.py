@@ -121,9 +121,8 @@ def test_keys_of_other_types_and_names_never_collide():
         cache.put(key, number)
     assert [cache.peek(key) for key in keys] == list(range(len(keys)))
     assert cache.peek(np.int64(1)) == cache.peek(True) == 0
-    assert (
-        len({Cache(MemoryStore(), name=name).key(key) for name, key in [("a", "b"), ("ab", ""), ("", "ab")]}) == 3
-    )
+    parts = [("a", "b"), ("ab", ""), ("", "ab")]
+    assert len({Cache(MemoryStore(), name=name).key(key) for name, key in parts}) == 3
     for wrong in (1.5, None, (1, 2), slice(3)):
         with pytest.raises(UnsupportedError, match="expected an int, str or bytes"):
             cache.get(wrong, str)
@@ -163,12 +162,8 @@ def test_the_samples_of_a_data_set_of_tensors_go_through_a_loader():
     dataset = torch.utils.data.TensorDataset(torch.randn(10, 3), torch.arange(10))
     cached = Cached(dataset, MemoryStore())
     for _ in range(2):
-        pairs = zip(
-            torch.utils.data.DataLoader(cached, batch_size=4),
-            torch.utils.data.DataLoader(dataset, batch_size=4),
-            strict=True,
-        )
-        for (x, y), (expected_x, expected_y) in pairs:
+        loaders = [torch.utils.data.DataLoader(each, batch_size=4) for each in (cached, dataset)]
+        for (x, y), (expected_x, expected_y) in zip(*loaders, strict=True):
             assert torch.equal(x, expected_x)
             assert torch.equal(y, expected_y)
     assert (cached.stats().misses, cached.stats().hits) == (10, 10)
@@ -227,10 +222,8 @@ def test_a_store_that_cannot_be_read_is_reported_once_bypassed_and_tried_again()
 
 def test_a_full_store_is_still_read():
     store, data = MemoryStore(capacity_bytes=1000), Counted()
-    with (
-        Cached(data, store, buffer_bytes=0) as cached,
-        pytest.warns(RuntimeWarning, match="fails to write.*full"),
-    ):
+    full = pytest.warns(RuntimeWarning, match="fails to write.*full")
+    with Cached(data, store, buffer_bytes=0) as cached, full:
         list(cached)
     kept = store.count()
     assert 0 < kept < 20
@@ -259,13 +252,9 @@ def test_a_server_killed_in_mid_epoch_is_done_without():
     data = Counted(40)
     with local_redis() as url:
         cached = Cached(data, RedisStore(url, timeout_s=1), buffer_bytes=0)
-        seen = [cached[i] for i in range(20)]
-        seen += [cached[i] for i in range(20)]
+        assert all(same(cached[i], Counted(40)[i]) for i in [*range(20), *range(20)])
     with pytest.warns(RuntimeWarning, match="a store fails to") as caught:
-        seen += [cached[i] for i in range(40)]
-    assert all(
-        same(sample, data[i]) for sample, i in zip(seen, [*range(20), *range(20), *range(40)], strict=True)
-    )
+        assert all(same(cached[i], Counted(40)[i]) for i in range(40))
     stats = cached.stats()
     assert (stats.hits, stats.misses, stats.errors, stats.unwritten) == (20, 60, 2, 40)
     assert len(caught) == 2

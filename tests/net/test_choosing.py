@@ -1,7 +1,6 @@
 """The network that NCCL uses: all ranks make the same choice, or raise the same error, which names a rank."""
 
 import json
-import os
 
 import pytest
 from support.device_ranks import connect_all
@@ -123,17 +122,13 @@ def test_variables_that_break_it_are_found(variables, found):
 # connect ------------------------------------------------------------------------------------------------
 
 
-def variables():
-    return {name: os.environ.get(name) for name in (choosing.PLUGIN, choosing.NETWORK)}
-
-
 def test_connect_builds_the_plugin_and_sets_the_variables_before_nccl_starts(device, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     device.count = 2
-    seen = connect_all(2, lambda comm: (comm.transports[1].name, variables()), net="bagua")
+    seen = connect_all(2, lambda comm: (comm.transports[1].name, choosing.current()), net="bagua")
     assert seen == [("nccl", {choosing.PLUGIN: str(net.path()), choosing.NETWORK: "bagua"})] * 2
     assert net.path().is_relative_to(tmp_path)
-    assert nccl_start.variables == variables()
+    assert nccl_start.variables == choosing.current()
     assert connect_all(2, net="bagua") == [None, None]
     first, second = connect_all(2, net="nccl")
     assert first == second
@@ -143,7 +138,8 @@ def test_connect_builds_the_plugin_and_sets_the_variables_before_nccl_starts(dev
 def test_connect_without_a_word_leaves_the_variables_as_they_are(device, monkeypatch):
     device.count = 2
     monkeypatch.setenv(choosing.PLUGIN, "mine")
-    assert connect_all(2, lambda comm: variables()) == [{choosing.PLUGIN: "mine", choosing.NETWORK: None}] * 2
+    left = {choosing.PLUGIN: "mine", choosing.NETWORK: None}
+    assert connect_all(2, lambda comm: choosing.current()) == [left] * 2
 
 
 def test_a_host_without_a_compiler_is_an_error_that_says_what_to_install(tmp_path, monkeypatch):
@@ -153,7 +149,7 @@ def test_a_host_without_a_compiler_is_an_error_that_says_what_to_install(tmp_pat
     assert first == second
     assert "rank 0 on " in first
     assert "pip install ziglang" in first
-    assert variables() == {choosing.PLUGIN: None, choosing.NETWORK: None}
+    assert choosing.current() == {choosing.PLUGIN: None, choosing.NETWORK: None}
 
 
 def test_an_error_on_one_rank_is_raised_on_all_and_none_waits(tmp_path, monkeypatch):

@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +14,7 @@ import pytest
 from support import net_peer
 from support.net_builds import built
 from support.net_peer import address_of, meet
+from support.waiting import until
 
 from bagua_comm import net
 from bagua_comm.net import binding
@@ -86,14 +86,6 @@ def failing(code):
     with pytest.raises(PluginError) as raised:
         yield
     assert raised.value.code == code
-
-
-def until(condition):
-    """Wait for what must become true; returns it."""
-    deadline = time.monotonic() + WAIT_S
-    while not (found := condition()):
-        assert time.monotonic() < deadline, "it takes too long"
-    return found
 
 
 def threads():

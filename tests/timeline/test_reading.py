@@ -28,19 +28,16 @@ def file(tmp_path):
 
 def test_what_is_written_is_read(file):
     spans = [Span("step", "main", 10, 2_000_017, {"step": 0}), Span("exchange", "lane", 33, 44, {"bucket": 1})]
-    timeline = read_timeline(
-        write(file, [spans, []], [[Value("loss", 20, 0.5), Value("loss", 30, float("nan"))]])
-    )
+    values = [Value("loss", 20, 0.5), Value("loss", 30, float("nan"))]
+    timeline = read_timeline(write(file, [spans, []], [values]))
     assert timeline.notes == []
     assert {rank: sorted(each.rows) for rank, each in timeline.ranks.items()} == {0: ["lane", "main"], 1: []}
     assert timeline.ranks[0].spans == [
         Span("step", "main", 0, 2_000_007, {"step": 0}),
         Span("exchange", "lane", 23, 34, {"bucket": 1}),
     ]
-    assert [(value.time_ns, str(value.number)) for value in timeline.ranks[0].values] == [
-        (10, "0.5"),
-        (20, "nan"),
-    ]
+    found = [(value.time_ns, str(value.number)) for value in timeline.ranks[0].values]
+    assert found == [(10, "0.5"), (20, "nan")]
 
 
 @pytest.mark.parametrize(

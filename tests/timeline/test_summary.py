@@ -63,8 +63,6 @@ def test_spans_of_the_program_are_shown_by_name_and_are_not_other():
             span("load batch", at + 36, at + 38),
             span("decode", at + 37, at + 38),
             span("loss", at + 10, at + 11),
-        ]
-        spans += [
             span("read", at, at + 40, "loader"),
             span("commit", at + 38, at + 39),
             span("tuner: trial", at, at + 40),
@@ -87,16 +85,8 @@ def test_the_names_of_all_spans_of_this_library_are_known():
 
 def test_the_parts_add_up_to_the_step():
     found = summarize_rank(0, training(own=1.5))
-    parts = [
-        found.forward_s,
-        found.backward_s,
-        found.compute_s,
-        found.optimizer_s,
-        found.waiting_s,
-        found.other_s,
-        found.marked_s,
-    ]
-    assert sum(parts) == pytest.approx(found.step_s)
+    parts = ("forward", "backward", "compute", "optimizer", "waiting", "other", "marked")
+    assert sum(getattr(found, f"{part}_s") for part in parts) == pytest.approx(found.step_s)
 
 
 def test_a_single_step_is_summarized_too():
@@ -138,11 +128,7 @@ def test_on_a_device_its_own_rows_count():
         ]
     found = summarize_rank(0, timeline_of(spans))
     assert (found.forward_s, found.backward_s) == (pytest.approx(0.010), pytest.approx(0.014))
-    assert (found.exchange_s, found.hidden, found.waiting_s) == (
-        pytest.approx(0.010),
-        pytest.approx(0.5),
-        pytest.approx(0.005),
-    )
+    assert (found.exchange_s, found.hidden, found.waiting_s) == pytest.approx((0.010, 0.5, 0.005))
 
 
 def test_without_spans_of_steps_backward_passes_count():
@@ -176,10 +162,8 @@ def test_a_single_rank_is_not_the_slowest():
 def test_advice_for_one_bucket():
     ranks = [training(bucket_ms=[(25, 32)], wire=1) for _ in range(2)]
     texts = advise(summary_of(*ranks))
-    assert texts == [
-        "There is one bucket, so its exchange begins when the backward pass has ended, and nothing overlaps: set "
-        "bucket_bytes, for example to 262144."
-    ]
+    text = "There is one bucket, so its exchange begins when the backward pass has ended, and nothing overlaps: "
+    assert texts == [f"{text}set bucket_bytes, for example to 262144."]
 
 
 def on_device(timeline):
