@@ -13,6 +13,7 @@ import pytest
 from support import exit_codes
 
 import bagua_comm
+import bagua_comm.data
 from bagua_comm import Communicator, errors
 
 ROOT = Path(__file__).parent.parent

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from ctypes import c_void_p
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,7 +102,7 @@ def _send_one(pair: ConnectedPair, size: int, deadline: float) -> None:
     plugin = pair.plugin
     data = np.random.default_rng(size).integers(0, 256, size, np.uint8)
     out = np.zeros(size + 1, np.uint8)
-    posts = {
+    posts: dict[str, Callable[[], c_void_p | None]] = {
         "received": lambda: plugin.receive(pair.receiver, out.ctypes.data, size),
         "sent": lambda: plugin.send(pair.sender, data.ctypes.data, size),
     }
