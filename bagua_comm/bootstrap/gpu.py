@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
 from ..comm import Communicator
@@ -84,17 +85,12 @@ def nccl_obstacle(gpus: Sequence[GpuFacts]) -> str | None:
     return None
 
 
+@dataclass
 class NcclStart:
     """The start of NCCL in this process, which reads its variables once."""
 
-    def __init__(self) -> None:
-        self.variables: dict[str, str | None] | None = None
-        """The variables by which NCCL chose its network; None if this library has not started NCCL."""
-
-    def note(self) -> None:
-        """Note the variables, unless NCCL has started before."""
-        if self.variables is None:
-            self.variables = choosing.current()
+    variables: dict[str, str | None] | None = None
+    """The variables by which NCCL chose its network; None if this library has not started NCCL."""
 
 
 nccl_start = NcclStart()
@@ -218,5 +214,6 @@ def _connect_nccl(host: Transport) -> Transport:
     """Connect the transport over NCCL. Collective."""
     from ..transports.nccl import NcclTransport
 
-    nccl_start.note()
+    if nccl_start.variables is None:
+        nccl_start.variables = choosing.current()
     return NcclTransport.connect(host)

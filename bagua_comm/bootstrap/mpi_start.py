@@ -47,25 +47,21 @@ def mpi_world(timeout_s: float, comm: MPI.Comm | None) -> tuple[Transport, list[
         CommTimeout: MPI had started on all ranks, but one did not come in time.
         RankFailed: A rank died meanwhile.
     """
-    handler, log = _start_mpi(timeout_s, comm)
-    from mpi4py import MPI
+    handler = exit_handler()
 
-    from ..transports.mpi import MPITransport
-    from ..transports.mpi.world import first_beside
+    def gather_ranks() -> tuple[Transport, list[tuple[int, str, str]]]:
+        from mpi4py import MPI
 
-    def gather_ranks() -> tuple[MPITransport, list[tuple[int, str, str]]]:
-        duplicate = _duplicate(comm or MPI.COMM_WORLD, Wait(log, timeout_s))
+        from ..transports.mpi import MPITransport
+        from ..transports.mpi.world import first_beside
+
+        duplicate = _duplicate(comm or MPI.COMM_WORLD, Wait(handler.abort.log, timeout_s))
         first = first_beside(duplicate)
         transport = MPITransport(duplicate, timeout_s=timeout_s)
         facts = Communicator([transport], tracer=NULL).allgather_object((first, this_host(), new_name()))
         return transport, facts
 
-    try:
-        transport, facts = handler.limit(Wait(log, timeout_s + LOOK_S), gather_ranks)
-    except CommTimeout:
-        raise
-    except (MPI.Exception, CommError) as exc:
-        raise _lost_at_the_start(log, exc) from exc
+    transport, facts = start(timeout_s, gather_ranks, comm)
     # The label of a node is the number of its first rank.
     firsts, machines, names = zip(*facts, strict=True)
     return transport, hosts(firsts, machines), names[0], handler
@@ -77,20 +73,31 @@ def new_name() -> str:
     return time.strftime(f"%Y%m%d-%H%M%S-{secrets.token_hex(3)}") + (f"-run{run}" if run else "")
 
 
-def start_fleet(timeout_s: float, first: Callable[[], T]) -> T:
+def start(timeout_s: float, first: Callable[[], T], comm: MPI.Comm | None = None) -> T:
     """Start MPI, and return the result of `first`, which all processes call once it has started.
 
     Collective. If a process does not come in time, one prints a message that names it, and the job ends.
 
+    Args:
+        timeout_s: The time limit.
+        first: The first call.
+        comm: The ranks that call it; if None, all that were started.
+
     Raises:
         BootstrapError: The world cannot be set up; see `connect`.
+        CommTimeout: MPI had started on all ranks, but one did not come in time.
         RankFailed: A process died before the others could continue without it.
     """
-    handler, log = _start_mpi(timeout_s, None)
+    handler, log = _start_mpi(timeout_s, comm)
+    from mpi4py import MPI
+
     try:
         return handler.limit(Wait(log, timeout_s + LOOK_S), first)
-    except CommError as exc:
-        raise _lost_at_the_start(log, exc) from exc
+    except CommTimeout:
+        raise
+    except (MPI.Exception, CommError) as exc:  # MPI's own error does not always name the rank
+        text = f"connect: {log.location()} lost another rank: {log.missing()} ({exc})"
+        raise RankFailed(text) from exc
 
 
 def _start_mpi(timeout_s: float, comm: MPI.Comm | None) -> tuple[ExitHandler, JoinLog]:
@@ -160,11 +167,6 @@ def _initialize(mpi: ModuleType) -> None:
         comm.Set_errhandler(mpi.ERRORS_RETURN)
     if number_of_links() > 1 and ranks_on_other_hosts():
         tcp_links.open_in_order(mpi.COMM_WORLD, number_of_links(), _POLL_S)
-
-
-def _lost_at_the_start(log: JoinLog, error: Exception) -> RankFailed:
-    """The error for a rank that died, under ULFM, while MPI started; MPI's own does not always name the rank."""
-    return RankFailed(f"connect: {log.location()} lost another rank: {log.missing()} ({error})")
 
 
 def _why_there_is_no_mpi(launch: launchers.Launch | None, error: Exception) -> str:

@@ -267,10 +267,9 @@ class JoinLog:
 
     def _entries(self, rank: int) -> list[ProcessId]:
         """The processes that have checked in as `rank`, one for each call of `connect`."""
-        try:
+        with suppress(OSError, ValueError):
             return list(map(ProcessId.parse, self._file(f"{rank}{self._group}").read_text().splitlines()))
-        except (OSError, ValueError):
-            return []
+        return []
 
     def processes(self) -> dict[int, int]:
         """Return the process of each rank that runs on this host."""

@@ -30,30 +30,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Run the action. The exit code is 0 if the plugin is there, or works."""
     try:
-        if options.action == "path":
-            return _print_path(options.folder)
-        library = net.build(options.folder)
-        if options.action == "build":
-            print(library)
-            return 0
-        found = net.check(library)
+        library = net.path(options.folder) if options.action == "path" else net.build(options.folder)
+        found = net.check(library) if options.action == "check" and library is not None else None
     except (BaguaError, OSError) as exc:
         raise CommandError(str(exc), exit_code=1) from exc
-    if options.json:
+    if library is None:
+        text = "the network plugin is not built here; run: python -m bagua_comm net build"
+        raise CommandError(text, exit_code=1)
+    if found is None:
+        print(library)
+    elif options.json:
         print(json.dumps(dataclasses.asdict(found), indent=2))
     else:
         print(
             f"{found.library} works: {found.messages} messages, {found.nbytes} bytes over {found.interface} "
             f"({found.speed_mbit} Mbit/s) in {found.seconds:.2f} s; all bytes arrived intact"
         )
-    return 0
-
-
-def _print_path(folder: Path | None) -> int:
-    library = net.path(folder)
-    if library is None:
-        raise CommandError(
-            "the network plugin is not built here; run: python -m bagua_comm net build", exit_code=1
-        )
-    print(library)
     return 0

@@ -15,7 +15,7 @@ import os
 import secrets
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import get_args
@@ -35,6 +35,23 @@ from ..launch.supervisor import supervise
 from ..net.choosing import Net
 
 SUMMARY = "start a Python script on several ranks"
+
+
+SUPERVISION: dict[str, tuple[Callable[[str], object], str, str]] = {
+    "--spares": (natural, "S", "start S more ranks as spares; one replaces a rank that dies (implies --ulfm)"),
+    "--restarts": (natural, "N", "restart mpirun up to N times when ranks or hosts are lost (implies --ulfm)"),
+    "--min-ranks": (positive, "M", "with --spares or --restarts: end if fewer than M ranks can train (1)"),
+    "--record": (str, "FILE", "with --spares or --restarts: write a line of JSON for each event there"),
+}
+"""The options of supervision: the parser and the name of the value, and the help."""
+
+FLAGS = {
+    "--ulfm": "let the other ranks continue when one dies: they get RankFailed, and call shrink() (Open MPI)",
+    "-v --verbose": "print the command, with a reason for each part, and Open MPI's paragraphs on MPI_Abort",
+    "--dry-run": "print the command instead, as a line for a shell; the values of --env are hidden",
+    "--force": "let --write replace a file",
+}
+"""The options without a value, and their help."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,50 +91,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--mpirun", action="append", default=[], metavar="ARG", help="one more argument for mpirun"
     )
-    parser.add_argument(
-        "--ulfm",
-        action="store_true",
-        help="let the other ranks continue when one dies: they get RankFailed, and call shrink() (Open MPI)",
-    )
-    parser.add_argument(
-        "--spares",
-        type=natural,
-        metavar="S",
-        help="start S more ranks as spares; one replaces a rank that dies (implies --ulfm)",
-    )
-    parser.add_argument(
-        "--restarts",
-        type=natural,
-        metavar="N",
-        help="restart mpirun, at most N times, when ranks or hosts are lost (implies --ulfm)",
-    )
-    parser.add_argument(
-        "--min-ranks",
-        type=positive,
-        metavar="M",
-        help="with --spares or --restarts: training continues with fewer ranks, but not with fewer than M (1)",
-    )
-    parser.add_argument(
-        "--record", metavar="FILE", help="with --spares or --restarts: write a line of JSON for each event there"
-    )
-    parser.add_argument(
-        "-v",
-        "--verbose",
-        action="store_true",
-        help="print the command, and the reason for each part; and Open MPI's own paragraphs on MPI_Abort",
-    )
-    parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="print the command instead, as a line for a shell; the values of --env are hidden",
-    )
+    for name, (kind, value, text) in SUPERVISION.items():
+        parser.add_argument(name, type=kind, metavar=value, help=text)
+    for names, text in FLAGS.items():
+        parser.add_argument(*names.split(), action="store_true", help=text)
     parser.add_argument(
         "--write",
         nargs=2,
         metavar=("KIND", "FILE"),
         help=f"write the same job for a cluster instead; KIND is {job_scripts.KIND}, and FILE may be -",
     )
-    parser.add_argument("--force", action="store_true", help="let --write replace a file")
     parser.add_argument("-m", dest="module", action="store_true", help="the script is the name of a module")
     parser.add_argument("script")
     parser.add_argument("args", nargs=argparse.REMAINDER)
@@ -127,11 +110,6 @@ WAIT_S = 5.0
 """How long a rank must have been in a call for `run` to mention it when the job was ended."""
 
 
-def _is_python(script: str) -> bool:
-    """Whether this is a command for Python in place of a script: python, python3.11."""
-    return Path(script).name.rstrip("0123456789.") == "python"
-
-
 def run(options: argparse.Namespace) -> int:
     """Start the ranks; returns only for `--dry-run` and `--write`.
 
@@ -139,7 +117,8 @@ def run(options: argparse.Namespace) -> int:
         CommandError: The arguments exclude each other, or there is no mpirun.
     """
     if not options.module and not Path(options.script).is_file():
-        advice = "; leave it out: run itself starts Python" if _is_python(options.script) else ""
+        name = Path(options.script).name.rstrip("0123456789.")
+        advice = "; leave it out: run itself starts Python" if name == "python" else ""
         if options.script == "bagua":
             advice = f"; a command of it runs as a module: {program_name()} run -n 2 -m bagua_comm doctor"
         raise CommandError(f"there is no file {options.script}{advice}")

@@ -28,6 +28,7 @@ from ..errors import (
     causes,
     shown,
 )
+from ..launch.cli import count
 from ..logs import log_on_root
 from . import start
 from .changes import Change, describe_dead
@@ -279,12 +280,12 @@ class _Loop:
         if len(trainers) >= self._min_ranks:
             return trainers
         if not known.entered and not self._dead:
-            only = f"but only {_ranks(trainers)} can train"
+            only = f"but only {count(len(trainers), 'rank')} can train"
             text = f"elastic.run: min_ranks is {self._min_ranks}, {only}"
             raise self._fatal(ArrayError(text))
         raise self._fatal(
             RankFailed(
-                f"{_ranks(trainers)} {'is' if len(trainers) == 1 else 'are'} left, "
+                f"{count(len(trainers), 'rank')} {'is' if len(trainers) == 1 else 'are'} left, "
                 f"and min_ranks is {self._min_ranks}; dead: {describe_dead(self._dead)}",
                 [rank for rank, process in enumerate(known.trainers) if process.number not in by_number],
             )
@@ -415,8 +416,3 @@ def _without_frames(exc: CommError) -> CommError:
     for error in causes(exc):
         error.__traceback__ = None
     return exc
-
-
-def _ranks(ranks: Sequence[object]) -> str:
-    """Their number, as "1 rank" or "2 ranks"."""
-    return f"{len(ranks)} rank{'s' * (len(ranks) != 1)}"

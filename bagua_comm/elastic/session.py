@@ -103,7 +103,9 @@ class Session:
         for buffer in self._buffers:  # first: the ranks that have committed it may die while it is restored
             buffer.confirm(sources.version, sources.run)
         content = Restore(everyone, sources, snapshots, trainers, hosts).run()
-        self._newest = next((buffer for buffer in self._buffers if _holds(buffer, sources)), None)
+        wanted = sources.version, sources.run
+        held = ((each.info, buffer) for buffer in self._buffers for each in buffer.snapshots())
+        self._newest = next((buffer for info, buffer in held if (info.version, info.run) == wanted), None)
         if content is None:
             return
         if sources.version == INITIAL and self._newest is not None:
@@ -232,21 +234,17 @@ class Session:
 
     def leave(self) -> None:
         """Abort the engines after training was left by an error, without waiting for other ranks."""
-        if self._comm is not None:
-            self._comm.engine_registry = None
         for engine in self._engines:
             engine.abort()
-        self._engines, self._comm = [], None
+        self._forget_ranks()
 
     def close(self) -> None:
         """Free all snapshots."""
         for buffer in self._buffers:
             buffer.close()
+        self._forget_ranks()
+
+    def _forget_ranks(self) -> None:
         if self._comm is not None:
             self._comm.engine_registry = None
         self._engines, self._comm = [], None
-
-
-def _holds(buffer: Buffer, sources: Sources) -> bool:
-    found = buffer.snapshots()
-    return any((each.version, each.header["run"]) == (sources.version, sources.run) for each in found)

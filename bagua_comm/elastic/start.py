@@ -6,9 +6,9 @@ import os
 import socket
 from collections.abc import Callable, Collection, Sequence
 
+from ..bootstrap import mpi_start
 from ..bootstrap.connection import TIMEOUT_S, check_timeout, connect
 from ..bootstrap.environment import has_ulfm, under_mpi, under_torchrun
-from ..bootstrap.mpi_start import start_fleet
 from ..bootstrap.rank_exit import exit_handler
 from ..bootstrap.world import refuse_a_second_world
 from ..comm import Communicator
@@ -105,6 +105,6 @@ def start(timeout_s: float = TIMEOUT_S) -> Fleet:
 
         return mpi.gather(timeout_s)
 
-    fleet = start_fleet(timeout_s, gather)
+    fleet = mpi_start.start(timeout_s, gather)
     exit_handler().abort.notify = fleet.fail
     return fleet

@@ -6,6 +6,7 @@ import os
 import subprocess
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 
 from .remote_shell import RemoteShell, kill
 
@@ -63,7 +64,6 @@ def _read(process: subprocess.Popen[str] | None) -> bytes | None:
     """The output of a process since the last call: b"" at its end, None if there is none yet."""
     if process is None or process.stdout is None:
         return b""
-    try:
+    with suppress(BlockingIOError):
         return os.read(process.stdout.fileno(), 1 << 16)
-    except BlockingIOError:
-        return None
+    return None

@@ -22,7 +22,7 @@ import numpy as np
 
 from ..bootstrap import connect
 from .cli import CommandError, count
-from .hosts import Host, Placement, Ranks, is_here, named_hosts, ranks_of
+from .hosts import Placement, Ranks, is_here, named_hosts, ranks_of
 from .plan import Plan
 
 NUMBERS = (1, 3, 5, 9, 17)
@@ -100,7 +100,9 @@ def measure(
     if all(is_here(host.name) for host in hosts) if hosts else is_alone:
         print("--links auto: on one host, ranks use shared memory, and links have no effect", file=sys.stderr)
         return None
-    placement = _placement(ranks_of(options, hosts).started, hosts)
+    ranks, chosen = ranks_of(options, hosts).started, hosts[:MOST_HOSTS]
+    room = sum(host.slots or -(-ranks // len(hosts)) for host in chosen)
+    placement = Placement(Ranks(min(ranks, room)), chosen) if chosen else None
     failures: list[str] = []
 
     def seconds(number: int) -> float:
@@ -116,15 +118,6 @@ def measure(
     times = ", ".join(f"{links}: {time_s * 1e3:.0f} ms" for links, time_s in sorted(tried.items()))
     print(f"--links auto: {number}; {NBYTES >> 20} MiB averaged by links: {times}", file=sys.stderr)
     return number
-
-
-def _placement(ranks: int, hosts: tuple[Host, ...]) -> Placement | None:
-    """The placement of trials: the first of the named hosts."""
-    if not hosts:
-        return None
-    chosen = hosts[:MOST_HOSTS]
-    room = sum(host.slots or -(-ranks // len(hosts)) for host in chosen)
-    return Placement(Ranks(min(ranks, room)), chosen)
 
 
 def _trial_options(options: argparse.Namespace, links: int) -> argparse.Namespace:

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sysconfig
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -106,7 +107,8 @@ class Mpirun:
         """Return the setting that restricts MPI, its launch agent, gloo and NCCL to one interface."""
         variables = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), name)
         if self.is_open_mpi:
-            starts = ("--mca", "oob_tcp_if_include") if self._major() < 5 else ("--prtemca", "prte_if_include")
+            is_old = int(self.version.partition(".")[0] or 5) < 5
+            starts = ("--mca", "oob_tcp_if_include") if is_old else ("--prtemca", "prte_if_include")
             arguments = ["--mca", "btl_tcp_if_include", name, *starts, name]
         else:
             self._must_be_known("--interface")
@@ -134,14 +136,10 @@ class Mpirun:
     def has_default_hosts(self) -> bool:
         """Whether this Open MPI is configured to run on other hosts by default."""
         file = Path(self.path).parent.parent / "etc" / "prte-default-hostfile"
-        try:
-            lines = file.read_text().splitlines()
-        except OSError:
-            return False
-        return any(line.strip() and not line.lstrip().startswith("#") for line in lines)
-
-    def _major(self) -> int:
-        return int(self.version.partition(".")[0] or 5)
+        with suppress(OSError):
+            lines = map(str.strip, file.read_text().splitlines())
+            return any(line and not line.startswith("#") for line in lines)
+        return False
 
     def _must_be_known(self, flag: str) -> None:
         if not self.library:

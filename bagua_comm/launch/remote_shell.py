@@ -64,8 +64,7 @@ def find_remote_shell(given: Sequence[str]) -> RemoteShell:
     """
     agent, more = _parameter(_AGENTS, given), shlex.split(_parameter(_ARGUMENTS, given) or "")
     choices = [shlex.split(choice) for choice in (agent or "ssh : rsh").split(":")]
-    found = [words for words in choices if words and shutil.which(words[0])] or [["ssh"]]
-    words = found[0]
+    words = next((words for words in choices if words and shutil.which(words[0])), ["ssh"])
     if os.path.basename(words[0]) == "ssh":
         more += ["-x", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={ANSWER_S:.0f}"]
     return RemoteShell((*words, *more))

@@ -266,7 +266,8 @@ class _Supervisor:
         finally:
             signals.forward_to(None)
             heartbeat.close()
-            remove_session(process.pid)
+            for name in ("ompi", "prte"):  # an mpirun that was killed has left its temporary files
+                shutil.rmtree(Path(tempfile.gettempdir(), f"{name}.{process.pid}"), ignore_errors=True)
 
     def _all_have_ended(self) -> bool:
         """Whether all ranks of this attempt have started and ended; False if they are not visible."""
@@ -378,12 +379,6 @@ class _Supervisor:
             facts.append(f"{lost_s:.1f} s lost")
         how = "the job succeeded" if verdict.succeeded else f"the job failed: {verdict.why}"
         self.say(f"{how} ({', '.join(facts)})")
-
-
-def remove_session(pid: int) -> None:
-    """Remove the temporary files of an mpirun that was killed."""
-    for name in ("ompi", "prte"):
-        shutil.rmtree(Path(tempfile.gettempdir(), f"{name}.{pid}"), ignore_errors=True)
 
 
 def _stopped(number: signal.Signals) -> Verdict:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
@@ -138,7 +139,6 @@ def _listed(noun: str, names: Sequence[str]) -> str:
 
 
 def _name(number: int) -> str:
-    try:
+    with suppress(ValueError):
         return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
+    return f"signal {number}"

@@ -19,7 +19,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from ..algorithms import AsyncModelAverage, ByteGrad
 from ..algorithms.by_node import ByNode
@@ -27,6 +27,8 @@ from ..algorithms.combinators import After, Every
 from ..averages import Exact
 from .costmodel import METHODS, SHARDED, Advice, Cluster, Job, Rates, Sharded, ShardedAdvice, predict
 from .costmodel.inputs import MOST_FLOWS
+
+A = TypeVar("A", Advice, ShardedAdvice)
 
 MOST_FAITHFUL = (
     "exact",
@@ -51,10 +53,7 @@ def best_of_gradients(rows: Iterable[Advice]) -> Advice:
 
     QAdam is left out, since it is an optimizer as well; its step is about as long as that of its average.
     """
-    known = {row.name: row for row in rows if row.name in MOST_FAITHFUL}
-    fastest_s = min(row.prediction.step_s for row in known.values())
-    ranked = (known[name] for name in MOST_FAITHFUL if name in known)
-    return next(row for row in ranked if row.prediction.step_s <= AS_FAST * fastest_s)
+    return _first_of_the_fastest([row for row in rows if row.name in MOST_FAITHFUL], MOST_FAITHFUL)
 
 
 class Best(NamedTuple):
@@ -141,20 +140,21 @@ def expression(value: object) -> str:
 
 def best_of_shards(rows: Iterable[ShardedAdvice]) -> ShardedAdvice:
     """The way with the smallest error among the fastest ones with shards over all ranks."""
-    return _first_of_the_fastest([row for row in rows if not row.method.by_node])
+    return _first_of_the_fastest([row for row in rows if not row.method.by_node], SHARDED)
 
 
 def best_of_replicas(rows: Sequence[ShardedAdvice]) -> ShardedAdvice | None:
     """The same with shards inside nodes; None if none is faster than shards over all ranks."""
     limit_s = best_of_shards(rows).prediction.step_s / AS_FAST
     found = [row for row in rows if row.method.by_node and row.prediction.step_s < limit_s]
-    return _first_of_the_fastest(found) if found else None
+    return _first_of_the_fastest(found, SHARDED) if found else None
 
 
-def _first_of_the_fastest(rows: Sequence[ShardedAdvice]) -> ShardedAdvice:
+def _first_of_the_fastest(rows: Sequence[A], names: Iterable[str]) -> A:
+    """The first one, in the order of these names, that is as fast as the fastest."""
     fastest_s = min(row.prediction.step_s for row in rows)
     known = {row.name: row for row in rows if row.prediction.step_s <= AS_FAST * fastest_s}
-    return next(known[name] for name in SHARDED if name in known)
+    return next(known[name] for name in names if name in known)
 
 
 def attachment(method: Sharded, cluster: Cluster) -> list[str]:

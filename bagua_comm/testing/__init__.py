@@ -8,7 +8,8 @@ from .algorithms import check_algorithm
 from .codecs import check_codec
 from .fleets import ThreadFleet, ThreadJob, run_fleet
 from .recording import Call, Recording
-from .simulation import Simulation, SimulationError, simulate
+from .simulation.program import Simulation, simulate
+from .simulation.scheduler import SimulationError
 from .transports import SIZES, check_transport
 from .values import reduced, sample, whole_range
 from .worlds import run_ranks

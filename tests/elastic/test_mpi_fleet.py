@@ -280,13 +280,14 @@ def test_a_wait_on_a_device_ends_with_a_death_and_a_rendezvous(tmp_path):
 
 
 def test_a_half_of_a_split_ends_and_names_a_process_that_it_does_not_reach():
-    from bagua_comm.elastic.mpi.agreement import RESUME, Agreement, Participant, location_of
+    from bagua_comm.elastic.mpi.agreement import RESUME, Agreement, Participant
+    from bagua_comm.transports.mpi.world import Place
 
     def info(process):
         return ProcessInfo(f"space {process // 2}", 100 + process, 1, f"host {process // 2}", f"h{process // 2}")
 
     participants = {each: Participant(RESUME, info(each)) for each in range(4)}
-    places = {each: location_of(info(each)) for each in range(4)}
+    places = {each: Place(f"h{each // 2}", 100 + each, False) for each in range(4)}
     for index, silent in ((0, (2, 3)), (3, (0, 1))):
         living = [each for each in range(4) if each != index]
         agreement = Agreement(

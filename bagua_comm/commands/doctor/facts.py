@@ -9,6 +9,7 @@ import shutil
 import socket
 import struct
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from ... import net
@@ -52,11 +53,10 @@ def collect() -> Facts:
 
 def shared_memory() -> dict[str, int] | None:
     """Return the size and the free space of /dev/shm, in bytes; None if there is none."""
-    try:
+    with suppress(OSError):
         usage = shutil.disk_usage("/dev/shm")
-    except OSError:
-        return None
-    return {"total": usage.total, "free": usage.free}
+        return {"total": usage.total, "free": usage.free}
+    return None
 
 
 def interfaces() -> dict[str, Facts]:
@@ -136,17 +136,13 @@ def _limit(number: int) -> int | None:
 
 def _address(interface: str) -> str | None:
     """The IPv4 address of an interface."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as one:
-        try:
-            answer = fcntl.ioctl(one, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
-        except OSError:
-            return None
-    return socket.inet_ntoa(answer[20:24])
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as one:
+        answer = fcntl.ioctl(one, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+        return socket.inet_ntoa(answer[20:24])
+    return None
 
 
 def _number_in(file: str) -> int | None:
-    try:
-        number = int(Path(file).read_text())
-    except (OSError, ValueError):
-        return None
-    return number if number > 0 else None
+    with suppress(OSError, ValueError):
+        return max(0, int(Path(file).read_text())) or None
+    return None

@@ -340,12 +340,10 @@ def _clocks(world: World) -> Iterator[Finding]:
 
 
 def _speeds(world: World) -> Iterator[Finding]:
-    kinds: dict[str, list[Pair]] = {"on one host": [], "between hosts": []}
     names = world.names
-    for pair in world.pairs:
-        same = names[pair.a] == names[pair.b]
-        kinds["on one host" if same else "between hosts"].append(pair)
-    for kind, pairs in kinds.items():
+    for kind in ("on one host", "between hosts"):
+        is_same = kind == "on one host"
+        pairs = [pair for pair in world.pairs if (names[pair.a] == names[pair.b]) is is_same]
         if not pairs:
             continue
         latency = statistics.median(pair.latency_s for pair in pairs)

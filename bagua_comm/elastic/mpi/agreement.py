@@ -53,11 +53,6 @@ class Participant:
     """The processes that it has killed, and why."""
 
 
-def location_of(info: ProcessInfo) -> Place:
-    """Where a process runs, as errors describe it."""
-    return Place(info.name, info.pid, info.is_visible())
-
-
 class Agreement:
     """The agreements of one process with all others.
 
@@ -68,6 +63,8 @@ class Agreement:
 
     def __init__(self, processes: JobProcesses, timeout_s: float) -> None:
         self._processes, self._timeout_s = processes, timeout_s
+        self._limit_s = 3 * timeout_s + 10
+        """How long a wait may take: longer than fencing late processes takes."""
         self.round = 0
         """Number of rounds so far."""
         self.control: ChannelTransport | None = None
@@ -99,7 +96,7 @@ class Agreement:
         self._heartbeat_s, self._started_s = 0.0, time.monotonic()
         processes.on_wait = self._watch
         try:
-            self._join()
+            self._wait(lambda: all(processes.last_notice(each) is not None for each in processes.living()))
             while True:
                 participants = self._hold_round(wants)
                 if participants is not None:
@@ -115,11 +112,6 @@ class Agreement:
         heard = (notice for each in range(self._processes.size) for notice, _ in notices.from_rank(each))
         return any(notice.completed.get(ROUNDS, 0) > self._processes.rounds for notice in heard)
 
-    def _join(self) -> None:
-        """Wait until all living processes have joined."""
-        processes = self._processes
-        self._wait(lambda: all(processes.last_notice(each) is not None for each in processes.living()))
-
     def _hold_round(self, wants: str) -> dict[int, Participant] | None:
         """All participants, or None if a process has died meanwhile; the same on all."""
         processes = self._processes
@@ -133,7 +125,7 @@ class Agreement:
                 "without it"
             )
         channel = processes.channel_of_round(self.round)
-        control = ChannelTransport(processes, alive, channel, timeout_s=self._limit_s(), with_window=False)
+        control = ChannelTransport(processes, alive, channel, timeout_s=self._limit_s, with_window=False)
         this = Participant(wants, ProcessInfo.of_this(), tuple(self._killed.items()))
         rows: list[Participant] = []
         with suppress(CommError):
@@ -145,7 +137,7 @@ class Agreement:
         self.control = control
         self.participants.update(participants)
         for process, each in participants.items():
-            processes.places[process] = location_of(each.info)
+            processes.places[process] = Place(each.info.name, each.info.pid, each.info.is_visible())
         return participants
 
     def _agree_on_living(self) -> list[int] | None:
@@ -170,7 +162,7 @@ class Agreement:
         request: MPI.Request | None = None
         try:
             request = self._processes.comm.Iagree(value)
-            self._wait(request.Test, self._limit_s())
+            self._wait(request.Test, self._limit_s)
         except MPI.Exception as exc:
             if exc.Get_error_class() in (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING):
                 self._processes.acknowledge()
@@ -193,10 +185,6 @@ class Agreement:
                     f"{limit_s:.3g} s"
                 )
             time.sleep(POLL_S)
-
-    def _limit_s(self) -> float:
-        """How long a wait may take: longer than fencing late processes takes."""
-        return 3 * self._timeout_s + 10
 
     def _watch(self) -> None:
         """Repeat the notice of this process, and fence others; called repeatedly while it waits."""
@@ -229,7 +217,7 @@ class Agreement:
         index, participants = self._processes.index, self.participants
         name = f"process {process} ({self._processes.places[process]}) has not answered for {silent_s:.3g} s"
         if process not in participants or index not in participants:
-            return  # it has missed the first rendezvous: `start_fleet` reports that, and ends the job
+            return  # it has missed the first rendezvous: `mpi_start.start` reports that, and ends the job
         info = participants[process].info
         if info.is_visible() and process not in self._killed:
             state = info.state()

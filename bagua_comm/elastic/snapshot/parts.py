@@ -209,8 +209,11 @@ def _load(target: Any, saved: Any) -> None:
     """Load a state dict into its object."""
     if is_optimizer(target):
         load_in_place(target, saved, with_dtype)
-    else:
-        target.load_state_dict(_with_metadata(saved, target))
+        return
+    versions = getattr(target.state_dict(), "_metadata", None)
+    if versions is not None:  # of a module, which PyTorch stores as an attribute
+        saved._metadata = versions
+    target.load_state_dict(saved)
 
 
 def _check_whole(path: str, value: object) -> None:
@@ -259,11 +262,3 @@ def _assign(target: object, saved: object) -> None:
     else:
         with array.device:  # no communicator has selected a device yet
             array[...] = arrays.namespace(array).asarray(saved)
-
-
-def _with_metadata(saved: Any, target: Any) -> Any:
-    """The state dict of a module with its version metadata, which PyTorch stores as an attribute."""
-    versions = getattr(target.state_dict(), "_metadata", None)
-    if versions is not None:
-        saved._metadata = versions
-    return saved

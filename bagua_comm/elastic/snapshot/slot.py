@@ -142,9 +142,8 @@ class Slot:
         """The content of the slot; None if it is empty, incomplete, or damaged."""
         if self._memory.size < _DATA_AT:
             return None
-        magic, state, version, data_bytes, text_bytes, text_sum = _HEAD.unpack(
-            self._memory[: _HEAD.size].tobytes()
-        )
+        head = self._memory[: _HEAD.size].tobytes()
+        magic, state, version, data_bytes, text_bytes, text_sum = _HEAD.unpack(head)
         end = _DATA_AT + data_bytes
         if magic != _MAGIC or state not in (PREPARED, COMMITTED) or end + text_bytes > self._memory.size:
             return None

@@ -124,7 +124,7 @@ class Buffer:
 
     def __init__(self, name: str, folder: Path | None, number: int) -> None:
         self._stem = None if folder is None else folder / f"slot-{number}-{name}"
-        self.local = self._slot("own")
+        self.local = Slot(self._path("own"))
         self.peers: list[Slot] = []
         while (path := self._path(f"for-{len(self.peers)}")) is not None and path.exists():
             self.peers.append(Slot(path))  # of a process of this number before a restart
@@ -132,16 +132,13 @@ class Buffer:
     def _path(self, role: str) -> Path | None:
         return None if self._stem is None else self._stem.with_name(f"{self._stem.name}-{role}")
 
-    def _slot(self, role: str) -> Slot:
-        return Slot(self._path(role))
-
     def _slots(self) -> list[Slot]:
         return [self.local, *self.peers]
 
     def peer_slots(self, count: int) -> list[Slot]:
         """Slots for the snapshots of `count` other ranks."""
         while len(self.peers) < count:
-            self.peers.append(self._slot(f"for-{len(self.peers)}"))
+            self.peers.append(Slot(self._path(f"for-{len(self.peers)}")))
         return self.peers[:count]
 
     def snapshots(self) -> list[Snapshot]:

@@ -141,10 +141,7 @@ class Costs:
                 chunk = self.chunk(n, p)
                 return [*self.reduce_scatter(None, n, group), self.work(copy=chunk), self.allgather(chunk, group)]
             case Reproducible(block=block):
-                dtype = dtype_named(self.dtype)
-                count, form = -(-n // dtype.itemsize), fixed_format(dtype)
-                fields = self.average(Exact(), -(-count // block) * form.field.itemsize, group)
-                sums = count * form.total.itemsize
+                fields, sums = self.fields_and_sums(block, n, group)
                 begin, middle = self.work(add=n), self.work(add=n, copy=sums)
                 return [begin, *fields, middle, *self.average(Exact(), sums, group), self.work(add=sums, copy=n)]
             case Quantized(codec):
@@ -182,6 +179,12 @@ class Costs:
                     gather = [self.allgather(chunk, node)]
                 return [*scatter, *self.average(inner, chunk, across), *gather]
         raise UnsupportedError(f"costmodel: the model does not know what {average!r} exchanges")
+
+    def fields_and_sums(self, block: int, n: int, group: RankGroup) -> tuple[list[LaneTask], int]:
+        """The average of the fields of blocks, with which `Reproducible` begins, and the bytes of its sums."""
+        dtype = dtype_named(self.dtype)
+        count, form = -(-n // dtype.itemsize), fixed_format(dtype)
+        return self.average(Exact(), -(-count // block) * form.field.itemsize, group), count * form.total.itemsize
 
     def reduce_scatter(self, codec: Codec | None, n: int, group: RankGroup) -> list[LaneTask]:
         """Reduce `n` bytes over a group, each rank a chunk."""

@@ -7,12 +7,10 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from ...arrays import dtype_named
 from ...averages import Average, ErrorFeedback, Exact, Hierarchical, Quantized
 from ...averages.reproducible import Reproducible
 from ...codecs import Codec
 from ...errors import ArrayError, UnsupportedError
-from ...kernels.host import fixed_format
 from .costs import Costs, LaneTask, RankGroup, bytes_sent
 from .inputs import Cluster, Job, Prediction, Rates
 
@@ -190,11 +188,8 @@ def _reduce(method: Any, n: int, group: RankGroup, costs: Costs) -> list[LaneTas
             lost = [costs.coding(codec, decode=n), costs.work(add=(6 if decay else 5) * n, copy=n)]
             return [*costs.reduce_scatter(codec, n, group), *lost, *costs.held(kept, n)]
         case Reproducible(block=block):
-            dtype = dtype_named(costs.dtype)
-            count, form = -(-n // dtype.itemsize), fixed_format(dtype)
-            fields = costs.average(Exact(), -(-count // block) * form.field.itemsize, group)
-            sums = costs.reduce_scatter(None, count * form.total.itemsize, group)
-            return [costs.work(add=n), *fields, costs.work(add=n), *sums]
+            fields, sums = costs.fields_and_sums(block, n, group)
+            return [costs.work(add=n), *fields, costs.work(add=n), *costs.reduce_scatter(None, sums, group)]
         case Hierarchical((Exact() | Quantized()) as inner, inside=inside):
             node, across = RankGroup(group.per_node, group.per_node), RankGroup(group.size // group.per_node, 1)
             chunk = costs.chunk(n, node.size)

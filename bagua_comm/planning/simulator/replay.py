@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -266,9 +266,6 @@ class _OneRank(_Ranks):
         super().__init__(program, cluster, rates)
         self._now = self._done = self._end = self._busy = self._link_free = 0.0
 
-    def _last(self) -> float:
-        return float(self._now + self._end - self._done)
-
     def _spend(self, spent: float, lane_cores: float, alone: float) -> None:
         speed = 1 - lane_cores / self._cluster.cores_per_rank
         done = self._done + spent * speed
@@ -292,10 +289,6 @@ class _OneRank(_Ranks):
 
 def wire_bytes(program: Program) -> tuple[float, float]:
     """Bytes that a rank sends, and bytes that a node sends, in a step."""
-    began: Iterator[Exchange] = (
-        program.exchanges[op[1]] for task in program.tasks for op in task if op[0] == "begin"
-    )
-    rank = node = 0.0
-    for exchange in began:
-        rank, node = rank + exchange.wire_bytes, node + exchange.node_bytes
-    return rank / program.steps, node / program.steps
+    began = [program.exchanges[op[1]] for task in program.tasks for op in task if op[0] == "begin"]
+    sent, left = sum(each.wire_bytes for each in began), sum(each.node_bytes for each in began)
+    return sent / program.steps, left / program.steps

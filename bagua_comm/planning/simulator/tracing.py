@@ -9,6 +9,7 @@ for which it waits.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -198,12 +199,9 @@ def _plan_of(job: Job, phase: Algorithm) -> tuple[Plan, list[float]]:
     groups = phase.groups(specs) if isinstance(phase, StreamingDiLoCo) else None
     plan = Plan.pack(specs, bucket_bytes=job.bucket_bytes, groups=groups)
     whole = sum(share for _, share in layers) or 1.0
-    passed, complete = 0.0, []
-    for _, share in layers:
-        passed += share
-        complete.append(passed / whole)
+    complete = [passed / whole for passed in itertools.accumulate(share for _, share in layers)]
     ends = [max(complete[int(tensor.name)] for tensor in bucket.tensors) for bucket in plan.buckets]
-    return plan, [max(ends[: i + 1]) for i in range(len(ends))]
+    return plan, list(itertools.accumulate(ends, max))
 
 
 def _steps_of(phase: Algorithm, cluster: Cluster) -> int:

@@ -129,8 +129,15 @@ class SimulatedCondition:
 
     def __init__(self, lock: SimulatedLock | None = None) -> None:
         self._lock = lock or SimulatedRLock()
-        self.acquire, self.release = self._lock.acquire, self._lock.release
         self._waiting: list[Task] = []
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        """See `threading.Condition.acquire`."""
+        return self._lock._take(blocking, None if timeout < 0 else timeout)
+
+    def release(self) -> None:
+        """See `threading.Condition.release`."""
+        self._lock._give()
 
     def __enter__(self) -> bool:
         return self._lock.__enter__()
@@ -234,10 +241,6 @@ class SimulatedFuture(concurrent.futures.Future[object]):
         self._condition = SimulatedCondition()  # type: ignore[assignment]
 
 
-def _executor(*args: Any, **options: Any) -> Any:
-    return (concurrent.futures.ThreadPoolExecutor if mine() is None else SimulatedExecutor)(*args, **options)
-
-
 class SimulatedExecutor(concurrent.futures.Executor):
     """`ThreadPoolExecutor`; its threads end when it is shut down."""
 
@@ -301,34 +304,28 @@ class _Module(ModuleType):
         return getattr(self._original, name)
 
 
-def _clock(original: Callable[[], object], read: Callable[[Scheduler], object]) -> Callable[[], object]:
-    def now() -> Any:
+def _either(original: Callable[..., Any], simulated: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that calls `original`, and in threads of a simulation `simulated`, with the scheduler first."""
+
+    def call(*args: Any, **options: Any) -> Any:
         scheduler = mine()
-        return original() if scheduler is None else read(scheduler)
+        return original(*args, **options) if scheduler is None else simulated(scheduler, *args, **options)
 
-    return now
-
-
-def _sleep(seconds: float) -> None:
-    scheduler = mine()
-    if scheduler is None:
-        time.sleep(seconds)
-    else:
-        scheduler.wait("sleep", seconds)
+    return call
 
 
-def _token_hex(nbytes: int = 32) -> str:
-    scheduler = mine()
-    return secrets.token_hex(nbytes) if scheduler is None else scheduler.random.randbytes(nbytes).hex()
-
-
+_sleep = _either(time.sleep, lambda scheduler, seconds: scheduler.wait("sleep", seconds))
+_token_hex = _either(secrets.token_hex, lambda scheduler, nbytes=32: scheduler.random.randbytes(nbytes).hex())
+_executor = _either(
+    concurrent.futures.ThreadPoolExecutor, lambda _, *args, **options: SimulatedExecutor(*args, **options)
+)
 _CLOCKS: dict[str, Callable[[], object]] = {
-    "monotonic": _clock(time.monotonic, lambda scheduler: scheduler.now_s),
-    "perf_counter": _clock(time.perf_counter, lambda scheduler: scheduler.now_s),
-    "time": _clock(time.time, lambda scheduler: EPOCH_S + scheduler.now_s),
-    "monotonic_ns": _clock(time.monotonic_ns, lambda scheduler: int(scheduler.now_s * 1e9)),
-    "perf_counter_ns": _clock(time.perf_counter_ns, lambda scheduler: int(scheduler.now_s * 1e9)),
-    "time_ns": _clock(time.time_ns, lambda scheduler: int((EPOCH_S + scheduler.now_s) * 1e9)),
+    "monotonic": _either(time.monotonic, lambda scheduler: scheduler.now_s),
+    "perf_counter": _either(time.perf_counter, lambda scheduler: scheduler.now_s),
+    "time": _either(time.time, lambda scheduler: EPOCH_S + scheduler.now_s),
+    "monotonic_ns": _either(time.monotonic_ns, lambda scheduler: int(scheduler.now_s * 1e9)),
+    "perf_counter_ns": _either(time.perf_counter_ns, lambda scheduler: int(scheduler.now_s * 1e9)),
+    "time_ns": _either(time.time_ns, lambda scheduler: int((EPOCH_S + scheduler.now_s) * 1e9)),
 }
 _LOCKS: dict[str, object] = {
     "Lock": SimulatedLock,
