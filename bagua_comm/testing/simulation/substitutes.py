@@ -268,7 +268,7 @@ class SimulatedExecutor(concurrent.futures.Executor):
             self._threads[-1].start()
         return future
 
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+    def shutdown(self, wait: bool = True) -> None:  # type: ignore[override]
         """See `ThreadPoolExecutor.shutdown`."""
         self._shutdown = True
         for _ in self._threads:
@@ -346,7 +346,8 @@ def _copy_of(original: ModuleType, **names: Any) -> Any:
     return copy
 
 
-_queue = _copy_of(queue, threading=_THREADING, time=_CLOCKS["monotonic"], Full=queue.Full)
+_ERRORS = {name: each for name, each in vars(queue).items() if name in ("Empty", "Full", "ShutDown")}
+_queue = _copy_of(queue, threading=_THREADING, time=_CLOCKS["monotonic"], **_ERRORS)
 """Queues that wait by the locks above; only threads of a simulation may wait."""
 _QUEUES = {"Queue": _queue.Queue, "SimpleQueue": _queue.Queue}
 
