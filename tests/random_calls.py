@@ -333,10 +333,7 @@ def broadcast(draw):
     x = draw.laid_out(xs[draw.comm.rank], writable=draw.comm.rank != root)
     text = f"broadcast of {dtype}{shape}, root={root}"
     return Call(
-        text,
-        lambda comm: comm.broadcast(x, root=root),
-        lambda result: assert_same(x, xs[root], text),
-        alike=True,
+        text, lambda comm: comm.broadcast(x, root=root), lambda result: assert_same(x, xs[root], text), alike=True
     )
 
 

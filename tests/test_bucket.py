@@ -31,8 +31,7 @@ MIXED = [
 
 specs = st.lists(
     st.tuples(
-        st.lists(st.integers(0, 5), max_size=3).map(tuple),
-        st.sampled_from(["float32", "float16", "bfloat16"]),
+        st.lists(st.integers(0, 5), max_size=3).map(tuple), st.sampled_from(["float32", "float16", "bfloat16"])
     ),
     max_size=15,
 ).map(lambda pairs: [TensorSpec(f"t{i}", shape, dtype) for i, (shape, dtype) in enumerate(pairs)])

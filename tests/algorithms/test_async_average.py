@@ -5,18 +5,9 @@ import threading
 
 import numpy as np
 import pytest
-from support.references import (
-    STEPS,
-    Trainer,
-    by_name,
-    make_plan,
-    start,
-)
+from support.references import STEPS, Trainer, by_name, make_plan, start
 
-from bagua_comm import (
-    AsyncModelAverage,
-    Point,
-)
+from bagua_comm import AsyncModelAverage, Point
 from bagua_comm.testing import run_ranks
 
 ALWAYS = AsyncModelAverage(interval_s=0)

@@ -7,14 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 from support.own_algorithms import Plain
-from support.references import (
-    STEPS,
-    Trainer,
-    bits,
-    common_start,
-    make_plan,
-    trajectories,
-)
+from support.references import STEPS, Trainer, bits, common_start, make_plan, trajectories
 
 from bagua_comm import (
     Algorithm,

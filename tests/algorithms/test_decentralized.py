@@ -2,10 +2,7 @@
 
 import numpy as np
 import pytest
-from support.references import (
-    Trainer,
-    make_plan,
-)
+from support.references import Trainer, make_plan
 
 from bagua_comm import ArrayError, Decentralized, Engine, Point, every
 from bagua_comm.testing import run_ranks

@@ -5,19 +5,9 @@ import logging
 import numpy as np
 import pytest
 import torch
-from support.references import (
-    STEPS,
-    Trainer,
-    make_plan,
-)
+from support.references import STEPS, Trainer, make_plan
 
-from bagua_comm import (
-    DiLoCo,
-    Engine,
-    Plan,
-    Point,
-    TensorSpec,
-)
+from bagua_comm import DiLoCo, Engine, Plan, Point, TensorSpec
 from bagua_comm.testing import run_ranks
 
 

@@ -4,16 +4,9 @@ import pickle
 
 import numpy as np
 import pytest
-from support.references import (
-    Trainer,
-    make_plan,
-)
+from support.references import Trainer, make_plan
 
-from bagua_comm import (
-    LowPrecisionDecentralized,
-    LowPrecisionOnePeer,
-    Point,
-)
+from bagua_comm import LowPrecisionDecentralized, LowPrecisionOnePeer, Point
 from bagua_comm.testing import run_ranks
 
 KINDS = [LowPrecisionDecentralized, LowPrecisionOnePeer]
@@ -40,8 +33,7 @@ def assert_peers_agree(kept):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "ranks"),
-    [("float32", ranks) for ranks in (1, 2, 3, 4, 8)] + [("float16", 3), ("bfloat16", 4)],
+    ("dtype", "ranks"), [("float32", ranks) for ranks in (1, 2, 3, 4, 8)] + [("float16", 3), ("bfloat16", 4)]
 )
 @pytest.mark.parametrize("kind", KINDS)
 def test_replicas_agree_bit_for_bit_after_every_step_replan_and_restart(kind, dtype, ranks):

@@ -1,15 +1,9 @@
 """QAdam: against Adam on averaged gradients and, past the warm-up, on averaged momentum."""
 
 import numpy as np
-from support.references import (
-    AdamTrainer,
-    gradient,
-    make_plan,
-)
+from support.references import AdamTrainer, gradient, make_plan
 
-from bagua_comm import (
-    QAdam,
-)
+from bagua_comm import QAdam
 from bagua_comm.testing import run_ranks
 
 WARMUP_STEPS = AdamTrainer.optimizer.warmup_steps

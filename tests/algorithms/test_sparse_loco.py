@@ -2,27 +2,9 @@
 
 import numpy as np
 import pytest
-from support.references import (
-    Trainer,
-    assert_follows,
-    bits,
-    common_start,
-    make_plan,
-    sparse_loco,
-    trajectories,
-)
+from support.references import Trainer, assert_follows, bits, common_start, make_plan, sparse_loco, trajectories
 
-from bagua_comm import (
-    BaguaError,
-    DiLoCo,
-    Engine,
-    ErrorFeedback,
-    Hierarchical,
-    Plan,
-    SparseLoCo,
-    TensorSpec,
-    TopK,
-)
+from bagua_comm import BaguaError, DiLoCo, Engine, ErrorFeedback, Hierarchical, Plan, SparseLoCo, TensorSpec, TopK
 from bagua_comm.testing import run_ranks
 
 SMALL = {"chunk": 96, "keep": 10}

@@ -2,15 +2,7 @@
 
 import numpy as np
 import pytest
-from support.references import (
-    STEPS,
-    Trainer,
-    common_start,
-    decoded,
-    make_plan,
-    mean,
-    trajectories,
-)
+from support.references import STEPS, Trainer, common_start, decoded, make_plan, mean, trajectories
 
 from bagua_comm import (
     ArrayError,

@@ -9,14 +9,7 @@ import pytest
 from support.golden import GOLDEN
 from support.references import largest
 
-from bagua_comm import (
-    ArrayError,
-    CommMismatch,
-    ErrorFeedback,
-    Hierarchical,
-    MinMaxUInt8,
-    TopK,
-)
+from bagua_comm import ArrayError, CommMismatch, ErrorFeedback, Hierarchical, MinMaxUInt8, TopK
 from bagua_comm.arrays import dtype_named
 from bagua_comm.kernels import compiled, host
 from bagua_comm.testing import run_ranks

@@ -3,10 +3,7 @@
 import numpy as np
 import pytest
 
-from bagua_comm import (
-    CommError,
-    CommMismatch,
-)
+from bagua_comm import CommError, CommMismatch
 from bagua_comm.testing import run_ranks
 
 

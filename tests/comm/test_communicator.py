@@ -7,13 +7,7 @@ import numpy as np
 import pytest
 from support.call_checks import check_calls
 
-from bagua_comm import (
-    ArrayError,
-    CommError,
-    CommMismatch,
-    Communicator,
-    UnsupportedError,
-)
+from bagua_comm import ArrayError, CommError, CommMismatch, Communicator, UnsupportedError
 from bagua_comm.comm.arguments import hint_of
 from bagua_comm.testing import Recording, check_transport, run_ranks
 from bagua_comm.timeline.reading import read_timeline
@@ -225,14 +219,8 @@ NO_TAGS = "there are no tags: between two ranks, messages match in order"
     [
         (lambda comm, x: comm.send(x, 1), "give dest by name: send(..., dest=...)"),
         (lambda comm, x: comm.broadcast(x, 0), "give root by name: broadcast(..., root=...)"),
-        (
-            lambda comm, x: comm.sendrecv(x, x, 1, 0),
-            SENDRECV,
-        ),
-        (
-            lambda comm, x: comm.send(x, dest=1, tag=3),
-            NO_TAGS,
-        ),
+        (lambda comm, x: comm.sendrecv(x, x, 1, 0), SENDRECV),
+        (lambda comm, x: comm.send(x, dest=1, tag=3), NO_TAGS),
         (lambda comm, x: comm.recv(x, source=1, buf=3), "the arguments of recv are out, source, timeout_s"),
         (lambda comm, x: comm.broadcast_object(x, 0), "give root by name: broadcast_object(..., root=...)"),
         (lambda comm, x: sorted(x, 0), ""),

@@ -8,11 +8,7 @@ import numpy as np
 import pytest
 from support.children import forked
 
-from bagua_comm import (
-    CommError,
-    Communicator,
-    quantized_allreduce,
-)
+from bagua_comm import CommError, Communicator, quantized_allreduce
 from bagua_comm.testing import run_ranks
 from bagua_comm.transports import LocalTransport
 

@@ -6,11 +6,7 @@ import time
 import numpy as np
 import pytest
 
-from bagua_comm import (
-    ArrayError,
-    CommTimeout,
-    Communicator,
-)
+from bagua_comm import ArrayError, CommTimeout, Communicator
 from bagua_comm.testing import run_ranks
 from bagua_comm.transports import LocalTransport
 

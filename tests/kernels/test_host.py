@@ -39,11 +39,7 @@ def values(shape, dtype, seed=0):
 
 
 def same_bytes(expected, actual):
-    return (expected.dtype, expected.shape, expected.tobytes()) == (
-        actual.dtype,
-        actual.shape,
-        actual.tobytes(),
-    )
+    return (expected.dtype, expected.shape, expected.tobytes()) == (actual.dtype, actual.shape, actual.tobytes())
 
 
 # Reductions
@@ -240,8 +236,7 @@ def test_cast_saturating_takes_any_shape():
 
 
 @pytest.mark.parametrize(
-    ("name", "largest"),
-    [("float16", 65504.0), ("bfloat16", 255 * 2.0**120), ("float32", 2.0**128 - 2.0**104)],
+    ("name", "largest"), [("float16", 65504.0), ("bfloat16", 255 * 2.0**120), ("float32", 2.0**128 - 2.0**104)]
 )
 def test_largest_finite_is_followed_by_infinity(name, largest):
     dtype = dtype_named(name)

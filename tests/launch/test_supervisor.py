@@ -122,10 +122,7 @@ OWN_ERROR = "record('error', error='KeyError', text='x', due_to_others=False); s
 
 @pytest.mark.parametrize(
     ("program", "restarts", "code", "attempts", "words"),
-    [
-        ("die()", 1, 137, 2, "the job failed: ranks "),
-        (OWN_ERROR, 3, 1, 1, "the job failed: rank "),
-    ],
+    [("die()", 1, 137, 2, "the job failed: ranks "), (OWN_ERROR, 3, 1, 1, "the job failed: rank ")],
     ids=["as often as was asked for", "an error of its own"],
 )
 def test_a_job_is_started_again_only_where_it_may_help(

@@ -549,11 +549,7 @@ def test_a_rank_interrupted_while_it_makes_a_group_ends_that_on_all_ranks(comm, 
     with world_of(comm, timeout_s=30) as (world, last):
         if comm.rank == last:
             transport = world.transports[0]
-            owners = {
-                "allgather": mpi_transport.MPITransport,
-                "duplicate": transport._endpoint,
-                "run": SmallCall,
-            }
+            owners = {"allgather": mpi_transport.MPITransport, "duplicate": transport._endpoint, "run": SmallCall}
             owner = owners.get(place, transport)
             interrupted_after(monkeypatch, owner, place, lambda: make(world))
         else:

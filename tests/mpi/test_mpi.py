@@ -11,15 +11,7 @@ from mpi4py import MPI
 from support.call_checks import check_calls
 
 import bagua_comm
-from bagua_comm import (
-    BFloat16,
-    ByteGrad,
-    CommMismatch,
-    MinMaxUInt8,
-    Plan,
-    TensorSpec,
-    quantized_allreduce,
-)
+from bagua_comm import BFloat16, ByteGrad, CommMismatch, MinMaxUInt8, Plan, TensorSpec, quantized_allreduce
 from bagua_comm.arrays import dtype_named
 from bagua_comm.bucket import make_buckets
 from bagua_comm.kernels import host

@@ -39,16 +39,7 @@ from bagua_comm import (
     topology,
 )
 from bagua_comm.bucket import make_buckets
-from bagua_comm.planning.costmodel import (
-    METHODS,
-    Cluster,
-    CodecRates,
-    Job,
-    Rates,
-    TorchDDP,
-    advise,
-    predict,
-)
+from bagua_comm.planning.costmodel import METHODS, Cluster, CodecRates, Job, Rates, TorchDDP, advise, predict
 from bagua_comm.planning.models import MODELS, Layer
 from bagua_comm.testing import run_ranks
 from benchmarks.training.calibration import Measurement, calibrate
@@ -610,10 +601,7 @@ def test_slow_networks_want_few_bytes_and_fast_ones_little_work():
         (lambda: Rates(direct=1.5), "direct is 1.5"),
         (lambda: Rates(add=0), "add is 0"),
         (lambda: Rates.from_dict({"copies": 1}), "'copies'; expected some of minmax, cast"),
-        (
-            lambda: Rates.from_dict({"cast": {"encode": 1}}),
-            "missing 2 .* 'decode' and 'combine'",
-        ),
+        (lambda: Rates.from_dict({"cast": {"encode": 1}}), "missing 2 .* 'decode' and 'combine'"),
         (lambda: Rates.from_dict([]), r"found \[\]"),
         (lambda: calibrate([]), "there is no measurement"),
         (lambda: calibrate([Measurement(ByteGrad(), JOB, PAIR, 0.0)]), "step_s of .* is 0.0"),

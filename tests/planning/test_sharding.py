@@ -8,15 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bagua_comm import (
-    ArrayError,
-    ErrorFeedback,
-    Exact,
-    Hierarchical,
-    MinMaxUInt8,
-    Quantized,
-    Reproducible,
-)
+from bagua_comm import ArrayError, ErrorFeedback, Exact, Hierarchical, MinMaxUInt8, Quantized, Reproducible
 from bagua_comm.planning.advise import attachment, best_of_replicas, best_of_shards
 from bagua_comm.planning.costmodel import SHARDED, Cluster, Job, Rates, Sharded, advise_sharded, predict_sharded
 from bagua_comm.planning.models import layers_of
