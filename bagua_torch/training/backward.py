@@ -59,6 +59,14 @@ class WeakCall:
                 handle.remove()
 
 
+class EagerWeakCall(WeakCall):
+    """A `WeakCall` that compiled graphs omit, so that they do not break at its call."""
+
+    def __call__(self, *given: object) -> Any:
+        """Call the method, if its object is there."""
+        return None if torch.compiler.is_compiling() else super().__call__(*given)
+
+
 class BackwardWatch:
     """Calls back during each backward pass over `parameters`.
 

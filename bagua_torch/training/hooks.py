@@ -16,14 +16,6 @@ from bagua_comm import ArrayError, CommError, Communicator
 from .backward import BackwardWatch, WeakCall, watches_of
 
 
-class EagerWeakCall(WeakCall):
-    """A `WeakCall` that compiled graphs omit, so that they do not break at its call."""
-
-    def __call__(self, *given: object) -> Any:
-        """Call the method, if its object is there."""
-        return None if torch.compiler.is_compiling() else super().__call__(*given)
-
-
 def weak_call_on_all(method: Callable[[], None], comm: Communicator) -> Callable[[], None]:
     """A function that calls a method and holds its object weakly.
 

@@ -20,11 +20,11 @@ from ..tensors.flats import lay_out_state
 from ..tensors.memory import BucketMemory
 from ..tensors.model_state import ModelState
 from . import unfreezing
-from .backward import BackwardWatch, WeakCall, queue_callback
+from .backward import BackwardWatch, EagerWeakCall, WeakCall, queue_callback
 from .buffers import SharedBuffers
 from .engine import TorchEngine
 from .exchange import BucketExchange
-from .hooks import EagerWeakCall, release_when_gone, weak_call_on_all
+from .hooks import release_when_gone, weak_call_on_all
 from .join import Join
 from .scaling import on_skipped_step
 from .spans import StageSpan
