@@ -47,6 +47,8 @@ class Transport(CallState, Live, ABC):
 
     few_ranks: int = FEW_RANKS
     """See `flow.FEW_RANKS`."""
+    at_once_bytes: int = 0
+    """If each rank then receives no more than this, an allreduce sends whole arrays to all ranks, in a round."""
     late: Callable[[], object] | None = None
     """Called, if it is set, when this rank leaves in good order and others do not: in `leave` after a while, or
     in `close`. It writes the flight record, since this rank may be ended before they fail."""

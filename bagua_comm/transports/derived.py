@@ -22,15 +22,23 @@ from .pipeline import Exact, chunk_bounds, reduce_through, trade
 
 
 def allreduce(flow: Flow, x: Array, out: Array, op: str, scratch: Scratch) -> None:
-    """`Transport.allreduce` by direct exchange: each rank reduces a chunk for all. Collective."""
+    """`Transport.allreduce` by direct exchange: each rank reduces a chunk for all, or small arrays for itself.
+
+    Collective.
+    """
     x, out = x.reshape(-1), out.reshape(-1)
     if rounds.are_fewer(flow.transport, x.nbytes * flow.size):
         rounds.allreduce(flow, x, out, op, scratch)
-        return
-    bounds = chunk_bounds(x.size, flow.size)
-    results = [out[chunk] for chunk in bounds]
-    chunks, mine = [x[chunk] for chunk in bounds], results[flow.rank]
-    reduce_through(flow, Exact(flow, chunks, mine, op, scratch, results))
+    elif x.nbytes * (flow.size - 1) <= flow.transport.at_once_bytes:
+        rows: list[Array] = list(scratch.take("rows", (flow.size - 1, x.size), x.dtype, like=x))
+        rows.insert(flow.rank, x)
+        flow.allgather(x, rows)()
+        kernels.of(out).reduce_rows(rows, out, op)
+    else:
+        bounds = chunk_bounds(x.size, flow.size)
+        results = [out[chunk] for chunk in bounds]
+        chunks, mine = [x[chunk] for chunk in bounds], results[flow.rank]
+        reduce_through(flow, Exact(flow, chunks, mine, op, scratch, results))
 
 
 def reduce_scatter(flow: Flow, chunks: Sequence[Array], out: Array, op: str, scratch: Scratch) -> None:

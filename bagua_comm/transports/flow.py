@@ -56,6 +56,7 @@ class Exchanger(Protocol):
     rank: int
     size: int
     few_ranks: int
+    at_once_bytes: int
 
     def others(self) -> list[int]:
         """See `Transport.others`."""

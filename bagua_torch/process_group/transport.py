@@ -41,7 +41,7 @@ from .waiter import run_watched
 from .wire import LEAVING, FramedTransport, named
 
 AT_ONCE_BYTES = 1 << 20
-"""If each rank then receives no more than this, an allreduce sends whole arrays to all ranks, in one round."""
+"""See `Transport.at_once_bytes`."""
 
 RING_CHUNK_BYTES = 1 << 15
 """For chunks of at least this size, gloo's own ring allreduce sums float32 and float64."""
@@ -138,6 +138,7 @@ class ProcessGroupTransport(FramedTransport):
 
     name = "torch"
     adds_in_rank_order = False  # gloo does not, from `RING_CHUNK_BYTES` on
+    at_once_bytes = AT_ONCE_BYTES
     few_ranks = sys.maxsize  # a call begins with a round among all ranks, which carries small arrays as well
 
     def __init__(
@@ -243,25 +244,11 @@ class ProcessGroupTransport(FramedTransport):
 
     def allreduce(self, x: Array, out: Array, op: str) -> None:
         """See `Transport`. Small arrays take one round; gloo computes large sums."""
-        if self.size == 1:
-            super().allreduce(x, out, op)
-        elif x.nbytes * (self.size - 1) <= AT_ONCE_BYTES:
-            self._allreduce_at_once(x, out, op)
-        elif x.nbytes >= self.size * RING_CHUNK_BYTES and op in ("sum", "avg") and x.dtype.char in "fd":
+        is_large = x.nbytes * (self.size - 1) > AT_ONCE_BYTES and x.nbytes >= self.size * RING_CHUNK_BYTES
+        if is_large and op in ("sum", "avg") and x.dtype.char in "fd":
             self._allreduce_natively(x, out, op)
         else:
             super().allreduce(x, out, op)
-
-    def _allreduce_at_once(self, x: Array, out: Array, op: str) -> None:
-        rows = list(self._scratch.take("rows", (self.size - 1, x.size), x.dtype, like=x))
-        rows.insert(self.rank, x.reshape(-1))
-        self.agree_on_call(f"allreduce {op}", x)
-        self.exchange(
-            [(peer, x) for peer in self.others()],
-            [(peer, rows[peer]) for peer in self.others()],
-            tag=COLLECTIVE,
-        )
-        kernels.on_host().reduce_rows(rows, out.reshape(-1), op)
 
     def _allreduce_natively(self, x: Array, out: Array, op: str) -> None:
         self.agree_on_call(f"allreduce {op}", x)

@@ -45,6 +45,20 @@ def test_reductions_have_the_bits_of_rank_order(size, dtype, op):
     run_ranks(size, body)
 
 
+def test_arrays_that_are_sent_at_once_have_the_bits_of_rank_order(monkeypatch):
+    monkeypatch.setattr(LocalTransport, "few_ranks", 3)
+    monkeypatch.setattr(LocalTransport, "at_once_bytes", 40)
+    test_reductions_have_the_bits_of_rank_order(3, "float32", "sum")
+
+    def sent(comm):
+        for n in (5, 6):
+            comm.allreduce(np.ones(n, np.float32))
+            yield comm.counters["allreduce"].wire_bytes
+
+    # 20 bytes to each other rank; then a third of 24 bytes to each, and a third of the sum back.
+    assert run_ranks(3, lambda comm: list(sent(comm))) == [[40, 40 + 32]] * 3
+
+
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_scans_have_the_bits_of_rank_order(size, dtype):

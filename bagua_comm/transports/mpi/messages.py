@@ -29,7 +29,7 @@ class Messages:
         endpoint: Waits for MPI.
     """
 
-    few_ranks = FEW_RANKS
+    few_ranks, at_once_bytes = FEW_RANKS, 0
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint, self._comm, self._calls = endpoint, endpoint.comm, endpoint.calls
