@@ -327,7 +327,7 @@ class Checkpoints(Live, Closing):
         return None
 
     @public_method("Checkpoints.load")
-    def load(self, step: int | None = None, *, fallback: bool = False, like: object = None) -> Loaded:
+    def load(self, step: int | None = None, *, fallback: bool = False, like: Any = None) -> Loaded:
         """Load the checkpoint of a step, or the newest one.
 
         Collective. All bytes are compared with their checksums.
