@@ -92,7 +92,8 @@ def set_mpi_variables() -> None:
     complaint = tcp_links.complaint(count, others) if count > 1 else None
     if complaint is not None:
         raise BootstrapError(f"connect: {complaint}")
-    for name, value in {**MPI_SETTINGS, **tcp_links.equal_links(count if others else 1)}.items():
+    settings = {**MPI_SETTINGS, **launchers.pmix_settings(os.environ)}
+    for name, value in {**settings, **tcp_links.equal_links(count if others else 1)}.items():
         os.environ.setdefault(name, value)
 
 

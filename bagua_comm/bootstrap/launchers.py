@@ -215,6 +215,16 @@ def _advice(launcher: Launcher, mpi: str) -> str:
     )
 
 
+def pmix_settings(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return the settings that PMIx reads when MPI starts, for a process of `srun --mpi=pmix`.
+
+    Slurm accepts munge's credentials and the kernel's (native). A PMIx without munge, as that of Open MPI's
+    wheel, uses the second, but complains about the first on every rank.
+    """
+    modes = variables.get("PMIX_SECURITY_MODE", "").split(",")
+    return {"PMIX_MCA_psec": "native"} if SRUN_PMIX.started(variables) and "native" in modes else {}
+
+
 # ---------------------------------------------------------------------------------------------------
 # torchrun
 # ---------------------------------------------------------------------------------------------------

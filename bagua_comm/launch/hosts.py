@@ -100,16 +100,44 @@ def named_hosts(options: argparse.Namespace) -> tuple[Host, ...]:
     return parse_hosts(options.host) if options.host is not None else ()
 
 
-def first_allocated(variables: Mapping[str, str]) -> Host | None:
-    """Return the first host of Slurm's allocation, which gets rank 0; None outside of an allocation.
+def known_hosts(options: argparse.Namespace) -> tuple[Host, ...]:
+    """Return the named hosts; without these, those of Slurm's allocation, unless mpirun is given others."""
+    named = any(argument.partition("=")[0] in OTHER_HOSTS for argument in options.mpirun)
+    return named_hosts(options) or (() if named else allocated_hosts(os.environ))
 
-    >>> first_allocated({"SLURM_JOB_NODELIST": "rack[2-3,7]node[08-09],gpu1"})
-    Host(name='rack2node08', slots=None)
+
+def allocated_hosts(variables: Mapping[str, str]) -> tuple[Host, ...]:
+    """Return the hosts of Slurm's allocation, the first of which gets rank 0, with a slot for each task.
+
+    >>> tasks = {"SLURM_TASKS_PER_NODE": "4(x2),1"}
+    >>> [str(host) for host in allocated_hosts({"SLURM_JOB_NODELIST": "rack2n[08-09],gpu1", **tasks})]
+    ['rack2n08:4', 'rack2n09:4', 'gpu1:1']
     """
-    hosts = variables.get("SLURM_JOB_NODELIST") or variables.get("SLURM_NODELIST", "")
-    first = re.match(r"(\[[^\]]*\]|[^\[,])*", hosts)
-    name = re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0] if first else "")
-    return _host(name, f"SLURM_JOB_NODELIST={hosts}") if name else None
+    text = variables.get("SLURM_JOB_NODELIST") or variables.get("SLURM_NODELIST", "")
+    names = [name for part in re.findall(r"(?:\[[^\]]*\]|[^\[,])+", text) for name in _expanded(part)]
+    tasks = _tasks_of_nodes(variables)
+    slots: Sequence[int | None] = tasks if len(tasks) == len(names) else [None] * len(names)
+    return tuple(_host(name, f"SLURM_JOB_NODELIST={text}", slot) for name, slot in zip(names, slots, strict=True))
+
+
+def _expanded(pattern: str) -> list[str]:
+    """The names of a pattern of Slurm, as "rack[2-3,7]n[08-09]"."""
+    before, bracket, rest = pattern.partition("[")
+    if not bracket:
+        return [pattern]
+    inside, _, after = rest.partition("]")
+    numbers = []
+    for part in inside.split(","):
+        first, _, last = part.partition("-")
+        span = range(int(first), int(last or first) + 1) if f"{first}{last}".isdecimal() else []
+        numbers += [str(number).zfill(len(first)) for number in span]
+    return [f"{before}{number}{end}" for number in numbers for end in _expanded(after)]
+
+
+def _tasks_of_nodes(variables: Mapping[str, str]) -> list[int]:
+    """The number of tasks of each node of Slurm's allocation; empty if it does not say."""
+    of_nodes = re.findall(r"(\d+)(?:\(x(\d+)\))?", variables.get("SLURM_TASKS_PER_NODE", ""))
+    return [int(each) for each, times in of_nodes for _ in range(int(times or 1))]
 
 
 def other_hosts(given: Sequence[str]) -> str | None:
@@ -124,8 +152,7 @@ def allocated_ranks(variables: Mapping[str, str]) -> int | None:
     >>> allocated_ranks({"SLURM_TASKS_PER_NODE": "4(x2),2"})
     10
     """
-    of_nodes = re.findall(r"(\d+)(?:\(x(\d+)\))?", variables.get("SLURM_TASKS_PER_NODE", ""))
-    tasks, slots = sum(int(each) * int(times or 1) for each, times in of_nodes), 0
+    tasks, slots = sum(_tasks_of_nodes(variables)), 0
     with suppress(OSError):
         slots = len(Path(variables["PBS_NODEFILE"]).read_bytes().split()) if "PBS_NODEFILE" in variables else 0
     named = [variables.get(name, "") for name in ("SLURM_NTASKS", "LSB_DJOB_NUMPROC")]
@@ -220,8 +247,8 @@ def is_here(address: str) -> bool:
     return True
 
 
-def _host(text: str, where: str) -> Host:
+def _host(text: str, where: str, slots: int | None = None) -> Host:
     match = re.fullmatch(r"([\w.+-]+)(?::([1-9][0-9]{0,6}))?", text)
     if match is None:
         raise CommandError(f"{where}: {text!r} is not a host; expected e.g. node1, or node1:4 for 4 ranks")
-    return Host(match[1], int(match[2]) if match[2] else None)
+    return Host(match[1], int(match[2]) if match[2] else slots)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from .cli import CommandError, parse_variable
 from .hosts import named_hosts, ranks_of
+from .plan import is_supervised
 
 KIND = "slurm"
 """The cluster that scripts are for."""
@@ -26,7 +27,7 @@ SLURM = """\
 #SBATCH --ntasks={ranks}{per_node}
 #SBATCH --cpus-per-task=1           # cores, and threads, of a rank
 #SBATCH --time=01:00:00
-#SBATCH --output=%x-%j.out
+#SBATCH --output=%x-%j.out{in_good_order}
 # For GPUs, one to a rank, remove the first "# " of the next line.
 # #SBATCH --gpus-per-node={slots}
 #
@@ -41,8 +42,11 @@ export OMP_NUM_THREADS="${{SLURM_CPUS_PER_TASK:-1}}"
 export MASTER_ADDR="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)"
 export MASTER_PORT="$((20000 + SLURM_JOB_ID % 20000))"
 
-{command}
+exec {command}
 """
+
+IN_GOOD_ORDER = "\n#SBATCH --signal=B:TERM@60         # a minute for run to empty /dev/shm on all nodes"
+"""For a supervised job: once its time is over, Slurm starts nothing on its nodes."""
 
 
 def job_script(options: argparse.Namespace, kind: str, file: str) -> str:
@@ -74,6 +78,7 @@ def job_script(options: argparse.Namespace, kind: str, file: str) -> str:
         nodes=nodes,
         ranks=ranks.started,
         per_node=f"\n#SBATCH --ntasks-per-node={slots}" if is_even else "",
+        in_good_order=IN_GOOD_ORDER if is_supervised(options) else "",
         slots=slots,
         file="FILE" if file == "-" else _comment(file),
         python=_comment(sys.executable),

@@ -22,11 +22,10 @@ from . import cli
 from .cli import CommandError, count, parse_variable, program_name
 from .hosts import (
     LOOPBACK,
-    OTHER_HOSTS,
     Host,
     Placement,
-    first_allocated,
     is_here,
+    known_hosts,
     named_hosts,
     other_hosts,
     ranks_of,
@@ -126,7 +125,7 @@ def make_plan(
     Raises:
         CommandError: The arguments exclude each other, or this mpirun does not support them.
     """
-    hosts = named_hosts(options)
+    hosts = known_hosts(options) if is_supervised(options) else named_hosts(options)
     placement = placement or Placement(ranks_of(options, hosts), hosts)
     if is_supervised(options):
         mpirun.must_be_open_mpi("--spares" if options.restarts is None else "--restarts")
@@ -134,7 +133,14 @@ def make_plan(
     if options.ranks is None and not hosts and mpirun.has_default_hosts():
         raise CommandError("how many ranks? Give -n: by default, this mpirun starts ranks on the hosts of a file")
     hostfile = options.hostfile if placement.hosts == hosts else None
+    if not hosts and "SLURM_HET_SIZE" in os.environ:
+        raise CommandError(
+            "mpirun does not see the nodes of a heterogeneous job of Slurm, and would start ranks here: start "
+            f"them by srun --mpi=pmix --het-group=0,1 python {options.script}"
+        )
     alone = not hosts and stays_here(mpirun, options.mpirun)
+    if is_supervised(options) and not placement.hosts and not alone:
+        raise CommandError("--spares and --restarts watch the hosts of ranks: name them by --host or --hostfile")
     cores = len(cli.cores())
     request = _Request(options, mpirun, placement.hosts, hostfile, placement.ranks.started, cores, alone, job)
     variables = list(_variables(request))
@@ -150,7 +156,8 @@ def _arguments(request: _Request) -> Iterator[Setting]:
     """The arguments for the placement and the communication of ranks."""
     options, mpirun = request.options, request.mpirun
     if request.hosts:
-        yield Setting("you named these hosts", mpirun.hosts(request.hosts, request.hostfile))
+        why = "you named these hosts" if named_hosts(options) else "the nodes of the allocation are watched"
+        yield Setting(why, mpirun.hosts(request.hosts, request.hostfile))
     if mpirun.is_open_mpi:
         yield Setting("a rank has several threads, so it is not bound to a core", ("--bind-to", "none"))
     if mpirun.is_open_mpi and request.alone and request.ranks > request.cores:
@@ -183,7 +190,7 @@ def _variables(request: _Request) -> Iterator[Setting]:
     if "OMP_NUM_THREADS" not in chosen and request.alone:
         why = "the cores are divided among the ranks; by default, each would start a thread on every core"
         yield Setting(why, variables={"OMP_NUM_THREADS": str(max(1, request.cores // request.ranks))})
-    hosts = request.hosts or _allocated(options)
+    hosts = request.hosts or known_hosts(options)
     if mpirun.is_open_mpi and (request.alone or hosts) and not {"MASTER_ADDR", "MASTER_PORT"} & chosen:
         address, port, free = rendezvous_address(hosts)
         why = "the rendezvous of torch.distributed; the port is free now"
@@ -221,13 +228,6 @@ def _for_mpirun_itself(request: _Request) -> Iterator[Setting]:
     if request.mpirun.is_open_mpi and hasattr(os, "geteuid") and os.geteuid() == 0:
         allowed = dict.fromkeys(("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1")
         yield Setting("you are root, which Open MPI refuses by default", variables=allowed)
-
-
-def _allocated(options: argparse.Namespace) -> tuple[Host, ...]:
-    """The first host of the allocation of the ranks, if it is known."""
-    named = any(argument.partition("=")[0] in OTHER_HOSTS for argument in options.mpirun)
-    first = None if named else first_allocated(os.environ)
-    return () if first is None else (first,)
 
 
 def rendezvous_address(hosts: Sequence[Host]) -> tuple[str, int, bool]:

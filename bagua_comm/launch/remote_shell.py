@@ -1,4 +1,4 @@
-"""The launch agent of Open MPI, which runs a command on another host: ssh by default."""
+"""The launch agent of Open MPI, which runs a command on another host: ssh by default, and srun under Slurm."""
 
 from __future__ import annotations
 
@@ -19,6 +19,9 @@ ANSWER_S = 5.0
 _AGENTS, _ARGUMENTS = ("plm_ssh_agent", "plm_rsh_agent"), ("plm_ssh_args", "plm_rsh_args")
 _PREFIXES = ("PRTE_MCA_", "OMPI_MCA_")
 _END = "end of output"
+
+_SRUN = "srun --jobid={} --overlap --mpi=none --quiet --nodes=1 --ntasks=1"
+"""Runs a command on a host of a job of Slurm, beside the steps there."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,9 @@ def find_remote_shell(given: Sequence[str]) -> RemoteShell:
     """
     agent, more = _parameter(_AGENTS, given), shlex.split(_parameter(_ARGUMENTS, given) or "")
     choices = [shlex.split(choice) for choice in (agent or "ssh : rsh").split(":")]
+    job = os.environ.get("SLURM_JOB_ID")
+    if not agent and job and shutil.which("srun"):  # srun quotes nothing, and needs no shell on the other side
+        return RemoteShell(("sh", "-c", f'exec {_SRUN.format(shlex.quote(job))} --nodelist="$0" sh -c "$1"'))
     words = next((words for words in choices if words and shutil.which(words[0])), ["ssh"])
     if os.path.basename(words[0]) == "ssh":
         more += ["-x", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={ANSWER_S:.0f}"]

@@ -29,7 +29,7 @@ from ..system.processes import pid_namespace, state_of
 from . import job_folder
 from .cli import CommandError, count, program_name
 from .heartbeat import Heartbeat
-from .hosts import Host, Placement, Ranks, is_here, named_hosts, ranks_of
+from .hosts import Host, Placement, Ranks, is_here, known_hosts, ranks_of
 from .plan import Plan
 from .remote_shell import ANSWER_S, RemoteShell, find_remote_shell
 from .signals import Signals, die_with_supervisor
@@ -64,7 +64,7 @@ def supervise(options: argparse.Namespace, plan: Callable[[Placement, Job], Plan
     Raises:
         CommandError: The arguments exclude each other, or the folder of the job cannot be made.
     """
-    hosts = named_hosts(options)
+    hosts = known_hosts(options)
     first = Placement(ranks_of(options, hosts), hosts)
     others = [host.name for host in hosts if not is_here(host.name)]
     shell = find_remote_shell(options.mpirun)
@@ -256,7 +256,7 @@ class _Supervisor:
                     process.terminate()
                 if lost or signals.first is not None:
                     deadline = min(deadline, time.monotonic() + (LOST_END_S if lost else END_S))
-                if not placement.hosts and time.monotonic() > look_s:
+                if all(is_here(host.name) for host in placement.hosts) and time.monotonic() > look_s:
                     look_s = time.monotonic() + OVER_S
                     over_before, over = over, self._all_have_ended()
                     if over and over_before:

@@ -1,8 +1,9 @@
 """The clusters that tests in this folder run on."""
 
 import pytest
-from support import slurm as slurm_of_two_nodes
 from support import ssh
+
+from benchmarks.slurm import cluster as slurm_of_two_nodes
 
 
 @pytest.fixture(scope="session")
@@ -10,13 +11,13 @@ def with_slurm():
     """Slurm's programs are installed, or the test is skipped with the reason why they cannot be."""
     try:
         slurm_of_two_nodes.install()
-    except slurm_of_two_nodes.NoSlurm as exc:
+    except slurm_of_two_nodes.NoSlurmError as exc:
         pytest.skip(str(exc))
 
 
 @pytest.fixture(scope="module")
 def slurm(with_slurm):
-    """A Slurm of two nodes; see `support.slurm.Cluster`."""
+    """A Slurm of two nodes; see `benchmarks.slurm.cluster.Cluster`."""
     with slurm_of_two_nodes.start() as cluster:
         yield cluster
 

@@ -1,4 +1,4 @@
-"""Programs that a real Slurm starts, on two emulated nodes; see `support.slurm`."""
+"""Programs that a real Slurm starts, on two emulated nodes; see `benchmarks.slurm.cluster`."""
 
 import re
 import sys
@@ -6,10 +6,10 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from support import slurm as slurm_of_two_nodes
 from support.launch import run_python, torchrun
 
 from bagua_comm.launch.mpirun import find_mpirun
+from benchmarks.slurm import cluster as slurm_of_two_nodes
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
 

@@ -18,7 +18,7 @@ from bagua_comm import __main__ as cli
 from bagua_comm.commands import run
 from bagua_comm.launch import cli as base
 from bagua_comm.launch.cli import CommandError
-from bagua_comm.launch.hosts import ALLOCATIONS, Host, first_allocated
+from bagua_comm.launch.hosts import ALLOCATIONS, allocated_hosts
 from bagua_comm.launch.mpirun import PER_RANK, Mpirun, recognise
 from bagua_comm.launch.plan import make_plan
 from bagua_comm.system.processes import state_of
@@ -188,23 +188,46 @@ def test_a_number_of_ranks_that_only_mpirun_could_know_is_asked_for(quiet, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("nodes", "first"),
+    ("nodes", "tasks", "hosts"),
     [
-        ("n1", "n1"),
-        ("n[1-2]", "n1"),
-        ("gpu[07,12-14],n1", "gpu07"),
-        ("rack[2-3]-node[08-09].example,login", "rack2-node08.example"),
-        ("login,n[1-2]", "login"),
+        ("n1", "3", "n1:3"),
+        ("n[1-2]", "2(x2)", "n1:2 n2:2"),
+        ("gpu[07,09-11],n1", "4(x4),1", "gpu07:4 gpu09:4 gpu10:4 gpu11:4 n1:1"),
+        (
+            "rack[2-3]-node[08-09].example,login",
+            "",
+            "rack2-node08.example rack2-node09.example rack3-node08.example rack3-node09.example login",
+        ),
+        ("login,n[1-2]", "1,2", "login n1 n2"),  # not one number for each
+        ("", "", ""),
     ],
 )
-def test_the_first_node_of_an_allocation(nodes, first):
-    assert first_allocated({"SLURM_JOB_NODELIST": nodes}) == Host(first)
-    assert first_allocated({"SLURM_NODELIST": nodes}) == Host(first)
+def test_the_nodes_of_an_allocation(nodes, tasks, hosts):
+    for name in ("SLURM_JOB_NODELIST", "SLURM_NODELIST"):
+        found = allocated_hosts({name: nodes, "SLURM_TASKS_PER_NODE": tasks})
+        assert " ".join(map(str, found)) == hosts
 
 
-def test_outside_of_an_allocation_there_is_no_first_node():
-    assert first_allocated({}) is None
-    assert first_allocated({"SLURM_JOB_NODELIST": ""}) is None
+def test_a_supervised_job_of_slurm_knows_its_nodes(quiet):
+    """Else the deaths on other nodes are not seen, and a job that lost its ranks is said to have succeeded."""
+    quiet.setenv("SLURM_JOB_ID", "7")
+    with pytest.raises(cli.CommandError, match="watch the hosts of ranks: name them by --host or --hostfile"):
+        plan("-n", "2", "--restarts", "1")
+    quiet.setenv("SLURM_JOB_NODELIST", "n[1-2]")
+    quiet.setenv("SLURM_TASKS_PER_NODE", "2(x2)")
+    assert has(plan("--restarts", "1"), "--host", "n1:2,n2:2")
+    assert plan("--spares", "1").ranks == 4
+    assert has(plan("--restarts", "1", "--host", "n1:1"), "--host", "n1:1")
+    assert not has(plan(), "--host")
+
+
+def test_mpirun_does_not_start_all_ranks_here_in_a_heterogeneous_job(quiet):
+    quiet.setenv("SLURM_JOB_ID", "7")
+    quiet.setenv("SLURM_HET_SIZE", "2")
+    quiet.setenv("SLURM_NTASKS", "2")
+    with pytest.raises(cli.CommandError, match="start them by srun --mpi=pmix --het-group=0,1 python "):
+        plan()
+    assert has(plan("--host", "n1:1,n2:1"), "--host", "n1:1,n2:1")
 
 
 def test_ranks_on_hardware_threads_are_more_than_open_mpi_starts_by_itself(quiet, tmp_path):

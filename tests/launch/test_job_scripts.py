@@ -44,7 +44,7 @@ def test_slurm_gets_the_same_arguments_quoted_for_the_shell(capsys):
     given = ["--env", "A=b 'c' $d", "--interface", "eth0", "--links", "2", "--mpirun=--report-bindings", "--ulfm"]
     text = written(capsys, "slurm", *given, "-m", "package.train", "--name", "x y")
     command = last_command(text)
-    assert command[:6] == [sys.executable, "-m", "bagua_comm", "run", "-n", "$SLURM_NTASKS"]
+    assert command[:7] == ["exec", sys.executable, "-m", "bagua_comm", "run", "-n", "$SLURM_NTASKS"]
     assert command[command.index("MASTER_PORT") + 1 :] == [*given, "-m", "package.train", "--name", "x y"]
     assert f"\ncd {shlex.quote(os.getcwd())}\n" in text
     assert subprocess.run(["bash", "-n"], input=text, text=True, timeout=30).returncode == 0
@@ -54,6 +54,7 @@ def test_spares_are_tasks_of_slurm_too(capsys):
     given = ["--spares", "2", "--restarts", "3", "--min-ranks", "1", "--record", "record"]
     text = written(capsys, "slurm", *HOSTS, *given, __file__)
     assert directives(text)["ntasks"] == "4"
+    assert directives(text)["signal"] == "B:TERM@60"
     command = last_command(text)
     assert command[command.index("-n") + 1] == "$((SLURM_NTASKS - 2))"
     assert command[-len(given) - 1 :] == [*given, __file__]

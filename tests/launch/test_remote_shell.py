@@ -1,6 +1,8 @@
 """How `run --restarts` reaches other hosts. A shell replaces ssh: it knows which hosts are dead or slow."""
 
+import os
 import time
+from pathlib import Path
 
 import pytest
 from support.waiting import until
@@ -14,6 +16,7 @@ SHELL = RemoteShell(("sh", "-c", 'case $0 in dead) exit 255;; slow) sleep 60;; e
 
 @pytest.fixture(autouse=True)
 def nobody_says_how(monkeypatch):
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     for beginning in ("PRTE_MCA_", "OMPI_MCA_"):
         for name in ("plm_ssh_agent", "plm_rsh_agent", "plm_ssh_args", "plm_rsh_args"):
             monkeypatch.delenv(f"{beginning}{name}", raising=False)
@@ -61,3 +64,15 @@ def test_the_agent_is_the_one_that_mpirun_uses(monkeypatch):
     assert "BatchMode=yes" in words  # no password is asked for
     monkeypatch.setenv("PRTE_MCA_plm_ssh_agent", "rsh")
     assert find_remote_shell([]).words == ("rsh", "-o", "ConnectionAttempts=10")
+
+
+def test_under_slurm_a_host_is_reached_by_a_step_of_the_job(monkeypatch, tmp_path):
+    srun = tmp_path / "srun"
+    srun.write_text('#!/bin/sh\necho "$@" >> "$0.log"\nwhile [ "$1" != sh ]; do shift; done\nexec "$@"\n')
+    srun.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    assert find_remote_shell([]).ask(["n1"], "echo 'a  b' $((1 + 1))") == {"n1": "a  b 2\n"}
+    assert "--jobid=7 --overlap" in (log := Path(f"{srun}.log").read_text())
+    assert "--nodelist=n1 sh -c" in log
+    assert find_remote_shell(["--prtemca", "plm_ssh_agent", str(srun)]).words == (str(srun),)

@@ -1,6 +1,6 @@
-"""A Slurm of two nodes on this machine, for tests: slurmctld here, and a slurmd for each emulated node.
+"""A Slurm of two nodes on this machine: slurmctld and munged here, and a slurmd for each emulated node.
 
-    with slurm.start() as cluster:
+    with start() as cluster:
         result = cluster.run("srun", "--mpi=pmix", "-N2", "-n2", sys.executable, "script.py")
         assert result.returncode == 0, result.stderr
 
@@ -10,8 +10,9 @@
 fixture `slurm` starts one cluster for a file, or skips with the reason why there is none.
 
 A node is a slurmd in namespaces of its own, so that it has a host name (n1, n2; each finds the other's address by
-it) and sees none of the other's processes. Both have this machine's network and files. All files of Slurm lie in
-one temporary folder. At the end, also after an error, every process on a node is killed and the folder removed.
+it), a /dev/shm and a /run, and sees none of the other's processes. Both have this machine's network and other
+files. All files of Slurm, and of the munge that it trusts, lie in one temporary folder. At the end, also after an
+error, every process on a node is killed and the folder removed.
 
 This needs root and Debian's packages in `PACKAGES`; `install` installs them.
 """
@@ -28,12 +29,12 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from support.launch import TESTS
+from benchmarks.bench import ROOT
 
-PACKAGES = ("slurmctld", "slurmd", "slurm-client", "slurm-wlm-basic-plugins", "libpmix-dev")
+PACKAGES = ("munge", "slurmctld", "slurmd", "slurm-client", "slurm-wlm-basic-plugins", "libpmix-dev")
 """Debian's packages that hold what this starts."""
 
-TOOLS = ("slurmctld", "slurmd", "srun", "sbatch", "salloc", "scancel", "sinfo", "unshare", "setpriv")
+TOOLS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "salloc", "scancel", "sinfo", "unshare", "setpriv")
 
 NODES = {"n1": "127.0.0.2", "n2": "127.0.0.3"}
 """The nodes' host names, and the addresses that these stand for on the nodes."""
@@ -59,9 +60,9 @@ SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={port}
 SlurmUser=root
 SlurmdUser=root
-AuthType=auth/none
-CryptoType=crypto/none
-CredType=cred/none
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge/munge.socket.2
+CredType=cred/munge
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 JobAcctGatherType=jobacct_gather/none
@@ -86,7 +87,7 @@ PartitionName=all Nodes={names} Default=YES MaxTime=INFINITE State=UP OverSubscr
 """
 
 
-class NoSlurm(Exception):
+class NoSlurmError(Exception):
     """This machine cannot run Slurm; the message says why."""
 
 
@@ -132,17 +133,17 @@ def install():
     """Install Debian's packages of Slurm, unless its tools are there.
 
     Raises:
-        NoSlurm: They are not there, and cannot be installed.
+        NoSlurmError: They are not there, and cannot be installed.
     """
     if not hasattr(os, "geteuid") or os.geteuid() != 0:
-        raise NoSlurm("a Slurm for tests needs root: its nodes are namespaces of the kernel")
+        raise NoSlurmError("a Slurm for tests needs root: its nodes are namespaces of the kernel")
     with open(Path(tempfile.gettempdir(), "bagua-tests-slurm.lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         missing = [tool for tool in TOOLS if shutil.which(tool) is None]
         if not missing:
             return
         if shutil.which("apt-get") is None:
-            raise NoSlurm(f"there is no {missing[0]}, and no apt-get to install {', '.join(PACKAGES)}")
+            raise NoSlurmError(f"there is no {missing[0]}, and no apt-get to install {', '.join(PACKAGES)}")
         env = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
         for arguments in (["update"], ["install", "--yes", "--no-install-recommends", *PACKAGES]):
             command = ["apt-get", "-qq", "-o", "DPkg::Lock::Timeout=300", *arguments]
@@ -155,7 +156,7 @@ def install():
             )
             if result.returncode != 0 and arguments != ["update"]:
                 reason = (result.stderr.strip().splitlines() or ["no message"])[-1]
-                raise NoSlurm(f"apt-get cannot install {', '.join(PACKAGES)}: {reason}")
+                raise NoSlurmError(f"apt-get cannot install {', '.join(PACKAGES)}: {reason}")
 
 
 @contextlib.contextmanager
@@ -166,7 +167,7 @@ def start(*, named=True):
         named: Whether the host name of a node is its name in Slurm; else it is that of this machine.
 
     Raises:
-        NoSlurm: This machine does not allow it.
+        NoSlurmError: This machine does not allow it.
         RuntimeError: The nodes did not come up; the message has the logs.
     """
     install()
@@ -180,14 +181,31 @@ def start(*, named=True):
             )
         configuration = _configure(folder, named)
         cluster = Cluster(folder, _environment(configuration))
+        daemons.enter_context(_daemon(folder, "munged", "--foreground", "--force", *_of_munge(folder)))
         daemons.enter_context(_daemon(folder, "slurmctld", "-D", "-i", "-f", configuration))
         for node in NODES:
-            inside = [f"mount --bind {folder}/hosts /etc/hosts", 'exec "$@"']
+            inside = [
+                f"mount --bind {folder}/hosts /etc/hosts",
+                "mount -t tmpfs tmpfs /dev/shm",
+                "mount -t tmpfs tmpfs /run",
+                f"ln -s {folder}/munge /run/munge",
+                'exec "$@"',
+            ]
             script = " && ".join([f"hostname {node}", *inside] if named else inside)
             shell = ["sh", "-c", script, "sh"]
             daemons.enter_context(_daemon(folder, *shell, "slurmd", "-D", "-N", node, "-f", configuration))
         _wait_for_nodes(cluster)
         yield cluster
+
+
+def _of_munge(folder):
+    """The arguments of munged, with a new key; its socket is where processes on a node look for it, too."""
+    own = folder / "munge"
+    own.mkdir(mode=0o755)
+    (own / "key").write_bytes(os.urandom(64))
+    (own / "key").chmod(0o400)
+    files = ("key-file=key", "socket=munge.socket.2", "pid-file=pid", "log-file=log", "seed-file=seed")
+    return [f"--{file.replace('=', f'={own}/')}" for file in files]
 
 
 def _configure(folder, named):
@@ -231,7 +249,7 @@ def _environment(configuration):
         "OMPI_MCA_mpi_yield_when_idle": "1",
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(TESTS.parent), os.environ.get("PYTHONPATH")])),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
     }
 
 
@@ -242,7 +260,7 @@ def _daemon(folder, *command):
     They are killed as well if this process dies.
     """
     die_with_us = ["setpriv", "--pdeathsig", "KILL"]
-    namespaces = ["unshare", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    namespaces = ["unshare", "--uts", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc"]
     with open(folder / "daemons.log", "a") as log:
         outside = subprocess.Popen(
             [*die_with_us, *namespaces, *map(str, command)], stdin=subprocess.DEVNULL, stdout=log, stderr=log
