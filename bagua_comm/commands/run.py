@@ -27,9 +27,9 @@ from ..flight.recorder import default_folder
 from ..launch import job_scripts
 from ..launch import measure_links as links
 from ..launch.cli import CommandError, natural, positive, program_name
-from ..launch.hosts import named_hosts, ranks_of
+from ..launch.hosts import is_supervised, named_hosts, ranks_of
 from ..launch.mpirun import Mpirun, ask_mpirun, find_mpirun
-from ..launch.plan import is_supervised, make_plan, stays_here
+from ..launch.plan import make_plan, stays_here
 from ..launch.stderr_filter import AtEnd, Death, filter_stderr
 from ..launch.supervisor import supervise
 from ..net.choosing import Net

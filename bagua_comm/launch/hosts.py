@@ -100,6 +100,11 @@ def named_hosts(options: argparse.Namespace) -> tuple[Host, ...]:
     return parse_hosts(options.host) if options.host is not None else ()
 
 
+def is_supervised(options: argparse.Namespace) -> bool:
+    """Whether `run` supervises mpirun, in place of becoming it."""
+    return options.spares is not None or options.restarts is not None
+
+
 def known_hosts(options: argparse.Namespace) -> tuple[Host, ...]:
     """Return the named hosts; without these, those of Slurm's allocation, unless mpirun is given others."""
     named = any(argument.partition("=")[0] in OTHER_HOSTS for argument in options.mpirun)

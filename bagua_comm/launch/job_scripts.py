@@ -14,8 +14,7 @@ import sys
 from pathlib import Path
 
 from .cli import CommandError, parse_variable
-from .hosts import named_hosts, ranks_of
-from .plan import is_supervised
+from .hosts import is_supervised, named_hosts, ranks_of
 
 KIND = "slurm"
 """The cluster that scripts are for."""

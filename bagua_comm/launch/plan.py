@@ -25,6 +25,7 @@ from .hosts import (
     Host,
     Placement,
     is_here,
+    is_supervised,
     known_hosts,
     named_hosts,
     other_hosts,
@@ -34,11 +35,6 @@ from .mpirun import PER_RANK, SEGMENT_BYTES, Mpirun, Setting
 
 MASTER_PORT = 29500
 """The rendezvous port on another host, whose free ports are unknown here: PyTorch's default."""
-
-
-def is_supervised(options: argparse.Namespace) -> bool:
-    """Whether `run` supervises mpirun, in place of becoming it."""
-    return options.spares is not None or options.restarts is not None
 
 
 @dataclass(frozen=True)

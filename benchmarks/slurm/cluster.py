@@ -17,6 +17,8 @@ error, every process on a node is killed and the folder removed.
 This needs root and Debian's packages in `PACKAGES`; `install` installs them.
 """
 
+from __future__ import annotations
+
 import contextlib
 import fcntl
 import os
@@ -26,6 +28,7 @@ import socket
 import subprocess
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -99,7 +102,9 @@ class Cluster:
     environment: dict[str, str]
     """Variables for Slurm's tools, and for ranks, which find this library and each other by them."""
 
-    def run(self, *command, timeout_s=100.0, env=None):
+    def run(
+        self, *command: object, timeout_s: float = 100.0, env: dict[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
         """Run a command with the variables of this cluster; returns its result."""
         return subprocess.run(
             [str(part) for part in command],
@@ -110,7 +115,9 @@ class Cluster:
             env={**self.environment, **(env or {})},
         )
 
-    def batch(self, script, *options, timeout_s=100.0, env=None):
+    def batch(
+        self, script: Path, *options: str, timeout_s: float = 100.0, env: dict[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
         """Submit a script and wait for its end; returns sbatch's result, with the job's output as `stdout`.
 
         Whatever `#SBATCH --output=` the script has, `--output` on the command line goes before it.
@@ -121,7 +128,7 @@ class Cluster:
         result.stdout = output.read_text(errors="replace") if output.exists() else ""
         return result
 
-    def logs(self):
+    def logs(self) -> str:
         """The last lines of the logs of all daemons, to show with a failure."""
         return "\n".join(
             f"== {log.name}\n" + "\n".join(log.read_text(errors="replace").splitlines()[-30:])
@@ -129,7 +136,7 @@ class Cluster:
         )
 
 
-def install():
+def install() -> None:
     """Install Debian's packages of Slurm, unless its tools are there.
 
     Raises:
@@ -160,7 +167,7 @@ def install():
 
 
 @contextlib.contextmanager
-def start(*, named=True):
+def start(*, named: bool = True) -> Iterator[Cluster]:
     """Run a Slurm of two nodes in the body of `with`.
 
     Args:
@@ -198,7 +205,7 @@ def start(*, named=True):
         yield cluster
 
 
-def _of_munge(folder):
+def _of_munge(folder: Path) -> list[str]:
     """The arguments of munged, with a new key; its socket is where processes on a node look for it, too."""
     own = folder / "munge"
     own.mkdir(mode=0o755)
@@ -208,7 +215,7 @@ def _of_munge(folder):
     return [f"--{file.replace('=', f'={own}/')}" for file in files]
 
 
-def _configure(folder, named):
+def _configure(folder: Path, named: bool) -> Path:
     """Write slurm.conf; returns its path."""
     for name in ("state", *(f"{part}-{node}" for node in NODES for part in ("spool", "tmp"))):
         (folder / name).mkdir(parents=True, exist_ok=True)
@@ -225,7 +232,7 @@ def _configure(folder, named):
     return path
 
 
-def free_ports(count):
+def free_ports(count: int) -> list[int]:
     """Ports of this machine that are free now."""
     with contextlib.ExitStack() as sockets:
         ports = []
@@ -236,7 +243,7 @@ def free_ports(count):
     return ports
 
 
-def _environment(configuration):
+def _environment(configuration: Path) -> dict[str, str]:
     """This process's variables without those of a Slurm or MPI that started it, and those of the tests."""
     foreign = ("SLURM_", "PMI", "OMPI_", "PRTE_", "MPI_")
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
@@ -254,7 +261,7 @@ def _environment(configuration):
 
 
 @contextlib.contextmanager
-def _daemon(folder, *command):
+def _daemon(folder: Path, *command: object) -> Iterator[None]:
     """Run a daemon in new namespaces in the body of `with`; then kill it and all its descendants.
 
     They are killed as well if this process dies.
@@ -281,7 +288,7 @@ def _daemon(folder, *command):
             outside.wait()
 
 
-def _wait_for_nodes(cluster):
+def _wait_for_nodes(cluster: Cluster) -> None:
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline:
         result = cluster.run("sinfo", "--noheader", "--Node", "--format=%t")

@@ -63,6 +63,7 @@ ELSEWHERE = {
     "many": "test_many.py",
     "net": "hosts of netlab; test_net.py",
     "netlab": "test_netlab.py",
+    "slurm": "tests/clusters/test_slurm.py",
     "soak": "a minute at least; test_soak.py",
     "timelines": "hosts of netlab",
 }

@@ -110,6 +110,19 @@ def test_variables_of_another_step_do_not_count(variables, step, launcher):
     assert (launch and launch.launcher) == launcher
 
 
+@pytest.mark.parametrize(
+    ("modes", "namespace", "settings"),
+    [
+        ("munge,native", "slurm.pmix.8.0", {"PMIX_MCA_psec": "native"}),
+        ("munge", "slurm.pmix.8.0", {}),
+        ("munge,native", "prterun-n1-7@1", {}),
+    ],
+)
+def test_a_pmix_without_munge_does_not_complain_where_slurm_accepts_others(modes, namespace, settings):
+    variables = {"PMIX_SECURITY_MODE": modes, "PMIX_NAMESPACE": namespace, "PMIX_RANK": "0"}
+    assert launchers.pmix_settings({**variables, "SLURM_STEP_NUM_TASKS": "2"}) == settings
+
+
 def test_a_job_that_a_task_submitted_is_a_world_of_one(monkeypatch):
     for name, value in {**STEP, **NEXT_JOB, **BY_PMIX}.items():
         monkeypatch.setenv(name, value)

@@ -10,6 +10,7 @@ from support.launch import run_python, torchrun
 
 from bagua_comm.launch.mpirun import find_mpirun
 from benchmarks.slurm import cluster as slurm_of_two_nodes
+from benchmarks.slurm import trials
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
 
@@ -211,6 +212,43 @@ def test_a_task_on_each_node_may_start_torchrun(slurm, tmp_path):
     result = slurm.run("srun", "-N2", "-n2", *start, *meet, script, timeout_s=200)
     assert result.returncode == 0, result.stderr + slurm.logs()
     assert re.fullmatch(r"2 \('n[12]', 0, 0, 1\) \('n[12]', 1, 0, 1\)\n", result.stdout)
+
+
+BY_TESTS = {
+    "srun with PMIx",
+    "salloc --exclusive without tasks",
+    "cores of a task",
+    "a heterogeneous job, without srun",
+    "a written script, as an array",
+    "a rank dies, too few are left",
+    "a rank dies, and no restart is left",
+    "scancel --signal=KILL of the step of mpirun",
+    "scancel --batch --signal=TERM",
+    "a node goes down, --no-kill",
+}
+"""The trials of `benchmarks.slurm` that depend most on this library."""
+
+
+@pytest.mark.parametrize("name", sorted(BY_TESTS))
+def test_what_a_user_of_slurm_types(slurm, name):
+    mpi4py_needs_open_mpi()
+    (trial,) = [trial for trial in trials.TRIALS if trial.name == name]
+    result = trials.run(slurm, trial)
+    assert (result["result"], result["faults"]) == ("equal", []), f"{result}\n{slurm.logs()}"
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "leaves"),
+    [
+        ("echo n2", 0, ()),
+        ("echo n1; exit 3", 0, ()),
+        ("echo n1; touch /dev/shm/file", 0, ()),
+        ("echo n1", 0, ("n1: file",)),
+    ],
+)
+def test_a_trial_that_comes_out_otherwise_is_seen(slurm, command, code, leaves):
+    trial = trials.Trial("another", f"srun -Q -n1 -w n1 sh -c '{command}'", "n1\n.*", code, leaves=leaves)
+    assert trials.run(slurm, trial)["result"] == "differs"
 
 
 ONE_SCRIPT = """

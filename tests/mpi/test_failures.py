@@ -200,6 +200,8 @@ def test_many_sizes_of_small_calls_keep_little_memory(comm):
 
 
 def test_messages_to_oneself_match_in_order(comm):
+    if MPI.get_vendor()[0] == "MPICH":
+        pytest.skip("MPICH keeps no message to oneself: a send waits for its receive, as MPI allows")
     with comm.split(comm.rank) as alone:
         first, second, out = np.array([1, 2]), np.array([3, 4]), np.zeros((2, 1), int)
         for _ in range(2):
