@@ -208,7 +208,7 @@ def run(cluster: Cluster, trial: Trial, python: str = sys.executable) -> dict[st
         "command": trial.command,
         **({"sbatch": trial.options, "then": trial.then} if trial.then else {}),
         "expected": [trial.code, trial.expected, list(trial.leaves)],
-        "seen": [code, seen.replace(name, ".").splitlines(), left],
+        "seen": [code, seen.replace(name, ".").replace(f"{Path(python).parent}", "bin").splitlines(), left],
         "faults": processes,
         "result": "equal" if is_equal and left == list(trial.leaves) else "differs",
         "seconds": round(time.monotonic() - start, 1),
