@@ -141,6 +141,14 @@ TRIALS = [
         code=143,
     ),
     of_a_job(
+        "the end of the time",
+        "true",
+        r".*the job failed: SIGTERM has ended this job \(1 attempt, 0 deaths\)\n",
+        code=143,
+        arguments="--steps 2000 --pause-s 0.15",
+        options="--time=2",
+    ),
+    of_a_job(
         "scontrol requeue",
         f"{SAVED}; scontrol requeue $JOB; {SOON}",
         r".*JOB REQUEUE.*rank 0 of 4 begins at step [1-9].*20 steps, right.*the job succeeded.*",
