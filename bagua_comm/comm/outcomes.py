@@ -43,6 +43,7 @@ def on_all_ranks(comm: Communicator, call: str, body: Callable[[], T], others: O
 def on_root(comm: Communicator, body: Callable[[], T], others: Others) -> T:
     """Return the result of `body`, which rank 0 alone calls; its error is raised on all ranks. Collective."""
     outcome: Any = _outcome_of(body, others) if comm.rank == 0 else None
+    result: T
     result, error = comm.broadcast_object(outcome, root=0)
     if error is not None:
         raise error
