@@ -169,7 +169,7 @@ def test_op_orders_that_differ_between_ranks_raise(comm):
     order = "any" if comm.rank == 0 else "rank"
     if comm.size == 1:
         return  # nobody to differ from
-    with pytest.raises(BootstrapError, match=r"ranks \[1.*\] give 'rank'; ranks \[0\] give 'any'"):
+    with pytest.raises(BootstrapError, match=r"ranks \[0\] give 'any'; ranks \[1.*\] give 'rank'"):
         bagua_comm.connect(comm=MPI.COMM_WORLD, timeout_s=30, op_order=order)
     with comm.dup() as other:
         other.op_order = order
