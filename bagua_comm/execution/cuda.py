@@ -11,24 +11,49 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import dataclass
 from threading import get_ident
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 from ..arrays import Array, Scratch, library
 from ..errors import CommTimeout, UnsupportedError
 from ..trace import label
 from .futures import TaskFuture
 
+
+class Stream(Protocol):
+    """A stream of CuPy."""
+
+    ptr: int
+
+    def use(self) -> object:
+        """Make it the current stream of this thread."""
+
+    def is_capturing(self) -> bool:
+        """Whether it is being captured in a CUDA graph."""
+
+    def wait_event(self, event: Event) -> None:
+        """Let later work on it wait for an event."""
+
+
+class Event(Protocol):
+    """An event of CuPy."""
+
+    ptr: int
+
+    def record(self, stream: Stream | None = None) -> None:
+        """Record it on a stream, by default on the current one."""
+
+
 # Events -------------------------------------------------------------------------------------------------
 
 
-def mark(x: Array) -> Any:
+def mark(x: Array) -> Event | None:
     """Record an event on the current stream if `x` is a device array; None if it is a host array."""
     return None if library(x) == "numpy" else record_event()
 
 
-def record_event(stream: Any = None) -> Any:
+def record_event(stream: Stream | None = None) -> Event:
     """Record an event on `stream`, or on the current one, after all work enqueued there so far."""
-    event = sys.modules["cupy"].cuda.Event(disable_timing=True)
+    event: Event = sys.modules["cupy"].cuda.Event(disable_timing=True)
     event.record(stream)
     return event
 
@@ -37,7 +62,7 @@ _NOT_YET = frozenset({600, 900, 901, 906, 907})
 """CUDA's codes for an event that has not happened, or that cannot be queried while a stream is captured."""
 
 
-def passed(event: Any) -> bool:
+def passed(event: Event) -> bool:
     """Whether an event has happened; False while CUDA cannot answer.
 
     CuPy's own `Event.done` stays False after an error of the device.
@@ -52,7 +77,7 @@ def passed(event: Any) -> bool:
     return bool(status == 0)
 
 
-def after(event: Any) -> None:
+def after(event: Event | None) -> None:
     """Make the current stream wait for an event of `mark`; the host does not wait."""
     if event is not None:
         sys.modules["cupy"].cuda.get_current_stream().wait_event(event)
@@ -61,7 +86,7 @@ def after(event: Any) -> None:
 # Streams ------------------------------------------------------------------------------------------------
 
 
-def is_capturing(stream: Any) -> bool:
+def is_capturing(stream: Stream) -> bool:
     """Whether a stream is being captured in a CUDA graph.
 
     Raises:
@@ -99,11 +124,11 @@ class StreamOrder:
     """
 
     def __init__(self) -> None:
-        self.settled: Any = None
+        self.settled: Stream | None = None
         """The stream that needs no call of `follow`."""
-        self._last: Any = None
+        self._last: Stream | None = None
         """The stream of the latest work; kept alive, so that no other stream gets its address."""
-        self._captured: Any = None
+        self._captured: Stream | None = None
         """The stream of the latest captured work since then."""
 
     def follow(self) -> None:
@@ -132,7 +157,7 @@ class StreamOrder:
         else:
             self.settled, self._last, self._captured = current, current, None
 
-    def join(self, streams: Iterable[Any]) -> None:
+    def join(self, streams: Iterable[Stream]) -> None:
         """Make `streams` wait for all work so far, except captured work."""
         last = self._last
         if last is None or is_capturing(last):
@@ -150,7 +175,7 @@ class SharedScratch(Scratch):
         self._order: StreamOrder = StreamOrder()
         self._device: int | None = None
         """The device of the memory."""
-        self._homes: dict[int, Any] = {}
+        self._homes: dict[int, Stream] = {}
         """The streams on which memory was allocated, by address: freed memory is reused in their order."""
 
     def _before_growth(self) -> None:
@@ -181,7 +206,7 @@ class SideStream:
         self.device, self.clock, self._cuda = device, DeviceClock(device), _cuda()
         # At normal priority, its small kernels would queue behind the large ones of the backward pass.
         self._stream = self._cuda.Stream(non_blocking=True, priority=-1)
-        self._callers: dict[int, Any] = {}
+        self._callers: dict[int, Stream] = {}
         """Streams on which tasks were submitted since the last join, by address."""
         self.end: Any = None
         """An event after the latest task."""
@@ -263,13 +288,13 @@ class DeviceClock:
         self._device, self._cuda = device, _cuda()
         self._stream = self._cuda.Stream(non_blocking=True)
 
-    def mark(self) -> Any:
+    def mark(self) -> Event:
         """Record an event with a time on the current stream."""
-        event = self._cuda.Event()
+        event: Event = self._cuda.Event()
         event.record()
         return event
 
-    def times(self, events: Sequence[Any]) -> list[int | None]:
+    def times(self, events: Sequence[Event]) -> list[int | None]:
         """See `trace.Clock`. The host waits for the device, but not for other streams."""
         happened = [passed(event) for event in events]
         use_device(self._device)
@@ -293,7 +318,7 @@ class NvtxRanges:
         """Whether CuPy, which has the bindings to NVTX, is imported."""
         return "cupy" in sys.modules
 
-    def range(self, name: str, args: Mapping[str, Any]) -> AbstractContextManager[None]:
+    def range(self, name: str, args: Mapping[str, object]) -> AbstractContextManager[None]:
         """An NVTX range of the calling thread."""
         return _nvtx_range(label(name, args))
 
@@ -326,7 +351,7 @@ class UseStream:
     _before: Any = None
     """The stream to restore, in the body of `with`."""
 
-    def __init__(self, stream: Any) -> None:
+    def __init__(self, stream: Stream) -> None:
         self._stream = stream
 
     def __enter__(self) -> None:
@@ -353,13 +378,14 @@ def use_address(address: int) -> AbstractContextManager[None]:
 
 
 @functools.lru_cache(maxsize=64)
-def _stream_at(address: int, device: int) -> Any:
+def _stream_at(address: int, device: int) -> Stream:
     """CuPy's handle for a stream of another library on `device`, the current device.
 
     It does not own the stream. To make one takes microseconds, so the latest are cached, by device as well: the
     default streams of all devices have the same address.
     """
-    return _cuda().Stream.from_external(_Address(address))
+    stream: Stream = _cuda().Stream.from_external(_Address(address))
+    return stream
 
 
 STREAMS_PER_THREAD = (

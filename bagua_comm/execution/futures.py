@@ -14,7 +14,7 @@ from weakref import WeakSet
 
 from ..errors import CommAborted, CommError
 
-Task: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+Task: TypeAlias = tuple[Callable[..., object], tuple[object, ...], dict[str, Any]]
 """A submitted function with its arguments."""
 
 TASK_END_S = 5.0
@@ -98,7 +98,7 @@ class TaskProblem(NamedTuple):
         return self.text
 
 
-_abandoned: WeakSet[Any] = WeakSet()
+_abandoned: WeakSet[object] = WeakSet()
 """Lanes whose tasks nobody can ask for."""
 
 

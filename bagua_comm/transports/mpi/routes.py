@@ -59,7 +59,7 @@ class Ways(NamedTuple):
 class Route(NamedTuple):
     """How ranks agree on a collective, and how its bytes then move."""
 
-    agree: Callable[[Array, Array], Any]
+    agree: Callable[[Array, Array], object]
     """Takes `x` and the array to fill; raises on all ranks if calls differ. Returns what `move` needs."""
     move: AgreedMove
 

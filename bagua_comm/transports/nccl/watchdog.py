@@ -17,10 +17,12 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 from ...errors import CommAborted, CommError, CommTimeout
-from ...execution.cuda import passed, use_device
+from ...execution.cuda import Event, passed, use_device
+
+T = TypeVar("T")
 
 LOOK_S = 0.2
 """How often the watchdog checks calls in flight; ten times in `timeout_s` if that is more often."""
@@ -67,7 +69,7 @@ class Watch:
         self._check, self._destroy, self._abort = check, destroy, abort
         self._notify, self._listen = notify, listen
         self._calls: deque[Call] = deque()
-        self.spare_events: list[Any] = []
+        self.spare_events: list[Event] = []
         self.stuck = False
         """Whether a thread hangs inside the library: to free its communicator would end the process."""
         self.inside = False
@@ -238,7 +240,7 @@ class Watchdog:
             self._watches.remove(watch)
         self._busy.set()
 
-    def _ended(self, thread: Future[Any]) -> None:
+    def _ended(self, thread: Future[None]) -> None:
         """Fail the communicators that are still watched, if the thread has ended by an error."""
         exc = thread.exception()
         if exc is not None:
@@ -256,7 +258,7 @@ class Watchdog:
         if not self._busy.is_set():
             self._busy.set()
 
-    def limited(self, task: Callable[[], Any], limit_s: float, who: str) -> Any:
+    def limited(self, task: Callable[[], T], limit_s: float, who: str) -> T:
         """The result of `task`, a library call without a time limit.
 
         Raises:
@@ -267,9 +269,9 @@ class Watchdog:
         except FutureTimeout as exc:
             raise CommTimeout(f"{who} has waited {limit_s:g} s for other ranks to come") from exc
 
-    def start(self, task: Callable[[], Any]) -> Future[Any]:
+    def start(self, task: Callable[[], T]) -> Future[T]:
         """Run `task` on a thread that does not keep the process alive."""
-        outcome: Future[Any] = Future()
+        outcome: Future[T] = Future()
 
         def run() -> None:
             try:
