@@ -27,7 +27,7 @@ GIVEN = "given"
 class Output(NamedTuple):
     """Where the result of a call goes."""
 
-    out: Any
+    out: object
     """The `out` argument; None if none was given."""
     value: Array
     """`out` as an array; a new array if none was given."""
@@ -38,7 +38,7 @@ class Output(NamedTuple):
 NO_OUTPUT = Output(None, EMPTY, EMPTY)
 
 
-def as_argument(call: str, name: str, x: Any) -> Array:
+def as_argument(call: str, name: str, x: object) -> Array:
     """View argument `name` of `call` as an array.
 
     Raises:

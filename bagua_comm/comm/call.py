@@ -55,7 +55,7 @@ class Call:
         self,
         comm: CommBase,
         name: str,
-        x: Any = EMPTY,
+        x: object = EMPTY,
         argument: str = "x",
         *,
         timeout_s: float | None = None,
@@ -94,7 +94,7 @@ class Call:
                 "x.get()"
             )
 
-    def writes_to(self, out: Any | None, shape: tuple[int, ...], *, any_shape: bool = False) -> None:
+    def writes_to(self, out: object | None, shape: tuple[int, ...], *, any_shape: bool = False) -> None:
         """Set the output: `out`, or a new array of `shape` if it is None."""
         self.output = resolve_output(self.name, "out", out, shape, self.x, any_shape=any_shape)
         self.target = self.output.target

@@ -163,7 +163,7 @@ class Collectives(CommBase):
         call.run_and_cache(call.transport.allgather, shape)
         return call.result
 
-    def _allgather_parts(self, x: Any, out: Any, counts: Sequence[int], timeout_s: float | None) -> Any:
+    def _allgather_parts(self, x: object, out: object, counts: Sequence[int], timeout_s: float | None) -> Any:
         """`allgather` with counts. Collective."""
         call = Call(self, "allgather", x, timeout_s=timeout_s)
         counts = call.detail["counts"] = check_counts(
@@ -294,7 +294,7 @@ class Collectives(CommBase):
         result: A | None = self._prefix("exscan", x, out, op, timeout_s)
         return result
 
-    def _prefix(self, name: str, x: Any, out: Any, op: Op, timeout_s: float | None) -> Any:
+    def _prefix(self, name: str, x: object, out: object, op: Op, timeout_s: float | None) -> Any:
         """The body of `scan` and `exscan`."""
         call, exclusive = Call(self, name, x, op=op, timeout_s=timeout_s), name == "exscan"
         call.check_reduction(op)
@@ -358,7 +358,9 @@ class Collectives(CommBase):
         result: A = call.result
         return result
 
-    def _alltoall_parts(self, x: Any, out: Any, counts: Any, out_counts: Any, timeout_s: float | None) -> Any:
+    def _alltoall_parts(
+        self, x: object, out: object, counts: Counts, out_counts: Counts, timeout_s: float | None
+    ) -> Any:
         """`alltoall` with counts. Collective."""
         name = "alltoall"
         call = Call(self, name, x, timeout_s=timeout_s).unchecked()
