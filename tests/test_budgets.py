@@ -241,7 +241,7 @@ def test_private_names_stay_in_their_file():
     assert found == PRIVATE
 
 
-ANY = 960
+ANY = 932
 """How often the packages may say `Any`, which mypy does not compare; the aim is 600 of both together."""
 
 
