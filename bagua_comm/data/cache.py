@@ -7,13 +7,16 @@ import operator
 import os
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import ArrayError, UnsupportedError, shown
 from .counters import Stats, new_file
 from .stores import Closed, Store
 from .values import FORMS, Form, checksum
 from .worker import Worker
+
+K = TypeVar("K")
+T = TypeVar("T")
 
 _LONGEST_KEY = 400
 """Longer keys are replaced by their checksums."""
@@ -96,7 +99,7 @@ class Cache(Closed):
             util.Finalize(self, self._worker.close, exitpriority=_EXIT_PRIORITY)
         return self._worker
 
-    def key(self, key: Any) -> bytes:
+    def key(self, key: object) -> bytes:
         """The key in the store for an int, str or bytes.
 
         Raises:
@@ -111,7 +114,7 @@ class Cache(Closed):
             return full
         return b"\0%016x%016x" % (checksum(full), checksum(b"again", full))
 
-    def get(self, key: Any, load: Callable[[Any], Any]) -> Any:
+    def get(self, key: K, load: Callable[[K], T]) -> T:
         """The value of a key, from the store or else from `load(key)`, whose errors are raised unchanged.
 
         Raises:
@@ -119,16 +122,16 @@ class Cache(Closed):
         """
         return self.get_many([key], load)[0]
 
-    def get_many(self, keys: Sequence[Any], load: Callable[[Any], Any]) -> list[Any]:
+    def get_many(self, keys: Sequence[K], load: Callable[[K], T]) -> list[T]:
         """The values of several keys, from the store in one request; missing ones are loaded."""
         return self._of_this_process().get_many([(key, self.key(key)) for key in keys], load)
 
-    def peek(self, key: Any) -> Any:
+    def peek(self, key: object) -> Any:
         """The value of a key in the store, or None; see `put`."""
         found = self._of_this_process().find([self.key(key)])
         return found[self.key(key)].value if found else None
 
-    def put(self, key: Any, value: Any) -> None:
+    def put(self, key: object, value: object) -> None:
         """Store a value.
 
         Raises:
@@ -207,7 +210,7 @@ class Cached(Closed, _Dataset):  # type: ignore[misc]
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def _position(self, index: Any) -> Any:
+    def _position(self, index: object) -> object:
         """The index of a sample, from a nonnegative or negative index."""
         if isinstance(index, (str, bytes)):
             return index
@@ -217,10 +220,10 @@ class Cached(Closed, _Dataset):  # type: ignore[misc]
     def _load(self, index: Any) -> Any:
         return self.dataset[index]
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: object) -> Any:
         return self.cache.get(self._position(index), self._load)
 
-    def __getitems__(self, indices: Sequence[Any]) -> list[Any]:
+    def __getitems__(self, indices: Sequence[object]) -> list[Any]:
         """Several samples, from the store in one request."""
         return self.cache.get_many([self._position(index) for index in indices], self._load)
 
@@ -241,5 +244,5 @@ _cached: weakref.WeakSet[Cached] = weakref.WeakSet()
 """The cached data sets of this process."""
 
 
-def _length(dataset: Any) -> int | None:
+def _length(dataset: object) -> int | None:
     return len(dataset) if hasattr(dataset, "__len__") else None

@@ -16,7 +16,7 @@ import operator
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -259,7 +259,7 @@ class Sampler(ABC):
             "order": checksum(order),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Resume from `state`: the next iteration yields the remaining samples, on any number of ranks.
 
         Raises:

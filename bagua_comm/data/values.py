@@ -100,7 +100,7 @@ def decode(data: bytes, key: bytes, form: Form = "tree") -> Any:
         raise DamagedError(f"cannot be read: {type(exc).__name__}: {exc}") from exc
 
 
-def _tree(value: Any, arrays: list[Any]) -> bytes:
+def _tree(value: object, arrays: list[object]) -> bytes:
     """The head of a tree; the bytes of its arrays and tensors are appended to `arrays`."""
     msgpack = library("msgpack", "a cache")
     end = 0
@@ -145,7 +145,7 @@ class _Unsupported(Exception):  # noqa: N818 - never leaves this module
 
 def _place(x: Any, pack: Callable[[Any], bytes], path: str = "the value") -> str:
     """The place in a tree of the first part that cannot be packed."""
-    parts: list[tuple[Any, str]] = []
+    parts: list[tuple[object, str]] = []
     if type(x) is dict:
         for key, part in x.items():
             parts += [(key, f"a key of {path}"), (part, f"{path}[{key!r}]")]
@@ -200,7 +200,7 @@ def _dtype(name: str) -> np.dtype[Any]:
     return np.dtype(name) if name[0] in "<>|=" else dtype_named(name)
 
 
-def _untree(head: memoryview, rest: memoryview) -> Any:
+def _untree(head: memoryview, rest: memoryview) -> object:
     msgpack = library("msgpack", "a cache")
 
     def unpack(data: bytes | memoryview) -> Any:

@@ -18,6 +18,7 @@ from .locks import NUMBERS, Holder, Locks, locks_in
 from .stores import Store
 from .values import DamagedError, Form, checksum, decode, encode
 
+K = TypeVar("K")
 T = TypeVar("T")
 
 _UNBUFFERED = 1000
@@ -79,14 +80,14 @@ class Worker:
 
     # Reading ----------------------------------------------------------------------------------------
 
-    def get_many(self, keys: list[tuple[Any, bytes]], load: Callable[[Any], Any]) -> list[Any]:
+    def get_many(self, keys: list[tuple[K, bytes]], load: Callable[[K], T]) -> list[T]:
         """The values of pairs (user's key, key in the store)."""
         wanted = {full: key for key, full in keys}
         found = self.find(list(wanted))
         missing = {full: key for full, key in wanted.items() if full not in found}
         if missing:
             found |= self._load(missing, load)
-        given: list[Any] = []
+        given: list[T] = []
         for _, full in keys:
             if full in wanted:
                 del wanted[full]
@@ -114,7 +115,7 @@ class Worker:
                 self._count(hits=1, waited=int(waited), read_bytes=len(data))
         return found
 
-    def _load(self, missing: dict[bytes, Any], load: Callable[[Any], Any]) -> dict[bytes, Value]:
+    def _load(self, missing: dict[bytes, K], load: Callable[[K], object]) -> dict[bytes, Value]:
         """Load missing values; those that others load come last, so that no worker waits with a lock."""
         loaded: dict[bytes, Value] = {}
         locks = self._locks
@@ -137,7 +138,7 @@ class Worker:
                 loaded[full] = self._wait(full, missing[full], load)
         return loaded
 
-    def _wait(self, full: bytes, key: Any, load: Callable[[Any], Any]) -> Value:
+    def _wait(self, full: bytes, key: K, load: Callable[[K], object]) -> Value:
         """Wait while another worker loads a value."""
         number, locks = self._number(full), self._locks
         if locks is None or locks.mine(number):  # one sample loads another of the same batch
@@ -157,14 +158,14 @@ class Worker:
             holder.is_over = True
             locks.tidy()
 
-    def _load_one(self, full: bytes, key: Any, load: Callable[[Any], Any]) -> Value:
+    def _load_one(self, full: bytes, key: K, load: Callable[[K], object]) -> Value:
         value = load(key)
         self._count(misses=1)
         return Value(value, self.put(full, value))
 
     # Writing ----------------------------------------------------------------------------------------
 
-    def put(self, full: bytes, value: Any) -> bytes:
+    def put(self, full: bytes, value: object) -> bytes:
         """Add a value to the buffer, write the buffer if it is full, old or awaited, and return the encoding."""
         data = encode(value, full, self._form)
         now = time.monotonic()
@@ -192,7 +193,7 @@ class Worker:
 
     # Stores that fail -------------------------------------------------------------------------------
 
-    def _try(self, leaf: Store, what: str, call: Callable[..., T], *arguments: Any) -> T | None:
+    def _try(self, leaf: Store, what: str, call: Callable[..., T], *arguments: object) -> T | None:
         """Call a store; None if it fails or is bypassed."""
         if time.monotonic() < self._bypassed.get((leaf, what), 0.0):
             self._count(bypassed=1)

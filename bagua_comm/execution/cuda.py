@@ -42,6 +42,9 @@ class Event(Protocol):
     def record(self, stream: Stream | None = None) -> None:
         """Record it on a stream, by default on the current one."""
 
+    def synchronize(self) -> None:
+        """Wait until it has happened."""
+
 
 # Events -------------------------------------------------------------------------------------------------
 

@@ -14,14 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import cupy
 import cupyx
 import numpy as np
 
 from ..arrays import Array, OpOrder, address
-from ..execution.cuda import record_event
+from ..execution.cuda import Event, record_event
 from .base import Transport
 from .flow import COLLECTIVE, POINT_TO_POINT, Message
 
@@ -47,7 +47,7 @@ class StagedTransport(Transport):
         self._host = host
         self._down = cupy.cuda.Stream(non_blocking=True)
         self._pinned: Array = np.empty(0, np.uint8)
-        self._last_up: Any = None
+        self._last_up: Event | None = None
         """An event after the latest copies from pinned memory."""
 
     def set_order(self, order: OpOrder) -> None:
@@ -199,7 +199,7 @@ class StagedTransport(Transport):
             raise
         self._last_up = record_event()
 
-    def _copy_down(self, staged: Iterable[_Staged], k: int) -> Any:
+    def _copy_down(self, staged: Iterable[_Staged], k: int) -> Event | None:
         """Enqueue the copies to the host of round `k`; returns an event after them, or None if there are none."""
         runtime, copied = cupy.cuda.runtime, False
         for pointer, piece in _round(staged, k):

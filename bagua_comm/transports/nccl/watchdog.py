@@ -17,7 +17,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from ...errors import CommAborted, CommError, CommTimeout
 from ...execution.cuda import Event, passed, use_device
@@ -38,7 +38,7 @@ class Call:
 
     def __init__(self, name: str, nbytes: int, limit_s: float) -> None:
         self.name, self.nbytes, self.limit_s, self.start = name, nbytes, limit_s, time.monotonic()
-        self.event: Any = None
+        self.event: Event | None = None
 
 
 class Watch:
@@ -107,8 +107,9 @@ class Watch:
             if self._failure is not None or self._closed:
                 return False
             try:
-                while self._calls and self._calls[0].event is not None and passed(self._calls[0].event):
-                    self.spare_events.append(self._calls.popleft().event)
+                while self._calls and (event := self._calls[0].event) is not None and passed(event):
+                    self._calls.popleft()
+                    self.spare_events.append(event)
             except RuntimeError as exc:  # the device has met an error, and does no more work
                 self.fail(CommError, f"{self.who}: CUDA failed: {exc}")
             try:
