@@ -308,5 +308,5 @@ def attach(
         units = checked_units(model, reduce, gather, replicas)
         if not isinstance(overlap, bool):
             raise ArrayError(f"{NAME}: overlap is {overlap!r}, expected True or False")
-    compare_units(world, units, f"reduce={reduce}, gather={gather}, replicas={replicas}, overlap={overlap}")
+    compare_units(world, units, reduce=reduce, gather=gather, replicas=replicas, overlap=overlap)
     return Attachment(world, units, reduce, gather, replicas, model, overlap)

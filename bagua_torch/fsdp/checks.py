@@ -125,11 +125,11 @@ def _name_of(dtype: torch.dtype) -> str:
     return dtype_name(torch.empty(0, dtype=dtype))
 
 
-def compare_units(comm: Communicator, units: list[Unit], arguments: str) -> None:
+def compare_units(comm: Communicator, units: list[Unit], **arguments: object) -> None:
     """Raise `MismatchError` on all ranks unless all have the same units and arguments. Collective."""
     found = {
         _described(unit): f"{unit.parameters} on {unit.device.type}, "
         f"gathered in {unit.gather_dtypes}, reduced in {unit.reduce_dtypes}"
         for unit in units
     }
-    compare(NAME, comm, {"the call": arguments, **found})
+    compare(NAME, comm, {**{name: str(each) for name, each in arguments.items()}, **found})

@@ -1229,9 +1229,9 @@ def bad_input(comm):
     if comm.size == 1:
         return
     one_differs = [EIGHT_BITS, Exact()][comm.rank == 1]
-    refused(comm, MismatchError, "but rank 1 has reduce=Exact()", attach, model, one_differs)
+    refused(comm, MismatchError, "and Exact() on rank 1; give the same on all ranks", attach, model, one_differs)
     other = shard(make(unused=comm.rank == 1))
-    refused(comm, MismatchError, "but rank 1 has", attach, other)
+    refused(comm, MismatchError, "ranks differ: ", attach, other)
     half = comm.split(comm.rank % 2)
     refused(comm, UnsupportedError, "give a comm with all ranks of the mesh", attach, model, comm=half)
     half.close()
