@@ -187,7 +187,7 @@ def _make(
         raise ArrayError(f"from_name: {known!r} does not take {arguments}: {exc}") from exc
 
 
-def _value_of(setting: str, value: object) -> Any:
+def _value_of(setting: str, value: object) -> object:
     """The value of a setting; a name, or a mapping with a name, becomes an object."""
     if setting not in _OBJECTS or not isinstance(value, (str, Mapping)):
         return value

@@ -417,7 +417,7 @@ def copy_numbers(state: object, other: object) -> None:
             setattr(owner, field.name, numbers[path])
 
 
-def _in_library_of(piece: Any, like: Array) -> Any:
+def _in_library_of(piece: Any, like: Array) -> object:
     """`piece` on the host or on the device, as `like` is; the host waits for a copy."""
     if not hasattr(piece, "dtype") or arrays.library(piece) == arrays.library(like):
         return piece

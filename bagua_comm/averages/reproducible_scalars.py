@@ -154,7 +154,7 @@ def _limbs(row: Array, exponent: int, width: int) -> Array:
     return sums
 
 
-def _rounded(total: int, exponent: int, dtype: DType) -> Any:
+def _rounded(total: int, exponent: int, dtype: DType) -> object:
     """The float of `dtype` that is nearest to total 2^exponent, half to even; infinite if that is too large."""
     form = fixed_format(dtype)
     last = max(abs(total).bit_length() - form.digits, 1 - form.digits - form.offset - exponent, 0)

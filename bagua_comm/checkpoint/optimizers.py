@@ -151,7 +151,7 @@ def _restore(optimizer: Optimizer, saved: Mapping[str, Any], restore: Restore) -
             optimizer.state[parameter] = _restored(optimizer.state[parameter], entries[number], restore)
 
 
-def _restored(loaded: Any, saved: Any, restore: Restore) -> Any:
+def _restored(loaded: Any, saved: Any, restore: Restore) -> object:
     if is_tensor(loaded) and is_tensor(saved):
         same = loaded.dtype == saved.dtype and loaded.device == saved.device
         return loaded if same or loaded.shape != saved.shape else restore(loaded, saved)
