@@ -9,10 +9,10 @@ from support.torch_training import (
     QADAM,
     assert_same_on_all_ranks,
     batch,
+    final_weights,
     loss_of,
     make_model,
     optimizer_for,
-    sgd,
     train,
     train_step,
     weights,
@@ -254,10 +254,8 @@ class Branches(nn.Module):
 @pytest.mark.parametrize("find_unused_parameters", [False, True])
 def test_ranks_agree_on_unused_parameters_once_where_the_graph_is_static(batches, find_unused_parameters):
     def body(comm):
-        model = Branches()
-        optimizer = sgd(model.parameters())
-        ddp = DistributedDataParallel(
-            model, optimizer, comm=comm, static_graph=True, find_unused_parameters=find_unused_parameters
+        model, optimizer, ddp = wrapped(
+            comm, model=Branches(), static_graph=True, find_unused_parameters=find_unused_parameters
         )
         calls = []
         with ddp.join():
@@ -347,8 +345,7 @@ def test_a_hook_may_be_an_average_or_made_of_one():
             ddp.register_comm_hook(None, comm_hook(Quantized(MinMaxUInt8()), comm))
         train(comm, ddp, optimizer, range(4))
         assert_same_on_all_ranks(comm, model)
-        ddp.close()
-        return weights(model)
+        return final_weights(ddp)
 
     algorithm, average, hook = (
         run_ranks(2, lambda comm, how=how: body(comm, how))[0] for how in ("algorithm", "average", "hook")

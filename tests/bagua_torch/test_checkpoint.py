@@ -13,6 +13,7 @@ from support.torch_training import (
     Training,
     assert_same_on_all_ranks,
     batch,
+    final_weights,
     gradients,
     loss_of,
     make_model,
@@ -441,16 +442,11 @@ def test_switching_takes_the_mean_of_weights_that_differ(algorithm):
 
 def test_after_switching_gradients_are_averaged_as_if_wrapped_again():
     def trained(comm, *, switched):
-        model = make_model()
-        optimizer = sgd(model.parameters())
-        ddp = DistributedDataParallel(
-            model, optimizer, DiLoCo(local_steps=1) if switched else ByteGrad(), comm=comm
-        )
+        _, optimizer, ddp = wrapped(comm, DiLoCo(local_steps=1) if switched else ByteGrad())
         if switched:
             ddp.switch(ByteGrad())
         train(comm, ddp, optimizer, range(4))
-        ddp.close()
-        return weights(model)
+        return final_weights(ddp)
 
     for actual, expected in run_ranks(2, lambda comm: [trained(comm, switched=s) for s in (True, False)]):
         assert torch.equal(actual, expected)
@@ -477,8 +473,7 @@ def test_a_switch_to_fragments_packs_other_buckets_as_if_wrapped_again(in_bucket
         train(comm, ddp, optimizer, range(7))
         ddp.average_weights()
         assert_same_on_all_ranks(comm, model)
-        ddp.close()
-        return weights(model)
+        return final_weights(ddp)
 
     for actual, expected in run_ranks(2, lambda comm: [trained(comm, switched=s) for s in (True, False)]):
         assert torch.equal(actual, expected)
@@ -517,8 +512,7 @@ def test_qadam_switched_to_later_warms_up_as_adam_does():
             if step == 3:
                 ddp.switch(QAdam(warmup_steps=4))
             train_step(ddp, optimizer, batch(0, step))
-        ddp.close()
-        return weights(model)
+        return final_weights(ddp)
 
     assert torch.equal(run_ranks(1, body)[0], weights(plain))
 
@@ -541,9 +535,7 @@ def make_wide_model():
 def test_a_switch_that_is_refused_leaves_the_training_as_it_is(ranks, make, algorithm, error, match, before):
     def trained(refused):
         def body(comm):
-            model = make()
-            optimizer = sgd(model.parameters())
-            ddp = DistributedDataParallel(model, optimizer, before, comm=comm)
+            model, optimizer, ddp = wrapped(comm, before, model=make())
             for step in range(6):
                 if refused and step == 3:
                     with pytest.raises(error, match=match):
@@ -551,8 +543,7 @@ def test_a_switch_that_is_refused_leaves_the_training_as_it_is(ranks, make, algo
                     assert ddp.algorithm == before
                 x = batch(comm.rank, step).to(next(model.parameters()).dtype)
                 train_step(ddp, optimizer, x)
-            ddp.close()
-            return weights(model)
+            return final_weights(ddp)
 
         return run_ranks(ranks, body, timeout_s=5)
 

@@ -2,7 +2,16 @@
 
 import pytest
 import torch
-from support.torch_training import ALGORITHMS, QADAM, batch, filled, optimizer_for, weights
+from support.torch_training import (
+    ALGORITHMS,
+    QADAM,
+    batch,
+    filled,
+    final_weights,
+    optimizer_for,
+    weights,
+    wrapped,
+)
 from torch import nn
 
 from bagua_comm import (
@@ -65,10 +74,8 @@ def test_a_frozen_layer_stays_as_it_is_and_the_others_train_on(find_unused, buck
     frozen_in = [False, True, True, False, True, False]
 
     def body(comm):
-        model = make_model()
-        optimizer = adam(model.parameters())
-        ddp = DistributedDataParallel(
-            model, optimizer, comm=comm, find_unused_parameters=find_unused, bucket_bytes=bucket_bytes
+        model, optimizer, ddp = wrapped(
+            comm, model=make_model(), make=adam, find_unused_parameters=find_unused, bucket_bytes=bucket_bytes
         )
         for step, frozen in enumerate(frozen_in):
             freeze(model[0], frozen)
@@ -76,8 +83,7 @@ def test_a_frozen_layer_stays_as_it_is_and_the_others_train_on(find_unused, buck
             loss_of(ddp, batch(comm.rank, step)).backward()
             assert (model[0].weight.grad is None) == frozen
             optimizer.step()
-        ddp.close()
-        return weights(model)
+        return final_weights(ddp)
 
     for actual in run_ranks(3, body, timeout_s=5):
         torch.testing.assert_close(actual, alone(3, frozen_in), rtol=1e-4, atol=1e-5)
@@ -144,9 +150,7 @@ def test_a_generator_and_a_discriminator_that_is_frozen_in_every_other_pass(wrap
 @pytest.mark.parametrize("algorithm", [a for a in ALGORITHMS if a is not QADAM], ids=repr)
 def test_no_algorithm_hangs_where_a_layer_is_frozen_for_a_while(algorithm):
     def body(comm):
-        model = make_model()
-        optimizer = optimizer_for(algorithm, model.parameters())
-        ddp = DistributedDataParallel(model, optimizer, algorithm, comm=comm)
+        model, optimizer, ddp = wrapped(comm, algorithm, model=make_model())
         for step in range(6):
             freeze(model[0], step % 3 == 1)
             optimizer.zero_grad()
@@ -159,9 +163,7 @@ def test_no_algorithm_hangs_where_a_layer_is_frozen_for_a_while(algorithm):
 
 def test_a_frozen_layer_stays_as_it_is_where_codecs_round_zeros():
     def body(comm):
-        model = make_model()
-        optimizer = adam(model.parameters())
-        ddp = DistributedDataParallel(model, optimizer, GradientAllReduce(ErrorFeedback()), comm=comm)
+        model, optimizer, ddp = wrapped(comm, GradientAllReduce(ErrorFeedback()), model=make_model(), make=adam)
         seen = []
         for step in range(4):
             freeze(model[0], step > 1)
@@ -180,9 +182,7 @@ def test_a_frozen_layer_stays_as_it_is_where_codecs_round_zeros():
 @pytest.mark.parametrize("find_unused", [False, True])
 def test_a_layer_that_one_rank_alone_has_frozen_is_an_error_there(find_unused):
     def body(comm):
-        model = make_model()
-        optimizer = adam(model.parameters())
-        ddp = DistributedDataParallel(model, optimizer, comm=comm, find_unused_parameters=find_unused)
+        model, optimizer, ddp = wrapped(comm, model=make_model(), make=adam, find_unused_parameters=find_unused)
         freeze(model[0], comm.rank == 1)
         for step in range(2):
             loss_of(ddp, batch(comm.rank, step)).backward()
@@ -211,13 +211,10 @@ def test_a_gradient_from_before_is_kept_while_its_parameter_is_frozen():
 @pytest.mark.parametrize("frozen_in", [0, 1])
 def test_a_rank_that_has_ended_joins_in_whatever_it_has_frozen(algorithm, frozen_in):
     def body(comm):
-        model = make_model()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        ddp = DistributedDataParallel(model, optimizer, algorithm, comm=comm)
+        _, optimizer, ddp = wrapped(comm, algorithm, model=make_model(), lr=0.1)
         with ddp.join():
             train_freezing(comm, ddp, optimizer, [step == frozen_in for step in range(1 + 2 * comm.rank)])
-        ddp.close()
-        return weights(model)
+        return final_weights(ddp)
 
     first, second = run_ranks(2, body, timeout_s=5)
     assert torch.equal(first, second)
@@ -255,12 +252,9 @@ def test_weights_that_are_exchanged_now_and_then_are_frozen_too():
     """An outer step moves a frozen layer by its outer momentum, alike on all ranks."""
 
     def body(comm):
-        model = make_model()
-        optimizer = adam(model.parameters())
-        ddp = DistributedDataParallel(model, optimizer, DiLoCo(local_steps=2), comm=comm)
+        _, optimizer, ddp = wrapped(comm, DiLoCo(local_steps=2), model=make_model(), make=adam)
         train_freezing(comm, ddp, optimizer, [False, False, True, True])
-        ddp.close()
-        return weights(model)
+        return final_weights(ddp)
 
     first, second = run_ranks(2, body, timeout_s=5)
     assert torch.equal(first, second)

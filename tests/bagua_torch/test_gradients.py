@@ -8,7 +8,7 @@ from support.memory_formats import (
     EXACT,
     Parts,
 )
-from support.torch_training import batch, make_model, train_step, weights
+from support.torch_training import batch, make_model, train, weights
 from torch import nn
 
 from bagua_comm import GradientAllReduce, Hierarchical, Quantized, Reproducible
@@ -178,8 +178,7 @@ def test_microbatches_join_and_replan_with_gradients_of_their_own():
             ddp.replan(bucket_bytes=100)
         ddp.switch(EXACT)
         with ddp.join():
-            for step in range(1 + 2 * comm.rank):
-                train_step(ddp, optimizer, batch(comm.rank, step))
+            train(comm, ddp, optimizer, range(1 + 2 * comm.rank))
         ddp.close()
         return torch.cat([weights(model), *(p.grad.flatten() for p in model.parameters())])
 

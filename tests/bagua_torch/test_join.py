@@ -10,12 +10,15 @@ from support.torch_training import (
     WEIGHT_ALGORITHMS,
     assert_same_on_all_ranks,
     batch,
+    final_weights,
     loss_of,
     make_model,
     optimizer_for,
     sgd,
+    train,
     train_step,
     weights,
+    wrapped,
 )
 from torch import nn
 
@@ -71,8 +74,7 @@ def joined(
                     between(ddp)
         if algorithm.payload == "grad" and ddp.engine.payload == "grad":
             assert_same_on_all_ranks(comm, model)
-        for step in range(100, 100 + afterwards):
-            train_step(ddp, optimizer, batch(comm.rank, step))
+        train(comm, ddp, optimizer, range(100, 100 + afterwards))
         steps = ddp.engine.step
         if afterwards:
             ddp.switch(GradientAllReduce())
@@ -281,8 +283,7 @@ def test_the_optimizer_of_a_rank_that_ended_is_that_of_the_others():
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
         ddp = DistributedDataParallel(model, optimizer, comm=comm)
         with ddp.join():
-            for step in range((5, 1, 3)[comm.rank]):
-                train_step(ddp, optimizer, batch(comm.rank, step))
+            train(comm, ddp, optimizer, range((5, 1, 3)[comm.rank]))
         ddp.close()
         return {
             (number, name): torch.as_tensor(value)
@@ -330,15 +331,12 @@ def test_joining_twice_and_training_without():
     expected = train_plain((3, 1), plain, optimizer)
 
     def body(comm):
-        model = make_model()
-        optimizer = sgd(model.parameters())
-        ddp = DistributedDataParallel(model, optimizer, comm=comm)
+        _, optimizer, ddp = wrapped(comm)
         for batches, context in (((2, 4), ddp.join()), ((3, 3), contextlib.nullcontext()), ((3, 1), ddp.join())):
             with context:
                 for step in range(batches[comm.rank]):
                     train_step(ddp, optimizer, batch(comm.rank, 10 * step))
-        ddp.close()
-        return weights(model)
+        return final_weights(ddp)
 
     for actual in run_ranks(2, body):
         close(actual, expected)
@@ -356,8 +354,7 @@ def test_gradients_join_without_optimizers_given():
             for step in range((1, 4)[comm.rank]):
                 train_step(ddp, optimizer, batch(comm.rank, 10 * step))
         assert_same_on_all_ranks(comm, model)
-        ddp.close()
-        return weights(model)
+        return final_weights(ddp)
 
     for actual in run_ranks(2, body):
         close(actual, expected)
@@ -409,15 +406,8 @@ def test_exchanges_after_a_rank_has_ended_leave_its_gradients_as_they_were(
     algorithm, left, divide_by_initial_size, find_unused_parameters
 ):
     def body(comm):
-        model = make_model()
-        optimizer = optimizer_for(algorithm, model.parameters())
-        ddp = DistributedDataParallel(
-            model,
-            optimizer,
-            algorithm,
-            comm=comm,
-            bucket_bytes=100,
-            find_unused_parameters=find_unused_parameters,
+        model, optimizer, ddp = wrapped(
+            comm, algorithm, bucket_bytes=100, find_unused_parameters=find_unused_parameters
         )
         for epoch in range(2):
             with ddp.join(divide_by_initial_size=divide_by_initial_size):
@@ -447,9 +437,7 @@ def test_exchanges_after_a_rank_has_ended_leave_its_gradients_as_they_were(
 @DIVIDE
 def test_a_second_epoch_of_uneven_batches_begins_without_gradients_of_the_first(divide_by_initial_size):
     def body(comm):
-        model = nn.Linear(1, 1, bias=False)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        ddp = DistributedDataParallel(model, optimizer, comm=comm)
+        model, optimizer, ddp = wrapped(comm, model=nn.Linear(1, 1, bias=False), lr=0.1)
         seen = []
         for _ in range(3):
             with ddp.join(divide_by_initial_size=divide_by_initial_size):
@@ -484,8 +472,7 @@ def test_all_ranks_end_with_equal_weights_where_the_last_steps_were_not_synchron
         optimizer = sgd(model.parameters())
         ddp = DistributedDataParallel(model, optimizer if gives_optimizer else (), comm=comm)
         with ddp.join():
-            for step in range(synchronized[comm.rank]):
-                train_step(ddp, optimizer, batch(comm.rank, step))
+            train(comm, ddp, optimizer, range(synchronized[comm.rank]))
             with ddp.no_sync():
                 for step in range(local[comm.rank]):
                     train_step(ddp, optimizer, batch(comm.rank, 10 + step))
@@ -500,9 +487,7 @@ def test_all_ranks_end_with_equal_weights_where_the_last_steps_were_not_synchron
 
 def test_all_ranks_end_with_equal_weights_where_one_trained_the_plain_module():
     def body(comm):
-        model = make_model()
-        optimizer = sgd(model.parameters())
-        ddp = DistributedDataParallel(model, optimizer, comm=comm)
+        model, optimizer, ddp = wrapped(comm)
         with ddp.join():
             train_step(ddp, optimizer, batch(comm.rank, 0))
             if comm.rank == 1:

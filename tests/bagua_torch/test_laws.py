@@ -10,6 +10,7 @@ from support.torch_training import (
     QADAM,
     assert_same_on_all_ranks,
     batch,
+    final_weights,
     gradients,
     loss_of,
     make_model,
@@ -43,10 +44,9 @@ BY_STEPS = [x for x in ALGORITHMS if not runs_in_rounds(x)]
 
 def trained(algorithm, steps=8):
     def body(comm):
-        model, optimizer, ddp = wrapped(comm, algorithm, bucket_bytes=100)
+        _, optimizer, ddp = wrapped(comm, algorithm, bucket_bytes=100)
         train(comm, ddp, optimizer, range(steps))
-        ddp.close()
-        return weights(model)
+        return final_weights(ddp)
 
     return run_ranks(2, body)
 
@@ -107,9 +107,7 @@ def test_ranks_have_equal_weights_after_any_algorithm_and_can_save(first, then, 
 
     def body(comm):
         algorithm = after(3, first, then)
-        model = make_model()
-        optimizer = optimizer_for(algorithm, model.parameters())
-        ddp = DistributedDataParallel(model, optimizer, algorithm, comm=comm, bucket_bytes=100)
+        model, optimizer, ddp = wrapped(comm, algorithm, bucket_bytes=100)
         ddp.train(training_mode)
         train(comm, ddp, optimizer, range(7))
         ddp.state_dict()  # writes back what was exchanged

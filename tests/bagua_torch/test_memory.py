@@ -5,7 +5,7 @@ import io
 import pytest
 import torch
 from support.memory_formats import EXACT, WEIGHTS
-from support.torch_training import batch, make_model, train_step, weights
+from support.torch_training import batch, final_weights, make_model, train_step, weights, wrapped
 from torch import nn
 
 from bagua_comm import ArrayError, DiLoCo
@@ -80,9 +80,7 @@ def test_a_model_may_be_converted_and_back_between_two_steps(algorithm, fusing, 
 @pytest.mark.parametrize("algorithm", [EXACT, WEIGHTS], ids=str)
 def test_a_model_that_stays_converted_is_refused_by_name(algorithm):
     def body(comm):
-        model = make_model()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        ddp = DistributedDataParallel(model, optimizer, algorithm, comm=comm)
+        model, optimizer, ddp = wrapped(comm, algorithm, lr=0.05)
         train_step(ddp, optimizer, batch(comm.rank, 0))
         model.half()
         optimizer.zero_grad()
@@ -146,8 +144,7 @@ def test_weights_that_are_shared_before_stay_shared_in_other_buckets_and_with_ot
             train_step(ddp, optimizer, batch(comm.rank, step))
         model.state_dict()
         assert change is not share or [p.data_ptr() for p in model.parameters()] == places
-        ddp.close()
-        return weights(model)
+        return final_weights(ddp)
 
     def body(comm):
         torch.testing.assert_close(trained(comm, share), trained(comm, lambda model: None))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from support.own_algorithms import Beside, Half, Plain, RandomPeer, Unhashable
-from support.torch_training import assert_same_on_all_ranks, batch, train_step, weights, wrapped
+from support.torch_training import assert_same_on_all_ranks, train, weights, wrapped
 
 from bagua_comm import GradientAllReduce, after, every
 from bagua_comm.testing import run_ranks
@@ -14,8 +14,7 @@ def trained(algorithm, steps=4):
 
     def body(comm):
         model, optimizer, ddp = wrapped(comm, algorithm)
-        for step in range(steps):
-            train_step(ddp, optimizer, batch(comm.rank, step))
+        train(comm, ddp, optimizer, range(steps))
         ddp.close()
         if algorithm == Plain():
             assert_same_on_all_ranks(comm, model)

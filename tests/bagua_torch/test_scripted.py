@@ -4,7 +4,7 @@ import threading
 
 import pytest
 import torch
-from support.torch_training import batch, filled, optimizer_for, weights
+from support.torch_training import batch, filled, weights, wrapped
 from torch import nn
 
 from bagua_comm import Decentralized, DiLoCo, GradientAllReduce, LowPrecisionDecentralized
@@ -29,9 +29,7 @@ def make_model(*, scripted):
 
 def train(comm, algorithm, *, scripted):
     """The weights, buffers and outputs after each step, as they are saved and seen by evaluation."""
-    model = make_model(scripted=scripted)
-    optimizer = optimizer_for(algorithm, model.parameters())
-    ddp = DistributedDataParallel(model, optimizer, algorithm, comm=comm)
+    model, optimizer, ddp = wrapped(comm, algorithm, model=make_model(scripted=scripted))
     seen = []
     for step in range(4):
         optimizer.zero_grad()

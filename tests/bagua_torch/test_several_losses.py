@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from support.torch_training import QADAM, batch, filled, optimizer_for
+from support.torch_training import QADAM, batch, filled, wrapped
 from torch import nn
 
 from bagua_comm import (
@@ -100,9 +100,7 @@ def test_passes_of_several_losses_are_those_of_the_first_step_in_a_static_graph(
 
 def test_ranks_of_a_static_graph_ask_once_where_each_step_is_one_of_expect_backward():
     def body(comm):
-        model = make_heads()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        ddp = DistributedDataParallel(model, optimizer, comm=comm, static_graph=True)
+        model, optimizer, ddp = wrapped(comm, model=make_heads(), lr=0.1, static_graph=True)
         asked = []
         for number in range(3):
             before = comm.counters.by_operation["allreduce"].calls
@@ -144,9 +142,7 @@ def test_outputs_are_found_in_objects():
 @pytest.mark.parametrize("divide", [True, False])
 def test_a_rank_without_data_joins_in_every_pass(divide):
     def body(comm):
-        model = make_heads()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        ddp = DistributedDataParallel(model, optimizer, comm=comm)
+        model, optimizer, ddp = wrapped(comm, model=make_heads(), lr=0.0)
         with ddp.join(divide_by_initial_size=divide):
             for _ in range(1 + comm.rank):
                 optimizer.zero_grad()
@@ -196,9 +192,7 @@ def test_a_rounding_average_is_the_same_on_all_ranks_after_each_pass(algorithm):
 )
 def test_where_weights_are_exchanged_two_losses_make_one_step(algorithm):
     def body(comm, split):
-        model = make_heads(shared=False)
-        optimizer = optimizer_for(algorithm, model.parameters())
-        ddp = DistributedDataParallel(model, optimizer, algorithm, comm=comm)
+        model, optimizer, ddp = wrapped(comm, algorithm, model=make_heads(shared=False))
         for step in range(4):
             optimizer.zero_grad()
             a, b = ddp(batch(comm.rank, step))
@@ -225,9 +219,7 @@ def test_an_algorithm_that_cannot_average_twice_in_a_step_says_so_on_all_ranks(a
     """QAdam after its warm-up of three steps; sums of a number of microbatches, which is then too low."""
 
     def body(comm):
-        model = make_heads(shared=False)
-        optimizer = optimizer_for(algorithm, model.parameters())
-        ddp = DistributedDataParallel(model, optimizer, algorithm, comm=comm)
+        _, optimizer, ddp = wrapped(comm, algorithm, model=make_heads(shared=False))
         for step in range(steps):
             optimizer.zero_grad()
             for _ in ddp.microbatches() if steps == 1 else range(1):
@@ -306,9 +298,7 @@ def test_no_optimizer_continues_with_a_gradient_that_is_not_averaged(stray, give
 
 def test_an_error_on_one_rank_alone_reaches_the_others():
     def body(comm):
-        model = filled(Tools())
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        ddp = DistributedDataParallel(model, optimizer, comm=comm)
+        _, optimizer, ddp = wrapped(comm, model=filled(Tools()), lr=0.1)
         for step in range(2):
             ddp(batch(comm.rank, step)).backward()
             if comm.rank == 1:
@@ -375,9 +365,7 @@ def of_the_inputs(ddp, x):
 )
 def test_an_optimizer_may_use_gradients_that_are_averaged_or_stay_on_their_rank(passes):
     def body(comm):
-        model = filled(Tools())
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        ddp = DistributedDataParallel(model, optimizer, comm=comm)
+        _, optimizer, ddp = wrapped(comm, model=filled(Tools()), lr=0.0)
         for step in range(2):
             optimizer.zero_grad()
             passes(ddp, batch(comm.rank, step))
@@ -389,9 +377,7 @@ def test_an_optimizer_may_use_gradients_that_are_averaged_or_stay_on_their_rank(
 
 def test_where_nothing_is_averaged_an_optimizer_may_use_any_gradient():
     def body(comm, algorithm):
-        model = filled(Tools())
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        ddp = DistributedDataParallel(model, optimizer, algorithm, comm=comm)
+        _, optimizer, ddp = wrapped(comm, algorithm, model=filled(Tools()), lr=0.0)
         for stray in STRAYS:
             ddp(batch(comm.rank, 0)).backward()
             stray(ddp, batch(comm.rank, 1))

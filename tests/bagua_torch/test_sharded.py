@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 from support.launch import TESTS, torchrun
-from support.torch_training import assert_same_on_all_ranks, batch, make_model, train_step, weights
+from support.torch_training import assert_same_on_all_ranks, batch, final_weights, make_model, train_step, weights
 
 from bagua_comm import DiLoCo, GradientAllReduce, Own, UnsupportedError
 from bagua_comm.elastic import State
@@ -59,8 +59,7 @@ def test_its_state_goes_through_a_checkpoint_by_rank(gloo, tmp_path):
                     optimizer.param_groups[0]["lr"] *= 0.9
                     if step == 1 and not at:
                         checkpoints.save(2, model=ddp, optimizer=optimizer, wait=True)
-            ddp.close()
-            return weights(model)
+            return final_weights(ddp)
 
         assert torch.equal(trained(4), trained(4, at=2))
 

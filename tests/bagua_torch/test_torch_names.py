@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 import torch
-from support.torch_training import batch, gradients, loss_of, make_model, wrapped
+from support.torch_training import batch, gradients, loss_of, make_model, train_step, wrapped
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp
 
@@ -152,9 +152,7 @@ def test_it_counts_as_pytorchs_wrapper_and_is_neither_copied_nor_pickled(ours):
 def test_checkpoints_of_pytorch_have_the_names_of_the_plain_module(algorithm):
     def body(comm):
         model, optimizer, ddp = wrapped(comm, algorithm)
-        optimizer.zero_grad()
-        loss_of(ddp, batch(comm.rank, 0)).backward()
-        optimizer.step()
+        train_step(ddp, optimizer, batch(comm.rank, 0))
         state, of_optimizer = dcp.get_state_dict(ddp, optimizer)
         assert [name for name in state if name != "_extra_state"] == list(model.state_dict())
         assert list(of_optimizer["state"]) == list(model.state_dict())
@@ -176,9 +174,7 @@ def test_a_checkpoint_of_pytorch_counts_no_step_before_the_first():
         model, optimizer, ddp = wrapped(comm, DiLoCo(2))
         dcp.get_optimizer_state_dict(ddp, optimizer)
         for step in range(2):
-            optimizer.zero_grad()
-            loss_of(ddp, batch(comm.rank, step)).backward()
-            optimizer.step()
+            train_step(ddp, optimizer, batch(comm.rank, step))
         assert ddp.engine.step == 2
         ddp.engine.settle()
         comm.check_consistency(gradients(model).numpy() * 0 + ddp.engine.counter.calls)

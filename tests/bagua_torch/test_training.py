@@ -17,6 +17,7 @@ from support.torch_training import (
     assert_same_on_all_ranks,
     batch,
     filled,
+    final_weights,
     gradients,
     loss_of,
     make_model,
@@ -60,12 +61,11 @@ def test_training_in_evaluation_mode_exchanges_as_in_training_mode(algorithm):
     """Fine-tuning without dropout, and with the statistics of BatchNorm as they are."""
 
     def body(comm, modes):
-        model, optimizer, ddp = wrapped(comm, algorithm, bucket_bytes=100)
+        _, optimizer, ddp = wrapped(comm, algorithm, bucket_bytes=100)
         for step in range(8):
             ddp.train(modes[step % len(modes)])
             train_step(ddp, optimizer, batch(comm.rank, step))
-        ddp.close()
-        return weights(model)
+        return final_weights(ddp)
 
     def trained(*modes):
         return run_ranks(2, lambda comm: body(comm, modes))
@@ -92,7 +92,7 @@ def test_accumulated_gradients_are_those_of_one_large_batch(ranks, synchronized)
         plain_optimizer.step()
 
     def body(comm):
-        model, optimizer, ddp = wrapped(comm, bucket_bytes=100)
+        _, optimizer, ddp = wrapped(comm, bucket_bytes=100)
         for step in range(4):
             optimizer.zero_grad()
             for part in range(3):
@@ -100,8 +100,7 @@ def test_accumulated_gradients_are_those_of_one_large_batch(ranks, synchronized)
                 with ddp.no_sync() if local else contextlib.nullcontext():
                     loss_of(ddp, batch(comm.rank, 10 * step + part)).backward()
             optimizer.step()
-        ddp.close()
-        return weights(model)
+        return final_weights(ddp)
 
     for actual in run_ranks(ranks, body):
         close(actual, weights(plain))
@@ -218,8 +217,7 @@ def test_unused_parameters_change_from_step_to_step_and_differ_between_ranks(ran
                 with ddp.no_sync() if part < parts - 1 else contextlib.nullcontext():
                     ddp(batch(comm.rank, step), chosen(comm.rank, step, part)).square().sum().backward()
             optimizer.step()
-        ddp.close()
-        return weights(model)
+        return final_weights(ddp)
 
     for actual in run_ranks(ranks, body):
         close(actual, weights(plain))
@@ -261,12 +259,11 @@ def test_autocast_and_scaled_gradients_are_those_of_one_plain_model():
         )
 
     def body(comm):
-        model, optimizer, ddp = wrapped(comm)
+        _, optimizer, ddp = wrapped(comm)
         scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
         for step in range(4):
             scaled_step(ddp, optimizer, scaler, lambda m, step=step: loss_of(m, batch(comm.rank, step)))
-        ddp.close()
-        return weights(model)
+        return final_weights(ddp)
 
     for actual in run_ranks(2, body):
         torch.testing.assert_close(actual, weights(plain), rtol=0.02, atol=0.005)
@@ -571,8 +568,7 @@ def test_two_optimizers_over_one_model(ranks, order):
             loss_of(ddp, batch(comm.rank, step)).backward()
             for optimizer in stepping(optimizers, step):
                 optimizer.step()
-        ddp.close()
-        return weights(model)
+        return final_weights(ddp)
 
     for actual in run_ranks(ranks, body):
         close(actual, weights(plain))
@@ -606,7 +602,7 @@ def test_two_optimizers_make_one_step_together(algorithm, order):
 def test_the_closure_of_an_optimizer_makes_the_backward_pass(algorithm):
     def trained(way):
         def body(comm):
-            model, optimizer, ddp = wrapped(comm, algorithm)
+            _, optimizer, ddp = wrapped(comm, algorithm)
             for step in range(6):
                 if way == "after a forward pass that raised" and comm.rank == 0:
                     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
@@ -624,8 +620,7 @@ def test_the_closure_of_an_optimizer_makes_the_backward_pass(algorithm):
                 else:
                     closure()
                     optimizer.step()
-            ddp.close()
-            return weights(model)
+            return final_weights(ddp)
 
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -727,14 +722,12 @@ def test_evaluation_between_steps_sees_the_mixed_weights(through):
             assert torch.equal(seen, mixed(batch(0, 0)))
             assert torch.equal(weights(model), weights(mixed))
             assert not torch.equal(unmixed, weights(mixed))
-        ddp.close()
-        return weights(model)
+        return final_weights(ddp)
 
     def without_evaluation(comm):
-        model, optimizer, ddp = wrapped(comm, algorithm)
+        _, optimizer, ddp = wrapped(comm, algorithm)
         train(comm, ddp, optimizer, range(4))
-        ddp.close()
-        return weights(model)
+        return final_weights(ddp)
 
     for actual, expected in zip(run_ranks(2, body), run_ranks(2, without_evaluation), strict=True):
         assert torch.equal(actual, expected)
@@ -744,7 +737,7 @@ def test_evaluation_between_steps_sees_the_mixed_weights(through):
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=repr)
 def test_an_evaluation_on_one_rank_alone_waits_for_no_other_and_changes_nothing(algorithm):
     def body(comm, evaluates):
-        model, optimizer, ddp = wrapped(comm, algorithm)
+        _, optimizer, ddp = wrapped(comm, algorithm)
         for step in range(5):
             train_step(ddp, optimizer, batch(comm.rank, step))
             if evaluates and comm.rank == 0:
@@ -753,8 +746,7 @@ def test_an_evaluation_on_one_rank_alone_waits_for_no_other_and_changes_nothing(
                 ddp.train()
         ddp.stop()
         ddp.average_weights()
-        ddp.close()
-        return weights(model)
+        return final_weights(ddp)
 
     first, second = run_ranks(2, lambda comm: body(comm, True), timeout_s=5)
     assert torch.equal(first, second)
@@ -845,8 +837,7 @@ def test_after_a_repeated_step_an_evaluation_or_a_save_on_one_rank_alone_waits_f
             comm.barrier()
         ddp.stop()
         ddp.average_weights()
-        ddp.close()
-        return weights(model)
+        return final_weights(ddp)
 
     first, second = run_ranks(2, body, timeout_s=5)
     assert torch.equal(first, second)

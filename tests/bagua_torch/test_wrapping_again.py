@@ -9,11 +9,13 @@ from support.torch_training import (
     QADAM,
     assert_same_on_all_ranks,
     batch,
+    final_weights,
     loss_of,
     make_model,
     optimizer_for,
     sgd,
     train,
+    train_step,
     weights,
     wrapped,
 )
@@ -83,8 +85,7 @@ def test_wrapping_again_continues_from_the_same_weights(algorithm, kept):
             each.close()
         ddp.switch(GradientAllReduce()) if algorithm is not QADAM else None
         assert_same_on_all_ranks(comm, model)
-        ddp.close()
-        return weights(model)
+        return final_weights(ddp)
 
     for actual in run_ranks(2, body, timeout_s=10):
         assert actual.isfinite().all()
@@ -108,9 +109,7 @@ def test_a_wrapper_that_is_dropped_is_freed_and_exchanges_nothing(algorithm):
         if comm.rank == 1:
             before = weights(model).clone()
             for step in range(3):
-                optimizer.zero_grad()
-                loss_of(model, batch(1, step)).backward()
-                optimizer.step()
+                train_step(model, optimizer, batch(1, step))
             assert not torch.equal(weights(model), before)
             model.state_dict()
         comm.barrier()
@@ -133,9 +132,7 @@ def test_momentum_of_a_dropped_wrapper_continues_in_its_optimizer():
         train(comm, ddp, optimizer, range(6))
         del ddp
         moments = [optimizer.state[p]["exp_avg"].clone() for p in model.parameters()]
-        optimizer.zero_grad()
-        loss_of(model, batch(comm.rank, 7)).backward()
-        optimizer.step()
+        train_step(model, optimizer, batch(comm.rank, 7))
         for parameter, before in zip(model.parameters(), moments, strict=True):
             expected = before.lerp(parameter.grad, 1 - optimizer.beta1)
             torch.testing.assert_close(optimizer.state[parameter]["exp_avg"], expected)

@@ -83,10 +83,22 @@ def train_step(model, optimizer, x):
     optimizer.step()
 
 
-def wrapped(comm, algorithm=None, **settings):
-    """A model, its optimizer, and the wrapper that trains them. Collective."""
-    model = make_model()
-    optimizer = sgd(model.parameters()) if algorithm is None else optimizer_for(algorithm, model.parameters())
+def wrapped(comm, algorithm=None, *, model=None, make=None, lr=None, **settings):
+    """A model, its optimizer, and the wrapper that trains them. Collective.
+
+    Args:
+        comm: Its ranks train together.
+        algorithm: None for the default.
+        model: None for `make_model()`.
+        make: Makes the optimizer of parameters; None for that which the algorithm needs.
+        lr: That of plain SGD in its place.
+        settings: More arguments of the wrapper.
+    """
+    model = make_model() if model is None else model
+    if lr is not None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    else:
+        optimizer = make(model.parameters()) if make else optimizer_for(algorithm, model.parameters())
     return model, optimizer, DistributedDataParallel(model, optimizer, algorithm, comm=comm, **settings)
 
 
@@ -98,6 +110,12 @@ def train(comm, ddp, optimizer, steps):
 def weights(module):
     """A copy of all parameters, one behind the other."""
     return torch.cat([parameter.detach().reshape(-1) for parameter in module.parameters()])
+
+
+def final_weights(ddp):
+    """Close a wrapper; the weights of its module after that."""
+    ddp.close()
+    return weights(ddp.module)
 
 
 def gradients(module):
