@@ -12,7 +12,7 @@
       CheckpointError (OSError)     a checkpoint cannot be written or loaded
       StoreError                    a store of cached data failed: no connection, no space, a damaged file
 
-Arguments are checked before a byte moves, so `ArrayError` and `UnsupportedError` are raised alike on all ranks
+Arguments are checked before a byte moves, so `ArrayError` and `UnsupportedError` are raised on all ranks
 and leave the communicator usable. After a `CommError` in the middle of a collective the communicator can
 only be shrunk, aborted or closed.
 """

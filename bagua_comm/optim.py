@@ -189,7 +189,7 @@ _RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "betas": ("two numbers of at least 0 and below 1", lambda value: all(0 <= value[i] < 1 for i in (0, 1))),
     "warmup_steps": ("an integer of at least 1", lambda value: value in range(1, 2**63)),
 }
-"""What each setting must be, and whether a value is that."""
+"""For each setting, the values that are valid, as text and as a test."""
 
 
 def _check_settings(optimizer: object) -> None:

@@ -1,4 +1,4 @@
-"""What functions that users call begin with: their communicator, and errors that all ranks raise."""
+"""The first lines of functions that users call: their communicator, and errors that all ranks raise."""
 
 from __future__ import annotations
 

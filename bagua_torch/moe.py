@@ -252,7 +252,7 @@ class MoE(nn.Module):
         return torch.get_autocast_dtype(kind) if autocast else x.dtype
 
     def _balance(self, scores: torch.Tensor, load: Array) -> None:
-        """Store the load, (E,), and update the loss or the bias, on all ranks alike."""
+        """Store the load, (E,), and update the loss or the bias, on all ranks."""
         self.load = torch.from_numpy(load)
         choices, experts = int(load.sum()), len(load)
         if self.balance == "loss":

@@ -168,6 +168,27 @@ def host(x):
     return x if isinstance(x, np.ndarray) else x.get()
 
 
+def moving(text, run, expected, alike=False):
+    """A call whose result has the bytes of `expected`, or is None if that is."""
+
+    def check(result):
+        if expected is None:
+            assert result is None
+        else:
+            assert_same(result, expected, text)
+
+    return Call(text, run, check, alike)
+
+
+def reducing(draw, text, run, xs, op, chunk=..., alike=False):
+    """A call whose result is this chunk of the reduction of `xs`."""
+
+    def check(result):
+        assert_reduced(result, reduced(xs, op)[chunk], op, draw.exact, text)
+
+    return Call(text, run, check, alike)
+
+
 # ---------------------------------------------------------------------------------------------------
 # Reductions
 # ---------------------------------------------------------------------------------------------------
@@ -198,13 +219,9 @@ def reduce(draw):
     out = draw.out(shape, dtype, x)
     text = f"reduce of {dtype}{shape}, op={op}, root={root}"
 
-    def check(result):
-        if draw.comm.rank != root:
-            assert result is None
-        else:
-            assert_reduced(result, reduced(xs, op), op, draw.exact, text)
-
-    return Call(text, lambda comm: comm.reduce(x, out, root=root, op=op), check)
+    if draw.comm.rank != root:
+        return moving(text, lambda comm: comm.reduce(x, out, root=root, op=op), None)
+    return reducing(draw, text, lambda comm: comm.reduce(x, out, root=root, op=op), xs, op)
 
 
 def reduce_scatter(draw):
@@ -217,11 +234,7 @@ def reduce_scatter(draw):
     own = x[chunk] if arrays.is_contiguous(x) else None
     out = draw.out((shape[0] // p, *shape[1:]), dtype, own)
     text = f"reduce_scatter of {dtype}{shape}, op={op}"
-
-    def check(result):
-        assert_reduced(result, reduced(xs, op)[chunk], op, draw.exact, text)
-
-    return Call(text, lambda comm: comm.reduce_scatter(x, out, op=op), check)
+    return reducing(draw, text, lambda comm: comm.reduce_scatter(x, out, op=op), xs, op, chunk)
 
 
 def reduce_scatter_by_counts(draw):
@@ -231,11 +244,7 @@ def reduce_scatter_by_counts(draw):
     x, out = draw.laid_out(xs[rank], writable=False), draw.out((counts[rank],), dtype)
     text = f"reduce_scatter of {dtype}, counts={counts}, op={op}"
     chunk = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
-
-    def check(result):
-        assert_reduced(result, reduced(xs, op)[chunk], op, draw.exact, text)
-
-    return Call(text, lambda comm: comm.reduce_scatter(x, out, op=op, counts=counts), check)
+    return reducing(draw, text, lambda comm: comm.reduce_scatter(x, out, op=op, counts=counts), xs, op, chunk)
 
 
 def quantized_shards(draw):
@@ -332,9 +341,7 @@ def broadcast(draw):
     xs = draw.operands(shape, dtype)
     x = draw.laid_out(xs[draw.comm.rank], writable=draw.comm.rank != root)
     text = f"broadcast of {dtype}{shape}, root={root}"
-    return Call(
-        text, lambda comm: comm.broadcast(x, root=root), lambda result: assert_same(x, xs[root], text), alike=True
-    )
+    return moving(text, lambda comm: comm.broadcast(x, root=root), xs[root], alike=True)
 
 
 def allgather(draw):
@@ -346,12 +353,7 @@ def allgather(draw):
         x = out[rank, ...]
         x[...] = draw.laid_out(xs[rank])
     text = f"allgather of {dtype}{shape}"
-    return Call(
-        text,
-        lambda comm: comm.allgather(x, out),
-        lambda result: assert_same(result, np.stack(xs), text),
-        alike=True,
-    )
+    return moving(text, lambda comm: comm.allgather(x, out), np.stack(xs), alike=True)
 
 
 def alltoall(draw):
@@ -362,8 +364,7 @@ def alltoall(draw):
     out = draw.out(shape, dtype, x)
     text = f"alltoall of {dtype}{shape}"
     chunk = slice(rank * (shape[0] // p), (rank + 1) * (shape[0] // p))
-    expected = np.concatenate([each[chunk] for each in xs])
-    return Call(text, lambda comm: comm.alltoall(x, out), lambda result: assert_same(result, expected, text))
+    return moving(text, lambda comm: comm.alltoall(x, out), np.concatenate([each[chunk] for each in xs]))
 
 
 def gather(draw):
@@ -372,14 +373,7 @@ def gather(draw):
     xs = draw.operands(shape, dtype)
     x, out = draw.laid_out(xs[rank], writable=False), draw.out((p, *shape), dtype)
     text = f"gather of {dtype}{shape}, root={root}"
-
-    def check(result):
-        if rank != root:
-            assert result is None
-        else:
-            assert_same(result, np.stack(xs), text)
-
-    return Call(text, lambda comm: comm.gather(x, out, root=root), check)
+    return moving(text, lambda comm: comm.gather(x, out, root=root), np.stack(xs) if rank == root else None)
 
 
 def scatter(draw):
@@ -389,10 +383,7 @@ def scatter(draw):
     x = draw.laid_out(xs[root], writable=False) if rank == root else None
     out = draw.out(shape, dtype) if rank == root else draw.place(shape, dtype)
     text = f"scatter of {dtype}{(p, *shape)}, root={root}"
-    expected = xs[root][rank, ...]
-    return Call(
-        text, lambda comm: comm.scatter(x, out, root=root), lambda result: assert_same(result, expected, text)
-    )
+    return moving(text, lambda comm: comm.scatter(x, out, root=root), xs[root][rank, ...])
 
 
 def allgather_by_counts(draw):
@@ -401,12 +392,7 @@ def allgather_by_counts(draw):
     xs = [draw.operands((count,), dtype)[r] for r, count in enumerate(counts)]
     x, out = draw.laid_out(xs[rank], writable=False), draw.place((sum(counts),), dtype)
     text = f"allgather of {dtype}, counts={counts}"
-    return Call(
-        text,
-        lambda comm: comm.allgather(x, out, counts=counts),
-        lambda result: assert_same(result, np.concatenate(xs), text),
-        alike=True,
-    )
+    return moving(text, lambda comm: comm.allgather(x, out, counts=counts), np.concatenate(xs), alike=True)
 
 
 def alltoall_by_counts(draw):
@@ -416,13 +402,9 @@ def alltoall_by_counts(draw):
     xs = [draw.operands((sum(row),), dtype)[i] for i, row in enumerate(counts)]
     incoming = [row[rank] for row in counts]
     x, out = draw.laid_out(xs[rank], writable=False), draw.place((sum(incoming),), dtype)
-    parts = [xs[i][sum(counts[i][:rank]) :][: counts[i][rank]] for i in range(p)]
+    expected = np.concatenate([xs[i][sum(counts[i][:rank]) :][: counts[i][rank]] for i in range(p)])
     text = f"alltoall of {dtype}, counts={counts}"
-    return Call(
-        text,
-        lambda comm: comm.alltoall(x, out, counts=counts[rank], out_counts=incoming),
-        lambda result: assert_same(result, np.concatenate(parts), text),
-    )
+    return moving(text, lambda comm: comm.alltoall(x, out, counts=counts[rank], out_counts=incoming), expected)
 
 
 def gather_by_counts(draw):
@@ -431,14 +413,8 @@ def gather_by_counts(draw):
     xs = [draw.operands((count,), dtype)[r] for r, count in enumerate(counts)]
     x, out = draw.laid_out(xs[rank], writable=False), draw.out((sum(counts),), dtype)
     text = f"gather of {dtype}, counts={counts}, root={root}"
-
-    def check(result):
-        if rank != root:
-            assert result is None
-        else:
-            assert_same(result, np.concatenate(xs), text)
-
-    return Call(text, lambda comm: comm.gather(x, out, root=root, counts=counts if rank == root else None), check)
+    given, expected = (counts, np.concatenate(xs)) if rank == root else (None, None)
+    return moving(text, lambda comm: comm.gather(x, out, root=root, counts=given), expected)
 
 
 def scatter_by_counts(draw):
@@ -448,12 +424,8 @@ def scatter_by_counts(draw):
     x = draw.laid_out(whole, writable=False) if rank == root else None
     out = draw.out((counts[rank],), dtype) if rank == root else draw.place((counts[rank],), dtype)
     text = f"scatter of {dtype}, counts={counts}, root={root}"
-    expected = whole[sum(counts[:rank]) :][: counts[rank]]
-    return Call(
-        text,
-        lambda comm: comm.scatter(x, out, root=root, counts=counts if rank == root else None),
-        lambda result: assert_same(result, expected, text),
-    )
+    given, expected = counts if rank == root else None, whole[sum(counts[:rank]) :][: counts[rank]]
+    return moving(text, lambda comm: comm.scatter(x, out, root=root, counts=given), expected)
 
 
 def broadcast_many(draw):
@@ -482,11 +454,7 @@ def sendrecv(draw):
     x, out = draw.laid_out(xs[rank], writable=False), draw.place(shape, dtype)
     dest, source = (rank + hop) % p, (rank - hop) % p
     text = f"sendrecv of {dtype}{shape} over {hop} ranks"
-    return Call(
-        text,
-        lambda comm: comm.sendrecv(x, out, dest=dest, source=source),
-        lambda result: assert_same(result, xs[source], text),
-    )
+    return moving(text, lambda comm: comm.sendrecv(x, out, dest=dest, source=source), xs[source])
 
 
 def send_and_recv(draw):

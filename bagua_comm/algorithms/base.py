@@ -102,15 +102,15 @@ class Pending:
     """How many times the optimizer has to step until the window closes, plus one; 0 if nothing is under way."""
 
     def begin(self, delay: int) -> None:
-        """Note that an exchange begins."""
+        """Record that an exchange begins."""
         self.steps = delay + 1
 
     def count(self) -> None:
-        """Note that the optimizer has stepped."""
+        """Record that the optimizer has stepped."""
         self.steps -= self.steps > 1
 
     def end(self) -> None:
-        """Note that the result has been written back."""
+        """Record that the result has been written back."""
         self.steps = 0
 
 

@@ -163,7 +163,7 @@ class ByNode(Combinator):
 
 
 def _needs_whole_buckets(algorithm: Algorithm) -> str:
-    """What it does with the buckets of a rank beside exchanging them; "" if nothing."""
+    """The work on the buckets of a rank beside their exchange, as text; "" for none."""
     if algorithm.lends:
         return "lends an array to optimizers"
     return "works in steps that communicate nothing" if algorithm.defines("skip") else ""

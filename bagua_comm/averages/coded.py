@@ -180,7 +180,7 @@ class Coding:
         Args:
             comm: The ranks.
             whole: The array of all chunks, of this coding's library, dtype and size.
-            chunk: That of one chunk, apart from `whole` or this rank's chunk of it.
+            chunk: That of one chunk, which does not overlap `whole`, or this rank's chunk of it.
             gathers: Whether `chunk` is sent and `whole` filled, not the other way round.
         """
         prepared = self._prepared

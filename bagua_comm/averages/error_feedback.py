@@ -44,7 +44,7 @@ class ErrorFeedback(Average):
         decay: The part of the residual that each mean leaves in it, at least 0 and below 1. 0 adds each error
             whole, to the next mean. Above 0 what is added, (1 - b) r, is a moving average of errors, which varies
             less: for codecs of few bits. It is the e of LoCo: e <- b e + (1 - b) (v - Q(v)).
-        reset_every: Set the residual to zero after this number of means, counted alike on all ranks; None for
+        reset_every: Set the residual to zero after this number of means, counted equally on all ranks; None for
             never.
         residual_codec: Encodes the residual between two means, as `MinMaxUInt8()`, which needs a quarter of the
             memory; None to keep it as it is. Decoded, one residual at a time is in scratch memory.

@@ -239,7 +239,7 @@ class _Levels:
             scale(mine, comm.local_size / largest)
             self.across(mine)
             scale(mine, largest * nodes / comm.size)
-        elif hasattr(self.across, "skip"):  # it counts its means, on all ranks alike
+        elif hasattr(self.across, "skip"):  # it counts its means, on all ranks
             self.across.skip()
         if codec is not None and intra.size == 1 and mine.size:
             _round(intra, mine, codec)

@@ -385,9 +385,11 @@ def quantized_allgather(
     if reference is not None:
         base = as_like(call, "reference", reference, call.output.value, written=False)
         if arrays.overlap(base, mine):
-            raise ArrayError(f"{name}: reference overlaps x; pass memory apart from x")
+            raise ArrayError(f"{name}: reference overlaps x; pass memory that does not overlap x")
         if arrays.overlap(base, call.target) and not arrays.same_memory(base, call.target):
-            raise ArrayError(f"{name}: reference overlaps out; pass out=reference, or memory apart from out")
+            raise ArrayError(
+                f"{name}: reference overlaps out; pass out=reference, or memory that does not overlap out"
+            )
     coding = coding_for(call, codec, lengths, whole)
     coding.check_aligned(call, x=mine, out=whole, reference=base)
     call.sends(mine)
@@ -511,7 +513,7 @@ class _AllGather(Coded):
     mine: Array
     """This rank's elements, flat."""
     reference: Array | None
-    """What differences are computed from, and added to: of all ranks, flat."""
+    """The reference of the differences: the same array on all ranks, flat."""
 
     def combine(self, i: int) -> tuple[Array, Rows]:
         """See `Stages.combine`: encode this rank's part."""

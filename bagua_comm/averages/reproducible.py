@@ -186,7 +186,7 @@ class Reproducible(Average):
 
 
 def way_out(dtype: str) -> str:
-    """What gives sums of another dtype that do not depend on the order, as the end of an error message."""
+    """The end of an error message: how to get sums of another dtype that do not depend on the order."""
     if dtype in INTEGERS:
         return "; sums of integers do not round, so allreduce has the same bits in any order"
     return ""

@@ -85,7 +85,7 @@ def connect(
 
     This library finalizes MPI when the process ends, unless the program has done so. If the program imports
     `mpi4py.MPI` before it connects, mpi4py finalizes MPI: then a child of `os.fork` that calls `sys.exit` may
-    wait for ever, and so may the survivors of a rank that died. Set `mpi4py.rc.finalize = False` before that
+    wait forever, and so may the survivors of a rank that died. Set `mpi4py.rc.finalize = False` before that
     import, and this library does it.
 
     If all ranks have a CUDA device, each makes one its current device: local rank i uses device i, modulo their
@@ -115,7 +115,7 @@ def connect(
             library, which uses many TCP connections; it is built once on each host, which needs a C compiler.
             "auto": the plugin if there are several hosts, all of them can build it, none has InfiniBand, and no
             variable asks for another network; else NCCL's own. "nccl": NCCL's own network. The choice is set by
-            NCCL_NET_PLUGIN and NCCL_NET, on all ranks alike. If None, the value of BAGUA_NET, which `run --net`
+            NCCL_NET_PLUGIN and NCCL_NET, on all ranks. If None, the value of BAGUA_NET, which `run --net`
             sets; without it, these variables are not changed. On one host, NCCL uses shared memory in any case.
         record: A folder for flight records. When a call fails, each rank writes its last calls to a file there,
             in a subfolder of this job, for `python -m bagua_comm diagnose`. If None, the folder in
@@ -126,7 +126,7 @@ def connect(
 
     Raises:
         BootstrapError: A launcher started this process, but the world cannot be set up, or has too few ranks; or
-            `gpu` or `net` cannot be set up, on all ranks alike; or an argument is invalid; or the communicator
+            `gpu` or `net` cannot be set up, on all ranks; or an argument is invalid; or the communicator
             that was made last is open.
         CommTimeout: MPI had started on all ranks, but one did not come in time.
         RankFailed: A rank died meanwhile, and mpirun kept the others.
@@ -157,7 +157,7 @@ def connect(
         transport = LocalTransport(timeout_s=timeout_s)
     flight = _flight_recorder(transport, name, record)
     if exit_handler is None and flight.folder is not None:
-        transport.late = functools.partial(flight.write, left=LEFT_WELL)
+        transport.on_slow_leave = functools.partial(flight.write, left=LEFT_WELL)
         flight.peers = peers
         answer_requests(_write_record)
     return open_world(
@@ -204,7 +204,7 @@ def open_world(
         op_order: See `connect`.
 
     Raises:
-        BootstrapError: `op_order` differs between ranks, or `gpu` or `net` cannot be set up; on all ranks alike.
+        BootstrapError: `op_order` differs between ranks, or `gpu` or `net` cannot be set up; on all ranks.
     """
     setup = Communicator([transport], nodes=machines, tracer=NULL)
     _check_order(setup.allgather_object(op_order))

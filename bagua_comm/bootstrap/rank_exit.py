@@ -178,7 +178,7 @@ class ExitHandler:
         orderly, self._orderly = self._orderly, False
         write = functools.partial(world.flight.write, left=LEFT_WELL)
         for transport in world.transports:
-            transport.late = write  # this process may be ended while it waits
+            transport.on_slow_leave = write  # this process may be ended while it waits
             orderly &= transport.leave()
         self._orderly = orderly
         if not orderly:
@@ -343,7 +343,7 @@ class ExitHandler:
         if os.getpid() != self.process or self.abort.mpi.Is_finalized():
             return
         for world in list(self._worlds):
-            for problem in end_lanes(world.flight.lanes, world.flight.unasked, world.group):
+            for problem in end_lanes(world.flight.lanes, world.flight.unretrieved, world.group):
                 print(f"{self.abort.rank_name()}: {problem}", file=sys.stderr, flush=True)
 
     def _on_exit(self) -> None:
@@ -385,7 +385,7 @@ class ExitHandler:
         """
         if has_ulfm():
             # Once a rank has died, MPI_Finalize may hang, and so may MPI's destructors. mpirun requires neither.
-            if self.library is None:  # the user's mpi4py would call it, and wait for ever
+            if self.library is None:  # the user's mpi4py would call it, and wait forever
                 self._finalize_within(ctypes.CDLL(self.abort.mpi.__file__), EXIT_TIMEOUT_S)
             _end_without_destructors()
         elif self.library is None:

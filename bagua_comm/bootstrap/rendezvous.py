@@ -83,7 +83,7 @@ class Wait:
         """The ranks that have ended without calling `connect`, if `complaint` has named them."""
 
     def complaint(self) -> str | None:
-        """Return the message that names the missing ranks, if the wait has lasted too long or is in vain.
+        """Return the message that names the missing ranks, if the wait has lasted too long or cannot succeed.
 
         The result is None otherwise.
         """

@@ -2,7 +2,7 @@
 
 Open MPI 5 names them `/dev/shm/sm_segment.<host>.<uid>.<job>.<rank>`, and of the name of a job only a hash of 16
 bits is in the number. Two jobs of one user on one host have the same files with a probability of 1 / 65,536. Then
-each writes into the memory of the other, and ranks crash or wait for ever
+each writes into the memory of the other, and ranks crash or wait forever
 (https://github.com/open-mpi/ompi/issues/7642). A rank of mpirun that finds its file there already therefore uses
 a folder of its own, unless the program has started MPI itself.
 """

@@ -6,7 +6,7 @@ By default, Open MPI 5 hardly uses them, and may hang:
   pieces of our collectives, use only the links with the least latency: the first. `equal_links` makes all of them
   equal, and eager messages use them in turn.
 * The first sender on a link opens it. If both ranks do so at once, there may be more connections than links; Open
-  MPI then forgets some of those that it has accepted, and their senders wait for ever. With `open_in_order`, one
+  MPI then forgets some of those that it has accepted, and their senders wait forever. With `open_in_order`, one
   rank of each pair opens all links before any other message is sent.
 * Each message advances the turn by two. So all of an odd number of links are used (see `odd`), and every second
   one of an even number.

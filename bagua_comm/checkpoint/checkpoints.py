@@ -28,7 +28,7 @@ from . import saving, slabs, trees
 from .folders import FORMAT, VERSION, Folder, Found, Manifest, file_name, manifest_at
 from .loading import Reader
 from .saving import SaveJob, Staging
-from .trees import Packed, apart, shortened
+from .trees import Packed, differing_parts, shortened
 
 T = TypeVar("T")
 
@@ -158,7 +158,7 @@ class Checkpoints(Live, Closing):
 
         Raises:
             ArrayError: `step` or `tree` is out of range.
-            CheckpointError: The last save failed, or with `wait` this one; on all ranks alike.
+            CheckpointError: The last save failed, or with `wait` this one; on all ranks.
             CommMismatch: Ranks pass different steps or trees; the message names the path.
             UnsupportedError: The tree holds an unsupported value; the message names its path.
         """
@@ -214,10 +214,10 @@ class Checkpoints(Live, Closing):
             for (path, mine), (other_path, other) in zip(rows[0], row, strict=False):
                 if (path, mine) != (other_path, other):
                     if path != other_path:
-                        here, there = apart(path, other_path)
+                        here, there = differing_parts(path, other_path)
                         what = f"rank 0 has {here} where rank {rank} has {there}"
                     else:
-                        here, there = apart(mine, other)
+                        here, there = differing_parts(mine, other)
                         what = f"{shortened(path)} is {here} on rank 0 and {there} on rank {rank}"
                     cure = _SAME_SLABS if mine.startswith("a slab ") and other.startswith("a slab ") else _MARK_IT
                     return CommMismatch(f"save: ranks have different trees: {what}; {cure}")
@@ -316,7 +316,7 @@ class Checkpoints(Live, Closing):
             fallback: Skip checkpoints with a damaged manifest.
 
         Raises:
-            CheckpointError: The folder cannot be read, or there is a damaged manifest; on all ranks alike.
+            CheckpointError: The folder cannot be read, or there is a damaged manifest; on all ranks.
         """
         self.wait()
         for found in self._candidates():

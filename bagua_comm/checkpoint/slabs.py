@@ -60,7 +60,7 @@ def wholes_of(slabs: Sequence[Slab], lengths: Sequence[Sequence[int]]) -> list[W
 
 
 def entry(whole: Whole, slab: Array, rank: int) -> tensorfile.Entry:
-    """What this rank writes of an array: its slab, in NumPy and contiguous."""
+    """The slab that this rank writes of an array, in NumPy and contiguous."""
     rows = arrays.as_bytes(slab).reshape(whole.runs_per_slab, whole.lengths[rank] * whole.width)
     return tensorfile.Entry(whole.name, whole.dtype, whole.shape, zip(whole.runs(rank), rows, strict=True))
 

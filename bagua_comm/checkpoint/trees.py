@@ -99,7 +99,7 @@ class Own:
 
 
 def _not_summed(value: object, depth: int = 0) -> str | None:
-    """What in a tree is a number, but no array of floats or complex numbers."""
+    """The numbers of a tree, except arrays of floats and complex numbers."""
     if type(value) in (int, float, complex):
         return f"a plain {type(value).__name__}"
     dtype = getattr(value, "dtype", None)
@@ -396,12 +396,12 @@ def compared(text: str) -> str:
     return f"{text[:half]}...{text[-half:]} ({len(text)} characters, {digest})"
 
 
-def apart(mine: str, other: str) -> tuple[str, str]:
+def differing_parts(mine: str, other: str) -> tuple[str, str]:
     """Two different texts, for a message: if one is long, the surroundings of the first difference.
 
-    >>> apart("short", "shore")
+    >>> differing_parts("short", "shore")
     ('short', 'shore')
-    >>> [len(text) for text in apart("a" * 500 + "x" + "b" * 500, "a" * 500 + "y" + "b" * 500)]
+    >>> [len(text) for text in differing_parts("a" * 500 + "x" + "b" * 500, "a" * 500 + "y" + "b" * 500)]
     [86, 86]
     """
     if max(len(mine), len(other)) <= _SHOWN:

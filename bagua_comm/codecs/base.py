@@ -47,7 +47,7 @@ class Steps(NamedTuple):
     """combine(wire, out, op=op), or combine(wire, out, op=op, draws=draws) if the codec has a `random_seed`"""
 
     takes_rows_apart: bool = False
-    """Whether `encode` and `decode` take chunks that are contiguous each, but apart from each other."""
+    """Whether `encode` and `decode` take chunks that are contiguous each, but not adjacent."""
 
     def all(self) -> tuple[Callable[..., object], ...]:
         """Return the three steps."""
@@ -274,7 +274,7 @@ class KernelCodec(Codec):
     """The prefix of the functions: "int4" for `int4_encode`, `int4_decode` and `int4_combine`."""
 
     rows_apart: ClassVar[bool] = True
-    """Whether the functions of the host take chunks that are apart from each other."""
+    """Whether the functions of the host take chunks that are not adjacent."""
 
     @abstractmethod
     def _layout(self, count: int, dtype: DType) -> Mapping[str, object]:

@@ -106,8 +106,8 @@ def agree_on_split(host: Transport, color: object, key: object) -> int:
         hint = "; ranks that no group needs give a color of their own" if text.startswith("color") else ""
         raise ArrayError(f"split: {text}, on rank {wrong[0]}{hint}")
     _, colors, keys = table.T.tolist()
-    alike = sorted((keys[rank], rank) for rank in range(host.size) if colors[rank] == colors[host.rank])
-    return alike.index((keys[host.rank], host.rank))
+    same_color = sorted((keys[rank], rank) for rank in range(host.size) if colors[rank] == colors[host.rank])
+    return same_color.index((keys[host.rank], host.rank))
 
 
 def _not_in(name: str, value: object, first: int, end: int) -> str:

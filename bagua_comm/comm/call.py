@@ -105,7 +105,7 @@ class Call:
         if x is target or not arrays.overlap(x, target):
             return
         if not arrays.is_contiguous(x) or not arrays.same_memory(x, target):
-            raise ArrayError(f"{self.name}: out overlaps x; pass out=x, or memory apart from x")
+            raise ArrayError(f"{self.name}: out overlaps x; pass out=x, or memory that does not overlap x")
         self.x = target
 
     def contiguous(self) -> None:

@@ -2,7 +2,7 @@
 
 Its calls are in the modules of the classes that it inherits from. A call checks its arguments, allocates its
 result, has the transport move the bytes, and is traced and counted. All arguments are checked before a byte
-moves, so that all ranks fail alike.
+moves, so that all ranks fail.
 """
 
 from __future__ import annotations
@@ -239,7 +239,7 @@ class Communicator(Collectives, GatherScatter, CoalescedCollectives, ObjectCalls
             )
             lane = InlineLane(self.dup())
         self.flight.lanes.add(lane)
-        lane.report_to(self.flight.unasked)
+        lane.report_to(self.flight.unretrieved)
         return lane
 
     @public_method("check_consistency")
@@ -385,7 +385,7 @@ class Communicator(Collectives, GatherScatter, CoalescedCollectives, ObjectCalls
 
     def _end_lanes(self) -> None:
         """End the tasks of open lanes; raise or warn of the first error that nobody has asked for."""
-        problems = end_lanes(self.flight.lanes, self.flight.unasked, self.group)
+        problems = end_lanes(self.flight.lanes, self.flight.unretrieved, self.group)
         if not problems:
             return
         is_usable = all(transport.broken is None for transport in self.transports)

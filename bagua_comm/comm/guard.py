@@ -81,7 +81,7 @@ class CallGuard:
             raise CommError(f"{name}: {self._why_unusable()}")
 
     def lock(self, name: str) -> AbstractContextManager[bool]:
-        """What a call holds while it runs. `with` returns whether it is part of no other call.
+        """The lock of a call while it runs. `with` returns whether it is part of no other call.
 
         Raises:
             CommError: Another thread is in a call, the communicator is closed, or it belongs to a parent process.

@@ -44,7 +44,7 @@ class Simulated(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """What is simulated."""
+    """The simulated job."""
 
     methods: Mapping[str, Method]
     variation: Variation

@@ -107,7 +107,7 @@ class LMDBStore(Store):
                     ) from exc
 
     def _write(self, body: Any) -> None:
-        """Call `body(transaction)` while no other process writes: LMDB itself would wait for ever."""
+        """Call `body(transaction)` while no other process writes: LMDB itself would wait forever."""
         with _store_errors(self.path):
             locks = locks_in(Path(self.path) / "writer.lock")
             writer = Holder()

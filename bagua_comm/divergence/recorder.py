@@ -24,7 +24,7 @@ from .records import RecordWriter, Step, Tensor
 _log = logging.getLogger(__name__)
 
 Action = Literal["raise", "log", "write"]
-"""What a `DivergenceRecorder` does when ranks differ."""
+"""The reactions of a `DivergenceRecorder` to ranks that differ."""
 
 
 class DivergenceRecorder(Closing):

@@ -17,7 +17,7 @@ class Change:
     time_s: float
     """When this process noticed it, in seconds since 1970."""
     cause: str
-    """What this process noticed, as text."""
+    """The failure that this process noticed, as text."""
     dead: tuple[Death, ...]
     """Deaths since the previous change, of spares as well."""
     before: tuple[Process, ...]

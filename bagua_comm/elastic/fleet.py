@@ -34,7 +34,7 @@ class Process:
 
 @dataclass(frozen=True)
 class ProcessInfo(ProcessId):
-    """What the other processes of a job need to know of one: its host, its process id and its start time."""
+    """The identity of a process of a job: its host, its process id and its start time."""
 
     host: str
     """Identifies the host; see `processes.this_host`."""

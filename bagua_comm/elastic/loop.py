@@ -121,7 +121,7 @@ def run(
 
     Raises:
         ArrayError: `state` is not a `State`, `op_order` is unknown, or `min_ranks` is more than there are ranks;
-            on all ranks alike.
+            on all ranks.
         BootstrapError: A communicator is open already.
         RankFailed: Too few ranks are left, or no snapshot of the state; the message names the dead processes.
     """

@@ -13,7 +13,7 @@ from .snapshot.parts import Part
 
 @dataclass
 class Commits:
-    """What the commits of this process have cost so far."""
+    """The costs of the commits of this process so far."""
 
     count: int = 0
     nbytes: int = 0
@@ -100,7 +100,7 @@ class State:
         sent to the buddy. If a rank dies meanwhile, the previous commit stays valid on all ranks.
 
         Raises:
-            ArrayError: A part cannot be saved any more, or a training step is in progress; on all ranks alike.
+            ArrayError: A part cannot be saved any more, or a training step is in progress; on all ranks.
                 The previous commit is still valid.
             UnsupportedError: The same, for values that no checkpoint can hold.
             CommError: A rank died, or it is called outside of the function that `elastic.run` calls. Do not catch
@@ -113,7 +113,7 @@ class State:
 
     @property
     def commits(self) -> Commits:
-        """What commits have cost so far on this process, in bytes and milliseconds."""
+        """The costs of the commits of this process so far, in bytes and milliseconds."""
         return self._internals.commits
 
     def on_change(self, callback: Callback) -> Callback:
@@ -164,5 +164,5 @@ class State:
 
 
 def internals_of(state: State) -> Internals:
-    """What the loop and the session of a training know of its state; parts may have any other name."""
+    """The interface of a state to the loop and the session; parts may have any other name."""
     return state._internals

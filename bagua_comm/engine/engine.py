@@ -466,7 +466,7 @@ class Engine(Live, Closing):
         Exchanges under way are finished, but not written back.
 
         Raises:
-            ArrayError: On all ranks alike, and the engine stays as it was. A rank's state was saved with another
+            ArrayError: On all ranks, and the engine stays as it was. A rank's state was saved with another
                 algorithm, for other tensors, by an earlier version, or by another rank or on other nodes if that
                 matters; it is damaged; or the ranks' states were not saved together.
         """

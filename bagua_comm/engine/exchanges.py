@@ -45,7 +45,7 @@ class Exchanges:
     ) -> None:
         self.lane, self.tracer = lane, tracer
         if owner is not None:
-            weakref.finalize(owner, abandon, lane, lane.comm.flight.unasked).atexit = False
+            weakref.finalize(owner, abandon, lane, lane.comm.flight.unretrieved).atexit = False
         self._warn, self._warned = warn, set[str]()
         self.replacements = Replacements(lane.comm.rank)
         """The weights that the program has replaced."""
@@ -61,7 +61,7 @@ class Exchanges:
         self.exchanged = 0
         """The number of steps that had ended when ranks communicated last, with the step of that exchange."""
         self._named: dict[str, str] = {}
-        """What spans of exchanges name: the algorithm, and its payload."""
+        """Arguments of the spans of exchanges: the algorithm, and its payload."""
         self.stopped = False
         """Whether `send` holds buckets back."""
         self.sent: list[Bucket] = []

@@ -70,7 +70,7 @@ class PointOrder:
             )
 
     def reach(self, point: Point) -> None:
-        """Note that the engine's work at `point` has ended."""
+        """Record that the engine's work at `point` has ended."""
         self._passes += point is Point.BACKWARD
         self._has_step |= point is Point.STEP
         if point in self._before:

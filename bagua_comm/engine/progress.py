@@ -57,7 +57,7 @@ class Progress:
         self._next_line_ns = time.perf_counter_ns() + round(INTERVAL_S * 1e9)
 
     def begin(self, point: Point, step: int) -> int:
-        """Note that training has reached `point`, after `step` steps; return the time, by `time.perf_counter_ns`.
+        """Record that training has reached `point` after `step` steps; return the time by `time.perf_counter_ns`.
 
         Raises:
             ArrayError: A point was left out before.
@@ -72,7 +72,7 @@ class Progress:
             self._order.restart()
 
     def reach(self, point: Point, began_ns: int, step: int) -> None:
-        """Note that the engine's work at `point`, which began at `began_ns`, has ended.
+        """Record that the engine's work at `point`, which began at `began_ns`, has ended.
 
         Args:
             point: The point that training has reached.
@@ -156,7 +156,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class _Reading:
-    """What had happened by a time."""
+    """The counts at one time."""
 
     steps: int = 0
     time_ns: int = 0

@@ -70,12 +70,12 @@ class Replacements:
         return self._before is not None
 
     def expect(self) -> None:
-        """Note that the program is about to load weights, which may be the present ones in the end."""
+        """Record that the program is about to load weights, which may be the present ones in the end."""
         if self._name and self._before is None and not self._belong:
             self._before = _digest_of(self._buckets)
 
     def belong(self) -> None:
-        """Note that the algorithm's state is loaded: weights loaded before the next pass belong to it."""
+        """Record that the algorithm's state is loaded: weights loaded before the next pass belong to it."""
         self._before, self._belong, self._due = None, True, False
 
     def note(self, step: int, *, known: bool = False) -> bool:

@@ -41,7 +41,7 @@ class Checkpoint(NamedTuple):
     continues: bool
     """Whether its phase continues; else the phase ends at FORWARD, and nothing is loaded."""
     tensors: Saved
-    """What is loaded, by tensor name."""
+    """The loaded state, by tensor name."""
 
 
 def save_states(comm: Communicator, buckets: Iterable[Bucket], states: Iterable[State]) -> Saved:
@@ -88,7 +88,7 @@ def check_state_dict(
         saved: The result of `Engine.state_dict`.
 
     Raises:
-        ArrayError: On all ranks alike; see `Engine.load_state_dict`.
+        ArrayError: On all ranks; see `Engine.load_state_dict`.
     """
 
     def read() -> tuple[StateHeader, str, str, object]:
@@ -128,7 +128,7 @@ def _on_all_ranks(comm: Communicator, read: Callable[[], T]) -> list[T]:
 def _without_misfits(
     comm: Communicator, pairs: Sequence[tuple[Bucket, State]], saved: Saved, *, resized: bool
 ) -> tuple[Saved, list[str]]:
-    """Leave out what can be made anew, where a rank has nothing that fits it, of each bucket on all ranks alike.
+    """Leave out what can be made anew, where a rank has nothing that fits it, of each bucket on all ranks.
 
     Collective. One rank alone could not make it anew: replicas are consistent only together.
 

@@ -66,7 +66,7 @@ class EngineWeights:
             self._copied = self._digests(plan, buckets)
 
     def load(self, *, differ: bool) -> None:
-        """Note that a checkpoint was loaded, and whether its weights differ between ranks."""
+        """Record that a checkpoint was loaded, and whether its weights differ between ranks."""
         self.differ, self.unchecked, self._copied = differ, self._compare, {}
 
     def compare_at(self, step: int) -> None:

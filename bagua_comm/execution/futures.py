@@ -29,13 +29,13 @@ class TaskFuture(Future[Any]):
         self._condition = threading.Condition()  # of this module, so that a simulation controls it
         self.name, self.group = name, group
         """The name of the task, and of the communicator that it works on."""
-        self._unasked: set[TaskFuture] = set()
+        self._unretrieved: set[TaskFuture] = set()
         self._process = os.getpid()
 
-    def fail(self, error: BaseException, unasked: set[TaskFuture]) -> None:
+    def fail(self, error: BaseException, unretrieved: set[TaskFuture]) -> None:
         """End with an error, in this set as long as nobody has asked for it."""
-        self._unasked = unasked
-        unasked.add(self)
+        self._unretrieved = unretrieved
+        unretrieved.add(self)
         self.set_exception(error)
 
     def error(self, timeout: float | None = None) -> BaseException | None:
@@ -44,8 +44,8 @@ class TaskFuture(Future[Any]):
         return super().exception(timeout)
 
     def note_asked(self) -> None:
-        """Note that somebody has got the error."""
-        self._unasked.discard(self)
+        """Record that somebody has got the error."""
+        self._unretrieved.discard(self)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """See `Future.exception`."""
@@ -102,16 +102,16 @@ _abandoned: WeakSet[object] = WeakSet()
 """Lanes whose tasks nobody can ask for."""
 
 
-def abandon(lane: Any, unasked: Collection[TaskFuture]) -> None:
+def abandon(lane: Any, unretrieved: Collection[TaskFuture]) -> None:
     """Report the tasks of a lane no more, since what has submitted them is gone.
 
     Args:
         lane: The lane.
-        unasked: Failed tasks whose errors nobody has asked for, also of other lanes.
+        unretrieved: Failed tasks whose errors nobody has retrieved, also of other lanes.
     """
     _abandoned.add(lane)
     lane.report_to(set())
-    for future in tuple(unasked):
+    for future in tuple(unretrieved):
         if future.group == lane.comm.group:
             future.note_asked()
 
@@ -121,14 +121,14 @@ def is_inside(group: str, of: str) -> bool:
     return group.startswith((f"{of}.", f"{of}/"))
 
 
-def end_lanes(lanes: Iterable[Any], unasked: Collection[TaskFuture], group: str) -> list[TaskProblem]:
+def end_lanes(lanes: Iterable[Any], unretrieved: Collection[TaskFuture], group: str) -> list[TaskProblem]:
     """End the tasks of the open lanes of a communicator and those derived from it; return what went wrong.
 
     Not collective.
 
     Args:
         lanes: Lanes, also of other communicators.
-        unasked: Failed tasks whose errors nobody has asked for, also of other lanes.
+        unretrieved: Failed tasks whose errors nobody has retrieved, also of other lanes.
         group: The group of the communicator, which is about to end.
     """
     problems = []
@@ -141,7 +141,7 @@ def end_lanes(lanes: Iterable[Any], unasked: Collection[TaskFuture], group: str)
                 "close it, before its communicator"
             )
             problems.append(TaskProblem(text, CommError(text), has_ended=False))
-    for future in [each for each in tuple(unasked) if is_inside(each.group, group)]:
+    for future in [each for each in tuple(unretrieved) if is_inside(each.group, group)]:
         error = future.exception()
         assert error is not None
         text = f"{future.name} failed, and nobody has asked for its result: {type(error).__name__}: {error}"

@@ -96,8 +96,8 @@ class Lane(Live, Closing, ABC, Generic[C]):
         self.tracer: Tracer = comm.tracer
         """Receives the spans of the side stream."""
         self._side = SideStream(device) if device is not None else None
-        self._unasked: set[TaskFuture] = set()
-        """Failed tasks whose errors nobody has asked for, of this lane and others; see `end_lanes`."""
+        self._unretrieved: set[TaskFuture] = set()
+        """Failed tasks whose errors nobody has retrieved, of this lane and others; see `end_lanes`."""
         self._pending: deque[tuple[TaskFuture, Task]] = deque()
         """Futures and their tasks, whose arguments stay in memory until they are done."""
         self._lock = threading.RLock()
@@ -271,9 +271,9 @@ class Lane(Live, Closing, ABC, Generic[C]):
         """Return the tasks that have not ended, for the host."""
         return [future for future, _ in self._unforgotten() if not Future.done(future)]
 
-    def report_to(self, unasked: set[Any]) -> None:
+    def report_to(self, unretrieved: set[Any]) -> None:
         """Add failed tasks to this set until somebody asks for their errors."""
-        self._unasked = unasked
+        self._unretrieved = unretrieved
 
     def queued(self) -> list[Entry]:
         """Return the waiting tasks, as entries of the flight recorder. Any thread may call it."""
@@ -299,7 +299,7 @@ class Lane(Live, Closing, ABC, Generic[C]):
 
     def _fail(self, future: TaskFuture, error: BaseException) -> None:
         """End a task with an error; the errors of later tasks are due to the first."""
-        future.fail(error, self._unasked if error is self._failure else set())
+        future.fail(error, self._unretrieved if error is self._failure else set())
 
     def _check_process(self) -> None:
         """Raise `CommError` in a forked child, which has neither the thread nor the communicator of the lane."""

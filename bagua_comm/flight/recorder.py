@@ -87,8 +87,8 @@ class FlightRecorder:
         self.steps: dict[str, int] = {}
         """The number of training steps that have begun, by the communicator of their engine."""
         self.lanes: WeakSet[Queue] = WeakSet()
-        self.unasked: set[Any] = set()
-        """The tasks of lanes that have failed, and whose errors nobody has asked for."""
+        self.unretrieved: set[Any] = set()
+        """The tasks of lanes that have failed, and whose errors nobody has retrieved."""
         self.peers: Sequence[ProcessId] = ()
         """The processes of the other ranks, which write their records when a call of this rank times out. Empty
         if the transport asks the ranks that are missing."""
@@ -152,7 +152,7 @@ class FlightRecorder:
         return self.write()
 
     def died(self, ranks: Mapping[int, str]) -> None:
-        """Note that ranks of the world have died, with a text for each; the next record names them."""
+        """Record that ranks of the world have died, with a text for each; the next record names them."""
         for rank, text in ranks.items():
             if len(self._failures) < FAILURES:
                 self._failures.append(RecordedFailure(RankFailed.__name__, text, (rank,)))

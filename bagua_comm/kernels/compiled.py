@@ -168,20 +168,20 @@ def minmax_encode(chunks: Array, wire: Array, start: int, block: int, eps: float
     """See `host.minmax_encode`."""
     (n, m), w, dtype, between = chunks.shape, wire.shape[1], chunks.dtype, chunks.strides[0]
     source, target = chunks.__array_interface__["data"][0], wire.__array_interface__["data"][0]
-    element, apart = _CODES.get(dtype_name(dtype)), between // dtype.itemsize
+    element, pitch = _CODES.get(dtype_name(dtype)), between // dtype.itemsize
     if element is None or (source | between | target | w) % dtype.itemsize:
         return host.minmax_encode(chunks, wire, start, block, eps)
-    return _run.encode_rows(element, source, apart, n, m, target, w, start, min(block, m or 1), float(eps))
+    return _run.encode_rows(element, source, pitch, n, m, target, w, start, min(block, m or 1), float(eps))
 
 
 def minmax_decode(wire: Array, out: Array, start: int, block: int, eps: float) -> None:
     """See `host.minmax_decode`."""
     (n, m), w, dtype, between = out.shape, wire.shape[1], out.dtype, out.strides[0]
     source, target = wire.__array_interface__["data"][0], out.__array_interface__["data"][0]
-    element, apart = _CODES.get(dtype_name(dtype)), between // dtype.itemsize
+    element, pitch = _CODES.get(dtype_name(dtype)), between // dtype.itemsize
     if element is None or (source | between | target | w) % dtype.itemsize:
         return host.minmax_decode(wire, out, start, block, eps)
-    return _run.decode_rows(element, source, n, m, target, apart, w, start, min(block, m or 1), float(eps))
+    return _run.decode_rows(element, source, n, m, target, pitch, w, start, min(block, m or 1), float(eps))
 
 
 def minmax_combine(
@@ -206,8 +206,8 @@ def int4_encode(
     source, target = address(chunks), address(wire)
     if not _supports(dtype, source | between) or target % 2:
         return host.int4_encode(chunks, wire, start, block, rotate, draws)
-    element, apart = _CODES[dtype_name(dtype)], between // dtype.itemsize
-    return _run.encode_int4(element, source, apart, n, m, target, w, start, block, rotate, *_random(draws))
+    element, pitch = _CODES[dtype_name(dtype)], between // dtype.itemsize
+    return _run.encode_int4(element, source, pitch, n, m, target, w, start, block, rotate, *_random(draws))
 
 
 def int4_decode(wire: Array, out: Array, start: int, block: int, rotate: int) -> None:
@@ -216,8 +216,8 @@ def int4_decode(wire: Array, out: Array, start: int, block: int, rotate: int) ->
     source, target = address(wire), address(out)
     if not _supports(dtype, target | between) or source % 2:
         return host.int4_decode(wire, out, start, block, rotate)
-    element, apart = _CODES[dtype_name(dtype)], between // dtype.itemsize
-    return _run.decode_int4(element, source, n, m, target, apart, w, start, block, rotate)
+    element, pitch = _CODES[dtype_name(dtype)], between // dtype.itemsize
+    return _run.decode_int4(element, source, n, m, target, pitch, w, start, block, rotate)
 
 
 def int4_combine(

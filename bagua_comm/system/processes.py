@@ -166,7 +166,7 @@ def mapped_files(folder: str) -> list[str]:
 def start_of(process: int) -> int:
     """Return the start time of a process, in clock ticks of Linux; 0 if it has ended, or that is unknown.
 
-    The process id and the start time together identify one process of this namespace for ever.
+    The process id and the start time together identify one process of this namespace forever.
 
     >>> start_of(os.getpid()) == start_of(os.getpid())
     True

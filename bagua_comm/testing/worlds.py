@@ -55,7 +55,7 @@ def run_ranks(
                 transport = wrap(transport)
             comm = Communicator([transport], nodes=nodes, check=check)
             results[rank] = body(comm)
-            for problem in end_lanes(comm.flight.lanes, comm.flight.unasked, comm.group):
+            for problem in end_lanes(comm.flight.lanes, comm.flight.unretrieved, comm.group):
                 if problem.has_ended:
                     raise problem.error
         except BaseException as exc:

@@ -1,4 +1,4 @@
-"""What one would change, after a look at a timeline."""
+"""Advice from a timeline."""
 
 from __future__ import annotations
 

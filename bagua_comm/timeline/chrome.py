@@ -13,7 +13,7 @@ from ..trace import Span, Value
 from .calls import grouped
 
 FORMAT = {"format": "bagua_comm timeline", "version": 1}
-"""What the file says about itself, in "otherData"; the version changes when a reader has to know more."""
+"""Metadata of the file, in "otherData"; the version changes with the format."""
 
 PIDS_PER_RANK = 1000
 """The pids of ranks are multiples of it, so that Perfetto shows them in their order. See `chrome_trace`."""

@@ -97,7 +97,7 @@ def _table(rows: Sequence[Sequence[str]], slow: str) -> str:
 
 
 def _data(timeline: Timeline, spans: dict[int, list[Span]], summary: Summary) -> dict[str, object]:
-    """What the page draws; a span is [its name's number, start in us, duration in us, its arguments]."""
+    """The data of the page; a span is [its name's number, start in us, duration in us, its arguments]."""
     names: dict[str, int] = {}
     rows = []
     for rank, each in spans.items():

@@ -43,7 +43,7 @@ class Timeline:
 
     ranks: dict[int, RankTimeline]
     notes: list[str] = field(default_factory=list)
-    """What is wrong with the file, in sentences."""
+    """The defects of the file, in sentences."""
 
 
 def read_timeline(path: str | Path) -> Timeline:

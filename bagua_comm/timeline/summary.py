@@ -85,7 +85,7 @@ class RankSummary:
     algorithm: str
     """The algorithm of the last exchange, as `Every(Decentralized)`; "" if the timeline does not say."""
     payload: str
-    """What it exchanges: "grad" or "weight"; "" if the timeline does not say."""
+    """The payload, "grad" or "weight"; "" if the timeline does not say."""
     step_ends_s: list[float] = field(repr=False)
     """When steps ended, from the beginning of the timeline."""
     step_waits_s: list[float] = field(repr=False)

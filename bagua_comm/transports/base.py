@@ -49,7 +49,7 @@ class Transport(CallState, Live, ABC):
     """See `flow.FEW_RANKS`."""
     at_once_bytes: int = 0
     """If each rank then receives no more than this, an allreduce sends whole arrays to all ranks, in a round."""
-    late: Callable[[], object] | None = None
+    on_slow_leave: Callable[[], object] | None = None
     """Called, if it is set, when this rank leaves in good order and others do not: in `leave` after a while, or
     in `close`. It writes the flight record, since this rank may be ended before they fail."""
 
@@ -275,7 +275,7 @@ class Transport(CallState, Live, ABC):
         raise UnsupportedError(f"{self.name}: cannot go on without the ranks that died")
 
     def leave(self, reason: str | None = None) -> bool:
-        """Announce that this rank makes no more calls but `close`, so that no rank waits for it in vain.
+        """Announce that this rank makes no more calls but `close`, so that no rank waits for it.
 
         Collective, unless this rank alone leaves early, for a `reason`: then it does not wait. Otherwise it
         returns when all ranks have left, at the latest after `timeout_s`.
@@ -308,6 +308,6 @@ class Transport(CallState, Live, ABC):
         """The ranks that give the same `color`, ordered by (`key`, rank), as `split` groups them. Collective."""
         return derived.members(self, color, key)
 
-    def _apart(self, x: Array, out: Array) -> Array:
+    def _without_overlap(self, x: Array, out: Array) -> Array:
         """`x`, or a copy if it overlaps `out`."""
-        return derived.apart(x, out, self._scratch)
+        return derived.without_overlap(x, out, self._scratch)

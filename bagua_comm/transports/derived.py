@@ -18,7 +18,7 @@ from .. import arrays, kernels
 from ..arrays import REDUCED_PRECISION, Array, Scratch
 from . import rounds
 from .flow import COLLECTIVE, Exchanger, Flow, RowExchanger
-from .pipeline import Exact, chunk_bounds, reduce_through, trade
+from .pipeline import Exact, chunk_bounds, exchange_rows, reduce_through
 
 
 def allreduce(flow: Flow, x: Array, out: Array, op: str, scratch: Scratch) -> None:
@@ -71,13 +71,13 @@ def allgather(flow: Flow, x: Array, out: Array) -> None:
     if rounds.are_fewer(flow.transport, out.nbytes):
         rounds.allgather(flow, mine, list(table))
         return
-    trade(flow, [mine] * flow.size, table)
+    exchange_rows(flow, [mine] * flow.size, table)
 
 
 def alltoall(flow: Flow, x: Array, out: Array, scratch: Scratch) -> None:
     """`Transport.alltoall` by direct exchange. Collective."""
-    source, target = arrays.rows(apart(x, out, scratch), flow.size), arrays.rows(out, flow.size)
-    trade(flow, source, target)
+    source, target = arrays.rows(without_overlap(x, out, scratch), flow.size), arrays.rows(out, flow.size)
+    exchange_rows(flow, source, target)
 
 
 def scan(transport: RowExchanger, x: Array, out: Array, op: str, scratch: Scratch, *, exclusive: bool) -> None:
@@ -128,15 +128,15 @@ def members(transport: RowExchanger, color: int, key: int) -> list[int]:
     """The ranks that give the same `color`, ordered by (`key`, rank); see `Transport.split`. Collective."""
     table = np.empty((transport.size, 2), np.int64)
     transport.allgather(np.array([color, key], np.int64), table)
-    alike = [rank for rank in range(transport.size) if table[rank, 0] == color]
-    return sorted(alike, key=lambda rank: (table[rank, 1], rank))
+    same_color = [rank for rank in range(transport.size) if table[rank, 0] == color]
+    return sorted(same_color, key=lambda rank: (table[rank, 1], rank))
 
 
-def apart(x: Array, out: Array, scratch: Scratch) -> Array:
+def without_overlap(x: Array, out: Array, scratch: Scratch) -> Array:
     """`x`, or a copy if it overlaps `out`."""
     if not arrays.overlap(x, out):
         return x
-    copy: Array = scratch.take("apart", x.shape, x.dtype, like=x)
+    copy: Array = scratch.take("copy", x.shape, x.dtype, like=x)
     copy[...] = x
     return copy
 

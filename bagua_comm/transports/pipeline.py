@@ -127,7 +127,7 @@ class Exact(Stages):
         return total, [result[piece] for result in self._results]
 
 
-def trade(flow: Flow, rows: Rows, into: Rows) -> None:
+def exchange_rows(flow: Flow, rows: Rows, into: Rows) -> None:
     """Send rows[r] to rank r, and receive into[r] from rank r, all of one size, piece by piece.
 
     Collective.

@@ -1,4 +1,4 @@
-"""What every process group of torch.distributed has: ranks, names, calls on a lane, and an end."""
+"""The base of a process group of torch.distributed: ranks, names, calls on a lane, and an end."""
 
 from __future__ import annotations
 

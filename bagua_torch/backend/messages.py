@@ -32,7 +32,7 @@ LARGEST_TAG = (2**31 - 1) // FIRST_CHANNEL_TAG - 2
 
 
 class _Queue(NamedTuple):
-    """What the messages of a queue have in common."""
+    """The key of a queue of messages."""
 
     call: str
     """ "send" or "recv"."""

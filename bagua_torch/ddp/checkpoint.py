@@ -82,7 +82,7 @@ class Checkpoints(bagua_comm.Checkpoints):
 
         Raises:
             ArrayError: There is nothing to save.
-            CheckpointError: The last save failed, or with `wait` this one; on all ranks alike.
+            CheckpointError: The last save failed, or with `wait` this one; on all ranks.
             CommMismatch: Ranks give different objects, or plain values in them differ; the error has the path.
             UnsupportedError: An object has a value that a checkpoint cannot hold; the error has the path.
         """

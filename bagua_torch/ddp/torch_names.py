@@ -98,7 +98,7 @@ def settings(
 
 
 class Reducer:
-    """What Accelerate, Lightning and PyTorch's pipelines call of the reducer of PyTorch's wrapper.
+    """The methods of the reducer of PyTorch's wrapper that Accelerate, Lightning and PyTorch's pipelines call.
 
     Args:
         expect_backward: Averages the next backward pass.

@@ -740,7 +740,7 @@ class DistributedDataParallel(nn.Module):
 
     @property
     def reducer(self) -> torch_names.Reducer:
-        """What frameworks call of PyTorch's reducer."""
+        """The methods of PyTorch's reducer that frameworks call."""
         return torch_names.Reducer(self.expect_backward)
 
     def will_sync_module_buffers(self) -> bool:

@@ -59,7 +59,7 @@ class Attachment(Closing):
         self._passes = BackwardPasses()
         self._reductions = Reductions(self._passes) if overlaps else None
         self._feeding: dict[str, Reduce | Replicate] = {}
-        """What has a residual, by the name of its module."""
+        """The reductions with a residual, by the name of their module."""
         made: list[tuple[Unit, Reduce, Replicate | None]] = []
         try:  # `bind` and the broadcast may raise, so no module is changed before
             with errors_on_all(comm):
@@ -159,7 +159,7 @@ class Attachment(Closing):
 
     @property
     def _trained(self) -> dict[str, Reduce | Replicate]:
-        """What has a residual, by module, of modules whose parameters are not all frozen."""
+        """The reductions with a residual, by module, of modules whose parameters are not all frozen."""
         return {name: each for name, each in self._feeding.items() if each.numel}
 
     @property

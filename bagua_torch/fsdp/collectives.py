@@ -17,7 +17,7 @@ from bagua_comm.averages.error_feedback import Residual
 
 from ..arrays import as_array, dtype_name, torch_stream
 from .groups import GroupComms
-from .overlap import Gathering, Prefetch, Reductions, spoil
+from .overlap import Gathering, Prefetch, Reductions, invalidate
 from .passes import BackwardPasses
 from .torch_names import AllGather, ReduceScatter, Unit, op_of
 
@@ -73,7 +73,7 @@ class Gather(_Allocating, AllGather):
 
 
 class FeedsBack:
-    """What a unit's gradients go through: a bound average, and perhaps its residual.
+    """The average of a unit's gradients: a bound average, and perhaps its residual.
 
     Args:
         unit: The parameters.
@@ -209,7 +209,7 @@ class Reduce(_Allocating, FeedsBack, ReduceScatter):
         if self._unit.reads_at_once(output_tensor):
             lane.run(self._reduce, input_tensor, output_tensor, by, divisor)
         else:
-            spoil(output_tensor)
+            invalidate(output_tensor)
             self._pending.add(lane, lane.submit(self._reduce, input_tensor, output_tensor, by, divisor))
         self._forget_if_it_raises()
 

@@ -52,7 +52,7 @@ class Prefetch:
 
     All ranks gather in the same order, so that all predict the same. What was gathered but not used is dropped
     when the forward pass ends, before an optimizer can change the parameters; that module is not predicted again.
-    So it is with parameters that the pass changes before it uses them, on all ranks alike. A pass that raises
+    So it is with parameters that the pass changes before it uses them, on all ranks. A pass that raises
     predicts nothing: the next one follows the order of the pass before.
 
     Args:
@@ -61,14 +61,14 @@ class Prefetch:
 
     def __init__(self, model: nn.Module) -> None:
         self._former: list[Unit] = []
-        """What the last forward pass gathered, in order."""
+        """The units that the last forward pass gathered, in order."""
         self._order: list[Unit] = []
-        """What this one has gathered so far."""
+        """The units that this pass has gathered so far."""
         self._at, self._is_running = 0, False
         self._in_advance: dict[Unit, int] = {}
-        """What was gathered in advance, and not used yet, with the versions of its shards."""
+        """Units gathered in advance and not used yet, with the versions of their shards."""
         self._unused: set[Unit] = set()
-        """What was gathered in vain."""
+        """Parameters that were gathered and not used."""
         self._stop = observe_forward(model, self._begin, self._end)
 
     def _begin(self) -> None:
@@ -156,6 +156,6 @@ class Reductions:
                 self._error = self._error or exc
 
 
-def spoil(x: torch.Tensor) -> None:
+def invalidate(x: torch.Tensor) -> None:
     """Fill a result with NaN until it is computed, so that nobody who reads it too early computes with it."""
     x.fill_(torch.nan)

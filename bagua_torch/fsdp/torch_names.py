@@ -1,4 +1,4 @@
-"""What this package uses of PyTorch's FSDP2, in this file alone, since a later PyTorch may change it.
+"""The parts of PyTorch's FSDP2 that this package uses, in one file, since a later PyTorch may change them.
 
 Tried with PyTorch 2.11 and 2.13.
 """

@@ -195,7 +195,7 @@ def provide_group(comm: Communicator) -> None:
     GLOO_SOCKET_IFNAME is set. This library itself does not use that group.
 
     Raises:
-        BootstrapError: The ranks cannot connect; on all ranks alike, if rank 0 cannot serve the store.
+        BootstrapError: The ranks cannot connect; on all ranks, if rank 0 cannot serve the store.
     """
     if comm.size == 1 or not dist.is_available() or dist.is_initialized():
         return
@@ -228,7 +228,7 @@ def serve_store(comm: Communicator) -> Any:
     Collective.
 
     Raises:
-        BootstrapError: The ranks cannot connect; on all ranks alike, if rank 0 cannot serve the store.
+        BootstrapError: The ranks cannot connect; on all ranks, if rank 0 cannot serve the store.
     """
     if comm.size == 1:
         return serving.STORES.HashStore()

@@ -26,7 +26,7 @@ T = TypeVar("T")
 _numbers = itertools.count()
 _alive: WeakValueDictionary[int, object] = WeakValueDictionary()
 _held: list[list[object]] = []
-"""What is alive, for each fork in progress: another thread may release the last reference meanwhile."""
+"""Living objects, for each fork in progress: another thread may release the last reference meanwhile."""
 
 
 def kept_in_children(made: T) -> T:

@@ -288,7 +288,7 @@ class ProcessGroupTransport(FramedTransport):
         info = self._rendezvous.among(members, f"{self._splits}.{color}")
         self._splits += 1
         child = self._connected(info, members)
-        child.late = self.late
+        child.on_slow_leave = self.on_slow_leave
         return child
 
     def subgroup(self, ranks: Sequence[int], name: str, host: Transport | None = None) -> Transport:
@@ -378,5 +378,5 @@ class ProcessGroupTransport(FramedTransport):
         try:
             self._round(lambda _: _NOTHING, lambda _: _NOTHING, first=False)
         except CommError:
-            if self.late is not None:
-                self.late()
+            if self.on_slow_leave is not None:
+                self.on_slow_leave()

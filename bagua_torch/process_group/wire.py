@@ -256,7 +256,7 @@ class FramedTransport(Transport):
         messages = self._own.get(tag)
         if not messages:
             self.refuse_calls("it waited for a message from itself")
-            raise CommTimeout(f"rank {self.rank} would wait for ever for {out.nbytes} bytes from itself")
+            raise CommTimeout(f"rank {self.rank} would wait forever for {out.nbytes} bytes from itself")
         x = messages.popleft()
         if x.nbytes != out.nbytes:
             raise CommMismatch(

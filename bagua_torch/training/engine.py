@@ -157,11 +157,11 @@ class TorchEngine(Engine):
         self._begin_phase(self._exchanges.began, states)
 
     def expect_state(self) -> None:
-        """Note that the algorithm's state is about to be loaded: weights that are loaded now belong to it."""
+        """Record that the algorithm's state is about to be loaded: weights that are loaded now belong to it."""
         self._replacements.belong()
 
     def keep_weights(self) -> None:
-        """Note that ranks have averaged their weights: their mean, on which algorithms depend, is unchanged."""
+        """Record that ranks have averaged their weights: their mean, on which algorithms depend, is unchanged."""
         self._replacements.keep()
 
     def state_tensors(self) -> dict[str, object]:

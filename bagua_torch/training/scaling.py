@@ -21,7 +21,7 @@ Skipped = Callable[[torch.optim.Optimizer], object]
 _SKIPPED: weakref.WeakKeyDictionary[torch.optim.Optimizer, OrderedDict[int, Skipped]] = (
     weakref.WeakKeyDictionary()
 )
-"""What to call for each optimizer."""
+"""The functions to call, by optimizer."""
 
 
 def on_skipped_step(optimizer: torch.optim.Optimizer, call: Skipped) -> RemovableHandle:

@@ -12,7 +12,7 @@ from torch import nn
 
 @dataclass
 class StepOptions:
-    """What a user may choose, and change between steps."""
+    """The options of a user, which may change between steps."""
 
     copies_buffers: bool = True
     """Whether buffers are the same on all ranks after a step."""
@@ -71,7 +71,7 @@ class Accumulation:
         """Whether the last step was skipped, which the present pass of the next one has found."""
 
     def average(self) -> None:
-        """Note that all gradients so far are averaged."""
+        """Record that all gradients so far are averaged."""
         self.stays = self.cleared = False
 
     def note(self, buckets: Sequence[Sequence[str]]) -> None:

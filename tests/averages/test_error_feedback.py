@@ -2,7 +2,16 @@
 
 import numpy as np
 import pytest
-from support.references import STEPS, Trainer, common_start, decoded, make_plan, mean, trajectories
+from support.engine_steps import backward
+from support.references import (
+    STEPS,
+    Trainer,
+    common_start,
+    decoded,
+    make_plan,
+    mean,
+    trajectories,
+)
 
 from bagua_comm import (
     ArrayError,
@@ -54,9 +63,7 @@ def averages(comm, average, *, dtype="float32", steps=STEPS):
         (bucket,) = engine.buckets
         for step in range(steps):
             bucket.flat[...] = gradients(comm.size, step)[comm.rank].astype(bucket.flat.dtype)
-            for name in NAMES:
-                engine.ready(name)
-            engine.at(Point.BACKWARD)
+            backward(engine, NAMES)
             engine.at(Point.STEP)
             saved = [engine.state_dict()["tensors"][name] for name in NAMES]
             residual = np.concatenate([tensor["average.residual"].reshape(-1) for tensor in saved])
@@ -131,9 +138,7 @@ def test_residuals_between_nodes_cannot_move_to_other_buckets():
         algorithm = GradientAllReduce(Hierarchical(ErrorFeedback()))
         with Engine(comm, algorithm, plan, plan.allocate()) as engine:
             engine.buckets[0].flat[...] = sample(comm.rank, engine.buckets[0].flat.shape, "float32")
-            for name in engine.buckets[0].views:
-                engine.ready(name)
-            engine.at(Point.BACKWARD)
+            backward(engine, engine.buckets[0].views)
             tensors = [tensor for spec in plan.buckets for tensor in spec.tensors]
             with pytest.raises(ArrayError, match=r"residual' of .* belongs to its bucket as a whole"):
                 engine.replan(Plan.pack(tensors, bucket_bytes=1, alignment=8))

@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+from support.torch_training import final_weights
 from torch import nn
 
 from bagua_comm import (
@@ -86,8 +87,7 @@ def test_weights_loaded_in_the_middle_of_training_stay_as_they_are_at_rate_0(alg
         optimizer.param_groups[0]["lr"] = 0.0
         load(model, ddp)
         step(comm, optimizer, ddp, count=9)
-        ddp.close()
-        return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+        return final_weights(ddp)
 
     for found in run_ranks(2, body):
         torch.testing.assert_close(found, torch.full_like(found, 3.0), rtol=0, atol=0)
@@ -102,8 +102,7 @@ def test_weights_that_are_loaded_before_others_are_unfrozen_stay_as_they_are_at_
         for group in optimizer.param_groups:
             group["lr"] = 0.0
         step(comm, optimizer, ddp, count=4)
-        ddp.close()
-        return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+        return final_weights(ddp)
 
     for found in run_ranks(2, body):
         torch.testing.assert_close(found, torch.full_like(found, 3.0), rtol=0, atol=0)
@@ -125,8 +124,7 @@ def test_a_swap_for_an_evaluation_on_one_rank_changes_nothing(algorithm):
                     model.eval()(torch.ones(1, 8))
                 model.load_state_dict(kept)
                 model.train()
-        ddp.close()
-        return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+        return final_weights(ddp)
 
     def trained(swaps):
         return run_ranks(2, lambda comm: body(comm, swaps))
@@ -167,7 +165,7 @@ def test_one_rank_may_load_the_best_weights_after_the_last_step_for_a_test(algor
 @pytest.mark.parametrize("algorithm", [DiLoCo(4), StreamingDiLoCo(4, 2, delay=2)], ids=repr)
 def test_a_checkpoint_with_the_algorithms_state_continues_from_it(algorithm, tmp_path):
     def body(comm, how):
-        model, optimizer, ddp = make(comm, algorithm, lr=0.1)
+        _, optimizer, ddp = make(comm, algorithm, lr=0.1)
         step(comm, optimizer, ddp, count=5)
         with Checkpoints(tmp_path / how, comm) as checkpoints:
             saved = copy.deepcopy(ddp.state_dict())
@@ -179,8 +177,7 @@ def test_a_checkpoint_with_the_algorithms_state_continues_from_it(algorithm, tmp
             elif how == "dict":
                 ddp.load_state_dict(saved)
         step(comm, optimizer, ddp, 5, count=6)
-        ddp.close()
-        return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+        return final_weights(ddp)
 
     expected = run_ranks(2, lambda comm: body(comm, ""))
     for how in ("files", "dict"):
@@ -201,8 +198,7 @@ def test_an_average_in_the_middle_is_no_replacement_and_keeps_the_mean(algorithm
             ddp.average_weights()
         step(comm, optimizer, ddp, 6, count=2)
         ddp.average_weights()
-        ddp.close()
-        return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+        return final_weights(ddp)
 
     (found, _), (expected, _) = (run_ranks(2, lambda comm: body(comm, averages)) for averages in (True, False))  # noqa: B023
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-3)

@@ -6,6 +6,7 @@ import sys
 
 import numpy as np
 import pytest
+from support.commands import output_of
 
 from bagua_comm import (
     ArrayError,
@@ -32,8 +33,7 @@ VGG16 = [*BASE, "--model", "vgg16", "--step-time", "3s"]
 
 
 def test_it_prints_the_table(capsys):
-    assert cli.main([*VGG16, "--ranks-per-node", "2"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = output_of(capsys, *VGG16, "--ranks-per-node", "2").splitlines()
     assert lines[0] == "553 MB, 3.00 s a step alone; 4 nodes of 2 ranks, 1 Gbit/s, 50 us"
     table = lines[lines.index("") + 1 :]
     names = [line.split()[0] for line in table[1 : table.index("")] if not line.startswith("-- ")]
@@ -44,8 +44,7 @@ def test_it_prints_the_table(capsys):
 
 def test_json_holds_the_same(capsys):
     options = ["--model-bytes", "100M", "--forward", "0.1s", "--backward", "200ms", "--optimizer", "0"]
-    assert cli.main([*BASE, *options, "--latency", "1ms", "--device", "cpu", "--json"]) == 0
-    record = json.loads(capsys.readouterr().out)
+    record = json.loads(output_of(capsys, *BASE, *options, "--latency", "1ms", "--device", "cpu", "--json"))
     job, cluster = Job(100_000_000, 0.1, 0.2, 0.0), Cluster(4, 1, 1.0, 1e-3)
     steps = {row["name"]: row["step_s"] for row in record["algorithms"]}
     assert list(steps.values()) == sorted(steps.values())
@@ -64,8 +63,7 @@ CAPPED = [*VGG16, "--flow-bandwidth", "100mbit"]
     ],
 )
 def test_more_flows_pay_where_each_is_held_below_the_link(options, expected, capsys):
-    assert cli.main([*CAPPED, *options]) == 0
-    line = capsys.readouterr().out.splitlines()[1]
+    line = output_of(capsys, *CAPPED, *options).splitlines()[1]
     assert line.startswith("1 flow of 0.1 Gbit/s between two ranks: exact takes ")
     assert line.endswith(expected)
 
@@ -82,14 +80,11 @@ def test_enough_flows_are_the_fewest_that_make_a_step_as_fast_as_an_uncapped_lin
     }
     uncapped = predict(METHODS["exact"], job, Cluster(4, bandwidth_gbit=1, transport="nccl"), Rates()).step_s
     assert step[enough] <= AS_FAST * uncapped < step[enough - 1]
-    assert cli.main([*CAPPED, "--flows", str(enough)]) == 0
-    assert capsys.readouterr().out.splitlines()[1].endswith("more would gain nothing")
-    assert cli.main([*CAPPED, "--json"]) == 0
-    record = json.loads(capsys.readouterr().out)
+    assert output_of(capsys, *CAPPED, "--flows", str(enough)).splitlines()[1].endswith("more would gain nothing")
+    record = json.loads(output_of(capsys, *CAPPED, "--json"))
     assert record["cluster"]["flow_bandwidth_gbit"] == 0.1
     assert record["enough_flows"] == 10
-    assert cli.main([*VGG16, "--json"]) == 0
-    record = json.loads(capsys.readouterr().out)
+    record = json.loads(output_of(capsys, *VGG16, "--json"))
     assert (record["cluster"]["flow_bandwidth_gbit"], record["enough_flows"]) == (None, 1)
 
 
@@ -111,8 +106,7 @@ def test_the_advice_in_four_bits_depends_on_the_ranks_of_a_node(ranks_per_node, 
 
 
 def test_each_printed_expression_makes_the_algorithm_that_it_names(capsys):
-    assert cli.main([*VGG16, "--ranks-per-node", "2", "--device", "cpu"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = output_of(capsys, *VGG16, "--ranks-per-node", "2", "--device", "cpu").splitlines()
     begin = lines.index("In Python, after `from bagua_comm import *`:") + 1
     printed = dict(line.split(maxsplit=1) for line in lines[begin:])
     names = {}
@@ -155,10 +149,8 @@ def test_gradients_of_one_or_several_ranks_a_node(options, expected, capsys):
 
 def test_averages_of_weights_are_advised_with_how_many_steps_they_may_need(capsys):
     slow = [*VGG16, "--bandwidth", "200mbit"]
-    assert cli.main([*slow, "--json"]) == 0
-    steps = {row["name"]: row["step_s"] for row in json.loads(capsys.readouterr().out)["algorithms"]}
-    assert cli.main(slow) == 0
-    out = capsys.readouterr().out
+    steps = {row["name"]: row["step_s"] for row in json.loads(output_of(capsys, *slow, "--json"))["algorithms"]}
+    out = output_of(capsys, *slow)
     lines = {line.partition(": ")[0]: line for line in out.splitlines()}
     rarely = {"shift-one-every-4", "async", "diloco-100", "diloco-100-bytes"}
     rarely |= {"streaming-diloco", "streaming-diloco-int4", "sparseloco"}
@@ -174,8 +166,7 @@ def test_averages_of_weights_are_advised_with_how_many_steps_they_may_need(capsy
 
 def test_algorithms_that_seldom_communicate_come_last_with_how_seldom(capsys):
     """At 50 Mbit/s `async` came first, 469 times as fast, though it averages once in 469 steps."""
-    assert cli.main([*VGG16[:-1], "300ms", "--bandwidth", "50mbit", "--latency", "30ms"]) == 0
-    out = capsys.readouterr().out
+    out = output_of(capsys, *VGG16[:-1], "300ms", "--bandwidth", "50mbit", "--latency", "30ms")
     rows = [line.split() for line in out.partition("algorithm ")[2].partition("\n\n")[0].splitlines()[1:]]
     heads = [at for at, row in enumerate(rows) if row[0] == "--"]
     assert [rows[at][1:3] for at in heads] == [["gradients", "in"], ["weights", "in"], ["weights", "now"]]
@@ -194,8 +185,7 @@ def test_a_group_without_a_faster_algorithm_is_named_too(capsys):
 
 def test_diloco_is_advised_with_an_exact_beginning(capsys):
     options = ["--model-bytes", "16.8M", "--device", "cpu", "--cores-per-rank", "1", "--step-time", "330ms"]
-    assert cli.main([*BASE, *options]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = output_of(capsys, *BASE, *options).splitlines()
     assert any(line.startswith("Weights now and then: DiLoCo(average=Quantized()), ") for line in lines)
     (begun,) = [line.partition("exactly: ")[2].removesuffix(".") for line in lines if "exactly: " in line]
     names = {}
@@ -218,8 +208,7 @@ def test_one_node_and_one_rank_are_singular(nodes, ranks, text, capsys):
 
 
 def steps_of(options, capsys):
-    assert cli.main([*BASE, *options, "--step-time", "3s", "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
+    return json.loads(output_of(capsys, *BASE, *options, "--step-time", "3s", "--json"))
 
 
 def test_a_model_is_given_by_its_layers_or_its_number_of_parameters(capsys):
@@ -240,8 +229,7 @@ def test_only_rates_of_gpus_that_were_not_measured_are_called_guesses(tmp_path, 
     rates.write_text(json.dumps(dataclasses.asdict(Rates())))
     said = []
     for options in ([], ["--device", "cpu"], ["--rates", str(rates)]):
-        assert cli.main([*VGG16, *options]) == 0
-        said.append("the others are guesses" in capsys.readouterr().out)
+        said.append("the others are guesses" in output_of(capsys, *VGG16, *options))
     assert said == [True, False, False]
 
 
@@ -281,8 +269,7 @@ def test_a_fast_average_of_weights_does_not_squeeze_the_averages_of_gradients_to
 
 def test_without_matplotlib_the_figure_is_refused(monkeypatch, tmp_path, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert cli.main([*VGG16, "--plot", str(tmp_path / "advice.png")]) == 2
-    assert "pip install matplotlib" in capsys.readouterr().err
+    assert "pip install matplotlib" in output_of(capsys, *VGG16, "--plot", str(tmp_path / "advice.png"), code=2)
 
 
 @pytest.mark.parametrize(
@@ -299,8 +286,7 @@ def test_without_matplotlib_the_figure_is_refused(monkeypatch, tmp_path, capsys)
     ],
 )
 def test_questions_without_an_answer_are_refused(options, message, capsys):
-    assert cli.main([*VGG16, *options]) == 2
-    assert message in capsys.readouterr().err
+    assert message in output_of(capsys, *VGG16, *options, code=2)
 
 
 @pytest.mark.parametrize(
@@ -423,8 +409,7 @@ def test_a_model_of_more_buckets_than_can_be_looked_at_is_refused_at_once(bytes_
 
 def test_the_largest_cluster_is_still_answered(capsys):
     options = ["--nodes", str(2**17), "--ranks-per-node", "8", "--bandwidth", "1e-9gbit", "--latency", "1e6s"]
-    assert cli.main(["advise", *options, "--model-bytes", "100M", "--step-time", "1ns"]) == 0
-    out = capsys.readouterr().out
+    out = output_of(capsys, "advise", *options, "--model-bytes", "100M", "--step-time", "1ns")
     assert "inf" not in out
     assert "nan" not in out
 
@@ -477,8 +462,7 @@ SHARDS = [*BASE, "--sharded", "--parameters", "30M", "--step-time", "2s", "--dev
 
 
 def test_ways_of_a_sharded_model_with_what_to_type(capsys):
-    assert cli.main([*SHARDS, "--ranks-per-node", "2"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = output_of(capsys, *SHARDS, "--ranks-per-node", "2").splitlines()
     table = lines[3 : lines.index("", 3)]
     assert sorted(line.split()[0] for line in table) == sorted(SHARDED)
     (exact,) = [line for line in table if line.startswith("exact ")]
@@ -493,8 +477,7 @@ def test_ways_of_a_sharded_model_with_what_to_type(capsys):
 
 
 def test_a_sharded_model_as_json(capsys):
-    assert cli.main([*SHARDS, "--json"]) == 0
-    record = json.loads(capsys.readouterr().out)
+    record = json.loads(output_of(capsys, *SHARDS, "--json"))
     assert [way["name"] for way in record["ways"]] == ["both", "gradients", "exact", "pytorch"]
     assert (record["shards_over_all_ranks"], record["shards_inside_nodes"]) == ("both", None)
     assert record["ways"][0]["python"][-1] == "bagua_torch.fsdp.attach(model, Quantized(), Quantized())"

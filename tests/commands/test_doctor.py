@@ -7,6 +7,7 @@ import sys
 import threading
 
 import pytest
+from support.commands import output_of
 from support.launch import run_python, torchrun
 
 from bagua_comm import __main__ as cli
@@ -305,8 +306,7 @@ def test_gpus_that_cannot_be_used_are_warned_of():
 
 def test_a_gpu_is_examined_where_cupy_sees_one(device, capsys, monkeypatch):
     monkeypatch.setattr(facts, "mpi_facts", dict)
-    assert cli.main(["doctor", "--json"]) == 0
-    record = json.loads(capsys.readouterr().out)
+    record = json.loads(output_of(capsys, "doctor", "--json"))
     assert record["ranks"][0]["gpu"]["count"] == 1
     whats = [finding["what"] for finding in record["findings"]]
     assert "each rank has a GPU, and NCCL can be used" in whats
@@ -348,13 +348,11 @@ def test_the_heat_map_shades_worse_values():
 def test_one_rank_is_examined_without_mpi(capsys, monkeypatch):
     monkeypatch.setattr(facts, "mpi_facts", lambda: {"library": "Open MPI v5.0.11"})  # this starts a process
     monkeypatch.delitem(sys.modules, "mpi4py.MPI", raising=False)  # another test may have started MPI
-    assert cli.main(["doctor"]) == 0
-    text = capsys.readouterr().out
+    text = output_of(capsys, "doctor")
     assert text.startswith("python -m bagua_comm doctor: 1 rank on 1 host\n")
     assert "this is a world of one rank, without MPI (library: Open MPI v5.0.11)" in text
     assert "-> to examine several ranks: python -m bagua_comm run -n 4 -m bagua_comm doctor\n" in text
-    assert cli.main(["doctor", "--json"]) == 0
-    record = json.loads(capsys.readouterr().out)
+    record = json.loads(output_of(capsys, "doctor", "--json"))
     assert record["exit_code"] == 0
     assert record["ranks"][0]["versions"]["python"] == sys.version.split()[0]
 
@@ -363,8 +361,7 @@ def test_one_rank_is_examined_without_mpi(capsys, monkeypatch):
 def test_without_an_mpi_the_way_to_one_is_named(library, capsys, monkeypatch):
     monkeypatch.setattr(facts, "mpi_facts", lambda: {"library": library})
     monkeypatch.delitem(sys.modules, "mpi4py.MPI", raising=False)
-    assert cli.main(["doctor"]) == 0
-    assert "-> to examine several ranks: pip install 'bagua-comm[mpi]', or build" in capsys.readouterr().out
+    assert "-> to examine several ranks: pip install 'bagua-comm[mpi]', or build" in output_of(capsys, "doctor")
 
 
 def test_a_problem_makes_the_exit_code_1_on_all_ranks(monkeypatch, capsys):
@@ -388,8 +385,7 @@ def test_missing_ranks_are_an_error_that_says_what_to_do(monkeypatch, capsys):
         raise CommTimeout("rank 1 has not come")
 
     monkeypatch.setattr(bootstrap, "connect", connect)
-    assert cli.main(["doctor"]) == 1
-    error = capsys.readouterr().err
+    error = output_of(capsys, "doctor", code=1)
     assert "doctor: rank 1 has not come; if all ranks run, a firewall" in error
 
 

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.commands import output_of
 from support.launch import run_python, with_tests
 from support.waiting import until
 
@@ -88,8 +89,7 @@ STARTS_PYTHON = "there is no file {}; leave it out: run itself starts Python"
     ],
 )
 def test_run_needs_a_script_that_exists(words, message, capsys):
-    assert cli.main(["run", "-n", "2", *words]) == 2
-    assert message in capsys.readouterr().err
+    assert message in output_of(capsys, "run", "-n", "2", *words, code=2)
 
 
 @pytest.mark.parametrize(
@@ -114,8 +114,7 @@ def test_run_refuses_to_start_a_job_in_each_rank_of_another(quiet, capsys, varia
 
 def test_run_without_mpirun_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setattr(run, "find_mpirun", lambda: None)
-    assert cli.main(["run", __file__]) == 127
-    assert "bagua-comm[mpi]" in capsys.readouterr().err
+    assert "bagua-comm[mpi]" in output_of(capsys, "run", __file__, code=127)
 
 
 @pytest.mark.parametrize(
@@ -406,8 +405,7 @@ def test_a_number_of_ranks_after_the_script_is_noticed(capsys, before, notice):
 
 
 def test_a_dry_run_of_a_supervised_job_prints_how_its_ranks_are_started(capsys):
-    assert cli.main(["run", "-n", "2", "--spares", "1", "--restarts", "1", "--dry-run", __file__]) == 0
-    out = capsys.readouterr().out
+    out = output_of(capsys, "run", "-n", "2", "--spares", "1", "--restarts", "1", "--dry-run", __file__)
     assert "BAGUA_SPARES=1" in out
     assert "BAGUA_JOB" not in out
 
@@ -451,8 +449,7 @@ def test_hosts_are_named_in_the_words_of_each_mpi(tmp_path):
     ],
 )
 def test_arguments_that_cannot_be_followed_are_refused_with_what_to_do(arguments, message, capsys):
-    assert cli.main(["run", *arguments, "--dry-run", __file__]) == 2
-    error = capsys.readouterr().err
+    error = output_of(capsys, "run", *arguments, "--dry-run", __file__, code=2)
     assert message in error
     assert error.startswith("python -m bagua_comm run: ")
 

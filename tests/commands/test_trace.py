@@ -5,6 +5,7 @@ import gzip
 import json
 
 import pytest
+from support.commands import output_of
 from support.timelines import training
 
 from bagua_comm import __main__ as cli
@@ -34,17 +35,14 @@ def test_a_compressed_timeline_is_read_and_one_that_was_cut_off_is_an_error(file
     write_trace(packed, json.loads(file.read_text()))
     data = packed.read_bytes()
     assert json.loads(gzip.decompress(data)) == json.loads(file.read_text())
-    assert cli.main(["trace", str(packed)]) == 0
-    assert "waiting" in capsys.readouterr().out
+    assert "waiting" in output_of(capsys, "trace", str(packed))
     for damaged in (data[:-20], data[:40] + b"damaged" + data[47:]):
         packed.write_bytes(damaged)
-        assert cli.main(["trace", str(packed)]) == 2
-        assert "trace.json.gz: " in capsys.readouterr().err
+        assert "trace.json.gz: " in output_of(capsys, "trace", str(packed), code=2)
 
 
 def test_all_numbers_as_json(file, capsys):
-    assert cli.main(["trace", str(file), "--json"]) == 0
-    numbers = json.loads(capsys.readouterr().out)
+    numbers = json.loads(output_of(capsys, "trace", str(file), "--json"))
     expected = dataclasses.asdict(summarize(Timeline({0: training(), 1: training()})))
     assert numbers == {**expected, "notes": [], "advice": numbers["advice"]}
 
@@ -55,8 +53,7 @@ def test_a_page_is_written(file, tmp_path, capsys):
     assert "Mean of 4 steps" in printed.out
     assert printed.err == f"wrote {tmp_path / 'page.html'}\n"
     assert (tmp_path / "page.html").read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
-    assert cli.main(["trace", str(file), "--html", str(tmp_path)]) == 2
-    assert "Is a directory" in capsys.readouterr().err
+    assert "Is a directory" in output_of(capsys, "trace", str(file), "--html", str(tmp_path), code=2)
 
 
 def test_a_page_does_not_replace_the_timeline(file, capsys):
@@ -69,8 +66,7 @@ def test_a_page_does_not_replace_the_timeline(file, capsys):
 @pytest.mark.parametrize(("text", "says"), [("", "cut off"), ("loss 3", "is not JSON"), ("{}", "traceEvents")])
 def test_a_file_that_is_none_is_an_error(file, capsys, text, says):
     file.write_text(text)
-    assert cli.main(["trace", str(file)]) == 2
-    error = capsys.readouterr().err
+    error = output_of(capsys, "trace", str(file), code=2)
     assert says in error
     assert str(file) in error
 
@@ -78,8 +74,7 @@ def test_a_file_that_is_none_is_an_error(file, capsys, text, says):
 def test_a_timeline_without_steps_has_calls_and_says_what_to_do(tmp_path, capsys):
     file, page = tmp_path / "trace.json", tmp_path / "page.html"
     run_ranks(2, lambda comm: [comm.barrier(), comm.trace(file)])
-    assert cli.main(["trace", str(file), "--html", str(page)]) == 0
-    output = capsys.readouterr().out
+    output = output_of(capsys, "trace", str(file), "--html", str(page))
     assert "\nbarrier      1 " in output
     assert "after some training steps" in output
     assert "<th>barrier</th><td>1</td>" in page.read_text(encoding="utf-8")

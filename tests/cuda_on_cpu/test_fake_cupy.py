@@ -39,6 +39,16 @@ def results(program):
     return found
 
 
+def needs_its_wait(program):
+    """The test that a program computes ones under each policy with its wait, and not without it."""
+
+    @pytest.mark.parametrize("wait", [True, False])
+    def test(wait):
+        assert wait == (results(lambda: program(wait)) == [[1.0, 1.0]] * 3)
+
+    return test
+
+
 def ranks(count, body, **settings):
     """Run `body` on a thread and a device for each rank; returns the results."""
     current = machine.running()
@@ -86,49 +96,40 @@ def test_modules_are_found_in_every_way(device):
 # Streams
 
 
-@pytest.mark.parametrize("wait", [True, False])
+@needs_its_wait
 def test_a_side_stream_that_does_not_wait_for_its_input_is_caught(wait):
-    def program():
-        side, x, y = cuda.Stream(non_blocking=True), cupy.full(2, 1.0), cupy.zeros(2)
-        if wait:
-            side.wait_event(cuda.get_current_stream().record())
-        with side:
-            y[...] = x
-        cuda.get_current_stream().wait_event(side.record())
-        return y.get().tolist()
-
-    assert wait == (results(program) == [[1.0, 1.0]] * 3)
+    side, x, y = cuda.Stream(non_blocking=True), cupy.full(2, 1.0), cupy.zeros(2)
+    if wait:
+        side.wait_event(cuda.get_current_stream().record())
+    with side:
+        y[...] = x
+    cuda.get_current_stream().wait_event(side.record())
+    return y.get().tolist()
 
 
-@pytest.mark.parametrize("wait", [True, False])
+@needs_its_wait
 def test_a_result_of_a_side_stream_that_is_not_waited_for_is_caught(wait):
-    def program():
-        side, x = cuda.Stream(non_blocking=True), cupy.zeros(2)
-        side.wait_event(cuda.get_current_stream().record())
-        with side:
-            x[...] = 1
-        if wait:
-            cuda.get_current_stream().wait_event(side.record())
-        return x.get().tolist()
-
-    assert wait == (results(program) == [[1.0, 1.0]] * 3)
+    side, x = cuda.Stream(non_blocking=True), cupy.zeros(2)
+    side.wait_event(cuda.get_current_stream().record())
+    with side:
+        x[...] = 1
+    if wait:
+        cuda.get_current_stream().wait_event(side.record())
+    return x.get().tolist()
 
 
-@pytest.mark.parametrize("wait", [True, False])
+@needs_its_wait
 def test_memory_freed_while_another_stream_uses_it_is_caught(wait):
-    def program():
-        side, x, y = cuda.Stream(non_blocking=True), cupy.full(2, 1.0), cupy.empty(2)
-        side.wait_event(cuda.get_current_stream().record())
-        with side:
-            y[...] = x
-        if wait:
-            cuda.get_current_stream().wait_event(side.record())
-        del x
-        cupy.empty(1)
-        side.synchronize()
-        return y.get().tolist()
-
-    assert wait == (results(program) == [[1.0, 1.0]] * 3)
+    side, x, y = cuda.Stream(non_blocking=True), cupy.full(2, 1.0), cupy.empty(2)
+    side.wait_event(cuda.get_current_stream().record())
+    with side:
+        y[...] = x
+    if wait:
+        cuda.get_current_stream().wait_event(side.record())
+    del x
+    cupy.empty(1)
+    side.synchronize()
+    return y.get().tolist()
 
 
 def test_the_default_stream_takes_turns_with_streams_that_are_blocking():
@@ -244,44 +245,35 @@ def test_host_synchronisation_on_other_threads_is_caught_unless_allowed(device):
             pool.submit(x.get).result()
 
 
-@pytest.mark.parametrize("wait", [True, False])
+@needs_its_wait
 def test_pinned_memory_written_before_its_copy_has_run_is_caught(wait):
-    def program():
-        pinned, x = fake_cupyx.empty_pinned(2), cupy.empty(2)
-        pinned[...] = 1
-        x.set(pinned)
-        if wait:
-            cuda.get_current_stream().synchronize()
-        pinned[...] = 2
-        return x.get().tolist()
-
-    assert wait == (results(program) == [[1.0, 1.0]] * 3)
+    pinned, x = fake_cupyx.empty_pinned(2), cupy.empty(2)
+    pinned[...] = 1
+    x.set(pinned)
+    if wait:
+        cuda.get_current_stream().synchronize()
+    pinned[...] = 2
+    return x.get().tolist()
 
 
-@pytest.mark.parametrize("wait", [True, False])
+@needs_its_wait
 def test_pinned_memory_read_before_its_copy_has_run_is_caught(wait):
-    def program():
-        pinned, x = fake_cupyx.empty_pinned((2,)), cupy.full(2, 1.0)
-        x.get(out=pinned, blocking=False)
-        if wait:
-            cuda.get_current_stream().record().synchronize()
-        return pinned.tolist()
-
-    assert wait == (results(program) == [[1.0, 1.0]] * 3)
+    pinned, x = fake_cupyx.empty_pinned((2,)), cupy.full(2, 1.0)
+    x.get(out=pinned, blocking=False)
+    if wait:
+        cuda.get_current_stream().record().synchronize()
+    return pinned.tolist()
 
 
-@pytest.mark.parametrize("wait", [True, False])
+@needs_its_wait
 def test_pinned_memory_freed_before_its_copy_has_run_is_caught(wait):
-    def program():
-        pinned, x = fake_cupyx.empty_pinned(2), cupy.empty(2)
-        pinned[...] = 1
-        cuda.runtime.memcpyAsync(x.data.ptr, pinned[:1].ctypes.data, 16, cuda.runtime.memcpyHostToDevice, 0)
-        if wait:
-            cuda.get_current_stream().synchronize()
-        del pinned
-        return x.get().tolist()
-
-    assert wait == (results(program) == [[1.0, 1.0]] * 3)
+    pinned, x = fake_cupyx.empty_pinned(2), cupy.empty(2)
+    pinned[...] = 1
+    cuda.runtime.memcpyAsync(x.data.ptr, pinned[:1].ctypes.data, 16, cuda.runtime.memcpyHostToDevice, 0)
+    if wait:
+        cuda.get_current_stream().synchronize()
+    del pinned
+    return x.get().tolist()
 
 
 # Arrays and kernels
@@ -410,24 +402,21 @@ def test_a_captured_graph_is_replayed(device, kernel):
     assert [stream.is_capturing(), side.is_capturing()] == [False, False]
 
 
-@pytest.mark.parametrize("wait", [True, False])
+@needs_its_wait
 def test_a_missing_wait_inside_a_graph_is_caught(wait):
-    def program():
-        x, y, side = cupy.zeros(1), cupy.zeros(1), cuda.Stream(non_blocking=True)
-        stream = cuda.Stream()
-        with stream:
-            stream.begin_capture()
+    x, y, side = cupy.zeros(2), cupy.zeros(2), cuda.Stream(non_blocking=True)
+    stream = cuda.Stream()
+    with stream:
+        stream.begin_capture()
+        side.wait_event(stream.record())
+        x[...] = 1
+        if wait:
             side.wait_event(stream.record())
-            x[...] = 1
-            if wait:
-                side.wait_event(stream.record())
-            with side:
-                y[...] = x
-            stream.wait_event(side.record())
-            stream.end_capture().launch()
-        return y.get().tolist()
-
-    assert wait == (results(program) == [[1.0]] * 3)
+        with side:
+            y[...] = x
+        stream.wait_event(side.record())
+        stream.end_capture().launch()
+    return y.get().tolist()
 
 
 def test_operations_that_break_a_capture(device):

@@ -5,6 +5,7 @@ import logging
 
 import numpy as np
 import pytest
+from support.commands import output_of
 
 from bagua_comm import ArrayError, CommMismatch, Engine, GradientAllReduce, Plan, Point, TensorSpec, arrays
 from bagua_comm import __main__ as cli
@@ -70,8 +71,7 @@ def test_one_unit_in_the_last_place_on_one_rank_is_named(tmp_path, capsys):
 
 def test_a_training_whose_ranks_stay_equal(tmp_path, capsys):
     assert run_ranks(3, lambda comm: train(comm, tmp_path)) == [None] * 3
-    assert cli.main(["compare", str(tmp_path)]) == 0
-    assert capsys.readouterr().out == "The ranks are equal up to step 5 (12 records).\n"
+    assert output_of(capsys, "compare", str(tmp_path)) == "The ranks are equal up to step 5 (12 records).\n"
 
 
 def test_log_continues_and_keeps_the_tensors_of_the_first_difference(tmp_path, caplog):
@@ -240,8 +240,7 @@ def test_a_folder_with_the_records_of_another_run_is_refused_on_all_ranks(tmp_pa
 
 
 def failure_of(folder, capsys):
-    assert cli.main(["compare", str(folder)]) == 2
-    return capsys.readouterr().err
+    return output_of(capsys, "compare", str(folder), code=2)
 
 
 def test_folders_without_records(tmp_path, capsys):
@@ -278,8 +277,7 @@ def test_ranks_that_are_missing_or_end_early_are_noted(tmp_path, capsys):
     found = compare_folder(tmp_path)
     assert (found.records, found.last_equal_step, found.step) == (3, 2, None)
     assert found.notes == ("rank 3 left no records here", "the records of rank 1 end after step 1, within a line")
-    assert cli.main(["compare", str(tmp_path)]) == 0
-    assert "note: rank 3 left no records here" in capsys.readouterr().out
+    assert "note: rank 3 left no records here" in output_of(capsys, "compare", str(tmp_path))
     (tmp_path / "rank_1.steps").unlink()
     (tmp_path / "rank_2.steps").unlink()
     assert "has only the records of rank 0 of 4: nothing to compare" in failure_of(tmp_path, capsys)

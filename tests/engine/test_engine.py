@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
+from support.engine_steps import backward
 from support.waiting import until
 
 from bagua_comm import (
@@ -83,9 +84,7 @@ def test_buckets_leave_in_plan_order_whatever_order_they_become_ready_in():
     def body(comm):
         with make_engine(comm) as engine:
             fill(engine, comm.rank)
-            for name in "cba" if comm.rank else "abc":
-                engine.ready(name)
-            engine.at(Point.BACKWARD)
+            backward(engine, "cba" if comm.rank else "abc")
             order = [s.args["bucket"] for s in comm.tracer.spans() if s.name == "exchange"]
             return order, [bucket.flat.tolist() for bucket in engine.buckets]
 
@@ -181,9 +180,7 @@ def test_each_bucket_is_exchanged_and_committed_once_a_step(opens, closes):
         engine = make_engine(comm, Probe(opens, closes))
         for _ in range(3):
             engine.at(Point.FORWARD)
-            for name in "abc":
-                engine.ready(name)
-            engine.at(Point.BACKWARD)
+            backward(engine, "abc")
             engine.at(Point.STEP)
         engine.at(Point.FORWARD)
         engine.flush()
@@ -279,9 +276,7 @@ def test_replan_moves_the_values_along():
             (flat,) = engine.replan(plan)
             assert flat is engine.buckets[0].flat
             before = flat.tolist()
-            for name in "abc":
-                engine.ready(name)
-            engine.at(Point.BACKWARD)
+            backward(engine, "abc")
             with pytest.raises(ArrayError, match="other tensors"):
                 engine.replan(Plan.pack(SPECS[:2]))
             return before, flat.tolist()
@@ -376,9 +371,7 @@ def test_storage_for_both_payloads_where_an_algorithm_needs_both():
             assert (engine.payload, engine.buckets[0].flat) == ("grad", storage["grad"][0])
             fill(engine, comm.rank)
             engine.at(Point.FORWARD)
-            for name in "abc":
-                engine.ready(name)
-            engine.at(Point.BACKWARD)
+            backward(engine, "abc")
             engine.at(Point.STEP)
             for flat in storage["weight"]:
                 flat[...] = 10 * comm.rank
@@ -398,9 +391,7 @@ def test_a_stopped_engine_exchanges_nothing_until_it_resumes():
             for action in (engine.stop, engine.stop, engine.resume, engine.resume):
                 action()
                 fill(engine, comm.rank)
-                for name in "abc":
-                    engine.ready(name)
-                engine.at(Point.BACKWARD)
+                backward(engine, "abc")
                 seen.append(float(engine.buckets[0].flat[0]))
             return seen
 
@@ -459,9 +450,7 @@ def train_from(comm, weight, algorithm, *, before=None, names="abc"):
             flat[...] = weight
         for _ in range(2):
             engine.at(Point.FORWARD)
-            for name in names:
-                engine.ready(name)
-            engine.at(Point.BACKWARD)
+            backward(engine, names)
             engine.at(Point.STEP)
 
 
@@ -583,9 +572,7 @@ def test_weights_that_a_wrong_optimizer_makes_differ_are_reported_once():
                 engine.at(Point.FORWARD)
                 for grad in grads:
                     grad[...] = comm.rank + 1
-                for name in PLAN.cut(grads):
-                    engine.ready(name)
-                engine.at(Point.BACKWARD)
+                backward(engine, PLAN.cut(grads))
                 for weight, grad in zip(weights, grads, strict=True):
                     weight -= grad
                 engine.at(Point.STEP)
@@ -686,9 +673,7 @@ def test_weights_that_are_only_compared_may_be_replaced():
             for _ in range(18):  # compared before step 16, with the arrays that are there
                 engine.at(Point.FORWARD)
                 grads[0][...] = comm.rank
-                for name in "abc":
-                    engine.ready(name)
-                engine.at(Point.BACKWARD)
+                backward(engine, "abc")
                 weights[:] = [flat - grad for flat, grad in zip(weights, grads, strict=True)]
                 engine.at(Point.STEP)
             assert engine._weights._given is weights

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from support.commands import output_of
 
 from bagua_comm import __main__ as cli
 
@@ -14,8 +15,7 @@ HOSTS = ("--host", "node1:2,node2:2")
 
 
 def written(capsys, kind, *arguments):
-    assert cli.main(["run", "--write", kind, "-", *arguments]) == 0
-    return capsys.readouterr().out
+    return output_of(capsys, "run", "--write", kind, "-", *arguments)
 
 
 def directives(text):
@@ -113,8 +113,7 @@ def test_a_file_that_is_there_is_not_replaced_unless_it_is_wanted(tmp_path, caps
     ],
 )
 def test_scripts_that_cannot_be_written_are_refused_with_what_to_do(arguments, message, capsys):
-    assert cli.main(["run", *arguments]) == 2
-    assert message in capsys.readouterr().err
+    assert message in output_of(capsys, "run", *arguments, code=2)
 
 
 # Names with special characters --------------------------------------------------------------------------

@@ -6,8 +6,8 @@ import subprocess
 import sys
 
 import pytest
+from support.commands import output_of
 
-from bagua_comm import __main__ as cli
 from bagua_comm import net
 from bagua_comm.errors import BootstrapError
 from bagua_comm.net import building
@@ -85,14 +85,10 @@ def test_ziglang_is_tried_last_where_it_is_installed(monkeypatch):
 
 def test_the_command_builds_finds_and_checks(tmp_path, capsys):
     folder = ["--folder", str(tmp_path)]
-    assert cli.main(["net", "path", *folder]) == 1
-    assert "net build" in capsys.readouterr().err
-    assert cli.main(["net", "build", *folder]) == 0
-    built = capsys.readouterr().out
-    assert cli.main(["net", "path", *folder]) == 0
-    assert capsys.readouterr().out == built
-    assert cli.main(["net", "check", *folder]) == 0
-    assert "all bytes arrived intact" in capsys.readouterr().out
+    assert "net build" in output_of(capsys, "net", "path", *folder, code=1)
+    built = output_of(capsys, "net", "build", *folder)
+    assert output_of(capsys, "net", "path", *folder) == built
+    assert "all bytes arrived intact" in output_of(capsys, "net", "check", *folder)
 
 
 def test_a_file_that_is_no_plugin_is_refused(tmp_path):

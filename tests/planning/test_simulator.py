@@ -5,6 +5,7 @@ import math
 
 import numpy as np
 import pytest
+from support.engine_steps import backward
 from support.rates import FREE
 
 from bagua_comm import (
@@ -48,9 +49,7 @@ def bytes_sent(algorithm, steps):
         with Engine(comm, algorithm, plan, plan.allocate()) as engine:
             for _ in range(steps):
                 engine.at(Point.FORWARD)
-                for name in "ab":
-                    engine.ready(name)
-                engine.at(Point.BACKWARD)
+                backward(engine, "ab")
                 engine.at(Point.STEP)
             engine.settle()
             return engine.counter.wire_bytes / steps

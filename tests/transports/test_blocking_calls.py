@@ -1,4 +1,4 @@
-"""Calls of MPI that may wait for ever: the package makes them only where something ends the wait."""
+"""Calls of MPI that may wait forever: the package makes them only where something ends the wait."""
 
 import ast
 import importlib.util
@@ -197,7 +197,7 @@ def test_nothing_waits_for_mpi_without_an_end(path):
         if (file, text) not in ACCEPTED
     ]
     assert not found, (
-        f"these may wait for ever; make them by {sorted(TIMED)}, or a call that does not block: {found}"
+        f"these may wait forever; make them by {sorted(TIMED)}, or a call that does not block: {found}"
     )
 
 

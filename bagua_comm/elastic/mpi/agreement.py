@@ -38,7 +38,7 @@ POLL_S = 0.0005
 """Interval at which a waiting process polls."""
 
 RESUME, FINISH, EITHER = "resume", "finish", "either"
-"""What a process wants of an agreement: to continue training; to end the job; or what the others want."""
+"""The wish of a process in an agreement: to continue training; to end the job; or that of the others."""
 
 _log = logging.getLogger(__name__)
 

@@ -184,7 +184,7 @@ class ChannelEndpoint(Endpoint):
     def revoke(self) -> None:
         """Do nothing: all ranks check for deaths while they wait."""
 
-    def leave(self, reason: str | None = None, late: Callable[[], object] | None = None) -> bool:
+    def leave(self, reason: str | None = None, on_slow: Callable[[], object] | None = None) -> bool:
         """See `Transport.leave`; waits for no other rank."""
         if reason is not None:
             self.notify(CommAborted(reason))
@@ -240,10 +240,10 @@ class ChannelTransport(MPITransport):
         """See `Transport.split`. Each rank allocates a channel; a group uses that of its first rank."""
         table = np.empty((self.size, 3), np.int64)
         self.allgather(np.array([color, key, self._processes.new_channel()], np.int64), table)
-        check_channel(int(table[:, 2].max()))  # on all ranks alike, whichever group has it
-        alike = [rank for rank in range(self.size) if table[rank, 0] == color]
-        alike.sort(key=lambda rank: (table[rank, 1], rank))
-        members, channel = [self.members[rank] for rank in alike], int(table[alike[0], 2])
+        check_channel(int(table[:, 2].max()))  # on all ranks same_color, whichever group has it
+        same_color = [rank for rank in range(self.size) if table[rank, 0] == color]
+        same_color.sort(key=lambda rank: (table[rank, 1], rank))
+        members, channel = [self.members[rank] for rank in same_color], int(table[same_color[0], 2])
         return ChannelTransport(self._processes, members, channel, timeout_s=self.timeout_s)
 
     def dup(self) -> Transport:

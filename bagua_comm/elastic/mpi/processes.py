@@ -71,7 +71,7 @@ class JobProcesses(World):
             return next(self._channels) * (self.size + 1) + self.index
 
     def channel_of_round(self, number: int) -> int:
-        """The channel number of an agreement round; all processes count these rounds alike."""
+        """The channel number of an agreement round; all processes count the same rounds."""
         return number * (self.size + 1) + self.size
 
     # Deaths -----------------------------------------------------------------------------------------

@@ -63,7 +63,7 @@ def commit(
         buddies: For every rank, the rank that holds a snapshot of its private state.
 
     Raises:
-        ArrayError: The tree of a rank cannot be saved; on all ranks alike. The previous commit is still valid.
+        ArrayError: The tree of a rank cannot be saved; on all ranks. The previous commit is still valid.
         UnsupportedError: The same, for values that no checkpoint can hold.
         CommError: A rank died, or did not take part.
     """

@@ -30,9 +30,9 @@ def int4_encode(
     """Encode `chunks`, (n, m), of float32, float16 or bfloat16, in rows of `wire`, (n, w) uint8.
 
     A row gets the scale of every block in bfloat16, then, from byte `start` on, two codes a byte. Codes are
-    rounded half to even; with `draws`, stochastically. The rows of `chunks` may be apart in memory.
+    rounded half to even; with `draws`, stochastically. The rows of `chunks` need not be adjacent.
     """
-    (n, m), apart = chunks.shape, chunks.strides[0] // chunks.itemsize
+    (n, m), pitch = chunks.shape, chunks.strides[0] // chunks.itemsize
     scales, codes = _parts_of(wire, m, start, block)
     _clear_padding(wire, scales, codes, start)
     with np.errstate(all="ignore"):
@@ -46,7 +46,7 @@ def int4_encode(
                     t = _rotated(np.multiply(t, factors, out=t), rotate)
                 most = _largest(t)
                 most[np.isinf(most)] = np.nan
-                here = None if draws is None else draws.after(row * apart + first)
+                here = None if draws is None else draws.after(row * pitch + first)
                 _quantize(t, most, scales[row, blocks], codes[row, blocks], here)
 
 

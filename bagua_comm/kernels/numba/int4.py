@@ -97,7 +97,7 @@ class _Memory(NamedTuple):
 def encode_int4(
     element: int,
     x: int,
-    apart: int,
+    pitch: int,
     n: int,
     count: int,
     wire: int,
@@ -110,7 +110,7 @@ def encode_int4(
     high: int,
     counter: int,
 ) -> None:
-    """Encode n rows of elements; each begins `apart` elements after the one before."""
+    """Encode n rows of elements; each begins `pitch` elements after the one before."""
     key, shift = (np.uint32(low), np.uint32(high)), _logarithm(block)
     layout = _Wire(element, count, stride, start, block, shift, rotate, random, key[0], key[1], counter)
     memory = _Memory(
@@ -122,7 +122,7 @@ def encode_int4(
     )
     factor, length = _ONE / np.float32(rotate), max(block, _STRIP)
     for row in range(n):
-        source, target = x + row * apart * itemsize(element), wire + row * stride
+        source, target = x + row * pitch * itemsize(element), wire + row * stride
         for begin in range(0, count, length):
             where, size = source + begin * itemsize(element), min(length, count - begin)
             whole = _rounded_up(size, block)
@@ -140,7 +140,7 @@ def encode_int4(
             if rotate > UNIT:
                 _rotate_units(memory.x, whole, rotate)
                 _find_largest(layout, memory, whole)
-            _quantize(layout, memory, begin, begin + whole, row * apart + begin, target, _INFINITY)
+            _quantize(layout, memory, begin, begin + whole, row * pitch + begin, target, _INFINITY)
         _clear_padding(layout, target)
 
 
@@ -151,7 +151,7 @@ def decode_int4(
     n: int,
     count: int,
     out: int,
-    apart: int,
+    pitch: int,
     stride: int,
     start: int,
     block: int,
@@ -163,7 +163,7 @@ def decode_int4(
     x, factors = address_of(scratch(_LONGEST)), address_of(scratch(_PARTS))
     spare, length, largest = address_of(scratch(UNIT)), max(block, _STRIP), LARGEST[element]
     for row in range(n):
-        source, target = wire + row * stride, out + row * apart * itemsize(element)
+        source, target = wire + row * stride, out + row * pitch * itemsize(element)
         for begin in range(0, count, length):
             where, size = target + begin * itemsize(element), min(length, count - begin)
             end = begin + _rounded_up(size, block)

@@ -76,7 +76,7 @@ class _Decoding(NamedTuple):
 def encode_rows(
     element: int,
     x: int,
-    apart: int,
+    pitch: int,
     n: int,
     count: int,
     wire: int,
@@ -85,11 +85,11 @@ def encode_rows(
     block: int,
     eps: float,
 ) -> None:
-    """Encode n rows of elements; each begins `apart` elements after the one before."""
+    """Encode n rows of elements; each begins `pitch` elements after the one before."""
     layout = _Wire(element, count, stride, start, block, np.float32(eps))
     pair = numba.carray(scratch(2), (2,))
     for row in range(n):
-        source, target = x + row * apart * itemsize(element), wire + row * stride
+        source, target = x + row * pitch * itemsize(element), wire + row * stride
         for begin in range(0, count, block):
             where, length = source + begin * itemsize(element), min(block, count - begin)
             load_ahead(where, min(length * itemsize(element), AHEAD))
@@ -130,7 +130,7 @@ def decode_rows(
     n: int,
     count: int,
     out: int,
-    apart: int,
+    pitch: int,
     stride: int,
     start: int,
     block: int,
@@ -140,7 +140,7 @@ def decode_rows(
     layout = _Wire(element, count, stride, start, block, np.float32(eps))
     pair = numba.carray(scratch(2), (2,))
     for row in range(n):
-        source, target = wire + row * stride, out + row * apart * itemsize(element)
+        source, target = wire + row * stride, out + row * pitch * itemsize(element)
         for begin in range(0, count, block):
             decoding = _read_decoding(layout, source, begin, pair)
             where, length = target + begin * itemsize(element), min(block, count - begin)

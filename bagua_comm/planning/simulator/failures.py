@@ -98,7 +98,7 @@ class Goodput(NamedTuple):
 
 
 class _Costs(NamedTuple):
-    """What a death and a commit cost, in seconds."""
+    """The costs of a death and of a commit, in seconds."""
 
     save_s: float
     save_steps: float

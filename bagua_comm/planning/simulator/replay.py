@@ -25,7 +25,7 @@ from ..costmodel import Cluster, Rates
 from .transport import Exchange, Op, Program
 
 Vector: TypeAlias = "npt.NDArray[np.float64]"
-"""A number for each rank; or a single one, if all ranks are alike."""
+"""A number for each rank; or a single one, if all ranks are equal."""
 
 WHOLE = 0.55
 """The share of the rate that one process reaches if it sends and receives long messages whole, in place of in
@@ -64,7 +64,7 @@ def replay(
         program: What each rank does.
         cluster: The ranks and links.
         rates: The costs of work.
-        ranks: All ranks of the cluster; 1 if all are alike.
+        ranks: All ranks of the cluster; 1 if all are equal.
         slower: Factors on the time of computation.
         links: Factors on the bandwidth of each node's link, (nodes,).
         repeats: How often the steps of the program are repeated.
@@ -258,7 +258,7 @@ _DRAWN = 100
 
 
 class _OneRank(_Ranks):
-    """A rank for all, which are alike. Numbers in place of arrays take a twentieth of the time."""
+    """A rank for all, which are equal. Numbers in place of arrays take a twentieth of the time."""
 
     _later = staticmethod(max)
 

@@ -53,7 +53,7 @@ class Variation:
 
     @property
     def is_none(self) -> bool:
-        """Whether all ranks and links are alike."""
+        """Whether all ranks and all links are equal."""
         return not (self.compute or self.rare or self.slow or self.links)
 
 
@@ -87,14 +87,14 @@ def simulate(
 ) -> Simulation:
     """Simulate training `job` on `cluster` with an algorithm, after its warm-up.
 
-    Ranks that are all alike are represented by one of them.
+    Ranks that are all equal are represented by one of them.
 
     Args:
         method: The algorithm, of this library or your own; or `TorchDDP`.
         job: The training step of a rank.
         cluster: The ranks and links.
         rates: The costs of work; the defaults of `Rates` if None.
-        variation: How much ranks and links differ; None if they are alike.
+        variation: How much ranks and links differ; None if they are equal.
         steps: The least number of steps to simulate, where something is drawn at random.
         seed: The seed of what is drawn; the same seed gives the same result.
 

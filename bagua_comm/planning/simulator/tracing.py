@@ -56,7 +56,7 @@ def trace(method: Method, job: Job, cluster: Cluster) -> Program:
 
 @dataclass(frozen=True)
 class _RingAverage(Algorithm):
-    """What PyTorch's DistributedDataParallel exchanges: the gradients of a bucket, copied to and fro."""
+    """The exchange of PyTorch's DistributedDataParallel: gradients are copied to a bucket and back."""
 
     dtype: str | None = None
     payload = "grad"

@@ -69,7 +69,7 @@ class Exchange(NamedTuple):
 
 @dataclass
 class Program:
-    """What a rank does in some steps of training, after its state has been made."""
+    """The work of a rank in some steps of training, after its state has been made."""
 
     trainer: list[Op] = field(default_factory=list)
     tasks: list[list[Op]] = field(default_factory=list)

@@ -233,7 +233,7 @@ class Scheduler:
             if self.random.random() < 0.05:
                 self.random.choice(ready).priority = self.random.random()
             task = max(ready, key=lambda each: each.priority)
-            task.priority -= 0.001  # a thread that polls does not keep the others from running for ever
+            task.priority -= 0.001  # a thread that polls does not keep the others from running forever
         else:
             task = self.random.choice(ready)
         self._digest.update(b"%d " % task.number)

@@ -23,7 +23,7 @@ from .deliveries import DelayingHub
 from .scheduler import Scheduler, Task, mine, running
 
 EPOCH_S = 1_700_000_000.0
-"""What `time.time` says when a simulation begins."""
+"""The result of `time.time` when a simulation begins."""
 
 
 class SimulatedLock:

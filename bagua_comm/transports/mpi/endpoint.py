@@ -280,8 +280,8 @@ class Endpoint:
             error = self.detector.death(dead)
         return error
 
-    def leave(self, reason: str | None = None, late: Callable[[], object] | None = None) -> bool:
-        """See `Transport.leave` and `Transport.late`. Only the world can be left, not a group of it."""
+    def leave(self, reason: str | None = None, on_slow: Callable[[], object] | None = None) -> bool:
+        """See `Transport.leave` and `Transport.on_slow_leave`. Only the world can be left, not a group of it."""
         world = self.world
         if self.group != "world" or world.orderly is not None:
             return world.orderly is not False
@@ -305,8 +305,8 @@ class Endpoint:
                 if waited > tuning.LEAVE_QUIETLY_S and may_notify:
                     may_notify, has_notified[0] = False, 1
                     self._send_leave(None)
-                    if late is not None:
-                        late()
+                    if on_slow is not None:
+                        on_slow()
                 shortest, longest = tuning.SLEEPS_S
                 time.sleep(min(max(shortest, waited / 10), longest) if waited > tuning.SPIN_S else 0)
             return True

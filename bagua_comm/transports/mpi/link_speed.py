@@ -22,7 +22,7 @@ from .messages import Messages
 
 
 class LinkSpeed(NamedTuple):
-    """What the slowest link between two hosts reaches."""
+    """The speed and latency of the slowest link between two hosts."""
 
     bytes_s: float
     """Bytes per second that a rank receives; infinite on one host."""

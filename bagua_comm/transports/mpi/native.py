@@ -33,14 +33,14 @@ class Native:
 
     def allreduce(self, x: Array, out: Array, op: str) -> None:
         """Reduce `x` over all ranks into `out`."""
-        source = derived.apart(x, out, self._scratch)
+        source = derived.without_overlap(x, out, self._scratch)
         self._endpoint.complete(lambda: self._comm.Iallreduce(source, out, OPS[op]), (source, out))
         self._calls.sent_bytes += 2 * x.nbytes * (self.size - 1) // self.size
         self._end_average(out, op)
 
     def reduce(self, x: Array, out: Array | None, root: int, op: str) -> None:
         """Reduce `x` over all ranks into `out` of `root`."""
-        source = x if out is None else derived.apart(x, out, self._scratch)
+        source = x if out is None else derived.without_overlap(x, out, self._scratch)
         self._endpoint.complete(lambda: self._comm.Ireduce(source, out, OPS[op], root), (source, out))
         self._calls.sent_bytes += x.nbytes * (self.size - 1) // self.size
         if out is not None:
@@ -48,7 +48,7 @@ class Native:
 
     def reduce_scatter(self, x: Array, out: Array, op: str) -> None:
         """Reduce `x` over all ranks, and keep this rank's chunk in `out`."""
-        source = derived.apart(x, out, self._scratch)
+        source = derived.without_overlap(x, out, self._scratch)
         self._endpoint.complete(lambda: self._comm.Ireduce_scatter_block(source, out, OPS[op]), (source, out))
         self._calls.sent_bytes += x.nbytes * (self.size - 1) // self.size
         self._end_average(out, op)
@@ -68,7 +68,7 @@ class Native:
         self._calls.sent_bytes += x.nbytes * (self.size - 1)
 
     def alltoall(self, x: Array, out: Array) -> None:
-        """Send row j of `x` to rank j; row i of `out`, which is apart from `x`, comes from rank i."""
+        """Send row j of `x` to rank j; row i of `out`, which does not overlap `x`, comes from rank i."""
         source, target = [as_bytes(x), MPI.BYTE], [as_bytes(out), MPI.BYTE]
         self._endpoint.complete(lambda: self._comm.Ialltoall(source, target), (x, out))
         self._calls.sent_bytes += x.nbytes * (self.size - 1) // self.size

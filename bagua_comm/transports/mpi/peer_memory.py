@@ -131,7 +131,7 @@ class DirectCalls:
         self._end()
 
     def alltoall(self, addresses: Sequence[int], x: Array, out: Array) -> None:
-        """Read row `rank` of `x` of all ranks to the rows of `out`, which is apart from `x`.
+        """Read row `rank` of `x` of all ranks to the rows of `out`, which does not overlap `x`.
 
         Collective.
         """

@@ -44,7 +44,7 @@ class Ways(NamedTuple):
     """The ways in which one collective can be made; see the table at the head of the module."""
 
     fill: Fill | None
-    """What a small array becomes on this rank; None if it has no result."""
+    """Computes the result of this rank from small arrays of all ranks; None if it has no result."""
     direct: AgreedMove
     """Reads the arrays of other ranks, at the addresses on which they agree."""
     native: AgreedMove
@@ -197,7 +197,7 @@ class Routes:
                 fill=copy_rows,
                 by_chunk=True,
                 direct=lambda at, x, out: direct.alltoall(at, x, out),
-                native=lambda _, x, out: native.alltoall(derived.apart(x, out, scratch), out),
+                native=lambda _, x, out: native.alltoall(derived.without_overlap(x, out, scratch), out),
                 derived=watched(lambda flow, x, out: derived.alltoall(flow, x, out, scratch)),
             ),
         }
@@ -251,7 +251,9 @@ class Routes:
                 ways.derived(flow, x, out)
 
         route = Route(agree, move).run
-        return (lambda x, out: route(derived.apart(x, out, scratch), out)) if name == "alltoall" else route
+        return (
+            (lambda x, out: route(derived.without_overlap(x, out, scratch), out)) if name == "alltoall" else route
+        )
 
 
 def _bytes_sent(name: str, nbytes: int, size: int, *, at_root: bool) -> int:

@@ -313,7 +313,7 @@ class MPITransport(CountedCalls, Transport):
 
     def leave(self, reason: str | None = None) -> bool:
         """See `Transport.leave`. Only the world can be left, not a group of it."""
-        return self._endpoint.leave(reason, self.late)
+        return self._endpoint.leave(reason, self.on_slow_leave)
 
     def notify_failure(self, group: str, error: CommError) -> None:
         """See `Transport.notify_failure`. Does nothing if several threads may not call MPI."""

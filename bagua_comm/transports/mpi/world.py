@@ -131,7 +131,7 @@ class World:
         self.completed[group] = completed
 
     def forget(self) -> None:
-        """Note that a communicator was closed."""
+        """Record that a communicator was closed."""
         self.open -= 1
 
     def name(self, member: int) -> str:
@@ -157,11 +157,11 @@ class World:
         self.notices.send(ranks, Notice(kind, name, reason[:500], completed))
 
     def note_failure(self) -> None:
-        """Note that a notice of a failure is sent, and may be under way for long."""
+        """Record that a notice of a failure is sent, and may be under way for long."""
         self.is_quiet = False
 
     def end(self, *, orderly: bool, quiet: bool | None = None) -> None:
-        """Note that this rank has left, and whether all have left in order and no notice is under way."""
+        """Record that this rank has left, and whether all have left in order and no notice is under way."""
         self.orderly = orderly
         if quiet is not None:
             self.is_quiet = quiet

@@ -174,7 +174,7 @@ class NcclTransport(Transport):
         """One group of sends and receives, to oneself as well; see `Transport`."""
         source, target = address(x), address(out)
         if source == target:
-            source = address(self._apart(x, out))
+            source = address(self._without_overlap(x, out))
         nbytes = x.nbytes // self.size
         peers = range(self.size) if nbytes else ()
         self._group(
@@ -464,7 +464,7 @@ def _together(host: Transport, make: Callable[[], Any], undo: Callable[[Any], ob
         return made
     if failure is None:
         undo(made)
-    # A rank that waited for a failed one in vain was late because of it.
+    # A rank that waited for a failed one was late because of it.
     first = next((rank for rank in failed if reasons[rank].startswith("here")), failed[0])
     reason = reasons[first][len("here") :]
     if failure is None:

@@ -188,7 +188,7 @@ class Watch:
         self._ender.join(LEAVE_S)
 
     def _end(self) -> None:
-        """Wait for the end, then free the communicator; on a thread, since freeing may wait for peers for ever.
+        """Wait for the end, then free the communicator; on a thread, since freeing may wait for peers forever.
 
         The thread starts early, since none can be started while the process ends.
         """
