@@ -3,11 +3,8 @@
 import doctest
 import json
 import os
-import signal
 import subprocess
 import sys
-import textwrap
-import time
 
 import numpy as np
 import pytest
@@ -15,20 +12,14 @@ from cuda_on_cpu.install import environment
 from support.waiting import until
 
 from bagua_comm import kernels
-from bagua_comm.system.processes import state_of
 from benchmarks.bench import RESULTS, ROOT
 from benchmarks.gpu import codecs as gpu_codecs
 from benchmarks.gpu import lines as gpu_lines
 from benchmarks.gpu import plain as gpu_plain
 from benchmarks.gpu import report as gpu_report
 from benchmarks.gpu import run as gpu
-from benchmarks.gpu import world as gpu_world
 
 on_one_stream = pytest.mark.parametrize("device", ["lazy"], indirect=True)
-
-
-def normal(shape, seed=0):
-    return np.random.default_rng(seed).standard_normal(shape, np.float32)
 
 
 def bench(nbytes, row=4096):
@@ -50,25 +41,6 @@ def test_wrong_bytes_are_counted(device, monkeypatch):
 
     assert rows["encode"]["wrong"] == 0 < 3 * 4096 < rows["decode"]["wrong"]
     assert gpu_codecs.step_row(bench(1 << 12), "add", "float32")["wrong"] > 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mpi", [True, False])
-def test_when_one_rank_fails_the_others_are_ended(tmp_path, mpi, monkeypatch):
-    monkeypatch.setattr(gpu_world, "GRACE_S", 0.5)
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import os, sys, time\n"
-        "rank = os.environ.get('OMPI_COMM_WORLD_RANK') or os.environ['RANK']\n"
-        "print('rank', rank, flush=True)\n"
-        "sys.exit(3) if rank == '1' else time.sleep(60)\n"
-    )
-    start = time.monotonic()
-    done = gpu_world.launch(2, [script], timeout_s=50, mpi=mpi)
-
-    assert done.returncode == 3
-    assert "rank 1" in done.stdout
-    assert time.monotonic() - start < 30
 
 
 SLEEPER = """
@@ -131,109 +103,6 @@ def test_results_that_are_wrong_are_named():
     }
     said = ["b: out of time: not done after 3 s: this", "d: left out: not here", "c, z: why"]
     assert gpu_report.not_done(sections) == said
-
-
-COMMAND = """
-import pathlib, time, types
-from benchmarks.gpu import run, sections, world
-folder = pathlib.Path({folder!r})
-
-def part(script):
-    return lambda run: run.part(folder / script)
-
-def monotonic():
-    return time.monotonic() + sum(float(late.read_text()) for late in folder.glob("late *"))
-
-world.END_S = 0.3
-run.time = sections.time = world.time = types.SimpleNamespace(monotonic=monotonic, sleep=time.sleep)
-run.SECTIONS = [run.Section(name, part(name + ".py"), limit_s) for name, limit_s in {sections!r}]
-run.command()
-"""
-PART = """
-import os, pathlib, sys, time
-from benchmarks.gpu import lines
-
-def pass_time(seconds):
-    file = pathlib.Path({folder!r}) / str(os.getpid())
-    file.write_text(str(seconds))
-    file.rename(file.with_name(f"late {{file.name}}"))
-
-at = sys.argv.index("--under")
-lines.append(sys.argv[at - 1], [*sys.argv[at + 1 :], "x"], 1)
-"""
-
-
-def started(folder, sections):
-    """The command, with sections that are these scripts: name, limit of time, what follows after one result."""
-    for name, _, text in sections:
-        (folder / f"{name}.py").write_text(PART.format(folder=str(folder)) + textwrap.dedent(text))
-    limits = [(name, limit_s) for name, limit_s, _ in sections]
-    script = COMMAND.format(folder=str(folder), sections=limits)
-    total = str(sum(limit_s for _, limit_s in limits))
-    return subprocess.Popen(
-        [sys.executable, "-c", script, "--out", str(folder / "gpu.json"), "--limit-s", total],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def test_the_record_is_complete_whatever_sections_do(tmp_path):
-    ignores = SLEEPER.format(folder=str(tmp_path))
-    sections = [
-        ("device", 100, ""),
-        ("crashes", 100, "print('last words', flush=True); os.abort()"),
-        ("sleeps", 100, "pass_time(300); time.sleep(60)"),
-        ("ignores", 100, ignores.replace("time.sleep(60)", "pass_time(100); time.sleep(60)")),
-        ("raises", 100, "raise ValueError('no')"),
-        ("passes", 100, ""),
-    ]
-    start = time.monotonic()
-    command = started(tmp_path, sections)
-    printed, _ = command.communicate(timeout=60)
-    took_s = time.monotonic() - start
-    record = json.loads((tmp_path / "gpu.json").read_text())
-
-    found = record["sections"]
-    assert {name: entry["outcome"] for name, entry in found.items()} == {
-        "device": "passed",
-        "crashes": "failed",
-        "sleeps": "out of time",
-        "ignores": "out of time",
-        "raises": "failed",
-        "passes": "passed",
-    }, printed
-    assert [entry["results"] for entry in found.values()] == [{"x": 1}] * 6
-    assert found["crashes"]["reason"] == "ended by SIGABRT: last words"
-    assert "ValueError: no" in found["raises"]["reason"]
-    assert found["sleeps"]["reason"].startswith("not done after")
-    assert [state_of(process) for process in sleepers(tmp_path, 1)] == ["ended"] * 2
-    assert command.returncode == 1
-    assert took_s < 30  # none of which is a minute's sleep
-    assert "last words" in (tmp_path / "gpu.log").read_text()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("number", "mpi"), [(signal.SIGTERM, False), (signal.SIGKILL, True)])
-def test_a_command_that_is_killed_leaves_a_record_and_no_process(tmp_path, number, mpi):
-    slow = f"exec(open({str(launcher(tmp_path, mpi=mpi))!r}).read())"
-    command = started(tmp_path, [("device", 20, ""), ("slow", 40, slow), ("never", 40, "")])
-    processes = sleepers(tmp_path)
-    command.send_signal(number)
-    printed, _ = command.communicate(timeout=60)
-    until(lambda: [state_of(process) for process in processes] == ["ended"] * 4)
-
-    assert command.returncode == (-number if number == signal.SIGKILL else 128 + number), printed
-    if number == signal.SIGKILL:
-        (tmp_path / "gpu.json").unlink()
-        assert gpu.main(["--report", "--out", str(tmp_path / "gpu.json")]) == 1
-    record = json.loads((tmp_path / "gpu.json").read_text())
-    slow, never = record["sections"]["slow"], record["sections"]["never"]
-    assert (slow["outcome"], slow["reason"]) == ("out of time", "the command was ended meanwhile")
-    assert slow["results"] == {"x": 1}
-    assert (never["outcome"], never["reason"]) == ("left out", "the command was ended before")
-    assert {"date", "commit", "machine", "versions", "arguments", "steps", "targets", "checks"} <= set(record)
 
 
 def command(*arguments, env):

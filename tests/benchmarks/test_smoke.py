@@ -61,7 +61,7 @@ ELSEWHERE = {
     "figures": "test_figures.py",
     "gpu": "test_gpu.py",
     "many": "test_many.py",
-    "net": "hosts of netlab; test_net.py",
+    "net": "hosts of netlab",
     "netlab": "test_netlab.py",
     "slurm": "tests/clusters/test_slurm.py",
     "soak": "a minute at least; test_soak.py",

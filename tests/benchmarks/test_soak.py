@@ -1,7 +1,6 @@
 """The soak: its disturbances, what counts as growth, and what it calls wrong."""
 
 import itertools
-import os
 import re
 
 import numpy as np
@@ -9,8 +8,7 @@ import pytest
 
 from benchmarks.faults.events import Event
 from benchmarks.soak import job, report
-from benchmarks.soak.plan import WEIGHTS, disturbances
-from benchmarks.soak.resources import Limit, Use, growth
+from benchmarks.soak.resources import Limit
 
 EXPECTED = ["zero", "one", "two", "three"]
 
@@ -54,39 +52,6 @@ def test_nothing_is_wrong_with_a_run_in_which_nothing_happens():
 def test_each_thing_that_is_wrong_is_named(changes, problem):
     found = list(report.problems(a_soak(**changes), EXPECTED, [], Limit()))
     assert any(re.match(problem, each) for each in found), found
-
-
-def test_a_process_that_grows_is_named():
-    uses = [Use(float(t), 40.0 + 0.1 * t, 3 + t // 100, 20) for t in range(331)]
-    found = growth(uses)
-    assert found == {"mib": 20.1, "threads": 2, "descriptors": 0}
-    row = {"pid": 7, "role": "rank", "lived_s": 330, **found}
-    limit = Limit(mib=8.0, threads=1.0)
-    problems = list(report.problems(a_soak(), EXPECTED, [row], limit))
-    assert problems == ["rank 7 has 20.1 mib more after 330 s", "rank 7 has 2 threads more after 330 s"]
-    assert growth(uses[:60]) is None, "too short a life to see anything grow"
-
-
-def test_a_seed_gives_the_same_disturbances_and_another_one_others():
-    first, again, other = (list(itertools.islice(disturbances(seed, 20.0), 300)) for seed in (1, 1, 2))
-    assert first == again != other
-    assert {each.kind for each in first} == set(WEIGHTS)
-    assert np.mean([each.after_s for each in first]) == pytest.approx(20.0, rel=0.1)
-    assert 0 < sum(each.oldest_too for each in first) < 75
-
-
-def test_the_oldest_process_is_spared_unless_the_plan_says_otherwise(tmp_path):
-    seen = a_soak()
-    seen.members = {
-        pid: job.Member(pid, job.start_of(pid), rank) for pid, rank in ((os.getppid(), 0), (os.getpid(), 1))
-    }
-    disturber = job._Disturber(None, None, seen, iter([]))
-    for what in itertools.islice(disturbances(3, 1.0), 40):
-        hit = [member.pid for member in disturber._victims(what)]
-        if what.kind == "all":
-            assert set(hit) == {os.getppid(), os.getpid()}
-        elif not what.oldest_too:
-            assert hit == [os.getpid()]
 
 
 def test_the_expected_bytes_are_those_of_any_number_of_ranks(tmp_path):
