@@ -56,7 +56,7 @@ class Exchanges:
         """All exchanges of this rank, and how long training waited for them."""
         self.step = self.began = 0
         """Numbers of training steps that have ended: now, and when the current phase began."""
-        self.wrote: Callable[[], object] = bool
+        self.wrote: Callable[[], object] = lambda: None
         """Called after results were written back."""
         self.exchanged = 0
         """The number of steps that had ended when ranks communicated last, with the step of that exchange."""

@@ -61,15 +61,15 @@ class GroupAverage:
 
     def takes(self, op: Op, xs: Sequence[Array]) -> bool:
         """Whether arrays of these dtypes are reduced here by `op`; integers and bools are added exactly."""
-        if self._average is None or op not in ("sum", "avg"):
-            return False
         dtypes = {arrays.dtype_name(x.dtype) for x in xs}
+        if self._average is None or op not in ("sum", "avg") or not dtypes <= FLOATS | COMPLEX:
+            return False
         try:
             for dtype in dtypes:
                 self._average.check(dtype)
         except UnsupportedError:
             return False
-        return dtypes <= FLOATS | COMPLEX
+        return True
 
     def allreduce(self, xs: Sequence[Array], op: Op) -> None:
         """Reduce each of `xs` over all ranks, in place. Collective."""

@@ -267,14 +267,13 @@ def _serve_group(others: Sequence[str], timeout_s: float) -> tuple[Store, tuple[
     return store, (address, store.port)
 
 
-@reported(_CANNOT_JOIN)
 def _init_process_group(timeout_s: float) -> None:
     backend = "gloo"
     if torch.cuda.is_available() and dist.is_nccl_available():
         backend = "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(environment.number_from_torchrun("LOCAL_RANK") % torch.cuda.device_count())
-    store, rank, size = _torchrun_store_of_a_world()
-    _initialize(backend, store, rank, size, timeout_s)
+    with reported(_CANNOT_JOIN):
+        _initialize(backend, *_torchrun_store_of_a_world(), timeout_s)
 
 
 @reported(_CANNOT_JOIN)

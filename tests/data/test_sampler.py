@@ -321,6 +321,18 @@ def test_wrong_arguments_are_named(arguments, message):
         BalancedSampler(**{"lengths": [1, 2, 7], "size": 2, "rank": 0, **arguments})
 
 
+def test_pytorchs_own_sampler_takes_the_ranks_too():
+    """As docs/quickstart/coming-from.md has it; without them it wants a process group of torch.distributed."""
+
+    def body(comm):
+        given = torch.utils.data.DistributedSampler(range(12), comm.size, comm.rank)
+        with pytest.raises((RuntimeError, ValueError), match="process group"):
+            torch.utils.data.DistributedSampler(range(12))
+        return list(given)
+
+    assert sorted(index for mine in run_ranks(3, body) for index in mine) == list(range(12))
+
+
 def test_a_state_that_does_not_fit_is_refused_and_changes_nothing():
     sampler = BalancedSampler(np.arange(30), batch_size=3, size=2, rank=0)
     state = BalancedSampler(np.arange(30), batch_size=3, size=2, rank=0, seed=1).state_dict()
