@@ -29,7 +29,7 @@ def allreduce(flow: Flow, x: Array, out: Array, op: str, scratch: Scratch) -> No
     x, out = x.reshape(-1), out.reshape(-1)
     if rounds.are_fewer(flow.transport, x.nbytes * flow.size):
         rounds.allreduce(flow, x, out, op, scratch)
-    elif x.nbytes * (flow.size - 1) <= flow.transport.at_once_bytes:
+    elif max(x.nbytes * (flow.size - 1), 1) <= flow.transport.at_once_bytes:
         rows: list[Array] = list(scratch.take("rows", (flow.size - 1, x.size), x.dtype, like=x))
         rows.insert(flow.rank, x)
         flow.allgather(x, rows)()
