@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import ArrayError, UnsupportedError, shown
 from .counters import Stats, new_file
+from .locks import any_is_locked
 from .stores import Closed, Store
 from .values import FORMS, Form, checksum
 from .worker import Worker
@@ -96,7 +97,7 @@ class Cache(Closed):
 
             self._worker = self._new_worker(warned=self._worker.warned if self._worker is not None else ())
             # Runs at the end of a program and of a worker of multiprocessing, and when the cache is collected.
-            util.Finalize(self, self._worker.close, exitpriority=_EXIT_PRIORITY)
+            util.Finalize(self, _close, (self._worker,), exitpriority=_EXIT_PRIORITY)
         return self._worker
 
     def key(self, key: object) -> bytes:
@@ -150,6 +151,20 @@ class Cache(Closed):
     def close(self) -> None:
         """Write the buffered values of this process. The cache may be used again."""
         self.flush()
+
+
+def _close(worker: Worker) -> None:
+    """Write the buffer of a cache that is gone.
+
+    If the garbage collector has interrupted a store, whose lock this thread then holds, the buffer is written at
+    the end of the process.
+    """
+    if any_is_locked():
+        from multiprocessing import util
+
+        util.Finalize(None, worker.close, exitpriority=_EXIT_PRIORITY)
+    else:
+        worker.close()
 
 
 def _whole(what: str, value: Any) -> int:

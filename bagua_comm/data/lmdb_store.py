@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from ..errors import StoreError
 from ..system.files import is_private
-from .locks import Holder, locks_in, mutex
+from .locks import Holder, Mutex, locks_in
 from .stores import Store
 from .values import library
 
@@ -30,6 +30,9 @@ _opened: dict[str, tuple[int, Any]] = {}
 
 LMDB allows one for each file, and none inherited by a fork.
 """
+
+_opening = Mutex()
+"""The lock of `_opened`."""
 
 
 def _open(path: str, capacity_bytes: int) -> Any:
@@ -77,11 +80,12 @@ class LMDBStore(Store):
         self.identity = f"lmdb:{self.path}"
         self.capacity_bytes = capacity_bytes
         self.timeout_s = timeout_s
+        self._writing = Mutex()
         self._environment()
 
     def _environment(self) -> Any:
         """The environment of LMDB; opened at the first use in this process."""
-        with mutex():
+        with _opening.lock:
             pid, environment = _opened.get(self.path, (0, None))
             if pid != os.getpid():
                 if environment is not None:
@@ -116,7 +120,8 @@ class LMDBStore(Store):
                     raise StoreError(
                         f"LMDBStore: {self.path}: another process has written for {self.timeout_s:g} s"
                     )
-                self._do(body, write=True)
+                with self._writing.lock:  # it is free: only one thread is the writer
+                    self._do(body, write=True)
             finally:
                 writer.is_over = True
                 locks.tidy()
@@ -158,7 +163,7 @@ class LMDBStore(Store):
 
     def close(self) -> None:
         """See `Store.close`. Other stores of this process on the same path open it again."""
-        with mutex():
+        with _opening.lock:
             _, environment = _opened.pop(self.path, (0, None))
             if environment is not None:
                 environment.close()

@@ -13,26 +13,41 @@ import functools
 import os
 import threading
 import time
+import weakref
 from pathlib import Path
 
 NUMBERS = 1 << 61
 """The upper bound of the numbers."""
 
 
-_mutex = threading.Lock()
+class Mutex:
+    """A lock among the threads of this process. It is free in a forked child, and in a copy by pickle."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        _mutexes[id(self)] = self
+
+    def __reduce__(self) -> tuple[type[Mutex], tuple[()]]:
+        return Mutex, ()
 
 
-def mutex() -> threading.Lock:
-    """The lock for short work among the threads of this process. A forked child finds it free."""
-    return _mutex
+_mutexes: weakref.WeakValueDictionary[int, Mutex] = weakref.WeakValueDictionary()
 
 
-def _renew_mutex() -> None:
-    global _mutex
-    _mutex = threading.Lock()
+def any_is_locked() -> bool:
+    """Whether a thread of this process holds a `Mutex`.
+
+    The garbage collector may have interrupted that thread, so what it calls must not wait for one.
+    """
+    return any(mutex.lock.locked() for ref in _mutexes.valuerefs() if (mutex := ref()) is not None)
 
 
-os.register_at_fork(after_in_child=_renew_mutex)  # another thread may have held it
+def _renew() -> None:
+    for mutex in _mutexes.values():
+        mutex.lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew)  # another thread may have held them
 
 
 @functools.cache
@@ -71,12 +86,13 @@ class Locks:
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
+        self._mutex = Mutex()
         self._holders: set[Holder] = set()
         os.register_at_fork(after_in_child=self._holders.clear)  # a forked child inherits the file, and no lock
 
     def tidy(self) -> None:
         """Release the locks of holders that are over."""
-        with mutex():
+        with self._mutex.lock:
             self._tidy()
 
     def _tidy(self) -> None:
@@ -100,7 +116,7 @@ class Locks:
         Raises:
             OSError: The file system has no locks.
         """
-        with mutex():
+        with self._mutex.lock:
             self._tidy()
             if any(number in each.numbers for each in self._holders):
                 return False
@@ -113,20 +129,20 @@ class Locks:
 
     def give(self, number: int, holder: Holder) -> None:
         """Release a lock."""
-        with mutex():
+        with self._mutex.lock:
             self._unlock(2 * number)
             holder.numbers.discard(number)
 
     def mine(self, number: int) -> bool:
         """Whether this thread holds the lock."""
         me = threading.get_ident()
-        with mutex():
+        with self._mutex.lock:
             self._tidy()
             return any(number in each.numbers and each.thread == me for each in self._holders)
 
     def wanted(self, number: int) -> bool:
         """Whether another holder waits for a lock."""
-        with mutex():
+        with self._mutex.lock:
             self._tidy()
             if any(each.waits_for == number for each in self._holders):
                 return True
@@ -138,17 +154,17 @@ class Locks:
     def wait(self, number: int, timeout_s: float, holder: Holder) -> bool:
         """Take a lock if it becomes free within this time; meanwhile it is `wanted`."""
         deadline, pause_s = time.monotonic() + timeout_s, 0.001
-        with mutex():
+        with self._mutex.lock:
             self._holders.add(holder)
             holder.waits_for = number
         while not self.take(number, holder):
-            with mutex():
+            with self._mutex.lock:
                 self._try(2 * number + 1, fcntl.LOCK_SH)  # may fail during a call of `wanted`
             if time.monotonic() >= deadline:
                 break
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 0.05)
-        with mutex():
+        with self._mutex.lock:
             self._end_wait(holder)
         return number in holder.numbers
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from ..errors import ArrayError, StoreError
-from .locks import mutex
+from .locks import Mutex
 from .values import checksum
 
 C = TypeVar("C", bound="Closed")
@@ -94,6 +94,7 @@ class MemoryStore(Store):
         self.capacity_bytes = capacity_bytes
         self._values: dict[bytes, bytes] = {}
         self._nbytes = 0
+        self._mutex = Mutex()
 
     def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
         """See `Store.get_many`."""
@@ -101,7 +102,7 @@ class MemoryStore(Store):
 
     def set_many(self, items: Mapping[bytes, bytes]) -> None:
         """See `Store.set_many`."""
-        with mutex():
+        with self._mutex.lock:
             for key, value in items.items():
                 nbytes = self._nbytes + len(value) - len(self._values.get(key, b""))
                 if self.capacity_bytes is not None and nbytes > self.capacity_bytes:
@@ -114,7 +115,7 @@ class MemoryStore(Store):
 
     def clear(self) -> None:
         """See `Store.clear`."""
-        with mutex():
+        with self._mutex.lock:
             self._values.clear()
             self._nbytes = 0
 

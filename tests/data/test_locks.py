@@ -1,13 +1,18 @@
-"""Locks on numbers, which processes and threads share: what a signal handler's exception leaves of them."""
+"""Locks among threads and processes: what signal handlers, forks and the garbage collector leave of them."""
 
+import fcntl
+import gc
 import os
+import pickle
 import time
+from multiprocessing import util
 from pathlib import Path
 
 import pytest
+from support.children import forked
 from support.interrupts import interrupted_everywhere
 
-from bagua_comm.data import Cache, LMDBStore
+from bagua_comm.data import Cache, LMDBStore, MemoryStore, lmdb_store
 from bagua_comm.data.locks import Holder, locks_in
 
 # Of what is let go at an exception.
@@ -77,3 +82,68 @@ def test_a_store_or_a_cache_that_was_interrupted_while_it_wrote_blocks_no_other(
         assert interrupted_everywhere(call, check) > 10
         cache.get(-1, lambda key: key)
         assert cache.stats().timeouts == 0
+
+
+class Watched(dict):
+    """Items for a store, which call a function while the store reads them."""
+
+    def __init__(self, items, call):
+        super().__init__(items)
+        self.call = call
+
+    def items(self):
+        self.call()
+        return super().items()
+
+    def __getitem__(self, key):
+        self.call()
+        return super().__getitem__(key)
+
+
+def ignore():
+    """Do nothing."""
+
+
+def after(call, function):
+    """The function, with a call before it."""
+
+    def both(*arguments):
+        call()
+        return function(*arguments)
+
+    return both
+
+
+@pytest.mark.parametrize("place", ["memory", "transaction", "locks", "opening"])
+def test_a_cache_that_is_collected_while_its_store_writes_does_not_wait_for_itself(place, tmp_path, monkeypatch):
+    def child():
+        gc.disable()
+        store = MemoryStore() if place == "memory" else LMDBStore(tmp_path, timeout_s=0.0)
+        cache = Cache(store)
+        cache.put("a", 1)
+        cache.cycle = cache  # so that the collector alone ends it
+        del cache
+        collects = gc.collect if place in ("memory", "transaction") else ignore
+        if place == "locks":
+            monkeypatch.setattr(fcntl, "lockf", after(gc.collect, fcntl.lockf))
+        elif place == "opening":
+            store.close()
+            monkeypatch.setattr(lmdb_store, "_open", after(gc.collect, lmdb_store._open))
+        store.set_many(Watched({b"b": b"2"}, collects))
+        util._run_finalizers(0)  # as at the end of a process
+        assert store.get_many([b"b"]) == [b"2"]
+        assert store.count() == 2
+
+    assert forked(child, limit_s=10) == 0
+
+
+def test_a_child_that_is_forked_while_a_thread_writes_finds_the_store_free():
+    store, codes = MemoryStore(), []
+
+    def fork():
+        copy = pickle.loads(pickle.dumps(store))
+        copy.set_many({b"b": b"2"})
+        codes.append(forked(store.set_many, {b"b": b"2"}, limit_s=10))
+
+    store.set_many(Watched({b"a": b"1"}, fork))
+    assert codes == [0]
