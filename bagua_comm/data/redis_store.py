@@ -55,8 +55,10 @@ class _Server(Store):
         try:
             parts = library("redis", "RedisStore").connection.parse_url(url)
         except (ValueError, AttributeError, TypeError):  # its text may have a part of the password
+            scheme, mark, _ = str(url).partition("://")
+            begins = f", which begins with {scheme + mark!r}," if mark and scheme.isalpha() else ""
             raise ArrayError(
-                f"RedisStore: a URL, which begins with {str(url).partition(':')[0]!r}, is not of the form "
+                f"RedisStore: a URL{begins} is not of the form "
                 "redis://:password@host:port/db, rediss://:password@host:port/db or unix:///path"
             ) from None
         self._socket = parts.get("path")

@@ -246,10 +246,27 @@ def test_a_server_that_is_gone_is_a_store_error():
         store.get_many([b"a"])
 
 
-@pytest.mark.parametrize("wrong", ["localhost:6379", "http://x", "redis://x:port", 3, ""])
+@pytest.mark.parametrize("wrong", ["localhost:6379", "redis://x:port", 3, ""])
 def test_a_url_of_another_form_is_refused(wrong):
     with pytest.raises(ArrayError, match="a URL"):
         RedisStore([wrong])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "shown"),
+    [
+        ("secret", " is not"),
+        ("secret@host", " is not"),
+        ("secret:x@host", " is not"),
+        ("secret@redis://host", " is not"),
+        ("redis:/:secret@host", " is not"),
+        ("http://:secret@host", ", which begins with 'http://', is not"),
+    ],
+)
+def test_a_url_of_another_form_is_refused_without_its_password(wrong, shown):
+    with pytest.raises(ArrayError, match=f"a URL{shown} of the form") as caught:
+        RedisStore(wrong)
+    assert "secret" not in str(caught.value)
 
 
 def test_several_servers_hold_different_keys(url):
