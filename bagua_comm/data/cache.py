@@ -220,7 +220,7 @@ class Cached(Closed, _Dataset):  # type: ignore[misc]
 
     def _store_and_name(self) -> tuple[object, str]:
         """What data sets that store samples under the same keys have in common."""
-        return self.cache.store.identity or self.cache.store, self.cache.name
+        return self.cache.store.identity or id(self.cache.store), self.cache.name
 
     def __len__(self) -> int:
         return len(self.dataset)

@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
-from ..errors import ArrayError, StoreError
+from ..errors import ArrayError, StoreError, shown
 from .locks import Mutex
 from .values import checksum
 
@@ -44,12 +44,19 @@ class Store(Closed, ABC):
         """The store that holds this key: this one, unless it consists of several."""
         return self
 
-    def by_leaf(self, keys: Iterable[bytes]) -> dict[Store, list[bytes]]:
-        """Keys by the store that holds them."""
-        parts: dict[Store, list[bytes]] = {}
+    def by_leaf(self, keys: Iterable[bytes]) -> list[tuple[Store, list[bytes]]]:
+        """Keys by the store that holds them, which need not be hashable.
+
+        Raises:
+            ArrayError: `leaf_of` returns something else.
+        """
+        parts: dict[int, tuple[Store, list[bytes]]] = {}
         for key in keys:
-            parts.setdefault(self.leaf_of(key), []).append(key)
-        return parts
+            leaf = self.leaf_of(key)
+            if not isinstance(leaf, Store):
+                raise ArrayError(f"{type(self).__name__}: leaf_of returned {shown(leaf)}, expected a Store")
+            parts.setdefault(id(leaf), (leaf, []))[1].append(key)
+        return list(parts.values())
 
     def open_to_others(self) -> str | None:
         """Why other users may have written to this store; None if only this user can, as far as is known."""
@@ -162,13 +169,13 @@ class ShardedStore(Store):
     def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
         """See `Store.get_many`."""
         found: dict[bytes, bytes | None] = {}
-        for store, part in self.by_leaf(keys).items():
+        for store, part in self.by_leaf(keys):
             found.update(zip(part, store.get_many(part), strict=True))
         return [found[key] for key in keys]
 
     def set_many(self, items: Mapping[bytes, bytes]) -> None:
         """See `Store.set_many`."""
-        for store, part in self.by_leaf(items).items():
+        for store, part in self.by_leaf(items):
             store.set_many({key: items[key] for key in part})
 
     def count(self) -> int:

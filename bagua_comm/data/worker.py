@@ -59,7 +59,7 @@ class Worker:
         self._buffered = 0  # bytes
         self._since = 0.0  # when the oldest was added
         self._met = 0  # how many more values are written at once
-        self._bypassed: dict[tuple[Store, str], float] = {}  # (leaf, operation) -> end of the bypass
+        self._bypassed: dict[tuple[int, str], float] = {}  # (id of a leaf, operation) -> end of the bypass
         self._locks = self._find_locks()
         # Locks of a store of this process alone must differ from those of other stores.
         self._store_id = (store.identity or f"{ProcessId.mine().text()}:{id(store)}").encode()
@@ -101,7 +101,7 @@ class Worker:
         """The intact values in the store; `again` after a first look, which counted damaged ones."""
         with self._mutex:
             raw = {key: self._buffer[key] for key in keys if key in self._buffer}
-        for leaf, asked in self._store.by_leaf(key for key in keys if key not in raw).items():
+        for leaf, asked in self._store.by_leaf(key for key in keys if key not in raw):
             answer = self._try(leaf, "read", leaf.get_many, asked) or []
             raw |= {key: data for key, data in zip(asked, answer, strict=False) if data is not None}
         found = {}
@@ -184,7 +184,7 @@ class Worker:
         """Write the buffer. Other threads wait, so that every value is in the buffer or in the store."""
         with self._mutex:
             items, self._buffer, self._buffered = self._buffer, {}, 0
-            for leaf, keys in self._store.by_leaf(items).items():
+            for leaf, keys in self._store.by_leaf(items):
                 part = {key: items[key] for key in keys}
                 if self._try(leaf, "write", _write, leaf, part):
                     self._count(written_bytes=sum(map(len, part.values())))
@@ -195,16 +195,17 @@ class Worker:
 
     def _try(self, leaf: Store, what: str, call: Callable[..., T], *arguments: object) -> T | None:
         """Call a store; None if it fails or is bypassed."""
-        if time.monotonic() < self._bypassed.get((leaf, what), 0.0):
+        operation = id(leaf), what
+        if time.monotonic() < self._bypassed.get(operation, 0.0):
             self._count(bypassed=1)
             return None
         try:
             return call(*arguments)
         except StoreError as exc:
             self._count(errors=1)
-            self._bypassed[leaf, what] = time.monotonic() + self._retry_s
+            self._bypassed[operation] = time.monotonic() + self._retry_s
             self._warn(
-                (leaf, what), f"a store fails to {what}, and is bypassed for {self._retry_s:g} s at a time: {exc}"
+                operation, f"a store fails to {what}, and is bypassed for {self._retry_s:g} s at a time: {exc}"
             )
             return None
 

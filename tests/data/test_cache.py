@@ -3,6 +3,7 @@
 import gc
 import threading
 import warnings
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -50,6 +51,16 @@ class Failing(MemoryStore):
         if self.writes_fail:
             raise StoreError("no space")
         super().set_many(items)
+
+
+@dataclass
+class Unhashable(Failing):
+    """A store with an equality of its own, and so without a hash."""
+
+    size: int = 0
+
+    def __post_init__(self):
+        super().__init__()
 
 
 def two_epochs(cached):
@@ -246,6 +257,29 @@ def test_one_lost_shard_takes_only_its_own_samples_away():
     assert len(data.loads) == bad.count()
     assert good.count() + bad.count() == 100
     assert 30 < bad.count() < 70
+
+
+def test_a_store_need_not_be_hashable():
+    for store in (Unhashable(), ShardedStore([Unhashable(), Unhashable()])):
+        with Cached(Counted(), store) as cached:
+            two_epochs(cached)
+            assert (cached.stats().hits, cached.stats().misses) == (20, 20)
+    good, bad = Unhashable(), Unhashable()
+    bad.writes_fail = True
+    with Cached(Counted(), good) as one, Cached(Counted(3), bad) as other:  # equal, but two stores
+        with pytest.warns(RuntimeWarning, match="fails to write"):
+            two_epochs(other)
+        two_epochs(one)
+        assert (one.stats().errors, one.stats().hits) == (0, 20)
+
+
+def test_a_store_of_several_that_names_no_part_is_told_what_to_return():
+    class Parts(MemoryStore):
+        def leaf_of(self, key):
+            return 0
+
+    with pytest.raises(ArrayError, match="Parts: leaf_of returned 0, expected a Store"):
+        Cache(Parts()).get("a", str.upper)
 
 
 def test_a_server_killed_in_mid_epoch_is_done_without():
