@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import operator
 import os
 import weakref
@@ -81,10 +80,9 @@ class Cache(Closed):
             if not (isinstance(value, (int, float)) and value >= 0):
                 raise ArrayError(f"Cache: {what} is {value!r}, expected a number from 0 on")
         checksum(b"")  # raises if the extra is not installed
-        self.store, self.name = store, name
-        self._new_worker = functools.partial(
-            Worker, store, form, new_file(), buffer_bytes=buffer_bytes, wait_s=wait_s, retry_s=retry_s
-        )
+        self.store, self.name, self.form = store, name, form
+        self.buffer_bytes, self.wait_s, self.retry_s = buffer_bytes, wait_s, retry_s
+        self._counts = new_file()
         self._worker: Worker | None = None
 
     def __getstate__(self) -> dict[str, object]:
@@ -95,7 +93,15 @@ class Cache(Closed):
         if self._worker is None or self._worker.pid != os.getpid():
             from multiprocessing import util  # changes sys.modules, so not before a cache is used
 
-            self._worker = self._new_worker(warned=self._worker.warned if self._worker is not None else ())
+            self._worker = Worker(
+                self.store,
+                self.form,
+                self._counts,
+                buffer_bytes=self.buffer_bytes,
+                wait_s=self.wait_s,
+                retry_s=self.retry_s,
+                warned=self._worker.warned if self._worker is not None else (),
+            )
             # Runs at the end of a program and of a worker of multiprocessing, and when the cache is collected.
             util.Finalize(self, _close, (self._worker,), exitpriority=_EXIT_PRIORITY)
         return self._worker

@@ -378,6 +378,16 @@ def test_wrong_arguments_are_named(arguments, message):
         Cache(**{"store": MemoryStore(), **arguments})
 
 
+def test_the_settings_of_a_cache_can_be_read_and_set_before_its_first_use():
+    store = MemoryStore()
+    cache = Cache(store, name="a", form="pickle", buffer_bytes=5, wait_s=6.0, retry_s=7.0)
+    assert (cache.store, cache.name, cache.form) == (store, "a", "pickle")
+    assert (cache.buffer_bytes, cache.wait_s, cache.retry_s) == (5, 6.0, 7.0)
+    cache.buffer_bytes = 0
+    cache.put("a", 1)
+    assert store.count() == 1
+
+
 def test_a_missing_library_names_the_extra(monkeypatch):
     import sys
 
