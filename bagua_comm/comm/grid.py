@@ -7,7 +7,10 @@ match in order, so this is right also where both neighbours are one rank. A rank
 
 A part of an array that is not contiguous is copied to scratch memory before it is sent, and from there after it
 was received. What must be equal on neighbours is compared when it is new on an axis. In a correct program it is
-new on all ranks of a line at once, so a repeated exchange sends halos alone.
+new on all ranks of a line at once, so a repeated exchange sends halos alone. A rank that refuses its array cannot
+know whether its neighbours compare. So descriptions, and its error in place of one, are messages like halos: a
+neighbour that waits for a halo finds another size, as this rank does, and each takes in what the other has sent.
+Where halos have just that size, the two could be taken for each other: along such an axis all exchanges compare.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ import numpy as np
 
 from .. import arrays, topology
 from ..arrays import A, Array
-from ..errors import ArrayError, BaguaError, shown
+from ..errors import ArrayError, BaguaError, CommMismatch, shown
 from ..objects.caching import BoundedCache
 from .arguments import as_argument, check_writable
 from .call import Call
@@ -33,7 +36,10 @@ from .public_methods import public_method
 _NAME = "exchange_halos"
 
 _TEXT_BYTES = 509
-"""Size of a description; a prime, since a rank that gets one in place of a halo compares their sizes."""
+"""Size of a description; a prime, so that few halos have it."""
+
+_INSTEAD = f"a rank whose array is wrong, or new to it alone, sends {_TEXT_BYTES} bytes in place of a halo"
+"""Explains a message of another size."""
 
 _FAILED = "! "
 """Begins, in place of a description, the error of a rank."""
@@ -47,6 +53,14 @@ class Sides(NamedTuple):
 
     low: int | None
     high: int | None
+
+
+class _Description(NamedTuple):
+    """What neighbours along an axis must have in common."""
+
+    text: str
+    is_kept: bool = True
+    """Whether they need not compare it again; not where a halo is as long as a description."""
 
 
 class _Step(NamedTuple):
@@ -94,9 +108,9 @@ class Grid:
         """Whether each axis is periodic."""
         self.coords = tuple(int(each) for each in np.unravel_index(comm.rank, self.dims))
         """The place of this rank along each axis."""
-        self._agreed: list[BoundedCache[str, bool]] = [BoundedCache(_KEPT) for _ in self.dims]
+        self._agreed: list[BoundedCache[_Description, bool]] = [BoundedCache(_KEPT) for _ in self.dims]
         """For each axis, descriptions that neighbours have compared. The same on all ranks of a line."""
-        self._prepared: BoundedCache[Hashable, tuple[PreparedCall, list[str]]] = BoundedCache(_KEPT)
+        self._prepared: BoundedCache[Hashable, tuple[PreparedCall, list[_Description]]] = BoundedCache(_KEPT)
         """Exchanges of arrays that are alike, with the description for each axis."""
 
     def shift(self, axis: int, step: int = 1) -> Sides:
@@ -146,8 +160,11 @@ class Grid:
         Raises:
             ArrayError: The array has fewer dimensions than the grid, its inner part is narrower than the halo, it
                 does not fit that of a neighbour, it cannot be written to, or another argument is wrong. Raised on
-                the neighbours as well, before an element is sent.
-            CommMismatch: A neighbour has sent another number of bytes.
+                the neighbours as well, before an element is sent, in an exchange that is compared.
+            CommMismatch: A neighbour has sent another number of bytes. In an exchange that is not compared, this
+                is what both neighbours of a rank that raises `ArrayError` get, at once. Ranks further away
+                complete the exchange; or they wait for a neighbour that has raised, until that aborts or closes
+                the communicator, or for the time limit. NCCL compares no sizes: there, all these wait so.
             UnsupportedError: No transport moves such an array.
 
         >>> from bagua_comm.testing import run_ranks
@@ -170,7 +187,7 @@ class Grid:
             if prepared is None:
                 prepared = self._prepared[key] = self._prepare(x, width, axes)
         except BaguaError as exc:
-            problem = _FAILED + str(exc).removeprefix(f"{_NAME}: ")
+            problem = _Description(_FAILED + str(exc).removeprefix(f"{_NAME}: "))
             with suppress(BaguaError):
                 self._compare([problem] * len(self.dims), timeout_s)
             raise
@@ -182,7 +199,7 @@ class Grid:
 
     def _prepare(
         self, x: Array, width: int | tuple[int, ...], axes: tuple[int, ...] | None
-    ) -> tuple[PreparedCall, list[str]]:
+    ) -> tuple[PreparedCall, list[_Description]]:
         """Check the arguments of an exchange, and prepare it for arrays like `x`."""
         widths = (width,) * len(self.dims) if isinstance(width, int) else width
         axes = _checked(x, self.dims, widths, axes or tuple(range(len(self.dims))))
@@ -219,27 +236,36 @@ class Grid:
                         recvs.append((source, into))
                         copied += [(halo, into)] if copies else []
                 if sends or recvs:
-                    exchange(sends, recvs)
+                    try:
+                        exchange(sends, recvs)
+                    except CommMismatch as exc:
+                        exc.args = (f"{exc}; {_INSTEAD}",)
+                        raise
                 for halo, into in copied:
                     x[halo] = into
 
-        return call.prepared(move), [_description(x, axis, widths, axes) for axis in axes]
+        return call.prepared(move), [
+            _description(x, axis, n, f"width={widths}, axes={axes}") for axis, n in zip(axes, widths, strict=True)
+        ]
 
     @public_method("Grid.exchange_halos")
-    def _compare(self, descriptions: Sequence[str], timeout_s: float | None) -> None:
-        """Raise `ArrayError`, as the neighbour does, if a description is new and differs from that of one."""
-        received: list[tuple[int, str, str]] = []
+    def _compare(self, descriptions: Sequence[_Description], timeout_s: float | None) -> None:
+        """Raise `ArrayError`, as the neighbour does, if a description is new and differs from that of one.
+
+        All are sent before one is waited for, so that no neighbour misses an error.
+        """
+        sends: list[tuple[int, Array]] = []
+        tables: list[tuple[int, Array]] = []
         for axis, (description, agreed) in enumerate(zip(descriptions, self._agreed, strict=True)):
             if description in agreed and not self.comm.check:
                 continue
-            low, high = self.shift(axis)
-            for dest, source in ((low, high), (high, low)):
-                texts = np.stack([arrays.text_row(description, _TEXT_BYTES)] * 2)
-                self.comm.sendrecv(texts[0], texts[1], dest=dest, source=source, timeout_s=timeout_s)
-                if source is not None:
-                    mine, other = arrays.texts_of(texts)
-                    received.append((source, mine, other))
-        for source, mine, other in received:
+            row = arrays.text_row(description.text, _TEXT_BYTES)
+            peers = [peer for peer in self.shift(axis) if peer is not None and peer != self.comm.rank]
+            sends += [(peer, row) for peer in peers]
+            tables += [(peer, np.stack([row, row])) for peer in peers]
+        self.comm.exchange(sends, [(peer, table[1]) for peer, table in tables], timeout_s=timeout_s)
+        for source, table in tables:
+            mine, other = arrays.texts_of(table)
             if other.startswith(_FAILED):
                 raise ArrayError(f"{_NAME}: on rank {source}: {other.removeprefix(_FAILED)}")
             if other != mine:
@@ -248,7 +274,8 @@ class Grid:
                     "expected the same, but for the length *, along the axis that is split between them"
                 )
         for description, agreed in zip(descriptions, self._agreed, strict=True):
-            agreed[description] = True
+            if description.is_kept:
+                agreed[description] = True
 
 
 def _checked(x: Array, dims: tuple[int, ...], widths: tuple[int, ...], axes: tuple[int, ...]) -> tuple[int, ...]:
@@ -270,10 +297,12 @@ def _checked(x: Array, dims: tuple[int, ...], widths: tuple[int, ...], axes: tup
     return split
 
 
-def _description(x: Array, axis: int, widths: tuple[int, ...], axes: tuple[int, ...]) -> str:
-    """What neighbours along an axis of the array must have in common."""
+def _description(x: Array, axis: int, width: int, arguments: str) -> _Description:
+    """What neighbours along an axis of the array, with a halo of this width there, must have in common."""
+    others = [n for each, n in enumerate(x.shape) if each != axis]
     shape = ", ".join("*" if each == axis else str(n) for each, n in enumerate(x.shape))
-    return f"{arrays.library(x)} {arrays.dtype_name(x.dtype)}[{shape}] with width={widths}, axes={axes}"
+    text = f"{arrays.library(x)} {arrays.dtype_name(x.dtype)}[{shape}] with {arguments}"
+    return _Description(text, is_kept=width * math.prod(others) * x.itemsize != _TEXT_BYTES)
 
 
 def _integers(what: str, values: Any, count: int) -> tuple[int, ...]:

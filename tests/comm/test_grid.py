@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from support.device_ranks import run_on_devices, up
 
-from bagua_comm import BaguaError, CommMismatch, Grid
+from bagua_comm import ArrayError, BaguaError, CommMismatch, Grid
 from bagua_comm.arrays import MOVABLE, dtype_named
 from bagua_comm.testing import run_ranks
 from bagua_comm.topology import balanced_dims, share
@@ -231,6 +231,44 @@ BAD = {
     "read-only": (lambda: np.broadcast_to(0.0, (6, 6)), "array "),
     "no array": (lambda: "x", "array: "),
 }
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_text_of_one_rank_is_not_taken_for_a_halo_of_its_size(ranks):
+    """A halo here has as many bytes as a description."""
+
+    def body(comm):
+        grid, x = Grid(comm, [ranks], periodic=True), np.full((8, 509), comm.rank, np.uint8)
+        for _ in range(2):
+            grid.exchange_halos(x)
+        assert x[[0, -1], 0].tolist() == [(comm.rank - 1) % ranks, (comm.rank + 1) % ranks]
+        x[[0, -1]] = 7
+        for wrong in (x[:2], x.view(np.int8)):  # what is refused here, and what is new to this rank
+            with pytest.raises(ArrayError):
+                grid.exchange_halos(x if comm.rank else wrong)
+            assert (x[[0, -1]] == 7).all()
+            comm.barrier()
+
+    run_ranks(ranks, body)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_an_error_of_a_rank_in_a_repeated_exchange_wakes_both_its_neighbours(ranks):
+    def body(comm):
+        grid, x = Grid(comm, [ranks], periodic=True), np.full((6, 4), 7.0)
+        grid.exchange_halos(x)
+        x[:] = comm.rank
+        with pytest.raises(BaguaError) as found:
+            grid.exchange_halos(x if comm.rank else x[:2])
+        assert (x < ranks).all()  # halos may have come from the other neighbour, but no text
+        return type(found.value), str(found.value)
+
+    (own, text), *others = run_ranks(ranks, body)
+    assert own is ArrayError
+    assert "array has 2 elements" in text
+    for error, text in others:
+        assert error is CommMismatch
+        assert "wrong, or new to it alone, sends 509 bytes in place of a halo" in text
 
 
 @pytest.mark.parametrize("check", [False, True])

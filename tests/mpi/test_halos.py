@@ -2,12 +2,14 @@
 
 import itertools
 import math
+import time
 
 import numpy as np
 import pytest
 from mpi4py import MPI
 
-from bagua_comm import ArrayError, BaguaError, Grid
+import bagua_comm
+from bagua_comm import ArrayError, BaguaError, CommMismatch, Grid
 from bagua_comm.arrays import MOVABLE, dtype_named
 from bagua_comm.topology import balanced_dims
 
@@ -96,3 +98,15 @@ def test_an_array_that_does_not_fit_is_refused_on_the_neighbours_and_all_go_on(c
     grid.exchange_halos(x)
     assert (x[0] == (comm.rank - 1) % comm.size).all()
     assert (x[-1] == (comm.rank + 1) % comm.size).all()
+
+
+def test_an_error_of_a_rank_in_a_repeated_exchange_wakes_both_its_neighbours(comm):
+    with bagua_comm.connect(comm=MPI.COMM_WORLD, timeout_s=60, gpu="none") as world:
+        grid, x = Grid(world, [world.size], periodic=True), np.full((6, 4), float(world.rank))
+        grid.exchange_halos(x)
+        start = time.monotonic()
+        with pytest.raises((ArrayError, CommMismatch)) as found:
+            grid.exchange_halos(x if world.rank else x[:2])
+        assert isinstance(found.value, CommMismatch if world.rank else ArrayError)
+        assert time.monotonic() - start < 30
+    comm.barrier()
