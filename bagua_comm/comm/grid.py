@@ -99,12 +99,20 @@ class Grid:
     """
 
     def __init__(self, comm: Communicator, dims: Sequence[int], periodic: bool | Sequence[bool] = False) -> None:
-        call = Call(comm, "Grid", dims=dims, periodic=periodic)
-        call.run(lambda *_: call.compare())
         self.comm = comm
-        self.dims = topology.balanced_dims(comm.size, dims)
+        arguments: dict[str, Any] = {"dims": shown(dims), "periodic": shown(periodic)}
+        try:
+            lengths = topology.balanced_dims(comm.size, dims)
+            rings = tuple(map(bool, _integers("periodic", periodic, len(lengths))))
+            arguments = {"dims": lengths, "periodic": rings}
+        except ArrayError as exc:
+            raise ArrayError(f"Grid: {exc}") from None
+        finally:  # also if this rank's are wrong: those of the others may not be
+            call = Call(comm, "Grid", **arguments)
+            call.run(lambda *_: call.compare())
+        self.dims = lengths
         """The number of ranks along each axis."""
-        self.periodic = tuple(map(bool, _integers("Grid: periodic", periodic, len(self.dims))))
+        self.periodic = rings
         """Whether each axis is periodic."""
         self.coords = tuple(int(each) for each in np.unravel_index(comm.rank, self.dims))
         """The place of this rank along each axis."""
@@ -121,7 +129,9 @@ class Grid:
         Raises:
             ArrayError: `axis` is not an axis of the grid, or `step` is not an integer.
         """
-        axis, step = _integers("shift: (axis, step)", (axis, step), 2)
+        for name, value in (("axis", axis), ("step", step)):
+            if not isinstance(value, (int, np.integer)):
+                raise ArrayError(f"shift: {name} is {shown(value)}, expected an integer")
         if not -len(self.dims) <= axis < len(self.dims):
             raise ArrayError(
                 f"shift: axis is {axis}, expected one of the {len(self.dims)} of the grid, from 0 on"

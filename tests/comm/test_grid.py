@@ -181,16 +181,17 @@ def test_a_lane_exchanges_beside_the_caller():
 
 X = np.zeros((4, 5))
 REFUSED = [
-    (lambda c: Grid(c, (3, 1)), "dims (3, 1) make 3 ranks, but there are 2; give 0 for an axis"),
+    (lambda c: Grid(c, (3, 1)), "Grid: dims (3, 1) make 3 ranks, but there are 2; give 0 for an axis"),
     (lambda c: Grid(c, (0, 3)), "dims (0, 3) make 3 ranks times those to choose, but there are 2"),
-    (lambda c: Grid(c, 2), "dims is 2, expected a number of ranks for each axis; 0 to choose it"),
+    (lambda c: Grid(c, 2), "Grid: dims is 2, expected a number of ranks for each axis; 0 to choose it"),
     (lambda c: Grid(c, ()), "dims is (), expected"),
     (lambda c: Grid(c, (-1, -2)), "dims is (-1, -2), expected"),
     (lambda c: Grid(c, (2.0, 1)), "dims is (2.0, 1), expected"),
     (lambda c: Grid(c, (0, 0), (True,)), "Grid: periodic is (True,), expected 2 integers, one for each axis"),
     (lambda c: Grid(c, (0, 0), "x"), "Grid: periodic is 'x', expected 2"),
     (lambda c: Grid(c, (0, 0)).shift(2), "shift: axis is 2, expected one of the 2 of the grid, from 0 on"),
-    (lambda c: Grid(c, (0, 0)).shift(0, 1.5), "shift: (axis, step) is (0, 1.5), expected 2 integers"),
+    (lambda c: Grid(c, (0, 0)).shift(0, 1.5), "shift: step is 1.5, expected an integer"),
+    (lambda c: Grid(c, [0]).shift((0, 0)), "shift: axis is (0, 0), expected an integer"),
     (lambda c: Grid(c, (0, 0)).exchange_halos(None), "exchange_halos: array: "),
     (lambda c: Grid(c, (0, 0)).exchange_halos(np.zeros(9)), "array has shape (9,), expected as many dimensions"),
     (lambda c: Grid(c, (0, 0)).exchange_halos(X, 2), "array has 4 elements along axis 0, expected at least 6: 2"),
@@ -312,6 +313,23 @@ def test_ranks_that_make_different_grids_are_told_of_both():
     for message in run_ranks(2, body):
         assert "(1, 2)" in message
         assert "(2, 1)" in message
+
+
+def test_ranks_may_write_the_same_grid_in_different_ways():
+    def body(comm):
+        grids = [Grid(comm, (2, 1) if comm.rank else [2, 1]), Grid(comm, [2], [True] if comm.rank else True)]
+        return [(grid.dims, grid.periodic) for grid in grids]
+
+    assert run_ranks(2, body) == [[((2, 1), (False, False)), ((2,), (True,))]] * 2
+
+
+@pytest.mark.parametrize("wrong", [(3, 1), "(2, 1)"])
+def test_a_grid_that_one_rank_cannot_make_is_an_error_of_all(wrong):
+    def body(comm):
+        with pytest.raises(CommMismatch, match=r"dims=\(2, 1\)"):
+            Grid(comm, (2, 1) if comm.rank else wrong)
+
+    run_ranks(2, body)
 
 
 def test_chosen_lengths_are_as_close_as_can_be():
