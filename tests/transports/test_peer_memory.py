@@ -25,6 +25,7 @@ from bagua_comm.transports.mpi.peer_memory import (
     open_memory,
 )
 from bagua_comm.transports.mpi.shared_window import PeerAbortedError, open_window
+from bagua_comm.transports.mpi.world import World
 
 SIZES = [2, 3, 5]
 
@@ -233,6 +234,42 @@ def test_ranks_agree_on_the_faster_way_for_arrays_of_middle_size(slow, ranks, ex
         call = getattr(slowed, slow)
         pause_s = 0.02 if transport.rank == 0 else 0.0  # one rank is enough
         setattr(slowed, slow, lambda *arguments: (time.sleep(pause_s), call(*arguments))[1])
-        return largest_copied(transport, window, memory)
+        return largest_copied(transport, window, memory, new_world())
 
     assert run_ranks(ranks, on_rank) == [expected] * ranks
+
+
+def new_world():
+    return World(None, [], frozenset())
+
+
+@pytest.mark.parametrize("known", [(7, 7), (9, 7), (0, 7), (0, 0)])
+def test_the_faster_way_is_measured_once_a_world(known):
+    """Groups of the world use what their ranks know; all ranks of a group the same."""
+
+    def on_rank(comm):
+        transport, world = comm.transports[0], new_world()
+        window, memory, reads = open_window(transport, wait), open_memory(transport), []
+        world.copied_bytes = known[comm.rank]
+        read, memory.read = memory.read, lambda *place: (reads.append(place), read(*place))
+        found = [largest_copied(transport, window, memory, world) for _ in range(3)]
+        return len(reads), found
+
+    (reads, found), other = run_ranks(2, on_rank)
+    assert (reads, found) == other
+    assert found == [7 if all(known) else found[0]] * 3
+    assert reads == (0 if all(known) else tuning.PROBES_OF_COPIES)
+
+
+def test_a_rank_that_cannot_read_another_while_they_measure_stays_in_step():
+    def on_rank(comm):
+        transport = comm.transports[0]
+        window, memory = open_window(transport, wait), open_memory(transport)
+        if comm.rank:
+            memory._processes = [1 << 30] * 2  # no such process
+        copied_bytes = largest_copied(transport, window, memory, new_world())
+        window.barrier()
+        return copied_bytes
+
+    first, second = run_ranks(2, on_rank)
+    assert first == second

@@ -124,7 +124,8 @@ class MPITransport(CountedCalls, Transport):
         self._routes.use_memory(None)  # the routes so far are without a window
         memory = open_memory(self)
         if memory is not None:
-            self._routes.use_memory(DirectCalls(window, memory, largest_copied(self, window, memory)))
+            copied_bytes = largest_copied(self, window, memory, self._world)
+            self._routes.use_memory(DirectCalls(window, memory, copied_bytes))
 
     def _measure_links(self) -> None:
         """Measure the links between hosts, for all transports of this world. Collective."""

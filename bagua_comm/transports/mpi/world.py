@@ -103,6 +103,8 @@ class World:
         self.comm, self.places, self.sound = comm, places, sound
         self.quantize_bytes: int | None = None
         """The size in bytes from which arrays are quantized between hosts; None if no link was measured."""
+        self.copied_bytes = 0
+        """See `peer_memory.largest_copied`; 0 before this rank has measured it."""
         self.notices = Notices(self._post, self._take)
         self.communicators: WeakSet[Revocable] = WeakSet()
         self.completed: dict[str, list[int]] = {}
