@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from typing import Any, ClassVar, Generic, ParamSpec, Protocol, TypeVar
 
 from ..bucket import Bucket
@@ -105,8 +105,6 @@ class Lane(Live, Closing, ABC, Generic[C]):
         self._failure: BaseException | None = None
         self._closed = False
         self._process = os.getpid()
-        self._turn: Any = nullcontext()
-        """Held while a task runs."""
         self._note: dict[str, Any] = {}
 
     @abstractmethod
@@ -134,7 +132,7 @@ class Lane(Live, Closing, ABC, Generic[C]):
         """
         done: list[TaskFuture] = []
         try:
-            for future, _ in self._unforgotten():
+            for future in self._unforgotten():
                 try:
                     error = self._outcome(future)
                 except CancelledError as exc:
@@ -206,7 +204,7 @@ class Lane(Live, Closing, ABC, Generic[C]):
             self._stop()
             if self._side is not None:
                 self._side.finish(self._limit_s())
-            if all(future.done() for future, _ in self._pending):
+            if all(future.done() for future in self._unforgotten()):
                 self.comm.close()
                 if self._side is not None:
                     self._side.free()
@@ -262,14 +260,14 @@ class Lane(Live, Closing, ABC, Generic[C]):
         self._stop()
         return names
 
-    def _unforgotten(self) -> list[tuple[TaskFuture, Task]]:
+    def _unforgotten(self) -> list[TaskFuture]:
         """Return the tasks that run, wait, or have an error that nobody has asked for."""
         with self._lock:
-            return list(self._pending)
+            return [future for future, _ in self._pending]
 
     def _running(self) -> list[TaskFuture]:
         """Return the tasks that have not ended, for the host."""
-        return [future for future, _ in self._unforgotten() if not Future.done(future)]
+        return [future for future in self._unforgotten() if not Future.done(future)]
 
     def report_to(self, unretrieved: set[Any]) -> None:
         """Add failed tasks to this set until somebody asks for their errors."""
@@ -333,14 +331,9 @@ class Lane(Live, Closing, ABC, Generic[C]):
     def _run_into(self, future: TaskFuture, task: Callable[..., Any], args: Any, kwargs: Any) -> None:
         """Run a task, and give its result or its error to its future."""
         try:
-            with self._turn:
-                result = self._run(task, args, kwargs)
-            future.set_result(result)
+            future.set_result(self._run(task, args, kwargs))
         except BaseException as exc:
             self._fail(future, exc)
-            if not isinstance(exc, Exception):
-                future.note_asked()  # the caller gets it now
-                raise
         finally:
             del future  # an error refers to this frame
 
@@ -383,7 +376,10 @@ class ThreadLane(Lane[C]):
 
     def __init__(self, comm: C, name: str = "lane") -> None:
         super().__init__(comm, name, device=_device_of(comm))
-        self._turn = threading.Lock()
+        self._here: Callable[..., Any] | None = None
+        """The task that a caller runs itself; those submitted meanwhile run after it."""
+        self._here_end: TaskFuture | None = None
+        """Done when that task has ended; None as long as nothing waits for it."""
         if self._side is None:
             self._executor = ThreadPoolExecutor(1, self.name)
         else:
@@ -395,7 +391,7 @@ class ThreadLane(Lane[C]):
         with self._lock:
             if self._side is None:
                 future = TaskFuture(*self._names(task))
-                self._executor.submit(self._run_on_thread, future, task, args, kwargs)
+                self._executor.submit(self._run_on_thread, self._ahead(), future, task, args, kwargs)
             else:
                 future = on_side = self._side.future(*self._names(task))
                 self._executor.submit(self._run_on_side, self._side, on_side, task, args, kwargs)
@@ -405,40 +401,54 @@ class ThreadLane(Lane[C]):
     def run(self, task: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """See `Lane.run`."""
         self._check_submit(task)
-        with self._lock:
-            self._drop_done()
-            is_idle = self._side is None and not self._pending and not self._turn.locked()
-        if not is_idle:
-            return super().run(task, *args, **kwargs)
-        with self._turn:
-            result: R = self._run(task, args, kwargs)
-        return result
+        here = False
+        try:
+            with self._lock:
+                self._drop_done()
+                if self._side is None and self._here is None and not self._pending:
+                    self._here, here = task, True
+            if here:
+                result: R = self._run(task, args, kwargs)
+                return result
+        finally:
+            if here:
+                with self._lock:
+                    if self._here_end is not None:
+                        self._here_end.set_result(None)
+                    self._here = self._here_end = None
+        return super().run(task, *args, **kwargs)
 
-    def _run_on_thread(self, future: TaskFuture, task: Callable[..., Any], args: Any, kwargs: Any) -> None:
+    def _run_on_thread(
+        self,
+        ahead: list[TaskFuture],
+        future: TaskFuture,
+        task: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+    ) -> None:
         """Run a task on the thread, once a task on a caller's has ended."""
+        wait_for_tasks(ahead)
         if future.set_running_or_notify_cancel():
             self._run_into(future, task, args, kwargs)
 
-    def _unforgotten(self) -> list[tuple[TaskFuture, Task]]:
-        """See `Lane._unforgotten`; the last one ends after a task that another thread runs itself."""
+    def _ahead(self) -> list[TaskFuture]:
+        """Return the end of the task that a caller runs itself now, if there is one."""
         with self._lock:
-            if self._turn.locked() and all(future.done() for future, _ in self._pending):
-                task = self._call_of_another_thread
-                future = TaskFuture(*self._names(task))
-                self._executor.submit(task, future)
-                self._add_pending(future, (task, (), {}))
-            return super()._unforgotten()
+            if self._here is not None and self._here_end is None:
+                self._here_end = TaskFuture(*self._names(self._here))
+            return [] if self._here_end is None else [self._here_end]
 
-    def _call_of_another_thread(self, future: TaskFuture) -> None:
-        with self._turn:
-            future.set_result(None)
+    def _unforgotten(self) -> list[TaskFuture]:
+        """See `Lane._unforgotten`; first comes the task that a caller runs itself."""
+        with self._lock:
+            return [*self._ahead(), *super()._unforgotten()]
 
     def _close_after_tasks(self) -> None:
-        close = super()._close_after_tasks
+        close, ahead = super()._close_after_tasks, self._ahead()
 
         def close_after() -> None:
-            with self._turn:  # a caller's call has a time limit
-                close()
+            wait_for_tasks(ahead)  # a caller's call has a time limit
+            close()
 
         self._executor.submit(close_after)
 
@@ -499,6 +509,10 @@ class InlineLane(Lane[C]):
         with self._lock:
             self._follow()
             self._run_into(future, task, args, kwargs)
+            error = Future.exception(future)
+            if error is not None and not isinstance(error, Exception):
+                future.note_asked()  # the caller gets it now
+                raise error
             self._add_pending(future, (task, args, kwargs))
         return future
 

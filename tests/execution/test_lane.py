@@ -141,11 +141,54 @@ def test_the_end_of_a_lane_waits_for_a_task_that_another_thread_runs_itself():
     assert runs.wait(PATIENCE_S)
     closer = threading.Thread(target=lane.close)
     closer.start()
-    until(lambda: len(lane._pending) == 1)  # what the end waits for
+    until(lambda: waits_for_a_future(closer))
+    assert lane.queued() == []  # the program waits for no other task
     go_on.set()
     closer.join(PATIENCE_S)
     caller.join(PATIENCE_S)
     assert (order, lane.comm.closed) == ([0], 1)
+
+
+def test_an_aborted_lane_waits_for_a_task_that_another_thread_runs_itself():
+    lane, runs, go_on = ThreadLane(FakeComm(timeout_s=0.01)), threading.Event(), threading.Event()
+
+    def task():
+        runs.set()
+        assert go_on.wait(PATIENCE_S)
+
+    caller = threading.Thread(target=lane.run, args=(task,))
+    caller.start()
+    try:
+        assert runs.wait(PATIENCE_S)
+        lane.abort()
+        with pytest.raises(CommTimeout):
+            lane.wait()
+        assert not lane.comm.closed
+    finally:
+        go_on.set()
+        caller.join(PATIENCE_S)
+    lane.wait()
+    until(lambda: lane.comm.closed)
+
+
+def test_the_end_of_python_stops_and_names_a_task_that_another_thread_runs_itself(monkeypatch):
+    monkeypatch.setattr(lane_module, "TASK_END_S", 0.01)
+    lane, runs, stopped = ThreadLane(FakeComm()), threading.Event(), threading.Event()
+    lane.comm.stop_calls = lambda reason: stopped.set()
+
+    def task():
+        runs.set()
+        assert stopped.wait(PATIENCE_S)
+
+    caller = threading.Thread(target=lane.run, args=(task,))
+    caller.start()
+    assert runs.wait(PATIENCE_S)
+    lane._executor.shutdown()  # as Python does before its end
+    try:
+        assert lane.end_tasks("world") == [f"task on {lane.name}"]
+    finally:
+        stopped.set()
+        caller.join(PATIENCE_S)
 
 
 def test_the_inline_lane_works_on_the_callers_thread():
@@ -460,6 +503,14 @@ def test_the_end_of_a_communicator_raises_the_error_of_a_task_that_nobody_has_as
         comm.close()
 
     run_ranks(2, body)
+
+
+def test_the_end_of_a_communicator_raises_an_exit_in_a_task_that_nobody_has_asked_for():
+    def body(comm):
+        until(comm.lane().submit(fail, SystemExit(3)).done)
+
+    with pytest.raises(SystemExit):
+        run_ranks(1, body)
 
 
 @pytest.mark.parametrize(
