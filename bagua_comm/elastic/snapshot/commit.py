@@ -23,7 +23,7 @@ from ... import arrays
 from ...arrays import Array
 from ...checkpoint.trees import Packed
 from ...comm import Communicator
-from ...comm.outcomes import as_ours, raise_first
+from ...comm.outcomes import raise_first, told
 from ...errors import ArrayError
 from .slot import Header, Slot, offsets, views
 from .snapshots import Buffer, Layout, PendingSnapshot, digest_of
@@ -106,8 +106,8 @@ def _write(
 
 def _raise_on_all(comm: Communicator, problem: Exception | None) -> NoReturn:
     """Raise the error of the first rank that has one on all ranks. Collective."""
-    mine = None if problem is None else as_ours(problem, ArrayError)
-    raise_first("commit", comm.allgather_object(mine), problem, end="; the commit before is still there")
+    rows = comm.allgather_object(told(problem, ArrayError))
+    raise_first("commit", rows, problem, end="; the commit before is still there")
 
 
 def _private(
