@@ -170,7 +170,7 @@ def test_rounds_beside_training_are_committed_when_the_device_is_done(device, ki
 
     def body(comm):
         training = Training(comm, AsyncModelAverage(interval_s=0), cupy.asarray)
-        while training.engine.counters.commits < 2:
+        while training.engine.commits < 2:
             with device.forbid_host_sync(this_thread=True):
                 training.step()
             cupy.cuda.get_current_stream().synchronize()  # time passes

@@ -377,6 +377,11 @@ class Engine(Live, Closing):
         """This rank's exchanges: calls, payload bytes and wire bytes."""
         return self.counters.exchange
 
+    @property
+    def commits(self) -> int:
+        """How many times the buckets were written back."""
+        return self.counters.commits
+
     # Another plan -----------------------------------------------------------------------------------
 
     @public_method("Engine.replan")

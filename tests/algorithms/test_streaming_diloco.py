@@ -226,7 +226,7 @@ def test_training_waits_in_the_step_in_which_the_delay_ends_and_not_before():
                     assert not gate.is_set()
                     gate.set()
                 model.step()
-                commits.append(engine.counters.commits)
+                commits.append(engine.commits)
                 if t == 5:
                     assert engine.counters.wait.calls == 0
             engine.stop()
