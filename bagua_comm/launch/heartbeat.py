@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
-from .remote_shell import RemoteShell, kill
+from .remote_shell import RemoteShell, end
 
 SILENT_S = 5.0
 """A host that has sent nothing for this long is checked."""
@@ -30,7 +30,7 @@ class Heartbeat:
     def lost(self) -> list[str]:
         """Return the hosts that have been silent for too long and do not answer a check.
 
-        Waits only if a host is silent, and then at most `remote_shell.ANSWER_S`.
+        Waits only if a host is silent, and then at most the shell's `answer_s`.
         """
         now, silent = time.monotonic(), []
         for host, process in self._beats.items():
@@ -44,14 +44,13 @@ class Heartbeat:
         answers = self._shell.ask(silent, "true")
         for host in silent:
             if answers[host] is not None:  # only the connection was lost
-                kill(self._beats[host])
+                end([self._beats[host]])
                 self._beats[host], self._last_s[host] = self._connect(host), time.monotonic()
         return [host for host in silent if answers[host] is None]
 
     def close(self) -> None:
         """Close the connections."""
-        for process in self._beats.values():
-            kill(process)
+        end(self._beats.values())
 
     def _connect(self, host: str) -> subprocess.Popen[str] | None:
         process = self._shell.start(host, "sh -c 'while echo; do sleep 1; done' 2>/dev/null")

@@ -10,11 +10,19 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+from ..system.processes import state_of
 
 ANSWER_S = 5.0
 """The time limit for the answer of a host."""
+
+SRUN_ANSWER_S = 30.0
+"""That of srun: each command is a step of the job, which the controller of Slurm makes, one after the other."""
+
+END_S = 2.0
+"""The time between SIGTERM and SIGKILL for an agent."""
 
 _AGENTS, _ARGUMENTS = ("plm_ssh_agent", "plm_rsh_agent"), ("plm_ssh_args", "plm_rsh_args")
 _PREFIXES = ("PRTE_MCA_", "OMPI_MCA_")
@@ -30,6 +38,8 @@ class RemoteShell:
 
     words: tuple[str, ...]
     """The agent's command line, without the host and the command at its end."""
+    answer_s: float = ANSWER_S
+    """The time limit for the answer of a host."""
 
     def ask(self, hosts: Sequence[str], script: str, *, limit_s: float | None = None) -> dict[str, str | None]:
         """Run a script of sh on each host; returns its output, or None for a host that does not answer.
@@ -37,12 +47,14 @@ class RemoteShell:
         Args:
             hosts: The names of the hosts.
             script: The script.
-            limit_s: The time limit for all answers; `ANSWER_S` if None.
+            limit_s: The time limit for all answers; `answer_s` if None.
         """
         command = f"sh -c {shlex.quote(f'{script}; echo {_END}')}"
         asked = {host: self.start(host, command) for host in hosts}
-        deadline = time.monotonic() + (ANSWER_S if limit_s is None else limit_s)
-        return {host: _answer(process, deadline) for host, process in asked.items()}
+        deadline = time.monotonic() + (self.answer_s if limit_s is None else limit_s)
+        answers = {host: _answer(process, deadline) for host, process in asked.items()}
+        end(asked.values())
+        return answers
 
     def start(self, host: str, command: str) -> subprocess.Popen[str] | None:
         """Start a command on a host; None if the agent cannot be started."""
@@ -69,7 +81,8 @@ def find_remote_shell(given: Sequence[str]) -> RemoteShell:
     choices = [shlex.split(choice) for choice in (agent or "ssh : rsh").split(":")]
     job = os.environ.get("SLURM_JOB_ID")
     if not agent and job and shutil.which("srun"):  # srun quotes nothing, and needs no shell on the other side
-        return RemoteShell(("sh", "-c", f'exec {_SRUN.format(shlex.quote(job))} --nodelist="$0" sh -c "$1"'))
+        command = f'exec {_SRUN.format(shlex.quote(job))} --nodelist="$0" sh -c "$1"'
+        return RemoteShell(("sh", "-c", command), SRUN_ANSWER_S)
     words = next((words for words in choices if words and shutil.which(words[0])), ["ssh"])
     if os.path.basename(words[0]) == "ssh":
         more += ["-x", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={ANSWER_S:.0f}"]
@@ -92,18 +105,29 @@ def _answer(process: subprocess.Popen[str] | None, deadline: float) -> str | Non
     try:
         text = process.communicate(timeout=max(0.0, deadline - time.monotonic()))[0]
     except subprocess.TimeoutExpired:
-        kill(process)
         return None
     before, mark, _ = text.rpartition(f"{_END}\n")
     return before if mark else None
 
 
-def kill(process: subprocess.Popen[str] | None) -> None:
-    """Kill a process with its children."""
-    if process is None:
-        return
+def end(processes: Iterable[subprocess.Popen[str] | None]) -> None:
+    """End processes with their children: by SIGTERM, so that srun ends its step, which SIGKILL leaves running."""
+    started = [process for process in processes if process is not None]
+    # Until Popen has read the exit code, the number of a process belongs to no other one.
+    running = [process for process in started if process.returncode is None]
+    for process in running:
+        _signal(process, signal.SIGTERM)
+    deadline = time.monotonic() + END_S
+    while time.monotonic() < deadline and any(state_of(process.pid) != "ended" for process in running):
+        time.sleep(0.01)
+    for process in running:
+        _signal(process, signal.SIGKILL)
+    for process in started:
+        process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+def _signal(process: subprocess.Popen[str], number: signal.Signals) -> None:
     with contextlib.suppress(OSError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    if process.stdout is not None:
-        process.stdout.close()
+        os.killpg(process.pid, number)

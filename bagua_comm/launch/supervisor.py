@@ -153,8 +153,8 @@ class _Supervisor:
         answers = self.shell.ask(self.others, "true")
         self.others = [host for host in self.others if answers[host] is not None]
         if silent := [host for host in answers if answers[host] is None]:
-            how = shlex.join(self.shell.words)
-            self.say(f"{', '.join(silent)}: does not answer `{how}` within {ANSWER_S:g} s, so it is not watched")
+            how = f"`{shlex.join(self.shell.words)}` within {self.shell.answer_s:g} s"
+            self.say(f"{', '.join(silent)}: does not answer {how}, so it is not watched")
 
     def say(self, text: str) -> None:
         """Print a message."""
@@ -189,7 +189,7 @@ class _Supervisor:
         )  # of lost hosts, too
         find = self._find_processes()
         end = f"kill {find} 2>/dev/null && sleep 1; kill -9 {find} 2>/dev/null; rm -rf {files}"
-        answers = self.shell.ask(self.others, end)
+        answers = records | self.shell.ask([host for host in records if records[host] is not None], end)
         if silent := [host for host in answers if answers[host] is None]:
             self.say(
                 f"{', '.join(silent)}: no answer at the end, so processes of this job, and {files}, may be left"
@@ -210,7 +210,8 @@ class _Supervisor:
         hard = signals.count > 1
         job_folder.end_leftovers(self.job.name, grace_s=0.0 if hard else job_folder.GRACE_S)
         there = [host.name for host in placement.hosts if host.name not in lost]
-        gone = [*lost, *self._gather(there, limit_s=LOST_END_S if hard else ANSWER_S)]
+        limit_s = None if signals.first is None else LOST_END_S if hard else ANSWER_S
+        gone = [*lost, *self._gather(there, limit_s=limit_s)]
         self.gone = set(gone)
         self._print_news()
         self.job.record("end", code=code)
@@ -279,8 +280,11 @@ class _Supervisor:
             and all(entry.get("namespace") == here and state_of(entry["pid"]) == "ended" for entry in starts)
         )
 
-    def _gather(self, hosts: Sequence[str], *, limit_s: float) -> list[str]:
-        """Gather the records of other hosts, and end leftover processes; returns the hosts that do not answer."""
+    def _gather(self, hosts: Sequence[str], *, limit_s: float | None) -> list[str]:
+        """Gather the records of other hosts, and end leftover processes; returns the hosts that do not answer.
+
+        Without a limit, a host that is silent is asked once more.
+        """
         folder = shlex.quote(str(self.job.folder))
         commit, find = '{"kind": "commit", "number": %d}\\n', self._find_processes()
         script = (
@@ -288,6 +292,8 @@ class _Supervisor:
             f"[ ! -s {folder}/{COMMITTED} ] || printf {shlex.quote(commit)} $(cat {folder}/{COMMITTED})"
         )
         answers = self.shell.ask([host for host in hosts if host in self.others], script, limit_s=limit_s)
+        if limit_s is None:
+            answers |= self.shell.ask([host for host, answer in answers.items() if answer is None], script)
         known = set(self._lines())  # emulated hosts share the record
         news = [line for answer in answers.values() for line in (answer or "").splitlines() if line not in known]
         self.commits += [entry["number"] for entry in entries(news) if entry["kind"] == "commit"]
@@ -322,7 +328,8 @@ class _Supervisor:
         self.gone = {host.name for host in gone}
         if not gone:
             return self.first
-        self.say(f"{', '.join(host.name for host in gone)} did not answer within {ANSWER_S:g} s, and is left out")
+        names, limit_s = ", ".join(host.name for host in gone), self.shell.answer_s
+        self.say(f"{names} did not answer within {limit_s:g} s, and is left out")
         share = -(-ranks.started // len(hosts))
         left = tuple(Host(host.name, host.slots or share) for host in hosts if host not in gone)
         started = min(ranks.started, sum(host.slots or 0 for host in left))

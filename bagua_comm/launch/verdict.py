@@ -4,7 +4,8 @@ mpirun's exit code alone is not enough: where ranks may die, it is 0 or 137 for 
 a host has died. An attempt
 
     succeeded     if ranks recorded that they trained to the end, and finished the program; or, for a program
-                  without `elastic.run`, if mpirun returned 0 and every rank that connected finished
+                  without `elastic.run`, if mpirun returned 0 and every rank that connected finished, and, where a
+                  host did not answer afterwards, if the record shows that all ranks have connected
     failed        if a rank ended with an uncaught exception of its own, or with an exit code of its own, since a
                   restart would fail again; or if it died after training, but before the end of the program, when
                   commits are gone. It is not restarted
@@ -65,7 +66,7 @@ def judge(entries: Sequence[Event], code: int, *, gone: Sequence[str] = ()) -> V
         if not missing:
             return Verdict("succeeded", 0, "all ranks that trained have finished")
         return Verdict("failed", code or 1, f"{_names(missing)} died after training, so no commit is left")
-    if gone:
+    if gone and not (code == 0 and _have_all_connected(entries) and not missing):
         why = f"{_listed('host', gone)} stopped answering"
     elif errors:
         why = _describe(errors[0])
@@ -88,6 +89,12 @@ def unfinished(entries: Sequence[Event]) -> list[Event]:
     """Return the start entries of ranks without an end entry: they were killed, perhaps by mpirun."""
     ended = {_process(entry) for entry in entries if entry["kind"] in ("exit", "error")}
     return [entry for entry in entries if entry["kind"] == "start" and _process(entry) not in ended]
+
+
+def _have_all_connected(entries: Sequence[Event]) -> bool:
+    """Whether the record has all ranks that MPI started; those of a host that does not answer are missing."""
+    starts = {_process(entry): entry.get("size", 0) for entry in entries if entry["kind"] == "start"}
+    return bool(starts) and len(starts) >= max(starts.values())
 
 
 def _deaths_before_connect(entries: Sequence[Event]) -> str:

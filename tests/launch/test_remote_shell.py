@@ -1,7 +1,9 @@
 """How `run --restarts` reaches other hosts. A shell replaces ssh: it knows which hosts are dead or slow."""
 
 import os
+import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -31,18 +33,34 @@ def test_hosts_answer_or_count_as_lost_after_a_limit():
     assert SHELL.ask(["a"], "exit 3") == {"a": None}  # it did not finish
 
 
-def test_without_a_limit_a_host_has_the_usual_time_to_answer(monkeypatch):
-    monkeypatch.setattr(remote_shell, "ANSWER_S", 0.2)
+def test_without_a_limit_a_host_has_the_time_of_the_agent():
     start_s = time.monotonic()
-    assert SHELL.ask(["slow"], "true") == {"slow": None}
-    assert time.monotonic() - start_s < 4  # and not the 5 that the module sets
+    assert replace(SHELL, answer_s=0.2).ask(["slow"], "true") == {"slow": None}
+    assert time.monotonic() - start_s < 4  # and not the 5 that is usual
+
+
+def test_the_end_of_an_agent_lets_srun_end_its_step_first(tmp_path, monkeypatch):
+    """After SIGKILL of srun its step ran on, on the node, until the end of the job: a loop for each restart."""
+    monkeypatch.setattr(remote_shell, "END_S", 60.0)
+    ended, loop = tmp_path / "ended", "echo; while :; do sleep 0.05; done"
+    srun = RemoteShell(("sh", "-c", f"trap 'echo $0 >> {ended}; exit 0' TERM; {loop}"))
+    agents = [srun.start(host, "true") for host in ("a", "b")]
+    assert [agent.stdout.readline() for agent in agents] == ["\n", "\n"]
+    remote_shell.end(agents)
+    assert sorted(ended.read_text().split()) == ["a", "b"]
+    assert [agent.returncode for agent in agents] == [0, 0]
+
+    monkeypatch.setattr(remote_shell, "END_S", 0.1)
+    deaf = RemoteShell(("sh", "-c", f"trap '' TERM; {loop}")).start("a", "true")
+    assert deaf.stdout.readline() == "\n"
+    remote_shell.end([deaf, None])
+    assert deaf.returncode == -signal.SIGKILL
 
 
 def test_a_host_without_a_heartbeat_is_lost_unless_it_answers(monkeypatch, tmp_path):
     monkeypatch.setattr(heartbeat, "SILENT_S", 0.2)
-    monkeypatch.setattr(remote_shell, "ANSWER_S", 10.0)
     file = tmp_path / "dead"
-    shell = RemoteShell(("sh", "-c", f'[ $0 = b ] && [ -e {file} ] && exit 255; eval "$1"'))
+    shell = RemoteShell(("sh", "-c", f'[ $0 = b ] && [ -e {file} ] && exit 255; eval "$1"'), 10.0)
     beats = Heartbeat(shell, ["a", "b"])
     try:
         assert beats.lost() == []
@@ -72,7 +90,9 @@ def test_under_slurm_a_host_is_reached_by_a_step_of_the_job(monkeypatch, tmp_pat
     srun.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    assert find_remote_shell([]).ask(["n1"], "echo 'a  b' $((1 + 1))") == {"n1": "a  b 2\n"}
+    shell = find_remote_shell([])
+    assert shell.answer_s == 30  # each answer waits for the controller of Slurm to make a step
+    assert shell.ask(["n1"], "echo 'a  b' $((1 + 1))") == {"n1": "a  b 2\n"}
     assert "--jobid=7 --overlap" in (log := Path(f"{srun}.log").read_text())
     assert "--nodelist=n1 sh -c" in log
     assert find_remote_shell(["--prtemca", "plm_ssh_agent", str(srun)]).words == (str(srun),)

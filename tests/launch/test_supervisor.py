@@ -238,6 +238,18 @@ def test_a_host_that_was_lost_and_answers_again_is_left_clean(tmp_path, capsys):
     assert "h1" not in told
 
 
+def test_a_host_that_is_silent_once_after_an_attempt_is_asked_again(mpirun, tmp_path, monkeypatch):
+    """One slow answer of srun made a job lost that had ended well, and started it again."""
+    agent, asked = tmp_path / "agent", tmp_path / "asked"
+    silent_once = f"case \"$*\" in *'kill -9'*) [ -e {asked} ] || {{ touch {asked}; exit 255; }};; esac"
+    agent.write_text(f'#!/bin/sh\n{silent_once}\nshift; exec sh -c "$*"\n')
+    agent.chmod(0o755)
+    monkeypatch.setattr(supervise, "find_remote_shell", lambda given: RemoteShell((str(agent),)))
+    code, record = supervised(tmp_path, "record('exit')", "--restarts", "1", "--host", "h1:2")
+    assert asked.exists()
+    assert (code, kinds(record, "attempt")) == (0, ["attempt"])
+
+
 @pytest.mark.slow
 def test_a_supervisor_that_is_killed_ends_its_ranks_and_the_next_one_cleans_up(tmp_path):
     script, pids = tmp_path / "script.py", tmp_path / "pids"
@@ -320,6 +332,11 @@ OTHERS = entry("error", 0, error="RankFailed", text="rank 1 died", due_to_others
     ("told", "code", "gone", "verdict"),
     [
         ([*START, *EXIT], 0, [], ("succeeded", 0)),
+        ([*START, *EXIT], 0, ["b"], ("succeeded", 0)),  # all have finished, and their host is slow to answer
+        ([START[0], EXIT[0]], 0, ["b"], ("lost", 1)),  # the entries of rank 1 are on the host that is gone
+        ([*START, EXIT[0]], 0, ["b"], ("lost", 1)),
+        ([*START, *EXIT], 137, ["b"], ("lost", 137)),
+        ([*START, OTHERS, EXIT[1]], 0, ["b"], ("lost", 1)),
         ([START[0], {**START[0], "namespace": "b"}, EXIT[0]], 0, [], ("lost", 1)),  # two of one number
         ([*START, *TRAINED, *EXIT], 137, [], ("succeeded", 0)),  # a spare was killed, or a rank before
         ([*START, TRAINED[0], EXIT[0]], 0, [], ("succeeded", 0)),
