@@ -107,8 +107,12 @@ def is_supervised(options: argparse.Namespace) -> bool:
 
 def known_hosts(options: argparse.Namespace) -> tuple[Host, ...]:
     """Return the named hosts; without these, those of Slurm's allocation, unless mpirun is given others."""
-    named = any(argument.partition("=")[0] in OTHER_HOSTS for argument in options.mpirun)
-    return named_hosts(options) or (() if named else allocated_hosts(os.environ))
+    return named_hosts(options) or (() if chooses_hosts(options.mpirun) else allocated_hosts(os.environ))
+
+
+def chooses_hosts(given: Sequence[str]) -> bool:
+    """Whether one of these arguments of mpirun may choose hosts."""
+    return any(argument.partition("=")[0] in OTHER_HOSTS for argument in given)
 
 
 def allocated_hosts(variables: Mapping[str, str]) -> tuple[Host, ...]:

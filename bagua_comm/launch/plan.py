@@ -24,6 +24,7 @@ from .hosts import (
     LOOPBACK,
     Host,
     Placement,
+    chooses_hosts,
     is_here,
     is_supervised,
     known_hosts,
@@ -121,6 +122,12 @@ def make_plan(
     Raises:
         CommandError: The arguments exclude each other, or this mpirun does not support them.
     """
+    if "SLURM_HET_SIZE" in os.environ and not named_hosts(options) and not chooses_hosts(options.mpirun):
+        program = f"{'-m ' if options.module else ''}{options.script}"
+        raise CommandError(
+            "mpirun does not see the nodes of a heterogeneous job of Slurm, and would start ranks on some of "
+            f"them only: start them by srun --mpi=pmix --het-group=0,1 python {program}"
+        )
     hosts = known_hosts(options) if is_supervised(options) else named_hosts(options)
     placement = placement or Placement(ranks_of(options, hosts), hosts)
     if is_supervised(options):
@@ -129,11 +136,6 @@ def make_plan(
     if options.ranks is None and not hosts and mpirun.has_default_hosts():
         raise CommandError("how many ranks? Give -n: by default, this mpirun starts ranks on the hosts of a file")
     hostfile = options.hostfile if placement.hosts == hosts else None
-    if not hosts and "SLURM_HET_SIZE" in os.environ:
-        raise CommandError(
-            "mpirun does not see the nodes of a heterogeneous job of Slurm, and would start ranks here: start "
-            f"them by srun --mpi=pmix --het-group=0,1 python {options.script}"
-        )
     alone = not hosts and stays_here(mpirun, options.mpirun)
     if is_supervised(options) and not placement.hosts and not alone:
         raise CommandError("--spares and --restarts watch the hosts of ranks: name them by --host or --hostfile")

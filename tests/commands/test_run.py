@@ -224,9 +224,17 @@ def test_mpirun_does_not_start_all_ranks_here_in_a_heterogeneous_job(quiet):
     quiet.setenv("SLURM_JOB_ID", "7")
     quiet.setenv("SLURM_HET_SIZE", "2")
     quiet.setenv("SLURM_NTASKS", "2")
-    with pytest.raises(cli.CommandError, match="start them by srun --mpi=pmix --het-group=0,1 python "):
+    advice = "start them by srun --mpi=pmix --het-group=0,1 python "
+    with pytest.raises(cli.CommandError, match=advice):
         plan()
+    with pytest.raises(cli.CommandError, match=f"{advice}-m "):
+        plan("-m")
+    quiet.setenv("SLURM_JOB_NODELIST", "n1")  # those of the first component only
+    quiet.setenv("SLURM_TASKS_PER_NODE", "2")
+    with pytest.raises(cli.CommandError, match=advice):
+        plan("--restarts", "1")
     assert has(plan("--host", "n1:1,n2:1"), "--host", "n1:1,n2:1")
+    assert has(plan("-n", "2", "--mpirun=--host", "--mpirun=n1:1,n2:1"), "--host", "n1:1,n2:1")
 
 
 def test_ranks_on_hardware_threads_are_more_than_open_mpi_starts_by_itself(quiet, tmp_path):
