@@ -80,7 +80,8 @@ def find_remote_shell(given: Sequence[str]) -> RemoteShell:
     agent, more = _parameter(_AGENTS, given), shlex.split(_parameter(_ARGUMENTS, given) or "")
     choices = [shlex.split(choice) for choice in (agent or "ssh : rsh").split(":")]
     job = os.environ.get("SLURM_JOB_ID")
-    if not agent and job and shutil.which("srun"):  # srun quotes nothing, and needs no shell on the other side
+    if not agent and job and _starts_by_slurm(given) and shutil.which("srun"):
+        # srun quotes nothing, and needs no shell on the other side.
         command = f'exec {_SRUN.format(shlex.quote(job))} --nodelist="$0" sh -c "$1"'
         return RemoteShell(("sh", "-c", command), SRUN_ANSWER_S)
     words = next((words for words in choices if words and shutil.which(words[0])), ["ssh"])
@@ -89,12 +90,18 @@ def find_remote_shell(given: Sequence[str]) -> RemoteShell:
     return RemoteShell((*words, *more))
 
 
-def _parameter(names: Sequence[str], given: Sequence[str]) -> str | None:
+def _starts_by_slurm(given: Sequence[str]) -> bool:
+    """Whether the user leaves it to mpirun to use srun in a job of Slurm, whatever the arguments of ssh are."""
+    chosen = _parameter(("plm",), given, _PREFIXES[:1]) or "^"
+    return ("slurm" in chosen.removeprefix("^").split(",")) != chosen.startswith("^")
+
+
+def _parameter(names: Sequence[str], given: Sequence[str], prefixes: Sequence[str] = _PREFIXES) -> str | None:
     """The value of an MCA parameter, from mpirun's arguments or its environment variables."""
     for word, value in itertools.pairwise(given):
         if word in names:
             return value
-    variables = [f"{prefix}{name}" for prefix in _PREFIXES for name in names]
+    variables = [f"{prefix}{name}" for prefix in prefixes for name in names]
     return next((os.environ[name] for name in variables if name in os.environ), None)
 
 

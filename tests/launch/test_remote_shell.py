@@ -18,7 +18,8 @@ SHELL = RemoteShell(("sh", "-c", 'case $0 in dead) exit 255;; slow) sleep 60;; e
 
 @pytest.fixture(autouse=True)
 def nobody_says_how(monkeypatch):
-    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    for name in ("SLURM_JOB_ID", "PRTE_MCA_plm"):
+        monkeypatch.delenv(name, raising=False)
     for beginning in ("PRTE_MCA_", "OMPI_MCA_"):
         for name in ("plm_ssh_agent", "plm_rsh_agent", "plm_ssh_args", "plm_rsh_args"):
             monkeypatch.delenv(f"{beginning}{name}", raising=False)
@@ -96,3 +97,23 @@ def test_under_slurm_a_host_is_reached_by_a_step_of_the_job(monkeypatch, tmp_pat
     assert "--jobid=7 --overlap" in (log := Path(f"{srun}.log").read_text())
     assert "--nodelist=n1 sh -c" in log
     assert find_remote_shell(["--prtemca", "plm_ssh_agent", str(srun)]).words == (str(srun),)
+
+
+@pytest.mark.parametrize(
+    ("given", "variables", "agent"),
+    [
+        (["--prtemca", "plm", "ssh"], {}, "ssh"),
+        (["--mca", "plm", "^slurm"], {}, "ssh"),
+        ([], {"PRTE_MCA_plm": "ssh", "PRTE_MCA_plm_ssh_args": "-p 2222"}, "ssh"),
+        ([], {"PRTE_MCA_plm": "ssh,slurm"}, "sh"),
+        ([], {"PRTE_MCA_plm_ssh_args": "-p 2222"}, "sh"),  # mpirun still uses srun
+        ([], {"OMPI_MCA_plm": "ssh"}, "sh"),  # a variable of Open MPI 4
+    ],
+)
+def test_under_slurm_ssh_reaches_hosts_where_mpirun_is_told_to_use_it(monkeypatch, given, variables, agent):
+    monkeypatch.setattr(remote_shell.shutil, "which", lambda name: name)
+    for name, value in {"SLURM_JOB_ID": "7", **variables}.items():
+        monkeypatch.setenv(name, value)
+    words = find_remote_shell(given).words
+    assert words[0] == agent
+    assert ("2222" in words) == (agent == "ssh" and "PRTE_MCA_plm_ssh_args" in variables)
