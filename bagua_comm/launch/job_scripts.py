@@ -41,11 +41,14 @@ export OMP_NUM_THREADS="${{SLURM_CPUS_PER_TASK:-1}}"
 export MASTER_ADDR="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)"
 export MASTER_PORT="$((20000 + SLURM_JOB_ID % 20000))"
 
-exec {command}
+{execute}{command}
 """
 
 IN_GOOD_ORDER = "\n#SBATCH --signal=B:TERM@60         # a minute for run to empty /dev/shm on all nodes"
 """For a supervised job: once its time is over, Slurm starts nothing on its nodes."""
+
+EXECUTE = "# The shell becomes run, which then gets Slurm's signal: lines below it never run.\nexec "
+"""The beginning of the command of a supervised job."""
 
 
 def job_script(options: argparse.Namespace, kind: str, file: str) -> str:
@@ -78,6 +81,7 @@ def job_script(options: argparse.Namespace, kind: str, file: str) -> str:
         ranks=ranks.started,
         per_node=f"\n#SBATCH --ntasks-per-node={slots}" if is_even else "",
         in_good_order=IN_GOOD_ORDER if is_supervised(options) else "",
+        execute=EXECUTE if is_supervised(options) else "",
         slots=slots,
         file="FILE" if file == "-" else _comment(file),
         python=_comment(sys.executable),

@@ -44,7 +44,7 @@ def test_slurm_gets_the_same_arguments_quoted_for_the_shell(capsys):
     given = ["--env", "A=b 'c' $d", "--interface", "eth0", "--links", "2", "--mpirun=--report-bindings", "--ulfm"]
     text = written(capsys, "slurm", *given, "-m", "package.train", "--name", "x y")
     command = last_command(text)
-    assert command[:7] == ["exec", sys.executable, "-m", "bagua_comm", "run", "-n", "$SLURM_NTASKS"]
+    assert command[:6] == [sys.executable, "-m", "bagua_comm", "run", "-n", "$SLURM_NTASKS"]
     assert command[command.index("MASTER_PORT") + 1 :] == [*given, "-m", "package.train", "--name", "x y"]
     assert f"\ncd {shlex.quote(os.getcwd())}\n" in text
     assert subprocess.run(["bash", "-n"], input=text, text=True, timeout=30).returncode == 0
@@ -58,6 +58,20 @@ def test_spares_are_tasks_of_slurm_too(capsys):
     command = last_command(text)
     assert command[command.index("-n") + 1] == "$((SLURM_NTASKS - 2))"
     assert command[-len(given) - 1 :] == [*given, __file__]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"), [([], "the next line\n"), (["--restarts", "1"], "")], ids=["plain", "supervised"]
+)
+def test_lines_below_the_command_run_or_a_comment_says_that_they_do_not(monkeypatch, capsys, arguments, said):
+    """What a user appended never ran. In a supervised job Slurm's signal must reach run, and not the shell."""
+    monkeypatch.setattr(sys, "executable", "true")
+    text = written(capsys, "slurm", *HOSTS, *arguments, __file__)
+    added = f"{text.splitlines()[-1]}\necho the next line\n"
+    environment = {"PATH": os.environ["PATH"], "SLURM_NTASKS": "4"}
+    result = subprocess.run(["bash", "-c", added], env=environment, capture_output=True, text=True, check=True)
+    assert result.stdout == said
+    assert ("lines below it never run" in text.splitlines()[-2]) == (not said)
 
 
 def test_variables_of_the_user_replace_those_of_the_script(capsys):
