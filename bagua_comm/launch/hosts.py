@@ -35,6 +35,14 @@ OTHER_HOSTS = (
 )
 """Arguments of mpirun that may start ranks on other hosts."""
 
+DEFAULT_HOSTFILES = (
+    "PRTE_MCA_prte_default_hostfile",
+    "OMPI_MCA_orte_default_hostfile",
+    "HYDRA_HOST_FILE",
+    "I_MPI_HYDRA_HOST_FILE",
+)
+"""Environment variables with the path of the hostfile that an mpirun reads by default."""
+
 ALLOCATIONS = (
     "SLURM_JOB_ID",
     "SLURM_JOBID",
@@ -44,12 +52,12 @@ ALLOCATIONS = (
     "PE_HOSTFILE",
     "COBALT_NODEFILE",
     "FLUX_JOB_ID",
-    "PRTE_MCA_prte_default_hostfile",
-    "OMPI_MCA_orte_default_hostfile",
-    "HYDRA_HOST_FILE",
-    "I_MPI_HYDRA_HOST_FILE",
+    *DEFAULT_HOSTFILES,
 )
 """Environment variables from which mpirun may read other hosts."""
+
+NODE_FILES = ("PBS_NODEFILE", "PE_HOSTFILE", "LSB_DJOB_HOSTFILE", "COBALT_NODEFILE")
+"""Environment variables of schedulers with the path of a file; each line begins with a node of the allocation."""
 
 
 @dataclass(frozen=True)
@@ -153,6 +161,17 @@ def other_hosts(given: Sequence[str]) -> str | None:
     """Return what may let mpirun start ranks on other hosts: one of these arguments, or a variable; else None."""
     named = (argument.partition("=")[0] for argument in given)
     return next((name for name in (*named, *os.environ) if name in OTHER_HOSTS + ALLOCATIONS), None)
+
+
+def is_on_one_node(given: Sequence[str]) -> bool:
+    """Whether a scheduler has allocated one node, for certain, and these arguments of mpirun choose no other."""
+    if chooses_hosts(given) or any(name in os.environ for name in DEFAULT_HOSTFILES):
+        return False
+    files = [Path(os.environ[name]) for name in NODE_FILES if name in os.environ]
+    with suppress(OSError, UnicodeDecodeError):
+        lines = [line.split() for file in files for line in file.read_text().splitlines()]
+        return len({words[0] for words in lines if words}) == 1
+    return False
 
 
 def allocated_ranks(variables: Mapping[str, str]) -> int | None:

@@ -26,6 +26,7 @@ from .hosts import (
     Placement,
     chooses_hosts,
     is_here,
+    is_on_one_node,
     is_supervised,
     known_hosts,
     named_hosts,
@@ -137,7 +138,8 @@ def make_plan(
         raise CommandError("how many ranks? Give -n: by default, this mpirun starts ranks on the hosts of a file")
     hostfile = options.hostfile if placement.hosts == hosts else None
     alone = not hosts and stays_here(mpirun, options.mpirun)
-    if is_supervised(options) and not placement.hosts and not alone:
+    is_watched = placement.hosts or alone or (is_on_one_node(options.mpirun) and not mpirun.has_default_hosts())
+    if is_supervised(options) and not is_watched:
         raise CommandError("--spares and --restarts watch the hosts of ranks: name them by --host or --hostfile")
     cores = len(cli.cores())
     request = _Request(options, mpirun, placement.hosts, hostfile, placement.ranks.started, cores, alone, job)

@@ -19,7 +19,7 @@ from bagua_comm import __main__ as cli
 from bagua_comm.commands import run
 from bagua_comm.launch import cli as base
 from bagua_comm.launch.cli import CommandError
-from bagua_comm.launch.hosts import ALLOCATIONS, allocated_hosts
+from bagua_comm.launch.hosts import ALLOCATIONS, NODE_FILES, allocated_hosts
 from bagua_comm.launch.mpirun import PER_RANK, Mpirun, recognise
 from bagua_comm.launch.plan import make_plan
 from bagua_comm.system.processes import state_of
@@ -36,7 +36,8 @@ def quiet(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
     monkeypatch.setattr(base, "CPUS", Path("nothing/is/known"))
     unsaid = ("OMPI_MCA_btl", "OMP_NUM_THREADS", "MASTER_ADDR", "MASTER_PORT", "OMPI_MCA_btl_tcp_eager_limit")
-    for name in (*unsaid, "SLURM_NTASKS", "SLURM_TASKS_PER_NODE", "LSB_DJOB_NUMPROC", "NSLOTS", *ALLOCATIONS):
+    ranks = ("SLURM_NTASKS", "SLURM_TASKS_PER_NODE", "LSB_DJOB_NUMPROC", "NSLOTS")
+    for name in (*unsaid, *ranks, *NODE_FILES, *ALLOCATIONS):
         monkeypatch.delenv(name, raising=False)
     return monkeypatch
 
@@ -218,6 +219,35 @@ def test_a_supervised_job_of_slurm_knows_its_nodes(quiet):
     assert plan("--spares", "1").ranks == 4
     assert has(plan("--restarts", "1", "--host", "n1:1"), "--host", "n1:1")
     assert not has(plan(), "--host")
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "lines"),
+    [
+        ({"PBS_JOBID": "7", "PBS_NODEFILE": "nodes"}, "n1\nn1\n"),
+        ({"PE_HOSTFILE": "nodes"}, "n1 2 all.q@n1 UNDEFINED\n"),
+        ({"LSB_JOBID": "7", "LSB_DJOB_HOSTFILE": "nodes"}, "n1\nn1\n"),
+    ],
+    ids=["PBS", "Grid Engine", "LSF"],
+)
+def test_a_supervised_job_on_one_node_of_a_scheduler_needs_no_names(quiet, tmp_path, scheduler, lines):
+    nodes = tmp_path / "nodes"
+    for name, value in scheduler.items():
+        quiet.setenv(name, str(nodes) if value == "nodes" else value)
+    refusal = "watch the hosts of ranks: name them by --host or --hostfile"
+    with pytest.raises(cli.CommandError, match=refusal):  # the file cannot be read
+        plan("-n", "2", "--restarts", "1")
+    nodes.write_text(lines)
+    assert plan("-n", "2", "--restarts", "1").ranks == 2
+    with pytest.raises(cli.CommandError, match=refusal):
+        plan("-n", "2", "--restarts", "1", "--mpirun=--hostfile", "--mpirun=others")
+    nodes.write_text(f"{lines}n2\n")
+    with pytest.raises(cli.CommandError, match=refusal):
+        plan("-n", "2", "--restarts", "1")
+    nodes.write_text(lines)
+    quiet.setenv("PRTE_MCA_prte_default_hostfile", "others")
+    with pytest.raises(cli.CommandError, match=refusal):
+        plan("-n", "2", "--restarts", "1")
 
 
 def test_mpirun_does_not_start_all_ranks_here_in_a_heterogeneous_job(quiet):
