@@ -170,11 +170,12 @@ class Grid:
         Raises:
             ArrayError: The array has fewer dimensions than the grid, its inner part is narrower than the halo, it
                 does not fit that of a neighbour, it cannot be written to, or another argument is wrong. Raised on
-                the neighbours as well, before an element is sent, in an exchange that is compared.
+                the neighbours as well, before an element is sent, in an exchange that is compared. Ranks further
+                away complete the exchange; or they wait for a neighbour that has raised, until that aborts or
+                closes the communicator, or for the time limit.
             CommMismatch: A neighbour has sent another number of bytes. In an exchange that is not compared, this
-                is what both neighbours of a rank that raises `ArrayError` get, at once. Ranks further away
-                complete the exchange; or they wait for a neighbour that has raised, until that aborts or closes
-                the communicator, or for the time limit. NCCL compares no sizes: there, all these wait so.
+                is what both neighbours of a rank that raises `ArrayError` get, at once. NCCL compares no sizes:
+                there, that rank and its neighbours wait as ranks further away do.
             UnsupportedError: No transport moves such an array.
 
         >>> from bagua_comm.testing import run_ranks
