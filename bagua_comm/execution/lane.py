@@ -317,7 +317,7 @@ class Lane(Live, Closing, ABC, Generic[C]):
                 "lane.submit(lane.comm.allreduce, x), not lane.submit(lane.comm.allreduce(x))"
             )
 
-    def _run(self, task: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(self, task: Callable[..., R], args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
         if isinstance(self._failure, RankFailed):
             raise RankFailed(f"an earlier task on this lane failed: {self._failure}", self._failure.ranks)
         if self._failure is not None:
@@ -389,9 +389,11 @@ class ThreadLane(Lane[C]):
         """See `Lane.submit`."""
         self._check_submit(task)
         with self._lock:
+            if self._here is not None:
+                self._executor.submit(wait_for_tasks, self._ahead())
             if self._side is None:
                 future = TaskFuture(*self._names(task))
-                self._executor.submit(self._run_on_thread, self._ahead(), future, task, args, kwargs)
+                self._executor.submit(self._run_on_thread, future, task, args, kwargs)
             else:
                 future = on_side = self._side.future(*self._names(task))
                 self._executor.submit(self._run_on_side, self._side, on_side, task, args, kwargs)
@@ -408,8 +410,7 @@ class ThreadLane(Lane[C]):
                 if self._side is None and self._here is None and not self._pending:
                     self._here, here = task, True
             if here:
-                result: R = self._run(task, args, kwargs)
-                return result
+                return self._run(task, args, kwargs)
         finally:
             if here:
                 with self._lock:
@@ -418,16 +419,8 @@ class ThreadLane(Lane[C]):
                     self._here = self._here_end = None
         return super().run(task, *args, **kwargs)
 
-    def _run_on_thread(
-        self,
-        ahead: list[TaskFuture],
-        future: TaskFuture,
-        task: Callable[..., Any],
-        args: Any,
-        kwargs: Any,
-    ) -> None:
-        """Run a task on the thread, once a task on a caller's has ended."""
-        wait_for_tasks(ahead)
+    def _run_on_thread(self, future: TaskFuture, task: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        """Run a task on the thread, unless it was cancelled."""
         if future.set_running_or_notify_cancel():
             self._run_into(future, task, args, kwargs)
 
@@ -444,13 +437,8 @@ class ThreadLane(Lane[C]):
             return [*self._ahead(), *super()._unforgotten()]
 
     def _close_after_tasks(self) -> None:
-        close, ahead = super()._close_after_tasks, self._ahead()
-
-        def close_after() -> None:
-            wait_for_tasks(ahead)  # a caller's call has a time limit
-            close()
-
-        self._executor.submit(close_after)
+        self._executor.submit(wait_for_tasks, self._ahead())  # a caller's call has a time limit
+        self._executor.submit(super()._close_after_tasks)
 
     def _stop(self) -> None:
         self._executor.shutdown(wait=False)
@@ -511,8 +499,7 @@ class InlineLane(Lane[C]):
             self._run_into(future, task, args, kwargs)
             error = Future.exception(future)
             if error is not None and not isinstance(error, Exception):
-                future.note_asked()  # the caller gets it now
-                raise error
+                future.result()  # raises it: the caller gets it now
             self._add_pending(future, (task, args, kwargs))
         return future
 
