@@ -214,6 +214,32 @@ def test_a_task_on_each_node_may_start_torchrun(slurm, tmp_path):
     assert re.fullmatch(r"2 \('n[12]', 0, 0, 1\) \('n[12]', 1, 0, 1\)\n", result.stdout)
 
 
+STEPS = """
+import subprocess
+from bagua_comm.launch.heartbeat import Heartbeat
+from bagua_comm.launch.remote_shell import find_remote_shell
+
+def steps():
+    command = "squeue --steps --noheader --job=$SLURM_JOB_ID"
+    return len(subprocess.run(command, shell=True, check=True, capture_output=True).stdout.splitlines())
+
+shell = find_remote_shell([])
+beats = Heartbeat(shell, ["n1", "n2"])
+assert shell.ask(["n1", "n2"], "true") == {"n1": "", "n2": ""}
+print(steps(), beats.lost())
+beats.close()
+print(steps())
+"""
+
+
+def test_heartbeats_leave_no_step_on_a_node(slurm, tmp_path):
+    script = tmp_path / "steps.py"
+    script.write_text(STEPS)
+    result = slurm.run("salloc", "--quiet", "-N2", "-n2", sys.executable, script)
+    assert result.returncode == 0, result.stderr + slurm.logs()
+    assert result.stdout == "2 []\n0\n"
+
+
 BY_TESTS = {
     "srun with PMIx",
     "salloc --exclusive without tasks",
