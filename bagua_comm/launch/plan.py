@@ -124,10 +124,10 @@ def make_plan(
         CommandError: The arguments exclude each other, or this mpirun does not support them.
     """
     if "SLURM_HET_SIZE" in os.environ and not named_hosts(options) and not chooses_hosts(options.mpirun):
-        program = f"{'-m ' if options.module else ''}{options.script}"
+        script = f"{'-m ' if options.module else ''}{options.script}"
         raise CommandError(
             "mpirun does not see the nodes of a heterogeneous job of Slurm, and would start ranks on some of "
-            f"them only: start them by srun --mpi=pmix --het-group=0,1 python {program}"
+            f"them only: start them by srun --mpi=pmix --het-group=0,1 python {script}"
         )
     hosts = known_hosts(options) if is_supervised(options) else named_hosts(options)
     placement = placement or Placement(ranks_of(options, hosts), hosts)
