@@ -86,8 +86,14 @@ class Grid:
         dims: The number of ranks along each axis; 0 to choose it, as `MPI_Dims_create` does.
         periodic: Whether the last rank along an axis is followed by the first one; one for each axis, or for all.
 
+    Attributes:
+        dims: The number of ranks along each axis.
+        periodic: Whether each axis is periodic.
+        coords: The place of this rank along each axis.
+
     Raises:
-        ArrayError: `dims` do not fit the number of ranks, or `periodic` does not fit `dims`.
+        ArrayError: `comm` is no communicator, `dims` do not fit the number of ranks, or `periodic` does not fit
+            `dims`.
         CommMismatch: Ranks give different arguments.
 
     >>> from bagua_comm.testing import run_ranks
@@ -99,6 +105,10 @@ class Grid:
     """
 
     def __init__(self, comm: Communicator, dims: Sequence[int], periodic: bool | Sequence[bool] = False) -> None:
+        if not isinstance(comm, Communicator):
+            raise ArrayError(
+                f"Grid: comm is {shown(comm)}, expected a Communicator, as of connect(); for a lane pass lane.comm"
+            )
         self.comm = comm
         arguments: dict[str, Any] = {"dims": shown(dims), "periodic": shown(periodic)}
         try:
@@ -110,12 +120,8 @@ class Grid:
         finally:  # also if this rank's are wrong: those of the others may not be
             call = Call(comm, "Grid", **arguments)
             call.run(lambda *_: call.compare())
-        self.dims = lengths
-        """The number of ranks along each axis."""
-        self.periodic = rings
-        """Whether each axis is periodic."""
+        self.dims, self.periodic = lengths, rings
         self.coords = tuple(int(each) for each in np.unravel_index(comm.rank, self.dims))
-        """The place of this rank along each axis."""
         self._agreed: list[BoundedCache[_Description, bool]] = [BoundedCache(_KEPT) for _ in self.dims]
         """For each axis, descriptions that neighbours have compared. The same on all ranks of a line."""
         self._prepared: BoundedCache[Hashable, tuple[PreparedCall, list[_Description]]] = BoundedCache(_KEPT)

@@ -14,7 +14,7 @@ from .communicator import Communicator
 
 T = TypeVar("T")
 
-Told = tuple[str, str]
+NamedError = tuple[str, str]
 """The name of a class in `errors`, and a text: other classes may not be made from a text, or not be pickled."""
 
 Others = Callable[[str], BaguaError]
@@ -26,7 +26,7 @@ def text_of(error: BaseException) -> str:
     return str(error) if isinstance(error, (BaguaError, OSError)) else f"{type(error).__name__}: {error}"
 
 
-def told(error: Exception | None, others: Others) -> Told | None:
+def named_error(error: Exception | None, others: Others) -> NamedError | None:
     """What a rank sends of its error: of one of a class in `errors`, or of what `others` makes of another one."""
     if error is None:
         return None
@@ -38,7 +38,7 @@ def told(error: Exception | None, others: Others) -> Told | None:
 def on_all_ranks(comm: Communicator, call: str, body: Callable[[], T], others: Others) -> list[T]:
     """Return the results of `body` on all ranks; an error of one rank is raised on all. Collective."""
     result, error = _outcome_of(body)
-    rows: list[Any] = comm.allgather_object((result, told(error, others)))
+    rows: list[Any] = comm.allgather_object((result, named_error(error, others)))
     if any(each is not None for _, each in rows):
         raise_first(call, [each for _, each in rows], error)
     return [value for value, _ in rows]
@@ -47,14 +47,16 @@ def on_all_ranks(comm: Communicator, call: str, body: Callable[[], T], others: O
 def on_root(comm: Communicator, body: Callable[[], T], others: Others) -> T:
     """Return the result of `body`, which rank 0 alone calls; its error is raised on all ranks. Collective."""
     result, error = _outcome_of(body) if comm.rank == 0 else (None, None)
-    outcome: Any = comm.broadcast_object((result, told(error, others)), root=0)
+    outcome: Any = comm.broadcast_object((result, named_error(error, others)), root=0)
     found: T = outcome[0]
     if outcome[1] is not None:
         raise _error_of(*outcome[1]) from error
     return found
 
 
-def raise_first(call: str, rows: Sequence[Told | None], mine: Exception | None = None, end: str = "") -> NoReturn:
+def raise_first(
+    call: str, rows: Sequence[NamedError | None], mine: Exception | None = None, end: str = ""
+) -> NoReturn:
     """Raise the error of the first rank that has one, from that of this rank.
 
     Args:

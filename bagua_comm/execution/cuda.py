@@ -480,10 +480,10 @@ def device_facts() -> dict[str, str]:
         return {"CUDA": f"CuPy cannot be imported: {exc}"}
     runtime = cupy.cuda.runtime
     facts = {
-        "CUDA driver": _told(lambda: _version(runtime.driverGetVersion(), 1000, 10)),
-        "CUDA runtime": _told(lambda: _version(runtime.runtimeGetVersion(), 1000, 10)),
-        "NVRTC": _told(lambda: "{}.{}".format(*cupy.cuda.nvrtc.getVersion())),
-        "NCCL": _told(lambda: _version(importlib.import_module("cupy.cuda.nccl").get_version(), 10000, 100, 1)),
+        "CUDA driver": _known(lambda: _version(runtime.driverGetVersion(), 1000, 10)),
+        "CUDA runtime": _known(lambda: _version(runtime.runtimeGetVersion(), 1000, 10)),
+        "NVRTC": _known(lambda: "{}.{}".format(*cupy.cuda.nvrtc.getVersion())),
+        "NCCL": _known(lambda: _version(importlib.import_module("cupy.cuda.nccl").get_version(), 10000, 100, 1)),
     }
     try:
         count = runtime.getDeviceCount()
@@ -491,7 +491,7 @@ def device_facts() -> dict[str, str]:
         reason = "there is no NVIDIA driver" if facts["CUDA driver"] == "none" else str(exc)
         return {**facts, "CUDA": f"no device can be used: {reason}"}
     for index in range(count):
-        facts[f"GPU {index}"] = _told(functools.partial(_describe, cupy, index))
+        facts[f"GPU {index}"] = _known(functools.partial(_describe, cupy, index))
     return facts
 
 
@@ -514,7 +514,7 @@ def _version(number: int, *places: int) -> str:
     return ".".join(parts) if parts != ["0"] * len(parts) else "none"
 
 
-def _told(ask: Callable[[], str]) -> str:
+def _known(ask: Callable[[], str]) -> str:
     try:
         return ask()
     except Exception as exc:

@@ -343,3 +343,14 @@ def test_shares_of_a_grid_make_the_whole():
     dims = balanced_dims(6, (0, 0))
     parts = [[share(7, place, n) for place in range(n)] for n in dims]
     assert [list(itertools.chain(*axis)) for axis in parts] == [list(range(7))] * 2
+
+
+def test_what_is_no_communicator_is_refused_with_the_one_of_a_lane():
+    def body(comm):
+        with comm.lane() as lane:
+            for wrong in (lane, 3):
+                with pytest.raises(ArrayError, match=r"Grid: comm is .*; for a lane pass lane\.comm"):
+                    Grid(wrong, (1,))
+            return Grid(lane.comm, (1,)).coords
+
+    assert run_ranks(1, body) == [(0,)]

@@ -23,7 +23,7 @@ from ... import arrays
 from ...arrays import Array
 from ...checkpoint.trees import Packed
 from ...comm import Communicator
-from ...comm.outcomes import raise_first, told
+from ...comm.outcomes import named_error, raise_first
 from ...errors import ArrayError
 from .slot import Header, Slot, offsets, views
 from .snapshots import Buffer, Layout, PendingSnapshot, digest_of
@@ -106,7 +106,7 @@ def _write(
 
 def _raise_on_all(comm: Communicator, problem: Exception | None) -> NoReturn:
     """Raise the error of the first rank that has one on all ranks. Collective."""
-    rows = comm.allgather_object(told(problem, ArrayError))
+    rows = comm.allgather_object(named_error(problem, ArrayError))
     raise_first("commit", rows, problem, end="; the commit before is still there")
 
 
