@@ -106,9 +106,7 @@ class Grid:
 
     def __init__(self, comm: Communicator, dims: Sequence[int], periodic: bool | Sequence[bool] = False) -> None:
         if not isinstance(comm, Communicator):
-            raise ArrayError(
-                f"Grid: comm is {shown(comm)}, expected a Communicator, as of connect(); for a lane pass lane.comm"
-            )
+            raise ArrayError(f"Grid: comm is {shown(comm)}, expected a Communicator; for a lane pass lane.comm")
         self.comm = comm
         arguments: dict[str, Any] = {"dims": shown(dims), "periodic": shown(periodic)}
         try:
