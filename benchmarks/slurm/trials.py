@@ -137,13 +137,13 @@ TRIALS = [
     of_a_job(
         "scancel --batch --signal=TERM",
         "scancel --batch --signal=TERM $JOB",
-        r".*the job failed: SIGTERM has ended this job \(1 attempt, 0 deaths\)\n",
+        r".*the job failed: SIGTERM has ended this job \(1 attempt, 0 deaths.*\)\n",
         code=143,
     ),
     of_a_job(
         "the end of the time",
         "true",
-        r".*the job failed: SIGTERM has ended this job \(1 attempt, 0 deaths\)\n",
+        r".*the job failed: SIGTERM has ended this job \(1 attempt, 0 deaths.*\)\n",
         code=143,
         arguments="--steps 2000 --pause-s 0.15",
         options="--time=2",
@@ -201,6 +201,7 @@ OF_MPICH = [
 def run(cluster: Cluster, trial: Trial, python: str = sys.executable) -> dict[str, Any]:
     """Run a trial on idle nodes; returns what was run, expected and seen, and whether that is equal."""
     start = time.monotonic()
+    _left(cluster)  # what others have left
     with tempfile.TemporaryDirectory(dir=cluster.folder) as name:
         folder = Path(name)
         for program in ("where.py", "steps.py"):
