@@ -150,6 +150,16 @@ def ranks_by(labels: Iterable[L]) -> dict[L, list[int]]:
     return found
 
 
+def split_group(rank: int, colors: Sequence[int], keys: Sequence[int]) -> list[int]:
+    """The ranks with the color of `rank`, ordered by (key, rank) as `MPI_Comm_split` has it.
+
+    >>> split_group(0, [5, 7, 5], keys=[2, 0, 1])
+    [2, 0]
+    """
+    group = [other for other, color in enumerate(colors) if color == colors[rank]]
+    return sorted(group, key=lambda other: (keys[other], other))
+
+
 def share(count: int, rank: int, size: int) -> range:
     """The range of `count` items for `rank`: consecutive, and equal for all ranks up to one item.
 

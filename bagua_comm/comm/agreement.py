@@ -16,6 +16,7 @@ import numpy as np
 
 from ..arrays import Array, dtype_name, dtype_named, library, text_row, texts_of
 from ..errors import ArrayError, CommError, CommMismatch
+from ..topology import split_group
 from ..transports.base import Transport
 from ..transports.flow import DESCRIPTION
 
@@ -106,8 +107,7 @@ def agree_on_split(host: Transport, color: object, key: object) -> int:
         hint = "; ranks that no group needs give a color of their own" if text.startswith("color") else ""
         raise ArrayError(f"split: {text}, on rank {wrong[0]}{hint}")
     _, colors, keys = table.T.tolist()
-    same_color = sorted((keys[rank], rank) for rank in range(host.size) if colors[rank] == colors[host.rank])
-    return same_color.index((keys[host.rank], host.rank))
+    return split_group(host.rank, colors, keys).index(host.rank)
 
 
 def _not_in(name: str, value: object, first: int, end: int) -> str:

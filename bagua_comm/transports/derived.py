@@ -16,6 +16,7 @@ import numpy as np
 
 from .. import arrays, kernels
 from ..arrays import REDUCED_PRECISION, Array, Scratch
+from ..topology import split_group
 from . import rounds
 from .flow import COLLECTIVE, Exchanger, Flow, RowExchanger
 from .pipeline import Exact, chunk_bounds, exchange_rows, reduce_through
@@ -128,8 +129,7 @@ def members(transport: RowExchanger, color: int, key: int) -> list[int]:
     """The ranks that give the same `color`, ordered by (`key`, rank); see `Transport.split`. Collective."""
     table = np.empty((transport.size, 2), np.int64)
     transport.allgather(np.array([color, key], np.int64), table)
-    same_color = [rank for rank in range(transport.size) if table[rank, 0] == color]
-    return sorted(same_color, key=lambda rank: (table[rank, 1], rank))
+    return split_group(transport.rank, *table.T.tolist())
 
 
 def without_overlap(x: Array, out: Array, scratch: Scratch) -> Array:

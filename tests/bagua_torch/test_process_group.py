@@ -442,9 +442,9 @@ def test_alone_is_a_world_of_one_rank_whatever_started_it(monkeypatch):
 
 
 def test_connect_replaces_a_communicator_that_default_has_made():
-    unretrieved = bagua_torch.process_group.default()
-    with unretrieved, bagua_torch.connect() as comm:
-        assert comm is not unretrieved
+    implicit = bagua_torch.process_group.default()
+    with implicit, bagua_torch.connect() as comm:
+        assert comm is not implicit
         assert bagua_torch.process_group.default() is comm
         with pytest.raises(BootstrapError, match="connected already"):
             bagua_comm.connect()

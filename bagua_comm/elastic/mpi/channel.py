@@ -24,6 +24,7 @@ from mpi4py import MPI
 
 from ...arrays import Array, as_bytes, rows
 from ...errors import CommAborted, CommError, UnsupportedError
+from ...topology import split_group
 from ...transports import derived
 from ...transports.base import Transport
 from ...transports.flow import COLLECTIVE, POINT_TO_POINT, Flow
@@ -240,10 +241,10 @@ class ChannelTransport(MPITransport):
         """See `Transport.split`. Each rank allocates a channel; a group uses that of its first rank."""
         table = np.empty((self.size, 3), np.int64)
         self.allgather(np.array([color, key, self._processes.new_channel()], np.int64), table)
-        check_channel(int(table[:, 2].max()))  # on all ranks same_color, whichever group has it
-        same_color = [rank for rank in range(self.size) if table[rank, 0] == color]
-        same_color.sort(key=lambda rank: (table[rank, 1], rank))
-        members, channel = [self.members[rank] for rank in same_color], int(table[same_color[0], 2])
+        colors, keys, channels = table.T.tolist()
+        check_channel(max(channels))  # raises on all ranks, whichever group has it
+        group = split_group(self.rank, colors, keys)
+        members, channel = [self.members[rank] for rank in group], channels[group[0]]
         return ChannelTransport(self._processes, members, channel, timeout_s=self.timeout_s)
 
     def dup(self) -> Transport:
