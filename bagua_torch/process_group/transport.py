@@ -52,7 +52,7 @@ LEAVE_S = 10.0
 T = TypeVar("T")
 
 
-class Guard(Protocol):
+class _Guard(Protocol):
     """Runs a function that connects ranks, and raises an error if one of them has died."""
 
     def __call__(self, connect: Callable[[], T], /) -> T:
@@ -147,7 +147,7 @@ class ProcessGroupTransport(FramedTransport):
         *,
         timeout_s: float = 300.0,
         rendezvous: RendezvousInfo | None = None,
-        guard: Guard | None = None,
+        guard: _Guard | None = None,
         connected: ProcessGroupTransport | None = None,
     ) -> None:
         info = rendezvous or RendezvousInfo.of(group)
@@ -307,7 +307,7 @@ class ProcessGroupTransport(FramedTransport):
         """Those of these ranks that have died or left: their connections are closed. Any thread may call it."""
         return [each for each in ranks if each != self.rank and self._is_closed(each)]
 
-    def _watching(self, members: Sequence[int]) -> Guard:
+    def _watching(self, members: Sequence[int]) -> _Guard:
         """A guard of the connection of some ranks, which raises `RankFailed` if one of them dies meanwhile."""
 
         def check() -> None:
