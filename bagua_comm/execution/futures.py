@@ -30,12 +30,15 @@ class TaskFuture(Future[Any]):
         self.name, self.group = name, group
         """The name of the task, and of the communicator that it works on."""
         self._unretrieved: set[TaskFuture] = set()
+        self._is_asked = False
         self._process = os.getpid()
 
     def fail(self, error: BaseException, unretrieved: set[TaskFuture]) -> None:
         """End with an error, in this set as long as nobody has asked for it."""
         self._unretrieved = unretrieved
         unretrieved.add(self)
+        if self._is_asked:  # read after the addition: `note_asked` may run on another thread
+            unretrieved.discard(self)
         self.set_exception(error)
 
     def error(self, timeout: float | None = None) -> BaseException | None:
@@ -44,7 +47,8 @@ class TaskFuture(Future[Any]):
         return super().exception(timeout)
 
     def note_asked(self) -> None:
-        """Record that somebody has got the error."""
+        """Record that somebody has got the error, or that nobody needs it, even if the task fails later."""
+        self._is_asked = True
         self._unretrieved.discard(self)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:

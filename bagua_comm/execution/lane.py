@@ -364,6 +364,9 @@ class Lane(Live, Closing, ABC, Generic[C]):
 
     def _leave(self, error: BaseException) -> None:
         self._closed = True
+        if isinstance(error, CommError):  # tasks that fail as well fail for the same reason
+            for future in self._unforgotten():
+                future.note_asked()
         self._stop()
 
 

@@ -537,6 +537,33 @@ def test_an_error_that_somebody_has_got_is_not_raised_again_by_the_end_of_the_co
     run_ranks(2, body)
 
 
+@pytest.mark.parametrize("end", ["abort", "with"])
+@pytest.mark.parametrize("is_late", [False, True])
+def test_the_error_of_a_task_of_a_lane_that_has_failed_is_not_raised_by_the_end_of_the_communicator(end, is_late):
+    go_on = threading.Event()
+
+    def task():
+        assert go_on.wait(PATIENCE_S)
+        raise CommTimeout("as the caller's call")
+
+    def body(comm):
+        lane = comm.lane()
+        future = lane.submit(task)
+        if not is_late:
+            go_on.set()
+            until(future.done)
+        if end == "abort":
+            lane.abort()
+        else:
+            with pytest.raises(CommAborted), lane:
+                raise CommAborted("in a call of the caller")
+        go_on.set()
+        until(future.done)
+        comm.close()
+
+    run_ranks(1, body)
+
+
 def test_the_end_of_a_communicator_waits_for_tasks_that_make_progress():
     def body(comm):
         x, lane = np.ones(3), comm.lane()
