@@ -36,8 +36,8 @@ def test_elastic_training_does_not_start_again_or_keep_an_undone_step(seed):
 
 
 def test_a_new_communicator_is_made_within_the_limit_of_one_call():
-    """6433: after a wait for the split, its ranks were gathered within a limit of their own."""
-    run_seed(6433, "failing_calls")
+    """6041: after a wait for the split, its ranks were gathered within a limit of their own."""
+    run_seed(6041, "failing_calls")
 
 
 @pytest.mark.slow
