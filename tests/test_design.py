@@ -52,14 +52,14 @@ LAYERS = {
     ],
     "bagua_comm/transports": [
         "call_state flow notices",
-        "pipeline rounds",
+        "counted_calls pipeline rounds",
         "derived",
         "base",
         "local mpi nccl staged",
         "__init__",
     ],
     "bagua_comm/transports/mpi": [
-        "counted_calls paced_messages reductions shared_window time_limit tuning world",
+        "paced_messages reductions shared_window time_limit tuning world",
         "failure_detector peer_memory",
         "endpoint",
         "messages",

@@ -1,6 +1,6 @@
 """Which call another rank has reached, as the error about a missing rank says."""
 
-from bagua_comm.transports.mpi.counted_calls import CountedCalls
+from bagua_comm.transports.counted_calls import CountedCalls
 
 
 def test_a_rank_whose_first_call_was_refused_is_described_as_such():

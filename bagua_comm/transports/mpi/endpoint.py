@@ -20,10 +20,10 @@ import numpy as np
 from mpi4py import MPI
 
 from ...errors import CommAborted, CommError, CommMismatch, CommTimeout, RankFailed
+from ..counted_calls import CountedCalls
 from ..flow import COLLECTIVE
 from ..notices import ABORTED, LEFT
 from . import tuning
-from .counted_calls import CountedCalls
 from .failure_detector import FailureDetector
 from .shared_window import PeerAbortedError, SharedWindow, UnreadableError
 from .world import World

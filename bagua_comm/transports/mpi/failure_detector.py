@@ -12,9 +12,9 @@ from collections.abc import Collection, Iterator, Sequence
 from mpi4py import MPI
 
 from ...errors import WHICH_CALLS, CommAborted, CommError, CommMismatch, CommTimeout, RankFailed
+from ..counted_calls import CountedCalls
 from ..notices import ABORTED, LEFT, Notice, aborted
 from . import tuning
-from .counted_calls import CountedCalls
 from .world import World
 
 

@@ -10,9 +10,9 @@ from mpi4py import MPI
 
 from ...arrays import Array, as_buffer, as_bytes
 from ...errors import WHICH_CALLS, CommMismatch
+from ..counted_calls import CountedCalls
 from ..flow import FEW_RANKS, POINT_TO_POINT, Message, Wait
 from . import tuning
-from .counted_calls import CountedCalls
 from .endpoint import Endpoint
 from .paced_messages import PacedMessages
 

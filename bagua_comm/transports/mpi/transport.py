@@ -39,11 +39,11 @@ from ...logs import log_on_root
 from ...system.processes import namespace_number
 from .. import derived
 from ..base import Transport
+from ..counted_calls import CountedCalls
 from ..flow import POINT_TO_POINT, Channel, Flow, Message, Move
 from ..pipeline import Encoding
 from . import tuning
 from .agreement import Agreement
-from .counted_calls import CountedCalls
 from .endpoint import Endpoint, duplicate
 from .failure_detector import FailureDetector, ranks_in
 from .link_speed import measure_links

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from ..call_state import CallState
+from .call_state import CallState
 
 
 class CountedCalls(CallState):
