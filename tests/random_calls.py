@@ -46,6 +46,8 @@ MOVED = sorted(arrays.MOVABLE)
 SIZES = (1 << 11, 1 << 12, 1 << 16, 1 << 17)
 """The larger arrays, or a rank's parts of them, have about these sizes in bytes."""
 
+TAGS = (0, 1, "1", "halo")
+
 LAYOUTS = ("plain", "fortran", "backwards", "gaps", "odd byte", "records", "part")
 ON_DEVICE = ("plain", "gaps", "part")
 
@@ -481,22 +483,28 @@ def send_and_recv(draw):
 
 
 def exchange(draw):
-    """Any messages between any ranks, several between the same two, unless `exchange` refuses them."""
+    """Any messages between any ranks, several between the same two, unless `exchange` refuses them.
+
+    Those of a tag are in order; tags are not.
+    """
     p, rank = draw.comm.size, draw.comm.rank
     messages, alike = [], Counter()
     for _ in range(int(draw.shared.integers(0, 3 * p))):
         source, dest, dtype, shape = draw.rank(), draw.rank(), draw.one_of(MOVED), draw.shape()
+        tag = draw.one_of(TAGS)
         x = draw.operands(shape, dtype)[source]
-        alike[source, dest, x.nbytes] += 1
-        if min(alike[source, dest, x.nbytes], alike[dest, source, x.nbytes]) < 2:
-            messages.append((source, dest, x))
-    sends = [(dest, draw.laid_out(x, writable=False)) for source, dest, x in messages if source == rank]
-    expected = [(source, x) for source, dest, x in messages if dest == rank]
-    recvs = [(source, draw.laid_out(np.zeros_like(x))) for source, x in expected]
-    text = f"exchange of {[(source, dest, x.dtype.name, x.shape) for source, dest, x in messages]}"
+        alike[source, dest, tag, x.nbytes] += 1
+        if min(alike[source, dest, tag, x.nbytes], alike[dest, source, tag, x.nbytes]) < 2:
+            messages.append((source, dest, tag, x))
+    sends = [(dest, draw.laid_out(x, writable=False), tag) for source, dest, tag, x in messages if source == rank]
+    order = draw.own.permutation(len(TAGS))
+    expected = [(source, tag, x) for source, dest, tag, x in messages if dest == rank]
+    expected.sort(key=lambda message: order[TAGS.index(message[1])])
+    recvs = [(source, draw.laid_out(np.zeros_like(x)), tag) for source, tag, x in expected]
+    text = f"exchange of {[(source, dest, tag, x.dtype.name, x.shape) for source, dest, tag, x in messages]}"
 
     def check(result):
-        for (_, out), (_, x) in zip(recvs, expected, strict=True):
+        for (_, out, _), (_, _, x) in zip(recvs, expected, strict=True):
             assert_same(out, x, text)
 
     return Call(text, lambda comm: comm.exchange(sends, recvs), check)

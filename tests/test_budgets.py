@@ -230,7 +230,7 @@ def test_a_communicator_has_few_attributes():
 FOREIGN = re.compile("_(exit|fields|make|replace|buffers|metadata|modules|parameters|version)")
 """Names of Python's and PyTorch's that begin alike, and that classes here have as well."""
 
-PRIVATE = {"_exchange_in_order": 1}
+PRIVATE: dict[str, int] = {}
 """Private names that files use of classes in others, and how often; a list that may only get shorter."""
 
 

@@ -1,27 +1,22 @@
 """Comparison of calls among ranks, which `connect(check=True)` makes before a call moves a byte.
 
-All comparisons go over the transport of host arrays. Before a collective call, each rank sends a description of
-its call to all others. A message between two ranks is preceded by its description, which the receiver compares
-with what it expects.
+All comparisons go over the transport of host arrays: each rank sends a description of its call to all others.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 
-from ..arrays import Array, dtype_name, dtype_named, library, text_row, texts_of
+from ..arrays import Array, text_row, texts_of
 from ..errors import ArrayError, CommError, CommMismatch
 from ..topology import split_group
 from ..transports.base import Transport
-from ..transports.flow import DESCRIPTION
 
 TEXT_BYTES = 256
-"""Size of the description of a call or a message."""
+"""Size of the description of a call."""
 
 _DIGEST = 16
 
@@ -115,73 +110,6 @@ def _not_in(name: str, value: object, first: int, end: int) -> str:
     if isinstance(value, (int, np.integer)) and first <= value < end:
         return ""
     return f"{name} is {value!r}, expected an integer from {first} to {end - 1}"
-
-
-class Mismatch(NamedTuple):
-    """A message that differs from what its receiver expects."""
-
-    error: CommMismatch
-    library: str
-    """The library of its array, or "object"."""
-    nbytes: int
-
-
-class MessageChecker:
-    """Numbers, describes and compares the messages between this rank and each other one."""
-
-    def __init__(self) -> None:
-        self._sent: Counter[int] = Counter()
-        self._received: Counter[int] = Counter()
-
-    def compare(
-        self,
-        host: Transport,
-        call: str,
-        sends: Sequence[tuple[int, Array | None]],
-        recvs: Sequence[tuple[int, Array | None]],
-    ) -> list[Mismatch | None]:
-        """Send descriptions of outgoing messages, and compare the incoming ones with what this rank expects.
-
-        Args:
-            host: Moves host arrays.
-            call: The call that this rank makes.
-            sends: Peers, and the arrays that go to them; None in place of an object.
-            recvs: Peers, and the arrays to fill; None in place of an object.
-
-        Returns:
-            A mismatch for each of `recvs`; None if its message fits.
-        """
-        outgoing = [(peer, _packed(self._describe(call, self._sent, peer, x))) for peer, x in sends]
-        incoming = [(peer, np.empty(TEXT_BYTES, np.uint8)) for peer, _ in recvs]
-        host.exchange(outgoing, incoming, tag=DESCRIPTION)
-        return [
-            _mismatch(host.rank, peer, self._describe(call, self._received, peer, x), *texts_of(text[None]))
-            for (peer, x), (_, text) in zip(recvs, incoming, strict=True)
-        ]
-
-    def _describe(self, call: str, count: Counter[int], peer: int, x: Array | None) -> str:
-        """Return number, library, dtype, size, and call with shape, as text; all but the call must match."""
-        count[peer] += 1
-        if x is None:
-            return f"{count[peer]} object object 0 {call}"
-        name = dtype_name(x.dtype)
-        return f"{count[peer]} {library(x)} {name} {x.size} {call} of {name}{list(x.shape)}"
-
-
-def _mismatch(rank: int, peer: int, expected: str, found: str) -> Mismatch | None:
-    """Compare two descriptions of a message; return how they differ, or None."""
-    *wanted, my_call = expected.split(" ", 4)
-    *received, its_call = found.split(" ", 4)
-    if wanted == received:
-        return None
-    number, library, dtype, count = received
-    reason = "" if wanted[1] == library else f" ({library}, where {wanted[1]} is expected)"
-    numbers = f"message {number}" if number == wanted[0] else f"message {number}, instead of message {wanted[0]},"
-    return Mismatch(
-        CommMismatch(f"{numbers} from rank {peer} is its {its_call}, but rank {rank} called {my_call}{reason}"),
-        library,
-        0 if library == "object" else int(count) * dtype_named(dtype).itemsize,
-    )
 
 
 def _packed(text: str) -> Array:

@@ -159,11 +159,12 @@ def hint_of(error: BaseException, owner: type) -> str:
     if found is None or getattr(getattr(owner, found[2], None), "__qualname__", "") != found[1]:
         return ""
     parameters = inspect.signature(getattr(owner, found[2])).parameters.values()
-    if found[3] is not None and "tag" in found[3]:
-        return "there are no tags: between two ranks, messages match in order"
+    if found[3] in ("sendtag", "recvtag"):
+        return "tag= is one number, or one text, for both sides"
     if found[3] is not None:
         return f"the arguments of {found[2]} are {', '.join(each.name for each in list(parameters)[1:])}"
-    names = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY and each.name != "timeout_s"]
+    named = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
+    names = [name for name in named if name not in ("tag", "timeout_s")]
     shown_as = ", ".join(f"{name}=..." for name in names or ["timeout_s"])
     return f"give {' and '.join(names or ['timeout_s'])} by name: {found[2]}(..., {shown_as})"
 

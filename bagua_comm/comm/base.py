@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, Protocol, get_args
 
 import numpy as np
 
 from .. import trace
 from ..arrays import AnyArray, OpOrder
-from ..errors import ArrayError, shown_as
+from ..errors import ArrayError, shown, shown_as
 from ..execution.cuda import SharedScratch
 from ..flight import FlightRecorder
 from ..flight.entries import WORLD
@@ -21,7 +21,6 @@ from ..topology import place
 from ..trace import Counters, Recorder
 from ..transports.base import Transport
 from ..transports.call_state import check_timeout
-from .agreement import MessageChecker
 from .arguments import EMPTY, as_argument, transport_for
 from .guard import CallContext, CallGuard
 
@@ -93,9 +92,10 @@ class CommBase(Shared):
         """Settings that all ranks have compared and found equal. Unlike the cache, the same on all ranks."""
         self.guard = CallGuard(self.transports, checked=check)
         self._ids: Counter[str] = Counter()
+        for transport in self.transports:
+            transport.is_checked = check
         self._inner: Sequence[CommBase] = ()
         """Communicators that take over this one's time limit; see `Communicator.by_node`."""
-        self._message_checker = MessageChecker()
         self.op_order = op_order
 
     @property
@@ -169,6 +169,13 @@ class CommBase(Shared):
         if not is_integer or not 0 <= peer < self.size:
             wanted, hint = f"a rank from 0 to {self.size - 1}", ""
             if name != "root" and (peer is None or (is_integer and peer < 0)):
-                hint = "; for MPI.PROC_NULL pass None, in sendrecv and exchange; there is no MPI.ANY_SOURCE"
+                hint = "; for MPI.PROC_NULL pass None, in sendrecv and exchange; for MPI.ANY_SOURCE call recv_any"
             raise ArrayError(f"{call}: {name} is {peer!r}, expected {wanted}{hint}")
         return int(peer)
+
+    def _check_sources(self, call: str, sources: Sequence[int] | None) -> tuple[int, ...]:
+        """Check the argument `sources`."""
+        ranks = self._others if sources is None else sources
+        if not isinstance(ranks, Iterable) or not (ranks := list(ranks)):
+            raise ArrayError(f"{call}: sources is {shown(sources)}, expected a list of ranks")
+        return tuple(self._check_peer(call, "a rank in sources", rank) for rank in ranks)

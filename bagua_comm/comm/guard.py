@@ -14,9 +14,8 @@ from ..transports.base import Transport
 
 R = TypeVar("R")
 
-POINT_TO_POINT = frozenset(
-    {"send", "recv", "sendrecv", "exchange", "exchange_halos", "send_object", "recv_object"}
-)
+_MESSAGES = ("send", "recv", "sendrecv", "exchange", "exchange_halos", "recv_any")
+POINT_TO_POINT = frozenset({*_MESSAGES, "send_object", "recv_object", "recv_any_object"})
 """Names of the calls between two ranks, which other ranks do not make, or make with others."""
 
 _forks = 0

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar, overload
 
-import numpy as np
-
-from .. import arrays
-from ..arrays import Array
 from ..errors import shown_as
+from ..transports.labels import Receive, Tag, check_tag, label
 from . import packets
-from .arguments import EMPTY
 from .base import CommBase
 from .call import Call
 
 T = TypeVar("T")
+
+_BYTES = packets.EMPTY.data.dtype
 
 
 @shown_as("Communicator")
@@ -106,36 +104,33 @@ class ObjectCalls(CommBase):
         call = Call(self, name, payload=payload, root=root, timeout_s=timeout_s)
         return call.run(lambda *_: packets.scatter(self.host, outgoing, root)).open()
 
-    def send_object(self, obj: Any, *, dest: int, timeout_s: float | None = None) -> None:
-        """Send an object, by pickle, to `dest`, which calls `recv_object`.
+    def send_object(self, obj: object, *, dest: int, tag: Tag = 0, timeout_s: float | None = None) -> None:
+        """Send an object, by pickle, to `dest`, which calls `recv_object` with the same tag.
 
         Returns when `obj` may be modified, which can be before or after it is received. Objects never match the
-        arrays of `send` and `recv`; receive both in the order in which they are sent.
+        arrays of `send` and `recv`, whatever their tags.
 
         Raises:
-            ArrayError: `dest` is not a rank.
+            ArrayError: `dest` is not a rank, or `tag` is no tag.
             UnsupportedError: The object cannot be pickled. Nothing was sent.
         """
         name = "send_object"
         self._check_peer(name, "dest", dest)
+        tag = check_tag(name, tag)
         packet = packets.pack(name, obj)
         if packet.size < 0:
             packet.open()
+        message = dest, packet.data, label(tag, _BYTES, packet.size, of_object=True)
+        call = Call(self, name, payload=packet.size, dest=dest, timeout_s=timeout_s).unchecked()
+        call.run(lambda *_: self.host.exchange_labelled([message], []))
 
-        def move(*_: Array) -> None:
-            if self.check:
-                self._message_checker.compare(self.host, name, [(dest, None)], [])
-            packets.send(self.host, packet, dest)
-
-        Call(self, name, payload=packet.size, dest=dest, timeout_s=timeout_s).unchecked().run(move)
-
-    def recv_object(self, *, source: int, timeout_s: float | None = None) -> Any:
-        """Receive the next object that `source` sends to this rank by `send_object`.
+    def recv_object(self, *, source: int, tag: Tag = 0, timeout_s: float | None = None) -> Any:
+        """Receive the next object that `source` sends to this rank by `send_object` with this tag.
 
         Unpickling runs code chosen by the sender: ranks trust each other.
 
         Raises:
-            ArrayError: `source` is not a rank.
+            ArrayError: `source` is not a rank, or `tag` is no tag.
 
         >>> from bagua_comm.testing import run_ranks
         >>> def body(comm):
@@ -144,17 +139,34 @@ class ObjectCalls(CommBase):
         >>> run_ranks(2, body)
         [{'from': 1}, {'from': 0}]
         """
-        name, host = "recv_object", self.host
-        self._check_peer(name, "source", source)
+        self._check_peer("recv_object", "source", source)
+        return self._receive_object("recv_object", (source,), tag, timeout_s, source=source)[1]
 
-        def move(*_: Array) -> packets.Packet:
-            if self.check:
-                (wrong,) = self._message_checker.compare(host, name, [], [(source, None)])
-                if wrong is not None:
-                    # Receive it all the same, so that the next receive gets the next message.
-                    if wrong.library == arrays.library(EMPTY):
-                        host.exchange([], [(source, np.empty(wrong.nbytes, np.uint8))])
-                    raise wrong.error
-            return packets.receive(host, source)
+    def recv_any_object(
+        self, *, sources: Sequence[int] | None = None, tag: Tag = 0, timeout_s: float | None = None
+    ) -> tuple[int, Any]:
+        """Receive the next object of this tag that one of `sources` sends; return its rank, and the object.
 
-        return Call(self, name, source=source, timeout_s=timeout_s).unchecked().run(move).open()
+        `sources` are all other ranks if None. Unpickling runs code chosen by the sender: ranks trust each other.
+
+        Raises:
+            ArrayError: `sources` are not ranks, or `tag` is no tag.
+
+        >>> from bagua_comm.testing import run_ranks
+        >>> def body(comm):
+        ...     if comm.rank > 0:
+        ...         return comm.send_object("abc"[comm.rank], dest=0)
+        ...     return sorted(comm.recv_any_object() for _ in range(1, comm.size))
+        >>> run_ranks(3, body)[0]
+        [(1, 'b'), (2, 'c')]
+        """
+        ranks = self._check_sources("recv_any_object", sources)
+        return self._receive_object("recv_any_object", ranks, tag, timeout_s, sources=ranks)
+
+    def _receive_object(
+        self, name: str, ranks: tuple[int, ...], tag: Tag, timeout_s: float | None, **peers: Any
+    ) -> tuple[int, Any]:
+        receive = Receive(ranks, None, label(check_tag(name, tag), _BYTES, 0, of_object=True))
+        call = Call(self, name, timeout_s=timeout_s, **peers).unchecked()
+        call.run(lambda *_: self.host.exchange_labelled([], [receive]))
+        return receive.source, packets.Packet(receive.message.size, receive.message).open()

@@ -15,7 +15,7 @@ from ..arrays import Array
 from ..errors import ArrayError, BaguaError, UnsupportedError
 from ..transports import rounds
 from ..transports.base import Transport
-from ..transports.flow import COLLECTIVE, OBJECT, Flow
+from ..transports.flow import COLLECTIVE, Flow
 
 
 class Packet(NamedTuple):
@@ -123,20 +123,15 @@ def scatter(host: Transport, packets: list[Packet], root: int) -> Packet:
         host.exchange([(r, packets[r].head) for r in others], [], tag=COLLECTIVE)
         host.exchange([(r, packets[r].data) for r in others], [], tag=COLLECTIVE)
         return packets[root]
-    return receive(host, root, tag=COLLECTIVE)
+    return _receive(host, root)
 
 
-def send(host: Transport, packet: Packet, dest: int) -> None:
-    """Send a packet to `dest`, which calls `receive`."""
-    host.exchange([(dest, packet.head), (dest, packet.data)], [], tag=OBJECT)
-
-
-def receive(host: Transport, source: int, *, tag: int = OBJECT) -> Packet:
+def _receive(host: Transport, source: int) -> Packet:
     """Return the next packet from `source`."""
     head = np.zeros(1, np.int64)
-    host.exchange([], [(source, head)], tag=tag)
+    host.exchange([], [(source, head)], tag=COLLECTIVE)
     packet = empty_packet(head[0])
-    host.exchange([], [(source, packet.data)], tag=tag)
+    host.exchange([], [(source, packet.data)], tag=COLLECTIVE)
     return packet
 
 

@@ -15,7 +15,7 @@ from ..comm import Communicator
 from ..elastic.fleet import Death, Fleet, Process, Rendezvous
 from ..errors import CommAborted, CommError, CommTimeout, RankFailed
 from ..transports import LocalTransport, Transport
-from ..transports.flow import POINT_TO_POINT, Message
+from ..transports.labels import Ended, Labelled, Receive
 from ..transports.local import Hub
 from .worlds import still_running
 
@@ -232,10 +232,10 @@ class _FleetTransport(LocalTransport):
         super().__init__(hub, rank, timeout_s=job.timeout_s)
         self._job, self._members_of, self._round, self._key = job, members, round_, key
 
-    def exchange(self, sends: Sequence[Message], recvs: Sequence[Message], *, tag: int = POINT_TO_POINT) -> None:
-        """See `Transport.exchange`."""
+    def leave_and_take(self, sends: Sequence[Labelled], receives: Sequence[Receive], tag: int) -> Ended:
+        """See `LocalTransport.leave_and_take`."""
         self._job.check(self._members_of[self.rank], self._call or "exchange")
-        super().exchange(sends, recvs, tag=tag)
+        return super().leave_and_take(sends, receives, tag)
 
     def split(self, color: int, key: int) -> Transport:
         """See `Transport.split`."""

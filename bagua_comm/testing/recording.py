@@ -27,8 +27,8 @@ def _forwarded(name: str, *, recorded: bool = False, wrapped: bool = False) -> A
 
     def call(self: Recording, *args: Any, **options: Any) -> Any:
         if recorded:
-            sent = [x for _, x in args[0]] if name == "exchange" else args[:1]
-            self.calls.append(Call(name, sum(x.nbytes for x in sent)))
+            sent = [x for _, x, *_ in args[0]] if name.startswith("exchange") else args[:1]
+            self.calls.append(Call(name.removesuffix("_labelled"), sum(x.nbytes for x in sent)))
         found = getattr(self.inner, name)(*args, **options)
         return Recording(found) if wrapped else found
 
@@ -66,7 +66,9 @@ class Recording(Transport):
     interrupted, abort, leave = _forwarded("interrupted"), _forwarded("abort"), _forwarded("leave")
     notify_failure, poll_failures = _forwarded("notify_failure"), _forwarded("poll_failures")
     close = _forwarded("close")
-    exchange, barrier, broadcast = _recorded("exchange"), _recorded("barrier"), _recorded("broadcast")
+    exchange, exchange_labelled = _recorded("exchange"), _recorded("exchange_labelled")
+    begin_labelled = _forwarded("begin_labelled")
+    barrier, broadcast = _recorded("barrier"), _recorded("broadcast")
     allreduce, reduce, reduce_scatter = _recorded("allreduce"), _recorded("reduce"), _recorded("reduce_scatter")
     allgather, alltoall = _recorded("allgather"), _recorded("alltoall")
     split, dup, shrink = _wrapped("split"), _wrapped("dup"), _wrapped("shrink")

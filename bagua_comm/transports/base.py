@@ -22,7 +22,8 @@ from ..execution.cuda import SharedScratch
 from ..objects.pickling import Live
 from . import derived
 from .call_state import CallState
-from .flow import FEW_RANKS, POINT_TO_POINT, Channel, Flow, Message, Move, TransportFlow
+from .flow import FEW_RANKS, POINT_TO_POINT, Flow, Message, Move, TransportFlow
+from .labels import Ended, Labelled, Receive, finish, tag_of
 from .pipeline import Encoding
 
 
@@ -45,6 +46,10 @@ class Transport(CallState, Live, ABC):
     """Whether sums and products of floats have the bytes of `kernels.host.reduce_rows`, as in the derived
     collectives; False if the library below adds in another order, even if only above some size."""
 
+    needs_polling: bool = False
+    """Whether what was begun by `begin_labelled` goes on only while some thread asks whether it has ended."""
+    is_checked: bool = False
+    """Whether the ranks compare what they do otherwise not; see `connect(check=True)`."""
     few_ranks: int = FEW_RANKS
     """See `flow.FEW_RANKS`."""
     at_once_bytes: int = 0
@@ -84,6 +89,49 @@ class Transport(CallState, Live, ABC):
     @abstractmethod
     def abort(self, exit_code: int = 1) -> None:
         """Make calls of this transport fail on all ranks that can still be notified."""
+
+    # Messages with labels ---------------------------------------------------------------------------
+
+    def exchange_labelled(self, sends: Sequence[Labelled], receives: Sequence[Receive]) -> None:
+        """Send and receive messages at once, as `exchange` does; a receive takes the first message of its tag.
+
+        In this default, labels precede the messages, if a `label_carrier` exists. Between two ranks, messages of
+        one call match in the order of their tags, and those of several calls in the order of the calls.
+
+        Raises:
+            CommMismatch: A message has another dtype or size than the array it should fill.
+            CommTimeout: A message did not come within `timeout_s`.
+            UnsupportedError: A receive has several sources, and this transport cannot choose among them.
+        """
+        if any(len(each.sources) > 1 for each in receives):
+            raise UnsupportedError(
+                f"{self.name}: recv_any cannot find out which of several ranks has sent; name one by recv, or "
+                "send a host array first, and receive that by recv_any"
+            )
+        sends = sorted(sends, key=lambda send: tag_of(send[2]))
+        receives = sorted(receives, key=lambda receive: tag_of(receive.expected))
+        heads = [np.frombuffer(each.expected, np.uint8).copy() for each in receives]
+        if (carrier := self.label_carrier()) is not None:
+            rows = [(peer, np.frombuffer(of, np.uint8)) for peer, _, of in sends]
+            carrier.exchange(rows, [(each.sources[0], head) for each, head in zip(receives, heads, strict=True)])
+        for receive, head in zip(receives, heads, strict=True):
+            receive.deliver(receive.sources[0], head.tobytes(), receive.target(head.tobytes()))
+        self.exchange([(peer, x) for peer, x, _ in sends], [(each.source, each.message) for each in receives])
+        finish(receives, self.rank)
+
+    def label_carrier(self) -> Transport | None:
+        """What carries the labels of messages in the default of `exchange_labelled`; None if nothing does."""
+        return self
+
+    def begin_labelled(self, sends: Sequence[Labelled], receives: Sequence[Receive]) -> Ended:
+        """Begin what `exchange_labelled` does, and return at once; several threads may ask whether it has ended.
+
+        Until then, nobody may modify the arrays. Receives take messages in the order in which they have begun.
+
+        Raises:
+            UnsupportedError: This transport has no messages beside its calls.
+        """
+        raise UnsupportedError(f"{self.name}: no isend and irecv; submit sendrecv or exchange to a lane")
 
     # Collectives, derived unless overridden ---------------------------------------------------------
 
@@ -198,19 +246,6 @@ class Transport(CallState, Live, ABC):
             UnsupportedError: This transport has no such call.
         """
         raise UnsupportedError(f"{self.name}: cannot make a group of some ranks without the others; use split")
-
-    def channel(self) -> Channel:
-        """Another way to exchange messages with the same ranks, for another thread; freed with this transport.
-
-        Its tags begin with `FIRST_CHANNEL_TAG`, and no other channel of this rank may use the same peer,
-        direction and tag.
-
-        Raises:
-            UnsupportedError: This transport has none.
-        """
-        raise UnsupportedError(f"{self.name}: has no messages beside its calls")
-
-    # Hooks: checks and choices of a call ------------------------------------------------------------
 
     def agree_on_call(self, call: str, x: Array) -> Flow:
         """Raise `CommMismatch` on all ranks unless all make this call on arrays of one dtype and size.

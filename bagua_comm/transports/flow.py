@@ -19,35 +19,14 @@ Rows: TypeAlias = "Sequence[Array] | Array"
 Move: TypeAlias = Callable[[Array, Array], object]
 """Moves the bytes of a call: takes the array of this rank, and the array to fill."""
 
-POINT_TO_POINT, COLLECTIVE, OBJECT, DESCRIPTION = range(4)
-"""Tags; messages match only within a tag. In this order: arrays of `send` and `recv`, arrays of collectives,
-pickled objects, and the descriptions that `agreement` sends ahead of messages."""
+POINT_TO_POINT, COLLECTIVE, LABELLED = range(3)
+"""Kinds of messages, which match only within a kind: arrays without labels, arrays of collectives, and labelled
+messages, of which each receive chooses those of a tag."""
 
 
 FEW_RANKS = 8
 """Among more ranks than this, small arrays are gathered in log2(p) rounds; among fewer, each rank sends its array
 to all others at once, which takes less time."""
-
-FIRST_CHANNEL_TAG = 16
-"""The first tag of messages on channels; see `Transport.channel`."""
-
-
-class Channel(Protocol):
-    """The part of a transport that sends and receives messages between two ranks."""
-
-    timeout_s: float
-
-    def begin_call(self, name: str, *, collective: bool) -> None:
-        """See `CallState.begin_call`."""
-
-    def end_call(self) -> None:
-        """See `CallState.end_call`."""
-
-    def exchange(self, sends: Sequence[Message], recvs: Sequence[Message], *, tag: int) -> None:
-        """See `Transport.exchange`."""
-
-    def stop(self, reason: str) -> None:
-        """See `CallState.stop`."""
 
 
 class Exchanger(Protocol):

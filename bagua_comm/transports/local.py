@@ -13,20 +13,21 @@ import threading
 import time
 from collections import deque
 from collections.abc import Collection, Hashable, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 from weakref import WeakSet
 
 import numpy as np
 
 from ..arrays import Array
 from ..errors import WHICH_CALLS, CommAborted, CommError, CommMismatch, CommTimeout
-from ..execution.cuda import after, mark, passed
+from ..execution.cuda import Event, after, mark, passed, record_event
 from .base import Transport
-from .flow import POINT_TO_POINT, Message, Move
+from .flow import LABELLED, POINT_TO_POINT, Message, Move
+from .labels import Ended, Labelled, Receive, fill, missing
 from .notices import aborted
 
-Mail: TypeAlias = tuple[Array, Any, str]
-"""A copy of an array, the event after the copying if it is a device array, and the sender's call."""
+Mail: TypeAlias = "tuple[tuple[Array, Event | None], bytes]"
+"""A copy of an array, with the event after the copying of a device array; and the sender's call, or a label."""
 
 
 class Hub:
@@ -89,8 +90,10 @@ class LocalTransport(Transport):
         self._hub = hub or Hub(1)
         self.rank, self.size, self.timeout_s = rank, self._hub.size, timeout_s
         self._splits = 0
-        self._read: deque[tuple[Array, Any]] = deque()
+        self._read: deque[tuple[Array, Event]] = deque()
         """Device copies that this rank's stream may still be reading, and the event after the reading."""
+        self._begun: list[tuple[int, Receive]] = []
+        """The receives that wait for a message, and their tags, in the order in which they began."""
 
     def moves(self, x: Array) -> bool:
         """Host and device arrays."""
@@ -98,67 +101,108 @@ class LocalTransport(Transport):
 
     def exchange(self, sends: Sequence[Message], recvs: Sequence[Message], *, tag: int = POINT_TO_POINT) -> None:
         """Leave copies for the peers, then take theirs; see `Transport.exchange`."""
+        call = self.signature().encode() if tag != POINT_TO_POINT else b""
+        receives = [Receive((peer,), out, call) for peer, out in recvs]
+        self._wait(self.leave_and_take([(peer, x, call) for peer, x in sends], receives, tag))
+
+    def exchange_labelled(self, sends: Sequence[Labelled], receives: Sequence[Receive]) -> None:
+        """See `Transport.exchange_labelled`."""
+        self._wait(self.begin_labelled(sends, receives))
+
+    def begin_labelled(self, sends: Sequence[Labelled], receives: Sequence[Receive]) -> Ended:
+        """See `Transport.begin_labelled`."""
+        return self.leave_and_take(sends, receives, LABELLED)
+
+    def _wait(self, ended: Ended) -> None:
+        deadline_s, changed = self.deadline_s(), self._hub.changed
+        with changed:
+            while not ended(deadline_s):
+                changed.wait(deadline_s - time.monotonic())
+
+    def leave_and_take(self, sends: Sequence[Labelled], receives: Sequence[Receive], tag: int) -> Ended:
+        """Leave copies for the peers; the result takes theirs."""
         hub = self._hub
-        while self._read and passed(self._read[0][1]):
-            self._read.popleft()
-        if self.size == len(sends) == len(recvs) == 1 and not hub.mail.get((0, 0, tag)):
-            x, out = sends[0][1], recvs[0][1]
-            if x.nbytes == out.nbytes:
-                self._check_alive()
-                _copy(x, out)
-                return
-        copies = [x.copy() for _, x in sends]
-        signature = self.signature() if tag != POINT_TO_POINT else ""
+        copies = [x.copy() for _, x, _ in sends]
         with hub.changed:
             self._check_alive()
-            for (peer, x), copy in zip(sends, copies, strict=True):
-                hub.post(self.rank, peer, tag, (copy, mark(copy), signature))
+            for (peer, x, note), copy in zip(sends, copies, strict=True):
+                hub.post(self.rank, peer, tag, ((copy, mark(copy)), note))
                 self.sent_bytes += x.nbytes if peer != self.rank else 0
+            self._begun += [(tag, receive) for receive in receives]
             hub.changed.notify_all()
-        deadline_s = self.deadline_s()
-        for i, (peer, out) in enumerate(recvs):
-            try:
-                self._receive(peer, out, tag, signature, deadline_s)
-            except CommMismatch as exc:
-                if tag != POINT_TO_POINT or i + 1 < len(recvs):
-                    self._abort_after(exc, peer)  # the next messages would be mistaken for messages of this call
-                raise
-            except (CommTimeout, CommAborted) as exc:
-                self._abort_after(exc, peer)
-                raise
 
-    def _abort_after(self, error: CommError, peer: int) -> None:
-        """Refuse more calls, and wake the others with `error`, or with that of `peer` if it came from there."""
-        self.broken = str(error)
-        self._hub.fail(self.rank, self._hub.broken.get(peer, type(error)(str(error))))
+        def ended(deadline_s: float) -> bool:
+            with hub.changed:
+                self._match()
+                waiting = next((each for each in receives if each.message is None), None)
+                try:
+                    come = {each: self._mismatch(each, tag) for each in receives if each.message is not None}
+                    if waiting is None or any(come.values()):
+                        fill(come, self._fill)
+                    else:
+                        self._check_coming(waiting, tag, deadline_s)
+                except CommMismatch as exc:
+                    if tag != LABELLED or waiting is not None:
+                        self._abort_after(exc, receives[0])  # the next messages would be mistaken for this call's
+                    raise
+                except (CommTimeout, CommAborted) as exc:
+                    self._abort_after(exc, receives[0])
+                    raise
+                return waiting is None
 
-    def _receive(self, peer: int, out: Array, tag: int, signature: str, deadline_s: float) -> None:
-        hub = self._hub
-        with hub.changed:
-            box = hub.mail.setdefault((peer, self.rank, tag), deque())
-            while not box:
-                self._check_alive()
-                if peer in hub.broken:
-                    raise self._departure(peer, hub.broken[peer])
-                remaining = deadline_s - time.monotonic()
-                if remaining <= 0:
-                    raise CommTimeout(
-                        f"rank {self.rank} waited {self.limit_s:g} s for {out.nbytes} bytes from rank {peer}"
-                    )
-                hub.changed.wait(remaining)
-            message, copied, other = box.popleft()
-        if signature != other:
-            raise CommMismatch(f"rank {self.rank} called {signature}, but rank {peer} called {other}")
-        if message.nbytes != out.nbytes:
-            raise CommMismatch(
-                f"rank {self.rank} expected {out.nbytes} bytes from rank {peer}, which sent {message.nbytes}; "
-                f"{WHICH_CALLS}"
-            )
-        after(copied)
-        _copy(message, out)
+        return ended
+
+    def _match(self) -> None:
+        """Give each receive that has begun the first message that it takes. The caller holds the lock."""
+        for tag, receive in tuple(self._begun):
+            for peer in receive.sources:
+                box = self._hub.mail.get((peer, self.rank, tag), deque())
+                for i, (message, note) in enumerate(box):
+                    if receive.message is None and (tag != LABELLED or receive.takes(peer, note)):
+                        receive.deliver(peer, note, message)
+                        self._begun.remove((tag, receive))
+                        del box[i]
+                        break
+
+    def _check_coming(self, receive: Receive, tag: int, deadline_s: float) -> None:
+        """Raise if the message of a receive does not come any more."""
+        self._check_alive()
+        for peer in receive.sources:
+            if peer in self._hub.broken:
+                raise self._departure(peer, self._hub.broken[peer])
+        if time.monotonic() > deadline_s:
+            boxes = [self._hub.mail.get((peer, self.rank, tag), ()) for peer in receive.sources]
+            others = missing(receive, [note for box in boxes for _, note in box]) if tag == LABELLED else ""
+            raise CommTimeout(f"rank {self.rank} waited {self.limit_s:g} s for {receive}{others}")
+
+    def _mismatch(self, receive: Receive, tag: int) -> CommMismatch | None:
+        """The error for a message that differs from what this rank expects."""
+        (message, _), out, found = receive.message, receive.out, receive.found
+        if tag == LABELLED:
+            return receive.mismatch(self.rank)
+        if receive.expected != found:
+            calls = f"rank {self.rank} called {receive.expected.decode()}, but rank {receive.source} called"
+            return CommMismatch(f"{calls} {found.decode()}")
+        if out is not None and message.nbytes == out.nbytes:
+            return None
+        return CommMismatch(f"rank {self.rank} expected {receive}, which sent {message.nbytes}; {WHICH_CALLS}")
+
+    def _fill(self, receive: Receive) -> None:
+        while self._read and passed(self._read[0][1]):
+            self._read.popleft()
+        (message, copied), out = receive.message, receive.out
+        receive.message = message
+        if out is not None:
+            after(copied)
+            _copy(message, out)
         if copied is not None:
             # Freed now, its memory could be reused in the sender's stream, which may be ahead of this one.
-            self._read.append((message, mark(message)))
+            self._read.append((message, record_event()))
+
+    def _abort_after(self, error: CommError, receive: Receive) -> None:
+        """Refuse more calls, and wake the others with `error`, or with that of the source if that has one."""
+        self.broken = str(error)
+        self._hub.fail(self.rank, self._hub.broken.get(receive.sources[0], type(error)(str(error))))
 
     def _departure(self, peer: int, error: CommError) -> CommError:
         """The error to raise because `peer` sends nothing more after its `error`."""
@@ -186,10 +230,6 @@ class LocalTransport(Transport):
     def subgroup(self, ranks: Sequence[int], name: str, host: Transport | None = None) -> Transport:
         """See `Transport.subgroup`."""
         return LocalTransport(self._hub.join(name, len(ranks)), ranks.index(self.rank), timeout_s=self.timeout_s)
-
-    def channel(self) -> LocalTransport:
-        """See `Transport.channel`."""
-        return LocalTransport(self._hub, self.rank, timeout_s=self.timeout_s)
 
     def stop(self, reason: str) -> None:
         """See `CallState.stop`."""

@@ -24,6 +24,7 @@ from ..arrays import Array, OpOrder, address
 from ..execution.cuda import Event, record_event
 from .base import Transport
 from .flow import COLLECTIVE, POINT_TO_POINT, Message
+from .labels import Labelled, Receive
 
 PIECE_BYTES = 1 << 20
 
@@ -106,6 +107,21 @@ class StagedTransport(Transport):
                 tag=tag,
             )
             self._copy_up(incoming, k)
+
+    def exchange_labelled(self, sends: Sequence[Labelled], receives: Sequence[Receive]) -> None:
+        """See `Transport.exchange_labelled`. Arrays are sent whole."""
+        staged = self._stage([*(x for _, x, _ in sends), *(each.out for each in receives)], None)
+        outgoing, incoming = staged[: len(sends)], staged[len(sends) :]
+        on_host = [Receive(r.sources, s.pieces[0], r.expected) for r, s in zip(receives, incoming, strict=True)]
+        for k in self._arrivals(outgoing, min(len(staged), 1)):
+            messages = [(peer, s.pieces[0], of) for (peer, _, of), s in zip(sends, outgoing, strict=True)]
+            try:
+                self._host.exchange_labelled(messages, on_host)
+            finally:
+                fits = zip(incoming, on_host, strict=True)
+                self._copy_up([s for s, each in fits if each.found == each.expected], k)
+        for receive, each in zip(receives, on_host, strict=True):
+            receive.source = each.source
 
     def allreduce(self, x: Array, out: Array, op: str) -> None:
         """The host transport's, piece by piece; see `Transport`."""

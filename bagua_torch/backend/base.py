@@ -45,7 +45,7 @@ class GroupBase(_ProcessGroup):  # type: ignore[misc]
         self.lane, self.comm, self.parent = lane, lane.comm, parent
         self._at_close = at_close
         self._average = GroupAverage((options or BackendOptions()).average, self.comm)
-        self._messages = Messages(self.comm.host)
+        self._messages = Messages(self.comm)
         self._callbacks = Callbacks()
         self._kept: deque[LaneWork] = deque(maxlen=64)
         """The latest allreduces of one element. PyTorch's `join` gives such a work to its reducer, which waits

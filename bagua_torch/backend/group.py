@@ -360,9 +360,7 @@ class BaguaGroup(GroupBase):
     ) -> LaneWork:
         self._check_open(name)
         future = self._messages.submit(name, peer, tag, x, then)
-        source = peer if name == "recv" else None
-        limit_s = self.comm.timeout_s if peer == self.rank() else None
-        return LaneWork(name, future, tensors, HOST, self._callbacks, source, limit_s)
+        return LaneWork(name, future, tensors, HOST, self._callbacks, peer if name == "recv" else None)
 
 
 # torch.compile leaves the calls as they are: they need the memory of tensors, which it lacks as it traces.

@@ -71,7 +71,6 @@ class LaneWork(_Work):  # type: ignore[misc]
         device: The device of the tensors.
         callbacks: Runs the callbacks of futures.
         source: The rank that a received message comes from; None if this is no `recv`.
-        limit_s: How long `wait` waits; None if the call has a time limit itself.
         forget: Called with the task when `wait` raises its error, which the lane then raises no more.
     """
 
@@ -83,12 +82,11 @@ class LaneWork(_Work):  # type: ignore[misc]
         device: torch.device,
         callbacks: Callbacks,
         source: int | None = None,
-        limit_s: float | None = None,
         forget: Callable[[Future[Any]], object] | None = None,
     ) -> None:
         super().__init__()
         self._call, self._task, self._tensors, self._device, self._source = call, future, tensors, device, source
-        self._callbacks, self._limit_s, self._forget = callbacks, limit_s, forget
+        self._callbacks, self._forget = callbacks, forget
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Wait until the call is done, and raise its error; on a device, the current stream waits.
@@ -99,7 +97,7 @@ class LaneWork(_Work):  # type: ignore[misc]
         Raises:
             CommTimeout: It takes longer. The call continues.
         """
-        limit_s = timeout.total_seconds() if timeout > timedelta(0) else self._limit_s
+        limit_s = timeout.total_seconds() if timeout > timedelta(0) else None
         with torch_stream(self._device):
             try:
                 error = self._task.exception(limit_s)

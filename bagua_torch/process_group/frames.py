@@ -12,12 +12,14 @@ import torch.distributed as dist
 from bagua_comm import arrays
 from bagua_comm.arrays import Array, as_bytes
 from bagua_comm.transports.flow import Message
+from bagua_comm.transports.labels import LABEL_BYTES
 
 from ..arrays import as_tensor
 
-HEADER_BYTES = 24
-"""The head of a frame: three numbers. The bytes of the message; the bytes expected in return in a swap, else -1;
-and the number of the collective call."""
+_NUMBERS_BYTES = 24
+HEADER_BYTES = _NUMBERS_BYTES + LABEL_BYTES
+"""The head of a frame: three numbers, and the label of a message that has one. The numbers are the bytes of the
+message; the bytes expected in return in a swap, else -1; and the number of the collective call."""
 
 BODY_BYTES = 1 << 16
 """The most bytes of a message that its frame holds; only these are sent. With 64 KiB, an allreduce of 64 KiB
@@ -27,11 +29,12 @@ among two ranks takes three quarters of the time that it takes with 4 KiB, as no
 class Frame:
     """The head and the beginning of a message, as arrays and as a tensor that share memory."""
 
-    __slots__ = ("__weakref__", "body", "head", "tensor", "work")
+    __slots__ = ("__weakref__", "body", "head", "label", "tensor", "work")
 
     def __init__(self) -> None:
         memory = np.empty(HEADER_BYTES + BODY_BYTES, np.uint8)
-        self.head, self.body = memory[:HEADER_BYTES].view(np.int64), memory[HEADER_BYTES:]
+        self.head, self.body = memory[:_NUMBERS_BYTES].view(np.int64), memory[HEADER_BYTES:]
+        self.label = memory.data[_NUMBERS_BYTES:HEADER_BYTES]
         self.tensor = as_tensor(memory)
         self.work: dist.Work
 

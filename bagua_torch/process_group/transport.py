@@ -30,7 +30,8 @@ from bagua_comm import (
 from bagua_comm.arrays import Array, dtype_name
 from bagua_comm.bootstrap import environment
 from bagua_comm.transports import Transport
-from bagua_comm.transports.flow import COLLECTIVE, POINT_TO_POINT, Channel, Flow, Message, TransportFlow
+from bagua_comm.transports.flow import COLLECTIVE, POINT_TO_POINT, Flow, Message, TransportFlow
+from bagua_comm.transports.labels import Ended, Labelled, Receive
 
 from ..arrays import as_tensor
 from .children import closed_in_children, kept_in_children
@@ -128,7 +129,6 @@ class ProcessGroupTransport(FramedTransport):
         rendezvous: How the ranks find each other; a new rendezvous of `group` if None.
         guard: Called with a function that connects the ranks, for this transport and for subgroups; returns its
             result, or raises a `CommError` sooner. None to wait for all ranks as long as a call may.
-        connected: A transport whose connections to use; None to connect the ranks.
 
     Raises:
         BootstrapError: torch.distributed is not initialised, or this process is not in the group.
@@ -148,18 +148,14 @@ class ProcessGroupTransport(FramedTransport):
         timeout_s: float = 300.0,
         rendezvous: RendezvousInfo | None = None,
         guard: _Guard | None = None,
-        connected: ProcessGroupTransport | None = None,
     ) -> None:
         info = rendezvous or RendezvousInfo.of(group)
         super().__init__(info.rank, info.size, timeout_s)
         self._guard, self._rendezvous = guard, info
         self._splits = 0
         self._children: list[ProcessGroupTransport] = []  # kept alive: one may have pending messages
-        self._channels: list[ProcessGroupTransport] = []  # messages that they have sent may be pending
         self._unchecked = _COMPARED
-        if connected is not None:
-            self._gloo, self._verdict, self._is_channel = connected._gloo, connected._verdict, True
-        elif self.size > 1:
+        if self.size > 1:
             self._connect()
 
     def _connect(self) -> None:
@@ -204,20 +200,36 @@ class ProcessGroupTransport(FramedTransport):
 
     def exchange(self, sends: Sequence[Message], recvs: Sequence[Message], *, tag: int = POINT_TO_POINT) -> None:
         """All messages at once; see `Transport.exchange`."""
-        if self.broken is not None:
-            self.check_usable()
+        self._uninterrupted(lambda: self._exchange_compared(sends, recvs, tag))
+
+    def _exchange_compared(self, sends: Sequence[Message], recvs: Sequence[Message], tag: int) -> None:
+        """Exchange messages; in a collective call, once the ranks have compared it."""
         swaps = swaps_of(sends, recvs) if tag == COLLECTIVE else {}
         swaps.pop(self.rank, None)
+        first = False
+        if tag == COLLECTIVE and self._unchecked != _COMPARED:
+            first = self._unchecked == _IN_NEXT_ROUND and len(swaps) == self.size - 1
+            if self._unchecked == _UNKNOWN:
+                self._compare_messages(sends, recvs)
+            elif not first:
+                self._synchronize()
+            self._unchecked = _COMPARED
+        self._exchange(sends, recvs, tag, swaps, first)
+
+    def exchange_labelled(self, sends: Sequence[Labelled], receives: Sequence[Receive]) -> None:
+        """See `Transport.exchange_labelled`. The frame of a message has its label."""
+        self._uninterrupted(lambda: self._exchange_labelled(sends, receives))
+
+    def begin_labelled(self, sends: Sequence[Labelled], receives: Sequence[Receive]) -> Ended:
+        """See `Transport.begin_labelled`."""
+        return self._uninterrupted(lambda: self._begin_labelled(sends, receives))
+
+    def _uninterrupted(self, call: Callable[[], T]) -> T:
+        """Make a call; refuse all later ones if an exception of the user ends it."""
+        if self.broken is not None:
+            self.check_usable()
         try:
-            first = False
-            if tag == COLLECTIVE and self._unchecked != _COMPARED:
-                first = self._unchecked == _IN_NEXT_ROUND and len(swaps) == self.size - 1
-                if self._unchecked == _UNKNOWN:
-                    self._compare_messages(sends, recvs)
-                elif not first:
-                    self._synchronize()
-                self._unchecked = _COMPARED
-            self._exchange(sends, recvs, tag, swaps, first)
+            return call()
         except CommError:
             raise
         except BaseException as exc:
@@ -317,14 +329,8 @@ class ProcessGroupTransport(FramedTransport):
 
         return lambda connect: run_watched(connect, check)
 
-    def channel(self) -> Channel:
-        """See `Transport.channel`. It uses the connections of this transport."""
-        made = ProcessGroupTransport(timeout_s=self.timeout_s, rendezvous=self._rendezvous, connected=self)
-        self._channels.append(made)
-        return made
-
     def stop(self, reason: str) -> None:
-        """See `CallState.stop`. Closes the connections, which a channel shares with its transport."""
+        """See `CallState.stop`. Closes the connections."""
         self.refuse_calls(reason)
         self._hang_up()
 
@@ -362,9 +368,8 @@ class ProcessGroupTransport(FramedTransport):
             pass  # the peer left without receiving everything, or calls differ
         finally:
             self.refuse_calls("closed")
-            for each in (self, *self._channels):
-                each.drop()
-            self._channels.clear()
+            self.end_readers()
+            self.drop()
             self._children.clear()
 
     def _say_goodbye(self) -> None:

@@ -26,7 +26,7 @@ BUFFERED_BYTES = 1 << 20
 """Messages up to this size usually fit in the send buffer of a socket, for which Linux allows 4 MiB, and arrive
 from it even if their process dies. For longer ones, a thread takes less than a tenth of their time."""
 
-_GRACE_S = 0.1
+GRACE_S = 0.1
 """How long a completed message may take to be noticed after its connection was found closed."""
 
 Pending: TypeAlias = "tuple[int, dist.Work]"
@@ -62,7 +62,7 @@ def wait_watched(
             if index < len(works):
                 check(works[index][0])
         except RuntimeError:
-            time.sleep(_GRACE_S)
+            time.sleep(GRACE_S)
             if complete == index and not has_ended:
                 given_up = index
                 raise
@@ -104,6 +104,14 @@ def run_watched(call: Callable[[], T], check: Callable[[], None], check_s: float
 
     A thread makes the call. It is abandoned if `check` raises an error, which is called every `check_s` seconds.
     """
+    future = in_background(call)
+    while wait([future], check_s).not_done:
+        check()
+    return future.result()
+
+
+def in_background(call: Callable[[], T]) -> Future[T]:
+    """The future of a call that a thread makes."""
     future: Future[T] = Future()
 
     def work() -> None:
@@ -113,6 +121,4 @@ def run_watched(call: Callable[[], T], check: Callable[[], None], check_s: float
             future.set_exception(exc)
 
     threading.Thread(target=work, name="bagua-waiter", daemon=True).start()
-    while wait([future], check_s).not_done:
-        check()
-    return future.result()
+    return future

@@ -10,6 +10,9 @@ rest of a long message follows once both ends are known to expect the same size:
     swap       both post their arrays; frames cross, and hold the size that their sender expects;
                each then sends its rest at once. Used in collectives, between ranks that send one message each.
 
+A labelled message has its label in the frame. A thread for each rank that this one has received such a message
+from takes them all, since gloo cannot be asked whether one has come; the first receive of its tag gets it.
+
 In a collective call, ranks first compare the call: its name, dtype, size, op and root. A number derived from
 these is in the frames of a round among all ranks. The first messages of most calls are such a round, so that the
 comparison is free. If numbers differ, all ranks detect it, and exchange the descriptions of their calls for the
@@ -19,10 +22,14 @@ posts its error in the store and closes its connections, so that ranks that wait
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import Any, ParamSpec, TypeVar
 
@@ -35,19 +42,28 @@ from bagua_comm import CommAborted, CommError, CommMismatch, CommTimeout, RankFa
 from bagua_comm.arrays import Array, as_bytes, text_row, texts_of
 from bagua_comm.errors import WHICH_CALLS
 from bagua_comm.transports import Transport
-from bagua_comm.transports.flow import COLLECTIVE, FIRST_CHANNEL_TAG, Message
+from bagua_comm.transports.call_state import MAX_TIMEOUT_S
+from bagua_comm.transports.flow import COLLECTIVE, LABELLED, Message
+from bagua_comm.transports.labels import Ended, Labelled, Mailbox, Receive, empty_for, finish, label
 from bagua_comm.transports.notices import different_calls
 
 from .children import kept_in_children
 from .frames import BODY_BYTES, HEADER_BYTES, Frame, rest_of, swaps_of
 from .verdicts import SharedError, Verdict, of_same_kind
-from .waiter import BUFFERED_BYTES, Pending, wait_for_collective, wait_watched
+from .waiter import (
+    BUFFERED_BYTES,
+    CHECK_S,
+    Pending,
+    in_background,
+    wait_for_collective,
+    wait_watched,
+)
 
 TEXT_BYTES = 256
 """The size of the description of a call, which ranks exchange when their calls differ."""
 
-UNSENT_FRAMES = 64
-"""How many short messages to one rank may be unreceived before `send` waits."""
+UNSENT_FRAMES, BEGUN_FRAMES = 64, 1024
+"""How many short messages to one rank may be unreceived before `send` waits, and before `isend` does."""
 
 _HANG_UP_S = 2.0
 """How long to try to close connections."""
@@ -96,17 +112,17 @@ class FramedTransport(Transport):
     def __init__(self, rank: int, size: int, timeout_s: float) -> None:
         super().__init__()
         self.rank, self.size, self.timeout_s = rank, size, timeout_s
-        self._timeout = timedelta(seconds=timeout_s)
+        self._timeout = timedelta(seconds=self.timeout_s)
         self._gloo: Any = None
         self._verdict: Verdict | None = None
-        self._is_channel = False
         self._leaving = False
         self._number = 0  # of the collective call, the same on all ranks
         self._text = ""  # of the collective call
         self._posted: dict[tuple[int, int], Frame] = {}  # by (peer, tag): posted for the next message
         self._sent: dict[tuple[int, int], deque[Frame]] = {}  # by (peer, tag): may still be pending
         self._free: list[Frame] = []
-        self._own: dict[int, deque[Array]] = {}  # by tag: messages to this rank itself
+        self._mailbox = Mailbox()  # labelled messages, those of this rank to itself, too
+        self._readers: dict[int, Future[RuntimeError]] = {}  # by peer: take its labelled messages
         self._interrupted: object = None  # arrays that gloo may use for as long as a connection is open
 
     def _round(self, send: Callable[[int], Array], receive: Callable[[int], Array], *, first: bool) -> None:
@@ -137,7 +153,7 @@ class FramedTransport(Transport):
                 works.append((peer, self._receive_rest(peer, _SWAP_TAG, out)))
         for peer, x in sends:
             if peer == self.rank:
-                self._own.setdefault(tag, deque()).append(x.copy())
+                self._mailbox.put(peer, _own(tag, x), x.copy())
                 continue
             self._send_frame(peer, tag, x, swaps[peer][1].nbytes if peer in swaps else -1, number)
             if x.nbytes > BODY_BYTES and peer not in swaps:
@@ -146,7 +162,7 @@ class FramedTransport(Transport):
 
         if first:
             self._compare_numbers([(peer, frame) for (peer, _), frame in zip(recvs, frames, strict=True)], number)
-        for i, ((peer, out), frame) in enumerate(zip(recvs, frames, strict=True)):
+        for (peer, out), frame in zip(recvs, frames, strict=True):
             if frame is None:
                 self._receive_own(out, tag)
                 continue
@@ -155,8 +171,7 @@ class FramedTransport(Transport):
             x = swaps[peer][0] if peer in swaps else None
             head = [out.nbytes, -1 if x is None else x.nbytes, number]
             if frame.head.tolist() != head:
-                last = tag != COLLECTIVE and i + 1 == len(recvs) and not works
-                raise self._mismatch(peer, tag, frame, head, last)
+                raise self._mismatch(peer, frame, head)
             if x is not None and x.nbytes > BODY_BYTES:
                 works.append((peer, self._send_rest(peer, _SWAP_TAG, x)))
             if x is None and out.nbytes > BODY_BYTES:
@@ -168,12 +183,123 @@ class FramedTransport(Transport):
         longest = max((x.nbytes for _, x in (*sends, *recvs)), default=0)
         self._wait_for_rests(works, longest)
         for peer, _ in sends:
-            # In a collective the receiver is about to receive it; on a channel, no other message waits for it.
-            self._reclaim(peer, tag, 0 if tag == COLLECTIVE or tag >= FIRST_CHANNEL_TAG else UNSENT_FRAMES)
+            # In a collective the receiver is about to receive it.
+            self._reclaim(peer, tag, 0 if tag == COLLECTIVE else UNSENT_FRAMES)
         # Not earlier: if the peer has left meanwhile, its last message would be lost.
         for (peer, _), frame in zip(recvs, frames, strict=True):
             if frame is not None:
                 self._post_ahead(peer, tag, frame)
+
+    # Messages with labels ---------------------------------------------------------------------------
+
+    def _exchange_labelled(self, sends: Sequence[Labelled], receives: Sequence[Receive]) -> None:
+        """Implementation of `exchange_labelled`."""
+        works, ended = self._begin_sends(sends), self._begin_receives(receives, alone=False)
+        wrong: CommMismatch | None = None
+        try:
+            while not ended(self.deadline_s()):
+                self._mailbox.wait(receives, min(CHECK_S, self.deadline_s() - time.monotonic()))
+        except CommMismatch as exc:  # the peers still wait for what this rank sends
+            wrong = exc
+        self._wait_for_rests(works, max((x.nbytes for _, x, _ in sends), default=0))
+        for peer in {peer for peer, *_ in sends}:
+            self._reclaim(peer, LABELLED, UNSENT_FRAMES)
+        if wrong is not None:
+            raise wrong
+
+    def _begin_labelled(self, sends: Sequence[Labelled], receives: Sequence[Receive]) -> Ended:
+        """Implementation of `begin_labelled`: a thread waits until long messages are sent."""
+        works = self._begin_sends(sends)
+        received = self._begin_receives(receives, alone=True)
+        for peer in {peer for peer, *_ in sends}:
+            self._reclaim(peer, LABELLED, BEGUN_FRAMES)
+        if not works:
+            return received
+        # Its limit is that of the request, and not of another call that is in progress.
+        forever_s = time.monotonic() + MAX_TIMEOUT_S
+        sent = in_background(lambda: wait_watched(works, forever_s, self._check_connection))
+
+        def ended(deadline_s: float) -> bool:
+            if sent.done() and (failure := sent.result()) is not None:
+                raise self._translate(failure[1], failure[0], alone=True)
+            if not sent.done() and time.monotonic() > deadline_s:
+                peers = sorted({peer for peer, _ in works})
+                text = f"rank {self.rank} waited for {named(peers)} to receive its message, until its time limit"
+                raise self._close_with(CommTimeout(text))
+            return received(deadline_s) and sent.done()
+
+        return ended
+
+    def _begin_sends(self, sends: Sequence[Labelled]) -> list[Pending]:
+        """Send frames, and begin to send the rests of long messages."""
+        works: list[Pending] = []
+        for peer, x, of in sends:
+            if peer == self.rank:
+                self._mailbox.put(peer, of, x.copy())
+                continue
+            self._send_frame(peer, LABELLED, x, -1, 0, of)
+            if x.nbytes > BODY_BYTES:
+                works.append((peer, self._send_rest(peer, _REST_TAG + LABELLED, x)))
+            self.sent_bytes += x.nbytes
+        return works
+
+    def _begin_receives(self, receives: Sequence[Receive], *, alone: bool) -> Ended:
+        """Begin to receive, by a thread for each source that takes its messages from now on."""
+        for receive in receives:
+            self._mailbox.begin(receive)
+            for peer in receive.sources:
+                if peer != self.rank and peer not in self._readers:
+                    self._readers[peer] = in_background(functools.partial(self._read, peer))
+                    _end_readers_at_exit(self)
+
+        def ended(deadline_s: float) -> bool:
+            waiting = next((each for each in receives if each.message is None), None)
+            if waiting is None:
+                finish(receives, self.rank)
+                return True
+            self.check_usable()
+            for peer in waiting.sources:
+                if (reader := self._readers.get(peer)) is not None and reader.done():
+                    raise self._translate(reader.result(), peer, alone=alone)
+            if time.monotonic() > deadline_s:
+                text = f"rank {self.rank} waited {self.limit_s:g} s for {waiting}{self._mailbox.missing(waiting)}"
+                raise self._close_with(CommTimeout(text))
+            return False
+
+        return ended
+
+    def _read(self, peer: int) -> RuntimeError:
+        """Take the labelled messages of `peer` until there are no more; return why.
+
+        It waits without a limit, since gloo closes all connections after one.
+        """
+        forever = timedelta(seconds=MAX_TIMEOUT_S)
+        frame = self._take_frame()
+        try:
+            while True:
+                unrecorded(self._gloo.recv, [frame.tensor], peer, LABELLED).wait(forever)
+                of = bytes(frame.label)
+                receive = self._mailbox.claim(peer, of)
+                message = empty_for(of) if receive is None else receive.target(of)
+                if message.nbytes > BODY_BYTES:
+                    rest = unrecorded(self._gloo.recv, [rest_of(message)], peer, _REST_TAG + LABELLED)
+                    if failure := wait_watched(
+                        [(peer, rest)], time.monotonic() + MAX_TIMEOUT_S, self._check_connection
+                    ):
+                        raise failure[1]
+                if message.nbytes:
+                    begin = frame.body[: message.nbytes]
+                    as_bytes(message)[: begin.size] = begin
+                self._mailbox.put(peer, of, message, receive)
+        except RuntimeError as exc:  # it has left, or died, or this rank has closed the connections
+            self._mailbox.wake()
+            return exc
+
+    def end_readers(self) -> None:
+        """End the threads that take labelled messages, by closing the connections."""
+        if self._readers:
+            self._hang_up()
+            wait(self._readers.values(), _HANG_UP_S)
 
     def _compare_numbers(self, frames: Sequence[tuple[int, Frame | None]], number: int) -> None:
         """Wait for the frames of all other ranks; raise on all ranks unless all have this number."""
@@ -214,7 +340,7 @@ class FramedTransport(Transport):
         return frame
 
     def _post_ahead(self, peer: int, tag: int, frame: Frame) -> None:
-        if (peer, tag) in self._posted or self._leaving or tag >= FIRST_CHANNEL_TAG:  # there may be many tags
+        if (peer, tag) in self._posted or self._leaving:
             self._free.append(frame)
             return
         try:
@@ -224,11 +350,17 @@ class FramedTransport(Transport):
         self._posted[peer, tag] = frame
 
     def _take_frame(self) -> Frame:
-        return self._free.pop() if self._free else kept_in_children(Frame())
+        with contextlib.suppress(IndexError):  # readers take frames, too
+            return self._free.pop()
+        return kept_in_children(Frame())
 
-    def _send_frame(self, peer: int, tag: int, x: Array, in_return: int, number: int) -> None:
+    def _send_frame(
+        self, peer: int, tag: int, x: Array, in_return: int, number: int, of: bytes | None = None
+    ) -> None:
         frame = self._take_frame()
         frame.head[:] = x.nbytes, in_return, number
+        if of is not None:
+            frame.label[:] = of
         if x.nbytes:
             begin = as_bytes(x)[:BODY_BYTES]
             frame.body[: begin.size] = begin
@@ -253,19 +385,15 @@ class FramedTransport(Transport):
             self._sent.pop((peer, tag), None)
 
     def _receive_own(self, out: Array, tag: int) -> None:
-        messages = self._own.get(tag)
-        if not messages:
+        receive = Receive((self.rank,), out, _own(tag, out))
+        self._mailbox.begin(receive)
+        if receive.message is None:
             self.refuse_calls("it waited for a message from itself")
-            raise CommTimeout(f"rank {self.rank} would wait forever for {out.nbytes} bytes from itself")
-        x = messages.popleft()
-        if x.nbytes != out.nbytes:
-            raise CommMismatch(
-                f"rank {self.rank} expected {out.nbytes} bytes from itself, but sent {x.nbytes}; {WHICH_CALLS}"
-            )
-        as_bytes(out)[...] = as_bytes(x)
+            raise CommTimeout(f"rank {self.rank} would wait forever for {receive}")
+        finish([receive], self.rank)
 
-    def _mismatch(self, peer: int, tag: int, frame: Frame, expected: list[int], last: bool) -> CommMismatch:
-        """The error for a frame with an unexpected head; receives its message if nothing else is in flight."""
+    def _mismatch(self, peer: int, frame: Frame, expected: list[int]) -> CommMismatch:
+        """The error for a frame with an unexpected head."""
         nbytes, in_return, number = frame.head.tolist()
         text = f"rank {self.rank} expected {expected[0]} bytes from rank {peer}, which sent {nbytes}"
         if number == LEAVING:
@@ -274,14 +402,7 @@ class FramedTransport(Transport):
             text = f"{text} in another call"
         elif nbytes == expected[0]:
             text = f"rank {self.rank} sent {expected[1]} bytes to rank {peer}, which expected {in_return}"
-        error = CommMismatch(f"{text}; {WHICH_CALLS}", peer if number == LEAVING else None)
-        if not last:
-            return self._close_with(error)
-        if nbytes > BODY_BYTES:
-            rest = self._receive_rest(peer, _REST_TAG + tag, np.empty(nbytes, np.uint8))
-            self._wait_for_rests([(peer, rest)], nbytes)
-        self._post_ahead(peer, tag, frame)
-        return error
+        return self._close_with(CommMismatch(f"{text}; {WHICH_CALLS}", peer if number == LEAVING else None))
 
     def _close_with(self, error: _Error) -> _Error:
         """Close the connections, so that peers that wait for this rank raise the same error."""
@@ -366,8 +487,12 @@ class FramedTransport(Transport):
         for each in self.others() if peer is None else (peer,):
             unrecorded(self._gloo.recv, [_byte()], each, _ABORT_TAG)
 
-    def _translate(self, exc: RuntimeError, peer: int | None) -> CommError:
-        """Translate an error of torch.distributed to a `CommError`; the transport cannot be used after it."""
+    def _translate(self, exc: RuntimeError, peer: int | None, *, alone: bool = False) -> CommError:
+        """Translate an error of torch.distributed to a `CommError`.
+
+        The transport cannot be used after it, unless a peer is lost, and the message that waits for it is to fail
+        `alone`.
+        """
         peers = "its peers" if peer is None else f"rank {peer}"
         reason = str(exc).split(". This is typically caused")[0]
         error: CommError
@@ -378,7 +503,7 @@ class FramedTransport(Transport):
             text = f"rank {self.rank} of {self.size} waited {self.limit_s:g} s for {peers}"
             return self._close_with(CommTimeout(text))
         elif "onnection" in reason or "closed" in reason or "Broken pipe" in reason:
-            return self._lost(peer, peers, reason)
+            return self._lost(peer, peers, reason, alone=alone)
         else:
             error = CommError(f"rank {self.rank}: torch.distributed failed: {reason}")
         self.refuse_calls(f"a call failed earlier ({type(error).__name__})")
@@ -392,7 +517,7 @@ class FramedTransport(Transport):
         text = f"rank {self.rank} gave up while it waited for {peers}, after another call had failed: {own}"
         return of_same_kind(type(own).__name__, text, getattr(own, "ranks", ()))
 
-    def _lost(self, peer: int | None, peers: str, reason: str) -> CommError:
+    def _lost(self, peer: int | None, peers: str, reason: str, *, alone: bool) -> CommError:
         """The error for a closed connection: that of the first rank that closed its own, if it has stored one."""
         lost = [each for each in self.others() if self._is_closed(each)] if peer is None else [peer]
         if peer is None and lost:  # a collective of gloo does not say which
@@ -412,10 +537,7 @@ class FramedTransport(Transport):
         elif first is not None and self.rank not in getattr(first, "ranks", ()):
             text = f"rank {self.rank} lost {peers}, which gave up: {first}"
             error = of_same_kind(type(first).__name__, text, getattr(first, "ranks", ()))
-        if self._is_channel:  # the other messages of this rank go on
-            self.refuse_calls(f"a message failed earlier ({type(error).__name__})")
-            return error
-        return self._close_with(error)
+        return error if alone else self._close_with(error)
 
     def _first_error(self) -> SharedError | None:
         """The error that a rank has stored for its peers before it closed its connections, if one has.
@@ -438,6 +560,22 @@ class FramedTransport(Transport):
         except RuntimeError:
             return True
         return False
+
+
+def _end_readers_at_exit(transport: FramedTransport) -> None:
+    """End the readers before Python ends: a thread that returns from gloo then ends the process by a signal."""
+    found = weakref.ref(transport)
+
+    def end() -> None:
+        if (each := found()) is not None:
+            each.end_readers()
+
+    atexit.register(end)
+
+
+def _own(kind: int, x: Array) -> bytes:
+    """The label of a message of this rank to itself that has none."""
+    return label(f"#{kind}", np.dtype(np.uint8), x.nbytes)
 
 
 def named(ranks: Sequence[int]) -> str:

@@ -1,14 +1,16 @@
 """What a failure over gloo means for the other messages and calls of a rank, and which rank errors name."""
 
 import threading
+import time
 
 import numpy as np
 import pytest
 import torch.distributed as dist
 from support.gloo import run_threads
+from support.waiting import until
 
 from bagua_comm import CommAborted, CommMismatch, CommTimeout, Communicator, RankFailed
-from bagua_comm.transports.flow import FIRST_CHANNEL_TAG
+from bagua_comm.transports.labels import Receive, label
 from bagua_torch.backend.start import wait_for_ranks
 from bagua_torch.process_group.transport import RendezvousInfo
 from bagua_torch.process_group.verdicts import Verdict
@@ -16,31 +18,36 @@ from bagua_torch.process_group.verdicts import Verdict
 TIMEOUT_S = 60.0
 
 
-def send(channel, x, dest):
-    channel.exchange([(dest, x)], [], tag=FIRST_CHANNEL_TAG)
+def complete(ended, limit_s=TIMEOUT_S):
+    deadline_s = time.monotonic() + limit_s
+    until(lambda: ended(deadline_s))
 
 
-def receive(channel, x, source):
-    channel.exchange([], [(source, x)], tag=FIRST_CHANNEL_TAG)
+def send(transport, x, dest):
+    complete(transport.begin_labelled([(dest, x, label(0, x.dtype, x.size))], []))
+
+
+def receive(transport, x, source, limit_s=TIMEOUT_S):
+    complete(transport.begin_labelled([], [Receive((source,), x, label(0, x.dtype, x.size))]), limit_s)
 
 
 @pytest.mark.parametrize("count", [3, 400_000])
 def test_messages_between_others_go_on_after_a_rank_has_died(count):
     def body(transport):
-        channels, x = [transport.channel() for _ in range(2)], np.full(count, transport.rank)
+        x = np.full(count, transport.rank)
         Communicator([transport]).barrier()
         if transport.rank == 2:
             transport.abort()
             return None
         if transport.rank == 1:
-            send(channels[0], x, 0)
-            receive(channels[0], x, 0)
+            send(transport, x, 0)
+            receive(transport, x, 0)
             return x[-1]
         with pytest.raises(RankFailed) as caught:
-            receive(channels[1], x, 2)
+            receive(transport, x, 2)
         assert caught.value.ranks == (2,)
-        receive(channels[0], x, 1)
-        send(channels[0], x + 1, 1)
+        receive(transport, x, 1)
+        send(transport, x + 1, 1)
         return None
 
     assert run_threads(3, body, timeout_s=TIMEOUT_S)[1] == 2
@@ -49,38 +56,59 @@ def test_messages_between_others_go_on_after_a_rank_has_died(count):
 @pytest.mark.parametrize("count", [3, 400_000])
 def test_a_message_of_another_size_fails_alone(count):
     def body(transport):
-        comm, channel = Communicator([transport]), transport.channel()
+        comm = Communicator([transport])
         if comm.rank == 1:
-            send(channel, np.ones(count), 0)
-            send(channel, np.full(count, 2), 0)
+            send(transport, np.ones(count), 0)
+            send(transport, np.full(count, 2), 0)
         elif comm.rank == 0:
-            with pytest.raises(CommMismatch, match=f"expected 8 bytes from rank 1, which sent {8 * count}"):
-                receive(channel, np.ones(1), 1)
+            with pytest.raises(
+                CommMismatch, match=rf"expected float64\[1\] from rank 1, which sent float64\[{count}\]"
+            ):
+                receive(transport, np.ones(1), 1)
             x = np.empty(count, np.int64)
-            receive(channel, x, 1)
+            receive(transport, x, 1)
             assert x[-1] == 2
         return comm.allreduce(np.ones(1))[0]
 
     assert run_threads(3, body, timeout_s=TIMEOUT_S) == [3, 3, 3]
 
 
+def test_a_long_message_does_not_end_with_the_limit_of_another_call_in_progress():
+    begun = threading.Event()
+
+    def body(transport):
+        x = np.full(400_000, 2.0 - transport.rank)
+        Communicator([transport]).barrier()
+        if transport.rank == 0:
+            transport.begin_call("recv", collective=False)
+            transport.limit_call(0.1)
+            ended = transport.begin_labelled([(1, x, label(0, x.dtype, x.size))], [])
+            begun.set()
+            complete(ended)
+        else:
+            assert begun.wait(30)
+            time.sleep(1.0)  # sleeps: the limit of the other call passes
+            receive(transport, x, 0)
+        return x[-1]
+
+    assert run_threads(2, body, timeout_s=TIMEOUT_S) == [2, 2]
+
+
 def test_a_call_whose_connections_a_message_has_closed_says_why():
     """Gloo closes all connections of a rank when one of its messages is late."""
 
     def body(transport):
-        channel = transport.channel()
         Communicator([transport]).barrier()
         if transport.rank == 0:
-            channel.timeout_s = 0.2
-            with pytest.raises(CommTimeout):
-                receive(channel, np.ones(1), 1)
-        with pytest.raises(CommTimeout, match=r"rank 0 of 2 waited 0\.2 s for rank 1") as caught:
+            with pytest.raises(CommTimeout, match=r"rank 0 waited .* for 8 bytes from rank 1"):
+                receive(transport, np.ones(1), 1, limit_s=0.2)
+        with pytest.raises((CommAborted, CommTimeout)) as caught:
             transport.exchange([], [(1 - transport.rank, np.ones(1))])
         return str(caught.value)
 
     texts = run_threads(2, body, timeout_s=TIMEOUT_S)
-    assert texts[0].startswith("rank 0 gave up while it waited for rank 1, after another call had failed: ")
-    assert texts[1].startswith("rank 1 lost rank 0, which gave up: rank 0 of")
+    assert texts[0].endswith("this communicator cannot be used: a call failed earlier (CommTimeout)")
+    assert texts[1].startswith("rank 1 lost rank 0, which gave up: rank 0 waited")
 
 
 def test_the_rank_that_took_the_store_with_it_is_named(monkeypatch):

@@ -3,7 +3,7 @@
 import functools
 import gc
 import weakref
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 
 import numpy as np
 import pytest
@@ -27,7 +27,7 @@ name = {"ids": lambda value: getattr(value, "__name__", None)}
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("check", calls.WITHOUT_CHECK, **name)
+@pytest.mark.parametrize("check", [*calls.WITHOUT_CHECK, *calls.BY_LABELS], **name)
 def test_calls_over_threads(ranks, check):
     run_ranks(ranks, lambda comm: check(comm, np.copy))
 
@@ -147,8 +147,8 @@ def test_calls_on_device_arrays_that_differ_are_found(device, kind):
     run_on_devices(device, 2, kind, body)
 
 
-@pytest.mark.parametrize("check", [False, True])
-def test_calls_over_gloo(check, monkeypatch):
+def run_over_gloo(monkeypatch, body, *, check=False):
+    """Run `body` on three ranks over gloo, which are threads."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     from torch.distributed import HashStore
 
@@ -159,13 +159,27 @@ def test_calls_over_gloo(check, monkeypatch):
     def run(rank):
         transport = ProcessGroupTransport(timeout_s=30, rendezvous=RendezvousInfo(store, "calls", rank, 3))
         comm = Communicator([transport], check=check)
-        for each in calls.WITH_CHECK if check else calls.WITHOUT_CHECK:
-            each(comm, np.copy)
+        body(comm)
         comm.close()
         return True
 
     with ThreadPoolExecutor(3) as pool:
-        assert all(rank.result(timeout=60) for rank in [pool.submit(run, rank) for rank in range(3)])
+        ranks = [pool.submit(run, rank) for rank in range(3)]
+        assert all(rank.result() for rank in as_completed(ranks, timeout=60))  # the first error first
+
+
+@pytest.mark.parametrize("check", [False, True])
+def test_calls_over_gloo(check, monkeypatch):
+    def body(comm):
+        for each in calls.WITH_CHECK if check else [*calls.WITHOUT_CHECK, *calls.BY_LABELS]:
+            each(comm, np.copy)
+
+    run_over_gloo(monkeypatch, body, check=check)
+
+
+def test_a_tag_that_nobody_sends_is_named_over_threads_and_gloo(monkeypatch):
+    run_ranks(2, lambda comm: calls.a_tag_that_nobody_sends(comm, np.copy))
+    run_over_gloo(monkeypatch, lambda comm: calls.a_tag_that_nobody_sends(comm, np.copy))
 
 
 def test_an_empty_array_overlaps_nothing_on_any_rank():
@@ -394,9 +408,10 @@ def test_two_fields_to_and_from_one_rank_are_refused_with_what_is_right_for_them
     def body(comm):
         fields = np.full((2, 3), comm.rank)
         other = 1 - comm.rank
-        with pytest.raises(ArrayError, match=r"each direction and each field.* numpy\.stack"):
+        with pytest.raises(ArrayError, match=r"each direction and each field a tag, .* \(down, bottom, 'down'\)"):
             comm.exchange([(other, field[1:2]) for field in fields], [(other, field[2:]) for field in fields])
-        comm.exchange([(other, fields[:, 1])], [(other, fields[:, 2])])
+        sends = [(other, field[1:2], n) for n, field in enumerate(fields)]
+        comm.exchange(sends, [(other, field[2:], n) for n, field in enumerate(fields)][::-1])
         return fields[:, 2].tolist()
 
     assert run_ranks(2, body) == [[1, 1], [0, 0]]

@@ -211,7 +211,7 @@ def test_names_and_positions_of_other_libraries_get_a_hint():
 
 
 SENDRECV = "give dest and source by name: sendrecv(..., dest=..., source=...)"
-NO_TAGS = "there are no tags: between two ranks, messages match in order"
+ONE_TAG = "tag= is one number, or one text, for both sides"
 
 
 @pytest.mark.parametrize(
@@ -219,9 +219,15 @@ NO_TAGS = "there are no tags: between two ranks, messages match in order"
     [
         (lambda comm, x: comm.send(x, 1), "give dest by name: send(..., dest=...)"),
         (lambda comm, x: comm.broadcast(x, 0), "give root by name: broadcast(..., root=...)"),
-        (lambda comm, x: comm.sendrecv(x, x, 1, 0), SENDRECV),
-        (lambda comm, x: comm.send(x, dest=1, tag=3), NO_TAGS),
-        (lambda comm, x: comm.recv(x, source=1, buf=3), "the arguments of recv are out, source, timeout_s"),
+        (
+            lambda comm, x: comm.sendrecv(x, x, 1, 0),
+            SENDRECV,
+        ),
+        (
+            lambda comm, x: comm.sendrecv(x, x, dest=0, sendtag=3, source=0, recvtag=3),
+            ONE_TAG,
+        ),
+        (lambda comm, x: comm.recv(x, source=1, buf=3), "the arguments of recv are out, source, tag, timeout_s"),
         (lambda comm, x: comm.broadcast_object(x, 0), "give root by name: broadcast_object(..., root=...)"),
         (lambda comm, x: sorted(x, 0), ""),
         (lambda comm, x: comm.send(x, dest=-5), ""),

@@ -6,7 +6,7 @@
 import numpy as np
 import pytest
 
-from bagua_comm import ArrayError, CommMismatch, UnsupportedError
+from bagua_comm import ArrayError, CommMismatch, CommTimeout, UnsupportedError
 from bagua_comm.arrays import dtype_named
 from bagua_comm.testing import sample
 
@@ -136,6 +136,73 @@ def a_row_of_ranks(comm, put):
     for call in (lambda: comm.send(mine, dest=None), lambda: comm.recv(mine, source=None)):
         raises(ArrayError, "(dest|source) is None, expected a rank .*PROC_NULL", call)
     raises(UnsupportedError, "got builtins.list|list; wrap", comm.sendrecv, [1], out, dest=None, source=None)
+
+
+def halos_by_tags(comm, put):
+    """On a ring of any size, by one exchange, of short and of long rows, in any order of the lists."""
+    p, rank = comm.size, comm.rank
+    up, down = (rank - 1) % p, (rank + 1) % p
+    for count in (1, sized(put, 40_000)):
+        grid = put(np.stack([np.full(count, value) for value in (-1, 10 * rank, 10 * rank + 1, -1)]))
+        sends, recvs = [(up, grid[1], "up"), (down, grid[2], 7)], [(up, grid[0], 7), (down, grid[3], "up")]
+        comm.exchange(sends, recvs if rank % 2 else recvs[::-1])
+        same(grid[0].copy(), np.full(count, 10 * up + 1))
+        same(grid[3].copy(), np.full(count, 10 * down))
+
+
+def tags_in_any_order(comm, put):
+    """Each receive takes the first message of its tag, also if others came before, of any dtype and length."""
+    long, right, left = sized(put, 40_000), (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    messages = {0: (3, "f8", 1), "7": (long, "i4", 2), 7: (2, "c8", 3), "empty": (0, "f4", 4)}
+    for _ in range(3):
+        for tag in (0, "7", 7, "7", "empty"):
+            count, dtype, value = messages[tag]
+            for dest in range(1, comm.size) if comm.rank == 0 else ():
+                comm.send(put(np.full(count, value, dtype)), dest=dest, tag=tag)
+        for tag in (7, "empty", "7", 0, "7") if comm.rank else ():
+            count, dtype, value = messages[tag]
+            out = put(np.full(count, -1, dtype))
+            assert comm.recv(out, source=0, tag=tag) is out
+            same(out, np.full(count, value, dtype))
+        out = put(np.zeros(2))
+        comm.sendrecv(put(np.full(2, comm.rank + 0.5)), out, dest=right, source=left, tag=5)
+        same(out, np.full(2, left + 0.5))
+
+
+def wrong_tags(comm, put):
+    """They are refused before anything is sent."""
+    x, other = put(np.ones(2)), put(np.zeros(2))
+    for tag in (-1, 32768, 1.0, True, None, "", "x" * 25, "é"):
+        expected = ArrayError, "tag is .*, expected an integer from 0 to 32767, or a text"
+        raises(*expected, comm.send, x, dest=0, tag=tag)
+        raises(*expected, comm.recv, x, source=0, tag=tag)
+        raises(*expected, comm.sendrecv, x, other, dest=0, source=0, tag=tag)
+        raises(*expected, comm.exchange, [(0, x, tag)], [])
+    raises(ArrayError, "lists of .* 4 were given", comm.exchange, [(0, x, 1, 2)], [])
+
+
+def a_tag_that_nobody_sends(comm, put):
+    """The error names the tag, the peer, and the tags that have come instead; the communicator is broken."""
+    if comm.rank == 0:
+        for tag in ("loss", 3, 3):
+            comm.send(put(np.ones(2)), dest=1, tag=tag)
+    if comm.rank == 1:
+        message = r"rank 0 with tag 'lost'; from there came messages with other tags: 'loss', 3"
+        raises(CommTimeout, message, comm.recv, put(np.ones(2)), source=0, tag="lost", timeout_s=0.5)
+
+
+def messages_of_another_dtype(comm, put):
+    """The receiver names both dtypes, and takes the message; so the next receive gets the next one."""
+    for count in (2, sized(put, 40_000)):
+        for dest in range(1, comm.size) if comm.rank == 0 else ():
+            comm.send(put(np.ones(count)), dest=dest, tag=4)
+            comm.send(put(np.full(count, 7)), dest=dest, tag=4)
+        if comm.rank:
+            out = put(np.zeros(count, int))
+            sides = rf"int64\[{count}\] with tag 4 from rank 0, which sent float64\[{count}\]"
+            raises(CommMismatch, f"rank {comm.rank} expected {sides}", comm.recv, out, source=0, tag=4)
+            assert not to_host(out).any()
+            same(comm.recv(out, source=0, tag=4), np.full(count, 7))
 
 
 def messages_again(comm, put):
@@ -269,39 +336,62 @@ def alltoall_of_one_each(comm, x):
 
 
 def messages_that_differ(comm, put):
-    """The receiver names both calls, still takes the message, and can go on."""
+    """The receiver names both dtypes and sizes, still takes the message, and can go on; objects are no arrays."""
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     floats = put(np.ones(40_000))
 
     def both(x, out, message):
         raises(CommMismatch, message, comm.sendrecv, x, out, dest=right, source=left)
 
-    which = (
-        rf"message 1 from rank {left} is its sendrecv of float64\[40000\], but rank {comm.rank} called sendrecv"
-    )
-    both(floats, put(np.zeros(40_000, np.int64)), which + r" of int64\[40000\]")
-    both(floats, put(np.zeros((2, 2))), r"message 2 .* sendrecv of float64\[2, 2\]")
+    which = rf"rank {comm.rank} expected {{}} from rank {left}, which sent float64\[40000\]"
+    both(floats, put(np.zeros(40_000, np.int64)), which.format(r"int64\[40000\]"))
+    both(floats, put(np.zeros((2, 2))), which.format(r"float64\[4\]"))
     out = put(np.zeros((200, 200)))
     comm.sendrecv(floats, out, dest=right, source=left)  # another shape with the same number of elements
     assert to_host(out).all()
 
-    comm.send(floats[:3], dest=right) if comm.rank == 0 else None
+    comm.send(floats[:3], dest=right) if comm.rank == 0 and comm.size > 1 else None
     if comm.rank == 1:
-        message = r"from rank 0 is its send of float64\[3\], but rank 1 called recv of float32\[3\]"
+        message = r"rank 1 expected float32\[3\] from rank 0, which sent float64\[3\]"
         raises(CommMismatch, message, comm.recv, put(np.zeros(3, np.float32)), source=0)
     halves = put(np.zeros(6)), put(np.zeros(2, np.uint8))
     sends = [(right, floats[:6]), (right, floats[6:8])]
-    raises(CommMismatch, r"its exchange of float64\[2\]", comm.exchange, sends, [(left, half) for half in halves])
+    raises(CommMismatch, r"which sent float64\[2\]", comm.exchange, sends, [(left, half) for half in halves])
     assert to_host(halves[0]).all()  # the right message has arrived
     assert not to_host(halves[1]).any()
+    if comm.size > 1:
+        assert comm.sendrecv(floats, out, dest=right, source=left) is out  # it works on
 
-    for small in (comm, comm.dup()):
-        small.sendrecv(floats, out, dest=right, source=left)
-        small.send_object("text", dest=right)
-        raises(CommMismatch, "is its send_object, but .* called recv of", small.recv, out, source=left)
-        assert to_host(out).all()
-        small.send_object("more", dest=right)
-        assert small.recv_object(source=left) == "more"
+
+def objects_and_arrays(comm, put):
+    """They never match each other, whatever the order; tags tell objects apart, too."""
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    out = put(np.zeros(3))
+    comm.send_object("text", dest=right)
+    comm.send_object({"tag": 7}, dest=right, tag=7)
+    comm.sendrecv(put(np.ones(3)), out, dest=right, source=left)
+    assert to_host(out).all()
+    assert comm.recv_object(source=left, tag=7) == {"tag": 7}
+    assert comm.recv_object(source=left) == "text"
+
+
+def messages_of_any_source(comm, put):
+    """A receive takes the first message of its tag, from whichever of its sources; it says from which."""
+    for count in (1, sized(put, 40_000)):
+        out = put(np.zeros(count))
+        if comm.rank == 0:
+            sources = range(1, comm.size)
+            found = {comm.recv_any(out, sources=sources, tag=f"x{count}"): float(out[0]) for _ in sources}
+            assert found == {rank: rank + 0.5 for rank in sources}
+            assert sorted(comm.recv_any_object(tag=str(count)) for _ in sources) == [
+                (rank, str(rank)) for rank in sources
+            ]
+        else:
+            comm.send(put(np.full(count, comm.rank + 0.5)), dest=0, tag=f"x{count}")
+            comm.send_object(str(comm.rank), dest=0, tag=str(count))
+    for wrong in ([], [comm.size], [-1], 1, [True]):
+        raises(ArrayError, "recv_any: .*sources", comm.recv_any, out, sources=wrong)
+        raises(ArrayError, "recv_any_object: .*sources", comm.recv_any_object, sources=wrong)
 
 
 def groups_and_lanes_are_compared(comm, put):
@@ -317,8 +407,8 @@ def groups_and_lanes_are_compared(comm, put):
             raises(CommMismatch, r"float64\[2\].* but rank 1 .*float64\[3\]", world.allreduce, x)
         x = put(np.zeros(2, np.int32))
         request = lane.submit(lane.comm.sendrecv, put(np.zeros(2)), x, dest=comm.rank, source=comm.rank)
-        raises(CommMismatch, "its sendrecv of float64", request.result, timeout=30)
-        raises(CommMismatch, "its sendrecv of float64", lane.wait)
+        raises(CommMismatch, "which sent float64", request.result, timeout=30)
+        raises(CommMismatch, "which sent float64", lane.wait)
     comm.barrier()
 
 
@@ -328,8 +418,19 @@ WITHOUT_CHECK = [
     complex_numbers,
     many_at_once,
     a_row_of_ranks,
+    halos_by_tags,
+    wrong_tags,
     messages_again,
+    objects_and_arrays,
     objects_of_every_kind,
     objects_that_cannot_be_pickled,
 ]
+BY_LABELS = [
+    tags_in_any_order,
+    messages_of_another_dtype,
+    messages_that_differ,
+    messages_of_any_source,
+]
+"""For transports that compare the labels of messages."""
+
 WITH_CHECK = [counts_that_differ, messages_that_differ, groups_and_lanes_are_compared]

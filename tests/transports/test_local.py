@@ -56,7 +56,7 @@ def test_a_message_of_another_size_is_a_mismatch():
             comm.send(np.zeros(3), dest=1)
             return
         out = np.full(2, 7.0)
-        with pytest.raises(CommMismatch, match=r"expected 16 bytes from rank 0, which sent 24; .*check=True"):
+        with pytest.raises(CommMismatch, match=r"expected float64\[2\] from rank 0, which sent float64\[3\]"):
             comm.recv(out, source=0)
         assert out.tolist() == [7, 7]
 

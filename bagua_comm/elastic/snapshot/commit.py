@@ -147,12 +147,12 @@ def _exchange_private(
     received, problem = _reserve(buffer, pending, header, version, texts)
     if comm.allgather(np.array([problem is not None], np.uint8)).any():
         _raise_on_all(comm, problem)
-    sends = [(buddy, arrays.as_bytes(local[n])) for n in private if not is_alone and local[n].nbytes]
-    recvs = [(each.rank, arrays.as_bytes(x)) for each in received for x in each.arrays if x.nbytes]
-    comm._exchange_in_order(sends, recvs)  # in the order of the sender's `private`
+    sends = [(buddy, arrays.as_bytes(local[n]), str(i)) for i, n in enumerate(private) if not is_alone]
+    recvs = [(each.rank, arrays.as_bytes(x), str(i)) for each in received for i, x in enumerate(each.arrays)]
+    comm.exchange(sends, recvs)
     for each in received:
         each.slot.finish(version, each.header, each.size)
-    sent_bytes = sum(x.nbytes for _, x in sends) + (0 if is_alone else text.size)
+    sent_bytes = sum(x.nbytes for _, x, _ in sends) + (0 if is_alone else text.size)
     return sent_bytes, [each.slot for each in received]
 
 

@@ -143,6 +143,10 @@ class SimulatedTransport(Transport):
         """See `Transport.exchange`."""
         self.begin(sends, recvs, whole=True)()
 
+    def label_carrier(self) -> Transport | None:
+        """See `Transport.label_carrier`. Labels are part of the messages, and few of their bytes."""
+        return None
+
     def split(self, color: int, key: int) -> Transport:
         """Not needed: `SimulatedCommunicator.by_node` knows both groups."""
         raise NotImplementedError

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import functools
+import threading
+import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from mpi4py import MPI
 
-from ...arrays import Array, as_buffer, as_bytes
-from ...errors import WHICH_CALLS, CommMismatch
-from ..counted_calls import CountedCalls
-from ..flow import FEW_RANKS, POINT_TO_POINT, Message, Wait
+from ...arrays import Array, DType, as_buffer, as_bytes
+from ...errors import WHICH_CALLS, CommMismatch, CommTimeout
+from ..flow import FEW_RANKS, LABELLED, POINT_TO_POINT, Message, Wait
+from ..labels import LABEL_BYTES, Ended, Labelled, Mailbox, Receive, empty_for, finish
 from . import tuning
 from .endpoint import Endpoint
 from .paced_messages import PacedMessages
 
 NOTHING: Array = np.empty(0, np.uint8)
+
+_PIECES = LABELLED + 1
+"""The kind of the pieces of a long array, which its label follows."""
 
 _FEW = 2
 """The largest number of messages each way that are received in the order of their list, which takes less time."""
@@ -35,6 +41,14 @@ class Messages:
         self._endpoint, self._comm, self._calls = endpoint, endpoint.comm, endpoint.calls
         self.rank, self.size = endpoint.rank, endpoint.size
         self.others = endpoint.calls.others
+        self._mailbox, self._taking = Mailbox(), threading.Lock()
+        """The lock is held while a labelled message is taken from MPI: its array follows its label."""
+        self._request: MPI.Request | None = None
+        self._frame = frame = bytearray(LABEL_BYTES + tuning.FRAME_BYTES)
+        self._payload: Callable[[DType], Array] = functools.cache(
+            lambda dtype: np.frombuffer(frame, dtype, tuning.FRAME_BYTES // dtype.itemsize, LABEL_BYTES)
+        )
+        """The part of the frame behind the label, as an array."""
 
     def exchange(self, sends: Sequence[Message], recvs: Sequence[Message], *, tag: int = POINT_TO_POINT) -> None:
         """All messages at once, non-blocking; see `Transport.exchange`."""
@@ -47,13 +61,8 @@ class Messages:
         if not in_turn:
             self._exchange_many(sends, recvs, tag)
             return
-        if self.size == len(sends) == len(recvs) == 1:
-            x, out = sends[0][1], recvs[0][1]
-            if (x.dtype, x.size) == (out.dtype, out.size) and not self._comm.Iprobe(0, tag):
-                copy(x, out)
-                return
         started: list[MPI.Request] = []
-        receive, missing = None, len(recvs)
+        receive = None
         try:
             for dest, x in sends:
                 started.append(self._comm.Isend([as_buffer(x), MPI.BYTE], dest, tag))
@@ -64,7 +73,6 @@ class Messages:
                 receive = message.Irecv([into, MPI.BYTE])
                 if not receive.Test():
                     endpoint.poll(receive.Test, peers=(source,))
-                missing -= 1
                 if nbytes != out.nbytes:
                     raise self._unexpected(source, out, nbytes)
             for (dest, _), send in zip(sends, started, strict=True):
@@ -73,10 +81,6 @@ class Messages:
             for source, out in recvs:
                 if out.nbytes > tuning.EAGER_BYTES and endpoint.window is not None:
                     endpoint.window.check((source,))  # a shorter message holds a copy
-        except CommMismatch as exc:
-            if tag != POINT_TO_POINT or missing or not all(send.Test() for send in started):
-                endpoint.abort_after(exc, (started, sends))
-            raise
         except BaseException as exc:
             raise endpoint.abort_after(exc, (started, receive, sends, recvs)) from exc
 
@@ -103,12 +107,132 @@ class Messages:
             wait(lambda: MPI.Request.Testall(requests, statuses))
             if endpoint.window is not None:
                 endpoint.window.check(peer for peer, _ in recvs if peer != self.rank)
-        except CommMismatch as exc:
-            if tag != POINT_TO_POINT or incoming or not MPI.Request.Testall(requests):
-                endpoint.abort_after(exc, (requests, sends, recvs))
-            raise
         except BaseException as exc:
             raise endpoint.abort_after(exc, (requests, sends, recvs), statuses) from exc
+
+    # Messages with labels ---------------------------------------------------------------------------
+
+    def exchange_labelled(self, sends: Sequence[Labelled], receives: Sequence[Receive]) -> None:
+        """See `Transport.exchange_labelled`. A short array goes behind its label; a longer one goes before it."""
+        endpoint = self._endpoint
+        requests: list[MPI.Request] = []
+        if self._calls.broken is not None or endpoint.begun:
+            endpoint.check_idle()
+        try:
+            self._begin_sends(sends, requests)
+            if len(receives) == 1 and self._has_received(receives[0], requests):
+                receives = ()
+            for receive in receives:
+                if receive.message is None:
+                    self._mailbox.begin(receive)
+            if not receives and all(map(MPI.Request.Test, requests)):
+                return
+            if not self._have_ended(requests, receives):
+                peers = self._peers(sends, receives)
+                endpoint.poll(lambda: self._have_ended(requests, receives), peers=peers)
+        except BaseException as exc:
+            raise self._failed(exc, receives, (requests, sends)) from exc
+        finish(receives, self.rank)
+
+    def _has_received(self, receive: Receive, requests: list[MPI.Request]) -> bool:
+        """Wait for the next message of the source, if no receive is before this one; returns whether it ends it.
+
+        As it does in most calls: a message that fits.
+        """
+        if len(receive.sources) > 1:
+            return False
+        (peer,), out, frame = receive.sources, receive.out, self._frame
+        with self._taking:
+            if not self._mailbox.is_idle:
+                return False
+            # No frame is longer. As a field, the request outlives an error: MPI may still write to the frame.
+            request = self._request = self._comm.Irecv([frame, MPI.BYTE], peer, LABELLED)
+            if not request.Test():
+                self._endpoint.poll(request.Test, peers=(peer,))
+            if out is None or not frame.startswith(receive.expected):
+                self._deliver(peer, requests, receive)
+                return False
+            if out.nbytes > tuning.FRAME_BYTES:
+                self._receive_pieces(out, peer, requests)
+            elif out.nbytes:
+                flat(out)[...] = self._payload(out.dtype)[: out.size]
+        receive.source, receive.found = peer, receive.expected
+        return True
+
+    def begin_labelled(self, sends: Sequence[Labelled], receives: Sequence[Receive]) -> Ended:
+        """See `Transport.begin_labelled`."""
+        endpoint, requests, peers = self._endpoint, list[MPI.Request](), self._peers(sends, receives)
+        self._calls.check_usable()
+        self._begin_sends(sends, requests)
+        for receive in receives:
+            self._mailbox.begin(receive)
+
+        def ended(deadline_s: float) -> bool:
+            try:
+                if not self._have_ended(requests, receives):
+                    endpoint.listen(peers)
+                    if time.monotonic() > deadline_s:
+                        raise endpoint.overdue(peers, None)
+                    return False
+            except BaseException as exc:
+                raise self._failed(exc, receives, (requests, sends)) from exc
+            finish(receives, self.rank)
+            return True
+
+        return ended
+
+    def _peers(self, sends: Sequence[Labelled], receives: Sequence[Receive]) -> set[int]:
+        return {peer for peer, *_ in sends}.union(*(each.sources for each in receives)) - {self.rank}
+
+    def _begin_sends(self, sends: Sequence[Labelled], requests: list[MPI.Request]) -> None:
+        for peer, x, of in sends:
+            if x.nbytes <= tuning.FRAME_BYTES:
+                requests.append(self._comm.Isend([b"".join((of, as_buffer(x))), MPI.BYTE], peer, LABELLED))
+            else:  # the label last: a rank that has it need not wait for the rest
+                requests += [self._comm.Isend([piece, MPI.BYTE], peer, _PIECES) for piece in _pieces(x)]
+                requests.append(self._comm.Isend([of, MPI.BYTE], peer, LABELLED))
+            if peer != self.rank:
+                self._calls.sent_bytes += x.nbytes
+
+    def _have_ended(self, requests: list[MPI.Request], receives: Sequence[Receive]) -> bool:
+        """Take the messages that have come; returns whether there is nothing to wait for any more."""
+        for receive in receives:
+            if receive.message is None and not self._taking.locked():
+                with self._taking:
+                    for peer in receive.sources:
+                        if self._comm.Iprobe(peer, LABELLED):
+                            self._request = self._comm.Irecv([self._frame, MPI.BYTE], peer, LABELLED)
+                            self._endpoint.poll(self._request.Test, peers=(peer,))
+                            self._deliver(peer, requests)
+        return all(each.message is not None for each in receives) and MPI.Request.Testall(requests)
+
+    def _deliver(self, peer: int, requests: list[MPI.Request], expecting: Receive | None = None) -> None:
+        """Give the message in the frame to the receive that takes it; receive a long array first."""
+        of = bytes(self._frame[:LABEL_BYTES])
+        if expecting is None or not expecting.takes(peer, of):
+            expecting = self._mailbox.claim(peer, of)
+        array = empty_for(of) if expecting is None else expecting.target(of)
+        if array.nbytes > tuning.FRAME_BYTES:
+            self._receive_pieces(array, peer, requests)
+        elif array.nbytes:
+            flat(array)[...] = self._payload(array.dtype)[: array.size]
+        self._mailbox.put(peer, of, array, expecting)
+
+    def _receive_pieces(self, array: Array, peer: int, requests: list[MPI.Request]) -> None:
+        """Receive a long array, whose label has come; `requests` get those of its pieces, should this fail."""
+        pieces = [self._comm.Irecv([piece, MPI.BYTE], peer, _PIECES) for piece in _pieces(array)]
+        requests += pieces
+        if not all(map(MPI.Request.Test, pieces)):
+            self._endpoint.poll(lambda: MPI.Request.Testall(pieces), peers=(peer,))
+        if self._endpoint.window is not None and peer != self.rank:
+            self._endpoint.window.check((peer,))
+
+    def _failed(self, error: BaseException, receives: Sequence[Receive], in_flight: object) -> BaseException:
+        """Abort this communicator; returns the error to raise."""
+        waiting = next((each for each in receives if each.message is None), None)
+        if isinstance(error, CommTimeout) and waiting is not None:
+            error.args = (f"{error}; it waited for {waiting}{self._mailbox.missing(waiting)}",)
+        return self._endpoint.abort_after(error, (receives, in_flight, self._request))
 
     def _next_message(self, peer: int, tag: int) -> tuple[MPI.Message, int]:
         """Wait for a message, and match it; returns its size in bytes as well."""
@@ -145,8 +269,6 @@ class Messages:
             if not incoming[peer]:
                 del incoming[peer]
             if nbytes != out.nbytes:
-                # Receive it anyway, so that the next receive gets the next message.
-                self._endpoint.poll(message.Irecv([np.empty(nbytes, np.uint8), MPI.BYTE]).Test)
                 raise self._unexpected(peer, out, nbytes)
             requests.append(message.Irecv([out, MPI.BYTE]))
         return not incoming
@@ -176,24 +298,6 @@ class Messages:
         return wait
 
 
-class MPIChannel(CountedCalls):
-    """A channel over the MPI communicator of a transport, for another thread; see `Transport.channel`.
-
-    Args:
-        comm: The communicator.
-        timeout_s: How long a call may wait for its peers.
-        endpoint: Makes the endpoint of these calls.
-    """
-
-    name = "mpi"
-
-    def __init__(self, comm: MPI.Comm, timeout_s: float, endpoint: Callable[[CountedCalls], Endpoint]) -> None:
-        super().__init__()
-        self.rank, self.size, self.timeout_s = comm.Get_rank(), comm.Get_size(), timeout_s
-        self.exchange = Messages(endpoint(self)).exchange
-        """See `Transport.exchange`."""
-
-
 def copy(x: Array, out: Array) -> None:
     """Copy `x` to `out`, as every collective of one rank does."""
     if out is not x:
@@ -205,11 +309,13 @@ def flat(x: Array) -> Array:
     return x if x.ndim == 1 else x.reshape(-1)
 
 
-def _pieces(x: Array) -> Iterator[Array]:
-    """View `x` as bytes, in messages that MPI can count; the last is shorter than `MESSAGE_BYTES`, or empty.
+def _pieces(x: Array) -> list[Array]:
+    """View `x` as messages that MPI can count; the last is shorter than `MESSAGE_BYTES`, or empty.
 
     So no array is taken for the beginning of a larger one.
     """
+    if x.nbytes < tuning.MESSAGE_BYTES:
+        return [as_buffer(x)]
     whole = as_bytes(x)
-    for start in range(0, whole.size + 1, tuning.MESSAGE_BYTES):
-        yield whole[start : start + tuning.MESSAGE_BYTES]
+    starts = range(0, whole.size + 1, tuning.MESSAGE_BYTES)
+    return [whole[start : start + tuning.MESSAGE_BYTES] for start in starts]

@@ -40,14 +40,15 @@ from ...system.processes import namespace_number
 from .. import derived
 from ..base import Transport
 from ..counted_calls import CountedCalls
-from ..flow import POINT_TO_POINT, Channel, Flow, Message, Move
+from ..flow import POINT_TO_POINT, Flow, Message, Move
+from ..labels import Ended, Labelled, Receive
 from ..pipeline import Encoding
 from . import tuning
 from .agreement import Agreement
 from .endpoint import Endpoint, duplicate
 from .failure_detector import FailureDetector, ranks_in
 from .link_speed import measure_links
-from .messages import NOTHING, Messages, MPIChannel
+from .messages import NOTHING, Messages
 from .native import Native
 from .peer_memory import DirectCalls, largest_copied, open_memory
 from .reductions import REDUCTIONS, is_sound
@@ -77,6 +78,7 @@ class MPITransport(CountedCalls, Transport):
     """
 
     name = "mpi"
+    needs_polling = True
     piece_bytes = tuning.PIECE_BYTES
     detector_class: ClassVar[type[FailureDetector]] = FailureDetector
     endpoint_class: ClassVar[type[Endpoint]] = Endpoint
@@ -102,6 +104,7 @@ class MPITransport(CountedCalls, Transport):
         self._endpoint = self.endpoint_class(comm, self, self._world, self._detector, group, self.members)
         self.concurrent = self._endpoint.concurrent
         self._messages = Messages(self._endpoint)
+        self.exchange_labelled = self._messages.exchange_labelled  # type: ignore[method-assign]
         self._agreement = Agreement(self._endpoint, self._messages, self._scratch)
         native = self.native_class(self._endpoint, self._messages, self._scratch)
         self._routes = Routes(self._endpoint, self._agreement, native, self._scratch)
@@ -150,6 +153,14 @@ class MPITransport(CountedCalls, Transport):
     def exchange(self, sends: Sequence[Message], recvs: Sequence[Message], *, tag: int = POINT_TO_POINT) -> None:
         """All messages at once, non-blocking; see `Transport.exchange`."""
         self._messages.exchange(sends, recvs, tag=tag)
+
+    def begin_labelled(self, sends: Sequence[Labelled], receives: Sequence[Receive]) -> Ended:
+        """See `Transport.begin_labelled`. Needs MPI_THREAD_MULTIPLE."""
+        return (
+            self._messages.begin_labelled(sends, receives)
+            if self.concurrent
+            else super().begin_labelled(sends, receives)
+        )
 
     def agree_on_call(self, call: str, x: Array) -> Flow:
         """See `Transport.agree_on_call`. The ranks also agree on the size of pieces, from this call on."""
@@ -271,18 +282,6 @@ class MPITransport(CountedCalls, Transport):
         except MPI.Exception as exc:
             raise self._detector.error_of_mpi(exc) from exc
         return self._derived(made, f"{self._endpoint.group}/{name}", [self.members[rank] for rank in ranks])
-
-    def channel(self) -> Channel:
-        """See `Transport.channel`. Needs MPI_THREAD_MULTIPLE."""
-        if not self.concurrent:
-            raise UnsupportedError("mpi: messages beside its calls need MPI_THREAD_MULTIPLE")
-        comm, world, group, members = self._endpoint.comm, self._world, self._endpoint.group, self.members
-
-        def endpoint(calls: CountedCalls) -> Endpoint:
-            detector = self.detector_class(comm, calls, world, group, members)
-            return self.endpoint_class(comm, calls, world, detector, group, members)
-
-        return MPIChannel(comm, self.timeout_s, endpoint)
 
     def _derived(self, comm: MPI.Comm, group: str, members: Sequence[int]) -> MPITransport:
         return MPITransport(comm, timeout_s=self.timeout_s, world=self._world, group=group, members=members)

@@ -106,6 +106,10 @@ EAGER_BYTES = 2048
 MPI 5.0 writes a message that is longer than expected beyond the end of the receiver's array, unless it is short
 enough to go eagerly."""
 
+FRAME_BYTES = 1 << 13
+"""A message between two ranks of at most so many bytes is copied behind its label. The array of a longer one
+is a message of its own, which its label follows, since two copies would take longer."""
+
 MESSAGE_BYTES = 1 << 30
 """Larger messages are split; MPI counts with 32 bits."""
 

@@ -1,0 +1,158 @@
+"""Requests: futures of messages that go on beside the program."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from ..errors import CommAborted, CommError
+from ..flight import Entry
+from .futures import TASK_END_S, TaskFuture, wait_for_tasks
+from .lane import LaneComm
+
+SPIN_S, POLL_S = 0.001, 0.0005
+"""How long a wait polls without sleeping, and how often afterwards, in seconds."""
+
+
+class Request(TaskFuture):
+    """The future of a message that was begun; it ends when somebody asks for it, or polls it.
+
+    Args:
+        name: The call, for errors and traces.
+        comm: The communicator.
+        ended: Whether it has ended; see `Transport.begin_labelled`.
+        result: Returns the result.
+        limit_s: How long it may take, in seconds.
+        unretrieved: Has it after an error, until somebody asks for that.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        comm: LaneComm,
+        ended: Callable[[float], bool],
+        result: Callable[[], object],
+        limit_s: float,
+        unretrieved: set[TaskFuture],
+    ) -> None:
+        super().__init__()
+        self.name, self.group, self._comm = name, comm.group, comm
+        self._ended, self._finish, self._failures = ended, result, unretrieved
+        self._until_s, self._begun_ns = time.monotonic() + limit_s, time.perf_counter_ns()
+        self._asking = threading.RLock()
+
+    def done(self) -> bool:
+        """See `Future.done`."""
+        self._check_process()
+        with self._asking:
+            if not super().done():
+                try:
+                    if self._ended(self._until_s):
+                        self.set_result(self._finish())
+                        name = f"{self.name} under way"
+                        self._comm.tracer.add(name, self._begun_ns, time.perf_counter_ns(), {})
+                except Exception as exc:
+                    if isinstance(exc, CommError):
+                        exc.args = (f"{self.name}: {exc}",)
+                    self.fail(exc, self._failures)
+        return super().done()
+
+    def error(self, timeout: float | None = None) -> BaseException | None:
+        """See `TaskFuture.error`."""
+        self._poll(timeout)
+        return super().error(0)
+
+    def result(self, timeout: float | None = None) -> object:
+        """See `Future.result`."""
+        self._poll(timeout)
+        return super().result(0)
+
+    def give_up(self, error: Exception) -> None:
+        """End with this error, unless it has ended; MPI may still use the arrays, which are kept forever."""
+        with self._asking:
+            if not super().done():
+                _given_up.append((self._ended, self._finish))
+                self.set_exception(error)
+
+    def _poll(self, timeout: float | None) -> None:
+        start_s = now = time.monotonic()
+        while not self.done() and (timeout is None or now - start_s < timeout):
+            time.sleep(POLL_S if now - start_s > SPIN_S else 0)
+            now = time.monotonic()
+
+
+_given_up: list[object] = []
+
+
+class Requests:
+    """The requests of a communicator that have not ended.
+
+    It is a lane to those that end the lanes of a communicator; see `futures.end_lanes`.
+    """
+
+    def __init__(self, comm: LaneComm) -> None:
+        self.comm = comm
+        self._pending: list[Request] = []
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._unretrieved: set[TaskFuture] = set()
+
+    def add(
+        self,
+        name: str,
+        ended: Callable[[float], bool],
+        result: Callable[[], object],
+        limit_s: float,
+        *,
+        polled: bool,
+    ) -> Request:
+        """A new request; if it is `polled`, a thread does so, that it goes on while the program computes."""
+        request = Request(name, self.comm, ended, result, limit_s, self._unretrieved)
+        with self._lock:
+            self._pending = [*self._open(), request]
+            if polled and self._thread is None:
+                self._thread = threading.Thread(target=self._poll, name="requests", daemon=True)
+                self._thread.start()
+        return request
+
+    def _poll(self) -> None:
+        while True:
+            with self._lock:
+                pending = self._open()
+                if not pending:
+                    self._thread = None
+                    return
+            for request in pending:
+                request.done()
+            time.sleep(POLL_S)
+
+    def queued(self) -> list[Entry]:
+        """None: what has begun is among the calls of the communicator."""
+        return []
+
+    def report_to(self, unretrieved: set[TaskFuture]) -> None:
+        """See `Lane.report_to`."""
+        self._unretrieved = unretrieved
+
+    def end_tasks(self, of: str) -> list[str]:
+        """See `Lane.end_tasks`. No thread polls them afterwards."""
+        names = self.wait(min(TASK_END_S, self.comm.timeout_s))
+        self.stop(f"{of} was closed")
+        return names
+
+    def wait(self, limit_s: float) -> list[str]:
+        """Wait until all have ended, or for `limit_s` seconds; return the names of those that have not."""
+        wait_for_tasks(self._open(), limit_s)
+        return [each.name for each in self._open()]
+
+    def stop(self, reason: str) -> None:
+        """Give up those that have not ended, and poll no more."""
+        for request in self._open():
+            request.give_up(CommAborted(f"{request.name}: {reason}"))
+        if (thread := self._thread) is not None:
+            thread.join()
+
+    def _open(self) -> list[Request]:
+        return [each for each in self._pending if not Future.done(each)]
