@@ -60,6 +60,7 @@ from .errors import (
     UnsupportedError,
 )
 from .execution.lane import Lane
+from .execution.requests import wait_all, wait_any
 from .hooks import CallView, Hook, NanWatch
 from .planning.tuner import Tuner
 
@@ -129,4 +130,6 @@ __all__ = [
     "reproducible_allreduce",
     "reproducible_sum",
     "topology",
+    "wait_all",
+    "wait_any",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
-from typing import Any, Protocol, get_args
+from typing import Any, Protocol, cast, get_args
 
 import numpy as np
 
@@ -12,6 +12,8 @@ from .. import trace
 from ..arrays import AnyArray, OpOrder
 from ..errors import ArrayError, shown, shown_as
 from ..execution.cuda import SharedScratch
+from ..execution.lane import LaneComm
+from ..execution.requests import Requests
 from ..flight import FlightRecorder
 from ..flight.entries import WORLD
 from ..hooks import Hooks
@@ -94,6 +96,7 @@ class CommBase(Shared):
         self._ids: Counter[str] = Counter()
         for transport in self.transports:
             transport.is_checked = check
+        self._requests = Requests(cast(LaneComm, self))
         self._inner: Sequence[CommBase] = ()
         """Communicators that take over this one's time limit; see `Communicator.by_node`."""
         self.op_order = op_order

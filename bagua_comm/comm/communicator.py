@@ -11,6 +11,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -18,8 +19,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 
 from .. import arrays
-from ..arrays import AnyArray, Array
-from ..errors import ArrayError, BaguaError, CommError, CommMismatch, UnsupportedError, shown
+from ..arrays import A, AnyArray, Array, Op
+from ..errors import ArrayError, BaguaError, CommError, CommMismatch, CommTimeout, UnsupportedError, shown
 from ..execution.futures import end_lanes, is_inside
 from ..execution.lane import InlineLane, Lane, StreamLane, ThreadLane
 from ..hooks import Hook, Listener
@@ -66,7 +67,10 @@ _NAMES_OF_MPI4PY = {
 
 _NOT_HERE = {
     **dict.fromkeys(("probe", "iprobe", "mprobe", "improbe"), "each recv names its source, and knows the size"),
-    **dict.fromkeys(("wait", "waitall", "test", "testall"), "lane.submit returns a request: .result(), .done()"),
+    **dict.fromkeys(
+        ("wait", "waitall", "test", "testall"),
+        "a request is a future: .result(), .done(), wait_all",
+    ),
 }
 """Names of mpi4py in small letters that have no counterpart, and what to do instead."""
 
@@ -114,6 +118,7 @@ class Communicator(Collectives, GatherScatter, CoalescedCollectives, ObjectCalls
     """
 
     _nodes: Nodes | None = None
+    _own_lane: Lane[Communicator] | None = None
     at_close: Callable[[], object] | None = None
     """Called when this communicator has been closed; for what was made with it."""
 
@@ -227,9 +232,9 @@ class Communicator(Collectives, GatherScatter, CoalescedCollectives, ObjectCalls
         if kind == "stream":
             if self.device is None or not any(transport.enqueues for transport in self.transports):
                 raise UnsupportedError('lane: kind is "stream", which needs a device and NCCL; use "thread"')
-            lane: Lane[Communicator] = StreamLane(self.dup())
+            lane: Lane[Communicator] = StreamLane(self._dup_for_lane())
         elif all(transport.concurrent for transport in self.transports):
-            lane = ThreadLane(self.dup())
+            lane = ThreadLane(self._dup_for_lane())
         else:
             warnings.warn(
                 "MPI grants less than MPI_THREAD_MULTIPLE: lanes work on the caller's thread, and nothing "
@@ -237,10 +242,43 @@ class Communicator(Collectives, GatherScatter, CoalescedCollectives, ObjectCalls
                 RuntimeWarning,
                 stacklevel=2,
             )
-            lane = InlineLane(self.dup())
+            lane = InlineLane(self._dup_for_lane())
         self.flight.lanes.add(lane)
         lane.report_to(self.flight.unretrieved)
         return lane
+
+    def _dup_for_lane(self) -> Communicator:
+        try:
+            return self.dup()
+        except (CommMismatch, CommTimeout) as exc:
+            exc.args = (f"{exc}; all ranks make a lane, also those that submit nothing to it",)
+            raise
+
+    @public_method("iallreduce")
+    def iallreduce(
+        self, x: A, out: A | None = None, *, op: Op = "sum", timeout_s: float | None = None
+    ) -> Future[A]:
+        """Begin an `allreduce`; return a future of its result.
+
+        Collective. It runs on a lane that this communicator keeps, in the order in which such calls begin.
+        """
+        lane = self._kept_lane()
+        return lane.submit(lane.comm.allreduce, x, out, op=op, timeout_s=timeout_s)
+
+    @public_method("ibroadcast")
+    def ibroadcast(self, x: A, *, root: int, timeout_s: float | None = None) -> Future[A]:
+        """Begin a `broadcast`; return a future of `x`.
+
+        Collective. See `iallreduce`.
+        """
+        lane = self._kept_lane()
+        return lane.submit(lane.comm.broadcast, x, root=root, timeout_s=timeout_s)
+
+    def _kept_lane(self) -> Lane[Communicator]:
+        self._own_lane = self._own_lane or self.lane()
+        return self._own_lane
+
+    # Comparison, trace and hooks --------------------------------------------------------------------
 
     @public_method("check_consistency")
     def check_consistency(self, x: AnyArray, *, timeout_s: float | None = None) -> None:
@@ -396,7 +434,7 @@ class Communicator(Collectives, GatherScatter, CoalescedCollectives, ObjectCalls
 
     def _free(self) -> None:
         self.guard.close()
-        for comm in self._nodes or ():
+        for comm in (*(self._nodes or ()), *([self._own_lane.comm] if self._own_lane else ())):
             comm.close()
         with ExitStack() as ends:  # the last transport first: it may use the first one
             if self.at_close is not None:
@@ -441,8 +479,9 @@ class Communicator(Collectives, GatherScatter, CoalescedCollectives, ObjectCalls
 
         def __getattr__(self, name: str) -> Any:
             lowered = name.lower()
-            beside = lowered.startswith("i") and hasattr(type(self), lowered[1:].replace("bcast", "broadcast"))
-            lowered = lowered[1:] if beside else lowered
+            plain = lowered.replace("bcast", "broadcast")
+            beside = not hasattr(type(self), plain) and lowered.startswith("i") and hasattr(type(self), plain[1:])
+            lowered = lowered[1:] if beside else plain
             here = _NAMES_OF_MPI4PY.get(lowered, lowered)
             known = lowered in _NAMES_OF_MPI4PY or hasattr(type(self), here)
             here = f"lane.submit(lane.comm.{here}, ...)" if beside else here

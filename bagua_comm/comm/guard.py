@@ -14,7 +14,7 @@ from ..transports.base import Transport
 
 R = TypeVar("R")
 
-_MESSAGES = ("send", "recv", "sendrecv", "exchange", "exchange_halos", "recv_any")
+_MESSAGES = ("send", "recv", "sendrecv", "exchange", "exchange_halos", "isend", "irecv", "recv_any")
 POINT_TO_POINT = frozenset({*_MESSAGES, "send_object", "recv_object", "recv_any_object"})
 """Names of the calls between two ranks, which other ranks do not make, or make with others."""
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Any, NamedTuple, TypeAlias
 
 from .. import arrays
 from ..arrays import A, AnyArray, Array
 from ..errors import ArrayError, UnsupportedError, shown_as
+from ..execution.requests import Request
 from ..transports.labels import Labelled, Receive, Tag, check_tag, label
 from .arguments import Output, check_writable, is_same
 from .base import CommBase
@@ -30,14 +32,14 @@ class PointToPoint(CommBase):
     """Messages between two ranks.
 
     A message has a tag: an integer from 0 to 32767, or a text of at most 24 characters of ASCII. A receive takes
-    the first message of its tag from its peer. `recv` and `recv_any` take what `send` sends.
+    the first message of its tag from its peer. `recv`, `irecv` and `recv_any` take what `send` and `isend` send.
     """
 
     def send(self, x: AnyArray, *, dest: int, tag: Tag = 0, timeout_s: float | None = None) -> None:
         """Send `x` to `dest`, which calls `recv` with the same tag.
 
         Returns when `x` may be modified, which can be before or after it is received: a long array waits for its
-        receive. If two ranks send to each other, call `sendrecv` or `exchange`.
+        receive. If two ranks send to each other, call `sendrecv`, `exchange`, or `isend` and `irecv`.
 
         Raises:
             ArrayError: `dest` is not a rank, or `tag` is no tag.
@@ -149,6 +151,43 @@ class PointToPoint(CommBase):
         """
         self._exchange("exchange", sends, recvs, timeout_s)
 
+    # Messages that go on beside the program ---------------------------------------------------------
+
+    def isend(self, x: AnyArray, *, dest: int, tag: Tag = 0, timeout_s: float | None = None) -> Future[None]:
+        """Begin to send `x` to `dest`, which calls `recv` or `irecv` with the same tag; return a future.
+
+        `x` may be modified when the future is done: after its `result()`, or `wait_all`.
+
+        Raises:
+            ArrayError: `dest` is not a rank, or `tag` is no tag.
+            UnsupportedError: The transport has no messages beside its calls, as NCCL, and MPI with less than
+                MPI_THREAD_MULTIPLE: submit `sendrecv` to a lane.
+
+        >>> import numpy as np
+        >>> from bagua_comm import wait_all
+        >>> from bagua_comm.testing import run_ranks
+        >>> def body(comm):
+        ...     other, out = 1 - comm.rank, np.zeros(1)
+        ...     requests = [comm.irecv(out, source=other), comm.isend(np.full(1, comm.rank + 1.0), dest=other)]
+        ...     wait_all(requests)   # compute before it
+        ...     return out
+        >>> run_ranks(2, body)
+        [array([2.]), array([1.])]
+        """
+        return self._begin("isend", [(dest, x, tag)], [], timeout_s, dest=dest)
+
+    def irecv(self, out: A, *, source: int, tag: Tag = 0, timeout_s: float | None = None) -> Future[A]:
+        """Begin to receive the next array that `source` sends with this tag into `out`; return a future of `out`.
+
+        Receives of one tag get their messages in the order in which they begin. Errors are those of `recv`; the
+        future raises those that come later.
+
+        Raises:
+            ArrayError: `source` is not a rank, `tag` is no tag, or `out` cannot be written to.
+            UnsupportedError: See `isend`.
+        """
+        return self._begin("irecv", [], [(source, out, tag)], timeout_s, source=source)
+
     def recv_any(
         self, out: AnyArray, *, sources: Sequence[int] | None = None, tag: Tag = 0, timeout_s: float | None = None
     ) -> int:
@@ -233,7 +272,7 @@ class PointToPoint(CommBase):
     def _exchange(
         self, name: str, sends: _Given, recvs: _Given, timeout_s: float | None, **peers: object
     ) -> list[Receive]:
-        """The body of all calls of this class; returns the receives."""
+        """The body of all calls of this class that wait; returns the receives."""
         found = self._arguments(name, sends, recvs, timeout_s, **peers)
         if found is None:
             return []
@@ -243,6 +282,25 @@ class PointToPoint(CommBase):
         if len(found.calls) == len(peers) and name != "recv_any":
             self._cache(found)
         return found.receives
+
+    def _begin(
+        self, name: str, sends: _Given, recvs: _Given, timeout_s: float | None, **peers: object
+    ) -> Request:
+        """The body of `isend` and `irecv`."""
+        found = self._arguments(name, sends, recvs, timeout_s, **peers)
+        assert found is not None
+        first = found.calls[0]
+        self.flight.lanes.add(self._requests)
+        self._requests.report_to(self.flight.unretrieved)
+        limit_s = self.timeout_s if first.timeout_s is None else first.timeout_s
+        ended = first.run(lambda *_: first.transport.begin_labelled(found.sends, found.receives))
+
+        def result() -> object:
+            found.copy_back()
+            return first.original if found.receives else None
+
+        text = f"{name}({', '.join(f'{key}={value}' for key, value in first.detail.items())})"
+        return self._requests.add(text, ended, result, limit_s, polled=first.transport.needs_polling)
 
     def _run_if_known(
         self, name: str, arguments: tuple[int | str | None, ...], x: object, out: object, timeout_s: float | None

@@ -125,6 +125,11 @@ def is_inside(group: str, of: str) -> bool:
     return group.startswith((f"{of}.", f"{of}/"))
 
 
+def is_of(group: str, of: str) -> bool:
+    """Whether a communicator of this group is that of the group `of`, or inside of it."""
+    return group == of or is_inside(group, of)
+
+
 def end_lanes(lanes: Iterable[Any], unretrieved: Collection[TaskFuture], group: str) -> list[TaskProblem]:
     """End the tasks of the open lanes of a communicator and those derived from it; return what went wrong.
 
@@ -136,7 +141,7 @@ def end_lanes(lanes: Iterable[Any], unretrieved: Collection[TaskFuture], group: 
         group: The group of the communicator, which is about to end.
     """
     problems = []
-    for lane in [each for each in tuple(lanes) if is_inside(each.comm.group, group)]:
+    for lane in [each for each in tuple(lanes) if is_of(each.comm.group, group)]:
         names = lane.end_tasks(group)
         if names and lane not in _abandoned:
             limit_s = min(TASK_END_S, lane.comm.timeout_s)
@@ -145,7 +150,7 @@ def end_lanes(lanes: Iterable[Any], unretrieved: Collection[TaskFuture], group: 
                 "close it, before its communicator"
             )
             problems.append(TaskProblem(text, CommError(text), has_ended=False))
-    for future in [each for each in tuple(unretrieved) if is_inside(each.group, group)]:
+    for future in [each for each in tuple(unretrieved) if is_of(each.group, group)]:
         error = future.exception()
         assert error is not None
         text = f"{future.name} failed, and nobody has asked for its result: {type(error).__name__}: {error}"

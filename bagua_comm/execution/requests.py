@@ -1,13 +1,14 @@
-"""Requests: futures of messages that go on beside the program."""
+"""Requests: futures of messages that go on beside the program, and waits for several futures."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from typing import Any
 
-from ..errors import CommAborted, CommError
+from ..errors import ArrayError, CommAborted, CommError
 from ..flight import Entry
 from .futures import TASK_END_S, TaskFuture, wait_for_tasks
 from .lane import LaneComm
@@ -156,3 +157,31 @@ class Requests:
 
     def _open(self) -> list[Request]:
         return [each for each in self._pending if not Future.done(each)]
+
+
+def wait_all(futures: Iterable[Future[Any]]) -> list[Any]:
+    """Wait until all have ended; return their results, or raise the first error among them.
+
+    >>> from bagua_comm.testing import run_ranks
+    >>> import numpy as np
+    >>> run_ranks(2, lambda comm: wait_all([comm.iallreduce(np.ones(1)), comm.iallreduce(np.ones(2))]))
+    [[array([2.]), array([2., 2.])], [array([2.]), array([2., 2.])]]
+    """
+    futures = list(futures)
+    errors = [future.exception() for future in futures]
+    for error in errors:
+        if error is not None:
+            raise error
+    return [future.result() for future in futures]
+
+
+def wait_any(futures: Iterable[Future[Any]]) -> int:
+    """Wait until one has ended, with a result or an error; return its index. There must be one."""
+    futures = list(futures)
+    if not futures:
+        raise ArrayError("wait_any: futures is empty, expected at least one")
+    while True:
+        for index, future in enumerate(futures):
+            if future.done():
+                return index
+        time.sleep(POLL_S)

@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor, as_completed
 
@@ -12,12 +13,16 @@ from support.device_ranks import run_on_devices
 
 from bagua_comm import (
     ArrayError,
+    CommAborted,
+    CommError,
     CommMismatch,
     CommTimeout,
     Communicator,
     Quantized,
     Reproducible,
     UnsupportedError,
+    wait_all,
+    wait_any,
 )
 from bagua_comm.arrays import as_array
 from bagua_comm.testing import run_ranks
@@ -221,6 +226,110 @@ def test_isend_and_irecv_are_tasks_of_a_lane():
         return out[0], swap.result()[0]
 
     assert run_ranks(2, body) == [(0, 1), (7, 0)]
+
+
+def test_a_message_under_way_overlaps_with_what_its_receiver_computes():
+    """In the trace, the span of the message encloses that of the computation; it comes meanwhile."""
+    computing, sent = threading.Event(), threading.Event()
+
+    def body(comm):
+        if comm.rank == 0:
+            out = np.zeros(2)
+            request = comm.irecv(out, source=1, tag="x")
+            with comm.tracer.span("compute"):
+                computing.set()
+                assert sent.wait(30)
+            assert request.done()  # without a wait
+            assert request.result() is out
+            assert out.tolist() == [7, 7]
+            return {span.name: span for span in comm.tracer.spans()}
+        assert computing.wait(30)
+        comm.isend(np.full(2, 7.0), dest=0, tag="x").result()
+        return sent.set()
+
+    spans = run_ranks(2, body)[0]
+    message, compute = spans["irecv(source=1, tag=x) under way"], spans["compute"]
+    assert message.start_ns < compute.start_ns <= compute.end_ns < message.end_ns
+
+
+def test_a_rank_that_makes_no_lane_is_told_that_all_do():
+    def body(comm):
+        if comm.rank == 0:
+            with pytest.raises(
+                CommTimeout, match=r"lane .* all ranks make a lane, also those that submit nothing"
+            ):
+                comm.lane()
+
+    run_ranks(2, body, timeout_s=0.5)
+
+
+def test_a_request_that_nobody_answers_is_named():
+    def body(comm):
+        if comm.rank == 1:
+            comm.send(np.ones(2), dest=0, tag=3)
+            with pytest.raises(CommTimeout):
+                comm.recv(np.ones(2), source=0)
+            return
+        request = comm.irecv(np.ones(2), source=1, tag="x", timeout_s=0.2)
+        message = (
+            r"irecv\(source=1, tag=x\): rank 0 .* for 16 bytes from rank 1 with tag 'x'; from there came .*: 3"
+        )
+        with pytest.raises(CommTimeout, match=message):
+            wait_all([request])
+
+    run_ranks(2, body, timeout_s=30)
+
+
+def test_of_two_requests_the_one_whose_message_comes_first_is_done_first():
+    def body(comm):
+        if comm.rank:
+            comm.recv(np.zeros(1), source=0) if comm.rank == 1 else None
+            comm.send(np.full(1, float(comm.rank)), dest=0)
+            return None
+        outs = [np.zeros(1), np.zeros(1)]
+        requests = [comm.irecv(out, source=source) for source, out in zip((1, 2), outs, strict=True)]
+        assert wait_any(requests) == 1
+        assert not requests[0].done()
+        comm.send(np.zeros(1), dest=1)
+        wait_all(requests)
+        with pytest.raises(ArrayError, match="wait_any: futures is empty"):
+            wait_any([])
+        return outs
+
+    assert run_ranks(3, body)[0] == [1, 2]
+
+
+def test_receives_that_wait_take_messages_in_the_order_in_which_they_began():
+    def body(comm):
+        if comm.rank:
+            for i in range(200):
+                comm.isend(np.full(1, i), dest=0)
+            return comm.barrier()
+        outs = [np.zeros(1, int) for _ in range(200)]
+        requests = [comm.irecv(out, source=1) for out in outs[:100]]
+        last = comm.recv(outs[100], source=1)
+        assert last == 100
+        comm.barrier()
+        for out in outs[101:]:
+            requests.append(comm.irecv(out, source=1))
+        wait_all(requests)
+        assert [int(out[0]) for out in outs] == list(range(200))
+        return None
+
+    run_ranks(2, body)
+
+
+def test_a_communicator_that_closes_names_the_requests_that_are_left():
+    def body(comm):
+        group = comm.dup()
+        group.timeout_s = 0.2
+        request = group.irecv(np.zeros(1), source=1 - comm.rank, timeout_s=30)
+        with pytest.raises(CommError, match=r"world\.1 ends before irecv\(source="):
+            group.close()
+        with pytest.raises(CommAborted, match=r"world\.1 was closed"):
+            request.result()
+
+    run_ranks(2, body)
 
 
 def test_the_end_of_a_long_call_is_compared():

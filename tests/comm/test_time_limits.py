@@ -45,7 +45,7 @@ CALLS_WITH_LIMITS = sorted(
 
 def test_every_call_that_moves_data_takes_a_limit():
     assert {"allreduce", "barrier", "broadcast_object", "exchange", "recv", "scatter"} <= set(CALLS_WITH_LIMITS)
-    assert len(CALLS_WITH_LIMITS) == 26
+    assert len(CALLS_WITH_LIMITS) == 30
 
 
 def test_a_new_limit_of_a_communicator_holds_for_its_calls_lanes_and_groups():

@@ -1,9 +1,12 @@
 """The calls of tests/calls.py over MPI, and beside mpi4py's own."""
 
+from concurrent.futures import Future
+
 import numpy as np
 import pytest
 from mpi4py import MPI
 from support import calls
+from support.waiting import until
 
 import bagua_comm
 from bagua_comm import CommMismatch, quantized_allreduce
@@ -23,6 +26,21 @@ def test_calls_that_differ_are_found(comm):
     with bagua_comm.connect(comm=MPI.COMM_WORLD, timeout_s=30, check=True) as checked:
         for check in calls.WITH_CHECK:
             check(checked, np.copy)
+
+
+def test_long_messages_are_under_way_while_the_program_computes(comm):
+    """Nobody asks for the requests: a thread of theirs does."""
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    out = np.zeros(300_000)
+    requests = [
+        comm.irecv(out, source=left, tag=1),
+        comm.isend(np.full(out.size, comm.rank + 0.5), dest=right, tag=1),
+    ]
+    for request in requests:
+        until(lambda request=request: Future.done(request))
+    assert (out == left + 0.5).all()
+    names = [span.name for span in comm.tracer.spans()]
+    assert f"irecv(source={left}, tag=1) under way" in names
 
 
 def test_a_tag_that_nobody_sends_is_named(comm):

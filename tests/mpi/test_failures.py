@@ -143,6 +143,17 @@ def test_a_wait_for_a_rank_that_has_left_ends_soon(comm, nbytes):
                 world.allreduce(np.ones(nbytes // 8))
 
 
+def test_a_request_to_a_rank_that_has_left_ends_soon(comm):
+    with world_of(comm, timeout_s=60) as (world, last):
+        if world.rank == last:
+            assert not world.transports[0].leave()
+        else:
+            request = world.irecv(np.zeros(3), source=last, tag="x")
+            expected = rf"irecv\(source={last}, tag=x\): .* waits for rank {last} \(on .*\), which has left"
+            with pytest.raises(CommMismatch, match=expected):
+                request.result(timeout=40)
+
+
 def test_a_wait_for_a_rank_that_raised_gets_its_error(comm):
     with world_of(comm, timeout_s=60) as (world, last):
         if world.rank == last:

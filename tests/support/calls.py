@@ -6,7 +6,7 @@
 import numpy as np
 import pytest
 
-from bagua_comm import ArrayError, CommMismatch, CommTimeout, UnsupportedError
+from bagua_comm import ArrayError, CommMismatch, CommTimeout, UnsupportedError, wait_all, wait_any
 from bagua_comm.arrays import dtype_named
 from bagua_comm.testing import sample
 
@@ -167,6 +167,31 @@ def tags_in_any_order(comm, put):
         out = put(np.zeros(2))
         comm.sendrecv(put(np.full(2, comm.rank + 0.5)), out, dest=right, source=left, tag=5)
         same(out, np.full(2, left + 0.5))
+
+
+def requests_in_the_background(comm, put):
+    """As in MPI programs: begin to receive, begin to send, compute, wait for all; short and long arrays."""
+    p, rank = comm.size, comm.rank
+    others = [other for other in range(p) if other != rank]
+    for count in (1, sized(put, 40_000)):
+        outs = {other: put(np.zeros(count)) for other in others}
+        begun = [comm.irecv(outs[other], source=other, tag="x") for other in others]
+        begun += [comm.isend(put(np.full(count, rank + 1.0)), dest=other, tag="x") for other in reversed(others)]
+        total = comm.iallreduce(put(np.full(count, rank)))
+        first = put(np.full(3, rank))
+        root = comm.ibroadcast(first, root=p - 1)
+        assert not others or wait_any(begun) < len(begun)
+        results = wait_all([*begun, total, root])
+        for other, result in zip(others, results, strict=False):
+            assert result is outs[other]
+            same(result, np.full(count, other + 1.0))
+        same(results[-2], np.full(count, sum(range(p))))
+        assert results[-1] is first
+        same(first, np.full(3, p - 1))
+        assert all(request.done() for request in begun)
+    raises(ArrayError, "isend: dest is -1", comm.isend, first, dest=-1)
+    raises(ArrayError, "irecv: source is None", comm.irecv, first, source=None)
+    raises(ArrayError, "isend: tag is -2", comm.isend, first, dest=0, tag=-2)
 
 
 def wrong_tags(comm, put):
@@ -430,6 +455,7 @@ BY_LABELS = [
     messages_of_another_dtype,
     messages_that_differ,
     messages_of_any_source,
+    requests_in_the_background,
 ]
 """For transports that compare the labels of messages."""
 
