@@ -17,6 +17,7 @@ from ..arrays import Array
 from ..bucket import Bucket
 from ..comm import Communicator
 from ..errors import ArrayError
+from ..transports.labels import UNLABELLED
 from .base import TRANSIENT, Algorithm, Point, Window, check_floating
 
 PEERS = ("all", "shift_one", "one_peer_exponential")
@@ -81,7 +82,7 @@ class Decentralized(Algorithm):
                 dest = source = topology.shift_one(comm.rank, comm.size, s)
             else:
                 dest, source = topology.one_peer_exponential(comm.rank, comm.size, s)
-            comm.sendrecv(x, average, dest=dest, source=source)
+            comm.sendrecv(x, average, dest=dest, source=source, tag=UNLABELLED)
             kernels.of(x).midpoint(x, average, out=average)
         state.round += 1
 

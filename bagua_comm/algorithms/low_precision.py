@@ -16,6 +16,7 @@ from ..bucket import Bucket
 from ..codecs import Codec, MinMaxUInt8
 from ..codecs.base import check_codec_argument
 from ..comm import Communicator
+from ..transports.labels import UNLABELLED
 from .base import RECREATED, TRANSIENT, Algorithm, Point, Window
 
 
@@ -148,7 +149,7 @@ class LowPrecisionOnePeer(_LowPrecision):
         state = EdgeReplicas(sent, received, weight=x.copy())
         for k in range(edges):
             dest, source = topology.one_peer_exponential(comm.rank, comm.size, k)
-            comm.sendrecv(x, state.received[k], dest=dest, source=source)
+            comm.sendrecv(x, state.received[k], dest=dest, source=source, tag=UNLABELLED)
         return state
 
     def exchange(self, bucket: Bucket, comm: Communicator, state: EdgeReplicas) -> None:
@@ -164,7 +165,7 @@ class LowPrecisionOnePeer(_LowPrecision):
         kernels.of(x).subtract(x, sent, out=delta[0])
         mine, theirs = self._wire(bucket, comm, "mine"), self._wire(bucket, comm, "theirs")
         self.codec.encode(delta, mine, draws=next_draws(comm, self.codec.random_seed))
-        comm.sendrecv(mine, theirs, dest=dest, source=source)
+        comm.sendrecv(mine, theirs, dest=dest, source=source, tag=UNLABELLED)
         self._add_decoded(mine, sent, bucket, comm)
         self._add_decoded(theirs, received, bucket, comm)
         kernels.of(x).move_half(x, received, sent, out=state.weight)
@@ -182,7 +183,8 @@ def _exchange_on_ring(
     comm: Communicator, mine: Array, from_left: Array, from_right: Array, left: int, right: int
 ) -> None:
     """Exchange with both neighbours. With two ranks they are one peer, and messages match in order."""
-    comm.exchange([(right, mine), (left, mine)], [(left, from_left), (right, from_right)])
+    sends = [(right, mine, UNLABELLED), (left, mine, UNLABELLED)]
+    comm.exchange(sends, [(left, from_left, UNLABELLED), (right, from_right, UNLABELLED)])
 
 
 def _edges(size: int) -> int:

@@ -18,6 +18,7 @@ from ..codecs import Codec
 from ..comm import Communicator
 from ..comm.call import Call
 from ..errors import ArrayError, how_to_call
+from ..transports.labels import UNLABELLED
 from .base import Average, Exact, Gathers, InPlace, Shards, check_average_argument, check_shards, scale
 from .coded import next_draws
 from .quantized import Quantized, allgather, codec_for, reduce_scatter
@@ -311,10 +312,11 @@ class _ShardsByNode:
                 scale(kept, factor * (comm.size if op == "sum" else 1))
             if kept is not out:
                 out[...] = kept[:m]
-                sends = [(r, kept[i * m : (i + 1) * m]) for i, r in enumerate(nodes.peers(intra), 1)]
+                peers = enumerate(nodes.peers(intra), 1)
+                sends = [(r, kept[i * m : (i + 1) * m], UNLABELLED) for i, r in peers]
                 intra.exchange(sends, [])
         else:
-            intra.exchange([], [(intra.rank % nodes.owners, out)])
+            intra.recv(out, source=intra.rank % nodes.owners, tag=UNLABELLED)
 
     def _across(self, inter: Communicator, x: Array, out: Array, counts: list[int]) -> Array:
         """Average the partial means of all nodes; keep this rank's chunks."""
@@ -375,10 +377,11 @@ class _GatherByNode:
             own = mine[before : before + nodes.across[inter.rank]]
             own[0] = x
             if len(own) > 1:
-                intra.exchange([], [(r, own[i]) for i, r in enumerate(nodes.peers(intra), 1)])
+                peers = enumerate(nodes.peers(intra), 1)
+                intra.exchange([], [(r, own[i], UNLABELLED) for i, r in peers])
             counts = [n * count for count in nodes.across]
             allgather(inter, own.reshape(-1), mine.reshape(-1), codec=None, counts=counts)
         else:
-            intra.exchange([(intra.rank % nodes.owners, x)], [])
+            intra.send(x, dest=intra.rank % nodes.owners, tag=UNLABELLED)
         counts = [n * count for count in nodes.inside]
         allgather(intra, mine.reshape(-1), rows.reshape(-1), codec=None, counts=counts)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
 from .. import arrays
 from ..arrays import A, AnyArray, Array
 from ..errors import ArrayError, UnsupportedError, shown_as
 from ..execution.requests import Request
-from ..transports.labels import Labelled, Receive, Tag, check_tag, label
+from ..transports.labels import UNLABELLED, Labelled, Receive, Tag, check_tag, label
 from .arguments import Output, check_writable, is_same
 from .base import CommBase
 from .call import Call
@@ -223,7 +223,7 @@ class PointToPoint(CommBase):
 
         `peers` are the arguments of a call of one message each way.
         """
-        found = _Arguments([], [], [], [])
+        found = _Arguments([], [], [], [], [])
 
         def message(peer: object, x: AnyArray, tag: Tag = 0) -> tuple[object, AnyArray, Tag]:
             return peer, x, tag
@@ -237,8 +237,8 @@ class PointToPoint(CommBase):
             ) from exc
         for side, peer, x, tag in messages:
             array, peer_of = _ARGUMENTS[side] if peers else (side, f"a peer in {side}")
-            tag = check_tag(name, tag)
-            detail = {**peers, "tag": tag} if peers and tag != 0 else peers
+            tag = 0 if tag is UNLABELLED and self.check else check_tag(name, tag)
+            detail = {**peers, "tag": tag} if peers and tag not in (0, UNLABELLED) else peers
             call = Call(self, name, x, array, timeout_s=timeout_s, **detail).unchecked()
             if side == "recvs":
                 check_writable(name, array, x, call.x)
@@ -249,6 +249,7 @@ class PointToPoint(CommBase):
                 which = "out overlaps x" if peers else "an array to receive into overlaps another array"
                 raise ArrayError(f"{name}: {which}")
             found.calls.append(call)
+            found.tags.append(tag)
             found.values.append(call.x)
             call.contiguous()
             of = label(tag, call.x.dtype, call.x.size)
@@ -277,7 +278,7 @@ class PointToPoint(CommBase):
         if found is None:
             return []
         first = found.calls[0]
-        first.run(lambda *_: first.transport.exchange_labelled(found.sends, found.receives))
+        first.run(lambda *_: found.exchange(found.sends, found.receives))
         found.copy_back()
         if len(found.calls) == len(peers) and name != "recv_any":
             self._cache(found)
@@ -316,7 +317,7 @@ class PointToPoint(CommBase):
     def _cache(self, found: _Arguments) -> None:
         """Keep a call of at most one message each way for `_run_if_known`."""
         call, sends, receives = found.calls[0], found.sends, found.receives
-        exchange = call.transport.exchange_labelled
+        exchange = found.exchange
         dest, _, sent = sends[0] if sends else (None, None, b"")
         sources, expected = (receives[0].sources, receives[0].expected) if receives else ((), b"")
 
@@ -332,17 +333,31 @@ class PointToPoint(CommBase):
         if receives:
             fills = "out" if sends else "x"
             call.output = Output(None, found.values[-1], found.values[-1])
-        call.cache(move, *(peer for peer, *_ in sends), *sources, call.detail.get("tag", 0), fills=fills)
+        call.cache(move, *(peer for peer, *_ in sends), *sources, found.tags[0], fills=fills)
 
 
 class _Arguments(NamedTuple):
     """What a call sends and receives."""
 
     calls: list[Call]
+    tags: list[Tag]
     values: list[Array]
     """The arrays of sends, then those of receives, before copies were made of those that are not contiguous."""
     sends: list[Labelled]
     receives: list[Receive]
+
+    @property
+    def exchange(self) -> Callable[[Sequence[Labelled], Sequence[Receive]], None]:
+        """Exchanges such messages."""
+        transport = self.calls[0].transport
+        if UNLABELLED not in self.tags:
+            return transport.exchange_labelled
+
+        def exchange(sends: Sequence[Labelled], receives: Sequence[Receive]) -> None:
+            recvs = [(each.sources[0], cast(Array, each.out)) for each in receives]
+            transport.exchange([(peer, x) for peer, x, _ in sends], recvs)
+
+        return exchange
 
     def copy_back(self) -> None:
         """Copy what was received to the arrays that are not contiguous."""

@@ -21,6 +21,10 @@ Tag: TypeAlias = int | str
 MAX_TAG, MAX_TAG_LENGTH = 32767, 24
 """The largest integer, and the longest text, that is a tag."""
 
+UNLABELLED: Tag = "\0unlabelled"
+"""In place of a tag: the messages of a call have no labels, and match in order, since both of their ends are one
+algorithm of this library. Unless the ranks compare all calls: then their tag is 0."""
+
 Labelled: TypeAlias = tuple[int, Array, bytes]
 """A peer, the contiguous array sent to it, and its label."""
 
@@ -36,6 +40,8 @@ LABEL_BYTES, _TAG_BYTES = 64, 36
 @functools.lru_cache(1024)
 def label(tag: Tag, dtype: DType, size: int, *, of_object: bool = False) -> bytes:
     """The label of an array of `size` elements. Those of pickled objects have tags of their own."""
+    if tag is UNLABELLED:
+        return b""
     front = f"object {tag!r}" if of_object else repr(tag)
     return front.encode().ljust(_TAG_BYTES) + f"{dtype_name(dtype)} {size}".encode().ljust(
         LABEL_BYTES - _TAG_BYTES
@@ -44,6 +50,8 @@ def label(tag: Tag, dtype: DType, size: int, *, of_object: bool = False) -> byte
 
 def check_tag(call: str, tag: object) -> Tag:
     """Return `tag` if it is one."""
+    if tag is UNLABELLED:
+        return UNLABELLED
     if isinstance(tag, (int, np.integer)) and not isinstance(tag, bool) and 0 <= tag <= MAX_TAG:
         return int(tag)
     if isinstance(tag, str) and tag.isascii() and tag.isprintable() and 0 < len(tag) <= MAX_TAG_LENGTH:
