@@ -94,8 +94,8 @@ def connect(
     The logger "bagua_comm" logs these choices at INFO. With BAGUA_NVTX=1 and CuPy, calls are NVTX ranges.
 
     Args:
-        timeout_s: The time limit of a call that waits for other ranks, in seconds: above 0, at most 1e9. After
-            it, the call raises `CommTimeout`.
+        timeout_s: The time limit of a call that waits for other ranks, in seconds: above 0, at most 1e9; math.inf
+            for none. After it, the call raises `CommTimeout`.
         check: Compare every call among the ranks first, messages between two ranks included, and raise a
             `CommMismatch` that names both calls if they differ.
         trace: Keep the latest spans, for `Communicator.trace`.
@@ -135,7 +135,7 @@ def connect(
     ...     comm.rank, comm.size
     (0, 1)
     """
-    check_timeout(timeout_s)
+    timeout_s = check_timeout(timeout_s)
     with _reported_once():
         for name_of, value, choices in (("gpu", gpu, get_args(GPU)), ("op_order", op_order, get_args(OpOrder))):
             if value not in choices:
@@ -236,10 +236,10 @@ def default() -> Communicator:
     return default_or(connect)
 
 
-def check_timeout(timeout_s: object) -> None:
-    """Raise `BootstrapError` unless `timeout_s` is a valid time limit of calls."""
+def check_timeout(timeout_s: object) -> float:
+    """Return `timeout_s`, which must be a valid time limit of calls; else raise `BootstrapError`."""
     with _reported_once():
-        call_state.check_timeout("connect", timeout_s)
+        return call_state.check_timeout("connect", timeout_s)
 
 
 @contextmanager

@@ -105,6 +105,8 @@ class CommBase(Shared):
     def timeout_s(self) -> float:
         """The time that a call may wait for other ranks, in seconds; ranks may differ in it.
 
+        math.inf, no limit, is kept as 1e9, 30 years: such a wait ends by Ctrl-C, and if other ranks die or fail.
+
         A new value applies from the next call on, and to communicators and lanes derived later. Lanes that exist
         keep their own limit: set that of `lane.comm`.
 

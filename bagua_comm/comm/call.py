@@ -64,7 +64,7 @@ class Call:
         **detail: Any,
     ) -> None:
         if timeout_s is not None:
-            check_timeout(name, timeout_s, ArrayError)
+            timeout_s = check_timeout(name, timeout_s, ArrayError)
         self.comm, self.name, self.detail, self.timeout_s = comm, name, detail, timeout_s
         self.payload = -1 if payload is None else payload  # -1: the bytes of `x` when it is run
         self.original = x

@@ -94,9 +94,9 @@ class Communicator(Collectives, GatherScatter, CoalescedCollectives, ObjectCalls
       memory of the communicator, that stream waits for the first one.
     * A call that waits for longer than `timeout_s` raises `CommTimeout`. NCCL work in flight for longer is
       aborted, and the next call or `close` raises the error. `timeout_s=` of a call, in seconds, replaces the
-      communicator's limit; ranks may give different ones. The first rank to time out aborts the communicator and
-      notifies the others. After a `CommError`, do not modify the arrays of the call until all ranks have raised
-      it: others may still read them.
+      communicator's limit, and math.inf removes it; ranks may give different ones. The first rank to time out
+      aborts the communicator and notifies the others. After a `CommError`, do not modify the arrays of the call
+      until all ranks have raised it: others may still read them.
 
     One thread uses a communicator at a time: a call raises `CommError` while another thread is in one. See `lane`
     for concurrent work. A forked process cannot use its parent's communicator. A communicator cannot be pickled;

@@ -173,7 +173,7 @@ class PreparedCall:
         """
         name, head, transport, guard = self.name, self.head, self._transport, comm.guard
         if timeout_s is not None:
-            check_timeout(name, timeout_s, ArrayError)
+            timeout_s = check_timeout(name, timeout_s, ArrayError)
         observed = comm.hooks.all or comm.check or trace.wanted()
         moving, ranges = False, None
         with guard.lock(name) as outermost:

@@ -88,7 +88,7 @@ def start(timeout_s: float = TIMEOUT_S) -> Fleet:
         CommTimeout: MPI has started on all ranks, but one has not joined in time.
         RankFailed: A process died before the others could continue without it.
     """
-    check_timeout(timeout_s)
+    timeout_s = check_timeout(timeout_s)
     refuse_a_second_world()
     if under_torchrun():
         if _under_torchrun is None:

@@ -11,6 +11,7 @@ from ..comm import Communicator
 from ..errors import CommAborted, CommTimeout
 from ..execution.futures import end_lanes
 from ..transports import LocalTransport, Transport
+from ..transports.call_state import check_timeout
 from ..transports.local import Hub
 
 T = TypeVar("T")
@@ -41,6 +42,7 @@ def run_ranks(
     >>> run_ranks(3, lambda comm: comm.rank * 10)
     [0, 10, 20]
     """
+    timeout_s = check_timeout("run_ranks", timeout_s)
     hub = Hub(size)
     results: list[Any] = [None] * size
     failures: list[tuple[int, BaseException]] = []

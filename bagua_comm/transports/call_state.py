@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from numbers import Real
@@ -10,7 +11,7 @@ from typing import ClassVar
 from ..errors import BaguaError, BootstrapError, CommAborted, shown_as
 
 MAX_TIMEOUT_S = 1e9
-"""The longest wait, about 30 years: more than this overflows the clocks of the libraries below."""
+"""The longest wait, about 30 years, which stands for math.inf: more overflows clocks of the libraries below."""
 
 
 @shown_as("Transport")
@@ -115,11 +116,16 @@ class CallState:
 
 
 def check_timeout(call: str, timeout_s: object, error: type[BaguaError] = BootstrapError) -> float:
-    """Return `timeout_s` if it is a positive number of seconds; otherwise raise an `error` that names `call`."""
+    """Return `timeout_s` if it is a positive number of seconds; otherwise raise an `error` that names `call`.
+
+    math.inf becomes `MAX_TIMEOUT_S`.
+    """
     # NaN fails every comparison, so it is refused as well.
     is_number = isinstance(timeout_s, Real) and not isinstance(timeout_s, bool)
-    if not is_number or not 0 < float(timeout_s) <= MAX_TIMEOUT_S:  # type: ignore[arg-type]
+    limit_s = float(timeout_s) if is_number else math.nan  # type: ignore[arg-type]
+    if not 0 < limit_s <= MAX_TIMEOUT_S and limit_s != math.inf:
         raise error(
-            f"{call}: timeout_s is {timeout_s!r}, expected seconds, above 0 and at most {MAX_TIMEOUT_S:g}"
+            f"{call}: timeout_s is {timeout_s!r}, expected seconds, above 0 and at most {MAX_TIMEOUT_S:g}, or "
+            "math.inf for no limit"
         )
-    return float(timeout_s)  # type: ignore[arg-type]
+    return min(limit_s, MAX_TIMEOUT_S)

@@ -87,7 +87,7 @@ def connect(
     ...     comm.rank, comm.size
     (0, 1)
     """
-    check_timeout(timeout_s)
+    timeout_s = check_timeout(timeout_s)
     _check_group(process_group)
     refuse_a_second_world()
     transport: Transport | None = None

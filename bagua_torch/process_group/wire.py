@@ -451,6 +451,9 @@ class FramedTransport(Transport):
             raise self._translate(exc, peer) from exc
 
     def _wait(self, peer: int | None, work: dist.Work) -> None:
+        if self.limit_s == MAX_TIMEOUT_S and not self._leaving:
+            self._wait_watched([(peer, work)])  # type: ignore[list-item] # a signal does not end gloo's own waits
+            return
         left_s = max(self.deadline_s() - time.monotonic(), 0.001)
         try:
             wait = timedelta(seconds=left_s)

@@ -1,7 +1,10 @@
 """What a failure over gloo means for the other messages and calls of a rank, and which rank errors name."""
 
+import math
+import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -12,7 +15,7 @@ from support.waiting import until
 from bagua_comm import CommAborted, CommMismatch, CommTimeout, Communicator, RankFailed
 from bagua_comm.transports.labels import Receive, label
 from bagua_torch.backend.start import wait_for_ranks
-from bagua_torch.process_group.transport import RendezvousInfo
+from bagua_torch.process_group.transport import ProcessGroupTransport, RendezvousInfo
 from bagua_torch.process_group.verdicts import Verdict
 
 TIMEOUT_S = 60.0
@@ -51,6 +54,32 @@ def test_messages_between_others_go_on_after_a_rank_has_died(count):
         return None
 
     assert run_threads(3, body, timeout_s=TIMEOUT_S)[1] == 2
+
+
+def test_ctrl_c_ends_a_call_without_a_limit_and_the_peer_learns_of_it(monkeypatch):
+    """Gloo's own waits go on for their time limit, whatever signal comes."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    store, ready = dist.HashStore(), threading.Event()
+
+    def rank(number):
+        info = RendezvousInfo(store, "test", number, 2)
+        return Communicator([ProcessGroupTransport(timeout_s=math.inf, rendezvous=info)])
+
+    def interrupt():
+        comm = rank(1)
+        assert ready.wait(30)
+        until(lambda: not waiting[0].guard.is_free)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        with pytest.raises(RankFailed, match="rank 1 lost rank 0"):
+            comm.recv(np.ones(1), source=0)
+
+    with ThreadPoolExecutor(1) as pool:
+        peer = pool.submit(interrupt)
+        waiting = [rank(0)]
+        ready.set()
+        with pytest.raises(KeyboardInterrupt):
+            waiting[0].recv(np.ones(1), source=1)
+        peer.result(timeout=30)
 
 
 @pytest.mark.parametrize("count", [3, 400_000])

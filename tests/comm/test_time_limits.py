@@ -1,12 +1,16 @@
 """Time limits of communicators and of single calls."""
 
 import inspect
+import math
+import signal
+import threading
 import time
 
 import numpy as np
 import pytest
+from support.waiting import until
 
-from bagua_comm import ArrayError, CommTimeout, Communicator
+from bagua_comm import ArrayError, CommAborted, CommTimeout, Communicator
 from bagua_comm.testing import run_ranks
 from bagua_comm.transports import LocalTransport
 
@@ -70,9 +74,51 @@ def test_a_new_limit_of_a_communicator_holds_for_its_calls_lanes_and_groups():
     run_ranks(2, body, timeout_s=30)
 
 
+def test_a_call_without_a_limit_ends_when_another_rank_fails():
+    """For every call of the communicator, or for one call."""
+
+    def body(comm):
+        mine = {} if comm.rank == 0 else {"timeout_s": math.inf}
+        assert comm.allreduce(np.ones(2), **mine).tolist() == [3, 3]
+        if comm.rank == 2:
+            until(lambda: len(waiting) == 2)
+            comm.abort()
+            return
+        waiting.append(comm.rank)
+        with pytest.raises(CommAborted, match="rank 2 aborted"):
+            comm.recv(np.ones(1), source=2, **mine)
+
+    waiting = []
+    run_ranks(3, body, timeout_s=math.inf)
+
+
+def test_ctrl_c_ends_a_call_without_a_limit():
+    comm = Communicator([LocalTransport()])
+
+    def interrupt():
+        until(lambda: not comm.guard.is_free)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    sender = threading.Thread(target=interrupt)
+    sender.start()
+    with pytest.raises(KeyboardInterrupt):
+        comm.recv(np.ones(1), source=0, timeout_s=math.inf)
+    sender.join()
+
+
+def test_no_limit_is_kept_as_thirty_years():
+    comm = Communicator([LocalTransport(timeout_s=math.inf)])
+    assert comm.timeout_s == 1e9
+    comm.timeout_s = 3
+    comm.timeout_s = math.inf
+    with comm.lane() as lane:
+        assert lane.submit(lane.comm.allreduce, np.ones(1), timeout_s=math.inf).result()[0] == 1
+        assert lane.comm.timeout_s == comm.timeout_s == 1e9
+
+
 @pytest.mark.parametrize("timeout_s", [0, "soon", None])
 def test_a_communicator_refuses_a_wrong_limit(timeout_s):
     comm = Communicator([LocalTransport(timeout_s=7)])
-    with pytest.raises(ArrayError, match=r"Communicator: timeout_s is .*, expected seconds"):
+    with pytest.raises(ArrayError, match=r"Communicator: timeout_s is .*, expected seconds, .* or math\.inf"):
         comm.timeout_s = timeout_s
     assert comm.timeout_s == 7

@@ -1,6 +1,7 @@
 """Errors of ranks when others are late, leave, abort or make another call. Run by tests/test_mpirun.py."""
 
 import itertools
+import math
 import random
 import signal
 import sys
@@ -132,9 +133,9 @@ def test_a_call_of_many_waits_has_one_deadline(comm, monkeypatch):
             world.allgather(np.ones(4000))
 
 
-@pytest.mark.parametrize("nbytes", [8, 1 << 12, 1 << 21])
-def test_a_wait_for_a_rank_that_has_left_ends_soon(comm, nbytes):
-    with world_of(comm, timeout_s=60) as (world, last):
+@pytest.mark.parametrize(("nbytes", "timeout_s"), [(8, 60), (8, math.inf), (1 << 12, 60), (1 << 21, math.inf)])
+def test_a_wait_for_a_rank_that_has_left_ends_soon(comm, nbytes, timeout_s):
+    with world_of(comm, timeout_s=timeout_s) as (world, last):
         if world.rank == last:
             assert not world.transports[0].leave()
         else:
