@@ -227,6 +227,17 @@ def test_the_heat_equation_on_four_ranks_prints_what_it_prints_alone(commands, f
     ]
 
 
+@pytest.mark.slow
+@all_commands("master_worker")
+def test_the_worker_with_the_long_task_gets_fewer(commands, folder):
+    lines = lines_of(as_typed(commands[0], folder))
+    found = [tuple(map(int, re.findall(r"\d+", line))) for line in lines]
+    assert [worker for worker, _, _ in found] == [1, 2]
+    assert sum(tasks for _, tasks, _ in found) == 20
+    assert sum(result for *_, result in found) == sum(task**2 for task in range(20))
+    assert min(tasks for _, tasks, _ in found) < 8
+
+
 def scalars_in(folder):
     """All values in TensorBoard's files, by tag: records of a length, a checksum, an event and a checksum."""
     from tensorboardX.proto import event_pb2
