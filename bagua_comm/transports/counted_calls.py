@@ -78,7 +78,7 @@ class CountedCalls(CallState):
             return ", which has begun no collective call yet (a call refused for its arguments does not count)"
         if behind < 0:
             return ""
-        before = "the one before this" if behind == 1 else f"{behind} calls before this one"
+        before = {0: "", 1: ", the one before this"}.get(behind, f", {behind} collective calls before this one")
         if behind >= len(self._history):
-            return f", whose last call was {before}"
-        return f", whose last call was {self._history[-1 - behind]}, {before}"
+            return f", whose last collective call was{before.removeprefix(',')}"
+        return f", whose last collective call was {self._history[-1 - behind]}{before}"

@@ -48,7 +48,7 @@ def raises_late(world, last, error, match, call):
         call()
 
 
-MISSING = r"missing: rank {} \(on \S+, process \d+\), whose last call was allgather, .* this"
+MISSING = r"missing: rank {} \(on \S+, process \d+\), whose last collective call was allgather, .* this"
 
 
 @pytest.mark.parametrize(
