@@ -160,7 +160,7 @@ class FailureDetector:
         if missing:
             text += f"; missing: {'; '.join(texts)}"
         if present:
-            text += f"; waiting like this one: {_listed(present)}"
+            text += f"; not missing: {_listed(present)}"
         return CommTimeout(text)
 
     def error_of_mpi(self, exc: MPI.Exception) -> CommError:
