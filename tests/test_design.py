@@ -51,7 +51,7 @@ LAYERS = {
         "__init__",
     ],
     "bagua_comm/transports": [
-        "call_state flow labels notices",
+        "call_state flow labels notices plan",
         "counted_calls pipeline rounds",
         "derived",
         "base",

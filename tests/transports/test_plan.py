@@ -1,0 +1,91 @@
+"""Agreed plans, without communication: what is learned, who follows, and that no other call ends."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bagua_comm.transports.plan import MAX_CALLS, Plan
+
+
+class World:
+    """Ranks with a plan each. As over a transport, a rank that follows its plan shows its call to nobody."""
+
+    def __init__(self, size):
+        self.plans = [Plan() for _ in range(size)]
+
+    def call(self, *calls):
+        """Whether the call ends; it does only if all follow, or if all have compared it."""
+        followed = [plan.note(call) for plan, call in zip(self.plans, calls, strict=True)]
+        if all(followed):
+            return True
+        offers = [plan.offer() for plan in self.plans]
+        for plan in self.plans:
+            plan.settle(offers)
+        return len(set(calls)) == 1
+
+    def run(self, program):
+        """How many of a program's calls are compared."""
+        compared = 0
+        for call in program:
+            before = [plan.in_force for plan in self.plans]
+            assert len(set(before)) == 1
+            expected = self.plans[0].calls[self.plans[0].cursor] if before[0] else None
+            compared += expected != call
+            assert self.call(*[call] * len(self.plans))
+        return compared
+
+
+TRAINING, EVALUATION = "aaaab", "xyz"
+
+PROGRAMS = {
+    "one call": ("a" * 10, 2),
+    "steps": (TRAINING * 4, 6),  # `a` has a plan of its own, which `b` ends
+    "steps of other calls": ("abcab" * 4, 10),
+    "never again": ("abcdefghij", 10),
+    "evaluation": (TRAINING * 4 + EVALUATION * 4 + TRAINING * 3, 6 + 6 + 2),
+    "evaluation again": ((TRAINING * 4 + EVALUATION * 4) * 3, 6 + 6 + 2 + 1 + 2 + 1),
+    "a step of the longest": ([str(n) for n in range(MAX_CALLS)] * 3, 2 * MAX_CALLS),
+    "a step that is too long": ([str(n) for n in range(MAX_CALLS + 1)] * 3, 3 * (MAX_CALLS + 1)),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_calls_that_repeat_are_compared_no_more(name):
+    program, compared = PROGRAMS[name]
+    assert World(2).run(program) == compared
+
+
+def test_a_plan_that_one_rank_ends_alone_ends_on_all_and_is_no_error():
+    world = World(2)
+    world.run("abab")
+    world.plans[1].end()
+    assert world.call("a", "a")
+    assert [plan.in_force for plan in world.plans] == [False, False]
+    world.run("bab")
+    assert [plan.in_force for plan in world.plans] == [True, True]
+
+
+def test_an_offer_names_the_next_call_and_all_others():
+    offers = {}
+    for program in ("abab", "ababa", "baba", "abcabc", "aa", "ab"):
+        plan = Plan()
+        for call in program:
+            plan.note(call)
+        offers[program] = plan.offer()
+    assert offers.pop("ab") == 0
+    assert 0 not in offers.values()
+    assert len(set(offers.values())) == len(offers)
+    assert max(offers.values()) < 1 << 63
+
+
+@given(
+    period=st.lists(st.sampled_from("abc"), min_size=1, max_size=6),
+    periods=st.integers(0, 5),
+    more=st.integers(0, 5),
+    others=st.lists(st.sampled_from("abcx"), min_size=4, max_size=4),
+)
+def test_no_call_ends_unless_all_ranks_make_it(period, periods, more, others):
+    """Four ranks, in any place of a program that repeats, make calls of which any may be another one."""
+    world = World(4)
+    world.run((period * (periods + 1))[: len(period) * periods + more % len(period)])
+    assert world.call(*others) == (len(set(others)) == 1)
