@@ -16,10 +16,11 @@ from bagua_comm.transports.labels import LABEL_BYTES
 
 from ..arrays import as_tensor
 
-_NUMBERS_BYTES = 24
+_NUMBERS_BYTES = 32
 HEADER_BYTES = _NUMBERS_BYTES + LABEL_BYTES
-"""The head of a frame: three numbers, and the label of a message that has one. The numbers are the bytes of the
-message; the bytes expected in return in a swap, else -1; and the number of the collective call."""
+"""The head of a frame: four numbers, and the label of a message that has one. The numbers are the bytes of the
+message; the bytes expected in return in a swap, else -1; the number of the collective call; and the sender's offer
+of a plan of calls, see `Plan.offer`."""
 
 BODY_BYTES = 1 << 16
 """The most bytes of a message that its frame holds; only these are sent. With 64 KiB, an allreduce of 64 KiB
@@ -36,7 +37,7 @@ class Frame:
         self.head, self.body = memory[:_NUMBERS_BYTES].view(np.int64), memory[HEADER_BYTES:]
         self.label = memory.data[_NUMBERS_BYTES:HEADER_BYTES]
         self.tensor = as_tensor(memory)
-        self.work: dist.Work
+        self.work: dist.Work | None  # None once it has been waited for
 
 
 def swaps_of(sends: Sequence[Message], recvs: Sequence[Message]) -> dict[int, tuple[Array, Array]]:

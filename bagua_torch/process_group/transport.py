@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Protocol, TypeVar
+from typing import ParamSpec, Protocol, TypeVar
 
 import numpy as np
 import torch.distributed as dist
@@ -39,7 +39,7 @@ from .frames import BODY_BYTES, swaps_of
 from .store import Store, connections_to
 from .verdicts import Verdict, messages_that_differ
 from .waiter import run_watched
-from .wire import LEAVING, FramedTransport, named
+from .wire import LEAVING, SERIAL_SHIFT, SERIALS, FramedTransport, named
 
 AT_ONCE_BYTES = 1 << 20
 """See `Transport.at_once_bytes`."""
@@ -47,9 +47,13 @@ AT_ONCE_BYTES = 1 << 20
 RING_CHUNK_BYTES = 1 << 15
 """For chunks of at least this size, gloo's own ring allreduce sums float32 and float64."""
 
+LOOK_S = 0.1
+"""How often a rank that follows a plan looks for others that do not, while it waits for them."""
+
 LEAVE_S = 10.0
 """How long `close` waits for the other ranks to close."""
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -155,6 +159,8 @@ class ProcessGroupTransport(FramedTransport):
         self._splits = 0
         self._children: list[ProcessGroupTransport] = []  # kept alive: one may have pending messages
         self._unchecked = _COMPARED
+        self._serial = 0  # of the collective call, as they are compared
+        self._follows = False  # whether the collective call follows the plan
         if self.size > 1:
             self._connect()
 
@@ -190,7 +196,10 @@ class ProcessGroupTransport(FramedTransport):
     def _name_call(self, call: str, of: str = "") -> None:
         """Let the next round among all ranks compare this call."""
         self._text = f"{self.signature() or call}{of}"
-        self._number = zlib.crc32(f"{call}: {self._text}".encode())
+        text = f"{call}: {self._text}"
+        self._serial = (self._serial + 1) % SERIALS
+        self._number = self._serial << SERIAL_SHIFT | zlib.crc32(text.encode())
+        self._follows = self.plan.note(text)
         self._unchecked = _IN_NEXT_ROUND if self.size > 1 else _COMPARED
 
     def _synchronize(self) -> None:
@@ -250,6 +259,7 @@ class ProcessGroupTransport(FramedTransport):
         self._round(lambda _: table[self.rank], lambda peer: table[peer], first=True)
         problem = messages_that_differ(table)
         if problem is not None:
+            self.plan.end()
             raise CommMismatch(problem)
 
     # Collectives that are faster than those derived from `exchange` ---------------------------------
@@ -264,16 +274,39 @@ class ProcessGroupTransport(FramedTransport):
 
     def _allreduce_natively(self, x: Array, out: Array, op: str) -> None:
         self.agree_on_call(f"allreduce {op}", x)
-        self._synchronize()
+        if not self._follows:
+            self._synchronize()
         if x is not out:
             out[...] = x
         options = dist.AllreduceOptions()
         options.reduceOp, options.timeout = dist.ReduceOp(dist.ReduceOp.SUM), timedelta(seconds=self.limit_s)
-        work = self._start(None, self._gloo.allreduce, [as_tensor(out.reshape(-1))], options)
-        self._wait_for_all(kept_in_children(work))
+        self._run_natively(self._gloo.allreduce, [as_tensor(out.reshape(-1))], options)
         if op == "avg":
             kernels.host.divide(out, self.size)
         self.sent_bytes += 2 * x.nbytes * (self.size - 1) // self.size
+
+    def _run_natively(self, start: Callable[P, dist.Work], *arguments: P.args, **named: P.kwargs) -> None:
+        """Run a collective of gloo that no rank finishes without all others; compared, or it follows the plan."""
+        self.check_usable()
+        if not self._follows:
+            work = self._start(None, start, *arguments, **named)
+            self._wait_for_all(kept_in_children(work), self._check_connection)
+            return
+        self._check_followed()
+        work = self._start(None, start, *arguments, **named)
+        try:
+            self._wait_for_all(kept_in_children(work), self._check_followed, LOOK_S)
+        except CommMismatch:
+            self._interrupted = arguments
+            self._hang_up()
+            raise
+        self._unchecked = _COMPARED
+
+    def _check_followed(self) -> None:
+        """Compare the call after all if another rank does: raise `CommMismatch` on all ranks if they differ."""
+        if self._others_call():
+            self._synchronize()
+        self._check_connection()
 
     def broadcast(self, x: Array, root: int) -> None:
         """See `Transport`. Small arrays are sent in the round in which ranks compare the call."""
@@ -297,6 +330,7 @@ class ProcessGroupTransport(FramedTransport):
     def split(self, color: int, key: int) -> Transport:
         """See `Transport.split`."""
         members = self._members(color, key)
+        self.plan.end()
         info = self._rendezvous.among(members, f"{self._splits}.{color}")
         self._splits += 1
         child = self._connected(info, members)

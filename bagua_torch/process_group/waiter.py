@@ -74,13 +74,16 @@ def wait_watched(
     return None
 
 
-def wait_for_collective(work: dist.Work, until: float, check: Callable[[], None]) -> None:
+def wait_for_collective(
+    work: dist.Work, until: float, check: Callable[[], None], every_s: float = CHECK_S
+) -> None:
     """Wait for a collective of gloo, whose timeout closes nothing, so that no thread is needed.
 
     Args:
         work: The `Work` of the collective.
         until: When to stop, in seconds of `time.monotonic`.
         check: Raises RuntimeError if a connection is closed.
+        every_s: How often to check, in seconds.
 
     Raises:
         RuntimeError: It failed, or has not ended in time.
@@ -88,13 +91,13 @@ def wait_for_collective(work: dist.Work, until: float, check: Callable[[], None]
     while True:
         left_s = until - time.monotonic()
         try:
-            work.wait(timedelta(seconds=max(min(left_s, CHECK_S), 0.001)))
+            work.wait(timedelta(seconds=max(min(left_s, every_s), 0.001)))
             return
         except RuntimeError:
             if work.is_completed():  # it failed, or ended just after this wait
                 work.wait()
                 return
-            if left_s <= CHECK_S:
+            if left_s <= every_s:
                 raise
         check()
 

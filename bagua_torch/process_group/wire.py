@@ -18,6 +18,10 @@ these is in the frames of a round among all ranks. The first messages of most ca
 comparison is free. If numbers differ, all ranks detect it, and exchange the descriptions of their calls for the
 error that all of them raise. Other mismatched messages, and the end of a peer, are detected by one rank only. It
 posts its error in the store and closes its connections, so that ranks that wait for it raise the same error.
+
+A call that follows a plan (`bagua_comm.transports.plan`) is a collective of gloo that begins without a round: no
+rank finishes it without all others. A rank whose call differs does not begin it, but compares its own call. The
+others look for a frame of that round while they wait, and then compare theirs.
 """
 
 from __future__ import annotations
@@ -46,6 +50,7 @@ from bagua_comm.transports.call_state import MAX_TIMEOUT_S
 from bagua_comm.transports.flow import COLLECTIVE, LABELLED, Message
 from bagua_comm.transports.labels import Ended, Labelled, Mailbox, Receive, empty_for, finish, label
 from bagua_comm.transports.notices import different_calls
+from bagua_comm.transports.plan import Plan
 
 from .children import kept_in_children
 from .frames import BODY_BYTES, HEADER_BYTES, Frame, rest_of, swaps_of
@@ -74,11 +79,15 @@ _POST_S = 0.3
 _REST_TAG, _SWAP_TAG, _ABORT_TAG = 4, 8, 9
 """Frames have the tags of messages, 0 to 3; the rest of a one-way message has its tag plus 4."""
 
-_TEXTS, LEAVING = -1, -2
-"""Numbers that belong to no call: of descriptions of calls that differ, and of the last frames before closing."""
+_TEXTS, LEAVING, _NOT_YET = -1, -2, -3
+"""Numbers that belong to no call: of descriptions of calls that differ, of the last frames before closing, and of
+frames that have not come."""
 
 _FIRST = 1 << 32
-"""Flag in the number of a call, in the round in which ranks compare it."""
+"""Flag in the number of a call, in the round in which ranks compare it. Its lower bits are made of the call."""
+
+SERIAL_SHIFT, SERIALS = 33, 1 << 30
+"""Its upper bits count the calls, so that a frame for a later call is not taken for one of this call."""
 
 
 P = ParamSpec("P")
@@ -118,6 +127,8 @@ class FramedTransport(Transport):
         self._leaving = False
         self._number = 0  # of the collective call, the same on all ranks
         self._text = ""  # of the collective call
+        self.plan = Plan()
+        """The collective calls that all ranks have agreed to make again and again."""
         self._posted: dict[tuple[int, int], Frame] = {}  # by (peer, tag): posted for the next message
         self._sent: dict[tuple[int, int], deque[Frame]] = {}  # by (peer, tag): may still be pending
         self._free: list[Frame] = []
@@ -167,10 +178,10 @@ class FramedTransport(Transport):
                 self._receive_own(out, tag)
                 continue
             if not first:
-                self._wait(peer, frame.work)
+                self._wait_for_frame(peer, frame)
             x = swaps[peer][0] if peer in swaps else None
             head = [out.nbytes, -1 if x is None else x.nbytes, number]
-            if frame.head.tolist() != head:
+            if frame.head[:3].tolist() != head:
                 raise self._mismatch(peer, frame, head)
             if x is not None and x.nbytes > BODY_BYTES:
                 works.append((peer, self._send_rest(peer, _SWAP_TAG, x)))
@@ -304,19 +315,35 @@ class FramedTransport(Transport):
     def _compare_numbers(self, frames: Sequence[tuple[int, Frame | None]], number: int) -> None:
         """Wait for the frames of all other ranks; raise on all ranks unless all have this number."""
         unlike: dict[int, int] = {}
+        offers = []
         for peer, frame in frames:
             if frame is not None:
-                self._wait(peer, frame.work)
+                self._wait_for_frame(peer, frame)
+                offers.append(int(frame.head[3]))
                 if frame.head[2] != number:
                     unlike[peer] = int(frame.head[2])
         if unlike:
             raise self._calls_differ(unlike)
+        self.plan.settle(offers)
+
+    def _others_call(self) -> bool:
+        """Whether a frame has come that another rank sends only if it does not follow the plan in this call."""
+        for peer in self.others():
+            frame = self._posted.get((peer, COLLECTIVE))
+            if frame is None or frame.head[2] == _NOT_YET:
+                continue
+            self._wait_for_frame(peer, frame)  # the rest of it
+            number = int(frame.head[2])
+            ahead = ((number >> SERIAL_SHIFT) - (self._number >> SERIAL_SHIFT)) % SERIALS
+            if number < 0 or not 0 < ahead < SERIALS // 2:
+                return True
+        return False
 
     def _calls_differ(self, unlike: dict[int, int]) -> CommMismatch:
         """The error to raise on all ranks when frames of peers have the numbers of other calls. Collective."""
         mine = f"rank {self.rank} called {self._text}"
         for peer, number in unlike.items():
-            if number == LEAVING or number < _FIRST:
+            if number < 0 or not number & _FIRST:
                 left = peer if number == LEAVING else None
                 other = "is within another call" if left is None else "has closed this communicator"
                 return self._close_with(CommMismatch(f"{mine}, but rank {peer} {other}", left))
@@ -327,6 +354,8 @@ class FramedTransport(Transport):
             self._round(lambda _: rows[self.rank], lambda peer: rows[peer], first=False)
         except CommError:
             return self._close_with(CommMismatch(f"{mine}, but rank {next(iter(unlike))} another call"))
+        with contextlib.suppress(CommError):  # ranks that follow a plan close their connections after this round
+            self._round(lambda _: rows[self.rank], lambda peer: rows[peer], first=False)
         error = CommMismatch(different_calls(texts_of(rows)))
         self.refuse_calls(f"a call failed earlier ({type(error).__name__})")
         return error
@@ -339,10 +368,17 @@ class FramedTransport(Transport):
             frame.work = self._start(peer, self._gloo.recv, [frame.tensor], peer, tag)
         return frame
 
+    def _wait_for_frame(self, peer: int, frame: Frame) -> None:
+        """Wait for a frame; gloo would not return from a second wait."""
+        if frame.work is not None:
+            self._wait(peer, frame.work)
+            frame.work = None
+
     def _post_ahead(self, peer: int, tag: int, frame: Frame) -> None:
         if (peer, tag) in self._posted or self._leaving:
             self._free.append(frame)
             return
+        frame.head[2] = _NOT_YET
         try:
             frame.work = unrecorded(self._gloo.recv, [frame.tensor], peer, tag)
         except RuntimeError:
@@ -358,7 +394,7 @@ class FramedTransport(Transport):
         self, peer: int, tag: int, x: Array, in_return: int, number: int, of: bytes | None = None
     ) -> None:
         frame = self._take_frame()
-        frame.head[:] = x.nbytes, in_return, number
+        frame.head[:] = x.nbytes, in_return, number, self.plan.offer()
         if of is not None:
             frame.label[:] = of
         if x.nbytes:
@@ -379,7 +415,7 @@ class FramedTransport(Transport):
         frames = self._sent.get((peer, tag))
         while frames and len(frames) > keep:
             frame = frames.popleft()
-            self._wait(peer, frame.work)
+            self._wait_for_frame(peer, frame)
             self._free.append(frame)
         if not frames:
             self._sent.pop((peer, tag), None)
@@ -394,7 +430,7 @@ class FramedTransport(Transport):
 
     def _mismatch(self, peer: int, frame: Frame, expected: list[int]) -> CommMismatch:
         """The error for a frame with an unexpected head."""
-        nbytes, in_return, number = frame.head.tolist()
+        nbytes, in_return, number = frame.head[:3].tolist()
         text = f"rank {self.rank} expected {expected[0]} bytes from rank {peer}, which sent {nbytes}"
         if number == LEAVING:
             text = f"rank {self.rank} waited for rank {peer}, which has closed this communicator"
@@ -469,10 +505,10 @@ class FramedTransport(Transport):
             for peer, work in works:
                 self._wait(peer, work)
 
-    def _wait_for_all(self, work: dist.Work) -> None:
-        """Wait for a collective of gloo."""
+    def _wait_for_all(self, work: dist.Work, check: Callable[[], None], every_s: float = CHECK_S) -> None:
+        """Wait for a collective of gloo, and check every `every_s` seconds."""
         try:
-            wait_for_collective(work, self.deadline_s(), self._check_connection)
+            wait_for_collective(work, self.deadline_s(), check, every_s)
         except RuntimeError as exc:
             raise self._translate(exc, None) from exc
 
