@@ -53,7 +53,12 @@ def swaps_of(sends: Sequence[Message], recvs: Sequence[Message]) -> dict[int, tu
 
 def rest_of(x: Array) -> torch.Tensor:
     """The bytes of `x` that do not fit in its frame. Shares memory with `x`; never copies."""
-    rest = as_bytes(x)[BODY_BYTES:]
+    return bytes_of(x, BODY_BYTES)
+
+
+def bytes_of(x: Array, start: int = 0) -> torch.Tensor:
+    """The bytes of `x` from `start` on. Shares memory with `x`; never copies."""
+    rest = as_bytes(x)[start:]
     if not rest.flags.writeable:  # PyTorch has no read-only tensors; a sent array is only read
         memory = (ctypes.c_uint8 * rest.nbytes).from_address(arrays.address(rest))
         rest = np.frombuffer(memory, np.uint8)

@@ -17,6 +17,7 @@ from typing import ParamSpec, Protocol, TypeVar
 
 import numpy as np
 import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions
 
 from bagua_comm import (
     BootstrapError,
@@ -28,14 +29,15 @@ from bagua_comm import (
     kernels,
 )
 from bagua_comm.arrays import Array, dtype_name
+from bagua_comm.arrays import rows as rows_of
 from bagua_comm.bootstrap import environment
-from bagua_comm.transports import Transport
+from bagua_comm.transports import Transport, derived
 from bagua_comm.transports.flow import COLLECTIVE, POINT_TO_POINT, Flow, Message, TransportFlow
 from bagua_comm.transports.labels import Ended, Labelled, Receive
 
 from ..arrays import as_tensor
 from .children import closed_in_children, kept_in_children
-from .frames import BODY_BYTES, swaps_of
+from .frames import BODY_BYTES, bytes_of, swaps_of
 from .store import Store, connections_to
 from .verdicts import Verdict, messages_that_differ
 from .waiter import run_watched
@@ -271,6 +273,45 @@ class ProcessGroupTransport(FramedTransport):
             self._allreduce_natively(x, out, op)
         else:
             super().allreduce(x, out, op)
+
+    def allgather(self, x: Array, out: Array) -> None:
+        """See `Transport`. Gloo moves large arrays of a planned call."""
+        flow = self.agree_on_call("allgather", x)
+        if self._skips_frames(x.nbytes):
+            options = AllgatherOptions()
+            options.timeout = timedelta(seconds=self.limit_s)
+            self._run_natively(self._gloo._allgather_base, bytes_of(out), bytes_of(x), options)
+            self.sent_bytes += x.nbytes * (self.size - 1)
+        else:
+            derived.allgather(flow, x, out)
+
+    def alltoall(self, x: Array, out: Array) -> None:
+        """See `Transport`. Gloo moves large arrays of a planned call."""
+        flow = self.agree_on_call("alltoall", x)
+        if self._skips_frames(x.nbytes // self.size):
+            self._alltoall_natively(self._without_overlap(x, out), out)
+        else:
+            derived.alltoall(flow, x, out, self._scratch)
+
+    def reduce_scatter(self, x: Array, out: Array, op: str) -> None:
+        """See `Transport`. Gloo moves large arrays of a planned call."""
+        flow = self.agree_on_call(f"reduce_scatter {op}", x)
+        if self._skips_frames(out.nbytes):
+            parts = self._scratch.take("parts", (self.size, out.size), x.dtype, like=x)
+            self._alltoall_natively(x, parts)
+            kernels.of(out).reduce_rows(parts, out.reshape(-1), op)
+        else:
+            derived.reduce_scatter(flow, list(rows_of(x, self.size)), out, op, self._scratch)
+
+    def _skips_frames(self, nbytes: int) -> bool:
+        """Whether messages of `nbytes` go without frames: the call follows the plan, and they are long."""
+        return self._follows and nbytes > BODY_BYTES
+
+    def _alltoall_natively(self, x: Array, out: Array) -> None:
+        options = dist.AllToAllOptions()
+        options.timeout = timedelta(seconds=self.limit_s)
+        self._run_natively(self._gloo.alltoall_base, bytes_of(out), bytes_of(x), [], [], options)
+        self.sent_bytes += x.nbytes * (self.size - 1) // self.size
 
     def _allreduce_natively(self, x: Array, out: Array, op: str) -> None:
         self.agree_on_call(f"allreduce {op}", x)

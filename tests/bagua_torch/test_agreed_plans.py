@@ -14,6 +14,13 @@ MIB = 1 << 20
 FOLLOWED = {
     "allreduce": lambda comm, x: comm.allreduce(x),
     "allreduce, avg, in place": lambda comm, x: comm.allreduce(x, op="avg", out=x),
+    "allgather": lambda comm, x: comm.allgather(x),
+    "alltoall": lambda comm, x: comm.alltoall(x),
+    "alltoall, in place": lambda comm, x: comm.alltoall(x, out=x),
+    "reduce_scatter": lambda comm, x: comm.reduce_scatter(x),
+    "reduce_scatter, in place, avg": lambda comm, x: comm.reduce_scatter(
+        x, op="avg", out=x[comm.rank : comm.rank + 1]
+    ),
 }
 """Calls that no frame precedes once they have repeated; the array has a mebibyte for each of three ranks."""
 
