@@ -333,20 +333,23 @@ class ProcessGroupTransport(FramedTransport):
             work = self._start(None, start, *arguments, **named)
             self._wait_for_all(kept_in_children(work), self._check_connection)
             return
-        self._check_followed()
+        self._compare_late()
         work = self._start(None, start, *arguments, **named)
         try:
             self._wait_for_all(kept_in_children(work), self._check_followed, LOOK_S)
-        except CommMismatch:
+        except CommError:
             self._interrupted = arguments
             self._hang_up()
             raise
         self._unchecked = _COMPARED
 
-    def _check_followed(self) -> None:
-        """Compare the call after all if another rank does: raise `CommMismatch` on all ranks if they differ."""
+    def _compare_late(self) -> None:
+        """Compare a planned call after all if another rank does; raise on all ranks if calls differ."""
         if self._others_call():
             self._synchronize()
+
+    def _check_followed(self) -> None:
+        self._compare_late()
         self._check_connection()
 
     def broadcast(self, x: Array, root: int) -> None:
