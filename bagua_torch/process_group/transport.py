@@ -280,7 +280,8 @@ class ProcessGroupTransport(FramedTransport):
         if self._skips_frames(x.nbytes):
             options = AllgatherOptions()
             options.timeout = timedelta(seconds=self.limit_s)
-            self._run_natively(self._gloo._allgather_base, bytes_of(out), bytes_of(x), options)
+            rows = bytes_of(out).chunk(self.size)
+            self._run_natively(self._gloo.allgather, [rows], [bytes_of(x)], options)
             self.sent_bytes += x.nbytes * (self.size - 1)
         else:
             derived.allgather(flow, x, out)
