@@ -464,6 +464,8 @@ class _Analysis:
             texts = ["has made no call" if each.last is None else f"in no call; the last was {shown(each.last)}"]
         if record.queued:
             texts.append(f"queued on a lane: {', '.join(map(shown, record.queued[:3]))}{more(record.queued[3:])}")
+        for group, (position, count) in record.plans.items():
+            texts.append(f"at call {position} of {count} of the plan of {group}")
         if record.left is not None:
             texts.append(f"left: {record.left}")
         return f"rank {rank}: {'; '.join(texts)}"

@@ -195,6 +195,8 @@ class RankRecord:
         left: The reason for leaving the world; None if it has not left.
         steps: The number of training steps that the rank has begun, by the communicator of their engine.
         stacks: The Python stacks of its threads, those with lines of the user's program first.
+        plans: For each communicator whose calls follow an agreed plan, the position of its last call, from 1, and
+            the number of calls.
     """
 
     job: str
@@ -210,6 +212,7 @@ class RankRecord:
     left: str | None = None
     steps: Mapping[str, int] = field(default_factory=dict)
     stacks: tuple[ThreadStack, ...] = ()
+    plans: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
     @property
     def who(self) -> str:

@@ -59,6 +59,14 @@ class Queue(Protocol):
         """The calls that wait on the lane."""
 
 
+class AgreedPlan(Protocol):
+    """The part of a transport's plan of calls that the flight recorder uses; see `transports.plan`."""
+
+    calls: tuple[str, ...]
+    cursor: int
+    in_force: bool
+
+
 class FlightRecorder:
     """Recorder of this rank's last calls, on a communicator and on all made from it.
 
@@ -86,6 +94,8 @@ class FlightRecorder:
         """The members of each communicator, as ranks of the world."""
         self.steps: dict[str, int] = {}
         """The number of training steps that have begun, by the communicator of their engine."""
+        self.plans: dict[str, AgreedPlan | None] = {}
+        """The plan of calls of each communicator; None where its transport has none."""
         self.lanes: WeakSet[Queue] = WeakSet()
         self.unretrieved: set[Any] = set()
         """The tasks of lanes that have failed, and whose errors nobody has retrieved."""
@@ -121,6 +131,11 @@ class FlightRecorder:
             left,
             dict(self.steps),
             self._stacks(left),
+            {
+                group: ((plan.cursor - 1) % count + 1, count)
+                for group, plan in tuple(self.plans.items())
+                if plan is not None and plan.in_force and (count := len(plan.calls))
+            },
         )
 
     def _stacks(self, left: str | None) -> tuple[ThreadStack, ...]:

@@ -25,6 +25,7 @@ from .call_state import CallState
 from .flow import FEW_RANKS, POINT_TO_POINT, Flow, Message, Move, TransportFlow
 from .labels import Ended, Labelled, Receive, finish, tag_of
 from .pipeline import Encoding
+from .plan import Plan
 
 
 class Transport(CallState, Live, ABC):
@@ -50,6 +51,8 @@ class Transport(CallState, Live, ABC):
     """Whether what was begun by `begin_labelled` goes on only while some thread asks whether it has ended."""
     is_checked: bool = False
     """Whether the ranks compare what they do otherwise not; see `connect(check=True)`."""
+    plan: Plan | None = None
+    """The calls that all ranks have agreed to make; None if every call is compared, or none is."""
     few_ranks: int = FEW_RANKS
     """See `flow.FEW_RANKS`."""
     at_once_bytes: int = 0

@@ -127,8 +127,7 @@ class FramedTransport(Transport):
         self._leaving = False
         self._number = 0  # of the collective call, the same on all ranks
         self._text = ""  # of the collective call
-        self.plan = Plan()
-        """The collective calls that all ranks have agreed to make again and again."""
+        self.plan: Plan = Plan()
         self._posted: dict[tuple[int, int], Frame] = {}  # by (peer, tag): posted for the next message
         self._sent: dict[tuple[int, int], deque[Frame]] = {}  # by (peer, tag): may still be pending
         self._free: list[Frame] = []
@@ -473,6 +472,7 @@ class FramedTransport(Transport):
 
         A thread of gloo that still runs when Python ends may end the process by a signal.
         """
+        self.plan.end()
         self._posted.clear()
         self._sent.clear()
         self._free.clear()

@@ -8,8 +8,11 @@ import time
 import numpy as np
 import pytest
 from support.gloo import run_threads
+from support.launch import torchrun
 
 from bagua_comm import CommMismatch, Communicator, RankFailed
+from bagua_comm.flight import diagnose
+from bagua_comm.flight.entries import RankRecord
 from bagua_torch.process_group.wire import FramedTransport
 
 MIB, AT_ONCE_S = 1 << 20, 5.0
@@ -169,3 +172,54 @@ def test_no_error_if_all_ranks_leave_the_plan_or_one_ends_it_alone(another, fram
         assert transport.plan.in_force
 
     run_threads(3, body)
+
+
+def test_a_diagnosis_shows_how_far_each_rank_is_in_its_plan():
+    def body(transport):
+        with Communicator([transport]).dup() as comm:
+            for _ in range(5):
+                comm.allreduce(np.ones(1))
+                comm.allreduce(np.ones(2))
+            comm.allreduce(np.ones(1))
+            return comm.flight.record()
+
+    found = diagnose([RankRecord.from_json(record.to_json()) for record in run_threads(2, body)])
+    assert all("at call 1 of 2 of the plan of world.1" in text for text in found.ranks)
+
+
+@pytest.mark.slow
+def test_ddp_rebuilds_its_buckets_after_a_step_and_all_ranks_leave_the_plan(tmp_path):
+    """The buckets of the first step have one size, so that a plan is in force before they change."""
+    path = tmp_path / "train.py"
+    path.write_text(PROGRAM)
+    done = torchrun(3, path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("left True and follow True") == 3
+
+
+PROGRAM = """
+import torch, bagua_torch
+import torch.distributed as dist
+from bagua_comm.transports.plan import Plan
+
+left, end = [], Plan.end
+Plan.end = lambda self: (left.append(self.in_force), end(self))[1]
+dist.init_process_group("bagua")
+torch.manual_seed(0)
+layers = [torch.nn.Linear(512, 512, bias=False) for _ in range(6)]
+order = [0, 2, 4, 1, 3, 5]
+module = torch.nn.ModuleList([*layers, torch.nn.Linear(512, 700, bias=False)])
+module.forward = lambda x: [x := module[i](x) for i in [*order, 6]][-1]
+ddp = torch.nn.parallel.DistributedDataParallel(module, bucket_cap_mb=1)
+for step in range(6):
+    ddp.zero_grad()
+    ddp(torch.full((2, 512), float(dist.get_rank() + step))).sum().backward()
+    for parameter in module.parameters():
+        everyones = [torch.empty_like(parameter.grad) for _ in range(3)]
+        dist.all_gather(everyones, parameter.grad)
+        assert all(torch.equal(each, everyones[0]) for each in everyones)
+group = dist.group.WORLD
+plan = (group if hasattr(group, "comm") else group._get_backend(torch.device("cpu"))).comm.host.plan
+print("left", any(left), "and follow", plan.in_force, flush=True)
+dist.destroy_process_group()
+"""
