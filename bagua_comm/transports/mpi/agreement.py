@@ -1,7 +1,14 @@
-"""Agreement between the ranks of an MPI communicator, before a call, on the call and on its message sizes."""
+"""Agreement between the ranks of an MPI communicator, before a call, on the call and on its message sizes.
+
+Between hosts, large calls that follow a plan (`transports.plan`) begin without a comparison. A rank that leaves
+the plan sends nothing of its call before it has notified all others, and has compared the call with theirs. Those
+that follow look for its notice before a call and while they wait. Calls by MPI's own collectives are always
+compared: a rank may take the data of another collective for those of its own.
+"""
 
 from __future__ import annotations
 
+import functools
 import time
 import zlib
 from collections import deque
@@ -15,10 +22,14 @@ from ...errors import CommMismatch
 from .. import derived
 from ..flow import Flow, Message, Wait
 from ..notices import different_calls
+from ..plan import Plan
 from . import tuning
 from .endpoint import Endpoint
 from .messages import Messages
 from .paced_messages import PacedMessages
+
+_LEFT_TAG = 15
+"""Of the notice that a rank leaves the plan: the number of the call in which it does."""
 
 
 class Agreement:
@@ -38,31 +49,124 @@ class Agreement:
         """Bytes per second that this rank sent in its latest large calls."""
         self._coded_piece_bytes: int | None = tuning.PIECE_BYTES
         """None on slow networks, where the size of the array decides; see `tuning.paced_bytes`."""
+        self.plan: Plan | None = None
+        """The plan of calls; None unless `learn_plans`."""
+        self._text = ""
+        """The latest call that was noted, as errors show it."""
+        self._values = 0, 0
+        """Its number, made of the call, and the bytes of its array."""
+        self._serial = 0
+        """How many calls were noted before it, and with it."""
+        self._user_call = -1
+        """The number of the user's call that it belongs to."""
+        self._is_uncompared = self._has_left = False
+        """Whether it follows the plan without a comparison, and whether it has left the plan."""
+        self._is_fast, self._uncompared = False, 0
+        """Whether the network is fast, as the ranks agreed last; and how many calls were not compared since."""
+        self._notices: set[int] = set()
+        """The numbers of calls, this one or later ones, in which other ranks have left the plan."""
 
     def expect_slow_network(self) -> None:
         """Choose messages for a slow network until a call has shown that it is fast."""
         self._coded_piece_bytes = None
 
-    def agree(self, call: str, x: Array) -> Flow:
-        """See `Transport.agree_on_call`. The ranks also agree on the size of pieces, from this call on."""
+    def learn_plans(self) -> Plan | None:
+        """Let calls follow plans from now on, if MPI has collectives of its own here; return the plan.
+
+        Those of a channel go by messages, and would match messages of other calls.
+        """
+        if isinstance(self._comm, MPI.Comm):
+            self.plan, self._endpoint.on_listen = Plan(), self._compare_late
+        return self.plan
+
+    def end_plan(self) -> None:
+        """Compare all calls until a plan is learned again. Collective."""
+        if self.plan is not None:
+            self.plan.end()
+
+    def agree(self, call: str, x: Array, *, by_messages: bool = False) -> Flow:
+        """See `Transport.agree_on_call`. The ranks also agree on the size of pieces, from this call on.
+
+        `by_messages` if no rank ends the call without a message of each other one, and all go by the `Flow`.
+        """
         window = self._endpoint.window
         if window is not None:
             number = zlib.crc32(f"{call} {dtype_name(x.dtype)} {x.nbytes}".encode())
             if not self._endpoint.run_in_window(0, window.agree, number):
                 raise self.mismatch(call, x)
             return self.flow(tuning.FAST_PIECE_BYTES)
-        number = zlib.crc32(f"{call} {dtype_name(x.dtype)}".encode())
-        is_fast = max(self._speeds) > tuning.FAST_BYTES_S
-        smallest, largest = self._bounds(np.array([number, x.nbytes, is_fast], np.int64))
-        if (smallest[:2] != largest[:2]).any():
-            raise self.mismatch(call, x)
-        if smallest[2]:
+        follows = self._note(call, x, kind="by messages" if by_messages else "agreed")
+        if follows and by_messages and self._uncompared < tuning.CALLS_UNCOMPARED:
+            self._is_uncompared = True
+            self._uncompared += 1
+            self._compare_late()
+        else:
+            self._compare()
+        if self._is_fast:
             self._coded_piece_bytes = tuning.FAST_CODED_PIECE_BYTES
             return self.flow(tuning.FAST_PIECE_BYTES)
         self._coded_piece_bytes = None
         sleeping = x.nbytes > tuning.LONG_BYTES
         paced = PacedMessages(self._comm, tuning.MAX_MESSAGES_AHEAD, sleeping_wait=sleeping)
         return self._flow(tuning.paced_bytes(x.nbytes, tuning.PACED_BYTES), paced)
+
+    def note(self, call: str, x: Array, kind: str = "small") -> None:
+        """Note a call that is compared in another way, or not at all; if it leaves the plan, compare it now."""
+        if self.plan is not None:
+            self._note(call, x, kind)
+            if self._has_left:
+                self._compare()
+
+    def note_messages(self, call: str) -> None:
+        """`note` for messages of a collective call of the user, unless it was noted before."""
+        if not self._calls.in_collective or self._user_call != self._calls.completed[0]:
+            self.note(call, np.empty(0, np.uint8), "messages")
+
+    def _note(self, call: str, x: Array, kind: str) -> bool:
+        """Note a call; return whether it follows the plan. If it leaves it, notify the other ranks."""
+        self._text = _described(call, x)
+        self._values = zlib.crc32(f"{call} {dtype_name(x.dtype)}".encode()), x.nbytes
+        self._user_call = self._calls.completed[0] if self._calls.in_collective else -1
+        self._is_uncompared = self._has_left = False
+        if self.plan is None:
+            return False
+        was_in_force, self._serial = self.plan.in_force, self._serial + 1
+        follows = self.plan.note(f"{kind} {self._text}")
+        self._has_left = was_in_force and not follows
+        if self._has_left:
+            number = np.array([self._serial], np.int64)
+            for peer in self._calls.others():
+                self._endpoint.complete(functools.partial(self._comm.Isend, number, peer, _LEFT_TAG), number)
+        return follows
+
+    def _compare_late(self) -> None:
+        """Compare the call that goes uncompared after all, if another rank has left the plan in it."""
+        if not self._is_uncompared:
+            return
+        number = np.zeros(1, np.int64)
+        while self._comm.Iprobe(MPI.ANY_SOURCE, _LEFT_TAG):
+            self._comm.Recv(number, MPI.ANY_SOURCE, _LEFT_TAG)
+            self._notices.add(int(number[0]))
+        self._notices = {each for each in self._notices if each >= self._serial}
+        if self._serial in self._notices:
+            self._is_uncompared, self._has_left = False, True
+            begun, self._endpoint.begun = self._endpoint.begun, {}
+            try:
+                self._compare()
+            finally:
+                self._endpoint.begun = begun
+
+    def _compare(self) -> None:
+        """Raise on all ranks unless all make the call that was noted last; settle on a plan. Collective."""
+        is_fast = max(self._speeds) > tuning.FAST_BYTES_S
+        offer = 0 if self.plan is None else self.plan.offer()
+        smallest, largest = self._bounds(np.array([*self._values, is_fast, offer], np.int64))
+        if (smallest[:2] != largest[:2]).any():
+            error = self._calls_differ(self._text)
+            raise self._endpoint.abort_after(error, None) if self._has_left else error
+        self._is_fast, self._uncompared = bool(smallest[2]), 0
+        if self.plan is not None:
+            self.plan.settle((int(smallest[3]), int(largest[3])))
 
     def coded_piece_bytes(self, nbytes: int) -> int:
         """See `Transport.coded_piece_bytes`."""
@@ -99,8 +203,11 @@ class Agreement:
 
     def mismatch(self, call: str, x: Array) -> CommMismatch:
         """The error to raise when all ranks know that their calls differ. Collective."""
+        return self._calls_differ(_described(call, x))
+
+    def _calls_differ(self, text: str) -> CommMismatch:
         table = np.zeros((self.size, 256), np.uint8)
-        table[self.rank] = text_row(f"{call} of {x.size} x {dtype_name(x.dtype)} ({x.nbytes} bytes)", 256)
+        table[self.rank] = text_row(text, 256)
         self._allgather_in_place(table)
         return CommMismatch(different_calls(texts_of(table)))
 
@@ -128,6 +235,10 @@ class _AgreedFlow(Flow):
     def allgather_at_once(self, mine: Array, into: Array) -> None:
         """See `Flow.allgather_at_once`."""
         derived.allgather(self, mine, into)
+
+
+def _described(call: str, x: Array) -> str:
+    return f"{call} of {x.size} x {dtype_name(x.dtype)} ({x.nbytes} bytes)"
 
 
 def call_name(name: str, op: str = "", root: int | None = None) -> str:

@@ -60,6 +60,8 @@ class Endpoint:
         """Memory that all ranks share; None if they do not."""
         self.begun: dict[int, object] = {}
         """The arrays and requests of exchanges that have begun and were not yet waited for."""
+        self.on_listen: Callable[[], object] | None = None
+        """Called when this rank listens to notices while it waits."""
         self._has_notified = False
 
     def share(self, window: SharedWindow | None) -> None:
@@ -169,6 +171,8 @@ class Endpoint:
 
     def _listen(self, peers: Collection[int] | None) -> None:
         self.world.notices.listen()
+        if self.on_listen is not None:
+            self.on_listen()
         for rank in self.calls.others() if peers is None else peers:
             for notice, arrived_s in self.detector.final_notices(rank):
                 if notice.error == CommTimeout.__name__:

@@ -148,7 +148,7 @@ class Routes:
         received = x.nbytes * (self._size if name in ("allreduce", "allgather") else 1)
         if root is None and received <= tuning.NATIVE_BYTES:
             return self._after_agreement(call, self._gathered_by_mpi(name, op) if op else ways.native)
-        return self._after_agreement(call, ways.derived)
+        return self._after_agreement(call, ways.derived, by_messages=root is None)
 
     def _ways(self, x: Array, op: str, root: int) -> dict[str, Ways]:
         """The ways of each collective on arrays such as `x`."""
@@ -202,8 +202,8 @@ class Routes:
             ),
         }
 
-    def _after_agreement(self, call: str, move: AgreedMove) -> Move:
-        return Route(lambda x, _: self._agreement.agree(call, x), move).run
+    def _after_agreement(self, call: str, move: AgreedMove, *, by_messages: bool = False) -> Move:
+        return Route(lambda x, _: self._agreement.agree(call, x, by_messages=by_messages), move).run
 
     def _watched(self, move: AgreedMove) -> AgreedMove:
         """`move`, which also measures the speed of the network."""

@@ -67,6 +67,7 @@ class SmallCall:
             endpoint.check_idle()
         mine = x if x.ndim == 1 else x.reshape(-1)
         if window is None:
+            self._agreement.note(self._call, x)
             rows = self._gather_over_mpi(mine)
         else:
             try:

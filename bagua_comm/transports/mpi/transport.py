@@ -40,7 +40,7 @@ from ...system.processes import namespace_number
 from .. import derived
 from ..base import Transport
 from ..counted_calls import CountedCalls
-from ..flow import POINT_TO_POINT, Flow, Message, Move
+from ..flow import COLLECTIVE, POINT_TO_POINT, Flow, Message, Move
 from ..labels import Ended, Labelled, Receive
 from ..pipeline import Encoding
 from . import tuning
@@ -122,6 +122,7 @@ class MPITransport(CountedCalls, Transport):
         if window is None:
             self.quantize_bytes = self._world.quantize_bytes or tuning.QUANTIZE_BYTES
             self._agreement.expect_slow_network()
+            self.plan = self._agreement.learn_plans()
             return
         self._endpoint.share(window)
         self._routes.use_memory(None)  # the routes so far are without a window
@@ -152,6 +153,8 @@ class MPITransport(CountedCalls, Transport):
 
     def exchange(self, sends: Sequence[Message], recvs: Sequence[Message], *, tag: int = POINT_TO_POINT) -> None:
         """All messages at once, non-blocking; see `Transport.exchange`."""
+        if tag == COLLECTIVE:
+            self._agreement.note_messages(self._call or "exchange")
         self._messages.exchange(sends, recvs, tag=tag)
 
     def begin_labelled(self, sends: Sequence[Labelled], receives: Sequence[Receive]) -> Ended:
@@ -252,6 +255,7 @@ class MPITransport(CountedCalls, Transport):
         """See `Transport.split`."""
         comm, group = self._endpoint.comm, self.name_new_group(self._endpoint.group, f":{color}")
         self.barrier()  # a missing rank is named here
+        self._agreement.end_plan()
         left_s = max(self.deadline_s() - time.monotonic(), 0.0)
         made = self._endpoint.make(lambda: in_time(lambda: comm.Split(color, key), left_s, "MPI_Comm_split"))
         return self._derived(made, group, [self.members[rank] for rank in ranks_in(comm, made.Get_group())])
@@ -261,6 +265,7 @@ class MPITransport(CountedCalls, Transport):
         group = self.name_new_group(self._endpoint.group)
         if self.size > 1:
             self._routes.small("dup", NOTHING, None)(NOTHING, NOTHING)  # names a missing rank, or another call
+            self._agreement.end_plan()
         return self._derived(self._endpoint.make(self._endpoint.duplicate), group, self.members)
 
     def subgroup(self, ranks: Sequence[int], name: str, host: Transport | None = None) -> Transport:

@@ -47,6 +47,9 @@ these settings, in one run. A message must be shorter than what Open MPI sends w
 (`MPI_SETTINGS`). On smaller arrays the sleeps cost more than they save: an allgather of 1 MiB loses 5 % of its
 bandwidth."""
 
+CALLS_UNCOMPARED = 1000
+"""After this many calls that follow a plan, one is compared, so that ranks agree on `FAST_BYTES_S` again."""
+
 FEW_RANKS = 64
 """Up to this number of ranks, agreement between hosts uses an all-to-all exchange instead of a tree: along a
 tree, data of ranks that know the result would arrive before the messages that others still wait for."""

@@ -1,0 +1,90 @@
+"""Plans of calls between hosts: no comparison before a call, and an error on all ranks if calls differ."""
+
+import itertools
+import time
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from bagua_comm import CommMismatch, Communicator
+from bagua_comm.transports.mpi import transport, tuning
+from bagua_comm.transports.mpi.agreement import Agreement
+
+AT_ONCE_S = 10.0
+
+CALLS = {
+    "allreduce": lambda comm, x: comm.allreduce(x)[comm.rank],
+    "reduce_scatter": lambda comm, x: comm.reduce_scatter(x),
+    "alltoall": lambda comm, x: comm.alltoall(x).sum(0),
+    "allgather": lambda comm, x: comm.allgather(x).reshape(comm.size, *x.shape).sum(0)[comm.rank],
+    "small": lambda comm, x: np.full_like(x[0], comm.allreduce(x[0, :1])[0]),
+    "gathered by MPI": lambda comm, x: np.full_like(x[0], comm.allreduce(x[0, :2000])[0]),
+}
+"""The calls of a step: row `rank` of the sum of all arrays, of equal elements. Four may go uncompared."""
+
+OTHERS = {
+    **CALLS,
+    "another size": lambda comm, x: comm.allreduce(x[:, 1:]),
+    "broadcast": lambda comm, x: comm.broadcast(x, root=0),
+    "gather": lambda comm, x: comm.gather(x[0], root=0),
+    "gather with counts": lambda comm, x: comm.gather(x[0], root=0, counts=[x[0].size] * comm.size),
+    "object": lambda comm, x: comm.allgather_object("x" * 5000),
+    "split": lambda comm, x: comm.split(0),
+}
+
+
+@pytest.fixture(scope="module")
+def between_hosts(comm):
+    if comm.size == 1:
+        pytest.skip("nobody to agree with")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transport, "open_window", lambda *_: None)
+        yield transport.MPITransport(MPI.COMM_WORLD, timeout_s=60)
+
+
+def run(comm, names, numbers):
+    """Make calls; each must return the sum of what the ranks give in it."""
+    for name, number in zip(names, numbers, strict=False):
+        x = np.full((comm.size, 40_000), 10.0 * number + comm.rank)
+        expected = sum(10.0 * number + rank for rank in range(comm.size))
+        np.testing.assert_array_equal(OTHERS[name](comm, x), expected, err_msg=f"{name}, call {number}")
+
+
+@pytest.mark.parametrize(("uncompared", "count"), [(1000, 1), (3, 2)])
+def test_calls_that_follow_the_plan_are_not_compared(between_hosts, monkeypatch, uncompared, count):
+    comparisons, bounds = [], Agreement._bounds
+    monkeypatch.setattr(Agreement, "_bounds", lambda *of: comparisons.append(1) or bounds(*of))
+    monkeypatch.setattr(tuning, "CALLS_UNCOMPARED", uncompared)
+    comm, counts = Communicator([between_hosts.dup()]), []
+    for step in range(5):
+        run(comm, CALLS, itertools.count(10 * step))
+        counts.append(len(comparisons))
+    assert comm.host.plan.in_force
+    # All but `small` in two steps, then what MPI gathers, and one call after three that were not compared.
+    assert np.diff([0, *counts]).tolist() == [5, 5, count, count, count]
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 5))])
+@pytest.mark.parametrize("other", OTHERS)
+def test_a_rank_that_leaves_the_plan_is_an_error_on_all(between_hosts, other, seed):
+    comm, names = Communicator([between_hosts.dup()]), list(CALLS)
+    random = np.random.default_rng([seed, list(OTHERS).index(other)])
+    position = random.choice([n for n in range(4) if names[n] != other])
+    odd = random.choice(comm.size, random.integers(1, comm.size), replace=False)
+    run(comm, names * 3, range(12 + position))
+    assert comm.host.plan.in_force
+    start_s = time.monotonic()
+    with pytest.raises(CommMismatch, match=r"rank \d called .*rank \d called"):
+        run(comm, [other if comm.rank in odd else names[position]], [99])
+    assert time.monotonic() - start_s < AT_ONCE_S
+
+
+def test_no_error_if_all_ranks_leave_the_plan(between_hosts):
+    comm = Communicator([between_hosts.dup()])
+    run(comm, [*CALLS] * 3, range(14))
+    for other in OTHERS:
+        x = np.full((comm.size, 40_000), 1.0)
+        OTHERS[other](comm, x)
+        run(comm, [*CALLS] * 3, range(16))
+        assert comm.host.plan.in_force
