@@ -19,15 +19,18 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import torch
 from random_calls import RandomCalls
-from support import references
+from support import fake_gloo, references
 
 from bagua_comm import (
     AsyncModelAverage,
     CommError,
+    CommMismatch,
+    Communicator,
     DiLoCo,
     Engine,
     GradientAllReduce,
@@ -39,6 +42,7 @@ from bagua_comm import (
 )
 from bagua_comm.testing import ThreadJob, run_fleet, run_ranks, simulate
 from bagua_torch import DistributedDataParallel
+from bagua_torch.process_group import transport
 
 TIMEOUT_S = 5.0
 """The limit of a call, in virtual seconds."""
@@ -157,6 +161,41 @@ def failing_calls(sim):
 
 class InjectedError(Exception):
     """What a rank raises in `failing_calls`."""
+
+
+def plans(sim):
+    """Calls over gloo repeat until some ranks make others: no sum has foreign data, and if one raises, all do."""
+    size, step = sim.random.randint(2, 4), sim.random.choices([8, 9, 10, 1], k=sim.random.randint(1, 4))
+    odd = set(sim.random.sample(range(size), sim.random.randint(0, size)))
+    moment = sim.random.randint(0, 5 * len(step))
+    other = sim.random.choice([8, 9, 10, 1, 2, "closes", "ends its plan"])
+    limits, network, errors = Limits(), fake_gloo.Network(size, sim.random), {}
+
+    def call(comm, number):
+        count = step[number % len(step)]
+        if number == moment and comm.rank in odd:
+            if other == "ends its plan":  # alone, which is no error
+                comm.host.plan.end()
+            else:
+                count = other
+        got = comm.allreduce(np.full(count, 100.0 * number + comm.rank))
+        np.testing.assert_array_equal(got, sum(100.0 * number + rank for rank in range(size)))
+
+    def body(local):
+        comm = limits.watch(Communicator([fake_gloo.connected(network, local.rank, TIMEOUT_S)]))
+        try:
+            for number in range(moment if other == "closes" and comm.rank in odd else moment + 3):
+                call(comm, number)
+        except CommError as exc:
+            errors[comm.rank] = number, type(exc)
+        comm.close()
+
+    with mock.patch.multiple(transport, AT_ONCE_BYTES=32, RING_CHUNK_BYTES=8):
+        run_ranks(size, body, timeout_s=TIMEOUT_S)
+    limits.check()
+    differ = 0 < len(odd) < size and other not in ("ends its plan", step[moment % len(step)])
+    raising = set(range(size)) - (odd if other == "closes" else set())
+    assert errors == (dict.fromkeys(raising, (moment, CommMismatch)) if differ else {})
 
 
 # Training ---------------------------------------------------------------------------------------------
@@ -375,6 +414,7 @@ def elastic_training(sim):
 PROGRAMS = {
     "calls": calls,
     "failing_calls": failing_calls,
+    "plans": plans,
     "gradients": gradients,
     "diloco": diloco,
     "async_average": async_average,

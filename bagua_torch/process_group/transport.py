@@ -161,7 +161,6 @@ class ProcessGroupTransport(FramedTransport):
         self._splits = 0
         self._children: list[ProcessGroupTransport] = []  # kept alive: one may have pending messages
         self._unchecked = _COMPARED
-        self._serial = 0  # of the collective call, as they are compared
         self._follows = False  # whether the collective call follows the plan
         if self.size > 1:
             self._connect()

@@ -126,6 +126,7 @@ class FramedTransport(Transport):
         self._verdict: Verdict | None = None
         self._leaving = False
         self._number = 0  # of the collective call, the same on all ranks
+        self._serial = 0  # of the collective call, as they are compared
         self._text = ""  # of the collective call
         self.plan: Plan = Plan()
         self._posted: dict[tuple[int, int], Frame] = {}  # by (peer, tag): posted for the next message
@@ -332,9 +333,9 @@ class FramedTransport(Transport):
             if frame is None or frame.head[2] == _NOT_YET:
                 continue
             self._wait_for_frame(peer, frame)  # the rest of it
-            number = int(frame.head[2])
-            ahead = ((number >> SERIAL_SHIFT) - (self._number >> SERIAL_SHIFT)) % SERIALS
-            if number < 0 or not 0 < ahead < SERIALS // 2:
+            _, _, number, last = frame.head.tolist()
+            serial = number >> SERIAL_SHIFT if number >= 0 else last
+            if not 0 < (serial - self._serial) % SERIALS < SERIALS // 2:
                 return True
         return False
 
@@ -393,7 +394,8 @@ class FramedTransport(Transport):
         self, peer: int, tag: int, x: Array, in_return: int, number: int, of: bytes | None = None
     ) -> None:
         frame = self._take_frame()
-        frame.head[:] = x.nbytes, in_return, number, self.plan.offer()
+        offer = self.plan.offer() if number >= 0 else self._serial + 1
+        frame.head[:] = x.nbytes, in_return, number, offer
         if of is not None:
             frame.label[:] = of
         if x.nbytes:

@@ -6,22 +6,13 @@ import time
 import numpy as np
 import pytest
 from mpi4py import MPI
+from support.planned_calls import CALLS, make
 
 from bagua_comm import CommMismatch, Communicator
 from bagua_comm.transports.mpi import transport, tuning
 from bagua_comm.transports.mpi.agreement import Agreement
 
 AT_ONCE_S = 10.0
-
-CALLS = {
-    "allreduce": lambda comm, x: comm.allreduce(x)[comm.rank],
-    "reduce_scatter": lambda comm, x: comm.reduce_scatter(x),
-    "alltoall": lambda comm, x: comm.alltoall(x).sum(0),
-    "allgather": lambda comm, x: comm.allgather(x).reshape(comm.size, *x.shape).sum(0)[comm.rank],
-    "small": lambda comm, x: np.full_like(x[0], comm.allreduce(x[0, :1])[0]),
-    "gathered by MPI": lambda comm, x: np.full_like(x[0], comm.allreduce(x[0, :2000])[0]),
-}
-"""The calls of a step: row `rank` of the sum of all arrays, of equal elements. Four may go uncompared."""
 
 OTHERS = {
     **CALLS,
@@ -34,21 +25,19 @@ OTHERS = {
 }
 
 
+__test__ = MPI.COMM_WORLD.size > 1  # one rank has nobody to agree with
+
+
 @pytest.fixture(scope="module")
-def between_hosts(comm):
-    if comm.size == 1:
-        pytest.skip("nobody to agree with")
+def between_hosts():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(transport, "open_window", lambda *_: None)
         yield transport.MPITransport(MPI.COMM_WORLD, timeout_s=60)
 
 
 def run(comm, names, numbers):
-    """Make calls; each must return the sum of what the ranks give in it."""
     for name, number in zip(names, numbers, strict=False):
-        x = np.full((comm.size, 40_000), 10.0 * number + comm.rank)
-        expected = sum(10.0 * number + rank for rank in range(comm.size))
-        np.testing.assert_array_equal(OTHERS[name](comm, x), expected, err_msg=f"{name}, call {number}")
+        make(comm, OTHERS[name], number)
 
 
 @pytest.mark.parametrize(("uncompared", "count"), [(1000, 1), (3, 2)])
