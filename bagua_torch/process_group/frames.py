@@ -19,8 +19,8 @@ from ..arrays import as_tensor
 _NUMBERS_BYTES = 32
 HEADER_BYTES = _NUMBERS_BYTES + LABEL_BYTES
 """The head of a frame: four numbers, and the label of a message that has one. The numbers are the bytes of the
-message; the bytes expected in return in a swap, else -1; the number of the collective call; and the sender's offer
-of a plan (`Plan.offer`). A frame that belongs to no call has the serial number of the next call there."""
+message; the bytes expected in return in a swap, else -1; the number of the collective call; and the offer of a
+plan (`Plan.offer`), in place of which a frame that belongs to no call has the serial number of the next one."""
 
 BODY_BYTES = 1 << 16
 """The most bytes of a message that its frame holds; only these are sent. With 64 KiB, an allreduce of 64 KiB
