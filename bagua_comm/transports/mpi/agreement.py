@@ -13,6 +13,7 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
+from threading import get_ident
 
 import numpy as np
 from mpi4py import MPI
@@ -59,8 +60,10 @@ class Agreement:
         """How many calls were noted before it, and with it."""
         self._user_call = -1
         """The number of the user's call that it belongs to."""
-        self._is_uncompared = self._has_left = False
-        """Whether it follows the plan without a comparison, and whether it has left the plan."""
+        self._has_left = False
+        """Whether it has left the plan."""
+        self._uncompared_on: int | None = None
+        """The thread that makes it, if it follows the plan without a comparison."""
         self._is_fast, self._uncompared = False, 0
         """Whether the network is fast, as the ranks agreed last; and how many calls were not compared since."""
         self._notices: set[int] = set()
@@ -97,7 +100,7 @@ class Agreement:
             return self.flow(tuning.FAST_PIECE_BYTES)
         follows = self._note(call, x, kind="by messages" if by_messages else "agreed")
         if follows and by_messages and self._uncompared < tuning.CALLS_UNCOMPARED:
-            self._is_uncompared = True
+            self._uncompared_on = get_ident()
             self._uncompared += 1
             self._compare_late()
         else:
@@ -127,7 +130,7 @@ class Agreement:
         self._text = _described(call, x)
         self._values = zlib.crc32(f"{call} {dtype_name(x.dtype)}".encode()), x.nbytes
         self._user_call = self._calls.completed[0] if self._calls.in_collective else -1
-        self._is_uncompared = self._has_left = False
+        self._uncompared_on, self._has_left = None, False
         if self.plan is None:
             return False
         was_in_force, self._serial = self.plan.in_force, self._serial + 1
@@ -140,8 +143,11 @@ class Agreement:
         return follows
 
     def _compare_late(self) -> None:
-        """Compare the call that goes uncompared after all, if another rank has left the plan in it."""
-        if not self._is_uncompared:
+        """Compare the call that goes uncompared after all, if another rank has left the plan in it.
+
+        Other threads may wait for messages between two ranks meanwhile.
+        """
+        if self._uncompared_on != get_ident():
             return
         number = np.zeros(1, np.int64)
         while self._comm.Iprobe(MPI.ANY_SOURCE, _LEFT_TAG):
@@ -149,7 +155,7 @@ class Agreement:
             self._notices.add(int(number[0]))
         self._notices = {each for each in self._notices if each >= self._serial}
         if self._serial in self._notices:
-            self._is_uncompared, self._has_left = False, True
+            self._uncompared_on, self._has_left = None, True
             begun, self._endpoint.begun = self._endpoint.begun, {}
             try:
                 self._compare()
