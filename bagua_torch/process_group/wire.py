@@ -55,14 +55,7 @@ from bagua_comm.transports.plan import Plan
 from .children import kept_in_children
 from .frames import BODY_BYTES, HEADER_BYTES, Frame, rest_of, swaps_of
 from .verdicts import SharedError, Verdict, of_same_kind
-from .waiter import (
-    BUFFERED_BYTES,
-    CHECK_S,
-    Pending,
-    in_background,
-    wait_for_collective,
-    wait_watched,
-)
+from .waiter import BUFFERED_BYTES, CHECK_S, Pending, in_background, wait_for_collective, wait_watched
 
 TEXT_BYTES = 256
 """The size of the description of a call, which ranks exchange when their calls differ."""
