@@ -56,8 +56,8 @@ extern "C" __global__ void subtract(const element* x, const element* y, element*
 }
 
 extern "C" __global__ void scale(element* x, float64 factor, int64 count) {
-    wide by = wide(factor);
-    each(count, [=](wide& x) { x = x * by; }, InOut{x});
+    float64 by = sizeof(element) < 4 ? float64(wide(factor)) : factor;  // products of float32 are rounded once
+    each(count, [=](wide& x) { x = wide(float64(x) * by); }, InOut{x});
 }
 
 extern "C" __global__ void loss(const element* x, const element* decoded, element* out, float64 factor, int64 count) {

@@ -16,8 +16,12 @@ from .numbers import PIECE, ZERO
 
 
 def scale(x: Array, factor: float) -> None:
-    """Multiply floating-point `x` in place."""
-    _elementwise(np.multiply, (x,), (x,), factor)
+    """Multiply floating-point `x` in place. Products of float32 with the factor, of 64 bits, are rounded once."""
+    if x.dtype == np.float32:
+        with np.errstate(all="ignore"):
+            np.multiply(x, float(factor), out=x, dtype=np.float64, casting="same_kind")
+    else:
+        _elementwise(np.multiply, (x,), (x,), factor)
 
 
 def add(x: Array, y: Array, out: Array) -> None:
