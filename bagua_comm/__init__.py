@@ -44,7 +44,7 @@ from .bootstrap import connect, default
 from .bucket import Bucket, BucketSpec, Plan, TensorSpec
 from .checkpoint import Checkpoints, Own
 from .codecs import BFloat16, Codec, Float16, Int4, MinMaxUInt8
-from .comm import Communicator, Grid, Nodes
+from .comm import Communicator, Grid, Nodes, weigh
 from .engine import Engine
 from .errors import (
     ArrayError,
@@ -132,4 +132,5 @@ __all__ = [
     "topology",
     "wait_all",
     "wait_any",
+    "weigh",
 ]

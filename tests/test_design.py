@@ -39,10 +39,12 @@ LAYERS = {
         "testing",
     ],
     "bagua_comm/comm": [
+        "weights",
         "agreement arguments guard packets public_methods",
         "base",
         "prepared",
         "call",
+        "weighted",
         "coalesced collectives gather_scatter messages objects",
         "tracing",
         "communicator",

@@ -24,10 +24,14 @@ from ..arrays import COMPLEX, FLOATS, AnyArray, Array, LinearOp
 from ..comm import Communicator
 from ..comm.arguments import as_argument
 from ..comm.call import Call
+from ..comm.weighted import weighted_mean
 from ..errors import ArrayError, UnsupportedError, how_to_call
 
 InPlace: TypeAlias = Callable[[Array], Array]
 """A function that averages an array over all ranks in place, and returns it. Collective."""
+
+WeightedInPlace: TypeAlias = Callable[[Array, float], Array]
+"""A function of an array and the weight of this rank: averages in place, and returns the array. Collective."""
 
 Shards: TypeAlias = Callable[[AnyArray, AnyArray, LinearOp], object]
 """A function of `x`, (p * m,), `out`, (m,), and "avg" or "sum": a reduce-scatter, which returns `out`.
@@ -64,6 +68,24 @@ class Average(ABC):
         Collective. With `like`, prepare all that depends on the library, dtype and size of the arrays, for arrays
         like it; other arrays may be averaged as well.
         """
+
+    def bind_weighted(self, comm: Communicator, like: Array | None = None) -> WeightedInPlace:
+        """Return a function like that of `bind`, of an array and its weight: see `Communicator.allreduce`.
+
+        Collective. The residual of an average with error feedback has the unit of the result: a weight that
+        changes does not scale it.
+
+        >>> import numpy as np
+        >>> from bagua_comm.testing import run_ranks
+        >>> run_ranks(2, lambda comm: Exact().bind_weighted(comm)(np.array([4.0 * comm.rank]), 3 - 2 * comm.rank))
+        [array([1.]), array([1.])]
+        """
+        mean, name, shrinks = self.bind(comm, like), type(self).__name__, not self.has_residual
+
+        def average(x: Array, weight: float) -> Array:
+            return weighted_mean(comm, Call(comm, name, x, op="avg"), x, weight, mean, shrinks=shrinks)
+
+        return average
 
     def bind_shards(self, comm: Communicator, tensors: Sequence[tuple[int, int]] | None = None) -> Shards:
         """Return a function that averages an array of which each rank keeps a chunk: a reduce-scatter.

@@ -19,6 +19,7 @@ from ..comm import Communicator
 from ..comm.arguments import check_counts, even_chunk
 from ..comm.base import CommBase
 from ..comm.call import Call
+from ..comm.weighted import weighted_mean
 from ..errors import ArrayError
 from ..transports.base import Transport
 from ..transports.flow import Rows
@@ -116,6 +117,7 @@ def quantized_allreduce(
     *,
     codec: Codec | None = None,
     op: LinearOp = "sum",
+    weight: float | None = None,
     residual: AnyArray | None = None,
     decay: float = 0.0,
 ) -> A:
@@ -137,6 +139,7 @@ def quantized_allreduce(
         out: Where to put the result; a new array if None.
         codec: Encodes the arrays that are sent; `MinMaxUInt8()` if None.
         op: "sum" or "avg".
+        weight: The weight of `x` in the mean; see `Communicator.allreduce`.
         residual: The error of earlier calls on this rank, a contiguous array like `x`. It is added to `x`, and
             then overwritten with the error of this call. See `ErrorFeedback`.
         decay: The part of the residual that stays in it; only the rest is added to `x`.
@@ -153,8 +156,16 @@ def quantized_allreduce(
     """
     check_decay(_ALLREDUCE, decay)
     codec = DEFAULT_CODEC if codec is None else codec
-    result: A = _allreduce(comm, x, out, op, codec, residual=residual, decay=decay)
-    return result
+    if weight is None:
+        result: A = _allreduce(comm, x, out, op, codec, residual=residual, decay=decay)
+        return result
+
+    def mean(y: Array) -> object:
+        return _allreduce(comm, y, y, "avg", codec, residual=residual, decay=decay)
+
+    call = _call(comm, _ALLREDUCE, x, codec, op=op)
+    weighted: A = weighted_mean(comm, call, out, weight, mean, shrinks=residual is None)
+    return weighted
 
 
 class QuantizedMean:

@@ -90,6 +90,8 @@ from .. import arrays, kernels, topology
 from ..arrays import COMPLEX, FLOATS, INTEGERS, A, AnyArray, Array, LinearOp
 from ..comm import Communicator
 from ..comm.call import Call
+from ..comm.weighted import weighted_mean
+from ..comm.weights import multiply
 from ..errors import ArrayError, UnsupportedError
 from ..kernels.host import fixed_format
 from .base import Average, Shards, check_shards
@@ -202,6 +204,8 @@ class _Held:
         self._sizes = None if sizes is None else tuple(sizes)
         self._mine = len(topology.share(addends, comm.rank, comm.size))
         self._held: list[Array] = []
+        self._factors: Sequence[float] = ()
+        """What the addends that are held are multiplied by before their mean; nothing for a plain one."""
         self._excess = 0
         """Number of addends beyond this rank's share that it was given to hold."""
         self._free: list[Array] = []
@@ -221,6 +225,10 @@ class _Held:
         x[...] = 0
         self._held.append(room)
 
+    def weigh_held(self, factors: Sequence[float]) -> None:
+        """Multiply the addends that this rank holds by these factors before their mean."""
+        self._factors = factors
+
     def __call__(self, x: Array) -> Array:
         """Average `x` and the addends that all ranks hold, in place.
 
@@ -239,6 +247,9 @@ class _Held:
         sizes, block = tuple(parts * n for n in self._sizes or (whole.size,)), parts * self._settings.block
         given, excess = len(self._held) + 1, self._excess
         held, self._held, self._excess = self._held, [], 0
+        for each, factor in zip(held, self._factors, strict=False):  # their numbers differ only in an error
+            multiply(each, factor)
+        self._factors = ()
         addends = [*(arrays.as_real(each.reshape(-1), "sum") for each in held), flat]
         wrong = None if given + excess == self._mine else given + excess
         terms = _Terms(self._addends, block, sizes, arrays.dtype_name(flat.dtype), wrong)
@@ -255,7 +266,13 @@ class _Held:
 
 
 def reproducible_allreduce(
-    comm: Communicator, x: A, out: A | None = None, *, op: LinearOp = "sum", block: int = BLOCK
+    comm: Communicator,
+    x: A,
+    out: A | None = None,
+    *,
+    op: LinearOp = "sum",
+    block: int = BLOCK,
+    weight: float | None = None,
 ) -> A:
     """Sum or average `x` over all ranks, to bits that depend on these arrays alone.
 
@@ -279,6 +296,7 @@ def reproducible_allreduce(
         out: Where to put the result; a new array if None.
         op: "sum" or "avg".
         block: Number of neighbouring elements that share a unit.
+        weight: The weight of `x` in the mean; see `Communicator.allreduce`.
 
     Raises:
         ArrayError: `out` does not fit `x`, `op` is not "sum" or "avg", or `block` is not a positive integer.
@@ -294,6 +312,13 @@ def reproducible_allreduce(
         raise ArrayError(f'reproducible_allreduce: op is {op!r}, expected "sum" or "avg"')
     settings, call = Reproducible(block), Call(comm, "reproducible_allreduce", x, op=op)
     settings.check(arrays.dtype_name(call.x.dtype))
+    if weight is not None:
+
+        def mean(y: Array) -> object:
+            return reproducible_allreduce(comm, y, y, op="avg", block=block)
+
+        weighted: A = weighted_mean(comm, call, out, weight, mean)
+        return weighted
     call.writes_to(out, call.x.shape)
     call.in_place()
     call.contiguous()

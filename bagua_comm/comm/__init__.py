@@ -3,5 +3,6 @@
 from .base import EngineRegistry
 from .communicator import Communicator, Nodes
 from .grid import Grid
+from .weighted import weigh
 
-__all__ = ["Communicator", "EngineRegistry", "Grid", "Nodes"]
+__all__ = ["Communicator", "EngineRegistry", "Grid", "Nodes", "weigh"]

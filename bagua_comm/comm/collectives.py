@@ -17,13 +17,22 @@ from .arguments import EMPTY, GIVEN, check_counts, check_mutable, check_writable
 from .base import CommBase
 from .call import Call
 from .prepared import run_if_known
+from .weighted import weighted_mean
 
 
 @shown_as("Communicator")
 class Collectives(CommBase):
     """Reductions, and collectives in which all ranks send."""
 
-    def allreduce(self, x: A, out: A | None = None, *, op: Op = "sum", timeout_s: float | None = None) -> A:
+    def allreduce(
+        self,
+        x: A,
+        out: A | None = None,
+        *,
+        op: Op = "sum",
+        weight: float | None = None,
+        timeout_s: float | None = None,
+    ) -> A:
         """Reduce `x` over all ranks, to the same bytes on every rank.
 
         Collective. `x` has the same shape and dtype on every rank. `out` may be `x`.
@@ -34,17 +43,31 @@ class Collectives(CommBase):
             op: "sum", "avg", "prod", "min", "max"; also "band", "bor", "bxor" for integers. Integers are averaged
                 in 64 bits, and truncated towards zero. float16 and bfloat16 are reduced in float32. Complex
                 numbers have "sum", "avg" and, in host arrays, "prod".
+            weight: With "avg", the weight of `x` in the mean, a finite number of at least 0, given on all ranks:
+                the result is (sum of weight x) / (sum of weights). A rank with weight 0 adds nothing, not even a
+                NaN; if all have 0, the result is zero, with a warning once. Costs 8 bytes more from each rank.
             timeout_s: The time limit of this call, in seconds; the communicator's `timeout_s` if None.
 
         Raises:
-            ArrayError: `out` does not fit `x`, or `op` is unknown.
+            ArrayError: `out` does not fit `x`, `op` is unknown, or the weight of a rank is out of range, on all
+                ranks.
             UnsupportedError: No such reduction for this dtype, or no transport takes such an array.
 
         >>> import numpy as np
         >>> from bagua_comm.testing import run_ranks
         >>> run_ranks(2, lambda comm: comm.allreduce(np.array([1.0, comm.rank]), op="avg"))
         [array([1. , 0.5]), array([1. , 0.5])]
+        >>> def body(comm):
+        ...     return comm.allreduce(np.array([4.0 * comm.rank]), op="avg", weight=3 - 2 * comm.rank)
+        >>> run_ranks(2, body)
+        [array([1.]), array([1.])]
         """
+        if weight is not None:
+            call = Call(self, "allreduce", x, op=op)
+            mean: A = weighted_mean(
+                self, call, out, weight, lambda y: self.allreduce(y, out=y, op="avg", timeout_s=timeout_s)
+            )
+            return mean
         repeated: A | None = run_if_known(self, "allreduce", (op,), x, out, timeout_s)
         if repeated is not None:
             return repeated

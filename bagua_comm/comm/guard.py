@@ -11,6 +11,7 @@ from typing import TypeVar
 from ..bucket import Bucket
 from ..errors import CommError
 from ..transports.base import Transport
+from .weights import Weighting
 
 R = TypeVar("R")
 
@@ -156,12 +157,14 @@ class CallGuard:
 class CallContext:
     """The bucket that an engine exchanges by the calls that a communicator makes now, if any."""
 
-    __slots__ = ("_drawn_in", "_draws", "_draws_outside", "bucket", "bucket_step")
+    __slots__ = ("_drawn_in", "_draws", "_draws_outside", "bucket", "bucket_step", "weighting")
 
     def __init__(self) -> None:
         self.bucket: Bucket | None = None
         self.bucket_step: tuple[int, int] | None = None
         """Index of the bucket and training step, for the flight recorder and for random numbers."""
+        self.weighting: Weighting | None = None
+        """The factors of this rank in the mean of the bucket; None for a plain mean."""
         self._drawn_in: tuple[int, int] | None = None
         self._draws = self._draws_outside = 0
 

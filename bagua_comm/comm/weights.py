@@ -1,0 +1,135 @@
+"""Weights of ranks in a mean: factors that each rank multiplies its array by, so that a plain mean is weighted.
+
+With the weights w_r of n ranks, and their sum W:
+
+    g = sum of w_r g_r / W = mean of f_r g_r        f_r = n w_r / W
+
+So the ranks exchange their weights, 8 bytes each, and then average f_r g_r. No average knows of weights: exact or
+coded, sparse, by node, with error feedback. A residual of error feedback has the unit of f_r g_r, that of the
+result, so a weight that changes does not scale earlier errors. Equal weights have the factor 1, and the bits of
+the plain mean. Each product is rounded once.
+
+A rank with weight 0 averages zeros, whatever its array holds. float16 could overflow, since a factor may be n. So
+its factors are divided by a power of two that makes them at most 1, and the mean is multiplied by it, exactly.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple, Protocol, SupportsFloat, cast
+
+import numpy as np
+
+from .. import kernels
+from ..arrays import Array, Counts, as_real
+from ..errors import ArrayError, CommMismatch, warn
+
+MISSING = -math.inf
+"""What a rank sends that has no weight."""
+
+_EXPECTED = "expected a finite number of at least 0"
+_ADVICE = "set one on all ranks, 0 on a rank without data; or on none"
+_ALL_ZERO = "all weights are 0"
+
+
+class Gathering(Protocol):
+    """A communicator, to its weights: `Communicator` is one."""
+
+    rank: int
+    size: int
+    agreed: set[Hashable]
+
+    def allgather(self, x: Array, *, counts: Counts = None) -> Array:
+        """See `Communicator.allgather`. Collective."""
+
+
+class Weighting(NamedTuple):
+    """The factors of this rank in one weighted mean; made by `agree`."""
+
+    factors: tuple[float, ...]
+    """One for each addend of this rank: one, except with `Reproducible(addends=M)`."""
+    largest: float
+    """The largest factor of all ranks; 0 if all weights are."""
+
+    def average(self, x: Array, mean: Callable[[Array], object], *, shrinks: bool = True) -> None:
+        """Replace `x` with the weighted mean over all ranks.
+
+        Collective. If all weights are 0, `x` becomes zero without `mean`, so that residuals wait for another one.
+
+        Args:
+            x: A contiguous array of floating-point or complex numbers.
+            mean: Averages an array over all ranks, in place. Collective.
+            shrinks: Whether float16 is kept from overflowing; False if `mean` adds a residual, in a fixed unit.
+        """
+        if not self.largest:
+            x[...] = 0
+            return
+        narrow = shrinks and x.dtype == np.float16
+        exponent = max(math.ceil(math.log2(self.largest)), 0) if narrow else 0
+        multiply(x, math.ldexp(self.factors[-1], -exponent))
+        mean(x)
+        multiply(x, 2.0**exponent)
+
+
+def multiply(x: Array, factor: float) -> None:
+    """Multiply a contiguous array in place; by 0, whatever it holds becomes zero."""
+    if not factor:
+        x[...] = 0
+    elif factor != 1 and x.size:
+        real = as_real(x, "sum").reshape(-1)
+        kernels.of(real).scale(real, factor)
+
+
+def as_weight(value: object) -> float:
+    """Convert a weight to a float; NaN, which `agree` refuses on all ranks, if it is none."""
+    try:
+        found = float(cast(SupportsFloat, value))
+    except (TypeError, ValueError, RuntimeError):
+        return math.nan
+    except OverflowError:
+        return math.inf
+    return math.nan if found == MISSING else found
+
+
+def agree(comm: Gathering, mine: Sequence[float | None], counts: Sequence[int] | None = None) -> Weighting | None:
+    """Exchange the weights of all ranks, and return the factors of this one; None if no rank has a weight.
+
+    Collective.
+
+    Args:
+        comm: The ranks.
+        mine: The weights of the addends of this rank; None for one without.
+        counts: The numbers of addends of all ranks; one each if None.
+
+    Raises:
+        ArrayError: A weight is not a finite number of at least 0, or some addends have none. Raised on all ranks.
+    """
+    sent = np.array([MISSING if weight is None else weight for weight in mine])
+    try:
+        weights = comm.allgather(sent, counts=counts).reshape(-1).tolist()
+    except CommMismatch as exc:
+        exc.args = (f"{exc.args[0]}; rank {comm.rank} was sending the weight of its mean: {_ADVICE}",)
+        raise
+    if all(weight == MISSING for weight in weights):
+        return None
+    owners = np.repeat(np.arange(comm.size), [1] * comm.size if counts is None else counts).tolist()
+    for rank, weight in zip(owners, weights, strict=True):
+        if weight == MISSING:
+            raise ArrayError(f"weight: rank {rank} has none, and other ranks have one; {_ADVICE}")
+        if not 0 <= weight < math.inf:
+            raise ArrayError(f"weight: rank {rank} has {weight}, {_EXPECTED}")
+    unit = math.frexp(max(weights))[1]  # so that the sum is finite
+    total = math.fsum(math.ldexp(weight, -unit) for weight in weights)
+    if not total:
+        if comm.rank == 0 and _ALL_ZERO not in comm.agreed:
+            comm.agreed.add(_ALL_ZERO)
+            warn(f"weight: {_ALL_ZERO}, so the mean is 0: no rank has data for this step")
+        return Weighting((0.0,) * len(mine), 0.0)
+
+    def factor(weight: float) -> float:
+        return len(weights) * math.ldexp(weight, -unit) / total
+
+    first = owners.index(comm.rank)
+    own = weights[first : first + len(mine)]
+    return Weighting(tuple(map(factor, own)), factor(max(weights)))
