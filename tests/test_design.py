@@ -96,7 +96,7 @@ LAYERS = {
         "measure_links supervisor",
     ],
     "bagua_comm/engine": [
-        "checks points replaced storage",
+        "checks mean_weights points replaced storage",
         "exchanges progress restore weights",
         "schedule",
         "engine",

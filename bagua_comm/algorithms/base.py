@@ -166,6 +166,19 @@ class Algorithm:
         return found
 
     @property
+    def weighs(self) -> bool:
+        """Whether its means over all ranks take weights, from `comm.context.weighting`; see `Engine.weight`.
+
+        Default: False.
+        """
+        return False
+
+    @property
+    def addends(self) -> int | None:
+        """Total number of addends of all ranks in a mean. Default: None, each rank has one."""
+        return None
+
+    @property
     def equal_start(self) -> bool:
         """Whether all ranks must have the same weights when it begins.
 
@@ -313,6 +326,16 @@ class Combinator(Algorithm):
     def lent(self, state: State) -> Array:
         """See `Algorithm`; that of its algorithm."""
         return self.algorithm.lent(state.inner)
+
+    @property
+    def weighs(self) -> bool:
+        """Whether the means of its algorithm take weights."""
+        return self.algorithm.weighs
+
+    @property
+    def addends(self) -> int | None:
+        """See `Algorithm`; that of its algorithm."""
+        return self.algorithm.addends
 
     @property
     def equal_start(self) -> bool:

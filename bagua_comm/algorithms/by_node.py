@@ -102,6 +102,11 @@ class ByNode(Combinator):
         """Whether weights differ between ranks under its algorithm."""
         return self.algorithm.drifts
 
+    @property
+    def weighs(self) -> bool:
+        """Refused: the mean of a node is one of weights of the model."""
+        return False
+
     def check_size(self, size: int) -> None:
         """Supports every number of ranks; `init` checks the number of nodes."""
 

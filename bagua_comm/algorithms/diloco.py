@@ -55,6 +55,7 @@ class OuterAlgorithm(Algorithm):
 
     payload = "weight"
     window: Window = Window(Point.STEP, Point.FORWARD)
+    weighs: ClassVar[bool] = True
     equal_start: ClassVar[bool] = True  # anchors are the same on all ranks
 
     @property
@@ -85,7 +86,15 @@ class OuterAlgorithm(Algorithm):
         """Make an outer step if this is the last of `local_steps` inner steps. Collective."""
         state.steps = (state.steps + 1) % self.local_steps
         if not state.steps:
-            self._step_outer(state, mean_change(bucket, comm, state.anchor, state.average))
+            delta: Array = comm.scratch.take("delta", bucket.flat.shape, bucket.flat.dtype, like=bucket.flat)
+            kernels.of(delta).subtract(state.anchor, bucket.flat, out=delta)
+            self._average(delta, bucket, comm, state)
+            self._step_outer(state, delta)
+
+    def _average(self, delta: Array, bucket: Bucket, comm: Communicator, state: State) -> None:
+        """Average changes of weights, in place, with the weights of the ranks if they have some. Collective."""
+        weighting = comm.context.weighting
+        average_in_place(state.average, delta, bucket, weighting, feeds=self.mean.has_residual)
 
     def commit(self, bucket: Bucket, state: State) -> None:
         """x <- a, after an outer step."""
@@ -133,11 +142,3 @@ class DiLoCo(OuterAlgorithm):
         """See `Algorithm.init`. Collective."""
         average = bind_average(self.average, comm, bucket)
         return Outer(bucket.flat.copy(), arrays.zeros_like(bucket.flat), average)
-
-
-def mean_change(bucket: Bucket, comm: Communicator, anchor: Array, average: InPlace) -> Array:
-    """Return the mean of anchor - weights over the ranks, in scratch memory. Collective."""
-    delta: Array = comm.scratch.take("delta", bucket.flat.shape, bucket.flat.dtype, like=bucket.flat)
-    kernels.of(delta).subtract(anchor, bucket.flat, out=delta)
-    average_in_place(average, delta, bucket)
-    return delta

@@ -1,4 +1,4 @@
-"""Averages of gradients during the backward pass: g <- (1/p) sum of g over the ranks."""
+"""Averages of gradients during the backward pass: g <- (1/p) sum of g over the ranks, or a mean with weights."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ class GradientAllReduce(Algorithm):
 
     payload = "grad"
     window = Window(Point.GRADIENT, Point.BACKWARD)
+    weighs = True
 
     def __post_init__(self) -> None:
         check_average_argument("GradientAllReduce", self.average)
@@ -56,7 +57,13 @@ class GradientAllReduce(Algorithm):
 
     def exchange(self, bucket: Bucket, comm: Communicator, state: _State) -> None:
         """g <- mean of g. Collective."""
-        average_in_place(state.average, bucket.flat, bucket)
+        feeds, weighting = self.average.has_residual, comm.context.weighting
+        average_in_place(state.average, bucket.flat, bucket, weighting, feeds=feeds)
+
+    @property
+    def addends(self) -> int | None:
+        """See `Algorithm`; those of the average."""
+        return self.average.addends
 
 
 def ByteGrad() -> GradientAllReduce:  # noqa: N802 - the algorithm's name

@@ -19,6 +19,7 @@ from ..averages import Average, Exact, InPlace, Quantized
 from ..averages.base import check_average_argument
 from ..bucket import Bucket
 from ..comm import Communicator
+from ..comm.weights import multiply
 from ..errors import ArrayError, CommError
 from .base import (
     REPLICATED,
@@ -68,6 +69,7 @@ class QAdam(Algorithm):
 
     payload = "grad"
     window = Window(Point.GRADIENT, Point.BACKWARD)
+    weighs = True
     lends: ClassVar[str] = "momentum"
 
     def __post_init__(self) -> None:
@@ -88,6 +90,8 @@ class QAdam(Algorithm):
 
     def exchange(self, bucket: Bucket, comm: Communicator, state: Momentum) -> None:
         """Average the gradient during the warm-up, then the momentum. Collective."""
+        if comm.context.weighting is not None:  # momenta are equal on all ranks, so gradients alone are weighed
+            multiply(bucket.flat, comm.context.weighting.factors[-1])
         if bucket.step < self.warmup_steps:
             state.exact(bucket.flat)
             return

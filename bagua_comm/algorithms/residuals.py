@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ from ..averages import Average, InPlace
 from ..averages.error_feedback import Residual
 from ..bucket import Bucket
 from ..comm import Communicator
+from ..comm.weights import Weighting
 from .base import HANDED_OVER, SAME_PATH, TRANSIENT
 
 
@@ -43,6 +44,11 @@ class Bound:
         """The `hold` of the average; None if it has none."""
         return getattr(self.average, "hold", None)
 
+    @property
+    def weigh_held(self) -> Callable[[Sequence[float]], object] | None:
+        """The `weigh_held` of the average; None if it has none."""
+        return getattr(self.average, "weigh_held", None)
+
 
 def bind_average(average: Average, comm: Communicator, bucket: Bucket) -> InPlace:
     """Bind `average` to `comm`, for arrays of the shape, dtype and library of the bucket's.
@@ -62,15 +68,25 @@ def bind_average(average: Average, comm: Communicator, bucket: Bucket) -> InPlac
     return bound if hasattr(bound, "residual") else Bound(bound)
 
 
-def average_in_place(average: InPlace, x: Array, bucket: Bucket) -> None:
+def average_in_place(
+    average: InPlace, x: Array, bucket: Bucket, weighting: Weighting | None = None, *, feeds: bool = False
+) -> None:
     """Average `x`, and leave zeros in the padding of `x` and of a residual. Collective.
 
     Args:
         average: The result of `bind_average`.
         x: An array like the bucket's.
         bucket: The bucket.
+        weighting: The weight of this rank in the mean; None for a plain mean.
+        feeds: Whether the average has a residual, the same on all ranks.
     """
-    average(x)
+    if weighting is None:
+        average(x)
+    else:
+        weigh_held: Callable[[Sequence[float]], object] | None = getattr(average, "weigh_held", None)
+        if weigh_held is not None:
+            weigh_held(weighting.factors[:-1])
+        weighting.average(x, average, shrinks=not feeds)
     if not bucket.padding.size:
         return
     bucket.clear_padding(x)

@@ -30,7 +30,7 @@ from ..comm import Communicator
 from ..errors import ArrayError, CommMismatch, shown
 from .base import TRANSIENT, Pending, Point, Window, check_integer
 from .diloco import Outer, OuterAlgorithm
-from .residuals import average_in_place, bind_average
+from .residuals import bind_average
 
 
 @dataclass
@@ -157,7 +157,7 @@ class StreamingDiLoCo(OuterAlgorithm):
     def exchange(self, bucket: Bucket, comm: Communicator, state: OuterFragment) -> None:
         """Make the outer step of a fragment that is due. Collective."""
         if state.delta is not None:
-            average_in_place(state.average, state.delta, bucket)
+            self._average(state.delta, bucket, comm, state)
             self._step_outer(state, state.delta)
 
     def commit(self, bucket: Bucket, state: OuterFragment) -> None:

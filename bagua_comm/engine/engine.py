@@ -39,6 +39,7 @@ from ..objects.pickling import Live
 from ..trace import Counter, ExchangeCounters, Tracer
 from .checks import check_fit, check_same_training
 from .exchanges import Exchanges
+from .mean_weights import MeanWeights
 from .points import PointOrder
 from .progress import Progress
 from .restore import (
@@ -181,6 +182,44 @@ class Engine(Live, Closing):
         """Whether ranks communicate in this step, and wait for each other; the same on all ranks."""
         return self._exchanges.communicates
 
+    @property
+    def weight(self) -> float | None:
+        """The weight of this rank in the means of this step, as its number of tokens or samples; None if not set.
+
+        Set it on all ranks, before the first tensor is `ready`. The mean is then the sum of weight g over the
+        ranks, divided by the sum of the weights: with losses that are means over a rank's own tokens, the
+        gradient of one process with all tokens. A rank with weight 0 adds nothing, not even a NaN. If all have
+        0, gradients are zero, with a warning once. After the step it is None again, for plain means. The ranks
+        exchange their weights on the lane, 8 bytes each, before the first bucket leaves: in steps with weights,
+        and in all steps after the first of them. Addends that are held (`hold`) have a weight each.
+
+        Algorithms that exchange weights of the model (DiLoCo, StreamingDiLoCo, SparseLoCo) average changes: each
+        counts by the sum of what was set since the last exchange. That sum is not in checkpoints.
+
+        Raises:
+            ArrayError: It is set after the backward pass has begun. If a rank has none and others have one, or
+                one is not a finite number of at least 0, the next exchange raises it on all ranks.
+            UnsupportedError: The algorithm has no mean over all ranks, as `Decentralized`.
+        """
+        return self._mean_weights.now
+
+    @weight.setter
+    def weight(self, weight: float) -> None:
+        self._mean_weights.set(weight, self.algorithm.phases)
+
+    @property
+    def _mean_weights(self) -> MeanWeights:
+        return self._exchanges.mean_weights
+
+    def begin_backward(self) -> None:
+        """Report that the backward pass begins; the first tensor that is `ready` does so as well.
+
+        Collective if ranks have weights, which they exchange on the lane meanwhile.
+        """
+        weights = self._mean_weights
+        if not weights.is_open:
+            weights.open(exchanges=weights.are_due and self.communicates)
+
     def ready(self, name: str) -> None:
         """Report that the values of a tensor are complete in this step. Do not change them until `BACKWARD`.
 
@@ -194,6 +233,7 @@ class Engine(Live, Closing):
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise ArrayError(f"ready: there is no tensor {name!r}{hint}")
         self._in_step = True
+        self.begin_backward()
         self._schedule.ready(name)
 
     def ready_bucket(self, index: int) -> None:
@@ -205,6 +245,7 @@ class Engine(Live, Closing):
         if not 0 <= index < len(self.buckets):
             raise ArrayError(f"ready_bucket: index is {index}, expected 0 to {len(self.buckets) - 1}")
         self._in_step = True
+        self.begin_backward()
         self._schedule.ready_bucket(index)
 
     def at(self, point: Point) -> None:
@@ -234,11 +275,20 @@ class Engine(Live, Closing):
                 self._weights.check(self._phase, self.plan, self._buckets)
             self._replacements.look(step)
             self._comm.flight.steps[self._comm.group] = step + 1
-        elif point is Point.STEP and self._alone:
+            self._mean_weights.is_open = False
+            if self._alone:
+                self._mean_weights.forget_used()
+        elif point is Point.BACKWARD:
+            self.begin_backward()
+        elif self._alone:
+            self._mean_weights.check_used()
             self._given.check()
         self._in_step, self._held = point is Point.FORWARD, self._held and point is not Point.BACKWARD
         self._schedule.at(point)
+        if point is Point.BACKWARD:
+            self._mean_weights.close()
         if point is Point.STEP:
+            self._mean_weights.forget_used()
             self._replacements.keep(stepped=True)
             self._exchanges.set_step(step + 1)
             if self._drifts or self.stopped:
@@ -277,6 +327,7 @@ class Engine(Live, Closing):
         self._held = True
         for bucket, state in zip(self.buckets, self.states, strict=True):
             self._phase.hold(bucket, state)
+        self._mean_weights.hold()
 
     def weights_replaced(self) -> None:
         """Report that the program has replaced the weights in the storage, as by a checkpoint without this state.

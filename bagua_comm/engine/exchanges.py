@@ -24,6 +24,7 @@ from ..errors import ArrayError, warn
 from ..execution.futures import abandon
 from ..execution.lane import Lane
 from ..trace import ExchangeCounters, Tracer
+from .mean_weights import MeanWeights, Weigh
 from .replaced import History, Replacements, compare
 
 COMPARE_STEPS = 16
@@ -49,6 +50,8 @@ class Exchanges:
         self._warn, self._warned = warn, set[str]()
         self.replacements = Replacements(lane.comm.rank)
         """The weights that the program has replaced."""
+        self.mean_weights = MeanWeights(lane, tracer)
+        """The weights of this rank in the means."""
         self._compares = False
         """Whether ranks compare those; in rounds, where ranks step at their own pace, `RoundSchedule` does."""
         self._compared_at = self._stopped_at = 0
@@ -74,6 +77,7 @@ class Exchanges:
     ) -> None:
         """Exchange these buckets by this algorithm from now on; `states` has one state for each bucket."""
         self.algorithm = algorithm
+        self.mean_weights.begin_phase(algorithm)
         self._named = {"algorithm": name_of(algorithm), "payload": self.algorithm.payload}
         self.buckets, self.states, self.began = list(buckets), list(states), began
         self.sent, self.held = [], []
@@ -148,12 +152,12 @@ class Exchanges:
 
     def _submit(self, bucket: Bucket) -> Future[object]:
         state = self.states[bucket.index]
-        history = self._history_to_compare(bucket, state)
+        history, weigh = self._history_to_compare(bucket, state), self._weigh(bucket, state)
         self.algorithm.begin(bucket, state)
         began = time.perf_counter_ns()
         step = self.began + bucket.step
         future: Future[object] = self.lane.submit(
-            self._exchange, self.algorithm, bucket, state, step=step, history=history
+            self._exchange, self.algorithm, bucket, state, step=step, history=history, weigh=weigh
         )
         self.counters.wait.time_ns += time.perf_counter_ns() - began  # a lane without a thread runs it here
         return future
@@ -166,6 +170,14 @@ class Exchanges:
             return None
         self._compared_at = self.step
         return self.replacements.take_history()
+
+    def _weigh(self, bucket: Bucket, state: State) -> Weigh | None:
+        """The weights in the mean of this exchange; None in a plain one."""
+        if self.algorithm.payload == "grad":
+            return self.mean_weights.of_pass
+        if not self.algorithm.weighs or not self.algorithm.communicates(bucket.step, state):
+            return None
+        return self.mean_weights.since_exchange(bucket)
 
     def compare_replacements(self) -> None:
         """Raise on all ranks unless they have replaced their weights alike; see `replaced.compare`.
@@ -189,7 +201,13 @@ class Exchanges:
         )
 
     def _exchange(
-        self, algorithm: Algorithm, bucket: Bucket, state: State, step: int, history: History | None = None
+        self,
+        algorithm: Algorithm,
+        bucket: Bucket,
+        state: State,
+        step: int,
+        history: History | None = None,
+        weigh: Weigh | None = None,
     ) -> None:
         """Run an exchange, on the lane. Collective.
 
@@ -199,6 +217,7 @@ class Exchanges:
             state: Its state.
             step: The training step in which the bucket left.
             history: What `replaced.compare` compares before.
+            weigh: The weights of the ranks in the mean; None if it is plain.
         """
         comm = self.lane.comm
         if history is not None:
@@ -208,11 +227,12 @@ class Exchanges:
         self.lane.note(**detail)
         context = comm.context
         try:
+            context.weighting = None if weigh is None else weigh()
             context.bucket, context.bucket_step = bucket, (bucket.index, step)
             with self.tracer.span("exchange", **detail, **self._named):
                 algorithm.exchange(bucket, comm, state)
         finally:  # no call before these assignments: a signal handler could raise there
-            context.bucket = context.bucket_step = None
+            context.bucket = context.bucket_step = context.weighting = None
         after = comm.counters.total()
         if after.calls > before.calls:
             spent_ns = time.perf_counter_ns() - began

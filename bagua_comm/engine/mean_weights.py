@@ -1,0 +1,140 @@
+"""The weights of this rank in the means of an engine: its tokens or samples, by step.
+
+    payload "grad"      the weight of a step, or one for each addend that is held: exchanged on the lane when the
+                        backward pass begins, before the first bucket, so that the pass hides it
+    payload "weight"    the sum of the weights since the last exchange of a bucket: exchanged before each
+
+In steps without weights nothing is sent, until a step has had one. From then on all ranks exchange theirs in each
+step, so that one that has set none is found.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeAlias
+
+from ..algorithms.base import Algorithm, name_of
+from ..bucket import Bucket
+from ..comm import Communicator
+from ..comm.weights import Weighting, agree, as_weight
+from ..errors import ArrayError, UnsupportedError
+from ..execution.lane import Lane
+from ..topology import share
+from ..trace import Tracer
+
+Weigh: TypeAlias = Callable[[], Weighting | None]
+"""Returns the factors of this rank in the mean of a bucket; called on the lane. Collective."""
+
+
+class MeanWeights:
+    """The weights of this rank, from where the program sets them to the means that they are for.
+
+    Args:
+        lane: The lane on which buckets are exchanged.
+        tracer: Where the spans of their exchanges go.
+    """
+
+    def __init__(self, lane: Lane[Communicator], tracer: Tracer) -> None:
+        self._lane, self._tracer = lane, tracer
+        self.now: float | None = None
+        """The weight of this step; None if the program has set none."""
+        self._held: list[float | None] = []
+        """The weights of the addends of this step that the engine holds."""
+        self.is_open = self.used = False
+        """Whether the backward pass has begun; whether one has used the weight."""
+        self.in_each_step = False
+        """Whether all ranks exchange weights in each step; the same on all ranks."""
+        self.of_pass: Weigh | None = None
+        """The weights of the present backward pass; None if its mean is plain."""
+
+    def begin_phase(self, algorithm: Algorithm) -> None:
+        """Weigh the means of this algorithm from now on."""
+        self._of_weights, self._addends = algorithm.payload == "weight", algorithm.addends
+        self.of_pass = None
+        self._sum, self._count = 0.0, 0
+        """Sum and number of the weights so far, where weights are exchanged."""
+        self._exchanged: dict[int, tuple[float, int]] = {}
+        """The same at the last exchange of each bucket, by its index."""
+
+    def set(self, weight: object, phases: Sequence[Algorithm]) -> None:
+        """Set the weight of this step, for an algorithm of these phases.
+
+        Raises:
+            ArrayError: The backward pass has begun.
+            UnsupportedError: The algorithm makes no mean over all ranks.
+        """
+        for phase in phases:
+            if not phase.weighs:
+                raise UnsupportedError(
+                    f"weight: {name_of(phase)} makes no weighted mean over all ranks; expected one that does, "
+                    "such as GradientAllReduce, QAdam or DiLoCo: an algorithm that sets weighs = True"
+                )
+        if self.is_open:
+            raise ArrayError(
+                "weight: the backward pass has begun; set the weight of its gradients before, on all ranks"
+            )
+        self.now, self.used = as_weight(weight), False
+        self._sum += self.now if self.now >= 0 else math.nan
+        self._count += 1
+
+    def hold(self) -> None:
+        """Take the weight as that of an addend, which the engine holds."""
+        self._held.append(self.now)
+        self.now = None
+
+    @property
+    def are_due(self) -> bool:
+        """Whether ranks exchange weights in this step, if it averages gradients."""
+        return self.in_each_step or self.now is not None or any(each is not None for each in self._held)
+
+    def open(self, *, exchanges: bool) -> None:
+        """Begin a backward pass: exchange the weights on the lane, if they are due and it `exchanges` gradients.
+
+        Collective.
+        """
+        self.is_open, self.used, self.of_pass = True, True, None
+        if self._of_weights or not exchanges:
+            return
+        self.in_each_step = True
+        mine, counts = [*self._held, self.now], None
+        if self._addends is not None:
+            size, rank = self._lane.comm.size, self._lane.comm.rank
+            counts = [len(share(self._addends, each, size)) for each in range(size)]
+            mine = [*mine, *([0.0] * counts[rank])][
+                : counts[rank]
+            ]  # the average refuses a wrong number of addends
+        self._lane.submit(self._agree_for_pass, mine, counts)  # the lane runs it before the buckets
+        self.of_pass = lambda: self._agreed
+
+    def close(self) -> None:
+        """End a backward pass."""
+        self.is_open, self._held = False, []
+
+    def since_exchange(self, bucket: Bucket) -> Weigh | None:
+        """Return the weights since the last exchange of a bucket, which comes next; None if its mean is plain."""
+        before, count = self._exchanged.get(bucket.index, (0.0, 0))
+        if not self.in_each_step and self._count == count:
+            return None
+        self.in_each_step = True
+        self._exchanged[bucket.index] = self._sum, self._count
+        return partial(self._agree, [self._sum - before if self._count > count else None])
+
+    def forget_used(self) -> None:
+        """Forget the weight if a backward pass has used it, since its step has ended."""
+        self.is_open = False
+        if self.used or self._of_weights:
+            self.now, self.used = None, False
+
+    def check_used(self) -> None:
+        """Raise `ArrayError` if the weight was set after the backward pass. For the time before a step."""
+        if self.now is not None and not self.used and not self._of_weights:
+            raise ArrayError("weight: it was set after the backward pass, which did not use it; set it before")
+
+    def _agree_for_pass(self, mine: list[float | None], counts: list[int] | None) -> None:
+        self._agreed = self._agree(mine, counts)
+
+    def _agree(self, mine: list[float | None], counts: list[int] | None = None) -> Weighting | None:
+        with self._tracer.span("weights of ranks"):
+            return agree(self._lane.comm, mine, counts)

@@ -1,0 +1,244 @@
+"""Weights of ranks in an engine: weight 2 counts as two ranks, and a wrong one is an error on all ranks."""
+
+import numpy as np
+import pytest
+from support.engine_steps import backward
+
+from bagua_comm import (
+    ArrayError,
+    AsyncModelAverage,
+    ByteGrad,
+    CommMismatch,
+    Decentralized,
+    DiLoCo,
+    Engine,
+    ErrorFeedback,
+    GradientAllReduce,
+    Hierarchical,
+    LowPrecisionDecentralized,
+    Plan,
+    Point,
+    QAdam,
+    Quantized,
+    Reproducible,
+    SparseLoCo,
+    StreamingDiLoCo,
+    TensorSpec,
+    TopK,
+    UnsupportedError,
+    after,
+    by_node,
+    every,
+)
+from bagua_comm.testing import run_ranks
+from bagua_comm.topology import share
+
+SPECS = [TensorSpec("a", (300,), "float32"), TensorSpec("b", (500,), "float32")]
+PLAN = Plan.pack(SPECS, bucket_bytes=1200)
+STEPS, LR = 6, 0.5
+
+
+def data(source, step):
+    return np.random.default_rng([source, step]).standard_normal(800).astype(np.float32)
+
+
+def train(comm, algorithm, sources, weights=None):
+    """Weights of a model after some steps; this rank has the gradients of its source. Collective."""
+    grads, x = PLAN.allocate(), PLAN.allocate()
+    storage = {"grad": grads, "weight": x}
+    if {phase.payload for phase in algorithm.phases} == {"grad"}:
+        storage = grads
+    with Engine(comm, algorithm, PLAN, storage) as engine:
+        for step in range(STEPS):
+            if weights is not None:
+                engine.weight = weights[comm.rank]
+            engine.at(Point.FORWARD)
+            grads[0][...], grads[1][...] = np.split(data(sources[comm.rank], step), [300])
+            backward(engine, "ba")
+            momenta = [getattr(state, "momentum", None) for state in engine.states]
+            for flat, grad, momentum in zip(x, grads, momenta, strict=True):
+                flat -= LR * (momentum if isinstance(algorithm, QAdam) and step >= 2 else grad)
+            engine.at(Point.STEP)
+        engine.at(Point.FORWARD)  # writes back what was exchanged after the step
+        backward(engine, "ba")
+        return np.concatenate(x)
+
+
+ALGORITHMS = {
+    GradientAllReduce(): 1e-6,
+    ByteGrad(): 0.03,
+    GradientAllReduce(ErrorFeedback(Quantized(min_bytes=0))): 0.03,
+    GradientAllReduce(Hierarchical(ErrorFeedback(TopK(64, 64, bits=32)))): 1e-6,
+    GradientAllReduce(Reproducible()): 1e-6,
+    QAdam(warmup_steps=2): 0.05,
+    DiLoCo(3): 1e-6,
+    DiLoCo(2, average=Quantized(min_bytes=0)): 0.03,
+    StreamingDiLoCo(3, fragments=2): 1e-6,
+    SparseLoCo(2, chunk=64, keep=64, bits=32): 1e-6,
+    every(2, DiLoCo(2)): 1e-6,
+    after(3, GradientAllReduce(), DiLoCo(2)): 1e-6,
+}
+
+
+@pytest.mark.algorithms("all")
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=str)
+def test_a_rank_with_weight_two_counts_as_two_ranks(algorithm):
+    expected = run_ranks(3, lambda comm: train(comm, algorithm, [4, 5, 5]), nodes=["a", "a", "b"])[0]
+    found = run_ranks(2, lambda comm: train(comm, algorithm, [4, 5], [0.5, 1]), nodes=["a", "b"])[0]
+    plain = run_ranks(2, lambda comm: train(comm, algorithm, [4, 5]), nodes=["a", "b"])[0]
+    size = np.linalg.norm(expected)
+    assert np.linalg.norm(found - expected) <= ALGORITHMS[algorithm] * size
+    assert np.linalg.norm(plain - expected) > 2 * ALGORITHMS[algorithm] * size
+
+
+def test_each_weight_is_for_one_step_and_a_rank_without_data_may_have_nan():
+    def body(comm):
+        flats, found = PLAN.allocate(), []
+        with Engine(comm, GradientAllReduce(), PLAN, flats) as engine:
+            for weight in (2 - 2 * comm.rank, None, 0):
+                for flat in flats:
+                    flat[...] = np.nan if weight == 0 else 1 + comm.rank
+                if weight is not None:
+                    engine.weight = weight
+                engine.at(Point.FORWARD)
+                backward(engine, "ab")
+                engine.at(Point.STEP)
+                assert engine.weight is None
+                found.append(float(flats[0][0]))
+        return found
+
+    with pytest.warns(UserWarning, match="all weights are 0"):
+        assert run_ranks(2, body) == [[1, 1.5, 0]] * 2
+
+
+def test_addends_have_a_weight_each_and_the_mean_the_same_bits_on_any_number_of_ranks():
+    addends, tokens = 6, [5, 1, 0, 513, 7, 2.5]
+    algorithm = GradientAllReduce(Reproducible(addends=addends))
+    values = [data(i, 0) for i in range(addends)]
+    expected = sum(w * x.astype(np.float64) for w, x in zip(tokens, values, strict=True)) / sum(tokens)
+    values[2] = np.full(800, np.nan, np.float32)
+
+    def body(comm):
+        flats = PLAN.allocate()
+        *held, last = share(addends, comm.rank, comm.size)
+        with Engine(comm, algorithm, PLAN, flats) as engine:
+            for _ in range(2):
+                engine.at(Point.FORWARD)
+                for i in (*held, last):
+                    flats[0][...], flats[1][...] = np.split(values[i], [300])
+                    engine.weight = tokens[i]
+                    if i != last:
+                        engine.hold()
+                backward(engine, "ab")
+                engine.at(Point.STEP)
+        return np.concatenate(flats)
+
+    found = [each for ranks in (1, 2, 3, 6) for each in run_ranks(ranks, body)]
+    assert all(each.tobytes() == found[0].tobytes() for each in found)
+    assert np.allclose(found[0], expected, rtol=1e-6, atol=1e-7)
+
+
+def steps(comm, weights, algorithm=None):
+    """Make a step for each of the weights, without one where it is None. Collective."""
+    with Engine(comm, algorithm or GradientAllReduce(), PLAN, PLAN.allocate()) as engine:
+        for weight in weights:
+            engine.at(Point.FORWARD)
+            if weight is not None:
+                engine.weight = weight
+            backward(engine, "ab")
+            engine.at(Point.STEP)
+
+
+def late(comm):
+    with Engine(comm, GradientAllReduce(), PLAN, PLAN.allocate()) as engine:
+        engine.ready("a")
+        engine.weight = 3
+
+
+def too_late(comm):
+    with Engine(comm, GradientAllReduce(), PLAN, PLAN.allocate()) as engine:
+        engine.at(Point.FORWARD)
+        backward(engine, "ab")
+        engine.weight = 3
+        engine.at(Point.STEP)
+
+
+NONE = "; set one on all ranks, 0 on a rank without data; or on none"
+REFUSED = [
+    *(
+        (
+            lambda c, bad=bad: steps(c, [1, bad if c.rank else 4]),
+            ArrayError,
+            f"rank 1 has {bad}, expected a finite",
+        )
+        for bad in (-1.0, np.nan, np.inf)
+    ),
+    (
+        lambda c: steps(c, [5, None if c.rank else 4]),
+        ArrayError,
+        f"rank 1 has none, and other ranks have one{NONE}",
+    ),
+    (lambda c: steps(c, [None, None if c.rank else 4]), CommMismatch, ""),
+    (lambda c: steps(c, [3, None if c.rank else 4, 1], DiLoCo(1)), ArrayError, "rank 1 has none"),
+    (lambda c: steps(c, [3, -4 if c.rank else 4, 1], DiLoCo(2)), ArrayError, "rank 1 has nan, expected a finite"),
+    (late, ArrayError, "the backward pass has begun; set the weight of its gradients before"),
+    (too_late, ArrayError, "it was set after the backward pass"),
+    *(
+        (
+            lambda c, a=algorithm: steps(c, [1], a),
+            UnsupportedError,
+            f"{name} makes no weighted mean over all ranks",
+        )
+        for name, algorithm in {
+            "Decentralized": Decentralized(),
+            "LowPrecisionDecentralized": LowPrecisionDecentralized(),
+            "AsyncModelAverage": AsyncModelAverage(),
+            "ByNode(Decentralized)": by_node(Decentralized()),
+            "weight: Decentralized": after(5, DiLoCo(5), Decentralized()),
+        }.items()
+    ),
+]
+
+
+@pytest.mark.parametrize(("body", "error", "text"), REFUSED)
+def test_a_wrong_weight_is_an_error_on_all_ranks(body, error, text):
+    def raises(comm):
+        with pytest.raises(error) as raised:
+            body(comm)
+        return str(raised.value)
+
+    assert all(text in message for message in run_ranks(2, raises))
+
+
+def test_nothing_is_sent_for_weights_before_the_first_and_eight_bytes_after():
+    def body(comm):
+        sent = []
+        for weights in ([None] * 3, [None, 2, None]):
+            before = len(spans_of(comm, "weights of ranks", "allgather"))
+            steps(comm, weights)
+            sent.append(spans_of(comm, "weights of ranks", "allgather")[before:])
+        return sent
+
+    plain, weighted = run_ranks(2, body)[0]
+    assert "weights of ranks" not in plain
+    assert weighted == [*plain, *["allgather", "weights of ranks"] * 2]  # a span is added when it ends
+
+
+def spans_of(comm, *names):
+    return [span.name for span in comm.tracer.spans() if span.name in names]
+
+
+def test_weights_are_exchanged_on_the_lane_before_the_first_bucket_leaves():
+    def body(comm):
+        with Engine(comm, GradientAllReduce(), PLAN, PLAN.allocate()) as engine:
+            engine.at(Point.FORWARD)
+            engine.weight = 1 + comm.rank
+            engine.ready("b")  # no bucket leaves before "a" is complete
+            engine.flush()
+            exchanged = spans_of(comm, "weights of ranks", "exchange")
+            engine.ready("a")
+            engine.at(Point.BACKWARD)
+            engine.at(Point.STEP)
+        return exchanged
+
+    assert run_ranks(2, body) == [["weights of ranks"]] * 2
