@@ -201,14 +201,15 @@ class Engine(Live, Closing):
                 one is not a finite number of at least 0, the next exchange raises it on all ranks.
             UnsupportedError: The algorithm has no mean over all ranks, as `Decentralized`.
         """
-        return self._mean_weights.now
+        return self.mean_weights.now
 
     @weight.setter
     def weight(self, weight: float) -> None:
-        self._mean_weights.set(weight, self.algorithm.phases)
+        self.mean_weights.set(weight, self.algorithm.phases)
 
     @property
-    def _mean_weights(self) -> MeanWeights:
+    def mean_weights(self) -> MeanWeights:
+        """The weights of this rank in the means, of which `weight` is the present one."""
         return self._exchanges.mean_weights
 
     def begin_backward(self) -> None:
@@ -216,7 +217,7 @@ class Engine(Live, Closing):
 
         Collective if ranks have weights, which they exchange on the lane meanwhile.
         """
-        weights = self._mean_weights
+        weights = self.mean_weights
         if not weights.is_open:
             weights.open(exchanges=weights.are_due and self.communicates)
 
@@ -275,20 +276,20 @@ class Engine(Live, Closing):
                 self._weights.check(self._phase, self.plan, self._buckets)
             self._replacements.look(step)
             self._comm.flight.steps[self._comm.group] = step + 1
-            self._mean_weights.is_open = False
+            self.mean_weights.is_open = False
             if self._alone:
-                self._mean_weights.forget_used()
+                self.mean_weights.forget_used()
         elif point is Point.BACKWARD:
             self.begin_backward()
         elif self._alone:
-            self._mean_weights.check_used()
+            self.mean_weights.check_used()
             self._given.check()
         self._in_step, self._held = point is Point.FORWARD, self._held and point is not Point.BACKWARD
         self._schedule.at(point)
         if point is Point.BACKWARD:
-            self._mean_weights.close()
+            self.mean_weights.close()
         if point is Point.STEP:
-            self._mean_weights.forget_used()
+            self.mean_weights.forget_used()
             self._replacements.keep(stepped=True)
             self._exchanges.set_step(step + 1)
             if self._drifts or self.stopped:
@@ -327,7 +328,7 @@ class Engine(Live, Closing):
         self._held = True
         for bucket, state in zip(self.buckets, self.states, strict=True):
             self._phase.hold(bucket, state)
-        self._mean_weights.hold()
+        self.mean_weights.hold()
 
     def weights_replaced(self) -> None:
         """Report that the program has replaced the weights in the storage, as by a checkpoint without this state.

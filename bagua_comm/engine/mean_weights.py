@@ -19,7 +19,7 @@ from ..algorithms.base import Algorithm, name_of
 from ..bucket import Bucket
 from ..comm import Communicator
 from ..comm.weights import Weighting, agree, as_weight
-from ..errors import ArrayError, UnsupportedError
+from ..errors import ArrayError, UnsupportedError, warn
 from ..execution.lane import Lane
 from ..topology import share
 from ..trace import Tracer
@@ -48,6 +48,7 @@ class MeanWeights:
         """Whether all ranks exchange weights in each step; the same on all ranks."""
         self.of_pass: Weigh | None = None
         """The weights of the present backward pass; None if its mean is plain."""
+        self._has_warned = False
 
     def begin_phase(self, algorithm: Algorithm) -> None:
         """Weigh the means of this algorithm from now on."""
@@ -134,6 +135,10 @@ class MeanWeights:
 
     def _agree_for_pass(self, mine: list[float | None], counts: list[int] | None) -> None:
         self._agreed = self._agree(mine, counts)
+        if self._agreed is None and not self._has_warned:
+            self._has_warned = True
+            if self._lane.comm.rank == 0:
+                warn("weight: no rank has set one for this backward pass, as for earlier ones; its mean is plain")
 
     def _agree(self, mine: list[float | None], counts: list[int] | None = None) -> Weighting | None:
         with self._tracer.span("weights of ranks"):

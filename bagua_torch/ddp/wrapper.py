@@ -288,6 +288,34 @@ class DistributedDataParallel(nn.Module):
         """
         return self._steps.exchange.counters
 
+    @property
+    def weight(self) -> float | None:
+        """The weight of this rank in the mean of this step's gradients: its tokens, or samples; None if not set.
+
+        Set it on all ranks before the backward pass: with a loss that is the mean over a rank's own tokens,
+        `p.grad` is then as of one process with the tokens of all ranks. See `bagua_comm.Engine.weight`. After the
+        step it is None again. Where gradients are accumulated in `no_sync`, it is that of the whole step: for a
+        loss that is a sum over tokens divided by this rank's tokens of the step, their number. Each of the
+        `microbatches` has its own. A rank without data sets 0, and makes its pass with an empty batch or calls
+        `expect_backward` in place of it. A parameter of this name is `module.weight`.
+
+        Raises:
+            ArrayError: The backward pass has begun. If the weight was set after the backward pass, the step of
+                the optimizer raises it; if the weight of a rank is missing or out of range, the backward pass
+                does, on all ranks.
+            UnsupportedError: The algorithm has no mean over all ranks.
+
+        >>> model = DistributedDataParallel(nn.Linear(2, 1))
+        >>> model.weight = 3
+        >>> model(torch.ones(3, 2)).mean().backward()
+        >>> model.close()
+        """
+        return self.engine.weight
+
+    @weight.setter
+    def weight(self, weight: float) -> None:
+        self.engine.weight = weight
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module. Collective while training, where an algorithm exchanges before the backward pass."""
         if self._inputs_to is not None:

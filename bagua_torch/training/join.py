@@ -101,6 +101,8 @@ class Join:
             if not self.active:
                 break
             last = self.active
+            if engine.mean_weights.in_each_step:
+                engine.weight = 0
             engine.at(Point.FORWARD)
             if engine.payload == "grad":
                 # Another backward pass of the same step adds to the averages in the buckets.

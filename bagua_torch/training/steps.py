@@ -197,6 +197,7 @@ class TrainingSteps(Live):
         self._warn_of_outputs(None)
         self.watch.forget_outputs(reached=False)
         self.finish()
+        self.engine.mean_weights.forget_used()
         self._passes = 0
 
     def finish(self) -> None:
@@ -244,6 +245,7 @@ class TrainingSteps(Live):
             self._open_late()
         self._versions.begin(self.memory.names)
         self._fresh |= self.memory.attach_all()
+        self.engine.begin_backward()
 
     def _open_late(self) -> None:
         """Announce a backward pass without a training forward pass before it. Collective.
@@ -273,7 +275,8 @@ class TrainingSteps(Live):
     def _send(self, index: int) -> None:
         """Send a bucket whose gradients are complete."""
         self.memory.attach_bucket(index)  # create_graph=True replaces p.grad
-        if self._join is not None and self._join.scale != 1 and self.engine.payload == "grad":
+        weighted = self.engine.mean_weights.in_each_step  # ranks without data have the weight 0
+        if self._join is not None and self._join.scale != 1 and self.engine.payload == "grad" and not weighted:
             # Turns the mean over all ranks into the mean over ranks with data. It is applied before sending, as
             # an algorithm may average more than these gradients.
             self.memory.flats["grad"][index].mul_(self._join.scale)
@@ -349,6 +352,8 @@ class TrainingSteps(Live):
         self._unaveraged.check_step(optimizer)
         if not self._closes:
             self._unaveraged.warn_of_local(optimizer, self.stage)
+            if self.stage is Stage.AVERAGED:
+                self.engine.mean_weights.check_used()
         self.engine.settle()  # if this step was counted already
         self.exchange.reclaim()
         self.spans["optimizer"].begin()

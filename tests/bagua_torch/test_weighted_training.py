@@ -1,0 +1,318 @@
+"""Ranks with unequal numbers of tokens train as one process with all of them."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from bagua_comm import (
+    ArrayError,
+    ByteGrad,
+    Decentralized,
+    ErrorFeedback,
+    GradientAllReduce,
+    Hierarchical,
+    Quantized,
+    Reproducible,
+    UnsupportedError,
+)
+from bagua_comm.testing import run_ranks
+from bagua_torch import DistributedDataParallel
+
+TOKENS = [1, 7, 0, 513]
+
+with torch.random.fork_rng():
+    torch.manual_seed(0)
+    AT_FIRST = nn.Sequential(nn.Linear(10, 20), nn.Tanh(), nn.Linear(20, 4))
+
+
+def data(source, count, step=0):
+    random = torch.Generator().manual_seed(100 * step + source)
+    return torch.randn(count, 10, generator=random), torch.randint(4, (count,), generator=random)
+
+
+def gradients(module):
+    return torch.cat([p.grad.flatten() for p in module.parameters()])
+
+
+def one_process(counts, step=0):
+    """The gradient of one process with the joined batch."""
+    model = copy.deepcopy(AT_FIRST).double()
+    inputs, labels = map(torch.cat, zip(*(data(r, n, step) for r, n in enumerate(counts)), strict=True))
+    cross_entropy(model(inputs.double()), labels).backward()
+    return gradients(model)
+
+
+def wrapped(comm, algorithm=None, **settings):
+    model = copy.deepcopy(AT_FIRST)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return DistributedDataParallel(model, [optimizer], algorithm, comm=comm, **settings), optimizer
+
+
+def nan_if_empty(ddp, count, step):
+    """The loss of a user: the mean over this rank's tokens, which is NaN where there are none. Collective."""
+    inputs, labels = data(ddp.comm.rank, count, step)
+    return cross_entropy(ddp(inputs), labels)
+
+
+ALGORITHMS = {
+    GradientAllReduce(): 1e-6,
+    GradientAllReduce(Reproducible()): 1e-6,
+    ByteGrad(): 0.02,
+    GradientAllReduce(ErrorFeedback(Quantized(min_bytes=0))): 0.05,
+    GradientAllReduce(Hierarchical()): 1e-6,
+}
+
+
+@pytest.mark.algorithms("all")
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=str)
+@pytest.mark.parametrize("empty", ["nan", "none"])
+def test_gradients_are_those_of_one_process_with_the_joined_batch(algorithm, empty):
+    def body(comm):
+        ddp, optimizer = wrapped(comm, algorithm)
+        found = []
+        for step in range(2):
+            count = (TOKENS if step else TOKENS[::-1])[comm.rank]
+            optimizer.zero_grad()
+            ddp.weight = count
+            if count == 0 and empty == "none":
+                ddp.expect_backward()
+                ddp.end_backward()
+            else:
+                nan_if_empty(ddp, count, step).backward()
+            found.append(gradients(ddp.module).double())
+            assert ddp.weight == count
+            for p in ddp.module.parameters():
+                p.grad.zero_()
+            optimizer.step()
+            assert ddp.weight is None
+        ddp.close()
+        return found
+
+    for found in run_ranks(4, body, nodes=["a", "a", "a", "b"]):
+        for step, gradient in enumerate(found):
+            expected = one_process(TOKENS if step else TOKENS[::-1], step)
+            assert (gradient - expected).norm() <= ALGORITHMS[algorithm] * expected.norm()
+
+
+def test_accumulated_gradients_have_the_weight_of_the_whole_step():
+    counts = [[3, 5], [40, 1]]
+
+    def body(comm):
+        ddp, _ = wrapped(comm)
+        mine, total = counts[comm.rank], sum(counts[comm.rank])
+        ddp.weight = total
+        with ddp.no_sync():
+            (nan_if_empty(ddp, mine[0], 0) * mine[0] / total).backward()
+        (nan_if_empty(ddp, mine[1], 1) * mine[1] / total).backward()
+        ddp.close()
+        return gradients(ddp.module)
+
+    (found, _) = run_ranks(2, body)
+    parts = [(sum(column), one_process(column, step)) for step, column in enumerate(zip(*counts, strict=True))]
+    expected = sum(count * gradient for count, gradient in parts) / sum(count for count, _ in parts)
+    assert torch.allclose(found.double(), expected, rtol=1e-5, atol=1e-7)
+
+
+def test_microbatches_of_unequal_tokens_give_the_same_bits_on_any_number_of_ranks():
+    tokens = [9, 1, 0, 33]
+
+    def body(comm):
+        ddp, optimizer = wrapped(comm, GradientAllReduce(Reproducible(addends=4)))
+        for step in range(2):
+            optimizer.zero_grad()
+            for i in ddp.microbatches():
+                inputs, labels = data(i, tokens[i], step)
+                ddp.weight = tokens[i]
+                cross_entropy(ddp(inputs), labels).backward()
+            if step == 0:
+                first = gradients(ddp.module)
+            optimizer.step()
+        ddp.close()
+        return first, torch.cat([p.detach().flatten() for p in ddp.module.parameters()])
+
+    found = [each for ranks in (1, 2, 4) for each in run_ranks(ranks, body)]
+    assert all(torch.equal(each[1], found[0][1]) for each in found)
+    assert torch.allclose(found[0][0].double(), one_process(tokens), rtol=1e-5, atol=1e-7)
+
+
+def test_ranks_that_have_ended_in_join_have_weight_zero():
+    batches = [[5, 2, 30], [4], [7, 1]]
+
+    def body(comm, divide):
+        ddp, optimizer = wrapped(comm)
+        with ddp.join(divide_by_initial_size=divide):
+            for step, count in enumerate(batches[comm.rank]):
+                optimizer.zero_grad()
+                ddp.weight = count
+                nan_if_empty(ddp, count, step).backward()
+                optimizer.step()
+        ddp.close()
+        return torch.cat([p.detach().flatten() for p in ddp.module.parameters()])
+
+    model = copy.deepcopy(AT_FIRST)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        parts = [data(r, counts[step], step) for r, counts in enumerate(batches) if step < len(counts)]
+        inputs, labels = map(torch.cat, zip(*parts, strict=True))
+        optimizer.zero_grad()
+        cross_entropy(model(inputs), labels).backward()
+        optimizer.step()
+    expected = torch.cat([p.detach().flatten() for p in model.parameters()])
+    for divide in (True, False):
+        for found in run_ranks(3, lambda comm, divide=divide: body(comm, divide)):
+            assert torch.allclose(found, expected, atol=1e-6)
+
+
+def set_within(comm):
+    ddp, _ = wrapped(comm)
+    ddp.module[2].bias.register_hook(lambda _: setattr(ddp, "weight", 4))
+    nan_if_empty(ddp, 2, 0).backward()
+
+
+def set_after(comm):
+    ddp, optimizer = wrapped(comm)
+    nan_if_empty(ddp, 2, 0).backward()
+    ddp.weight = 4
+    optimizer.step()
+
+
+def missing(comm):
+    ddp, optimizer = wrapped(comm)
+    for step in range(2):
+        if step == 0 or comm.rank == 0:
+            ddp.weight = torch.tensor(3.0)
+        nan_if_empty(ddp, 2, step).backward()
+        optimizer.step()
+
+
+def negative(comm):
+    ddp, _ = wrapped(comm)
+    ddp.weight = -comm.rank
+    nan_if_empty(ddp, 2, 0).backward()
+
+
+def decentralized(comm):
+    ddp, _ = wrapped(comm, Decentralized())
+    ddp.weight = 1
+
+
+@pytest.mark.parametrize(
+    ("body", "error", "text"),
+    [
+        (set_within, ArrayError, "weight: the backward pass has begun"),
+        (set_after, ArrayError, "weight: it was set after the backward pass"),
+        (missing, ArrayError, "weight: rank 1 has none, and other ranks have one"),
+        (negative, ArrayError, "weight: rank 1 has -1.0, expected a finite number of at least 0"),
+        (decentralized, UnsupportedError, "weight: Decentralized makes no weighted mean over all ranks"),
+    ],
+)
+def test_a_wrong_weight_is_an_error_on_all_ranks(body, error, text):
+    def raises(comm):
+        with pytest.raises(error) as raised:
+            body(comm)
+        return str(raised.value)
+
+    assert all(text in message for message in run_ranks(2, raises))
+
+
+def test_the_backward_pass_hides_the_exchange_of_weights():
+    def body(comm):
+        ddp, optimizer = wrapped(comm, bucket_bytes=64)
+        for step in range(2):
+            ddp.weight = 1 + comm.rank
+            nan_if_empty(ddp, 3, step).backward()
+            optimizer.step()
+        spans = {
+            name: [s for s in comm.tracer.spans() if s.name == name] for name in ("weights of ranks", "exchange")
+        }
+        main = {s.thread for s in comm.tracer.spans() if s.name == "wait for exchanges"}
+        ddp.close()
+        return spans, main
+
+    for spans, main in run_ranks(2, body):
+        weights, exchanges = spans.values()
+        assert len(weights) == 2
+        assert {s.thread for s in weights}.isdisjoint(main)  # training goes on beside it
+        buckets = len(exchanges) // 2
+        assert buckets > 1
+        for step, span in enumerate(weights):
+            assert all(span.end_ns <= each.start_ns for each in exchanges[step * buckets : (step + 1) * buckets])
+
+
+TEXT = "".join(nn.Transformer.__doc__.split()) + nn.Module.__doc__
+LETTERS = sorted(set(TEXT))
+
+
+class Characters(nn.Module):
+    """A transformer that predicts the next character."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.place = nn.Embedding(len(LETTERS), 16), nn.Embedding(96, 16)
+        self.layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(16, len(LETTERS))
+
+    def forward(self, packed):
+        """The sum of the losses of all characters of some sequences."""
+        total = torch.zeros(())
+        for sequence in packed:
+            x = (self.embed(sequence[:-1]) + self.place(torch.arange(len(sequence) - 1)))[None]
+            hidden = self.layer(
+                x, src_mask=nn.Transformer.generate_square_subsequent_mask(x.shape[1]), is_causal=True
+            )
+            total = total + cross_entropy(self.head(hidden)[0], sequence[1:], reduction="sum")
+        return total
+
+
+def packed(seed, step, rank):
+    """Sequences of one rank and step: few and short ones, or many and long ones, of other parts of the text."""
+    random = torch.Generator().manual_seed(1000 * seed + 10 * step + rank)
+    longest, count = (6, 12, 40, 90)[rank], 1 + rank % 2
+    starts = torch.randint(700 * rank, 700 * (rank + 1) - 100, (count,), generator=random).tolist()
+    lengths = torch.randint(longest // 2, longest, (count,), generator=random).tolist()
+    texts = [TEXT[start : start + length] for start, length in zip(starts, lengths, strict=True)]
+    return [torch.tensor([LETTERS.index(letter) for letter in text]) for text in texts]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_a_character_transformer_ends_at_the_loss_of_one_process(seed):
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        at_first, steps = Characters(), 12
+
+    def evaluate(model):
+        with torch.no_grad():
+            everything = [each for step in range(5) for rank in range(4) for each in packed(seed, step, rank)]
+            return float(model(everything) / sum(len(each) - 1 for each in everything))
+
+    def trained(comm, weighted):
+        model = copy.deepcopy(at_first)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+        ddp = DistributedDataParallel(model, [optimizer], comm=comm)
+        for step in range(steps):
+            sequences = packed(seed, step, comm.rank)
+            tokens = sum(len(each) - 1 for each in sequences)
+            optimizer.zero_grad()
+            if weighted:
+                ddp.weight = tokens
+            (ddp(sequences) / tokens).backward()
+            optimizer.step()
+        ddp.close()
+        return evaluate(model)
+
+    model = copy.deepcopy(at_first)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+    for step in range(steps):
+        joined = [each for rank in range(4) for each in packed(seed, step, rank)]
+        optimizer.zero_grad()
+        (model(joined) / sum(len(each) - 1 for each in joined)).backward()
+        optimizer.step()
+    expected = evaluate(model)
+    weighted, plain = (run_ranks(4, lambda comm, w=w: trained(comm, w))[0] for w in (True, False))
+    assert abs(weighted - expected) < 1e-4
+    assert abs(plain - expected) > 20 * abs(weighted - expected) + 0.02
+    assert expected < evaluate(at_first) - 0.5  # it has learned something
