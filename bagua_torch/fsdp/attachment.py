@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from bagua_comm import ArrayError, Average, CommError, Communicator, Exact, Quantized
+from bagua_comm import ArrayError, Average, CommError, Communicator, Exact, Quantized, UnsupportedError
 from bagua_comm.averages.error_feedback import Residual
 from bagua_comm.objects.closing import Closing
 from bagua_comm.trace import Counters
@@ -24,6 +24,7 @@ from .groups import GroupComms, LaneComms
 from .overlap import Prefetch, Reductions
 from .passes import BackwardPasses
 from .torch_names import Unit, observe_forward, sharded_modules
+from .weighing import PassWeights
 
 _COUNTS = "means since the last reset"
 """The key of the numbers of means in a state, by module."""
@@ -57,6 +58,7 @@ class Attachment(Closing):
         for each in {*self._comms.all(), *gathering.all(), *reducing.all()}:
             each.counters = self._counters
         self._passes = BackwardPasses()
+        self._weights, self._addends = PassWeights(self._passes), reduce.addends
         self._reductions = Reductions(self._passes) if overlaps else None
         self._feeding: dict[str, Reduce | Replicate] = {}
         """The reductions with a residual, by the name of their module."""
@@ -69,7 +71,9 @@ class Attachment(Closing):
                 for unit in units:
                     over, average = reducing.of(unit.process_groups[0]), None
                     with argument("reduce", reduce):
-                        reducer = Reduce(reducing, unit, reduce, over, self._passes, self._reductions)
+                        reducer = Reduce(
+                            reducing, unit, reduce, over, self._passes, self._reductions, self._weights
+                        )
                     if reducer.feedback is not None and over.size > 1:
                         self._feeding[unit.name] = reducer
                     if replicas is not None and unit.replicas is not None:
@@ -112,6 +116,32 @@ class Attachment(Closing):
                 "gradients PyTorch itself exchanges; call attach after all calls of fully_shard",
                 stacklevel=2,
             )
+
+    @property
+    def weight(self) -> float | None:
+        """The weight of this rank in the next backward pass that reduces gradients: its tokens; None if not set.
+
+        Set it on all ranks before the pass: with a loss that is the mean over a rank's own tokens, gradients are
+        then as of one process with the tokens of all ranks. See `bagua_comm.Engine.weight`. After the pass it is
+        None again. A rank without data sets 0, and makes the pass with any batch.
+
+        Raises:
+            ArrayError: The backward pass has begun. If the weight of a rank is missing or out of range, the pass
+                raises it on all ranks.
+            UnsupportedError: Gradients are averaged over other ranks than those of `comm`, as on a mesh with
+                replicas; or with `Reproducible(addends=M)`.
+        """
+        return self._weights.now
+
+    @weight.setter
+    def weight(self, weight: float) -> None:
+        sizes = {unit.process_groups[0].size() for unit in self._units}
+        if self._addends is not None or sizes != {self._comm.size}:
+            raise UnsupportedError(
+                f"weight: gradients of this model are averaged over {sizes} ranks, with {self._addends} addends, "
+                f"expected the {self._comm.size} ranks of comm, without replicas, and one addend each"
+            )
+        self._weights.set(weight)
 
     @property
     def counters(self) -> Counters:

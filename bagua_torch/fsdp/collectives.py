@@ -14,12 +14,14 @@ from bagua_comm import ArrayError, Average, Communicator, UnsupportedError
 from bagua_comm.arrays import Array, LinearOp
 from bagua_comm.averages import Gathers
 from bagua_comm.averages.error_feedback import Residual
+from bagua_comm.comm.weights import multiply
 
 from ..arrays import as_array, dtype_name, torch_stream
 from .groups import GroupComms
 from .overlap import Gathering, Prefetch, Reductions, invalidate
 from .passes import BackwardPasses
 from .torch_names import AllGather, ReduceScatter, Unit, op_of
+from .weighing import PassWeights, Weigh
 
 
 class _Allocating:
@@ -157,6 +159,7 @@ class Reduce(_Allocating, FeedsBack, ReduceScatter):
         comm: The ranks over which the unit is sharded.
         passes: The backward passes of the model.
         pending: The reductions that have not ended, if there are lanes.
+        weights: The weight of this rank in the passes; a new one if None.
     """
 
     def __init__(
@@ -167,8 +170,10 @@ class Reduce(_Allocating, FeedsBack, ReduceScatter):
         comm: Communicator,
         passes: BackwardPasses,
         pending: Reductions | None = None,
+        weights: PassWeights | None = None,
     ) -> None:
         self._comms, self._comm, self._pending = comms, comm, pending
+        self._weights = weights or PassWeights(passes)
         self._held = _HeldAddends(method, comm, unit, passes) if method.is_reproducible else None
         self._mean = self._held or method.bind_shards(comm)
         super().__init__(unit, method, self._mean, passes)
@@ -200,17 +205,18 @@ class Reduce(_Allocating, FeedsBack, ReduceScatter):
         if asked == "premul_sum":  # by 1 / factor, which PyTorch does not let us read from `op`
             divisor = self._unit.divide_factor or comm.size
         by: LinearOp = "avg" if asked == "avg" else "sum"
+        weigh = self._weights.weigh(comm)
         lane = self._comms.lane_of(comm)
         if lane is None or self._pending is None:
             self._forget_if_it_raises()
             with torch_stream(input_tensor.device):
-                self._reduce(input_tensor, output_tensor, by, divisor)
+                self._reduce(input_tensor, output_tensor, by, divisor, weigh)
             return
         if self._unit.reads_at_once(output_tensor):
-            lane.run(self._reduce, input_tensor, output_tensor, by, divisor)
+            lane.run(self._reduce, input_tensor, output_tensor, by, divisor, weigh)
         else:
             invalidate(output_tensor)
-            self._pending.add(lane, lane.submit(self._reduce, input_tensor, output_tensor, by, divisor))
+            self._pending.add(lane, lane.submit(self._reduce, input_tensor, output_tensor, by, divisor, weigh))
         self._forget_if_it_raises()
 
     def reset(self) -> None:
@@ -227,10 +233,21 @@ class Reduce(_Allocating, FeedsBack, ReduceScatter):
             self._held.begin()
 
     def _reduce(
-        self, gradients: torch.Tensor, result: torch.Tensor, op: LinearOp, divisor: float | None = None
+        self,
+        gradients: torch.Tensor,
+        result: torch.Tensor,
+        op: LinearOp,
+        divisor: float | None = None,
+        weigh: Weigh | None = None,
     ) -> None:
         x = as_array(gradients)
         self._fit(x)
+        weighting = None if weigh is None else weigh()
+        if weighting is not None:
+            multiply(x, weighting.factors[-1])  # PyTorch has copied the gradients for this call
+            if not weighting.largest:  # a residual waits for another pass
+                result.zero_()
+                return
         self._mean(x, as_array(result), op)
         if divisor is not None:
             result.div_(divisor)

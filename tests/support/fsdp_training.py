@@ -381,6 +381,52 @@ def activation_checkpointing(comm):
 
 
 @case
+def weights_of_ranks(comm):
+    tokens = [3, 7, 0, 513][: comm.size]
+
+    def weighted(model, method, **settings):
+        optimizer = torch.optim.SGD(shard(model).parameters(), 0.1)
+        with bagua_torch.fsdp.attach(model, method, **settings) as handle:
+            for step in range(3):
+                x, y = batch(step, comm.rank)
+                optimizer.zero_grad()
+                handle.weight = tokens[comm.rank]
+                (mse_loss(model(x), y) * (1 if tokens[comm.rank] else torch.nan)).backward()
+                assert handle.weight is None or comm.size == 1
+                optimizer.step()
+        return model
+
+    def joined(model, step, rank):
+        return [tokens[rank] * g.double() for g in gradients(model, step, rank)]
+
+    expected = make()
+    optimizer = torch.optim.SGD(expected.parameters(), 0.1)
+    for step in range(3):
+        found = zip(*(joined(expected, step, rank) for rank in range(comm.size)), strict=True)
+        for parameter, terms in zip(expected.parameters(), found, strict=True):
+            parameter.grad = (sum(terms) / sum(tokens)).float()
+        optimizer.step()
+    for method, error in ((Exact(), 1e-6), (Reproducible(), 1e-6), (EIGHT_BITS, 0.01), (Hierarchical(), 1e-6)):
+        one, other = (weighted(make(), method, overlap=overlap) for overlap in (True, False))
+        assert distance(one, expected) < error, method
+        assert all(map(torch.equal, whole(one), whole(other)))
+    if comm.size == 1:
+        return
+    model = shard(make())
+    with suppress(BaguaError), bagua_torch.fsdp.attach(model, Exact()) as handle:
+        handle.weight = -comm.rank
+        refused(
+            comm,
+            ArrayError,
+            "rank 1 has -1.0, expected",
+            mse_loss(model(batch(0, 0)[0]), batch(0, 0)[1]).backward,
+        )
+        raise BaguaError
+    with bagua_torch.fsdp.attach(shard(make(), mesh=mesh_of_replicas(comm))) as handle:
+        refused(comm, UnsupportedError, "without replicas, and one addend each", setattr, handle, "weight", 1)
+
+
+@case
 def clipping(comm):
     model, plain = shard(make()), make()
     bagua_torch.fsdp.attach(model, Exact())
