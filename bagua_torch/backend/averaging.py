@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from bagua_comm import ArrayError, Average, Communicator, UnsupportedError, arrays
 from bagua_comm.arrays import COMPLEX, FLOATS, Array, Op
-from bagua_comm.averages import InPlace, Shards
+from bagua_comm.averages import Exact, InPlace, Shards
 from bagua_comm.averages.base import check_average_argument, scale
+from bagua_comm.comm.weights import Weighting, agree, as_weight, multiply
 
 
 @dataclass(frozen=True)
@@ -24,9 +25,15 @@ class BackendOptions:
             parts that differ in size. The time limit is that of the group, whatever the call says.
             Make a group for the gradients alone:
             `DistributedDataParallel(model, process_group=dist.new_group(pg_options=...))`.
+        weight: A function that returns the weight of this rank in the mean of such a call, as the number of its
+            tokens in this step; given on all ranks. With a loss that is the mean over a rank's own tokens,
+            PyTorch's wrapper then has the gradients of one process with the tokens of all ranks; see
+            `bagua_comm.Engine.weight`. It is called on a thread of the group, before each reduction, and costs 8
+            bytes. If it returns None on all ranks, the mean is plain; if on some, all raise `ArrayError`.
 
     Raises:
-        ArrayError: `average` is no average, or keeps a residual, which belongs to one array.
+        ArrayError: `average` is no average, or keeps a residual, which belongs to one array; or `weight` is no
+            function.
 
     >>> from bagua_comm import MinMaxUInt8, Quantized
     >>> BackendOptions(average=Quantized(MinMaxUInt8())).average
@@ -34,8 +41,13 @@ class BackendOptions:
     """
 
     average: Average | None = None
+    weight: Callable[[], float | None] | None = None
 
     def __post_init__(self) -> None:
+        if self.weight is not None and not callable(self.weight):
+            raise ArrayError(
+                f"BackendOptions: weight is {self.weight!r}, expected a function that returns this step's weight"
+            )
         if self.average is None:
             return
         check_average_argument("BackendOptions", self.average)
@@ -50,12 +62,13 @@ class GroupAverage:
     """Adds and averages arrays of one communicator by an average.
 
     Args:
-        average: The average; None to take no array.
+        options: The average, and the weight of this rank. Without both, it takes no array.
         comm: The communicator.
     """
 
-    def __init__(self, average: Average | None, comm: Communicator) -> None:
-        self._average, self._comm = average, comm
+    def __init__(self, options: BackendOptions, comm: Communicator) -> None:
+        self._weight, self._comm = options.weight, comm
+        self._average = Exact() if options.average is None and options.weight is not None else options.average
         self._mean: InPlace | None = None
         self._shards: Shards | None = None
 
@@ -74,9 +87,13 @@ class GroupAverage:
     def allreduce(self, xs: Sequence[Array], op: Op) -> None:
         """Reduce each of `xs` over all ranks, in place. Collective."""
         assert self._average is not None
-        self._mean = self._mean or self._average.bind(self._comm)
+        self._mean, weighting = self._mean or self._average.bind(self._comm), self._agree()
         for x in xs:
-            mean = self._mean(arrays.contiguous(x).reshape(-1))
+            mean = arrays.contiguous(x).reshape(-1)
+            if weighting is None:
+                self._mean(mean)
+            else:
+                weighting.average(mean, self._mean)
             if op == "sum":
                 scale(mean, self._comm.size)
             x[...] = mean.reshape(x.shape)
@@ -87,5 +104,15 @@ class GroupAverage:
         Collective.
         """
         assert self._average is not None
-        self._shards = self._shards or self._average.bind_shards(self._comm)
+        self._shards, weighting = self._shards or self._average.bind_shards(self._comm), self._agree()
+        if weighting is not None:
+            x = x.copy()
+            multiply(x, weighting.factors[-1])
         self._shards(x, out, "avg" if op == "avg" else "sum")
+
+    def _agree(self) -> Weighting | None:
+        """Return the factor of this rank in a mean; None if the mean is plain. Collective with weights."""
+        if self._weight is None:
+            return None
+        weight = self._weight()
+        return agree(self._comm, [None if weight is None else as_weight(weight)])

@@ -44,7 +44,7 @@ class GroupBase(_ProcessGroup):  # type: ignore[misc]
         super().__init__(lane.comm.rank, lane.comm.size)
         self.lane, self.comm, self.parent = lane, lane.comm, parent
         self._at_close = at_close
-        self._average = GroupAverage((options or BackendOptions()).average, self.comm)
+        self._average = GroupAverage(options or BackendOptions(), self.comm)
         self._messages = Messages(self.comm)
         self._callbacks = Callbacks()
         self._kept: deque[LaneWork] = deque(maxlen=64)

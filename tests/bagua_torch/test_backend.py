@@ -456,7 +456,37 @@ def test_integers_and_bools_are_added_exactly_by_a_group_with_an_average_of_ones
     on_groups(body, options=BackendOptions(average=OwnMean()))
 
 
+@pytest.mark.parametrize(("average", "error"), [(None, 1e-6), (Quantized(MinMaxUInt8(), min_bytes=0), 0.02)])
+def test_ranks_with_unequal_weights_have_the_mean_of_all_tokens(average, error):
+    tokens, xs = [1, 0, 9], torch.randn(RANKS, 60, generator=torch.Generator().manual_seed(1))
+    expected = (xs[0] + 9 * xs[2]) / 10
+    xs[1] = torch.nan
+
+    def body(comm):
+        weight = iter([tokens[comm.rank]] * 3 + [None, -comm.rank])
+        options = BackendOptions(average, weight=lambda: next(weight))
+        group = BaguaGroup(lane_of(comm.dup(), 20.0), comm, options=options)
+        mean, total, shard = xs[comm.rank].clone(), xs[comm.rank] / RANKS, torch.empty(20)
+        group.allreduce([mean], with_op(dist.AllreduceOptions, dist.ReduceOp.AVG)).wait()
+        group.allreduce([total]).wait()  # as PyTorch's wrapper averages
+        group.reduce_scatter_single(
+            shard, xs[comm.rank], with_op(dist.ReduceScatterOptions, dist.ReduceOp.AVG)
+        ).wait()
+        for found, wanted in ((mean, expected), (total, expected), (shard, expected.chunk(RANKS)[comm.rank])):
+            assert (found - wanted).norm() <= error * wanted.norm()
+        plain = torch.full((2,), float(comm.rank))
+        group.allreduce([plain], with_op(dist.AllreduceOptions, dist.ReduceOp.AVG)).wait()
+        assert torch.allclose(plain, torch.ones(2), atol=0.02)
+        with pytest.raises(ArrayError, match=r"rank 1 has -1.0, expected a finite number"):
+            group.allreduce([plain]).wait()
+        group.shutdown()
+
+    run_ranks(RANKS, body)
+
+
 def test_options_must_be_an_average():
+    with pytest.raises(ArrayError, match="weight is 5, expected a function"):
+        BackendOptions(weight=5)
     with pytest.raises(ArrayError, match="expected an Average"):
         BackendOptions(average=MinMaxUInt8())
     for average in (ErrorFeedback(), Hierarchical(ErrorFeedback())):
