@@ -10,12 +10,14 @@ Trainer wraps its model in PyTorch's DistributedDataParallel. The callback regis
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch.nn.parallel import DistributedDataParallel
 
 from bagua_comm import Average, Communicator, Quantized, UnsupportedError
 from bagua_comm.averages.base import check_average_argument
+from bagua_comm.comm.weights import check_weight_argument
 
 from .bases import with_base
 from .ddp.comm_hook import comm_hook
@@ -39,9 +41,12 @@ class BaguaCallback(_Base):  # type: ignore[misc]
         trainer: The Trainer. A callback belongs to it alone: `trainer.add_callback(BaguaCallback(trainer))`.
         average: What is sent, as for `bagua_torch.comm_hook`; `Quantized()`, eight bits, if None.
         comm: The ranks; if None, the default communicator, for which `bagua_torch.connect` is called if needed.
+        weight: A function that returns the number of this rank's tokens in a step, for means by tokens; see
+            `bagua_torch.comm_hook`. Give it with `average_tokens_across_devices=False`: else Trainer has
+            multiplied the losses already, and waits for the numbers of all ranks in each step.
 
     Raises:
-        ArrayError: `average` is not an Average.
+        ArrayError: `average` is not an Average, or `weight` no function.
         UnsupportedError: Transformers is not installed. When training begins: Trainer has not wrapped the model
             in PyTorch's DistributedDataParallel (FSDP, DeepSpeed, or several devices in one process).
     """
@@ -57,10 +62,18 @@ class BaguaCallback(_Base):  # type: ignore[misc]
         made: BaguaCallback = object.__new__(with_base(own, transformers.TrainerCallback))
         return made
 
-    def __init__(self, trainer: Any, average: Average | None = None, comm: Communicator | None = None) -> None:
+    def __init__(
+        self,
+        trainer: Any,
+        average: Average | None = None,
+        comm: Communicator | None = None,
+        *,
+        weight: Callable[[], float | None] | None = None,
+    ) -> None:
         self._average = Quantized() if average is None else average
         check_average_argument(type(self).__name__, self._average)
-        self._trainer, self._comm = trainer, comm
+        check_weight_argument(type(self).__name__, weight)
+        self._trainer, self._comm, self._weight = trainer, comm, weight
         self._hooked: DistributedDataParallel | None = None
 
     def on_train_begin(self, args: Any, state: object, control: object, **_: object) -> None:
@@ -76,5 +89,5 @@ class BaguaCallback(_Base):  # type: ignore[misc]
                 "DistributedDataParallel: leave out FSDP and DeepSpeed, and start one process a device"
             )
         if wrapper is not self._hooked:  # `train` may be called again, with the same wrapper
-            wrapper.register_comm_hook(None, comm_hook(self._average, self._comm))
+            wrapper.register_comm_hook(None, comm_hook(self._average, self._comm, weight=self._weight))
             self._hooked = wrapper

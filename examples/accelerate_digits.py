@@ -2,7 +2,9 @@
 
     torchrun --nproc-per-node 2 examples/accelerate_digits.py
 
-`prepare` wraps the model in PyTorch's DistributedDataParallel; the hook defines how gradients are averaged.
+`prepare` wraps the model in PyTorch's DistributedDataParallel; the hook defines how gradients are averaged. A
+third of the images have no label, so ranks have unequal numbers of labels in a step. The hook weighs their
+gradients by them: all labels count the same, as in one process.
 """
 
 import torch
@@ -22,7 +24,9 @@ def main():
     set_seed(0)
     digits = load_digits()
     images = torch.tensor(digits.data / 16, dtype=torch.float32)
-    training, validation = random_split(TensorDataset(images, torch.tensor(digits.target)), [0.8, 0.2])
+    labels = torch.tensor(digits.target)
+    training, validation = random_split(TensorDataset(images, labels), [0.8, 0.2])
+    labels[training.indices[::3]] = -100  # cross_entropy leaves them out
 
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.003)
@@ -30,10 +34,11 @@ def main():
         model, optimizer, DataLoader(training, 32, shuffle=True), DataLoader(validation, 32)
     )
     if accelerator.num_processes > 1:
-        model.register_comm_hook(None, comm_hook(Quantized(MinMaxUInt8())))
+        model.register_comm_hook(None, comm_hook(Quantized(MinMaxUInt8()), weight=lambda: count))
 
     for _ in range(10):
         for x, y in batches:
+            count = int((y != -100).sum())
             optimizer.zero_grad()
             accelerator.backward(cross_entropy(model(x), y))
             optimizer.step()

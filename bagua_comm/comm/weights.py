@@ -133,3 +133,20 @@ def agree(comm: Gathering, mine: Sequence[float | None], counts: Sequence[int] |
     first = owners.index(comm.rank)
     own = weights[first : first + len(mine)]
     return Weighting(tuple(map(factor, own)), factor(max(weights)))
+
+
+def agree_by(comm: Gathering, weight: Callable[[], float | None] | None) -> Weighting | None:
+    """Exchange the weights that a function returns, as by `agree`; without the function, no rank has one.
+
+    Collective, with a function.
+    """
+    if weight is None:
+        return None
+    found = weight()
+    return agree(comm, [None if found is None else as_weight(found)])
+
+
+def check_weight_argument(owner: str, weight: object) -> None:
+    """Raise `ArrayError` unless `weight` is a function, or None."""
+    if weight is not None and not callable(weight):
+        raise ArrayError(f"{owner}: weight is {weight!r}, expected a function that returns the weight of a step")

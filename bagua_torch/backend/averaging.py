@@ -9,7 +9,7 @@ from bagua_comm import ArrayError, Average, Communicator, UnsupportedError, arra
 from bagua_comm.arrays import COMPLEX, FLOATS, Array, Op
 from bagua_comm.averages import Exact, InPlace, Shards
 from bagua_comm.averages.base import check_average_argument, scale
-from bagua_comm.comm.weights import Weighting, agree, as_weight, multiply
+from bagua_comm.comm.weights import agree_by, check_weight_argument, multiply
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,7 @@ class BackendOptions:
     weight: Callable[[], float | None] | None = None
 
     def __post_init__(self) -> None:
-        if self.weight is not None and not callable(self.weight):
-            raise ArrayError(
-                f"BackendOptions: weight is {self.weight!r}, expected a function that returns this step's weight"
-            )
+        check_weight_argument("BackendOptions", self.weight)
         if self.average is None:
             return
         check_average_argument("BackendOptions", self.average)
@@ -87,7 +84,7 @@ class GroupAverage:
     def allreduce(self, xs: Sequence[Array], op: Op) -> None:
         """Reduce each of `xs` over all ranks, in place. Collective."""
         assert self._average is not None
-        self._mean, weighting = self._mean or self._average.bind(self._comm), self._agree()
+        self._mean, weighting = self._mean or self._average.bind(self._comm), agree_by(self._comm, self._weight)
         for x in xs:
             mean = arrays.contiguous(x).reshape(-1)
             if weighting is None:
@@ -104,15 +101,9 @@ class GroupAverage:
         Collective.
         """
         assert self._average is not None
-        self._shards, weighting = self._shards or self._average.bind_shards(self._comm), self._agree()
+        self._shards = self._shards or self._average.bind_shards(self._comm)
+        weighting = agree_by(self._comm, self._weight)
         if weighting is not None:
             x = x.copy()
             multiply(x, weighting.factors[-1])
         self._shards(x, out, "avg" if op == "avg" else "sum")
-
-    def _agree(self) -> Weighting | None:
-        """Return the factor of this rank in a mean; None if the mean is plain. Collective with weights."""
-        if self._weight is None:
-            return None
-        weight = self._weight()
-        return agree(self._comm, [None if weight is None else as_weight(weight)])

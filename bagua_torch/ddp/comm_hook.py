@@ -34,6 +34,7 @@ from bagua_comm.algorithms.base import TRANSIENT
 from bagua_comm.algorithms.state import Saved, load_state, save_state
 from bagua_comm.averages import InPlace
 from bagua_comm.averages.base import check_average_argument
+from bagua_comm.comm.weights import agree_by, check_weight_argument
 
 from ..arrays import as_array, as_tensor, cupy_stream, dtype_name, torch_stream
 from ..entry import communicator_of, errors_on_all
@@ -42,7 +43,9 @@ from ..tensors.flats import layout_of, views
 Hook = Callable[[object, GradBucket], torch.futures.Future[torch.Tensor]]
 
 
-def comm_hook(average: Average, comm: Communicator | None = None) -> Hook:
+def comm_hook(
+    average: Average, comm: Communicator | None = None, *, weight: Callable[[], float | None] | None = None
+) -> Hook:
     """A communication hook that averages gradients by `average`, on a lane beside the backward pass.
 
     Collective. Pass it to `DistributedDataParallel.register_comm_hook`, with None as the state. A hook is for one
@@ -54,9 +57,12 @@ def comm_hook(average: Average, comm: Communicator | None = None) -> Hook:
         average: `Exact()`, `Quantized(codec)`, `ErrorFeedback(inner)`, `Hierarchical(inner)`.
         comm: The ranks, the same as the model's; if None, the default communicator; `bagua_torch.connect` makes
             it, and is called if it was not yet.
+        weight: A function that returns the weight of this rank in the mean of this step's gradients, as its
+            tokens, given on all ranks; see `BackendOptions`.
 
     Raises:
-        ArrayError: `average` is not an Average.
+        ArrayError: `average` is not an Average, or `weight` no function. In a backward pass, on all ranks: the
+            weight of a rank is missing or out of range.
         UnsupportedError: In the first backward pass, if `average` does not take the dtype of a parameter.
         CommError: In a backward pass, if an exchange failed in it or before. In the first step of a static graph
             PyTorch raises a RuntimeError instead.
@@ -64,6 +70,7 @@ def comm_hook(average: Average, comm: Communicator | None = None) -> Hook:
     comm = communicator_of("comm_hook", comm)
     with errors_on_all(comm):
         check_average_argument("comm_hook", average)
+        check_weight_argument("comm_hook", weight)
     enqueues = comm.device is not None and any(transport.enqueues for transport in comm.transports)
     lane = comm.lane("stream" if enqueues else "thread")
     names: dict[int, str] = {}  # names of parameters, by id
@@ -110,7 +117,11 @@ def comm_hook(average: Average, comm: Communicator | None = None) -> Hook:
         )
 
         def exchange(ours: Bucket) -> None:
-            averaging(ours)(ours.flat)
+            mean, weighting = averaging(ours), agree_by(lane.comm, weight)
+            if weighting is None:
+                mean(ours.flat)
+            else:
+                weighting.average(ours.flat, mean, shrinks=not average.has_residual)
             with cupy_stream(device):  # a wait for the future waits for this stream
                 future.set_result(bucket.buffer())
 
