@@ -27,7 +27,7 @@ class Digits(lightning.LightningModule):
     def training_step(self, batch):
         """Return the loss of a batch."""
         x, y = batch
-        self.trainer.strategy.model.weight = (y != -100).sum()
+        self.trainer.strategy.model.weight = int((y != -100).sum())
         return cross_entropy(self.net(x), y)
 
     def validation_step(self, batch):

@@ -204,7 +204,7 @@ class Engine(Live, Closing):
         return self.mean_weights.now
 
     @weight.setter
-    def weight(self, weight: float) -> None:
+    def weight(self, weight: float | None) -> None:
         self.mean_weights.set(weight, self.algorithm.phases)
 
     @property

@@ -76,7 +76,9 @@ class MeanWeights:
             raise ArrayError(
                 "weight: the backward pass has begun; set the weight of its gradients before, on all ranks"
             )
-        self.now, self.used = as_weight(weight), False
+        self.now, self.used = None if weight is None else as_weight(weight), False
+        if self.now is None:
+            return
         self._sum += self.now if self.now >= 0 else math.nan
         self._count += 1
 

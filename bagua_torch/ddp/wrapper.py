@@ -313,7 +313,7 @@ class DistributedDataParallel(nn.Module):
         return self.engine.weight
 
     @weight.setter
-    def weight(self, weight: float) -> None:
+    def weight(self, weight: float | None) -> None:
         self.engine.weight = weight
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -58,7 +58,9 @@ class Attachment(Closing):
         for each in {*self._comms.all(), *gathering.all(), *reducing.all()}:
             each.counters = self._counters
         self._passes = BackwardPasses()
-        self._weights, self._addends = PassWeights(self._passes), reduce.addends
+        has_replicas = any(unit.replicas is not None for unit in units)
+        self._weighing = comm.lane("thread") if has_replicas else None
+        self._weights, self._addends = PassWeights(self._passes, self._weighing), reduce.addends
         self._reductions = Reductions(self._passes) if overlaps else None
         self._feeding: dict[str, Reduce | Replicate] = {}
         """The reductions with a residual, by the name of their module."""
@@ -128,18 +130,21 @@ class Attachment(Closing):
         Raises:
             ArrayError: The backward pass has begun. If the weight of a rank is missing or out of range, the pass
                 raises it on all ranks.
-            UnsupportedError: Gradients are averaged over other ranks than those of `comm`, as on a mesh with
-                replicas; or with `Reproducible(addends=M)`.
+            UnsupportedError: Gradients are averaged over other ranks than those of `comm`, or with
+                `Reproducible(addends=M)`.
         """
         return self._weights.now
 
     @weight.setter
-    def weight(self, weight: float) -> None:
-        sizes = {unit.process_groups[0].size() for unit in self._units}
+    def weight(self, weight: float | None) -> None:
+        sizes = {
+            unit.process_groups[0].size() * (1 if unit.replicas is None else unit.replicas.size())
+            for unit in self._units
+        }
         if self._addends is not None or sizes != {self._comm.size}:
             raise UnsupportedError(
                 f"weight: gradients of this model are averaged over {sizes} ranks, with {self._addends} addends, "
-                f"expected the {self._comm.size} ranks of comm, without replicas, and one addend each"
+                f"expected the {self._comm.size} ranks of comm, and one addend each"
             )
         self._weights.set(weight)
 
@@ -249,11 +254,15 @@ class Attachment(Closing):
         with ExitStack() as ends:
             for each in (self._comms, *self._lanes):
                 ends.callback(each.close)
+            if self._weighing is not None:
+                ends.callback(self._weighing.close)
 
     def _leave(self, error: BaseException) -> None:
         self._restore()
         for each in self._lanes:
             each.leave(error)
+        if self._weighing is not None:
+            self._weighing.abort()
 
     def _wait(self) -> None:
         for each in self._lanes:

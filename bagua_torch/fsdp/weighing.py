@@ -8,6 +8,7 @@ from typing import TypeAlias
 
 from bagua_comm import ArrayError, Communicator
 from bagua_comm.comm.weights import Weighting, agree, as_weight
+from bagua_comm.execution.lane import Lane
 
 from .passes import BackwardPasses
 
@@ -20,10 +21,11 @@ class PassWeights:
 
     Args:
         passes: The backward passes.
+        lane: Where all ranks exchange them if a reduction has fewer ranks, as on a mesh with replicas; else None.
     """
 
-    def __init__(self, passes: BackwardPasses) -> None:
-        self._passes = passes
+    def __init__(self, passes: BackwardPasses, lane: Lane[Communicator] | None = None) -> None:
+        self._passes, self._lane = passes, lane
         self.now: float | None = None
         """The weight; None if there is none."""
         self._is_open = self._in_each_pass = False
@@ -35,17 +37,21 @@ class PassWeights:
             raise ArrayError(
                 "weight: the backward pass has begun; set the weight of its gradients before, on all ranks"
             )
-        self.now = as_weight(weight)
+        self.now = None if weight is None else as_weight(weight)
 
     def weigh(self, comm: Communicator) -> Weigh | None:
         """Return the weights for a reduction of the running pass over `comm`; None if its mean is plain."""
-        is_first = not self._is_open
+        is_first, lane = not self._is_open, self._lane
         if is_first:
             self._in_each_pass |= self.now is not None
             self._is_open = self._passes.at_end(self._close, self._close)
         if not self._in_each_pass:
             return None
-        return partial(self._agree, comm, self.now) if is_first else lambda: self._agreed
+        if lane is None:
+            return partial(self._agree, comm, self.now) if is_first else lambda: self._agreed
+        if is_first:
+            self._future = lane.submit(self._agree, lane.comm, self.now)
+        return partial(lane.result, self._future)
 
     def _agree(self, comm: Communicator, mine: float | None) -> Weighting | None:
         with comm.tracer.span("weights of ranks"):

