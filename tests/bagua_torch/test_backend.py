@@ -391,7 +391,7 @@ def test_a_group_that_was_destroyed_refuses_calls():
 
 
 def test_sums_of_float64_are_reproducible_and_those_of_integers_have_one_result_without():
-    average = GroupAverage(Reproducible(), comm=None)
+    average = GroupAverage(BackendOptions(Reproducible()), comm=None)
     for dtype in (np.float32, np.float64, np.complex128):
         assert average.takes("sum", [np.ones(2, dtype)])
     assert not average.takes("sum", [np.ones(2, np.int64)])
