@@ -414,6 +414,8 @@ class Engine(Live, Closing):
             self._exchanges.set_step(int(table[:, 0].max()))
         if self._weights.differ and not table[:, 2].any():  # else when the step ends
             self._make_equal()
+        if self.mean_weights.is_open:  # of the buckets that were held back
+            self.mean_weights.open(exchanges=self.mean_weights.are_due and self.communicates)
         self._schedule.resume()
 
     @property

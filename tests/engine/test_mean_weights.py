@@ -93,13 +93,17 @@ def test_each_weight_is_for_one_step_and_a_rank_without_data_may_have_nan():
     def body(comm):
         flats, found = PLAN.allocate(), []
         with Engine(comm, GradientAllReduce(), PLAN, flats) as engine:
-            for weight in (2 - 2 * comm.rank, None, 0):
+            for step, weight in enumerate((2 - 2 * comm.rank, None, 0)):
                 for flat in flats:
                     flat[...] = np.nan if weight == 0 else 1 + comm.rank
                 if weight is not None:
                     engine.weight = weight
                 engine.at(Point.FORWARD)
-                backward(engine, "ab")
+                if step == 0:
+                    engine.stop()
+                engine.ready("a")
+                engine.resume()  # sends it, in the first step
+                backward(engine, "b")
                 engine.at(Point.STEP)
                 assert engine.weight is None
                 found.append(float(flats[0][0]))
