@@ -16,13 +16,13 @@ def interrupted_everywhere(call, check):
     Returns:
         The number of places.
     """
-    places = 0
+    places, here = 0, sys._getframe()
     while True:
         left = places
 
         def look(frame, event, _):
             nonlocal left
-            if event in ("call", "c_return") and not _imports(frame):
+            if event in ("call", "c_return") and not _imports(frame, here):
                 left -= 1
                 if left < 0:
                     sys.setprofile(None)
@@ -41,9 +41,9 @@ def interrupted_everywhere(call, check):
         check()
 
 
-def _imports(frame):
-    """Whether a frame, or one that has called it, is of an import."""
-    while frame is not None:
+def _imports(frame, end):
+    """Whether a frame, or one that has called it, is of an import; of those that `end` has called."""
+    while frame is not end and frame is not None:
         if frame.f_code.co_filename.startswith("<frozen importlib"):
             return True
         frame = frame.f_back

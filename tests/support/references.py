@@ -409,15 +409,21 @@ def assert_follows(actual, reference, *, ranks, dtype="float32", wide="float64",
     The training ran in `dtype`; the reference computes in `wide`.
     """
     actual = actual if isinstance(actual, dict) else dict(enumerate(actual))
+    steps = len(next(iter(actual.values())))
     for spec in make_plan(ranks, dtype).buckets:
+        names, size = [tensor.name for tensor in spec.tensors], sum(tensor.size for tensor in spec.tensors)
         xs = [start(spec, rank).astype(wide) for rank in range(ranks)]
-        steps = len(next(iter(actual.values())))
-        for step, expected in enumerate(islice(reference(xs, partial(gradient, spec)), steps)):
-            for rank, trajectory in actual.items():
-                for name, x in split(spec, expected[rank]).items():
-                    what = f"{name} of rank {rank} of {ranks} in step {step}"
-                    got = trajectory[step][name].astype(wide)
-                    np.testing.assert_allclose(got, x, rtol=0, atol=atol, err_msg=what)
+        found = [
+            [np.concatenate([trajectory[step][name] for name in names]) for trajectory in actual.values()]
+            for step in range(steps)
+        ]
+        expected = [
+            np.stack([weights[rank][:size] for rank in actual])
+            for weights in islice(reference(xs, partial(gradient, spec)), steps)
+        ]
+        what = f"[step, rank of {[*actual]}, element], {names}, {ranks} ranks"
+        found = np.array(found).astype(wide)
+        np.testing.assert_allclose(found, np.stack(expected), rtol=0, atol=atol, err_msg=what)
 
 
 def bits(trajectory):
