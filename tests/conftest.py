@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 from _pytest.doctest import DoctestItem, DoctestModule
+from _pytest.mark import deselect_by_mark
 from cuda_on_cpu import build, machine
 from cuda_on_cpu.install import installed
-from support import needs, selection, tidy
+from support import doctests, needs, selection, tidy
 
 from bagua_comm import kernels
 from bagua_comm.system import infiniband
@@ -29,6 +30,7 @@ Tests wait for ranks, time limits and other processes, so that two processes lea
 
 def pytest_configure(config):
     config.pluginmanager.register(needs)  # here, so that it also sees the doctests of the packages
+    config.pluginmanager.register(doctests)
     if not config.getoption("--with-mpi", False):  # under mpirun the ranks have one communicator for all tests
         config.pluginmanager.register(tidy)
 
@@ -127,6 +129,7 @@ def pytest_collection_modifyitems(config, items):
         config.stash[LEFT_OUT] = selection.summary(items, config.option.verbose)
     if "gpu" not in config.option.markexpr:  # as in `-m slow`: a real device must be asked for
         items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+    deselect_by_mark(items, config)  # as pytest does later, when other plugins have looked at all of them
     # The longest tests come first, so that no process is alone with one at the end.
     items.sort(key=lambda item: item.get_closest_marker("timeout") is None)
     result = yield
