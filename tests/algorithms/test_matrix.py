@@ -228,9 +228,9 @@ def test_training_continues_in_other_buckets(algorithm, ranks, replans, atol):
 
 
 EQUAL = [
-    *((ADAM, ranks, 1) for ranks in (2, 3, 4)),
-    *((DiLoCo(3, average=each), ranks, 3) for each in (Exact(), Quantized()) for ranks in (2, 3, 8)),
-    *((SparseLoCo(3, **SPARSE), ranks, 3) for ranks in (2, 3, 4)),
+    *((ADAM, ranks, 1) for ranks in (2, 3)),
+    *((DiLoCo(3, average=each), ranks, 3) for each in (Exact(), Quantized()) for ranks in (2, 3)),
+    *((SparseLoCo(3, **SPARSE), ranks, 3) for ranks in (2, 3)),
 ]
 
 
@@ -252,7 +252,7 @@ class Pausing(AsyncTrainer):
 
 RESTARTS = [
     *((each, nodes, Pausing.stops) for each in (ALWAYS, ASYNC_WARM_UP) for nodes in ("a", "abc")),
-    *((Decentralized(), "abc", (5, 8)), (PAIRS, "abcd", (5, 8)), (ONE_PEER, "abcdefgh", (5, 8))),
+    *((Decentralized(), "abc", (5, 8)), (PAIRS, "abcd", (5, 8)), (ONE_PEER, "abcd", (5, 8))),
     *((each, nodes, (4, 7)) for each in LOW_PRECISION for nodes in ("ab", "abc")),
     *((ADAM, nodes, (2, 4, 8)) for nodes in ("a", "abc")),
     *((DiLoCo(3, average=each), nodes, (3, 5, 8)) for each in (Exact(), Quantized()) for nodes in ("a", "abc")),
@@ -279,13 +279,6 @@ RESTARTS = [
     ),
     *((by_node(Decentralized()), "aabb", (5, 8)), (by_node(LowPrecisionDecentralized()), "abbb", (5, 8))),
     (by_node(DiLoCo(3)), "aabb", (5, 8)),
-    *(
-        pytest.param(by_node(each), nodes, (5, 8), marks=pytest.mark.slow)
-        for each, nodes in (
-            *((Decentralized(), "abbb"), (LowPrecisionDecentralized(), "aabb")),
-            (DiLoCo(3), "abbb"),
-        )
-    ),
 ]
 
 

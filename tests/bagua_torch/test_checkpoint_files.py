@@ -58,28 +58,22 @@ def adam(parameters):
 
 
 def saved(folder, ranks, algorithm=None, *, start=None, at=4, make=None, ignored=(), **settings):
-    """Train to step `at`, from a checkpoint if `start` is given, and save; returns what `body` found."""
+    """Train to step `at`, from a checkpoint if `start` is given, and save; returns weights, before and after."""
 
     def body(comm):
         training = Training(comm, algorithm, make, seed=0 if start is None else comm.rank + 1, **settings)
         with Checkpoints(folder, comm) as checkpoints:
             if start is not None:
                 assert checkpoints.load(start, **training.objects).step == start
-            before = weights(training.model), residuals(training.ddp)
+            before = weights(training.model)
             training.run(start or 0, at)
             checkpoints.save(at, **training.objects)
-            after = weights(training.model), residuals(training.ddp)
+            after = weights(training.model)
             training.run(at, at + 2)  # leaves what was saved as it is
         training.close()
         return before, after
 
     return run_ranks(ranks, body, timeout_s=10)
-
-
-def residuals(ddp):
-    """The residuals of all buckets, one behind the other; None where there are none."""
-    found = [getattr(getattr(state, "average", state), "residual", None) for state in ddp.engine.states]
-    return None if any(x is None for x in found) else np.concatenate([x.copy() for x in found])
 
 
 def assert_restarts(folder, ranks, algorithm, make=None):
@@ -111,7 +105,7 @@ def assert_restarts(folder, ranks, algorithm, make=None):
     ("ranks", "algorithm"),
     [
         *((3, algorithm) for algorithm in (QADAM, FEEDBACK)),
-        *slow(*((ranks, algorithm) for algorithm in REPEATABLE for ranks in (2, 4))),
+        *slow(*((2, algorithm) for algorithm in REPEATABLE)),
     ],
     ids=repr,
 )
@@ -128,22 +122,11 @@ def test_a_restart_with_other_optimizers(tmp_path, algorithm, make):
 def test_an_asynchronous_training_continues(tmp_path):
     algorithm = AsyncModelAverage(interval_s=0)
     saved(tmp_path, 2, algorithm)
-    for (loaded, _), _ in saved(tmp_path, 3, algorithm, start=4, at=6):
+    for loaded, _ in saved(tmp_path, 3, algorithm, start=4, at=6):
         assert loaded.isfinite().all()
 
 
 # Other numbers of ranks -----------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("algorithm", [QADAM, None], ids=repr)
-def test_replicated_state_continues_bit_for_bit_from_4_to_3_to_8_ranks(tmp_path, algorithm):
-    written = saved(tmp_path, 4, algorithm)
-    for ranks, start, at in ((3, 4, 6), (8, 6, 9)):
-        before = written[0][1][0]
-        written = saved(tmp_path, ranks, algorithm, start=start, at=at)
-        for (loaded, _), _ in written:
-            assert torch.equal(loaded, before)
 
 
 def test_the_same_batches_train_the_same_on_another_number_of_ranks(tmp_path):
@@ -169,19 +152,6 @@ def test_the_same_batches_train_the_same_on_another_number_of_ranks(tmp_path):
             torch.testing.assert_close(actual[name], value, rtol=1e-5, atol=1e-6)
 
 
-def test_the_mean_of_residuals_stays_from_4_to_3_to_8_ranks(tmp_path):
-    written = saved(tmp_path, 4, FEEDBACK)
-    for ranks, start, at in ((3, 4, 6), (8, 6, 9)):
-        mean = np.mean([residual for _, (_, residual) in written], axis=0, dtype=np.float64)
-        assert np.abs(mean).max() > 1e-6
-        kept = written[0][1][0]
-        written = saved(tmp_path, ranks, FEEDBACK, start=start, at=at)
-        for (loaded, residual), _ in written:
-            assert torch.equal(loaded, kept)
-            # Buckets are padded for the number of ranks; the padding is zero.
-            assert np.abs(residual).sum() == pytest.approx(np.abs(mean).sum(), rel=1e-5)
-
-
 @pytest.mark.parametrize(
     "algorithm",
     [
@@ -192,11 +162,9 @@ def test_the_mean_of_residuals_stays_from_4_to_3_to_8_ranks(tmp_path):
 )
 def test_weights_that_differ_become_their_mean_and_replicas_are_recreated(tmp_path, algorithm):
     written = saved(tmp_path, 4, algorithm)
-    for ranks, start, at in ((3, 4, 6), (8, 6, 9)):
-        mean = torch.stack([after.double() for _, (after, _) in written]).mean(0)
-        written = saved(tmp_path, ranks, algorithm, start=start, at=at)
-        for (loaded, _), _ in written:
-            torch.testing.assert_close(loaded.double(), mean, rtol=1e-6, atol=1e-7)
+    mean = torch.stack([after.double() for _, after in written]).mean(0)
+    for loaded, _ in saved(tmp_path, 3, algorithm, start=4, at=6):
+        torch.testing.assert_close(loaded.double(), mean, rtol=1e-6, atol=1e-7)
 
 
 def test_replicas_that_were_recreated_are_equal_on_the_ranks_that_hold_them(tmp_path):

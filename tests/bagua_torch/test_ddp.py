@@ -76,10 +76,10 @@ def train_side_by_side(ranks, steps):
     ("ranks", "bucket_bytes", "zero_grad"),
     [
         (ranks, bucket_bytes, ["none before", "none between", "zeros"][(i + j) % 3])
-        for i, ranks in enumerate([1, 2, 3, 4])
+        for i, ranks in enumerate([1, 2, 3])
         for j, bucket_bytes in enumerate([1, 64, 10**6])
     ]
-    + [(8, 64, "zeros")],
+    + [(5, 64, "zeros")],
 )
 def test_trains_as_models_side_by_side(ranks, bucket_bytes, zero_grad):
     expected = train_side_by_side(ranks, steps=4)

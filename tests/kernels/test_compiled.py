@@ -215,7 +215,7 @@ def test_hostile_numbers(codec, dtype):
         assert coded(host, codec, x) == coded(compiled, codec, x)
 
 
-@settings(deadline=None, derandomize=True, max_examples=100)
+@settings(deadline=None, derandomize=True, max_examples=50)
 @given(arrays(np.float32, (2, 40), elements=st.floats(width=32)), st.sampled_from(CODECS), st.sampled_from(CODED))
 def test_any_numbers(x, codec, dtype):
     with np.errstate(all="ignore"):

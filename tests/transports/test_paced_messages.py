@@ -11,7 +11,7 @@ pytest.importorskip("mpi4py.MPI", exc_type=ImportError)
 
 from bagua_comm.transports.mpi.paced_messages import PacedMessages
 
-examples = settings(deadline=None, derandomize=True, max_examples=60)
+examples = settings(deadline=None, derandomize=True, max_examples=30)
 
 
 class Request:
