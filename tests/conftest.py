@@ -19,6 +19,8 @@ from support import doctests, needs, selection, tidy
 from bagua_comm import kernels
 from bagua_comm.system import infiniband
 
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of child processes load the same modules
+
 MPI_TESTS = Path(__file__).parent / "mpi"
 LEFT_OUT = pytest.StashKey()
 PROCESSES, SLOW_PROCESSES = 4, 3
