@@ -266,7 +266,7 @@ class Engine(Live, Closing):
         """
         if not isinstance(point, Point):
             raise ArrayError(f"at: point is {point!r}, expected a Point")
-        step = self.step
+        step, weights = self.step, self._exchanges.mean_weights
         began_ns = self._progress.begin(point, step)
         self._follow_weights()
         if point is Point.FORWARD:
@@ -278,20 +278,21 @@ class Engine(Live, Closing):
                 self._weights.check(self._phase, self.plan, self._buckets)
             self._replacements.look(step)
             self._comm.flight.steps[self._comm.group] = step + 1
-            self.mean_weights.is_open = False
+            weights.is_open = False
             if self._alone:
-                self.mean_weights.forget_used()
+                weights.forget_used()
         elif point is Point.BACKWARD:
-            self.begin_backward()
+            if not weights.is_open:
+                self.begin_backward()
         elif self._alone:
-            self.mean_weights.check_used()
+            weights.check_used()
             self._given.check()
         self._in_step, self._held = point is Point.FORWARD, self._held and point is not Point.BACKWARD
         self._schedule.at(point)
         if point is Point.BACKWARD:
-            self.mean_weights.close()
+            weights.close()
         if point is Point.STEP:
-            self.mean_weights.forget_used()
+            weights.forget_used()
             self._replacements.keep(stepped=True)
             self._exchanges.set_step(step + 1)
             if self._drifts or self.stopped:

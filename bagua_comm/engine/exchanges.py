@@ -152,7 +152,9 @@ class Exchanges:
 
     def _submit(self, bucket: Bucket) -> Future[object]:
         state = self.states[bucket.index]
-        history, weigh = self._history_to_compare(bucket, state), self._weigh(bucket, state)
+        history, weigh = self._history_to_compare(bucket, state), self.mean_weights.of_pass
+        if self.algorithm.payload == "weight":
+            weigh = self._weigh(bucket, state)
         self.algorithm.begin(bucket, state)
         began = time.perf_counter_ns()
         step = self.began + bucket.step
@@ -172,9 +174,7 @@ class Exchanges:
         return self.replacements.take_history()
 
     def _weigh(self, bucket: Bucket, state: State) -> Weigh | None:
-        """The weights in the mean of this exchange; None in a plain one."""
-        if self.algorithm.payload == "grad":
-            return self.mean_weights.of_pass
+        """The weights in the mean of this exchange of weights; None in a plain one."""
         if not self.algorithm.weighs or not self.algorithm.communicates(bucket.step, state):
             return None
         return self.mean_weights.since_exchange(bucket)
