@@ -11,7 +11,7 @@ from .. import arrays
 from ..arrays import A, AnyArray, Array
 from ..errors import ArrayError, UnsupportedError, shown_as
 from ..execution.requests import Request
-from ..transports.labels import UNLABELLED, Labelled, Receive, Tag, check_tag, label
+from ..transports.labels import COMPARED, UNLABELLED, Labelled, Receive, Tag, check_tag, label
 from .arguments import Output, check_writable, is_same
 from .base import CommBase
 from .call import Call
@@ -237,14 +237,16 @@ class PointToPoint(CommBase):
             ) from exc
         for side, peer, x, tag in messages:
             array, peer_of = _ARGUMENTS[side] if peers else (side, f"a peer in {side}")
-            tag = 0 if tag is UNLABELLED and self.check else check_tag(name, tag)
-            detail = {**peers, "tag": tag} if peers and tag not in (0, UNLABELLED) else peers
+            tag = COMPARED if tag is UNLABELLED and self.check else check_tag(name, tag)
+            detail = {**peers, "tag": tag} if peers and tag not in (0, UNLABELLED, COMPARED) else peers
             call = Call(self, name, x, array, timeout_s=timeout_s, **detail).unchecked()
             if side == "recvs":
                 check_writable(name, array, x, call.x)
             if peer is None and name in ("sendrecv", "exchange"):
                 continue
-            ranks = peer if isinstance(peer, tuple) else (self._check_peer(name, peer_of, peer),)
+            ranks = cast(tuple[int, ...], peer)  # checked by recv_any
+            if name != "recv_any":
+                ranks = (self._check_peer(name, peer_of, peer),)
             if side == "recvs" and any(arrays.share_elements(call.x, other) for other in found.values):
                 which = "out overlaps x" if peers else "an array to receive into overlaps another array"
                 raise ArrayError(f"{name}: {which}")
@@ -294,14 +296,18 @@ class PointToPoint(CommBase):
         self.flight.lanes.add(self._requests)
         self._requests.report_to(self.flight.unretrieved)
         limit_s = self.timeout_s if first.timeout_s is None else first.timeout_s
-        ended = first.run(lambda *_: first.transport.begin_labelled(found.sends, found.receives))
 
         def result() -> object:
             found.copy_back()
             return first.original if found.receives else None
 
         text = f"{name}({', '.join(f'{key}={value}' for key, value in first.detail.items())})"
-        return self._requests.add(text, ended, result, limit_s, polled=first.transport.needs_polling)
+
+        def begin(*_: Array) -> Request:
+            ended = first.transport.begin_labelled(found.sends, found.receives)
+            return self._requests.add(text, ended, result, limit_s, polled=first.transport.needs_polling)
+
+        return cast(Request, first.run(begin))  # within it, a signal handler's exception aborts what has begun
 
     def _run_if_known(
         self, name: str, arguments: tuple[int | str | None, ...], x: object, out: object, timeout_s: float | None

@@ -23,7 +23,10 @@ MAX_TAG, MAX_TAG_LENGTH = 32767, 24
 
 UNLABELLED: Tag = "\0unlabelled"
 """In place of a tag: the messages of a call have no labels, and match in order, since both of their ends are one
-algorithm of this library. Unless the ranks compare all calls: then their tag is 0."""
+algorithm of this library. Unless the ranks compare all calls: then their tag is `COMPARED`."""
+
+COMPARED: Tag = -1
+"""A tag that no user can give."""
 
 Labelled: TypeAlias = tuple[int, Array, bytes]
 """A peer, the contiguous array sent to it, and its label."""
@@ -33,7 +36,7 @@ Ended: TypeAlias = Callable[[float], bool]
 
 _HOST: Array = np.empty(0)
 
-LABEL_BYTES, _TAG_BYTES = 64, 36
+LABEL_BYTES, _TAG_BYTES = 64, 34
 """The length of a label, and of the tag in front; dtype and size follow."""
 
 
@@ -42,7 +45,8 @@ def label(tag: Tag, dtype: DType, size: int, *, of_object: bool = False) -> byte
     """The label of an array of `size` elements. Those of pickled objects have tags of their own."""
     if tag is UNLABELLED:
         return b""
-    front = f"object {tag!r}" if of_object else repr(tag)
+    front = f"'{tag}'" if isinstance(tag, str) else str(tag)  # as repr, which would lengthen some texts
+    front = f"object {front}" if of_object else front
     return front.encode().ljust(_TAG_BYTES) + f"{dtype_name(dtype)} {size}".encode().ljust(
         LABEL_BYTES - _TAG_BYTES
     )
@@ -89,7 +93,7 @@ def _content(of: bytes) -> tuple[str, int]:
 
 
 def _with_tag(of: bytes) -> str:
-    return "" if tag_of(of) in ("0", "object 0") else f" with tag {tag_of(of)}"
+    return "" if tag_of(of) in ("0", "object 0", str(COMPARED)) else f" with tag {tag_of(of)}"
 
 
 class Receive:
@@ -168,7 +172,8 @@ class Mailbox:
     """
 
     def __init__(self) -> None:
-        self.changed = threading.Condition()
+        self._lock = threading.RLock()  # unlike the condition, released wherever a signal handler raises
+        self._changed = threading.Condition(self._lock)
         self._arrived: list[tuple[int, bytes, object]] = []
         self._begun: list[Receive] = []
 
@@ -179,7 +184,7 @@ class Mailbox:
 
     def begin(self, receive: Receive) -> None:
         """Give a receive the first message that it takes, now or once one has come."""
-        with self.changed:
+        with self._lock:
             for i, message in enumerate(self._arrived):
                 if receive.takes(*message[:2]):
                     receive.deliver(*self._arrived.pop(i))
@@ -188,7 +193,7 @@ class Mailbox:
 
     def claim(self, peer: int, found: bytes) -> Receive | None:
         """Return the receive that takes the next message of `peer`, which is about to come; None if none does."""
-        with self.changed:
+        with self._lock:
             for i, receive in enumerate(self._begun):
                 if receive.takes(peer, found):
                     return self._begun.pop(i)
@@ -196,24 +201,24 @@ class Mailbox:
 
     def put(self, peer: int, found: bytes, message: object, receive: Receive | None = None) -> None:
         """Give a message that has come to `receive`, or to the first receive that takes it, or keep it."""
-        with self.changed:
+        with self._lock:
             receive = receive or self.claim(peer, found)
             if receive is None:
                 self._arrived.append((peer, found, message))
             else:
                 receive.deliver(peer, found, message)
-            self.changed.notify_all()
+            self._changed.notify_all()
 
     def wait(self, receives: Sequence[Receive], limit_s: float) -> None:
         """Wait for a change, for at most `limit_s`, if the message of a receive has not come."""
-        with self.changed:
+        with self._lock:
             if any(each.message is None for each in receives):
-                self.changed.wait(max(limit_s, 0.0))
+                self._changed.wait(max(limit_s, 0.0))
 
     def wake(self) -> None:
         """End the waits."""
-        with self.changed:
-            self.changed.notify_all()
+        with self._lock:
+            self._changed.notify_all()
 
     def missing(self, receive: Receive) -> str:
         """See `missing`."""

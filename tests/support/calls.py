@@ -153,13 +153,15 @@ def halos_by_tags(comm, put):
 def tags_in_any_order(comm, put):
     """Each receive takes the first message of its tag, also if others came before, of any dtype and length."""
     long, right, left = sized(put, 40_000), (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    quoted = 12 * "\\'"
     messages = {0: (3, "f8", 1), "7": (long, "i4", 2), 7: (2, "c8", 3), "empty": (0, "f4", 4)}
+    messages[quoted] = 2, "f4", 5
     for _ in range(3):
-        for tag in (0, "7", 7, "7", "empty"):
+        for tag in (0, quoted, "7", 7, "7", "empty"):
             count, dtype, value = messages[tag]
             for dest in range(1, comm.size) if comm.rank == 0 else ():
                 comm.send(put(np.full(count, value, dtype)), dest=dest, tag=tag)
-        for tag in (7, "empty", "7", 0, "7") if comm.rank else ():
+        for tag in (7, "empty", "7", 0, "7", quoted) if comm.rank else ():
             count, dtype, value = messages[tag]
             out = put(np.full(count, -1, dtype))
             assert comm.recv(out, source=0, tag=tag) is out
@@ -191,6 +193,8 @@ def requests_in_the_background(comm, put):
         assert all(request.done() for request in begun)
     raises(ArrayError, "isend: dest is -1", comm.isend, first, dest=-1)
     raises(ArrayError, "irecv: source is None", comm.irecv, first, source=None)
+    raises(ArrayError, r"irecv: source is \(0,\)", comm.irecv, first, source=(0,))
+    raises(ArrayError, r"send: dest is \(0,\)", comm.send, first, dest=(0,))
     raises(ArrayError, "isend: tag is -2", comm.isend, first, dest=0, tag=-2)
 
 
