@@ -43,10 +43,13 @@ class Request(TaskFuture):
         self._ended, self._finish, self._failures = ended, result, unretrieved
         self._until_s, self._begun_ns = time.monotonic() + limit_s, time.perf_counter_ns()
         self._asking = threading.RLock()
+        self.set_running_or_notify_cancel()  # MPI uses the arrays already
 
     def done(self) -> bool:
         """See `Future.done`."""
         self._check_process()
+        if super().done():
+            return True  # without the lock, which its callbacks may hold
         with self._asking:
             if not super().done():
                 try:

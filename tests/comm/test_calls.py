@@ -27,6 +27,7 @@ from bagua_comm import (
 from bagua_comm.arrays import as_array
 from bagua_comm.testing import run_ranks
 from bagua_comm.transports import LocalTransport
+from bagua_comm.transports.labels import UNLABELLED
 
 name = {"ids": lambda value: getattr(value, "__name__", None)}
 
@@ -278,6 +279,48 @@ def test_a_request_that_nobody_answers_is_named():
             wait_all([request])
 
     run_ranks(2, body, timeout_s=30)
+
+
+def test_a_request_cannot_be_cancelled():
+    """Its arrays are in use; and the next message is for it."""
+
+    def body(comm):
+        peer, outs = 1 - comm.rank, np.zeros((2, 1))
+        requests = [comm.irecv(out, source=peer) for out in outs]
+        assert not requests[0].cancel()
+        comm.isend(np.full(1, 1.0), dest=peer)
+        assert not comm.isend(np.full(1, 2.0), dest=peer).cancel()
+        wait_all(requests)
+        return outs.ravel().tolist()
+
+    assert run_ranks(2, body) == [[1, 2], [1, 2]]
+
+
+def test_an_end_of_a_request_may_wait_for_another_thread_that_asks_for_it():
+    def body(comm):
+        request = comm.irecv(np.zeros(1), source=0)
+        with ThreadPoolExecutor(1) as threads:
+            seen = []
+            request.add_done_callback(lambda it: seen.append(threads.submit(it.done).result(timeout=30)))
+            comm.send(np.ones(1), dest=0)
+            request.result()
+        assert seen == [True]
+
+    run_ranks(1, body)
+
+
+def test_messages_of_algorithms_are_for_no_receive_of_the_user():
+    """Also where they have labels, for the ranks compare them."""
+
+    def body(comm):
+        peer, mine, theirs = 1 - comm.rank, np.zeros(1), np.zeros(1)
+        request = comm.irecv(mine, source=peer)
+        comm.sendrecv(np.full(1, 1.0), theirs, dest=peer, source=peer, tag=UNLABELLED)
+        comm.send(np.full(1, 2.0), dest=peer)
+        request.result()
+        return mine[0], theirs[0]
+
+    assert run_ranks(2, body, check=True) == [(2, 1), (2, 1)]
 
 
 def test_of_two_requests_the_one_whose_message_comes_first_is_done_first():
