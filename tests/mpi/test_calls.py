@@ -1,6 +1,9 @@
 """The calls of tests/calls.py over MPI, and beside mpi4py's own."""
 
+import time
 from concurrent.futures import Future
+from threading import Timer
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -9,8 +12,12 @@ from support import calls
 from support.waiting import until
 
 import bagua_comm
-from bagua_comm import CommMismatch, quantized_allreduce
+from bagua_comm import CommAborted, CommMismatch, quantized_allreduce
 from bagua_comm.testing import run_ranks, sample
+from bagua_comm.transports.flow import LABELLED
+from bagua_comm.transports.labels import Receive, label
+from bagua_comm.transports.mpi.messages import Messages
+from bagua_comm.transports.mpi.transport import MPITransport
 
 pytestmark = pytest.mark.mpi
 
@@ -41,6 +48,38 @@ def test_long_messages_are_under_way_while_the_program_computes(comm):
     assert (out == left + 0.5).all()
     names = [span.name for span in comm.tracer.spans()]
     assert f"irecv(source={left}, tag=1) under way" in names
+
+
+def test_no_message_takes_the_place_of_one_that_an_interrupt_has_lost(monkeypatch):
+    """Of two receives with one tag, the first gets an error, and not the second message."""
+    transport = MPITransport(MPI.COMM_SELF.Dup(), timeout_s=30)
+    outs, of = np.zeros((2, 1)), label("x", np.dtype(float), 1)
+    first, second = (transport.begin_labelled([], [Receive((0,), out, of)]) for out in outs)
+    for value in (1.0, 2.0):
+        transport.begin_labelled([(0, np.full(1, value), of)], [])
+    with monkeypatch.context() as interrupt:
+        interrupt.setattr(Messages, "_deliver", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            first(np.inf)
+    for ended in (second, first):
+        with pytest.raises(CommAborted, match="KeyboardInterrupt"):
+            ended(np.inf)
+    assert not outs.any()
+
+
+def test_the_limit_of_a_request_is_that_of_all_parts_of_its_message():
+    """And not that of the communicator, or of a call that another thread is in."""
+    transport, out = MPITransport(MPI.COMM_SELF.Dup(), timeout_s=0.1), np.zeros(40_000)
+    wire, of = transport._endpoint.comm, label("x", out.dtype, out.size)
+    ended = transport.begin_labelled([], [Receive((0,), out, of)])
+    requests = [wire.Isend([of, MPI.BYTE], 0, LABELLED)]
+    rest = Timer(0.5, lambda: requests.append(wire.Isend(np.ones(out.size), 0, LABELLED + 1)))
+    rest.start()
+    until(lambda: ended(time.monotonic() + 30))
+    rest.join()
+    MPI.Request.Waitall(requests)
+    assert out.all()
+    transport.close()
 
 
 def test_a_tag_that_nobody_sends_is_named(comm):

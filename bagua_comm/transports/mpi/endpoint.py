@@ -126,6 +126,7 @@ class Endpoint:
         peers: Collection[int] | None = None,
         *,
         sleeping: bool = False,
+        deadline_s: float | None = None,
     ) -> None:
         """Wait until `done`. It polls first without sleeping, since most answers come at once.
 
@@ -134,12 +135,12 @@ class Endpoint:
             between: Called after sleeps.
             peers: The ranks that this one waits for; None if all others.
             sleeping: Whether to sleep at once, and longer, since the answer is far off.
+            deadline_s: When to raise; that of the call in progress if None, counted from its first long wait.
         """
         start = listened = time.monotonic()
         spin_s, (shortest, longest) = tuning.SPIN_S, tuning.SLEEPS_S
         if sleeping:
             spin_s, shortest, longest = 0.0, tuning.LONG_SLEEP_S, tuning.LONG_SLEEP_S
-        deadline_s: float | None = None
         while not done():
             now = time.monotonic()
             waited = now - start

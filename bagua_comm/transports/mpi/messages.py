@@ -44,6 +44,9 @@ class Messages:
         self._mailbox, self._taking = Mailbox(), threading.Lock()
         """The lock is held while a labelled message is taken from MPI: its array follows its label."""
         self._request: MPI.Request | None = None
+        """That of the message being taken; kept after an error, since it may be lost: then no more are taken."""
+        self._deadline_s: float | None = None
+        """Until when it may take; until that of the call if None."""
         self._frame = frame = bytearray(LABEL_BYTES + tuning.FRAME_BYTES)
         self._payload: Callable[[DType], Array] = functools.cache(
             lambda dtype: np.frombuffer(frame, dtype, tuning.FRAME_BYTES // dtype.itemsize, LABEL_BYTES)
@@ -143,12 +146,9 @@ class Messages:
             return False
         (peer,), out, frame = receive.sources, receive.out, self._frame
         with self._taking:
-            if not self._mailbox.is_idle:
+            if not self._mailbox.is_idle or self._request is not None:
                 return False
-            # No frame is longer. As a field, the request outlives an error: MPI may still write to the frame.
-            request = self._request = self._comm.Irecv([frame, MPI.BYTE], peer, LABELLED)
-            if not request.Test():
-                self._endpoint.poll(request.Test, peers=(peer,))
+            self._receive_frame(peer, None)
             if out is None or not frame.startswith(receive.expected):
                 self._deliver(peer, requests, receive)
                 return False
@@ -156,6 +156,7 @@ class Messages:
                 self._receive_pieces(out, peer, requests)
             elif out.nbytes:
                 flat(out)[...] = self._payload(out.dtype)[: out.size]
+            self._request = None
         receive.source, receive.found = peer, receive.expected
         return True
 
@@ -163,13 +164,16 @@ class Messages:
         """See `Transport.begin_labelled`."""
         endpoint, requests, peers = self._endpoint, list[MPI.Request](), self._peers(sends, receives)
         self._calls.check_usable()
-        self._begin_sends(sends, requests)
-        for receive in receives:
-            self._mailbox.begin(receive)
+        try:
+            self._begin_sends(sends, requests)
+            for receive in receives:
+                self._mailbox.begin(receive)
+        except BaseException as exc:
+            raise self._failed(exc, receives, (requests, sends)) from exc
 
         def ended(deadline_s: float) -> bool:
             try:
-                if not self._have_ended(requests, receives):
+                if not self._have_ended(requests, receives, deadline_s):
                     endpoint.listen(peers)
                     if time.monotonic() > deadline_s:
                         raise endpoint.overdue(peers, None)
@@ -194,17 +198,29 @@ class Messages:
             if peer != self.rank:
                 self._calls.sent_bytes += x.nbytes
 
-    def _have_ended(self, requests: list[MPI.Request], receives: Sequence[Receive]) -> bool:
-        """Take the messages that have come; returns whether there is nothing to wait for any more."""
+    def _have_ended(
+        self, requests: list[MPI.Request], receives: Sequence[Receive], deadline_s: float | None = None
+    ) -> bool:
+        """Take the messages that have come; returns whether there is nothing to wait for any more.
+
+        A message that comes in part is waited for until `deadline_s`; until that of the call if None.
+        """
         for receive in receives:
             if receive.message is None and not self._taking.locked():
                 with self._taking:
                     for peer in receive.sources:
-                        if self._comm.Iprobe(peer, LABELLED):
-                            self._request = self._comm.Irecv([self._frame, MPI.BYTE], peer, LABELLED)
-                            self._endpoint.poll(self._request.Test, peers=(peer,))
+                        if self._request is None and self._comm.Iprobe(peer, LABELLED):
+                            self._receive_frame(peer, deadline_s)
                             self._deliver(peer, requests)
         return all(each.message is not None for each in receives) and MPI.Request.Testall(requests)
+
+    def _receive_frame(self, peer: int, deadline_s: float | None) -> None:
+        """Receive a label, and the array behind it, into the frame, which is as long as any."""
+        self._deadline_s = deadline_s
+        self._request = MPI.REQUEST_NULL  # a signal handler may raise before the next one is kept
+        request = self._request = self._comm.Irecv([self._frame, MPI.BYTE], peer, LABELLED)
+        if not request.Test():
+            self._endpoint.poll(request.Test, peers=(peer,), deadline_s=deadline_s)
 
     def _deliver(self, peer: int, requests: list[MPI.Request], expecting: Receive | None = None) -> None:
         """Give the message in the frame to the receive that takes it; receive a long array first."""
@@ -217,13 +233,15 @@ class Messages:
         elif array.nbytes:
             flat(array)[...] = self._payload(array.dtype)[: array.size]
         self._mailbox.put(peer, of, array, expecting)
+        self._request = None
 
     def _receive_pieces(self, array: Array, peer: int, requests: list[MPI.Request]) -> None:
         """Receive a long array, whose label has come; `requests` get those of its pieces, should this fail."""
         pieces = [self._comm.Irecv([piece, MPI.BYTE], peer, _PIECES) for piece in _pieces(array)]
         requests += pieces
         if not all(map(MPI.Request.Test, pieces)):
-            self._endpoint.poll(lambda: MPI.Request.Testall(pieces), peers=(peer,))
+            ended = functools.partial(MPI.Request.Testall, pieces)
+            self._endpoint.poll(ended, peers=(peer,), deadline_s=self._deadline_s)
         if self._endpoint.window is not None and peer != self.rank:
             self._endpoint.window.check((peer,))
 
@@ -232,7 +250,7 @@ class Messages:
         waiting = next((each for each in receives if each.message is None), None)
         if isinstance(error, CommTimeout) and waiting is not None:
             error.args = (f"{error}; it waited for {waiting}{self._mailbox.missing(waiting)}",)
-        return self._endpoint.abort_after(error, (receives, in_flight, self._request))
+        return self._endpoint.abort_after(error, (receives, in_flight, self._request, self._frame))
 
     def _next_message(self, peer: int, tag: int) -> tuple[MPI.Message, int]:
         """Wait for a message, and match it; returns its size in bytes as well."""
