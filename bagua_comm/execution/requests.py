@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
+from contextlib import suppress
 from typing import Any
 
 from ..errors import ArrayError, CommAborted, CommError
@@ -155,7 +156,7 @@ class Requests:
         """Give up those that have not ended, and poll no more."""
         for request in self._open():
             request.give_up(CommAborted(f"{request.name}: {reason}"))
-        if (thread := self._thread) is not None:
+        if (thread := self._thread) not in (None, threading.current_thread()):  # in a callback, it is that thread
             thread.join()
 
     def _open(self) -> list[Request]:
@@ -171,10 +172,9 @@ def wait_all(futures: Iterable[Future[Any]]) -> list[Any]:
     [[array([2.]), array([2., 2.])], [array([2.]), array([2., 2.])]]
     """
     futures = list(futures)
-    errors = [future.exception() for future in futures]
-    for error in errors:
-        if error is not None:
-            raise error
+    for future in futures:
+        with suppress(CancelledError):
+            future.exception()
     return [future.result() for future in futures]
 
 

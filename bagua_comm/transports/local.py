@@ -103,25 +103,29 @@ class LocalTransport(Transport):
         """Leave copies for the peers, then take theirs; see `Transport.exchange`."""
         call = self.signature().encode() if tag != POINT_TO_POINT else b""
         receives = [Receive((peer,), out, call) for peer, out in recvs]
-        self._wait(self.leave_and_take([(peer, x, call) for peer, x in sends], receives, tag))
+        self._wait(self.leave_and_take([(peer, x, call) for peer, x in sends], receives, tag), receives)
 
     def exchange_labelled(self, sends: Sequence[Labelled], receives: Sequence[Receive]) -> None:
         """See `Transport.exchange_labelled`."""
-        self._wait(self.begin_labelled(sends, receives))
+        self._wait(self.begin_labelled(sends, receives), receives)
 
     def begin_labelled(self, sends: Sequence[Labelled], receives: Sequence[Receive]) -> Ended:
         """See `Transport.begin_labelled`."""
         return self.leave_and_take(sends, receives, LABELLED)
 
-    def _wait(self, ended: Ended) -> None:
+    def _wait(self, ended: Ended, receives: Sequence[Receive]) -> None:
         deadline_s, changed = self.deadline_s(), self._hub.changed
         with changed:
-            while not ended(deadline_s):
-                changed.wait(deadline_s - time.monotonic())
+            try:
+                while not ended(deadline_s):
+                    changed.wait(deadline_s - time.monotonic())
+            except BaseException:  # an interrupted call takes no later message
+                self._begun = [(tag, each) for tag, each in self._begun if each not in receives]
+                raise
 
     def leave_and_take(self, sends: Sequence[Labelled], receives: Sequence[Receive], tag: int) -> Ended:
         """Leave copies for the peers; the result takes theirs."""
-        hub = self._hub
+        hub, limit_s = self._hub, self.limit_s
         copies = [x.copy() for _, x, _ in sends]
         with hub.changed:
             self._check_alive()
@@ -140,7 +144,7 @@ class LocalTransport(Transport):
                     if waiting is None or any(come.values()):
                         fill(come, self._fill)
                     else:
-                        self._check_coming(waiting, tag, deadline_s)
+                        self._check_coming(waiting, tag, deadline_s, limit_s)
                 except CommMismatch as exc:
                     if tag != LABELLED or waiting is not None:
                         self._abort_after(exc, receives[0])  # the next messages would be mistaken for this call's
@@ -164,7 +168,7 @@ class LocalTransport(Transport):
                         del box[i]
                         break
 
-    def _check_coming(self, receive: Receive, tag: int, deadline_s: float) -> None:
+    def _check_coming(self, receive: Receive, tag: int, deadline_s: float, limit_s: float) -> None:
         """Raise if the message of a receive does not come any more."""
         self._check_alive()
         for peer in receive.sources:
@@ -173,7 +177,7 @@ class LocalTransport(Transport):
         if time.monotonic() > deadline_s:
             boxes = [self._hub.mail.get((peer, self.rank, tag), ()) for peer in receive.sources]
             others = missing(receive, [note for box in boxes for _, note in box]) if tag == LABELLED else ""
-            raise CommTimeout(f"rank {self.rank} waited {self.limit_s:g} s for {receive}{others}")
+            raise CommTimeout(f"rank {self.rank} waited {limit_s:g} s for {receive}{others}")
 
     def _mismatch(self, receive: Receive, tag: int) -> CommMismatch | None:
         """The error for a message that differs from what this rank expects."""

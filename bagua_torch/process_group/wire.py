@@ -249,6 +249,7 @@ class FramedTransport(Transport):
 
     def _begin_receives(self, receives: Sequence[Receive], *, alone: bool) -> Ended:
         """Begin to receive, by a thread for each source that takes its messages from now on."""
+        limit_s = self.limit_s
         for receive in receives:
             self._mailbox.begin(receive)
             for peer in receive.sources:
@@ -266,7 +267,7 @@ class FramedTransport(Transport):
                 if (reader := self._readers.get(peer)) is not None and reader.done():
                     raise self._translate(reader.result(), peer, alone=alone)
             if time.monotonic() > deadline_s:
-                text = f"rank {self.rank} waited {self.limit_s:g} s for {waiting}{self._mailbox.missing(waiting)}"
+                text = f"rank {self.rank} waited {limit_s:g} s for {waiting}{self._mailbox.missing(waiting)}"
                 raise self._close_with(CommTimeout(text))
             return False
 

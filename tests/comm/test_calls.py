@@ -4,7 +4,7 @@ import functools
 import gc
 import threading
 import weakref
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, as_completed
 
 import numpy as np
 import pytest
@@ -582,3 +582,19 @@ def test_messages_both_ways_that_cannot_be_interchanged_match_in_order():
         return [*head, *tail, *twice, *a, *b]
 
     assert run_ranks(2, body) == [[1, 8, 9, 1, 1, 11, 21], [0, 8, 9, 0, 0, 11, 21]]
+
+
+def test_a_cancelled_future_does_not_keep_the_others_from_being_waited_for():
+    class Ended(Future):
+        is_asked = False
+
+        def exception(self, timeout=None):
+            self.is_asked = True
+            return super().exception(timeout)
+
+    cancelled, later = Future(), Ended()
+    cancelled.cancel()
+    later.set_result(7)
+    with pytest.raises(CancelledError):
+        wait_all([cancelled, later])
+    assert later.is_asked

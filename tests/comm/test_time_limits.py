@@ -104,6 +104,8 @@ def test_ctrl_c_ends_a_call_without_a_limit():
     with pytest.raises(KeyboardInterrupt):
         comm.recv(np.ones(1), source=0, timeout_s=math.inf)
     sender.join()
+    comm.send(np.zeros(1), dest=0)
+    assert comm.recv(np.ones(1), source=0) == 0  # the call that was interrupted has not taken it
 
 
 def test_no_limit_is_kept_as_thirty_years():

@@ -181,12 +181,17 @@ class Endpoint:
                 if time.monotonic() - arrived_s > tuning.GRACE_S:
                     raise self.detector.departure(rank, notice)
 
-    def overdue(self, peers: Collection[int] | None, first: int | None) -> CommError:
-        """The error to raise if a wait took too long, here or on rank `first`; names missing ranks, if known."""
+    def overdue(
+        self, peers: Collection[int] | None, first: int | None, limit_s: float | None = None
+    ) -> CommError:
+        """The error to raise if a wait took too long, here or on rank `first`; names missing ranks, if known.
+
+        The limit is that of the call in progress, unless `limit_s` is given.
+        """
         dead = self.detector.failed_ranks()
         if dead:
             return self.detector.death(dead)
-        error = self.detector.timeout(first)
+        error = self.detector.timeout(first, limit_s)
         self.notify(error)
         return self.detector.timeout_with_names(error, peers)
 

@@ -139,10 +139,11 @@ class FailureDetector:
         what = f"{names} died" if dead else "another rank noticed that a rank died or is missing"
         return RankFailed(f"{self.who}: {what}", dead)
 
-    def timeout(self, first: int | None) -> CommTimeout:
-        """The error to raise because a wait took too long, here or on rank `first`."""
+    def timeout(self, first: int | None, limit_s: float | None = None) -> CommTimeout:
+        """The error to raise because a wait took too long, here or on rank `first`; see `Endpoint.overdue`."""
         if first is None:
-            return CommTimeout(f"{self.who} waited {self._calls.limit_s:g} s for its peers")
+            limit_s = self._calls.limit_s if limit_s is None else limit_s
+            return CommTimeout(f"{self.who} waited {limit_s:g} s for its peers")
         began = f"rank {first} of {self._calls.size} waited {self._calls.timeout_s:g} s for its peers"
         return CommTimeout(f"{began}, rank {self._calls.rank} with it")
 

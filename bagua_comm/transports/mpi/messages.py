@@ -163,6 +163,7 @@ class Messages:
     def begin_labelled(self, sends: Sequence[Labelled], receives: Sequence[Receive]) -> Ended:
         """See `Transport.begin_labelled`."""
         endpoint, requests, peers = self._endpoint, list[MPI.Request](), self._peers(sends, receives)
+        limit_s = self._calls.limit_s  # of this call: another one may be in progress later
         self._calls.check_usable()
         try:
             self._begin_sends(sends, requests)
@@ -176,7 +177,7 @@ class Messages:
                 if not self._have_ended(requests, receives, deadline_s):
                     endpoint.listen(peers)
                     if time.monotonic() > deadline_s:
-                        raise endpoint.overdue(peers, None)
+                        raise endpoint.overdue(peers, None, limit_s)
                     return False
             except BaseException as exc:
                 raise self._failed(exc, receives, (requests, sends)) from exc
