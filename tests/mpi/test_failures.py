@@ -155,6 +155,18 @@ def test_a_request_to_a_rank_that_has_left_ends_soon(comm):
                 request.result(timeout=40)
 
 
+def test_a_request_that_nobody_answers_names_its_own_time_limit(comm):
+    with world_of(comm, timeout_s=60) as (world, last):
+        if world.rank == last:
+            request = world.irecv(np.zeros(3), source=0, tag="x", timeout_s=0.25)
+            with pytest.raises(CommTimeout, match=rf"rank {last} of {comm.size} waited 0\.25 s for its peers"):
+                request.result(timeout=40)
+        else:
+            expected = rf"rank {last} of {comm.size} waited for its peers until its time limit, rank {world.rank} with"
+            with pytest.raises(CommTimeout, match=expected):
+                world.recv(np.zeros(1), source=last)
+
+
 def test_a_wait_for_a_rank_that_raised_gets_its_error(comm):
     with world_of(comm, timeout_s=60) as (world, last):
         if world.rank == last:

@@ -140,11 +140,11 @@ class FailureDetector:
         return RankFailed(f"{self.who}: {what}", dead)
 
     def timeout(self, first: int | None, limit_s: float | None = None) -> CommTimeout:
-        """The error to raise because a wait took too long, here or on rank `first`; see `Endpoint.overdue`."""
+        """The error to raise because a wait took too long, here or on rank `first`, whose limit is its own."""
         if first is None:
-            limit_s = self._calls.limit_s if limit_s is None else limit_s
-            return CommTimeout(f"{self.who} waited {limit_s:g} s for its peers")
-        began = f"rank {first} of {self._calls.size} waited {self._calls.timeout_s:g} s for its peers"
+            waited_s = self._calls.limit_s if limit_s is None else limit_s
+            return CommTimeout(f"{self.who} waited {waited_s:g} s for its peers")
+        began = f"rank {first} of {self._calls.size} waited for its peers until its time limit"
         return CommTimeout(f"{began}, rank {self._calls.rank} with it")
 
     def timeout_with_names(self, error: CommTimeout, peers: Collection[int] | None) -> CommTimeout:
