@@ -321,7 +321,8 @@ class Lane(Live, Closing, ABC, Generic[C]):
         if isinstance(self._failure, RankFailed):
             raise RankFailed(f"an earlier task on this lane failed: {self._failure}", self._failure.ranks)
         if self._failure is not None:
-            raise CommAborted("an earlier task on this lane failed") from self._failure
+            cause = f"{type(self._failure).__name__}: {self._failure}"
+            raise CommAborted(f"an earlier task on this lane failed: {cause}") from self._failure
         try:
             return task(*args, **kwargs)
         except BaseException as exc:
