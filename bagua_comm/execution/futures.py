@@ -146,8 +146,8 @@ def end_lanes(lanes: Iterable[Any], unretrieved: Collection[TaskFuture], group: 
         if names and lane not in _abandoned:
             limit_s = min(TASK_END_S, lane.comm.timeout_s)
             text = (
-                f"{group} ends before {', '.join(names)}: no progress for {limit_s:g} s; wait for a lane, or "
-                "close it, before its communicator"
+                f"{group} ends before {', '.join(names)}: no progress for {limit_s:g} s; wait for results, "
+                "or close the lane, before the communicator is closed"
             )
             problems.append(TaskProblem(text, CommError(text), has_ended=False))
     for future in [each for each in tuple(unretrieved) if is_of(each.group, group)]:

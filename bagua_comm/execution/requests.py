@@ -129,9 +129,10 @@ class Requests:
                 if not pending:
                     self._thread = None
                     return
+            start_s = time.monotonic()
             for request in pending:
                 request.done()
-            time.sleep(POLL_S)
+            time.sleep(max(POLL_S, time.monotonic() - start_s))  # of many requests: leave the program its time
 
     def queued(self) -> list[Entry]:
         """None: what has begun is among the calls of the communicator."""

@@ -5,11 +5,13 @@ import gc
 import threading
 import weakref
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, as_completed
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from support import calls
 from support.device_ranks import run_on_devices
+from support.waiting import until
 
 from bagua_comm import (
     ArrayError,
@@ -25,6 +27,7 @@ from bagua_comm import (
     wait_any,
 )
 from bagua_comm.arrays import as_array
+from bagua_comm.execution import requests
 from bagua_comm.testing import run_ranks
 from bagua_comm.transports import LocalTransport
 from bagua_comm.transports.labels import UNLABELLED
@@ -362,12 +365,34 @@ def test_receives_that_wait_take_messages_in_the_order_in_which_they_began():
     run_ranks(2, body)
 
 
+def test_many_requests_that_wait_leave_the_program_half_of_the_time(monkeypatch):
+    now_s, slept_s = [0.0], []
+
+    def ended(_):
+        now_s[0] += 0.25
+        return bool(slept_s)
+
+    clock = SimpleNamespace(
+        monotonic=lambda: now_s[0], perf_counter_ns=lambda: int(now_s[0] * 1e9), sleep=slept_s.append
+    )
+    monkeypatch.setattr(requests, "time", clock)
+
+    def body(comm):
+        waiting = requests.Requests(comm)
+        waiting.add("irecv", ended, list, 60, polled=True)
+        until(lambda: slept_s)
+        waiting.stop("the test ends")
+
+    run_ranks(1, body)
+    assert slept_s[0] == 0.25
+
+
 def test_a_communicator_that_closes_names_the_requests_that_are_left():
     def body(comm):
         group = comm.dup()
         group.timeout_s = 0.2
         request = group.irecv(np.zeros(1), source=1 - comm.rank, timeout_s=30)
-        with pytest.raises(CommError, match=r"world\.1 ends before irecv\(source="):
+        with pytest.raises(CommError, match=r"world\.1 ends before irecv\(source=.*; wait for results, or close"):
             group.close()
         with pytest.raises(CommAborted, match=r"world\.1 was closed"):
             request.result()
