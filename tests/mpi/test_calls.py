@@ -82,6 +82,19 @@ def test_the_limit_of_a_request_is_that_of_all_parts_of_its_message():
     transport.close()
 
 
+@pytest.mark.parametrize("tag", [9, 2])
+def test_a_message_that_nobody_received_does_not_reach_the_next_communicator(comm, tag):
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    with comm.dup() as first:
+        first.send(np.full(5, 7.0), dest=right, tag=tag)
+        first.barrier()
+    with comm.dup() as second:
+        second.timeout_s = 20
+        for i, size in enumerate((5, 100_000, 5)):
+            out = second.sendrecv(np.full(size, comm.rank), np.zeros(size, int), dest=right, source=left, tag=i)
+            assert (out == left).all()
+
+
 def test_a_tag_that_nobody_sends_is_named(comm):
     if comm.size == 1:
         return  # the other rank sends the wrong ones

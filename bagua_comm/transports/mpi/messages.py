@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import numpy as np
 from mpi4py import MPI
@@ -245,6 +246,19 @@ class Messages:
             self._endpoint.poll(ended, peers=(peer,), deadline_s=self._deadline_s)
         if self._endpoint.window is not None and peer != self.rank:
             self._endpoint.window.check((peer,))
+
+    def drop(self) -> bool:
+        """Drop the messages that have come and that nobody has received; returns whether none is on its way.
+
+        Open MPI gives those of a communicator that is freed to the next one.
+        """
+        with suppress(MPI.Exception):  # a rank has died
+            while (message := self._comm.Improbe(MPI.ANY_SOURCE, LABELLED)) is not None:
+                request = message.Irecv([self._frame, MPI.BYTE])
+                if not request.Test():
+                    self._endpoint.keep_for_ever((self._frame, request))
+                    return False
+        return True
 
     def _failed(self, error: BaseException, receives: Sequence[Receive], in_flight: object) -> BaseException:
         """Abort this communicator; returns the error to raise."""

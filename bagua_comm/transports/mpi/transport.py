@@ -337,7 +337,8 @@ class MPITransport(CountedCalls, Transport):
         if self.broken is None and not MPI.Is_finalized():
             self.refuse_calls("closed")
             world.forget()
-            in_time(endpoint.comm.Free, self.timeout_s, "MPI_Comm_free")
+            if self._messages.drop():
+                in_time(endpoint.comm.Free, self.timeout_s, "MPI_Comm_free")
             # Calls on communicators that are still open, for instance of a lane, receive notices on the world's.
             if endpoint.group == "world" and world.orderly and world.is_quiet and world.open == 0:
                 in_time(world.comm.Free, self.timeout_s, "MPI_Comm_free")
