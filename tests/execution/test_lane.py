@@ -123,7 +123,7 @@ def test_an_error_of_a_task_that_its_caller_waits_for_is_raised_there_and_ends_t
     lane = make(FakeComm())
     with pytest.raises(type(error)):
         lane.run(fail, error)
-    with pytest.raises(CommAborted, match=f"an earlier task on this lane failed: {type(error).__name__}: {error}"):
+    with pytest.raises(CommAborted, match=f"an earlier task .* failed: {type(error).__name__}: {error}"):
         lane.run(print)
     lane.close()  # the caller has had it
 

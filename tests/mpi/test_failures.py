@@ -162,7 +162,7 @@ def test_a_request_that_nobody_answers_names_its_own_time_limit(comm):
             with pytest.raises(CommTimeout, match=rf"rank {last} of {comm.size} waited 0\.25 s for its peers"):
                 request.result(timeout=40)
         else:
-            expected = rf"rank {last} of {comm.size} waited for its peers until its time limit, rank {world.rank} with"
+            expected = rf"rank {last} .* waited for its peers until its time limit, rank {world.rank} with"
             with pytest.raises(CommTimeout, match=expected):
                 world.recv(np.zeros(1), source=last)
 
