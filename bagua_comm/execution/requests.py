@@ -17,6 +17,9 @@ from .lane import LaneComm
 SPIN_S, POLL_S = 0.001, 0.0005
 """How long a wait polls without sleeping, and how often afterwards, in seconds."""
 
+PAUSE = 10
+"""How much longer the thread that polls many requests sleeps than it polls: the program needs the interpreter."""
+
 
 class Request(TaskFuture):
     """The future of a message that was begun; it ends when somebody asks for it, or polls it.
@@ -100,6 +103,8 @@ class Requests:
     def __init__(self, comm: LaneComm) -> None:
         self.comm = comm
         self._pending: list[Request] = []
+        self._crowd = 32
+        """At how many requests those that have ended are removed."""
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._unretrieved: set[TaskFuture] = set()
@@ -116,7 +121,10 @@ class Requests:
         """A new request; if it is `polled`, a thread does so, that it goes on while the program computes."""
         request = Request(name, self.comm, ended, result, limit_s, self._unretrieved)
         with self._lock:
-            self._pending = [*self._open(), request]
+            if len(self._pending) >= self._crowd:
+                self._pending = self._open()
+                self._crowd = 2 * len(self._pending) + 32
+            self._pending.append(request)
             if polled and self._thread is None:
                 self._thread = threading.Thread(target=self._poll, name="requests", daemon=True)
                 self._thread.start()
@@ -132,7 +140,7 @@ class Requests:
             start_s = time.monotonic()
             for request in pending:
                 request.done()
-            time.sleep(max(POLL_S, time.monotonic() - start_s))  # of many requests: leave the program its time
+            time.sleep(max(POLL_S, PAUSE * (time.monotonic() - start_s)))
 
     def queued(self) -> list[Entry]:
         """None: what has begun is among the calls of the communicator."""

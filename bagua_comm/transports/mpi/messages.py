@@ -252,12 +252,15 @@ class Messages:
 
         Open MPI gives those of a communicator that is freed to the next one.
         """
+        status = MPI.Status()
         with suppress(MPI.Exception):  # a rank has died
-            while (message := self._comm.Improbe(MPI.ANY_SOURCE, LABELLED)) is not None:
-                request = message.Irecv([self._frame, MPI.BYTE])
-                if not request.Test():
-                    self._endpoint.keep_for_ever((self._frame, request))
-                    return False
+            for tag in LABELLED, _PIECES:
+                while (message := self._comm.Improbe(MPI.ANY_SOURCE, tag, status)) is not None:
+                    unused = np.empty(status.Get_count(MPI.BYTE), np.uint8)
+                    request = message.Irecv([unused, MPI.BYTE])
+                    if not request.Test():
+                        self._endpoint.keep_for_ever((unused, request))
+                        return False
         return True
 
     def _failed(self, error: BaseException, receives: Sequence[Receive], in_flight: object) -> BaseException:
