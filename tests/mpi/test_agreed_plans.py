@@ -8,8 +8,8 @@ import pytest
 from mpi4py import MPI
 from support.planned_calls import CALLS, make
 
-from bagua_comm import CommMismatch, Communicator
-from bagua_comm.transports.mpi import transport, tuning
+from bagua_comm import CommError, CommMismatch, Communicator
+from bagua_comm.transports.mpi import agreement, transport, tuning
 from bagua_comm.transports.mpi.agreement import Agreement
 
 AT_ONCE_S = 10.0
@@ -77,3 +77,27 @@ def test_no_error_if_all_ranks_leave_the_plan(between_hosts):
         OTHERS[other](comm, x)
         run(comm, [*CALLS] * 3, range(16))
         assert comm.host.plan.in_force
+
+
+def test_notices_do_not_accumulate_if_no_call_looks_for_them(between_hosts):
+    """All ranks leave each plan before a call follows it, so that none goes uncompared."""
+    transport = between_hosts.dup()
+    comm = Communicator([transport])
+    for count in range(20):
+        for _ in range(2):
+            comm.allreduce(np.ones(40_000 + count))
+        assert transport.plan.in_force
+    mpi, unread = transport._endpoint.comm, 0
+    while mpi.Iprobe(tag=agreement._LEFT_TAG):
+        mpi.Recv(np.zeros(1, np.int64), tag=agreement._LEFT_TAG)
+        unread += 1
+    assert unread <= 2 * (comm.size - 1)
+
+
+def test_an_error_of_mpi_as_a_rank_looks_for_notices_is_one_of_this_library(between_hosts, monkeypatch):
+    comm = Communicator([between_hosts.dup()])
+    run(comm, [*CALLS] * 3, range(18))
+    assert comm.host.plan.in_force
+    monkeypatch.setattr(agreement, "_LEFT_TAG", -5)  # refused, as any probe is after a rank has died
+    with pytest.raises(CommError):
+        run(comm, CALLS, [99])

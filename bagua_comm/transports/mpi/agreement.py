@@ -140,6 +140,7 @@ class Agreement:
             number = np.array([self._serial], np.int64)
             for peer in self._calls.others():
                 self._endpoint.complete(functools.partial(self._comm.Isend, number, peer, _LEFT_TAG), number)
+            self._receive_notices()
         return follows
 
     def _compare_late(self) -> None:
@@ -149,11 +150,7 @@ class Agreement:
         """
         if self._uncompared_on != get_ident():
             return
-        number = np.zeros(1, np.int64)
-        while self._comm.Iprobe(MPI.ANY_SOURCE, _LEFT_TAG):
-            self._comm.Recv(number, MPI.ANY_SOURCE, _LEFT_TAG)
-            self._notices.add(int(number[0]))
-        self._notices = {each for each in self._notices if each >= self._serial}
+        self._receive_notices()
         if self._serial in self._notices:
             self._uncompared_on, self._has_left = None, True
             begun, self._endpoint.begun = self._endpoint.begun, {}
@@ -161,6 +158,17 @@ class Agreement:
                 self._compare()
             finally:
                 self._endpoint.begun = begun
+
+    def _receive_notices(self) -> None:
+        """Receive the notices that have come, and forget those of earlier calls."""
+        number = np.zeros(1, np.int64)
+        try:
+            while self._comm.Iprobe(MPI.ANY_SOURCE, _LEFT_TAG):
+                self._comm.Recv(number, MPI.ANY_SOURCE, _LEFT_TAG)
+                self._notices.add(int(number[0]))
+        except MPI.Exception as exc:
+            raise self._endpoint.abort_after(exc, None) from exc
+        self._notices = {each for each in self._notices if each >= self._serial}
 
     def _compare(self) -> None:
         """Raise on all ranks unless all make the call that was noted last; settle on a plan. Collective."""
