@@ -221,7 +221,8 @@ def open_world(
         exit_handler=exit_handler,
     )
     world.flight = flight or _flight_recorder(transport, job().name)
-    world.flight.plans[world.group] = world.host.plan
+    if world.host.plan is not None:
+        world.flight.plans[world.group] = world.host.plan
     if os.environ.get("BAGUA_NVTX", "") not in ("", "0"):
         listen(cuda.NvtxRanges())
     log_world(_log, world, nodes, version=__version__)

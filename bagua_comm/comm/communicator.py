@@ -532,7 +532,8 @@ class Communicator(Collectives, GatherScatter, CoalescedCollectives, ObjectCalls
         comm.flight, comm.group = self.flight, group or f"{self.group}.{self.next_id('group')}{kind}"
         members = self.flight.groups[self.group]
         comm.flight.groups[comm.group] = tuple(members[rank] for rank in former[:, 0])
-        comm.flight.plans[comm.group] = comm.host.plan
+        if comm.host.plan is not None:
+            comm.flight.plans[comm.group] = comm.host.plan
         return comm
 
 

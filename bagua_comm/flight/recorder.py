@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
-from weakref import WeakSet
+from weakref import WeakSet, WeakValueDictionary
 
 from ..errors import CommAborted, CommTimeout, RankFailed
 from ..system.files import make_own_folder, write_at_once
@@ -94,8 +94,8 @@ class FlightRecorder:
         """The members of each communicator, as ranks of the world."""
         self.steps: dict[str, int] = {}
         """The number of training steps that have begun, by the communicator of their engine."""
-        self.plans: dict[str, AgreedPlan | None] = {}
-        """The plan of calls of each communicator; None where its transport has none."""
+        self.plans: WeakValueDictionary[str, AgreedPlan] = WeakValueDictionary()
+        """The plans of calls of the communicators that are in use, of those whose transport has one."""
         self.lanes: WeakSet[Queue] = WeakSet()
         self.unretrieved: set[Any] = set()
         """The tasks of lanes that have failed, and whose errors nobody has retrieved."""
@@ -134,7 +134,7 @@ class FlightRecorder:
             {
                 group: ((plan.cursor - 1) % count + 1, count)
                 for group, plan in tuple(self.plans.items())
-                if plan is not None and plan.in_force and (count := len(plan.calls))
+                if plan.in_force and (count := len(plan.calls))
             },
         )
 

@@ -1,5 +1,6 @@
 """Plans of calls over gloo: no message before a call, and an error on all ranks if one makes another call."""
 
+import gc
 import itertools
 import re
 import threading
@@ -121,6 +122,17 @@ def test_a_diagnosis_shows_how_far_each_rank_is_in_its_plan():
 
     found = diagnose([RankRecord.from_json(record.to_json()) for record in run_threads(2, body)])
     assert all("at call 1 of 2 of the plan of world.1" in text for text in found.ranks)
+
+
+def test_plans_of_closed_communicators_are_not_kept():
+    def body(transport):
+        comm = Communicator([transport])
+        for _ in range(4):
+            comm.dup().close()
+        gc.collect()
+        return len(comm.flight.plans)
+
+    assert max(run_threads(2, body)) <= 1  # the transport keeps the last one that was made
 
 
 @pytest.mark.slow
