@@ -47,6 +47,8 @@ class Join:
     """Whether parameters are frozen in that step."""
     passes: int = 0
     """The number of earlier backward passes of the same step, on ranks with data."""
+    weighs: bool = False
+    """Whether ranks with data have set weights in that step, or in one before."""
 
     def announce(
         self,
@@ -64,7 +66,8 @@ class Join:
         Raises:
             EarlyEndError: With `throws`, some ranks have ended and some have not.
         """
-        table = self.comm.allgather(np.array([active, engine.step, copies, freezes, passes]))
+        weighs = engine.mean_weights.are_due
+        table = self.comm.allgather(np.array([active, engine.step, copies, freezes, passes, weighs]))
         self.active = [rank for rank in range(self.comm.size) if table[rank, 0]]
         if self.throws and 0 < len(self.active) < self.comm.size:
             self.stopping()
@@ -74,7 +77,7 @@ class Join:
                 f"join: {who} no more batches, so all ranks stop, as throw_on_early_termination says"
             )
         self.copies, self.freezes = bool(table[:, 2].any()), bool(table[:, 3].any())
-        self.passes = int(table[:, 4].max())
+        self.passes, self.weighs = int(table[:, 4].max()), bool(table[:, 5].any())
         if self.active and not self.divide_by_initial_size:
             self.scale = self.comm.size / len(self.active)
         while not active and engine.step < table[:, 1].max():
@@ -101,7 +104,7 @@ class Join:
             if not self.active:
                 break
             last = self.active
-            if engine.mean_weights.in_each_step:
+            if self.weighs:
                 engine.weight = 0
             engine.at(Point.FORWARD)
             if engine.payload == "grad":

@@ -134,9 +134,10 @@ def test_microbatches_of_unequal_tokens_give_the_same_bits_on_any_number_of_rank
     assert torch.allclose(found[0][0].double(), one_process(tokens), rtol=1e-5, atol=1e-7)
 
 
-def test_ranks_that_have_ended_in_join_have_weight_zero():
-    batches = [[5, 2, 30], [4], [7, 1]]
-
+@pytest.mark.parametrize(
+    "batches", [[[5, 2, 30], [4], [7, 1]], [[5, 2, 30], [], [7, 1]]], ids=["end", "never_begin"]
+)
+def test_ranks_that_have_ended_in_join_have_weight_zero(batches):
     def body(comm, join, divide=True):
         ddp, optimizer = wrapped(comm)
         mine = batches[comm.rank]
