@@ -194,7 +194,7 @@ class Engine(Live, Closing):
         and in all steps after the first of them. Addends that are held (`hold`) have a weight each.
 
         Algorithms that exchange weights of the model (DiLoCo, StreamingDiLoCo, SparseLoCo) average changes: each
-        counts by the sum of what was set since the last exchange. That sum is not in checkpoints.
+        counts by the sum over its steps since the last exchange. That sum is not in checkpoints.
 
         Raises:
             ArrayError: It is set after the backward pass has begun. If a rank has none and others have one, or
@@ -292,7 +292,7 @@ class Engine(Live, Closing):
         if point is Point.BACKWARD:
             weights.close()
         if point is Point.STEP:
-            weights.forget_used()
+            weights.forget_used(stepped=True)
             self._replacements.keep(stepped=True)
             self._exchanges.set_step(step + 1)
             if self._drifts or self.stopped:

@@ -55,7 +55,7 @@ class MeanWeights:
         self._of_weights, self._addends = algorithm.payload == "weight", algorithm.addends
         self.of_pass = None
         self._sum, self._count = 0.0, 0
-        """Sum and number of the weights so far, where weights are exchanged."""
+        """Sum and number of the weights of earlier steps, where weights are exchanged."""
         self._exchanged: dict[int, tuple[float, int]] = {}
         """The same at the last exchange of each bucket, by its index."""
 
@@ -77,10 +77,6 @@ class MeanWeights:
                 "weight: the backward pass has begun; set the weight of its gradients before, on all ranks"
             )
         self.now, self.used = None if weight is None else as_weight(weight), False
-        if self.now is None:
-            return
-        self._sum += self.now if self.now >= 0 else math.nan
-        self._count += 1
 
     def hold(self) -> None:
         """Take the weight as that of an addend, which the engine holds."""
@@ -117,17 +113,25 @@ class MeanWeights:
 
     def since_exchange(self, bucket: Bucket) -> Weigh | None:
         """Return the weights since the last exchange of a bucket, which comes next; None if its mean is plain."""
-        before, count = self._exchanged.get(bucket.index, (0.0, 0))
-        if not self.in_each_step and self._count == count:
+        before, earlier = self._exchanged.get(bucket.index, (0.0, 0))
+        so_far, count = self._so_far()
+        if not self.in_each_step and count == earlier:
             return None
         self.in_each_step = True
-        self._exchanged[bucket.index] = self._sum, self._count
-        return partial(self._agree, [self._sum - before if self._count > count else None])
+        self._exchanged[bucket.index] = so_far, count
+        return partial(self._agree, [so_far - before if count > earlier else None])
 
-    def forget_used(self) -> None:
-        """Forget the weight if a backward pass has used it, since its step has ended."""
+    def _so_far(self) -> tuple[float, int]:
+        """Sum and number of the weights of all steps; until the step ends, the program may replace its weight."""
+        if self.now is None:
+            return self._sum, self._count
+        return self._sum + (self.now if self.now >= 0 else math.nan), self._count + 1
+
+    def forget_used(self, *, stepped: bool = False) -> None:
+        """Forget the weight if a backward pass has used it, since its step has ended; or if it has `stepped`."""
         self.is_open = False
-        if self.used or self._of_weights:
+        if self.used or (stepped and self._of_weights):
+            self._sum, self._count = self._so_far()
             self.now, self.used = None, False
 
     def check_used(self) -> None:

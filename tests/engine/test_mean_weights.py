@@ -89,6 +89,28 @@ def test_a_rank_with_weight_two_counts_as_two_ranks(algorithm):
     assert np.linalg.norm(plain - expected) > 2 * ALGORITHMS[algorithm] * size
 
 
+@pytest.mark.algorithms("all")
+@pytest.mark.parametrize("algorithm", [DiLoCo(3), StreamingDiLoCo(3, fragments=2)], ids=str)
+def test_a_weight_that_is_set_again_before_its_step_ends_counts_once(algorithm):
+    def body(comm, first):
+        flats = PLAN.allocate()
+        with Engine(comm, algorithm, PLAN, flats) as engine:
+            for step in range(STEPS):
+                engine.weight = first if comm.rank == 0 else 1
+                engine.at(Point.FORWARD)
+                engine.weight = 1
+                for flat, part in zip(flats, np.split(data(comm.rank, step), [300]), strict=True):
+                    flat += part
+                backward(engine, "ba")
+                engine.at(Point.STEP)
+            engine.weight = 1
+            engine.at(Point.FORWARD)  # writes back what was exchanged after the step
+            backward(engine, "ba")
+            return np.concatenate(flats)
+
+    assert np.array_equal(*(run_ranks(2, lambda comm, first=first: body(comm, first))[0] for first in (1, 100)))
+
+
 def test_each_weight_is_for_one_step_and_a_rank_without_data_may_have_nan():
     def body(comm):
         flats, found = PLAN.allocate(), []
