@@ -138,11 +138,15 @@ def agree(comm: Gathering, mine: Sequence[float | None], counts: Sequence[int] |
 def agree_by(comm: Gathering, weight: Callable[[], float | None] | None) -> Weighting | None:
     """Exchange the weights that a function returns, as by `agree`; without the function, no rank has one.
 
-    Collective, with a function.
+    Collective, with a function. If it raises, all ranks raise `ArrayError`.
     """
     if weight is None:
         return None
-    found = weight()
+    try:
+        found = weight()
+    except Exception:
+        agree(comm, [math.nan])  # so that no rank waits for this one
+        raise
     return agree(comm, [None if found is None else as_weight(found)])
 
 

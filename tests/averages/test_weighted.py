@@ -24,6 +24,7 @@ from bagua_comm import (
     weigh,
 )
 from bagua_comm.arrays import dtype_named
+from bagua_comm.comm.weights import agree_by
 from bagua_comm.testing import run_ranks
 
 TOKENS = [1, 7, 0, 513]
@@ -214,3 +215,12 @@ def test_a_weight_on_some_ranks_alone_ends_the_call_on_all():
     with_weight, without = run_ranks(2, body)
     assert "rank 0 was sending the weight of its mean: set one on all ranks" in with_weight
     assert "allgather" in without
+
+
+def test_a_function_for_the_weight_that_raises_on_one_rank_is_an_error_on_all():
+    def body(comm):
+        with pytest.raises(ArrayError, match="weight: rank 0 has nan"):
+            agree_by(comm, [lambda: {}["tokens"], lambda: 3][comm.rank])
+        return comm.allreduce(np.ones(1)).tolist()
+
+    assert run_ranks(2, body) == [[2.0]] * 2
