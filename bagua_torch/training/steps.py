@@ -197,7 +197,8 @@ class TrainingSteps(Live):
         self._warn_of_outputs(None)
         self.watch.forget_outputs(reached=False)
         self.finish()
-        self.engine.mean_weights.forget_used()
+        if not self.optimizers:  # else when they step, so that further passes of this step have the weight
+            self.engine.mean_weights.forget_used()
         self._passes = 0
 
     def finish(self) -> None:

@@ -1,6 +1,7 @@
 """Ranks with unequal numbers of tokens train as one process with all of them."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -93,14 +94,15 @@ def test_gradients_are_those_of_one_process_with_the_joined_batch(algorithm, emp
             assert (gradient - expected).norm() <= ALGORITHMS[algorithm] * expected.norm()
 
 
-def test_accumulated_gradients_have_the_weight_of_the_whole_step():
+@pytest.mark.parametrize("averages", ["last", "each"])
+def test_accumulated_gradients_have_the_weight_of_the_whole_step(averages):
     counts = [[3, 5], [40, 1]]
 
     def body(comm):
         ddp, _ = wrapped(comm)
         mine, total = counts[comm.rank], sum(counts[comm.rank])
         ddp.weight = total
-        with ddp.no_sync():
+        with ddp.no_sync() if averages == "last" else nullcontext():
             (nan_if_empty(ddp, mine[0], 0) * mine[0] / total).backward()
         (nan_if_empty(ddp, mine[1], 1) * mine[1] / total).backward()
         ddp.close()
