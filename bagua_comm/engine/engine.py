@@ -234,8 +234,7 @@ class Engine(Live, Closing):
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise ArrayError(f"ready: there is no tensor {name!r}{hint}")
         self._in_step = True
-        if not self._exchanges.mean_weights.is_open:
-            self.begin_backward()
+        self.begin_backward()
         self._schedule.ready(name)
 
     def ready_bucket(self, index: int) -> None:
@@ -247,8 +246,7 @@ class Engine(Live, Closing):
         if not 0 <= index < len(self.buckets):
             raise ArrayError(f"ready_bucket: index is {index}, expected 0 to {len(self.buckets) - 1}")
         self._in_step = True
-        if not self._exchanges.mean_weights.is_open:
-            self.begin_backward()
+        self.begin_backward()
         self._schedule.ready_bucket(index)
 
     def at(self, point: Point) -> None:
