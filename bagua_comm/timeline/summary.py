@@ -230,7 +230,7 @@ STAGES = ("forward", "backward", "forward and backward", "optimizer")
 
 OF_LIBRARY = {
     *(*STAGES, "step", "exchange", "wait for exchanges", "exact: small", "commit", "restore", "recovery"),
-    *("Hierarchical gather", "Reproducible", "reproducible_allreduce", "reproducible_sum"),
+    *("weights of ranks", "Hierarchical gather", "Reproducible", "reproducible_allreduce", "reproducible_sum"),
 }
 """The names of spans of this library that are no calls; all others are of the program."""
 

@@ -11,6 +11,7 @@ import pytest
 from support.gloo import run_threads
 from support.launch import torchrun
 from support.planned_calls import CALLS, make
+from support.waiting import until
 
 from bagua_comm import CommMismatch, Communicator, RankFailed
 from bagua_comm.flight import diagnose
@@ -129,10 +130,9 @@ def test_plans_of_closed_communicators_are_not_kept():
         comm = Communicator([transport])
         for _ in range(4):
             comm.dup().close()
-        gc.collect()
-        return len(comm.flight.plans)
+        until(lambda: gc.collect() >= 0 and len(comm.flight.plans) <= 1)  # the transport keeps the last one
 
-    assert max(run_threads(2, body)) <= 1  # the transport keeps the last one that was made
+    run_threads(2, body)
 
 
 @pytest.mark.slow

@@ -585,7 +585,7 @@ def test_the_end_of_a_communicator_stops_and_names_tasks_that_do_not_end(monkeyp
         if comm.rank == 0:
             comm.close()
             return
-        with pytest.raises(CommError, match=r"world ends before recv on lane-\d+: no progress for .* close it"):
+        with pytest.raises(CommError, match=r"world ends before recv on lane-\d+: no progress for .* close"):
             comm.close()
         assert isinstance(future.exception(timeout=PATIENCE_S), CommAborted)
 

@@ -36,7 +36,7 @@ class Work:
 
     def wait(self, timeout=None):
         if self.late:
-            time.sleep(timeout.total_seconds())
+            time.sleep(timeout.total_seconds())  # sleeps: gloo waits for the timeout
             self.late -= 1
             raise RuntimeError("Timed out")
         with self.network.changed:

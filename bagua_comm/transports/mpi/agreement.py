@@ -163,8 +163,10 @@ class Agreement:
         """Receive the notices that have come, and forget those of earlier calls."""
         number = np.zeros(1, np.int64)
         try:
-            while self._comm.Iprobe(MPI.ANY_SOURCE, _LEFT_TAG):
-                self._comm.Recv(number, MPI.ANY_SOURCE, _LEFT_TAG)
+            while (message := self._comm.Improbe(MPI.ANY_SOURCE, _LEFT_TAG)) is not None:
+                request = message.Irecv(number)
+                if not request.Test():
+                    self._endpoint.poll(request.Test)
                 self._notices.add(int(number[0]))
         except MPI.Exception as exc:
             raise self._endpoint.abort_after(exc, None) from exc
