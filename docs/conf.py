@@ -31,11 +31,11 @@ extensions = [
 exclude_patterns = ["_build"]
 nitpicky = True
 INTERNAL = (  # types that signatures name, and that nobody needs to know
-    *("After", "ByNode", "Clock", "Dataset", "EdgeReplicas", "Encoding", "EngineRegistry", "Every"),
-    *("BoundedCache", "Failure", "Flow", "Hooks", "Hub", "LaneComm", "Momentum", "Order", "Outer"),
-    *("OuterFragment", "ProcessId", "Ranks", "RecordedFailure", "Reducer", "RendezvousInfo", "Replicas"),
-    *("Receive", "SampleOrder", "Scheduler", "Session", "SpanContext", "SparseOuter", "Steps"),
-    *("SupportsDLPack", "TorchEngine", "Traced"),
+    *("After", "AgreedPlan", "ByNode", "Clock", "Dataset", "EdgeReplicas", "Encoding", "EngineRegistry", "Every"),
+    *("BoundedCache", "Failure", "Flow", "Gathering", "Hooks", "Hub", "LaneComm", "MeanWeights", "Momentum"),
+    *("Order", "Outer", "OuterFragment", "ProcessId", "Ranks", "RecordedFailure", "Reducer"),
+    *("RendezvousInfo", "Replicas", "Receive", "SampleOrder", "Scheduler", "Session", "SpanContext"),
+    *("SparseOuter", "Steps", "SupportsDLPack", "TorchEngine", "Traced"),
 )
 # Backticks in docstrings are for code, too, and types may come from libraries that are not described here.
 nitpick_ignore_regex = [
