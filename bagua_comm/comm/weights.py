@@ -92,6 +92,28 @@ def as_weight(value: object) -> float:
     return math.nan if found == MISSING else found
 
 
+def weight_of_pass(value: object, *, has_begun: bool) -> float | None:
+    """Convert a weight as `as_weight`, or None; raise `ArrayError` if its backward pass has begun."""
+    if has_begun:
+        raise ArrayError(
+            "weight: the backward pass has begun; set the weight of its gradients before, on all ranks"
+        )
+    return None if value is None else as_weight(value)
+
+
+def mean_in_place(
+    weighting: Weighting | None, x: Array, mean: Callable[[Array], object], *, shrinks: bool = True
+) -> None:
+    """Replace `x` with its mean over all ranks, a plain one if `weighting` is None; see `Weighting.average`.
+
+    Collective.
+    """
+    if weighting is None:
+        mean(x)
+    else:
+        weighting.average(x, mean, shrinks=shrinks)
+
+
 def agree(comm: Gathering, mine: Sequence[float | None], counts: Sequence[int] | None = None) -> Weighting | None:
     """Exchange the weights of all ranks, and return the factors of this one; None if no rank has a weight.
 

@@ -280,8 +280,7 @@ class Engine(Live, Closing):
             if self._alone:
                 weights.forget_used()
         elif point is Point.BACKWARD:
-            if not weights.is_open:
-                self.begin_backward()
+            self.begin_backward()
         elif self._alone:
             weights.check_used()
             self._given.check()

@@ -18,7 +18,7 @@ from typing import TypeAlias
 from ..algorithms.base import Algorithm, name_of
 from ..bucket import Bucket
 from ..comm import Communicator
-from ..comm.weights import Weighting, agree, as_weight
+from ..comm.weights import Weighting, agree, weight_of_pass
 from ..errors import ArrayError, UnsupportedError, warn
 from ..execution.lane import Lane
 from ..topology import share
@@ -72,11 +72,7 @@ class MeanWeights:
                     f"weight: {name_of(phase)} makes no weighted mean over all ranks; expected one that does, "
                     "such as GradientAllReduce, QAdam or DiLoCo: an algorithm that sets weighs = True"
                 )
-        if self.is_open:
-            raise ArrayError(
-                "weight: the backward pass has begun; set the weight of its gradients before, on all ranks"
-            )
-        self.now, self.used = None if weight is None else as_weight(weight), False
+        self.now, self.used = weight_of_pass(weight, has_begun=self.is_open), False
 
     def hold(self) -> None:
         """Take the weight as that of an addend, which the engine holds."""
@@ -101,9 +97,8 @@ class MeanWeights:
         if self._addends is not None:
             size, rank = self._lane.comm.size, self._lane.comm.rank
             counts = [len(share(self._addends, each, size)) for each in range(size)]
-            mine = [*mine, *([0.0] * counts[rank])][
-                : counts[rank]
-            ]  # the average refuses a wrong number of addends
+            expected = counts[rank]  # the average refuses another number
+            mine = [*mine, *([0.0] * expected)][:expected]
         self._lane.submit(self._agree_for_pass, mine, counts)  # the lane runs it before the buckets
         self.of_pass = lambda: self._agreed
 

@@ -9,7 +9,7 @@ from bagua_comm import ArrayError, Average, Communicator, UnsupportedError, arra
 from bagua_comm.arrays import COMPLEX, FLOATS, Array, Op
 from bagua_comm.averages import Exact, InPlace, Shards
 from bagua_comm.averages.base import check_average_argument, scale
-from bagua_comm.comm.weights import agree_by, check_weight_argument, multiply
+from bagua_comm.comm.weights import agree_by, check_weight_argument, mean_in_place, multiply
 
 
 @dataclass(frozen=True)
@@ -87,10 +87,7 @@ class GroupAverage:
         self._mean, weighting = self._mean or self._average.bind(self._comm), agree_by(self._comm, self._weight)
         for x in xs:
             mean = arrays.contiguous(x).reshape(-1)
-            if weighting is None:
-                self._mean(mean)
-            else:
-                weighting.average(mean, self._mean)
+            mean_in_place(weighting, mean, self._mean)
             if op == "sum":
                 scale(mean, self._comm.size)
             x[...] = mean.reshape(x.shape)

@@ -34,7 +34,7 @@ from bagua_comm.algorithms.base import TRANSIENT
 from bagua_comm.algorithms.state import Saved, load_state, save_state
 from bagua_comm.averages import InPlace
 from bagua_comm.averages.base import check_average_argument
-from bagua_comm.comm.weights import agree_by, check_weight_argument
+from bagua_comm.comm.weights import agree_by, check_weight_argument, mean_in_place
 
 from ..arrays import as_array, as_tensor, cupy_stream, dtype_name, torch_stream
 from ..entry import communicator_of, errors_on_all
@@ -118,10 +118,7 @@ def comm_hook(
 
         def exchange(ours: Bucket) -> None:
             mean, weighting = averaging(ours), agree_by(lane.comm, weight)
-            if weighting is None:
-                mean(ours.flat)
-            else:
-                weighting.average(ours.flat, mean, shrinks=not average.has_residual)
+            mean_in_place(weighting, ours.flat, mean, shrinks=not average.has_residual)
             with cupy_stream(device):  # a wait for the future waits for this stream
                 future.set_result(bucket.buffer())
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import TypeAlias
 
-from bagua_comm import ArrayError, Communicator
-from bagua_comm.comm.weights import Weighting, agree, as_weight
+from bagua_comm import Communicator
+from bagua_comm.comm.weights import Weighting, agree, weight_of_pass
 from bagua_comm.execution.lane import Lane
 
 from .passes import BackwardPasses
@@ -33,11 +33,7 @@ class PassWeights:
 
     def set(self, weight: object) -> None:
         """Set the weight; raise `ArrayError` if the backward pass has begun to reduce."""
-        if self._is_open:
-            raise ArrayError(
-                "weight: the backward pass has begun; set the weight of its gradients before, on all ranks"
-            )
-        self.now = None if weight is None else as_weight(weight)
+        self.now = weight_of_pass(weight, has_begun=self._is_open)
 
     def weigh(self, comm: Communicator) -> Weigh | None:
         """Return the weights for a reduction of the running pass over `comm`; None if its mean is plain."""
