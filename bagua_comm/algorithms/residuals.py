@@ -18,7 +18,7 @@ from ..averages import Average, InPlace
 from ..averages.error_feedback import Residual
 from ..bucket import Bucket
 from ..comm import Communicator
-from ..comm.weights import Weighting, mean_in_place
+from ..comm.weights import Weighting
 from .base import HANDED_OVER, SAME_PATH, TRANSIENT
 
 
@@ -80,10 +80,13 @@ def average_in_place(
         weighting: The weight of this rank in the mean; None for a plain mean.
         feeds: Whether the average has a residual, the same on all ranks.
     """
-    weigh_held: Callable[[Sequence[float]], object] | None = getattr(average, "weigh_held", None)
-    if weighting is not None and weigh_held is not None:
-        weigh_held(weighting.factors[:-1])
-    mean_in_place(weighting, x, average, shrinks=not feeds)
+    if weighting is None:
+        average(x)
+    else:
+        weigh_held: Callable[[Sequence[float]], object] | None = getattr(average, "weigh_held", None)
+        if weigh_held is not None:
+            weigh_held(weighting.factors[:-1])
+        weighting.average(x, average, shrinks=not feeds)
     if not bucket.padding.size:
         return
     bucket.clear_padding(x)
