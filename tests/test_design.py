@@ -23,7 +23,7 @@ PROGRAMS = sorted([*FILES, *(ROOT / "benchmarks").rglob("*.py")])
 LAYERS = {
     "bagua_comm": [
         "_version errors logs trace",
-        "objects system topology",
+        "health objects system topology",
         "arrays flight net timeline",
         "bucket",
         "execution",
@@ -96,8 +96,8 @@ LAYERS = {
         "measure_links supervisor",
     ],
     "bagua_comm/engine": [
-        "checks mean_weights points replaced storage",
-        "exchanges progress restore weights",
+        "checks links mean_weights points replaced storage",
+        "exchanges monitor progress restore weights",
         "schedule",
         "engine",
         "__init__",

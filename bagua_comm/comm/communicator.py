@@ -23,6 +23,7 @@ from ..arrays import A, AnyArray, Array, Op
 from ..errors import ArrayError, BaguaError, CommError, CommMismatch, CommTimeout, UnsupportedError, shown
 from ..execution.futures import end_lanes, is_inside
 from ..execution.lane import InlineLane, Lane, StreamLane, ThreadLane
+from ..health.report import Health
 from ..hooks import Hook, Listener
 from ..logs import log_on_root
 from ..objects.closing import Closing
@@ -317,6 +318,15 @@ class Communicator(Collectives, GatherScatter, CoalescedCollectives, ObjectCalls
         """
         write_spans(self, path)
         return Traced(self, path)
+
+    def health(self) -> Health:
+        """Return the times of recent training steps of all ranks, and which rank or link is slow since when.
+
+        Not collective. Engines on this communicator, or on one derived from it, gather them on their lanes every
+        few steps; also those of `bagua_torch.DistributedDataParallel`. A slow rank or link is logged, too, by the
+        logger "bagua_comm" on rank 0, when it becomes slow and when it no longer is.
+        """
+        return self.flight.health.latest
 
     def on(
         self,

@@ -13,6 +13,7 @@ import difflib
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,7 @@ from ..trace import Counter, ExchangeCounters, Tracer
 from .checks import check_fit, check_same_training
 from .exchanges import Exchanges
 from .mean_weights import MeanWeights
+from .monitor import HealthMonitor
 from .points import PointOrder
 from .progress import Progress
 from .restore import (
@@ -72,6 +74,11 @@ _log = logging.getLogger(__name__)
 
 def _nothing() -> None:
     """Do nothing."""
+
+
+def _waited_ns(comm: Communicator, counters: ExchangeCounters) -> int:
+    """How long the thread that trains has waited for exchanges, and for its own calls of `comm`."""
+    return counters.wait.time_ns + comm.counters.total().time_ns
 
 
 @dataclass(frozen=True)
@@ -147,7 +154,12 @@ class Engine(Live, Closing):
         self._replacements = self._exchanges.replacements
         counters, on_device = self._exchanges.counters, isinstance(self._lane, StreamLane)
         order = PointOrder(algorithm) if self._alone else None
-        self._progress = Progress(self._tracer, _log, comm.rank, counters, on_device=on_device, order=order)
+        self.health = HealthMonitor(self._lane, comm.flight.health, partial(_waited_ns, comm, counters), _log)
+        """The times of this rank's steps, which ranks compare."""
+        ended = self.health.step_ended
+        self._progress = Progress(
+            self._tracer, _log, comm.rank, counters, on_device=on_device, order=order, ended=ended
+        )
         self._closed = False
         prepare_codecs(algorithm, self._buckets)
         self._begin_phase(began=0)
@@ -220,6 +232,8 @@ class Engine(Live, Closing):
         weights = self._exchanges.mean_weights
         if not weights.is_open:
             weights.open(exchanges=weights.are_due and self.communicates)
+            if self.step >= self.health.due and self.communicates:
+                self.health.ride(self.step)
 
     def ready(self, name: str) -> None:
         """Report that the values of a tensor are complete in this step. Do not change them until `BACKWARD`.
@@ -535,6 +549,7 @@ class Engine(Live, Closing):
         self._training = loaded.training
         self._exchanges.set_step(loaded.header.step)
         self._progress.restart()
+        self.health.restart(loaded.header.step)
         self._begin_phase(loaded.header.phase_began, loaded.states)
         self._weights.load(differ=self._drifts and loaded.continues)
         self._replacements.belong()

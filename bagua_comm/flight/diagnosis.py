@@ -30,7 +30,7 @@ Kind: TypeAlias = Literal[
 """skipped: a rank omitted a call. swapped: it made two calls in the other order. different: it made another call.
 unlike: sizes, dtypes or arguments differ. died, left: a rank has ended. uneven: it made fewer training steps.
 crossed: ranks wait for each other, in different communicators or in messages. behind: a rank did not make a call.
-slow: it made a call late."""
+slow: it made a call late, or its training steps took longer than those of others."""
 
 LATE_SHARE = 0.5
 LATE_S = 0.5
@@ -223,6 +223,9 @@ class _Analysis:
         for group, number in differing.items():
             if number is None and not crossed:
                 yield from self._held_up(group)
+        known = {text: tuple(ranks) for each in self.ranks.values() for text, ranks in each.record.slow}
+        for text, ranks in known.items():
+            yield Finding("slow", ranks, text)
 
     # Calls that differ ------------------------------------------------------------------------------
 

@@ -197,6 +197,7 @@ class RankRecord:
         stacks: The Python stacks of its threads, those with lines of the user's program first.
         plans: For each communicator whose calls follow an agreed plan, the position of its last call, from 1, and
             the number of calls.
+        slow: What was slow in training, as text, with its ranks.
     """
 
     job: str
@@ -213,6 +214,7 @@ class RankRecord:
     steps: Mapping[str, int] = field(default_factory=dict)
     stacks: tuple[ThreadStack, ...] = ()
     plans: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    slow: Sequence[tuple[str, Sequence[int]]] = ()
 
     @property
     def who(self) -> str:

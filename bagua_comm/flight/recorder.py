@@ -21,6 +21,7 @@ from typing import Any, Protocol, TypeAlias
 from weakref import WeakSet, WeakValueDictionary
 
 from ..errors import CommAborted, CommTimeout, RankFailed
+from ..health.report import HealthLog
 from ..system.files import make_own_folder, write_at_once
 from ..system.processes import ProcessId
 from .entries import WORLD, Entry, RankRecord, RecordedFailure, file_name, numbered
@@ -96,6 +97,8 @@ class FlightRecorder:
         """The number of training steps that have begun, by the communicator of their engine."""
         self.plans: WeakValueDictionary[str, AgreedPlan] = WeakValueDictionary()
         """The plans of calls of the communicators that are in use, of those whose transport has one."""
+        self.health = HealthLog()
+        """The rows of training steps of all ranks, and what is slow."""
         self.lanes: WeakSet[Queue] = WeakSet()
         self.unretrieved: set[Any] = set()
         """The tasks of lanes that have failed, and whose errors nobody has retrieved."""
@@ -136,6 +139,7 @@ class FlightRecorder:
                 for group, plan in tuple(self.plans.items())
                 if plan.in_force and (count := len(plan.calls))
             },
+            tuple((str(slow), slow.ranks) for slow in self.health.latest.slow),
         )
 
     def _stacks(self, left: str | None) -> tuple[ThreadStack, ...]:

@@ -104,6 +104,7 @@ class Join:
             if not self.active:
                 break
             last = self.active
+            engine.health.has_data = False
             if self.weighs:
                 engine.weight = 0
             engine.at(Point.FORWARD)
@@ -128,6 +129,7 @@ class Join:
             exchange.attach_states()
             unused.follow_pass(self.passes, engine, freezes=self.freezes)
         before.restore()
+        engine.health.has_data = True
         buffers.due = True  # the same on all ranks, whatever number of steps each has made
         return last
 

@@ -23,7 +23,9 @@ def make_progress(*, stages=True, rank=0, counters=None):
     recorder = Recorder()
     counters = counters or ExchangeCounters()
     order = PointOrder(GradientAllReduce()) if stages else None
-    return recorder, Progress(recorder, LOGGER, rank, counters, on_device=False, order=order)
+    return recorder, Progress(
+        recorder, LOGGER, rank, counters, on_device=False, order=order, ended=lambda *times: None
+    )
 
 
 def seen(recorder):

@@ -1,0 +1,65 @@
+"""Speeds of the links between nodes, measured on demand while training: one message at a time on each link."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..comm import Communicator
+
+PROBE_BYTES = 2**19
+"""The size of a message: 42 ms at 100 Mbit/s."""
+
+MESSAGES = 3
+"""The number of messages over each link, of which the fastest counts."""
+
+SLOW = 1.5
+"""A link is slow if a message takes this many times as long as at the start."""
+
+
+def measure_links(comm: Communicator, nodes: Sequence[int]) -> np.ndarray:
+    """Return the seconds of a message from each node to each other one; row: sender, column: receiver.
+
+    Collective. `nodes` has the node of each rank; the first rank of a node measures. In each of the nodes - 1
+    rounds, a node sends to one other node and receives from another one, so that no two messages share a link.
+    """
+    first = {node: nodes.index(node) for node in sorted(set(nodes))}
+    leaders, seconds = list(first.values()), np.full(len(first), np.nan)
+    if comm.rank in leaders:
+        mine = leaders.index(comm.rank)
+        x, out = np.zeros((2, PROBE_BYTES), np.uint8)
+        for distance in range(1, len(leaders)):
+            receiver, sender = (leaders[(mine + way) % len(leaders)] for way in (distance, -distance))
+            times = []
+            for _ in range(MESSAGES):
+                comm.sendrecv(x[:1], out[:1], dest=receiver, source=sender)  # both are ready now
+                began = time.perf_counter()
+                comm.sendrecv(x, out, dest=receiver, source=sender)
+                times.append(time.perf_counter() - began)
+            seconds[mine - distance] = min(times)
+    return np.ascontiguousarray(comm.allgather(seconds)[leaders].T)
+
+
+def slow_links(factors: np.ndarray) -> dict[str, float]:
+    """Return what is slow, with its factor: all that a node sends or receives, or the link between two nodes.
+
+    Args:
+        factors: How many times as long a message takes as at the start; row: sender, column: receiver.
+
+    >>> slow_links(np.array([[np.nan, 1.1, 1.0], [2.0, np.nan, 1.8], [1.0, 0.9, np.nan]]))
+    {'what node 1 sends': 1.9}
+    >>> slow_links(np.array([[np.nan, 2.0], [1.0, np.nan]]))
+    {'the link from node 0 to node 1': 2.0}
+    """
+    found, rest = {}, factors > SLOW
+    for axis, does in ((1, "sends"), (0, "receives")):
+        for node, of_node in enumerate(factors if axis else factors.T):
+            factor = float(np.nanmedian(of_node))
+            if len(factors) > 2 and factor > SLOW and np.nanmin(of_node) > (1 + SLOW) / 2:
+                found[f"what node {node} {does}"] = round(factor, 2)
+                (rest if axis else rest.T)[node] = False
+    for sender, receiver in np.argwhere(rest):
+        found[f"the link from node {sender} to node {receiver}"] = round(float(factors[sender, receiver]), 2)
+    return found

@@ -1,0 +1,165 @@
+"""The health of a training, while it runs: rows of step times, which ride along with exchanges on the lane.
+
+    step_ended       each step of this rank
+    ride             every few steps, in one that communicates: ranks gather their rows, before the first bucket
+    (on the lane)    change points in them; the links between nodes are measured if all ranks wait longer
+
+Every rank has the same rows, so that all come to the same result, and nothing more is sent.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import statistics
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+
+import numpy as np
+
+from ..comm import Communicator
+from ..execution.lane import Lane, ThreadLane
+from ..health.causes import BUSY, cause_of
+from ..health.change_points import HISTORY, ROWS, Series, relative_to_others
+from ..health.report import HealthLog, Slow
+from ..health.rows import Row, StepTimes, Usage
+from ..logs import log_on_root
+from .links import measure_links, slow_links
+
+STEPS = 5
+"""The least number of steps in a row."""
+
+ROW_S = 0.25
+"""The least time of a row: shorter ones show the noise of the operating system, and cost more."""
+
+WARM_STEPS = 20
+"""The first steps, which compile kernels and open connections, are in no row."""
+
+BUSY_ROWS = 2 * ROWS
+"""The number of successive rows after which a rank is slow whose processor others have: often, that passes."""
+
+LINK_ROWS = 20
+"""The number of rows between two measurements of links, while all ranks wait longer."""
+
+
+class HealthMonitor:
+    """Finds slow ranks and links, on the lane of an engine.
+
+    Args:
+        lane: The lane. Without a thread of its own, ranks would wait for rows, and none are sent.
+        log: Where the results go.
+        waits: Returns the nanoseconds that this rank has waited for others since its start.
+        logger: Receives a line when something becomes slow, and when that ends; on rank 0.
+    """
+
+    def __init__(
+        self, lane: Lane[Communicator], log: HealthLog, waits: Callable[[], int], logger: logging.Logger
+    ) -> None:
+        self._lane, self._log, self._waits, self._logger = lane, log, waits, logger
+        comm = lane.comm
+        self.due: float = WARM_STEPS if comm.size > 1 and isinstance(lane, ThreadLane) else math.inf
+        """The number of steps from which on the next row is due; the same on all ranks."""
+        self.has_data = True
+        """Whether this rank has batches: ranks without any, in `join`, are not compared."""
+        self._members = comm.flight.groups[comm.group]
+        self._steps: list[StepTimes] = []
+        self._end_ns = self._waited_ns = 0
+        self._used = Usage.now()
+        self._sent: Future[int] | None = None
+        self._begins: deque[int] = deque(maxlen=HISTORY)
+        """The steps after which the latest rows begin."""
+        self._ranks = [Series(1.25, 1.25, 1.3) for _ in range(comm.size)]
+        self._waiting = Series(0.1, 1.3, math.inf)
+        """How long all ranks wait, as a multiple of their own work: a slow link, or a slow algorithm."""
+        self._links: np.ndarray | None = None
+        """Seconds of a message over each link at the start; see `links`."""
+        self._slow_links: set[str] = set()
+        self._rows_until_links = 0
+
+    def step_ended(self, began_ns: int, end_ns: int) -> None:
+        """Note a step of this rank; times by `time.perf_counter_ns`."""
+        waited_ns = self._waits()
+        if self._end_ns and len(self._steps) < 4096:
+            waiting_s = (waited_ns - self._waited_ns) / 1e9
+            own_s = max((end_ns - self._end_ns) / 1e9 - waiting_s, 0.0)
+            self._steps.append(StepTimes(own_s, waiting_s, min((began_ns - self._end_ns) / 1e9, own_s)))
+        self._end_ns, self._waited_ns = end_ns, waited_ns
+
+    def restart(self, step: int) -> None:
+        """Continue at another step, after a checkpoint was loaded."""
+        self._steps, self._sent = [], None
+        if math.isfinite(self.due):
+            self.due = step + STEPS
+
+    def ride(self, step: int) -> None:
+        """Gather the rows of all ranks on the lane, before the buckets of this step.
+
+        Collective.
+        """
+        if self._sent is not None:
+            self.due, self._sent = self._lane.result(self._sent), None  # done since the exchange of that step
+            if step < self.due:
+                return
+        used = Usage.now()
+        steps = self._steps if self.has_data else []
+        row = Row.of(step, self._lane.comm.node, steps, used.since(self._used))
+        self._steps, self._used = [], used
+        self._sent = self._lane.submit(self._gather, row)
+
+    def _gather(self, row: Row) -> int:
+        """Return the step of the next row, the same on all ranks. Collective."""
+        comm = self._lane.comm
+        rows = [Row(*numbers) for numbers in comm.allgather(np.array(row.numbers())).tolist()]
+        self._log.add_rows(rows)
+        step = int(row.step)
+        active = [rank for rank, each in enumerate(rows) if each.steps]
+        if len(active) == comm.size:
+            self._begins.append(step - int(row.steps))
+            self._compare_ranks(rows)
+            self._compare_links(rows)
+        per_step = [each.seconds / each.steps for each in rows if each.steps]
+        return step + max(STEPS, math.ceil(ROW_S / max(statistics.median(per_step or [1.0]), 1e-6)))
+
+    def _compare_ranks(self, rows: Sequence[Row]) -> None:
+        times = relative_to_others([each.own_s for each in rows])
+        for rank, (series, factor) in enumerate(zip(self._ranks, times, strict=True)):
+            world, cause = self._members[rank], ""
+            if factor > series.limit:
+                cause = cause_of(rows[rank], [*rows[:rank], *rows[rank + 1 :]])
+            if count := series.add(factor, BUSY_ROWS if cause == BUSY else ROWS):
+                slow = Slow(f"rank {world}", (world,), self._begins[-count], factor, cause)
+                self._report(slow, begins=series.is_slow)
+
+    def _compare_links(self, rows: Sequence[Row]) -> None:
+        """Measure the links between nodes at first, and while all ranks wait longer than before."""
+        nodes = [int(each.node) for each in rows]
+        if len(set(nodes)) == 1:
+            return
+        own_s = statistics.median(each.own_s for each in rows)
+        changed = self._waiting.add(min(each.waiting_s for each in rows) / max(own_s, 1e-6))
+        self._rows_until_links -= 1
+        slow: dict[str, float] = {}
+        if self._links is None:
+            self._links = measure_links(self._lane.comm, nodes)
+        elif self._waiting.is_slow and (changed or self._rows_until_links <= 0):
+            self._rows_until_links = LINK_ROWS
+            factors = measure_links(self._lane.comm, nodes) / self._links
+            if slow_links(factors):  # again, since a measurement has outliers, too
+                factors = np.minimum(factors, measure_links(self._lane.comm, nodes) / self._links)
+            slow = slow_links(factors)
+        elif not changed:
+            return
+        for what in self._slow_links - slow.keys():
+            self._report(Slow(what, (), self._begins[-1], 1.0), begins=False)
+        for what in slow.keys() - self._slow_links:
+            self._report(Slow(what, (), self._begins[-max(changed, 1)], slow[what]), begins=True)
+        self._slow_links = set(slow)
+
+    def _report(self, slow: Slow, *, begins: bool) -> None:
+        if begins:
+            self._log.begin(slow)
+        else:
+            ended = self._log.end(slow.what, slow.since)
+            slow = slow if ended is None else ended
+        log_on_root(self._logger, self._lane.comm.rank, "%s", slow)

@@ -1,0 +1,96 @@
+"""The health of a training: the latest row of each rank, and what was slow since when."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from .rows import Row
+
+
+@dataclass(frozen=True)
+class Slow:
+    """A rank or a link that is slow, or was.
+
+    Attributes:
+        what: "rank 3", or "the link from node a to node b".
+        ranks: The rank of the world; none for a link.
+        since: The number of the first training step in which it was slow.
+        until: The step in which it was no longer slow; None before.
+        factor: How many times as long it takes: as the median of the other ranks, or as the link took at first.
+        cause: The likely cause; "" if the machine shows none.
+    """
+
+    what: str
+    ranks: tuple[int, ...]
+    since: int
+    factor: float
+    cause: str = ""
+    until: int | None = None
+
+    def __str__(self) -> str:
+        than = "the other ranks" if self.ranks else "at the start"
+        when = f"since step {self.since}" if self.until is None else f"from step {self.since} to {self.until}"
+        verb = "has been" if self.until is None else "was"
+        cause = f": {self.cause}" if self.cause else ""
+        return f"{self.what} {verb} slow {when}, {self.factor:.1f} times as long as {than}{cause}"
+
+
+@dataclass(frozen=True)
+class Health:
+    """The report of `Communicator.health`.
+
+    Attributes:
+        rows: The latest row of each rank, by rank of the engine's communicator; empty before the first.
+        slow: What is slow now.
+        past: What was slow, and is no longer; the last ones.
+    """
+
+    rows: tuple[Row, ...] = ()
+    slow: tuple[Slow, ...] = ()
+    past: tuple[Slow, ...] = ()
+
+    def __str__(self) -> str:
+        if not self.rows:
+            return "health: no row yet; ranks exchange the first one after some training steps"
+        lines = [f"step {self.rows[0].step:.0f}; milliseconds of the median step"]
+        lines += ["rank    own  waiting  between"]
+        lines += [
+            f"{rank:4d} {1e3 * row.own_s:6.1f} {1e3 * row.waiting_s:8.1f} {1e3 * row.between_s:8.1f}"
+            for rank, row in enumerate(self.rows)
+        ]
+        return "\n".join([*lines, *map(str, self.slow or ["nothing is slow"])])
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report as JSON values."""
+        return asdict(self)
+
+
+PAST = 16
+"""The number of ended `Slow` that are kept."""
+
+
+class HealthLog:
+    """The reports of the engines of a world, which replace each other; any thread may read it."""
+
+    def __init__(self) -> None:
+        self.latest = Health()
+
+    def add_rows(self, rows: Sequence[Row]) -> None:
+        """Replace the rows by the next ones."""
+        self.latest = replace(self.latest, rows=tuple(rows))
+
+    def begin(self, slow: Slow) -> None:
+        """Add what has become slow."""
+        self.latest = replace(self.latest, slow=(*self.latest.slow, slow))
+
+    def end(self, what: str, step: int) -> Slow | None:
+        """Move what is slow no longer to the past, and return it; None if it is not there."""
+        found = next((each for each in self.latest.slow if each.what == what), None)
+        if found is None:
+            return None
+        ended = replace(found, until=step)
+        slow = tuple(each for each in self.latest.slow if each is not found)
+        self.latest = replace(self.latest, slow=slow, past=(*self.latest.past, ended)[-PAST:])
+        return ended

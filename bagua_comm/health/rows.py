@@ -1,0 +1,89 @@
+"""Rows: what a rank measures in a few steps, and shares with all others."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from resource import RUSAGE_SELF, getrusage
+from typing import NamedTuple
+
+
+class StepTimes(NamedTuple):
+    """One training step of a rank, from the end of the one before, in seconds."""
+
+    own_s: float
+    """All but waits: the rank's own computing, with what its program does between steps."""
+    waiting_s: float
+    """Training waits for exchanges, or for calls of the program."""
+    between_s: float
+    """The part of `own_s` before the step begins, such as the loading of data."""
+
+
+NO_STEP = StepTimes(0.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class Row:
+    """The steps of a rank since its last row. All fields are numbers, and travel as float64."""
+
+    step: float
+    """The number of steps that have ended."""
+    node: float
+    """The node of the rank."""
+    steps: float
+    """The number of steps in this row, 0 without a batch; the three medians below are over them, in seconds."""
+    own_s: float
+    waiting_s: float
+    between_s: float
+    seconds: float
+    """The time of all of them."""
+    queued_s: float
+    """The part of `seconds` in which the thread that trains was ready, and other ones had its processor."""
+    page_faults: float
+    """Pages that were read from disk, as when memory is swapped."""
+    throttled: float
+    """How often the processor was slowed down for its temperature."""
+
+    @classmethod
+    def of(cls, step: int, node: int, steps: Sequence[StepTimes], used: Usage) -> Row:
+        """Return the row of these steps, of which `step` is the last."""
+        own_s, waiting_s, between_s = map(statistics.median, zip(*(steps or [NO_STEP]), strict=True))
+        seconds = sum(each.own_s + each.waiting_s for each in steps)
+        return cls(step, node, len(steps), own_s, waiting_s, between_s, seconds, *used)
+
+    def numbers(self) -> tuple[float, ...]:
+        """All fields, in order."""
+        return astuple(self)
+
+
+class Usage(NamedTuple):
+    """What this process has met since its start; the last fields of a `Row`."""
+
+    queued_s: float
+    page_faults: float
+    throttled: float
+
+    @classmethod
+    def now(cls) -> Usage:
+        """Return the counts until now; those that this system does not have are 0."""
+        waited = _numbers(Path("/proc/self/schedstat"))  # of the main thread: on a processor, queued, slices
+        throttled = sum(sum(_numbers(path)[:1]) for path in _THROTTLE)
+        faults = getrusage(RUSAGE_SELF).ru_majflt
+        return cls(waited[1] / 1e9 if len(waited) > 1 else 0.0, faults, throttled)
+
+    def since(self, before: Usage) -> Usage:
+        """Return the counts since an earlier time."""
+        return Usage(*(now - then for now, then in zip(self, before, strict=True)))
+
+
+_THROTTLE = sorted(Path("/sys/devices/system/cpu").glob("cpu*/thermal_throttle/package_throttle_count"))[:1]
+
+
+def _numbers(path: Path) -> list[int]:
+    """The integers in a file; none if it cannot be read."""
+    try:
+        return [int(word) for word in path.read_text().split()]
+    except (OSError, ValueError):
+        return []

@@ -1,0 +1,152 @@
+"""Rows of step times that ride along with exchanges: slow ranks and links are the same on all ranks."""
+
+import logging
+import random
+
+import numpy as np
+import pytest
+from support.engine_steps import backward
+
+from bagua_comm import DiLoCo, Engine, GradientAllReduce, Plan, Point, TensorSpec
+from bagua_comm.engine import monitor
+from bagua_comm.flight import diagnose
+from bagua_comm.testing import run_ranks
+
+PLAN = Plan.pack([TensorSpec(f"x{i}", (8,), "float32") for i in range(2)], bucket_bytes=32)
+MS = 1_000_000
+STEP_MS = 100
+
+
+def train(comm, steps, own_ms, *, waiting_ms=lambda step: 10, algorithm=None, look=lambda engine, step: None):
+    """Train with steps whose times are given, in the place of those of a clock; returns the engine's rows."""
+    with Engine(comm, algorithm or GradientAllReduce(), PLAN, PLAN.allocate()) as engine:
+        now, waited, measured = 0, 0, engine.health.step_ended
+        engine.health._waits = lambda: waited
+
+        def step_ended(*_):
+            nonlocal now, waited
+            began = now
+            now += round((own_ms(engine.step - 1, comm.rank) + waiting_ms(engine.step - 1)) * MS)
+            waited += round(waiting_ms(engine.step - 1) * MS)
+            measured(began, now)
+
+        engine._progress._ended = step_ended
+        for step in range(steps):
+            engine.at(Point.FORWARD)
+            backward(engine, [])
+            engine.at(Point.STEP)
+            look(engine, step)
+        return comm.health()
+
+
+def slowed(rank, begin, end, factor=1.5):
+    def own_ms(step, mine):
+        noise = random.Random(1000 * step + mine).uniform(0.95, 1.05)
+        return STEP_MS * noise * (factor if mine == rank and begin <= step < end else 1)
+
+    return own_ms
+
+
+def test_a_slow_rank_is_named_on_all_ranks_and_when_it_is_slow_no_longer(caplog):
+    caplog.set_level(logging.INFO, "bagua_comm")
+    named_at = {}
+
+    def body(comm):
+        def look(engine, step):
+            if comm.health().slow:
+                named_at.setdefault(comm.rank, step)
+
+        return train(comm, 120, slowed(1, 60, 90), look=look)
+
+    reports = run_ranks(3, body)
+
+    assert {(str(each.past), each.slow) for each in reports} == {(str(reports[0].past), ())}
+    (past,) = reports[0].past
+    assert (past.ranks, past.factor) == ((1,), pytest.approx(1.5, abs=0.15))
+    assert 55 <= past.since <= 61
+    assert 85 <= past.until <= 91
+    assert all(step < 80 for step in named_at.values())
+    assert len(named_at) == 3
+    lines = [
+        record.message for record in caplog.records if record.levelno == logging.INFO and "slow" in record.message
+    ]
+    assert len(lines) == 2
+    assert "rank 1 has been slow since step" in lines[0]
+    assert "rank 1 was slow from step" in lines[1]
+
+
+def test_quiet_ranks_are_not_slow():
+    for report in run_ranks(4, lambda comm: train(comm, 150, slowed(None, 0, 0))):
+        assert (report.slow, report.past) == ((), ())
+        assert len(report.rows) == 4
+        assert "nothing is slow" in str(report)
+
+
+def test_a_slow_link_is_measured_when_all_ranks_wait(monkeypatch):
+    measured = []
+
+    def links(comm, nodes):
+        measured.append(nodes)
+        seconds = np.ones((2, 2))
+        seconds[1, 0] = 2.0 if 50 < step[0] < 80 else 1.0
+        return seconds
+
+    step = [0]
+    monkeypatch.setattr(monitor, "measure_links", links)
+
+    def look(engine, at):
+        step[0] = at
+
+    def body(comm):
+        return train(comm, 130, slowed(None, 0, 0), waiting_ms=lambda at: 50 if 50 < at < 80 else 20, look=look)
+
+    for report in run_ranks(4, body, nodes=[0, 0, 1, 1]):
+        (past,) = report.past
+        assert past.what == "the link from node 1 to node 0"
+        assert past.factor == 2.0
+    assert len(measured) < 4 * 6  # at first, at the changes, and none in quiet rows
+
+
+def test_ranks_that_are_stopped_send_no_rows():
+    def body(comm):
+        with Engine(comm, GradientAllReduce(), PLAN, PLAN.allocate()) as engine:
+            engine.stop()
+            for _ in range(40 + 10 * comm.rank):
+                engine.at(Point.FORWARD)
+                backward(engine, [])
+                engine.at(Point.STEP)
+            engine.resume()
+            for _ in range(10):
+                engine.at(Point.FORWARD)
+                backward(engine, [])
+                engine.at(Point.STEP)
+        return len(comm.health().rows)
+
+    assert run_ranks(2, body) == [2, 2]
+
+
+def test_rows_ride_along_with_exchanges_only():
+    def body(comm):
+        at = []
+        train(
+            comm,
+            80,
+            slowed(None, 0, 0),
+            algorithm=DiLoCo(local_steps=16),
+            look=lambda engine, step: at.append((step, bool(comm.health().rows))),
+        )
+        return next(step for step, has_rows in at if has_rows)
+
+    first = run_ranks(2, body)
+    assert set(first) <= {31, 32}
+
+
+def test_a_diagnosis_names_the_rank_that_was_slow():
+    def body(comm):
+        train(comm, 80, slowed(1, 40, 80))
+        return comm.flight.record()
+
+    diagnosis = diagnose(run_ranks(2, body))
+    (finding,) = [each for each in diagnosis.findings if each.kind == "slow"]
+    assert finding.ranks == (1,)
+    assert "rank 1 has been slow since step 4" in finding.text or "since step 3" in finding.text
