@@ -42,24 +42,25 @@ def measure_links(comm: Communicator, nodes: Sequence[int]) -> np.ndarray:
     return np.ascontiguousarray(comm.allgather(seconds)[leaders].T)
 
 
-def slow_links(factors: np.ndarray) -> dict[str, float]:
+def slow_links(factors: np.ndarray, names: Sequence[str]) -> dict[str, float]:
     """Return what is slow, with its factor: all that a node sends or receives, or the link between two nodes.
 
     Args:
         factors: How many times as long a message takes as at the start; row: sender, column: receiver.
+        names: The names of the nodes.
 
-    >>> slow_links(np.array([[np.nan, 1.1, 1.0], [2.0, np.nan, 1.8], [1.0, 0.9, np.nan]]))
-    {'what node 1 sends': 1.9}
-    >>> slow_links(np.array([[np.nan, 2.0], [1.0, np.nan]]))
-    {'the link from node 0 to node 1': 2.0}
+    >>> slow_links(np.array([[np.nan, 1.1, 1.0], [2.0, np.nan, 1.8], [1.0, 0.9, np.nan]]), "abc")
+    {'what b sends': 1.9}
+    >>> slow_links(np.array([[np.nan, 2.0], [1.0, np.nan]]), "ab")
+    {'the link from a to b': 2.0}
     """
     found, rest = {}, factors > SLOW
     for axis, does in ((1, "sends"), (0, "receives")):
         for node, of_node in enumerate(factors if axis else factors.T):
             factor = float(np.nanmedian(of_node))
             if len(factors) > 2 and factor > SLOW and np.nanmin(of_node) > (1 + SLOW) / 2:
-                found[f"what node {node} {does}"] = round(factor, 2)
+                found[f"what {names[node]} {does}"] = round(factor, 2)
                 (rest if axis else rest.T)[node] = False
     for sender, receiver in np.argwhere(rest):
-        found[f"the link from node {sender} to node {receiver}"] = round(float(factors[sender, receiver]), 2)
+        found[f"the link from {names[sender]} to {names[receiver]}"] = round(float(factors[sender, receiver]), 2)
     return found

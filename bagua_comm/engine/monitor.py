@@ -20,10 +20,9 @@ import numpy as np
 
 from ..comm import Communicator
 from ..execution.lane import Lane, ThreadLane
-from ..health.causes import BUSY, cause_of
 from ..health.change_points import HISTORY, ROWS, Series, relative_to_others
-from ..health.report import HealthLog, Slow
-from ..health.rows import Row, StepTimes, Usage
+from ..health.findings import HealthLog, Slow
+from ..health.rows import BUSY, Row, StepTimes, Usage
 from ..logs import log_on_root
 from .links import measure_links, slow_links
 
@@ -126,7 +125,7 @@ class HealthMonitor:
         for rank, (series, factor) in enumerate(zip(self._ranks, times, strict=True)):
             world, cause = self._members[rank], ""
             if factor > series.limit:
-                cause = cause_of(rows[rank], [*rows[:rank], *rows[rank + 1 :]])
+                cause = rows[rank].cause([*rows[:rank], *rows[rank + 1 :]])
             if count := series.add(factor, BUSY_ROWS if cause == BUSY else ROWS):
                 slow = Slow(f"rank {world}", (world,), self._begins[-count], factor, cause)
                 self._report(slow, begins=series.is_slow)
@@ -136,6 +135,7 @@ class HealthMonitor:
         nodes = [int(each.node) for each in rows]
         if len(set(nodes)) == 1:
             return
+        names = [f"node {node} (rank {self._members[nodes.index(node)]})" for node in sorted(set(nodes))]
         own_s = statistics.median(each.own_s for each in rows)
         changed = self._waiting.add(min(each.waiting_s for each in rows) / max(own_s, 1e-6))
         self._rows_until_links -= 1
@@ -145,9 +145,9 @@ class HealthMonitor:
         elif self._waiting.is_slow and (changed or self._rows_until_links <= 0):
             self._rows_until_links = LINK_ROWS
             factors = measure_links(self._lane.comm, nodes) / self._links
-            if slow_links(factors):  # again, since a measurement has outliers, too
+            if slow_links(factors, names):  # again, since a measurement has outliers, too
                 factors = np.minimum(factors, measure_links(self._lane.comm, nodes) / self._links)
-            slow = slow_links(factors)
+            slow = slow_links(factors, names)
         elif not changed:
             return
         for what in self._slow_links - slow.keys():

@@ -21,7 +21,7 @@ from typing import Any, Protocol, TypeAlias
 from weakref import WeakSet, WeakValueDictionary
 
 from ..errors import CommAborted, CommTimeout, RankFailed
-from ..health.report import HealthLog
+from ..health.findings import HealthLog
 from ..system.files import make_own_folder, write_at_once
 from ..system.processes import ProcessId
 from .entries import WORLD, Entry, RankRecord, RecordedFailure, file_name, numbered

@@ -1,13 +1,22 @@
-"""Rows: what a rank measures in a few steps, and shares with all others."""
+"""Rows: what a rank measures in a few steps and shares with all others, and the causes that this shows."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
 from typing import NamedTuple
+
+SHARE = 0.4
+"""A cause explains at least this share of the time that a rank needs more than the others."""
+
+FAULTS_S = 20.0
+"""Pages read from disk in a second, from which on a process is swapping."""
+
+BUSY = "other processes have its processor"
+"""The cause that comes and goes most often."""
 
 
 class StepTimes(NamedTuple):
@@ -56,6 +65,25 @@ class Row:
     def numbers(self) -> tuple[float, ...]:
         """All fields, in order."""
         return astuple(self)
+
+    def cause(self, others: Sequence[Row]) -> str:
+        """Return the likely cause why its rank takes longer than the others; "" if the machine shows none."""
+
+        def more(value: Callable[[Row], float]) -> float:
+            return value(self) - statistics.median(map(value, others))
+
+        longer_s = more(lambda row: row.own_s)
+        if longer_s <= 0 or not self.steps:
+            return ""
+        if self.page_faults > FAULTS_S * self.seconds:
+            return "its memory is swapped: it reads pages from disk"
+        if more(lambda row: row.queued_s / max(row.steps, 1)) > SHARE * longer_s:
+            return BUSY
+        if self.throttled > 0:
+            return "its processor is slowed down for its temperature"
+        if more(lambda row: row.between_s) > SHARE * longer_s:
+            return "it is late between steps, as when data is loaded"
+        return ""
 
 
 class Usage(NamedTuple):

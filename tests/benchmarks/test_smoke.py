@@ -46,6 +46,7 @@ CASES = {
     "hooks": Case("-t 6 -e 3 -n 1 -s 2 -w 1 --json", 2, "torch"),
     "functions": Case("--warmup 3 --repetitions 3 --json", 2),
     "halos": Case("-s 4 -n 2 --json", 2),
+    "health": Case("quiet --steps 100 --json"),
     "latency": Case("-s 4 -n 2 --json", 2),
     "net_check": Case("--messages 800 --builds short --json"),
     "programs": Case("gan --launchers bagua --json", 0, "torch"),

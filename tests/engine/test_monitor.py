@@ -102,7 +102,7 @@ def test_a_slow_link_is_measured_when_all_ranks_wait(monkeypatch):
 
     for report in run_ranks(4, body, nodes=[0, 0, 1, 1]):
         (past,) = report.past
-        assert past.what == "the link from node 1 to node 0"
+        assert past.what == "the link from node 1 (rank 2) to node 0 (rank 0)"
         assert past.factor == 2.0
     assert len(measured) < 4 * 6  # at first, at the changes, and none in quiet rows
 

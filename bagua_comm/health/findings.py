@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 from .rows import Row
 
@@ -62,7 +61,7 @@ class Health:
         ]
         return "\n".join([*lines, *map(str, self.slow or ["nothing is slow"])])
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """The report as JSON values."""
         return asdict(self)
 

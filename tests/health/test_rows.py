@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from bagua_comm.health.causes import BUSY, cause_of
-from bagua_comm.health.rows import Row, StepTimes, Usage
+from bagua_comm.health.rows import BUSY, Row, StepTimes, Usage
 
 USUAL = Row.of(100, 0, [StepTimes(0.1, 0.02, 0.01)] * 5, Usage(0.0, 0, 0))
 SLOW = replace(USUAL, own_s=0.2, seconds=1.1)
@@ -23,16 +22,16 @@ SLOW = replace(USUAL, own_s=0.2, seconds=1.1)
     ],
 )
 def test_a_cause_is_named_if_it_explains_the_time(facts, cause):
-    assert cause_of(replace(SLOW, **facts), [USUAL, USUAL]) == cause
+    assert replace(SLOW, **facts).cause([USUAL, USUAL]) == cause
 
 
 def test_what_all_ranks_have_is_no_cause():
     busy = replace(USUAL, queued_s=0.4, between_s=0.09)
-    assert cause_of(replace(SLOW, queued_s=0.4, between_s=0.09), [busy, busy]) == ""
+    assert replace(SLOW, queued_s=0.4, between_s=0.09).cause([busy, busy]) == ""
 
 
 def test_a_rank_that_is_not_slower_has_no_cause():
-    assert cause_of(replace(USUAL, queued_s=0.5), [USUAL]) == ""
+    assert replace(USUAL, queued_s=0.5).cause([USUAL]) == ""
 
 
 def test_usage_counts_since_a_time_before():
