@@ -232,8 +232,8 @@ class Engine(Live, Closing):
         weights = self._exchanges.mean_weights
         if not weights.is_open:
             weights.open(exchanges=weights.are_due and self.communicates)
-            if self.step >= self.health.due and self.communicates:
-                self.health.ride(self.step)
+            if self.health.is_on and self.communicates:
+                self.health.ride()
 
     def ready(self, name: str) -> None:
         """Report that the values of a tensor are complete in this step. Do not change them until `BACKWARD`.
@@ -549,7 +549,6 @@ class Engine(Live, Closing):
         self._training = loaded.training
         self._exchanges.set_step(loaded.header.step)
         self._progress.restart()
-        self.health.restart(loaded.header.step)
         self._begin_phase(loaded.header.phase_began, loaded.states)
         self._weights.load(differ=self._drifts and loaded.continues)
         self._replacements.belong()

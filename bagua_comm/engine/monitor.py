@@ -1,7 +1,7 @@
 """The health of a training, while it runs: rows of step times, which ride along with exchanges on the lane.
 
     step_ended       each step of this rank
-    ride             every few steps, in one that communicates: ranks gather their rows, before the first bucket
+    ride             every few backward passes that exchange: ranks gather their rows, before the first bucket
     (on the lane)    change points in them; the links between nodes are measured if all ranks wait longer
 
 Every rank has the same rows, so that all come to the same result, and nothing more is sent.
@@ -32,8 +32,8 @@ STEPS = 5
 ROW_S = 0.25
 """The least time of a row: shorter ones show the noise of the operating system, and cost more."""
 
-WARM_STEPS = 20
-"""The first steps, which compile kernels and open connections, are in no row."""
+WARM_PASSES = 5
+"""The number of the first backward pass with a row."""
 
 BUSY_ROWS = 2 * ROWS
 """The number of successive rows after which a rank is slow whose processor others have: often, that passes."""
@@ -57,17 +57,19 @@ class HealthMonitor:
     ) -> None:
         self._lane, self._log, self._waits, self._logger = lane, log, waits, logger
         comm = lane.comm
-        self.due: float = WARM_STEPS if comm.size > 1 and isinstance(lane, ThreadLane) else math.inf
-        """The number of steps from which on the next row is due; the same on all ranks."""
+        self.is_on = comm.size > 1 and isinstance(lane, ThreadLane)
+        """Whether ranks send rows."""
+        self._passes, self._due, self._sent_at = 0, WARM_PASSES, 0
+        """Numbers of passes that have exchanged: now, when the next row is sent, and when the last one was."""
         self.has_data = True
         """Whether this rank has batches: ranks without any, in `join`, are not compared."""
         self._members = comm.flight.groups[comm.group]
         self._steps: list[StepTimes] = []
-        self._end_ns = self._waited_ns = 0
+        self._step = self._end_ns = self._waited_ns = 0
         self._used = Usage.now()
         self._sent: Future[int] | None = None
         self._begins: deque[int] = deque(maxlen=HISTORY)
-        """The steps after which the latest rows begin."""
+        """The steps with which the latest rows begin."""
         self._ranks = [Series(1.25, 1.25, 1.3) for _ in range(comm.size)]
         self._waiting = Series(0.1, 1.3, math.inf)
         """How long all ranks wait, as a multiple of their own work: a slow link, or a slow algorithm."""
@@ -76,49 +78,51 @@ class HealthMonitor:
         self._slow_links: set[str] = set()
         self._rows_until_links = 0
 
-    def step_ended(self, began_ns: int, end_ns: int) -> None:
-        """Note a step of this rank; times by `time.perf_counter_ns`."""
-        waited_ns = self._waits()
+    def step_ended(self, step: int, began_ns: int, end_ns: int) -> None:
+        """Note step number `step` of this rank; times by `time.perf_counter_ns`."""
+        self._step, waited_ns = step, self._waits()
         if self._end_ns and len(self._steps) < 4096:
             waiting_s = (waited_ns - self._waited_ns) / 1e9
             own_s = max((end_ns - self._end_ns) / 1e9 - waiting_s, 0.0)
             self._steps.append(StepTimes(own_s, waiting_s, min((began_ns - self._end_ns) / 1e9, own_s)))
         self._end_ns, self._waited_ns = end_ns, waited_ns
 
-    def restart(self, step: int) -> None:
-        """Continue at another step, after a checkpoint was loaded."""
-        self._steps, self._sent = [], None
-        if math.isfinite(self.due):
-            self.due = step + STEPS
-
-    def ride(self, step: int) -> None:
-        """Gather the rows of all ranks on the lane, before the buckets of this step.
+    def ride(self) -> None:
+        """Gather the rows of all ranks on the lane, if they are due, before the buckets of a backward pass.
 
         Collective.
         """
+        self._passes += 1
+        if self._passes < self._due:
+            return
         if self._sent is not None:
-            self.due, self._sent = self._lane.result(self._sent), None  # done since the exchange of that step
-            if step < self.due:
+            self._due = self._sent_at + self._lane.result(self._sent)  # done since the exchange of that pass
+            self._sent = None
+            if self._passes < self._due:
                 return
         used = Usage.now()
         steps = self._steps if self.has_data else []
-        row = Row.of(step, self._lane.comm.node, steps, used.since(self._used))
+        row = Row.of(self._step, self._lane.comm.node, steps, used.since(self._used))
         self._steps, self._used = [], used
-        self._sent = self._lane.submit(self._gather, row)
+        self._sent = self._lane.submit(self._gather, row, self._passes - self._sent_at)
+        self._sent_at = self._passes
 
-    def _gather(self, row: Row) -> int:
-        """Return the step of the next row, the same on all ranks. Collective."""
+    def _gather(self, row: Row, passes: int) -> int:
+        """Gather the rows of the last `passes` passes; return after how many the next one is due.
+
+        Collective. The result is the same on all ranks.
+        """
         comm = self._lane.comm
         rows = [Row(*numbers) for numbers in comm.allgather(np.array(row.numbers())).tolist()]
         self._log.add_rows(rows)
-        step = int(row.step)
-        active = [rank for rank, each in enumerate(rows) if each.steps]
-        if len(active) == comm.size:
-            self._begins.append(step - int(row.steps))
+        if all(each.steps for each in rows):
+            self._begins.append(int(rows[0].step - rows[0].steps) + 1)
             self._compare_ranks(rows)
             self._compare_links(rows)
-        per_step = [each.seconds / each.steps for each in rows if each.steps]
-        return step + max(STEPS, math.ceil(ROW_S / max(statistics.median(per_step or [1.0]), 1e-6)))
+        steps, seconds = (
+            statistics.median(column) for column in ([r.steps for r in rows], [r.seconds for r in rows])
+        )
+        return math.ceil(max(STEPS * passes / max(steps, 1), ROW_S * passes / max(seconds, 1e-3)))
 
     def _compare_ranks(self, rows: Sequence[Row]) -> None:
         times = relative_to_others([each.own_s for each in rows])

@@ -35,7 +35,7 @@ class Progress:
         on_device: Whether a device exchanges, for which the host does not wait.
         order: Checks the order of the points; None for a wrapper, which has its own spans of the stages of a
             step: "forward and backward", from `FORWARD` to `BACKWARD`, and "optimizer", from there to `STEP`.
-        ended: Called with the begin and the end of each step, by `time.perf_counter_ns`.
+        ended: Called with the number of each step, its begin and its end, by `time.perf_counter_ns`.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Progress:
         *,
         on_device: bool,
         order: PointOrder | None,
-        ended: Callable[[int, int], None],
+        ended: Callable[[int, int, int], None],
     ) -> None:
         self._order, self._ended = order, ended
         self._tracer, self._logger, self._rank, self._counters = tracer, logger, rank, counters
@@ -107,7 +107,7 @@ class Progress:
 
     def _end(self, end_ns: int, step: int) -> None:
         self._tracer.add("step", self._began_ns, end_ns, {"step": step})
-        self._ended(self._began_ns, end_ns)
+        self._ended(step, self._began_ns, end_ns)
         self._began_ns, self._passed = 0, False
         self._steps, self._last_ns = self._steps + 1, end_ns
         if self._steps == 1:  # it compiles kernels and opens connections

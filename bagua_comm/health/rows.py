@@ -38,7 +38,7 @@ class Row:
     """The steps of a rank since its last row. All fields are numbers, and travel as float64."""
 
     step: float
-    """The number of steps that have ended."""
+    """The number of the last step, counted from 0."""
     node: float
     """The node of the rank."""
     steps: float
