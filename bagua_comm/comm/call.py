@@ -27,7 +27,15 @@ from ..transports.base import Transport
 from ..transports.call_state import check_timeout
 from ..transports.flow import Move
 from .agreement import compare_calls
-from .arguments import EMPTY, NO_OUTPUT, as_argument, resolve_output, transport_for
+from .arguments import (
+    EMPTY,
+    NO_OUTPUT,
+    as_argument,
+    check_mutable,
+    check_writable,
+    resolve_output,
+    transport_for,
+)
 from .base import CommBase
 from .guard import POINT_TO_POINT
 from .prepared import Fills, PreparedCall, describe, signature
@@ -98,6 +106,17 @@ class Call:
         """Set the output: `out`, or a new array of `shape` if it is None."""
         self.output = resolve_output(self.name, "out", out, shape, self.x, any_shape=any_shape)
         self.target = self.output.target
+
+    def reduces_to(self, out: object | None, op: str) -> None:
+        """Set the output of a reduction by `op`: `out`, or a new array if it is None; it may be `x`."""
+        self.check_reduction(op)
+        self.writes_to(out, self.x.shape)
+        self.in_place()
+
+    def broadcasts(self, root: int) -> None:
+        """Raise unless `x` can be sent by `root`, and received into by the others."""
+        check = check_mutable if self.comm.rank == root else check_writable
+        check(self.name, "x", self.original, self.x)
 
     def in_place(self) -> None:
         """Allow `out` to be `x`; raise if they overlap in any other way."""

@@ -13,7 +13,7 @@ from ..arrays import A, AnyArray, Array, Counts, Elements, Op, S, as_real, parts
 from ..errors import ArrayError, shown_as
 from ..transports.flow import COLLECTIVE
 from .agreement import compare_calls, compare_counts
-from .arguments import EMPTY, GIVEN, check_counts, check_mutable, check_writable, even_chunk
+from .arguments import EMPTY, GIVEN, check_counts, even_chunk
 from .base import CommBase
 from .call import Call
 from .prepared import run_if_known
@@ -72,9 +72,7 @@ class Collectives(CommBase):
         if repeated is not None:
             return repeated
         call = Call(self, "allreduce", x, op=op, timeout_s=timeout_s)
-        call.check_reduction(op)
-        call.writes_to(out, call.x.shape)
-        call.in_place()
+        call.reduces_to(out, op)
         call.contiguous()
         transport = call.transport
         call.run_and_cache(lambda x, out: transport.allreduce(as_real(x, op), as_real(out, op), op), op)
@@ -128,8 +126,7 @@ class Collectives(CommBase):
             return x
         call = Call(self, "broadcast", x, root=root, timeout_s=timeout_s)
         value = call.x
-        check = check_mutable if self.rank == root else check_writable
-        check("broadcast", "x", x, value)
+        call.broadcasts(root)
         call.contiguous()
         call.sends(call.x if self.rank == root else None)
         call.target, transport = call.x, call.transport
@@ -320,9 +317,7 @@ class Collectives(CommBase):
     def _prefix(self, name: str, x: object, out: object, op: Op, timeout_s: float | None) -> Any:
         """The body of `scan` and `exscan`."""
         call, exclusive = Call(self, name, x, op=op, timeout_s=timeout_s), name == "exscan"
-        call.check_reduction(op)
-        call.writes_to(out, call.x.shape)
-        call.in_place()
+        call.reduces_to(out, op)
         call.contiguous()
         scan = call.transport.scan
         call.run(lambda x, target: scan(as_real(x, op), as_real(target, op), op, exclusive=exclusive))

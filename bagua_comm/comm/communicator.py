@@ -262,7 +262,16 @@ class Communicator(Collectives, GatherScatter, CoalescedCollectives, ObjectCalls
         """Begin an `allreduce`; return a future of its result.
 
         Collective. It runs on a lane that this communicator keeps, in the order in which such calls begin.
+
+        Raises:
+            ArrayError: See `allreduce`; nothing has begun, and later calls work.
+            UnsupportedError: See `allreduce`.
         """
+        call = Call(self, "iallreduce", x, op=op, timeout_s=timeout_s)
+        if out is None:
+            call.check_reduction(op)  # the lane allocates
+        else:
+            call.reduces_to(out, op)
         lane = self._kept_lane()
         return lane.submit(lane.comm.allreduce, x, out, op=op, timeout_s=timeout_s)
 
@@ -271,7 +280,13 @@ class Communicator(Collectives, GatherScatter, CoalescedCollectives, ObjectCalls
         """Begin a `broadcast`; return a future of `x`.
 
         Collective. See `iallreduce`.
+
+        Raises:
+            ArrayError: See `broadcast`.
+            UnsupportedError: See `broadcast`.
         """
+        root = self._check_peer("ibroadcast", "root", root)
+        Call(self, "ibroadcast", x, root=root, timeout_s=timeout_s).broadcasts(root)
         lane = self._kept_lane()
         return lane.submit(lane.comm.broadcast, x, root=root, timeout_s=timeout_s)
 
