@@ -304,10 +304,20 @@ class PointToPoint(CommBase):
         text = f"{name}({', '.join(f'{key}={value}' for key, value in first.detail.items())})"
 
         def begin(*_: Array) -> Request:
-            ended = first.transport.begin_labelled(found.sends, found.receives)
+            note = call.later_failure(self)
+            has_ended = first.transport.begin_labelled(found.sends, found.receives)
+
+            def ended(until_s: float) -> bool:
+                try:
+                    return has_ended(until_s)
+                except Exception as exc:
+                    note(exc)
+                    raise
+
             return self._requests.add(text, ended, result, limit_s, polled=first.transport.needs_polling)
 
-        return cast(Request, first.run(begin))  # within it, a signal handler's exception aborts what has begun
+        call = first.once(begin)
+        return cast(Request, first.run_prepared(call))  # an exception of a signal handler aborts what has begun
 
     def _run_if_known(
         self, name: str, arguments: tuple[int | str | None, ...], x: object, out: object, timeout_s: float | None

@@ -6,7 +6,7 @@ All calls run through `PreparedCall.run`, once or, on other arrays of the same d
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from threading import get_ident
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypeAlias, cast
@@ -255,16 +255,29 @@ class PreparedCall:
             counts = {"bytes": self._payload, "wire_bytes": self._transport.sent_bytes - sent}
             reason = {"dtype": arrays.dtype_name(self.dtype), "error": type(error).__name__}
             comm.tracer.add(self.name, start, end, {**self.head[5], **counts, **reason})
-        record[flight.ERROR] = f"{type(error).__name__}: {error}"
-        record.append(current_method())
-        if isinstance(error, CommError) and error.args:
-            self._explain(comm, record, error)
+        self._note_error(comm, record, error)
         if comm.hooks.all:
             comm.hooks.call("failed", self._view(comm, record, x, error=error, seconds=(end - start) / 1e9))
         if outermost:
             comm.guard.thread = 0
         if ranges is not None:
             ranges.close()
+
+    def later_failure(self, comm: CommBase) -> Callable[[BaseException], None]:
+        """A function that records and explains an error of what this run begins; to be called within `move`."""
+        record = comm.flight.record_of(self.head)
+
+        def note(error: BaseException) -> None:
+            record[flight.END] = time.perf_counter_ns()
+            self._note_error(comm, record, error)
+
+        return note
+
+    def _note_error(self, comm: CommBase, record: flight.Record, error: BaseException) -> None:
+        record[flight.ERROR] = f"{type(error).__name__}: {error}"
+        record.append(current_method())
+        if isinstance(error, CommError) and error.args:
+            self._explain(comm, record, error)
 
     def _explain(self, comm: CommBase, record: flight.Record, error: CommError) -> None:
         """Add the call, the call before it and the folder of the flight records to the message of an error.
@@ -274,6 +287,8 @@ class PreparedCall:
         """
         call, method = numbered(describe(self.head), record[flight.NUMBER], comm.group), current_method()
         text = _of_fewer_batches(comm, error) or error.args[0]
+        for transport in comm.transports:
+            transport.name_failure(f"{call} on rank {comm.rank}: {type(error).__name__}: {text}")
         before = comm.flight.call_before(record)
         text += f"; before it: {before}" if before else ""
         error.args = (f"{f'{method} ({call})' if method else call}: {text}",)

@@ -9,7 +9,7 @@ from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from typing import Any
 
-from ..errors import ArrayError, CommAborted, CommError
+from ..errors import ArrayError, CommAborted
 from ..flight import Entry
 from .futures import TASK_END_S, TaskFuture, wait_for_tasks
 from .lane import LaneComm
@@ -62,8 +62,6 @@ class Request(TaskFuture):
                         name = f"{self.name} under way"
                         self._comm.tracer.add(name, self._begun_ns, time.perf_counter_ns(), {})
                 except Exception as exc:
-                    if isinstance(exc, CommError):
-                        exc.args = (f"{self.name}: {exc}",)
                     self.fail(exc, self._failures)
         return super().done()
 

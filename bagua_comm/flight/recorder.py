@@ -176,6 +176,10 @@ class FlightRecorder:
             if len(self._failures) < FAILURES:
                 self._failures.append(RecordedFailure(RankFailed.__name__, text, (rank,)))
 
+    def record_of(self, head: Head) -> Record:
+        """The latest record of a call that has begun just now."""
+        return next(each for each in reversed(tuple(self.ring)) if each[HEAD] is head)
+
     def call_before(self, record: Record) -> str:
         """The name and number of the call before this one in its communicator; "" if it was the first.
 

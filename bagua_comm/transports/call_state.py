@@ -34,6 +34,7 @@ class CallState:
         self._deadline_s: float | None = None
         self.broken: str | None = None
         """Why no call can be made any more; None as long as calls can."""
+        self._has_refused = False
 
     def begin_call(self, name: str, *, collective: bool, describe: Callable[[], str] | None = None) -> None:
         """Begin a call of the user: from its first wait on, all its waits together may take `timeout_s`.
@@ -84,6 +85,11 @@ class CallState:
             return ""
         return self._describe()
 
+    def waited(self) -> str:
+        """A clause that says how long the call in progress may wait, as errors show it."""
+        call = f" in {self._call}" if self._call is not None else ""
+        return f"waited {self.limit_s:g} s for its peers{call}"
+
     def deadline_s(self) -> float:
         """The time by `time.monotonic` at which a wait that begins now must end."""
         if self._call is None:
@@ -108,11 +114,17 @@ class CallState:
     def check_usable(self) -> None:
         """Raise `CommAborted` if no call can be made any more."""
         if self.broken is not None:
+            self._has_refused = True
             raise CommAborted(f"rank {self.rank}: this communicator cannot be used: {self.broken}")
 
     def refuse_calls(self, reason: str) -> None:
         """Refuse all calls from now on; the first reason stays."""
         self.broken = self.broken or reason
+
+    def name_failure(self, failure: str) -> None:
+        """Name the failed call in the errors of later ones, unless one of these has failed already."""
+        if self.broken is not None and not self._has_refused:
+            self._has_refused, self.broken = True, f"a call failed earlier: {failure}"
 
 
 def check_timeout(call: str, timeout_s: object, error: type[BaguaError] = BootstrapError) -> float:

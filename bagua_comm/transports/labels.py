@@ -157,11 +157,17 @@ def _copy_message(receive: Receive) -> None:
         as_bytes(receive.out)[...] = as_bytes(receive.message)
 
 
+def taken(send: Labelled) -> str:
+    """What a send waits for, in errors."""
+    peer, x, of = send
+    return f"rank {peer} receives {x.nbytes} bytes{_with_tag(of)}"
+
+
 def missing(receive: Receive, arrived: Sequence[bytes]) -> str:
     """What an error says of a receive that waits: its tag, and those that have come from its sources."""
     tags = ", ".join(sorted(set(map(tag_of, arrived))))
     if not tags:
-        return _with_tag(receive.expected)
+        return f"{_with_tag(receive.expected)}; nothing else came from there"
     return f" with tag {tag_of(receive.expected)}; from there came messages with other tags: {tags}"
 
 

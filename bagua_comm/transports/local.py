@@ -263,9 +263,8 @@ class LocalTransport(Transport):
         return None
 
     def _check_alive(self) -> None:
-        reason = self._hub.aborted or self.broken
-        if reason is not None:
-            raise CommAborted(f"this communicator cannot be used: {reason}")
+        self.broken = self.broken or self._hub.aborted
+        self.check_usable()
 
 
 def _copy(x: Array, out: Array) -> None:

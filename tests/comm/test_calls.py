@@ -275,11 +275,18 @@ def test_a_request_that_nobody_answers_is_named():
                 comm.recv(np.ones(2), source=0)
             return
         request = comm.irecv(np.ones(2), source=1, tag="x", timeout_s=0.2)
-        message = (
-            r"irecv\(source=1, tag=x\): rank 0 .* for 16 bytes from rank 1 with tag 'x'; from there came .*: 3"
-        )
+        message = r"irecv\(.*, tag=x\) #1: rank 0 .* for 16 bytes from rank 1 with tag 'x'; from there came .*: 3"
         with pytest.raises(CommTimeout, match=message):
             wait_all([request])
+        begun = comm.flight.entries()[0]
+        assert (begun.name, begun.state) == ("irecv", "failed")
+        assert begun.error.startswith("CommTimeout: rank 0 waited")
+        with pytest.raises(
+            CommAborted, match=r"a call failed earlier: irecv\(.* #1 on rank 0: CommTimeout: rank 0"
+        ):
+            comm.barrier()
+        with pytest.raises(CommAborted, match="a call failed earlier: irecv"):
+            comm.barrier()
 
     run_ranks(2, body, timeout_s=30)
 

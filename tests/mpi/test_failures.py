@@ -150,7 +150,7 @@ def test_a_request_to_a_rank_that_has_left_ends_soon(comm):
             assert not world.transports[0].leave()
         else:
             request = world.irecv(np.zeros(3), source=last, tag="x")
-            expected = rf"irecv\(source={last}, tag=x\): .* waits for rank {last} \(on .*\), which has left"
+            expected = rf"irecv\(.*source={last}, tag=x\) #1: .* waits for rank {last} \(on .*\), which has left"
             with pytest.raises(CommMismatch, match=expected):
                 request.result(timeout=40)
 
@@ -162,9 +162,20 @@ def test_a_request_that_nobody_answers_names_its_own_time_limit(comm):
             with pytest.raises(CommTimeout, match=rf"rank {last} of {comm.size} waited 0\.25 s for its peers"):
                 request.result(timeout=40)
         else:
-            expected = rf"rank {last} .* waited for its peers until its time limit, rank {world.rank} with"
+            expected = rf"rank {last} .* waited 0\.25 s for its peers in irecv, rank {world.rank} with it"
             with pytest.raises(CommTimeout, match=expected):
                 world.recv(np.zeros(1), source=last)
+            with pytest.raises(CommAborted, match=rf"failed earlier: recv\(.*rank {last} .* in irecv"):
+                world.barrier()
+
+
+def test_a_timeout_of_a_long_send_names_its_receiver_and_its_tag(comm):
+    with world_of(comm) as (world, last):
+        expected = (
+            rf"send\(.* missing: rank {last} .*; it waited until rank {last} receives 800000 bytes with tag 'x'"
+        )
+        x = np.zeros(100_000)
+        raises_late(world, last, CommTimeout, expected, lambda: world.send(x, dest=last, tag="x"))
 
 
 def test_a_wait_for_a_rank_that_raised_gets_its_error(comm):

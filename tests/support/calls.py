@@ -191,8 +191,8 @@ def requests_in_the_background(comm, put):
         assert results[-1] is first
         same(first, np.full(3, p - 1))
         assert all(request.done() for request in begun)
-    for name, wrong in (("op", {"op": "mean"}), ("out", {"out": put(np.ones(2))}), ("timeout_s", {"timeout_s": 0})):
-        raises(ArrayError, f"iallreduce: {name} ", comm.iallreduce, first, **wrong)
+    for name, wrong in {"op": "mean", "out": put(np.ones(2)), "timeout_s": 0}.items():
+        raises(ArrayError, f"iallreduce: {name} ", comm.iallreduce, first, **{name: wrong})
     raises(UnsupportedError, "iallreduce: x: ", comm.iallreduce, "sum")
     raises(ArrayError, f"ibroadcast: root is {p}, expected a rank", comm.ibroadcast, first, root=p)
     raises(ArrayError, "ibroadcast: x ", comm.ibroadcast, np.float64(1), root=0)

@@ -148,7 +148,7 @@ class Endpoint:
                 if deadline_s is None:
                     deadline_s = self.calls.deadline_s()
                 if now > deadline_s:
-                    raise self.overdue(peers, None)
+                    raise self.overdue(peers)
                 time.sleep(min(max(shortest, waited / 10), longest))
                 if between is not None:
                     between()
@@ -177,21 +177,19 @@ class Endpoint:
         for rank in self.calls.others() if peers is None else peers:
             for notice, arrived_s in self.detector.final_notices(rank):
                 if notice.error == CommTimeout.__name__:
-                    raise self.overdue(peers, rank)
+                    raise self.overdue(peers, self.detector.timeout_of_peer(notice))
                 if time.monotonic() - arrived_s > tuning.GRACE_S:
                     raise self.detector.departure(rank, notice)
 
-    def overdue(
-        self, peers: Collection[int] | None, first: int | None, limit_s: float | None = None
-    ) -> CommError:
-        """The error to raise if a wait took too long, here or on rank `first`; names missing ranks, if known.
+    def overdue(self, peers: Collection[int] | None, error: CommTimeout | None = None) -> CommError:
+        """The error to raise if a wait took too long; names missing ranks, if known.
 
-        The limit is that of the call in progress, unless `limit_s` is given.
+        It was that of the call in progress, unless another `error` is given.
         """
         dead = self.detector.failed_ranks()
         if dead:
             return self.detector.death(dead)
-        error = self.detector.timeout(first, limit_s)
+        error = error or self.detector.timeout()
         self.notify(error)
         return self.detector.timeout_with_names(error, peers)
 

@@ -139,13 +139,13 @@ class FailureDetector:
         what = f"{names} died" if dead else "another rank noticed that a rank died or is missing"
         return RankFailed(f"{self.who}: {what}", dead)
 
-    def timeout(self, first: int | None, limit_s: float | None = None) -> CommTimeout:
-        """The error to raise because a wait took too long, here or on rank `first`, whose limit is its own."""
-        if first is None:
-            waited_s = self._calls.limit_s if limit_s is None else limit_s
-            return CommTimeout(f"{self.who} waited {waited_s:g} s for its peers")
-        began = f"rank {first} of {self._calls.size} waited for its peers until its time limit"
-        return CommTimeout(f"{began}, rank {self._calls.rank} with it")
+    def timeout(self, waited: str | None = None) -> CommTimeout:
+        """The error to raise because a wait took too long: that of the call in progress, or one that `waited`."""
+        return CommTimeout(f"{self.who} {waited or self._calls.waited()}")
+
+    def timeout_of_peer(self, notice: Notice) -> CommTimeout:
+        """The error to raise because a wait of another rank took too long, by its `notice`."""
+        return CommTimeout(f"{notice.reason.partition(', rank ')[0]}, rank {self._calls.rank} with it")
 
     def timeout_with_names(self, error: CommTimeout, peers: Collection[int] | None) -> CommTimeout:
         """`error` with the names of the missing ranks among `peers`, or among all others if None."""

@@ -15,7 +15,7 @@ from mpi4py import MPI
 from ...arrays import Array, DType, as_buffer, as_bytes
 from ...errors import WHICH_CALLS, CommMismatch, CommTimeout
 from ..flow import FEW_RANKS, LABELLED, POINT_TO_POINT, Message, Wait
-from ..labels import LABEL_BYTES, Ended, Labelled, Mailbox, Receive, empty_for, finish
+from ..labels import LABEL_BYTES, Ended, Labelled, Mailbox, Receive, empty_for, finish, taken
 from . import tuning
 from .endpoint import Endpoint
 from .paced_messages import PacedMessages
@@ -135,7 +135,7 @@ class Messages:
                 peers = self._peers(sends, receives)
                 endpoint.poll(lambda: self._have_ended(requests, receives), peers=peers)
         except BaseException as exc:
-            raise self._failed(exc, receives, (requests, sends)) from exc
+            raise self._failed(exc, sends, receives, requests) from exc
         finish(receives, self.rank)
 
     def _has_received(self, receive: Receive, requests: list[MPI.Request]) -> bool:
@@ -164,24 +164,24 @@ class Messages:
     def begin_labelled(self, sends: Sequence[Labelled], receives: Sequence[Receive]) -> Ended:
         """See `Transport.begin_labelled`."""
         endpoint, requests, peers = self._endpoint, list[MPI.Request](), self._peers(sends, receives)
-        limit_s = self._calls.limit_s  # of this call: another one may be in progress later
+        late = endpoint.detector.timeout()  # of this call: another one may be in progress later
         self._calls.check_usable()
         try:
             self._begin_sends(sends, requests)
             for receive in receives:
                 self._mailbox.begin(receive)
         except BaseException as exc:
-            raise self._failed(exc, receives, (requests, sends)) from exc
+            raise self._failed(exc, sends, receives, requests) from exc
 
         def ended(deadline_s: float) -> bool:
             try:
                 if not self._have_ended(requests, receives, deadline_s):
                     endpoint.listen(peers)
                     if time.monotonic() > deadline_s:
-                        raise endpoint.overdue(peers, None, limit_s)
+                        raise endpoint.overdue(peers, late)
                     return False
             except BaseException as exc:
-                raise self._failed(exc, receives, (requests, sends)) from exc
+                raise self._failed(exc, sends, receives, requests) from exc
             finish(receives, self.rank)
             return True
 
@@ -263,12 +263,22 @@ class Messages:
                         return False
         return True
 
-    def _failed(self, error: BaseException, receives: Sequence[Receive], in_flight: object) -> BaseException:
+    def _failed(
+        self,
+        error: BaseException,
+        sends: Sequence[Labelled],
+        receives: Sequence[Receive],
+        requests: list[MPI.Request],
+    ) -> BaseException:
         """Abort this communicator; returns the error to raise."""
-        waiting = next((each for each in receives if each.message is None), None)
-        if isinstance(error, CommTimeout) and waiting is not None:
-            error.args = (f"{error}; it waited for {waiting}{self._mailbox.missing(waiting)}",)
-        return self._endpoint.abort_after(error, (receives, in_flight, self._request, self._frame))
+        if isinstance(error, CommTimeout):
+            waiting = next((each for each in receives if each.message is None), None)
+            if waiting is not None:
+                error.args = (f"{error}; it waited for {waiting}{self._mailbox.missing(waiting)}",)
+            else:
+                error.args = (f"{error}; it waited until {' and '.join(map(taken, sends))}",)
+        in_flight = sends, receives, requests, self._request, self._frame
+        return self._endpoint.abort_after(error, in_flight)
 
     def _next_message(self, peer: int, tag: int) -> tuple[MPI.Message, int]:
         """Wait for a message, and match it; returns its size in bytes as well."""

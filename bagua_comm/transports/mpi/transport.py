@@ -364,7 +364,7 @@ def _new_world(comm: MPI.Comm, calls: CountedCalls) -> World:
             now = time.monotonic()
             if now > until:
                 dead = detector.failed_ranks()
-                raise detector.death(dead) if dead else detector.timeout(None)
+                raise detector.death(dead) if dead else detector.timeout()
             time.sleep(tuning.SLEEPS_S[0] if now - start > tuning.SPIN_S else 0)
 
     try:
