@@ -30,7 +30,7 @@ from typing import Any, TypeVar
 from ..comm import Communicator
 from ..comm.arguments import hint_of
 from ..errors import BaguaError, CommError, causes
-from ..execution.futures import end_lanes
+from ..execution.futures import TaskProblem, end_lanes
 from ..flight import explain
 from ..flight.entries import LEFT_WELL, file_name
 from ..flight.requests import answer_requests
@@ -98,9 +98,7 @@ class Abort:
 
     def end_all(self, exit_code: int, reason: str = "an error") -> None:
         """End all ranks, this one with `exit_code`."""
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(Exception):
-                stream.flush()
+        _flush()
         if self.notify is not None:
             with suppress(Exception):
                 self.notify(reason)
@@ -134,6 +132,8 @@ class ExitHandler:
         """Whether all ranks have left, without an error, each world that this rank has left."""
         self._hook: Callable[..., object] = sys.__excepthook__
         self._thread_hook: Callable[..., object] = threading.__excepthook__
+        self._problem: TaskProblem | None = None
+        """The first error of a task or a request that nobody has seen before the program ended."""
         self._is_installed = False
         self._ending = threading.RLock()
         self._earlier_error = _last_error()
@@ -339,11 +339,15 @@ class ExitHandler:
     # The end of the program -------------------------------------------------------------------------
 
     def _before_threads_end(self) -> None:
-        """End the tasks of lanes, whose threads Python waits for; print the errors that nobody has seen."""
+        """End the tasks of lanes, whose threads Python waits for; print the errors that nobody has seen.
+
+        With one, the program ends with exit code 1.
+        """
         if os.getpid() != self.process or self.abort.mpi.Is_finalized():
             return
         for world in list(self._worlds):
             for problem in end_lanes(world.flight.lanes, world.flight.unretrieved, world.group):
+                self._problem = self._problem or problem
                 print(f"{self.abort.rank_name()}: {problem}", file=sys.stderr, flush=True)
 
     def _on_exit(self) -> None:
@@ -354,6 +358,8 @@ class ExitHandler:
         failed = error is not None and error is not self._earlier_error and sys.excepthook != self._on_exception
         if error is not None and failed:
             self._record_error(error)
+        elif self._problem is not None:
+            self._record_error(self._problem.error)
         else:
             self._job.record("exit", rank=self._rank)
         if self.abort.mpi.Is_finalized():
@@ -376,6 +382,11 @@ class ExitHandler:
             self.abort.end_all(1)
         self._restore_sigterm()  # Python calls no signal handler while MPI ends
         self._finalize(start_s)
+        if self._problem is not None:
+            if not self.abort.mpi.Is_finalized():
+                self.abort.mpi.Finalize()
+            _flush()
+            os._exit(1)
 
     def _finalize(self, start_s: float) -> None:
         """End MPI, within a time limit where MPI_Finalize may hang.
@@ -412,6 +423,13 @@ class ExitHandler:
         except RuntimeError:  # from Python 3.12 on, no thread can be started at this point
             faulthandler.dump_traceback_later(limit_s, exit=True)
         library.MPI_Finalize()
+
+
+def _flush() -> None:
+    """Write out what the program has printed, before the process ends."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
 
 
 def _end_without_destructors() -> None:

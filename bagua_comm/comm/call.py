@@ -163,19 +163,15 @@ class Call:
 
     def run(self, move: Move) -> Any:
         """Run the call once. `move` sends and receives; it takes `x` and `target`. Returns its result."""
-        return self.run_prepared(self.once(move))
+        return self.once(move).run(self.comm, self.x, self.target, self.timeout_s)
 
     def once(self, move: Move) -> PreparedCall:
-        """The call as `run_prepared` runs it, by `move`."""
+        """The call as `run` runs it, by `move`."""
         if self.payload < 0:
             self.payload = self.x.nbytes
         return PreparedCall(
             self._head(), self.transport, move, self.payload, self._source, is_compared=self._is_compared
         )
-
-    def run_prepared(self, call: PreparedCall) -> Any:
-        """Run what `once` has returned; returns the result of its `move`."""
-        return call.run(self.comm, self.x, self.target, self.timeout_s)
 
     def run_and_cache(self, move: Move, *arguments: Hashable, fills: Fills = "out") -> None:
         """Run the call by `move`, or by a faster one of the transport, and keep it; see `cache`."""

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeAlias, cast
 from .. import arrays
 from ..arrays import A, AnyArray, Array
 from ..errors import ArrayError, UnsupportedError, shown_as
-from ..execution.requests import Request
+from ..execution.requests import Buffer, Request
 from ..transports.labels import COMPARED, UNLABELLED, Labelled, Receive, Tag, check_tag, label
 from .arguments import Output, check_writable, is_same
 from .base import CommBase
@@ -159,7 +159,7 @@ class PointToPoint(CommBase):
         `x` may be modified when the future is done: after its `result()`, or `wait_all`.
 
         Raises:
-            ArrayError: `dest` is not a rank, or `tag` is no tag.
+            ArrayError: `dest` is not a rank, `tag` is no tag, or an `irecv` that has not ended writes to `x`.
             UnsupportedError: The transport has no messages beside its calls, as NCCL, and MPI with less than
                 MPI_THREAD_MULTIPLE: submit `sendrecv` to a lane.
 
@@ -183,7 +183,8 @@ class PointToPoint(CommBase):
         future raises those that come later.
 
         Raises:
-            ArrayError: `source` is not a rank, `tag` is no tag, or `out` cannot be written to.
+            ArrayError: `source` is not a rank, `tag` is no tag, `out` cannot be written to, or a request that has
+                not ended uses it.
             UnsupportedError: See `isend`.
         """
         return self._begin("irecv", [], [(source, out, tag)], timeout_s, source=source)
@@ -302,6 +303,8 @@ class PointToPoint(CommBase):
             return first.original if found.receives else None
 
         text = f"{name}({', '.join(f'{key}={value}' for key, value in first.detail.items())})"
+        buffer = Buffer.of(found.values[0], is_written=not sends)
+        self._requests.check_free(text, buffer)
 
         def begin(*_: Array) -> Request:
             note = call.later_failure(self)
@@ -314,10 +317,11 @@ class PointToPoint(CommBase):
                     note(exc)
                     raise
 
-            return self._requests.add(text, ended, result, limit_s, polled=first.transport.needs_polling)
+            return self._requests.add(text, buffer, ended, result, limit_s, polled=first.transport.needs_polling)
 
         call = first.once(begin)
-        return cast(Request, first.run_prepared(call))  # an exception of a signal handler aborts what has begun
+        # Within it, an exception of a signal handler aborts what has begun.
+        return cast(Request, call.run(self, first.x, first.target, first.timeout_s))
 
     def _run_if_known(
         self, name: str, arguments: tuple[int | str | None, ...], x: object, out: object, timeout_s: float | None

@@ -20,6 +20,9 @@ Task: TypeAlias = tuple[Callable[..., object], tuple[object, ...], dict[str, Any
 TASK_END_S = 5.0
 """How long the end of a communicator waits for the tasks of an open lane without progress, in seconds."""
 
+NAMED = 3
+"""How many tasks an error names."""
+
 
 class TaskFuture(Future[Any]):
     """The future of a task on a lane. If the task fails, it is in a set until somebody asks for its error."""
@@ -133,7 +136,7 @@ def is_of(group: str, of: str) -> bool:
 def end_lanes(lanes: Iterable[Any], unretrieved: Collection[TaskFuture], group: str) -> list[TaskProblem]:
     """End the tasks of the open lanes of a communicator and those derived from it; return what went wrong.
 
-    Not collective.
+    Not collective. Causes come first; their consequences, `CommAborted`, are one problem.
 
     Args:
         lanes: Lanes, also of other communicators.
@@ -144,18 +147,19 @@ def end_lanes(lanes: Iterable[Any], unretrieved: Collection[TaskFuture], group: 
     for lane in [each for each in tuple(lanes) if is_of(each.comm.group, group)]:
         names = lane.end_tasks(group)
         if names and lane not in _abandoned:
-            limit_s = min(TASK_END_S, lane.comm.timeout_s)
-            text = (
-                f"{group} ends before {', '.join(names)}: no progress for {limit_s:g} s; wait for results, "
-                "or close the lane, before the communicator is closed"
-            )
+            listed = ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
+            text = f"{group} ends before {listed}: {lane.advice}"
             problems.append(TaskProblem(text, CommError(text), has_ended=False))
     for future in [each for each in tuple(unretrieved) if is_of(each.group, group)]:
         error = future.exception()
         assert error is not None
         text = f"{future.name} failed, and nobody has asked for its result: {type(error).__name__}: {error}"
         problems.append(TaskProblem(text, error))
-    return sorted(problems, key=lambda each: isinstance(each.error, CommAborted))
+    causes = [each for each in problems if not isinstance(each.error, CommAborted)]
+    aborted = [each for each in problems if isinstance(each.error, CommAborted)]
+    if len(aborted) > 1:
+        aborted = [aborted[0]._replace(text=f"{aborted[0]}; and {len(aborted) - 1} more tasks failed so")]
+    return causes + aborted
 
 
 def name_of(task: object) -> str:

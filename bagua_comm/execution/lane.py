@@ -231,6 +231,13 @@ class Lane(Live, Closing, ABC, Generic[C]):
     def _stop(self) -> None:
         """Free the thread when it has run the submitted tasks."""
 
+    @property
+    def advice(self) -> str:
+        """What an error says of tasks that `end_tasks` has stopped."""
+        limit_s = min(TASK_END_S, self.comm.timeout_s)
+        cure = "wait for results, or close the lane, before the communicator is closed"
+        return f"no progress for {limit_s:g} s; {cure}"
+
     def end_tasks(self, of: str) -> list[str]:
         """Have all tasks end, if this lane is open, and accept no more; return the names of those that did not.
 

@@ -7,12 +7,16 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
-from ..errors import ArrayError, CommAborted
+from .. import arrays
+from ..arrays import Array
+from ..errors import ArrayError, CommAborted, UnsupportedError, shown
 from ..flight import Entry
 from .futures import TASK_END_S, TaskFuture, wait_for_tasks
 from .lane import LaneComm
+
+R = TypeVar("R")
 
 SPIN_S, POLL_S = 0.001, 0.0005
 """How long a wait polls without sleeping, and how often afterwards, in seconds."""
@@ -21,12 +25,37 @@ PAUSE = 10
 """How much longer the thread that polls many requests sleeps than it polls: the program needs the interpreter."""
 
 
+ARRIVAL_S = 0.5
+"""How long the end of a communicator waits for messages that nobody has waited for, in seconds."""
+
+
+class Buffer(NamedTuple):
+    """The memory that a request reads, or writes to."""
+
+    x: Array
+    is_written: bool
+    extent: tuple[int, int]
+
+    @classmethod
+    def of(cls, x: Array, *, is_written: bool) -> Buffer:
+        """The memory of an array."""
+        return cls(x, is_written, arrays.extent(x))
+
+    def is_in_use(self, other: Buffer) -> bool:
+        """Whether two requests cannot have these at the same time."""
+        if not (self.is_written or other.is_written):
+            return False
+        (start, end), (its_start, its_end) = self.extent, other.extent
+        return start < its_end and its_start < end and arrays.share_elements(self.x, other.x)
+
+
 class Request(TaskFuture):
     """The future of a message that was begun; it ends when somebody asks for it, or polls it.
 
     Args:
         name: The call, for errors and traces.
         comm: The communicator.
+        buffer: The memory of its array.
         ended: Whether it has ended; see `Transport.begin_labelled`.
         result: Returns the result.
         limit_s: How long it may take, in seconds.
@@ -37,13 +66,14 @@ class Request(TaskFuture):
         self,
         name: str,
         comm: LaneComm,
+        buffer: Buffer,
         ended: Callable[[float], bool],
         result: Callable[[], object],
         limit_s: float,
         unretrieved: set[TaskFuture],
     ) -> None:
         super().__init__()
-        self.name, self.group, self._comm = name, comm.group, comm
+        self.name, self.group, self.buffer, self._comm = name, comm.group, buffer, comm
         self._ended, self._finish, self._failures = ended, result, unretrieved
         self._until_s, self._begun_ns = time.monotonic() + limit_s, time.perf_counter_ns()
         self._asking = threading.RLock()
@@ -98,6 +128,8 @@ class Requests:
     It is a lane to those that end the lanes of a communicator; see `futures.end_lanes`.
     """
 
+    advice = "wait for the results of requests before the communicator is closed or the program ends"
+
     def __init__(self, comm: LaneComm) -> None:
         self.comm = comm
         self._pending: list[Request] = []
@@ -107,9 +139,19 @@ class Requests:
         self._thread: threading.Thread | None = None
         self._unretrieved: set[TaskFuture] = set()
 
+    def check_free(self, name: str, buffer: Buffer) -> None:
+        """Raise `ArrayError` if request `name` cannot have this memory, since an open one has it."""
+        for each in tuple(self._pending):
+            if buffer.is_in_use(each.buffer) and not each.done():
+                raise ArrayError(
+                    f"{name}: its array overlaps that of {each.name}, which has not ended; wait for it before, "
+                    "or pass another array"
+                )
+
     def add(
         self,
         name: str,
+        buffer: Buffer,
         ended: Callable[[float], bool],
         result: Callable[[], object],
         limit_s: float,
@@ -117,7 +159,7 @@ class Requests:
         polled: bool,
     ) -> Request:
         """A new request; if it is `polled`, a thread does so, that it goes on while the program computes."""
-        request = Request(name, self.comm, ended, result, limit_s, self._unretrieved)
+        request = Request(name, self.comm, buffer, ended, result, limit_s, self._unretrieved)
         with self._lock:
             if len(self._pending) >= self._crowd:
                 self._pending = self._open()
@@ -150,7 +192,10 @@ class Requests:
 
     def end_tasks(self, of: str) -> list[str]:
         """See `Lane.end_tasks`. No thread polls them afterwards."""
-        names = self.wait(min(TASK_END_S, self.comm.timeout_s))
+        self.wait(min(ARRIVAL_S, self.comm.timeout_s))
+        sends = [each for each in self._open() if not each.buffer.is_written]
+        wait_for_tasks(sends, min(TASK_END_S, self.comm.timeout_s))
+        names = self.wait(0)
         self.stop(f"{of} was closed")
         return names
 
@@ -171,14 +216,14 @@ class Requests:
 
 
 def wait_all(futures: Iterable[Future[Any]]) -> list[Any]:
-    """Wait until all have ended; return their results, or raise the first error among them.
+    """Wait until all have ended; return their results, or raise the first error among them. [] for none.
 
     >>> from bagua_comm.testing import run_ranks
     >>> import numpy as np
     >>> run_ranks(2, lambda comm: wait_all([comm.iallreduce(np.ones(1)), comm.iallreduce(np.ones(2))]))
     [[array([2.]), array([2., 2.])], [array([2.]), array([2., 2.])]]
     """
-    futures = list(futures)
+    futures = _listed("wait_all", futures)
     for future in futures:
         with suppress(CancelledError):
             future.exception()
@@ -186,8 +231,12 @@ def wait_all(futures: Iterable[Future[Any]]) -> list[Any]:
 
 
 def wait_any(futures: Iterable[Future[Any]]) -> int:
-    """Wait until one has ended, with a result or an error; return its index. There must be one."""
-    futures = list(futures)
+    """Wait until one has ended, with a result or an error; return its index.
+
+    Raises:
+        ArrayError: There is none.
+    """
+    futures = _listed("wait_any", futures)
     if not futures:
         raise ArrayError("wait_any: futures is empty, expected at least one")
     while True:
@@ -195,3 +244,15 @@ def wait_any(futures: Iterable[Future[Any]]) -> int:
             if future.done():
                 return index
         time.sleep(POLL_S)
+
+
+def _listed(call: str, futures: Iterable[Future[R]]) -> list[Future[R]]:
+    if isinstance(futures, Future):
+        raise UnsupportedError(f"{call}: futures is one future, expected a list of them: {call}([future])")
+    found = list(futures)
+    for index, each in enumerate(found):
+        if not isinstance(each, Future):
+            raise UnsupportedError(
+                f"{call}: futures[{index}] is {shown(each)}, expected a future, as isend and irecv return"
+            )
+    return found

@@ -13,7 +13,7 @@ import numpy as np
 
 from bagua_comm import ArrayError, CommError, Communicator, arrays
 from bagua_comm.arrays import Array
-from bagua_comm.execution.requests import Requests
+from bagua_comm.execution.requests import Buffer, Requests
 from bagua_comm.transports.labels import Receive, label
 
 LARGEST_TAG = 2**31 - 1
@@ -55,8 +55,8 @@ class Messages:
                 ended = host.begin_labelled([(peer, x, of)], [])
             else:
                 ended = host.begin_labelled([], [Receive((peer,), x, of)])
-        name = f"{call} with rank {peer}"
-        return self._requests.add(name, ended, then or (lambda: None), self._comm.timeout_s, polled=True)
+        name, buffer = f"{call} with rank {peer}", Buffer.of(x, is_written=call != "send")
+        return self._requests.add(name, buffer, ended, then or (lambda: None), self._comm.timeout_s, polled=True)
 
     def drain(self, timeout_s: float) -> None:
         """Wait until all messages have been sent and received.

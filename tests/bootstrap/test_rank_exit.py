@@ -433,6 +433,25 @@ def test_a_forked_child_ends_with_its_own_exit_code_and_leaves_the_ranks_alone(e
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("start", ["", "import mpi4py.MPI"])
+def test_a_program_that_ends_with_an_open_receive_names_it_and_fails(ended, start):
+    program = f"""
+        {start or "pass"}
+        import bagua_comm, numpy as np
+        comm = bagua_comm.connect(timeout_s=30)
+        if comm.rank == 1:
+            comm.isend(np.ones(500_000), dest=0)  # it ends, and is no error
+            request = comm.irecv(np.ones(3), source=0, tag="x")
+        else:
+            comm.recv(np.ones(500_000), source=1)
+        """
+    result = ended(2, program, code=1)
+    assert (
+        "rank 1 of 2: world ends before irecv(source=0, tag=x): wait for the results of requests" in result.stderr
+    )
+
+
+@pytest.mark.slow
 def test_ranks_that_end_long_after_the_others_are_waited_for(ended):
     program = """
         import bagua_comm, time

@@ -3,6 +3,7 @@
 import functools
 import gc
 import threading
+import time
 import weakref
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, as_completed
 from types import SimpleNamespace
@@ -347,9 +348,38 @@ def test_of_two_requests_the_one_whose_message_comes_first_is_done_first():
         wait_all(requests)
         with pytest.raises(ArrayError, match="wait_any: futures is empty"):
             wait_any([])
+        assert wait_all([]) == []
+        for wait, wrong, found in (
+            (wait_any, [None], r"futures\[0\] is None"),
+            (wait_all, [requests[0], 3], r"futures\[1\] is 3"),
+            (wait_any, requests[0], "is one future"),
+        ):
+            with pytest.raises(TypeError, match=f"{wait.__name__}: .*{found}, expected a"):
+                wait(wrong)
         return outs
 
     assert run_ranks(3, body)[0] == [1, 2]
+
+
+def test_an_array_of_an_open_request_is_refused_until_that_has_ended():
+    def body(comm):
+        x, y = np.zeros(6), np.ones(2)
+        received = comm.irecv(x[:4], source=0, tag="x")
+        for call in (lambda: comm.irecv(x[3:], source=0), lambda: comm.isend(x[::2], dest=0)):
+            text = (
+                r"^i(recv|send)\(.*=0\): its array overlaps that of irecv\(source=0, tag=x\), which has not ended"
+            )
+            with pytest.raises(ValueError, match=text):
+                call()
+        requests = [comm.irecv(x[4:], source=0), comm.isend(np.ones(4), dest=0, tag="x")]
+        requests += [comm.isend(y, dest=0), comm.isend(y, dest=0, tag="x")]
+        requests.append(
+            comm.irecv(x[:2], source=0, tag="x")
+        )  # the first message has come, though nobody has asked
+        wait_all([*requests, received])
+        return x.sum()
+
+    assert run_ranks(1, body) == [6]
 
 
 def test_receives_that_wait_take_messages_in_the_order_in_which_they_began():
@@ -386,7 +416,8 @@ def test_many_requests_that_wait_leave_the_program_half_of_the_time(monkeypatch)
 
     def body(comm):
         waiting = requests.Requests(comm)
-        waiting.add("irecv", ended, list, 60, polled=True)
+        buffer = requests.Buffer.of(np.zeros(1), is_written=True)
+        waiting.add("irecv", buffer, ended, list, 60, polled=True)
         until(lambda: slept_s)
         waiting.stop("the test ends")
 
@@ -397,10 +428,13 @@ def test_many_requests_that_wait_leave_the_program_half_of_the_time(monkeypatch)
 def test_a_communicator_that_closes_names_the_requests_that_are_left():
     def body(comm):
         group = comm.dup()
-        group.timeout_s = 0.2
         request = group.irecv(np.zeros(1), source=1 - comm.rank, timeout_s=30)
-        with pytest.raises(CommError, match=r"world\.1 ends before irecv\(source=.*; wait for results, or close"):
+        start_s = time.monotonic()
+        with pytest.raises(
+            CommError, match=r"world\.1 ends before irecv\(source=\d\): wait for the results of requests"
+        ):
             group.close()
+        assert time.monotonic() - start_s < 3  # nobody waits for it
         with pytest.raises(CommAborted, match=r"world\.1 was closed"):
             request.result()
 

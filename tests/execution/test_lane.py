@@ -605,6 +605,21 @@ def test_the_end_of_a_communicator_that_does_not_work_any_more_warns_of_the_erro
     run_ranks(2, body)
 
 
+def test_requests_that_fail_since_one_has_are_one_warning_at_the_end():
+    def body(comm):
+        requests = [comm.irecv(np.zeros(1), source=0, tag=tag, timeout_s=0.05) for tag in range(100)]
+        with pytest.raises(CommTimeout):
+            requests[0].result()
+        with pytest.warns(RuntimeWarning) as told:
+            comm.close()
+        assert len(told) == 1
+        assert re.search(
+            r"CommAborted: irecv.*failed earlier.*; and 98 more tasks failed so", str(told[0].message)
+        )
+
+    run_ranks(1, body)
+
+
 def test_the_end_of_a_program_prints_the_errors_that_nobody_has_asked_for(capfd):
     def body(comm):
         lane = comm.lane()
