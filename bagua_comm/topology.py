@@ -161,13 +161,17 @@ def split_group(rank: int, colors: Sequence[int], keys: Sequence[int]) -> list[i
 
 
 def share(count: int, rank: int, size: int) -> range:
-    """The range of `count` items for `rank`: consecutive, and equal for all ranks up to one item.
+    """The range of `count` items for `rank`: consecutive, as of `numpy.array_split`.
+
+    The first count % size ranks have one item more than the others.
 
     >>> [list(share(7, rank, 3)) for rank in range(3)]
-    [[0, 1], [2, 3], [4, 5, 6]]
+    [[0, 1, 2], [3, 4], [5, 6]]
     """
     _check(rank, size)
-    return range(count * rank // size, count * (rank + 1) // size)
+    length, longer = divmod(count, size)
+    start = rank * length + min(rank, longer)
+    return range(start, start + length + (rank < longer))
 
 
 def hosts(together: Sequence[int], names: Sequence[str]) -> list[int]:

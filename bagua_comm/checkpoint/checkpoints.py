@@ -50,7 +50,10 @@ LEFT = "it left after an error"
 """The reason of a save that was given up."""
 
 _MARK_IT = "put what belongs to a rank in Own(...)"
-_SAME_SLABS = "give slabs of one dtype, and of the same lengths along all axes but the one marked *"
+_SAME_SLABS = (
+    "give slabs of one dtype, and of the same lengths along all axes but the one marked *; if they are blocks of "
+    "a grid of several axes, gather those of a row first, see docs/guides/checkpoints.md"
+)
 _GIVEN_UP = "another rank has failed"
 _RUNNING, _DONE, _FAILED = range(3)
 

@@ -17,6 +17,7 @@ import numpy as np
 from .. import arrays
 from ..arrays import Array
 from ..errors import CheckpointError
+from ..topology import share
 from . import tensorfile
 from .trees import Json, Slab, shortened, slab_text
 
@@ -85,7 +86,7 @@ def lengths_for(whole: Whole, given: Sequence[tuple[str, int] | None]) -> list[i
     """
     ranks, total = len(given), whole.shape[whole.axis]
     if not any(given):
-        return [total // ranks + (rank < total % ranks) for rank in range(ranks)]
+        return [len(share(total, rank, ranks)) for rank in range(ranks)]
     kind = slab_text(whole.dtype, whole.shape, whole.axis)
     kinds, lengths = zip(*(each or ("no slab", 0) for each in given), strict=True)
     sums = f"{' + '.join(map(str, lengths))} = {sum(lengths)} along axis {whole.axis}"
