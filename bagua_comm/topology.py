@@ -170,8 +170,7 @@ def share(count: int, rank: int, size: int) -> range:
     """
     _check(rank, size)
     length, longer = divmod(count, size)
-    start = rank * length + min(rank, longer)
-    return range(start, start + length + (rank < longer))
+    return range(rank * length + min(rank, longer), (rank + 1) * length + min(rank + 1, longer))
 
 
 def hosts(together: Sequence[int], names: Sequence[str]) -> list[int]:

@@ -9,7 +9,8 @@ MPI's, and its time is divided by its calls. mpi4py has a duplicate of the world
 with their MPI type, as its documentation has it for speed. Bytes are those of the larger array of a rank. The
 table has the medians over the batches, and the median and quartiles of the differences of pairs of batches;
 `#wrong` counts elements that differ between the two sides. Names that end with `-any` are calls of ours that may
-add in any order (`op_order="any"`).
+add in any order (`op_order="any"`); in those that end with `-tag`, our tag is a text. All messages of ours carry
+their tag, dtype and size.
 """
 
 from __future__ import annotations
@@ -40,9 +41,13 @@ SIZES = (4, 256, 2 << 10, 16 << 10, 32 << 10, 128 << 10, 512 << 10, 8 << 20)
 ANY = "-any"
 """Ends the name of a call with `op_order="any"`."""
 
+TAGGED = "-tag"
+"""Ends the name of a call whose messages have a tag that is a text."""
+
 REDUCTIONS = ("allreduce", "reduce", "reduce_scatter")
 CALLS = (
     *("barrier", "allreduce", "reduce", "broadcast", "allgather", "reduce_scatter", "alltoall", "sendrecv"),
+    "sendrecv" + TAGGED,
     *(name + ANY for name in REDUCTIONS),
 )
 
@@ -170,6 +175,10 @@ def sides_of(
             lambda: comm.sendrecv(sent, mine, dest=after, source=before),
             lambda: world.Sendrecv(x, after, 0, y, before, 0),
         ),
+        "sendrecv" + TAGGED: (
+            lambda: comm.sendrecv(sent, mine, dest=after, source=before, tag="edge of the field"),
+            lambda: world.Sendrecv(x, after, 7, y, before, 7),
+        ),
     }
     return sides[name], (mine, theirs)
 
@@ -189,7 +198,8 @@ def cells(result: dict[str, Any]) -> list[str]:
 
 def markdown(records: Sequence[Record]) -> str:
     """A table for each number of ranks."""
-    lines = ["# Calls beside mpi4py's own", "", 'Names that end with `-any`: with `op_order="any"`.']
+    lines = ["# Calls beside mpi4py's own", ""]
+    lines += ['Names that end with `-any`: with `op_order="any"`; with `-tag`: a text is the tag.']
     for record in sorted(records, key=lambda record: int(record["ranks"])):
         count = record["ranks"]
         lines += ["", f"## {count} rank{'s' * (count != 1)}", ""]

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 import numpy as np
+from numpy import ndarray
 
 from .. import arrays, trace
 from ..arrays import Array
@@ -19,6 +20,7 @@ from ..errors import ArrayError, BaguaError, CommError, CommMismatch
 from ..flight import recorder as flight
 from ..flight.batches import fewer_batches
 from ..flight.entries import numbered
+from ..flight.recorder import END, NUMBER
 from ..hooks import CallView, Ranks
 from ..transports.base import Transport
 from ..transports.call_state import check_timeout
@@ -63,7 +65,7 @@ def run_if_known(
         The array that was filled. None, and nothing was done, if there is no prepared call or these arrays need
         more checks or copies.
     """
-    if type(x) is not np.ndarray:
+    if type(x) is not ndarray:
         return None
     try:
         call: PreparedCall | None = comm.call_cache.get((name, arguments, x.dtype, x.shape))
@@ -148,7 +150,9 @@ class PreparedCall:
             return x if numbers & _WRITABLE and self._shape == x.shape else None
         if out is None:
             return np.empty(self._shape, self.dtype)
-        if type(out) is not np.ndarray or out.dtype != self.dtype or out.shape != self._shape:
+        if type(out) is not ndarray or out.shape != self._shape:
+            return None
+        if out.dtype is not self.dtype and out.dtype != self.dtype:
             return None
         others = out.flags.num
         if others & (_READY | _WRITABLE) != _READY | _WRITABLE:
@@ -174,17 +178,16 @@ class PreparedCall:
         name, head, transport, guard = self.name, self.head, self._transport, comm.guard
         if timeout_s is not None:
             timeout_s = check_timeout(name, timeout_s, ArrayError)
-        observed = comm.hooks.all or comm.check or trace.wanted()
+        observed = comm.hooks.all or comm.check or (trace.listeners and trace.wanted())
         moving, ranges = False, None
         with guard.lock(name) as outermost:
-            sent, start = transport.sent_bytes, time.perf_counter_ns()
+            sent, collective, start = transport.sent_bytes, head[1], time.perf_counter_ns()
             record = [head, 0, comm.context.bucket_step, start, None, None]
             try:
                 if outermost:
-                    guard.begin(name, head[1], self.signature, timeout_s)
+                    guard.begin(name, collective, self.signature, timeout_s)
                 numbers = guard.calls
-                numbers[head[1]] += 1
-                record[flight.NUMBER] = numbers[head[1]]
+                numbers[collective] = record[NUMBER] = numbers[collective] + 1
                 comm.flight.ring.append(record)
                 if observed:
                     if comm.hooks.all:
@@ -197,7 +200,7 @@ class PreparedCall:
                         ranges = trace.show(name, head[5], x.nbytes)
                 moving = True
                 result = self._move(x, target)
-                record[flight.END] = end = time.perf_counter_ns()
+                record[END] = end = time.perf_counter_ns()
                 if outermost:
                     guard.end()
             except BaseException as exc:
@@ -230,7 +233,7 @@ class PreparedCall:
         return CallView(
             cast(Ranks, comm),
             self.name,
-            record[flight.NUMBER],
+            record[NUMBER],
             self.head[1],
             comm.group,
             MappingProxyType(self.head[5]),
@@ -245,12 +248,12 @@ class PreparedCall:
     def _fail(self, comm: CommBase, attempt: _Attempt, error: BaseException, *, outermost: bool) -> None:
         """End a failed call: release the transports, name the call in the error, write the flight record."""
         x, target, record, sent, start, moving, ranges = attempt
-        if moving and record[flight.END] is None and not isinstance(error, BaguaError):
+        if moving and record[END] is None and not isinstance(error, BaguaError):
             self._transport.interrupted(error, (x, target))
         if outermost:
             comm.guard.end(made=moving)
             comm.guard.thread = get_ident()  # the lock is held: hooks may make calls
-        record[flight.END] = end = time.perf_counter_ns()
+        record[END] = end = time.perf_counter_ns()
         if moving:
             counts = {"bytes": self._payload, "wire_bytes": self._transport.sent_bytes - sent}
             reason = {"dtype": arrays.dtype_name(self.dtype), "error": type(error).__name__}
@@ -268,7 +271,7 @@ class PreparedCall:
         record = comm.flight.record_of(self.head)
 
         def note(error: BaseException) -> None:
-            record[flight.END] = time.perf_counter_ns()
+            record[END] = time.perf_counter_ns()
             self._note_error(comm, record, error)
 
         return note
@@ -285,7 +288,7 @@ class PreparedCall:
         The public method that the user called comes before the call inside of it. All numbers are those of the
         flight recorder.
         """
-        call, method = numbered(describe(self.head), record[flight.NUMBER], comm.group), current_method()
+        call, method = numbered(describe(self.head), record[NUMBER], comm.group), current_method()
         text = _of_fewer_batches(comm, error) or error.args[0]
         for transport in comm.transports:
             transport.name_failure(f"{call} on rank {comm.rank}: {type(error).__name__}: {text}")

@@ -143,7 +143,7 @@ def test_slabs_that_make_no_array_are_refused_on_all_ranks_before_a_byte_is_writ
     def body(comm):
         slab = other if comm.rank == 1 else Own(np.zeros((5, 3)), "concatenate")
         with Checkpoints(tmp_path, comm) as checkpoints:
-            with pytest.raises(CommMismatch, match="give slabs of one dtype, .* same lengths .* grid") as caught:
+            with pytest.raises(CommMismatch, match=r"give slabs of one dtype, .* same lengths .* grid") as caught:
                 checkpoints.save(1, {"u": slab})
             assert f"tree['u'] is a slab float64[*, 3] on rank 0 and {theirs} on rank 1" in str(caught.value)
 

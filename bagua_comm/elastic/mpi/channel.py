@@ -94,6 +94,10 @@ class Channel:
         """Start a receive."""
         return self._base.Irecv(buffer, self._members[source], self._tag + tag)
 
+    def Recv_init(self, buffer: object, source: int, tag: int) -> MPI.Prequest:
+        """See mpi4py."""
+        return self._base.Recv_init(buffer, self._members[source], self._tag + tag)
+
     def Iprobe(self, source: int, tag: int) -> bool:
         """Whether a message from `source` has arrived."""
         return self._base.Iprobe(self._members[source], self._tag + tag)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import threading
 import time
 from collections import deque
@@ -46,13 +47,15 @@ class Messages:
         """The lock is held while a labelled message is taken from MPI: its array follows its label."""
         self._request: MPI.Request | None = None
         """That of the message being taken; kept after an error, since it may be lost: then no more are taken."""
+        self._frames: dict[int, MPI.Prequest] = {}
+        """Receive the next label of a rank into the frame, one at a time; to begin them anew takes longer."""
         self._deadline_s: float | None = None
         """Until when it may take; until that of the call if None."""
         self._frame = frame = bytearray(LABEL_BYTES + tuning.FRAME_BYTES)
-        self._payload: Callable[[DType], Array] = functools.cache(
-            lambda dtype: np.frombuffer(frame, dtype, tuning.FRAME_BYTES // dtype.itemsize, LABEL_BYTES)
+        self._payload: Callable[[DType, tuple[int, ...]], Array] = functools.lru_cache(256)(
+            lambda dtype, shape: np.frombuffer(frame, dtype, math.prod(shape), LABEL_BYTES).reshape(shape)
         )
-        """The part of the frame behind the label, as an array."""
+        """The array behind the label in the frame."""
 
     def exchange(self, sends: Sequence[Message], recvs: Sequence[Message], *, tag: int = POINT_TO_POINT) -> None:
         """All messages at once, non-blocking; see `Transport.exchange`."""
@@ -129,8 +132,12 @@ class Messages:
             for receive in receives:
                 if receive.message is None:
                     self._mailbox.begin(receive)
-            if not receives and all(map(MPI.Request.Test, requests)):
-                return
+            if not receives:
+                for request in requests:
+                    if not request.Test():
+                        break
+                else:
+                    return
             if not self._have_ended(requests, receives):
                 peers = self._peers(sends, receives)
                 endpoint.poll(lambda: self._have_ended(requests, receives), peers=peers)
@@ -156,7 +163,7 @@ class Messages:
             if out.nbytes > tuning.FRAME_BYTES:
                 self._receive_pieces(out, peer, requests)
             elif out.nbytes:
-                flat(out)[...] = self._payload(out.dtype)[: out.size]
+                out[...] = self._payload(out.dtype, out.shape)
             self._request = None
         receive.source, receive.found = peer, receive.expected
         return True
@@ -193,7 +200,7 @@ class Messages:
     def _begin_sends(self, sends: Sequence[Labelled], requests: list[MPI.Request]) -> None:
         for peer, x, of in sends:
             if x.nbytes <= tuning.FRAME_BYTES:
-                requests.append(self._comm.Isend([b"".join((of, as_buffer(x))), MPI.BYTE], peer, LABELLED))
+                requests.append(self._comm.Isend([of + x.tobytes(), MPI.BYTE], peer, LABELLED))
             else:  # the label last: a rank that has it need not wait for the rest
                 requests += [self._comm.Isend([piece, MPI.BYTE], peer, _PIECES) for piece in _pieces(x)]
                 requests.append(self._comm.Isend([of, MPI.BYTE], peer, LABELLED))
@@ -218,9 +225,11 @@ class Messages:
 
     def _receive_frame(self, peer: int, deadline_s: float | None) -> None:
         """Receive a label, and the array behind it, into the frame, which is as long as any."""
-        self._deadline_s = deadline_s
-        self._request = MPI.REQUEST_NULL  # a signal handler may raise before the next one is kept
-        request = self._request = self._comm.Irecv([self._frame, MPI.BYTE], peer, LABELLED)
+        self._deadline_s, request = deadline_s, self._frames.get(peer)
+        if request is None:
+            request = self._frames[peer] = self._comm.Recv_init([self._frame, MPI.BYTE], peer, LABELLED)
+        self._request = request
+        request.Start()
         if not request.Test():
             self._endpoint.poll(request.Test, peers=(peer,), deadline_s=deadline_s)
 
@@ -233,7 +242,7 @@ class Messages:
         if array.nbytes > tuning.FRAME_BYTES:
             self._receive_pieces(array, peer, requests)
         elif array.nbytes:
-            flat(array)[...] = self._payload(array.dtype)[: array.size]
+            array[...] = self._payload(array.dtype, array.shape)
         self._mailbox.put(peer, of, array, expecting)
         self._request = None
 
@@ -254,6 +263,8 @@ class Messages:
         """
         status = MPI.Status()
         with suppress(MPI.Exception):  # a rank has died
+            while self._frames:
+                self._frames.popitem()[1].Free()
             for tag in LABELLED, _PIECES:
                 while (message := self._comm.Improbe(MPI.ANY_SOURCE, tag, status)) is not None:
                     unused = np.empty(status.Get_count(MPI.BYTE), np.uint8)

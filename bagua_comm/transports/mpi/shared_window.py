@@ -93,7 +93,7 @@ class UnreadableError(OSError):
 
 
 class Barrier:
-    """A full memory barrier at `with`, on machines that reorder loads and stores.
+    """A full memory barrier when it is called, on machines that reorder loads and stores.
 
     Taking a lock orders the accesses after it, and freeing a lock those before it. With one of each, accesses
     before and after may still be reordered between them; accesses before the first release and after the second
@@ -103,19 +103,17 @@ class Barrier:
     def __init__(self) -> None:
         self._lock = threading.Lock()
 
-    def __enter__(self) -> None:
+    def __call__(self) -> None:
+        """Order the accesses before this and after it."""
         with self._lock:
             pass
         with self._lock:
             pass
 
-    def __exit__(self, *error: object) -> None:
-        pass
 
-
-def memory_barrier() -> Barrier | threading.Lock:
-    """A memory barrier at `with`; a compiler barrier on machines that do not reorder stores."""
-    return threading.Lock() if platform.machine() in ORDERS_STORES else Barrier()
+def memory_barrier() -> Barrier | None:
+    """A memory barrier; None on machines that need none: they reorder neither two loads nor two stores."""
+    return None if platform.machine() in ORDERS_STORES else Barrier()
 
 
 class Rows:
@@ -332,8 +330,9 @@ class SharedWindow:
         """
         this_round, counters, others = self._round + 1, self._counters, self._others
         self._round = this_round
-        with self._fence:
-            pass
+        fence = self._fence
+        if fence is not None:
+            fence()
         counters[self.rank] = this_round
         for peer in others:
             spins = _SPINS
@@ -342,14 +341,14 @@ class SharedWindow:
                 if not spins:
                     self._wait(lambda: counters[peer] >= this_round)  # noqa: B023 - within this turn of the loop
                     break
-        with self._fence:
-            pass
+        if fence is not None:
+            fence()
 
     def abort(self) -> None:
         """Mark this rank as aborted; from then on its program may change its arrays."""
         self._marks[self.rank] = 1
-        with self._fence:
-            pass
+        if self._fence is not None:
+            self._fence()
 
     def check(self, peers: Iterable[int] | None = None) -> None:
         """Raise `PeerAbortedError` if one of these ranks has aborted: bytes read from its memory may be wrong.
@@ -357,8 +356,8 @@ class SharedWindow:
         Args:
             peers: The ranks; all others if None.
         """
-        with self._fence:
-            pass
+        if self._fence is not None:
+            self._fence()
         marks = self._marks
         for peer in self._others if peers is None else peers:
             if marks[peer]:
