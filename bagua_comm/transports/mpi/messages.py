@@ -127,8 +127,9 @@ class Messages:
             endpoint.check_idle()
         try:
             self._begin_sends(sends, requests)
-            if len(receives) == 1 and self._has_received(receives[0], requests):
-                receives = ()
+            if len(receives) <= _FEW:
+                while receives and self._has_received(receives[0], requests):
+                    receives = receives[1:]
             for receive in receives:
                 if receive.message is None:
                     self._mailbox.begin(receive)
