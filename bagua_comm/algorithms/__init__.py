@@ -1,7 +1,7 @@
 """Training algorithms: what ranks exchange, when, and how."""
 
 from .async_average import AsyncModelAverage
-from .base import Algorithm, Pending, Point, Rounds, Window
+from .base import Algorithm, Pending, Point, Rounds, StepWeights, Window
 from .by_node import by_node
 from .combinators import after, every
 from .decentralized import Decentralized
@@ -28,6 +28,7 @@ __all__ = [
     "QAdam",
     "Rounds",
     "SparseLoCo",
+    "StepWeights",
     "StreamingDiLoCo",
     "Window",
     "after",

@@ -8,7 +8,7 @@ and window.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, TypeAlias
 
@@ -16,6 +16,7 @@ from ..arrays import FLOATS, Array
 from ..averages.base import briefly, form_of_class
 from ..bucket import Bucket, Plan, TensorSpec
 from ..comm import Communicator
+from ..comm.weights import MISSING, PARTLY
 from ..errors import ArrayError, UnsupportedError, how_to_call
 
 Payload: TypeAlias = str
@@ -42,6 +43,9 @@ feedback: on another number of ranks, each rank gets the mean."""
 RECREATED = {"reshape": "anew"}
 """Metadata of an array that differs between ranks and that `init` makes from the weights, as replicas of
 neighbours' weights: on another number of ranks, `init` makes it again."""
+
+OWN_NUMBER = {"reshape": "mean", "own_number": True}
+"""Metadata of a number that differs between ranks, or None: on another number of ranks, each gets the mean."""
 
 SAME_PATH = {"same_path": True}
 """Metadata of a nested state whose fields are saved as fields of the outer state."""
@@ -114,6 +118,27 @@ class Pending:
         self.steps = 0
 
 
+@dataclass
+class StepWeights:
+    """The weights of this rank in the steps since the last exchange of a bucket; a part of its state.
+
+    The engine counts. A checkpoint holds the sum. On another number of ranks each begins with the mean of the
+    sums, as it begins with the mean of the weights of the model: the steps of a rank that is gone are in both.
+    """
+
+    sum: float | None = field(default=None, metadata=OWN_NUMBER)
+    """None if no step had a weight."""
+
+    def add(self, weight: float) -> None:
+        """Add the weight of a step, or `MISSING`: either all steps have one, or none."""
+        if self.sum is None:
+            self.sum = weight
+        elif (self.sum == MISSING) == (weight == MISSING):
+            self.sum += weight
+        else:
+            self.sum = PARTLY
+
+
 @dataclass(frozen=True)
 class Rounds:
     """Rounds of exchanges beside training, for which no step waits.
@@ -169,7 +194,7 @@ class Algorithm:
     def weighs(self) -> bool:
         """Whether its means over all ranks take weights, from `comm.context.weighting`; see `Engine.weight`.
 
-        Default: False.
+        If it exchanges weights of the model, its state has a `StepWeights`. Default: False.
         """
         return False
 
@@ -245,6 +270,14 @@ class Algorithm:
         Default: the field `pending` of `state`; None if there is none.
         """
         found: Pending | None = getattr(state, "pending", None)
+        return found
+
+    def step_weights(self, state: State) -> StepWeights | None:
+        """The part of the state with the weights of this rank since the last exchange; see `weighs`.
+
+        Default: the field `weights` of `state`; None if there is none.
+        """
+        found: StepWeights | None = getattr(state, "weights", None)
         return found
 
     def begin(self, bucket: Bucket, state: State) -> None:
@@ -357,6 +390,10 @@ class Combinator(Algorithm):
     def pending(self, state: State) -> Pending | None:
         """See `Algorithm`; that of its algorithm."""
         return self.algorithm.pending(state.inner)
+
+    def step_weights(self, state: State) -> StepWeights | None:
+        """See `Algorithm`; that of its algorithm."""
+        return self.algorithm.step_weights(state.inner)
 
     def communicates(self, step: int, state: State) -> bool:
         """Whether its algorithm communicates in this step."""

@@ -27,6 +27,7 @@ from .base import (
     Algorithm,
     Point,
     State,
+    StepWeights,
     Window,
     check_floating,
     check_integer,
@@ -43,6 +44,7 @@ class Outer:
     average: InPlace
     steps: int = 0
     """Number of inner steps since the last outer step."""
+    weights: StepWeights = field(default_factory=StepWeights)
 
 
 class OuterAlgorithm(Algorithm):
@@ -108,8 +110,9 @@ class OuterAlgorithm(Algorithm):
         run.sgd_step(state.anchor, delta, state.momentum, lr=lr, momentum=mu, weight_decay=0.0, nesterov=True)
 
     def restart(self, bucket: Bucket, state: State) -> None:
-        """a <- x, u <- 0, and no residual."""
+        """a <- x, u <- 0, and no residual; no step counts any more."""
         state.anchor[...] = bucket.flat
+        state.weights.sum = None
         state.momentum[...] = 0
         clear_residuals(state.average)
 

@@ -25,7 +25,7 @@ from ..averages.top_k import check_top_k
 from ..bucket import Bucket
 from ..comm import Communicator
 from ..errors import ArrayError
-from .base import REPLICATED, check_integer
+from .base import REPLICATED, StepWeights, check_integer
 from .diloco import OuterAlgorithm
 from .residuals import bind_average, clear_residuals
 
@@ -38,6 +38,7 @@ class SparseOuter:
     average: InPlace
     steps: int = 0
     """Number of inner steps since the last outer step."""
+    weights: StepWeights = field(default_factory=StepWeights)
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,7 @@ class SparseLoCo(OuterAlgorithm):
         kernels.of(delta).add_scaled(state.anchor, delta, -self.outer_lr)
 
     def restart(self, bucket: Bucket, state: SparseOuter) -> None:
-        """a <- x, e <- 0."""
+        """a <- x, e <- 0; no step counts any more."""
         state.anchor[...] = bucket.flat
+        state.weights.sum = None
         clear_residuals(state.average)

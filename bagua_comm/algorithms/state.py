@@ -5,9 +5,10 @@ bucket is cut into pieces, one for each tensor; numbers are saved with every ten
 are saved whole, with the first tensor, and load into the same bucket only. An array of a part of the bucket, in a
 `CHUNK`, is saved whole with a description of the part, and loads into the same part only.
 
-An array belongs to its rank, and no other rank can load it, unless its field is marked `REPLICATED`. Numbers are
-the same on all ranks. The marks `MEAN` and `RECREATED` say how `bagua_comm.checkpoint` brings an array to another
-number of ranks; `load_state` lets arrays marked `RECREATED` be missing, and keeps what `init` made.
+An array belongs to its rank, and no other rank can load it, unless its field is marked `REPLICATED`. Numbers
+are the same on all ranks, except those marked `OWN_NUMBER`, which are saved as arrays without dimensions. The
+marks `MEAN` and `RECREATED` say how `bagua_comm.checkpoint` brings an array to another number of ranks;
+`load_state` lets arrays marked `RECREATED` be missing, and keeps what `init` made.
 
 A checkpoint is a dictionary: the entries of `StateHeader`, a "digest" that is equal on ranks that saved together,
 a "checksum", and "tensors", the result of `save_state`. `moved` marks one that may come from other ranks.
@@ -229,7 +230,9 @@ def save_state(bucket: Bucket, state: object, comm: Communicator) -> Saved:
         if value is None:
             continue
         part = layout_of_part(entry.chunk, bucket.spec, comm)
-        if not hasattr(value, "dtype"):
+        if entry.is_own:
+            pieces = {name: np.array(value, np.float64) for name in saved}
+        elif not hasattr(value, "dtype"):
             pieces = dict.fromkeys(saved, value)
         elif value.shape[-1:] == bucket.flat.shape and part is None:
             pieces = {name: value[..., where].copy() for name, where in bucket.spec.slices().items()}
@@ -302,6 +305,13 @@ def check_state(bucket: Bucket, state: object, saved: Saved, comm: Communicator)
             raise ArrayError(f"{tensor!r} has {unknown[0]!r}, expected {wanted}")
     for path, value in fields.items():
         found = {tensor: saved[tensor][path] for tensor in bucket.views if path in saved[tensor]}
+        if entries[path].is_own:
+            for name, piece in found.items():
+                _check_array(path, name, piece, np.empty((), np.float64), ())
+            if found:
+                numbers = {name: float(found[name]) if name in found else None for name in bucket.views}
+                _check_number(path, 0.0, numbers)
+            continue
         layouts = [saved[t][path + PER_BUCKET] for t in bucket.views if path + PER_BUCKET in saved[t]]
         if not found and not layouts and (value is None or entries[path].rule == "anew"):
             continue  # made when it is first used, or by init
@@ -386,11 +396,15 @@ def load_state(bucket: Bucket, state: object, saved: Saved, comm: Communicator) 
     Raises:
         ArrayError: Something does not fit this bucket.
     """
-    for path, owner, field, value, chunk in _fields_of(state):
+    for entry in _fields_of(state):
+        path, owner, field, value, chunk = entry
         found = {tensor: saved[tensor][path] for tensor in bucket.views if path in saved[tensor]}
         if not found:
             continue
         tensor, piece = next(iter(found.items()))
+        if entry.is_own:
+            setattr(owner, field.name, float(piece))
+            continue
         layout = saved[tensor].get(path + PER_BUCKET)
         part = layout_of_part(chunk, bucket.spec, comm)
         if layout not in (None, part or layout_of(bucket.spec)):
@@ -411,10 +425,10 @@ def load_state(bucket: Bucket, state: object, saved: Saved, comm: Communicator) 
 
 def copy_numbers(state: object, other: object) -> None:
     """Copy the numbers of `other` to `state`: they are the same for all buckets, as counts of steps."""
-    numbers = {entry.path: entry.value for entry in _fields_of(other) if isinstance(entry.value, (int, float))}
-    for path, owner, field, value, _ in _fields_of(state):
-        if path in numbers and isinstance(value, (int, float)):
-            setattr(owner, field.name, numbers[path])
+    numbers = {e.path: e.value for e in _fields_of(other) if e.is_own or isinstance(e.value, (int, float))}
+    for entry in _fields_of(state):
+        if entry.path in numbers and (entry.is_own or isinstance(entry.value, (int, float))):
+            setattr(entry.owner, entry.field.name, numbers[entry.path])
 
 
 def _in_library_of(piece: Any, like: Array) -> object:
@@ -443,6 +457,11 @@ class _Entry(NamedTuple):
     def rule(self) -> str | None:
         """See `rules_of`."""
         return "alike" if self.field.metadata.get("alike") else self.field.metadata.get("reshape")
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it is a number that differs between ranks, or None in place of it; see `OWN_NUMBER`."""
+        return bool(self.field.metadata.get("own_number"))
 
 
 def _fields_of(state: Any, prefix: str = "", chunk: bool | str = False) -> Iterator[_Entry]:

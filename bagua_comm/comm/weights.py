@@ -16,6 +16,7 @@ its factors are divided by a power of two that makes them at most 1, and the mea
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple, Protocol, SupportsFloat, cast
 
@@ -27,6 +28,8 @@ from ..errors import ArrayError, CommMismatch, warn
 
 MISSING = -math.inf
 """What a rank sends that has no weight."""
+PARTLY = -sys.float_info.max
+"""What a rank sends that has no weight of some steps; a sum with other weights is the same."""
 
 _EXPECTED = "expected a finite number of at least 0"
 _ADVICE = "set one on all ranks, 0 on a rank without data; or on none"
@@ -139,6 +142,8 @@ def agree(comm: Gathering, mine: Sequence[float | None], counts: Sequence[int] |
     for rank, weight in zip(owners, weights, strict=True):
         if weight == MISSING:
             raise ArrayError(f"weight: rank {rank} has none, and other ranks have one; {_ADVICE}")
+        if weight == PARTLY:
+            raise ArrayError(f"weight: rank {rank} has none in some steps since the last exchange; {_ADVICE}")
         if not 0 <= weight < math.inf:
             raise ArrayError(f"weight: rank {rank} has {weight}, {_EXPECTED}")
     unit = math.frexp(max(weights))[1]  # so that the sum is finite

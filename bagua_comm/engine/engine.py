@@ -206,7 +206,9 @@ class Engine(Live, Closing):
         and in all steps after the first of them. Addends that are held (`hold`) have a weight each.
 
         Algorithms that exchange weights of the model (DiLoCo, StreamingDiLoCo, SparseLoCo) average changes: each
-        counts by the sum over its steps since the last exchange. That sum is not in checkpoints.
+        counts by the sum over its steps since the last exchange, of which all have a weight, or none. The sum is
+        in checkpoints and in elastic snapshots. On another number of ranks each begins with the mean of the sums,
+        as it begins with the mean of the weights of the model: the steps of a rank that is gone are in both.
 
         Raises:
             ArrayError: It is set after the backward pass has begun. If a rank has none and others have one, or
@@ -298,12 +300,13 @@ class Engine(Live, Closing):
         elif self._alone:
             weights.check_used()
             self._given.check()
+        if point is Point.STEP:
+            weights.end_step()
         self._in_step, self._held = point is Point.FORWARD, self._held and point is not Point.BACKWARD
         self._schedule.at(point)
         if point is Point.BACKWARD:
             weights.close()
         if point is Point.STEP:
-            weights.forget_used(stepped=True)
             self._replacements.keep(stepped=True)
             self._exchanges.set_step(step + 1)
             if self._drifts or self.stopped:
@@ -531,10 +534,11 @@ class Engine(Live, Closing):
 
         Collective. Load the weights that belong to it, too, before the next step. All ranks load what was saved
         together, in one step of one training. Some algorithms keep arrays that differ between ranks: replicas of
-        neighbours' weights (LowPrecisionDecentralized, LowPrecisionOnePeer) or residuals (ErrorFeedback). Then
-        every rank loads what it saved itself, on the same number of ranks, and on the same nodes if it keeps
-        parts of buckets (by_node, Hierarchical(ErrorFeedback)). All other algorithms keep nothing, or the same on
-        all ranks, which loads on any rank of any number.
+        neighbours' weights (LowPrecisionDecentralized, LowPrecisionOnePeer), residuals (ErrorFeedback), or sums
+        of `weight` between exchanges (DiLoCo, StreamingDiLoCo, SparseLoCo). Then every rank loads what it saved
+        itself, on the same number of ranks, and on the same nodes if it keeps parts of buckets (by_node,
+        Hierarchical(ErrorFeedback)). All other algorithms keep nothing, or the same on all ranks, which loads on
+        any rank of any number.
 
         Exchanges under way are finished, but not written back.
 

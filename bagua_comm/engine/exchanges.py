@@ -77,7 +77,7 @@ class Exchanges:
     ) -> None:
         """Exchange these buckets by this algorithm from now on; `states` has one state for each bucket."""
         self.algorithm = algorithm
-        self.mean_weights.begin_phase(algorithm)
+        self.mean_weights.begin_phase(algorithm, states)
         self._named = {"algorithm": name_of(algorithm), "payload": self.algorithm.payload}
         self.buckets, self.states, self.began = list(buckets), list(states), began
         self.sent, self.held = [], []

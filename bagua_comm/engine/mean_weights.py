@@ -2,7 +2,8 @@
 
     payload "grad"      the weight of a step, or one for each addend that is held: exchanged on the lane when the
                         backward pass begins, before the first bucket, so that the pass hides it
-    payload "weight"    the sum of the weights since the last exchange of a bucket: exchanged before each
+    payload "weight"    the sum of the weights since the last exchange of a bucket, in the state of its algorithm:
+                        exchanged before each
 
 In steps without weights nothing is sent, until a step has had one. From then on all ranks exchange theirs in each
 step, so that one that has set none is found.
@@ -15,10 +16,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeAlias
 
-from ..algorithms.base import Algorithm, name_of
+from ..algorithms.base import Algorithm, State, name_of
 from ..bucket import Bucket
 from ..comm import Communicator
-from ..comm.weights import Weighting, agree, weight_of_pass
+from ..comm.weights import MISSING, Weighting, agree, weight_of_pass
 from ..errors import ArrayError, UnsupportedError, warn
 from ..execution.lane import Lane
 from ..topology import share
@@ -46,18 +47,23 @@ class MeanWeights:
         """Whether the backward pass has begun; whether one has used the weight."""
         self.in_each_step = False
         """Whether all ranks exchange weights in each step; the same on all ranks."""
+        self._of_last_pass: float | None = None
+        """The weight that a backward pass has used, if that of the next one is set before its step has ended."""
         self.of_pass: Weigh | None = None
         """The weights of the present backward pass; None if its mean is plain."""
         self._has_warned = False
 
-    def begin_phase(self, algorithm: Algorithm) -> None:
-        """Weigh the means of this algorithm from now on."""
+    def begin_phase(self, algorithm: Algorithm, states: Sequence[State]) -> None:
+        """Weigh the means of this algorithm from now on; `states` has one state for each bucket."""
         self._of_weights, self._addends = algorithm.payload == "weight", algorithm.addends
         self.of_pass = None
-        self._sum, self._count = 0.0, 0
-        """Sum and number of the weights of earlier steps, where weights are exchanged."""
-        self._exchanged: dict[int, tuple[float, int]] = {}
-        """The same at the last exchange of each bucket, by its index."""
+        found = map(algorithm.step_weights, states if self._of_weights and algorithm.weighs else ())
+        self._sums = [each for each in found if each is not None]
+        if len(self._sums) != len(states) and self._of_weights and algorithm.weighs:
+            raise ArrayError(
+                f"{algorithm} weighs changes of weights, but its state has no StepWeights; expected one as its "
+                "field `weights`"
+            )
 
     def set(self, weight: object, phases: Sequence[Algorithm]) -> None:
         """Set the weight of this step, for an algorithm of these phases.
@@ -72,7 +78,10 @@ class MeanWeights:
                     f"weight: {name_of(phase)} makes no weighted mean over all ranks; expected one that does, "
                     "such as GradientAllReduce, QAdam or DiLoCo: an algorithm that sets weighs = True"
                 )
-        self.now, self.used = weight_of_pass(weight, has_begun=self.is_open), False
+        found = weight_of_pass(weight, has_begun=self.is_open)
+        if self.used and self._of_weights:
+            self._of_last_pass = self._value()
+        self.now, self.used = found, False
 
     def hold(self) -> None:
         """Take the weight as that of an addend, which the engine holds."""
@@ -89,7 +98,7 @@ class MeanWeights:
 
         Collective.
         """
-        self.is_open, self.used, self.of_pass = True, True, None
+        self.is_open, self.used, self.of_pass, self._of_last_pass = True, True, None, None
         if self._of_weights or not exchanges:
             return
         self.in_each_step = True
@@ -108,30 +117,39 @@ class MeanWeights:
 
     def since_exchange(self, bucket: Bucket) -> Weigh | None:
         """Return the weights since the last exchange of a bucket, which comes next; None if its mean is plain."""
-        before, earlier = self._exchanged.get(bucket.index, (0.0, 0))
-        so_far, count = self._so_far()
-        if not self.in_each_step and count == earlier:
+        mine = self._sums[bucket.index]
+        found, mine.sum = mine.sum, None
+        if found is None and not self.in_each_step:
             return None
         self.in_each_step = True
-        self._exchanged[bucket.index] = so_far, count
-        return partial(self._agree, [so_far - before if count > earlier else None])
+        return partial(self._agree, [found])
 
-    def _so_far(self) -> tuple[float, int]:
-        """Sum and number of the weights of all steps; until the step ends, the program may replace its weight."""
-        if self.now is None:
-            return self._sum, self._count
-        return self._sum + (self.now if self.now >= 0 else math.nan), self._count + 1
-
-    def forget_used(self, *, stepped: bool = False) -> None:
-        """Forget the weight if a backward pass has used it, since its step has ended; or if it has `stepped`."""
+    def end_step(self) -> None:
+        """Count the weight of the step that ends; until then, the program may replace it."""
+        weight, self._of_last_pass = self._of_last_pass, None
+        if weight is None:
+            weight = self._value()
+            if self.used or self._of_weights:
+                self.now, self.used = None, False
+        for each in self._sums:
+            if weight != MISSING or self.in_each_step or each.sum is not None:
+                each.add(weight)
         self.is_open = False
-        if self.used or (stepped and self._of_weights):
-            self._sum, self._count = self._so_far()
+
+    def _value(self) -> float:
+        """The weight of this step in a sum of weights: NaN if it is negative, which a sum could hide."""
+        return MISSING if self.now is None else self.now if self.now >= 0 else math.nan
+
+    def forget_used(self) -> None:
+        """Forget the weight if a backward pass has used it, since another step begins."""
+        self.is_open = False
+        if self.used:
             self.now, self.used = None, False
 
     def check_used(self) -> None:
         """Raise `ArrayError` if the weight was set after the backward pass. For the time before a step."""
-        if self.now is not None and not self.used and not self._of_weights:
+        late = not self._of_weights or self._of_last_pass is not None
+        if self.now is not None and not self.used and late:
             raise ArrayError("weight: it was set after the backward pass, which did not use it; set it before")
 
     def _agree_for_pass(self, mine: list[float | None], counts: list[int] | None) -> None:

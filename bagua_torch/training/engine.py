@@ -226,7 +226,7 @@ class TorchEngine(Engine):
             if name in saved and not layout.is_contiguous:
                 reordered[name] = {
                     path: _in_other_order(value, layout, to_memory=to_memory)
-                    if hasattr(value, "dtype") and path + PER_BUCKET not in saved[name]
+                    if hasattr(value, "dtype") and value.ndim and path + PER_BUCKET not in saved[name]
                     else value
                     for path, value in saved[name].items()
                 }

@@ -11,13 +11,16 @@ from torch.nn.functional import cross_entropy
 from bagua_comm import (
     ArrayError,
     ByteGrad,
+    DiLoCo,
     ErrorFeedback,
     GradientAllReduce,
     Quantized,
     Reproducible,
+    SparseLoCo,
+    StreamingDiLoCo,
 )
 from bagua_comm.testing import run_ranks
-from bagua_torch import DistributedDataParallel
+from bagua_torch import Checkpoints, DistributedDataParallel
 
 TOKENS = [1, 7, 0, 513]
 
@@ -206,6 +209,57 @@ def test_the_backward_pass_hides_the_exchange_of_weights():
         assert weights.thread != wait.thread  # training goes on beside it
         assert len(exchanges) > 1
         assert weights.end_ns <= min(span.start_ns for span in exchanges)
+
+
+with torch.random.fork_rng():
+    torch.manual_seed(0)
+    CONVOLUTION = nn.Sequential(nn.Conv2d(2, 3, 2), nn.Flatten(), nn.Linear(12, 4))
+    CONVOLUTION.to(memory_format=torch.channels_last)
+
+
+@pytest.mark.algorithms("all")
+@pytest.mark.parametrize("algorithm", [DiLoCo(4), StreamingDiLoCo(4, 2), SparseLoCo(4, 16, 8)], ids=str)
+@pytest.mark.parametrize("change", ["checkpoint", "state_dict", "replan"])
+def test_weights_since_the_last_outer_step_are_kept(algorithm, change, tmp_path):
+    def make(comm):
+        model = copy.deepcopy(CONVOLUTION)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return DistributedDataParallel(model, [optimizer], algorithm, comm=comm), optimizer
+
+    def train(comm, ddp, optimizer, steps):
+        for step in steps:
+            random = torch.Generator().manual_seed(10 * step + comm.rank)
+            ddp.weight = [1, 7, 0, 513][(comm.rank + step) % 4]
+            ddp(torch.randn(2, 2, 3, 3, generator=random)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def body(comm, change=None):
+        ddp, optimizer = make(comm)
+        train(comm, ddp, optimizer, range(3))
+        if change == "replan":
+            ddp.replan(bucket_bytes=10**6)
+        elif change is not None:
+            saved = copy.deepcopy((ddp.state_dict(), optimizer.state_dict()))
+            with Checkpoints(tmp_path / algorithm.__class__.__name__, comm) as checkpoints:
+                checkpoints.save(2, ddp=ddp, optimizer=optimizer, wait=True)
+                ddp.close()
+                ddp, optimizer = make(comm)
+                if change == "checkpoint":
+                    checkpoints.load(ddp=ddp, optimizer=optimizer)
+                else:
+                    ddp.load_state_dict(saved[0])
+                    optimizer.load_state_dict(saved[1])
+        train(comm, ddp, optimizer, range(3, 8))
+        ddp.engine.settle()
+        found = torch.cat([p.detach().flatten() for p in ddp.module.parameters()])
+        ddp.close()
+        return found
+
+    expected = run_ranks(2, body)
+    found = run_ranks(2, lambda comm: body(comm, change))
+    for each, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(each, other, rtol=0, atol=0)
 
 
 TEXT = "".join(nn.Transformer.__doc__.split()) + nn.Module.__doc__

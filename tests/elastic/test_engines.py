@@ -38,7 +38,7 @@ def averaged(algorithm, step, grad, state):
     return state.momentum if is_qadam else grad
 
 
-def training(algorithm):
+def training(algorithm, weights_of_ranks=None):
     """A program that trains with this algorithm; gradients differ between ranks."""
 
     def body(fleet):
@@ -57,6 +57,8 @@ def training(algorithm):
                 view[...] = weights[name]
             with Engine(comm, exchanged, plan, flats) as engine:
                 while state.step < STEPS:
+                    if weights_of_ranks is not None:
+                        engine.weight = weights_of_ranks[(comm.rank + state.step) % len(weights_of_ranks)]
                     engine.at(Point.FORWARD)
                     for name, view in grad.items():
                         view[...] = weight[name] + np.sin(np.arange(view.size) * (comm.rank + 2)).reshape(
@@ -88,16 +90,16 @@ def by_rank(outcomes):
     return dict(ended)
 
 
-def undisturbed(algorithm, size):
-    return by_rank(run_fleet(ThreadJob(size), training(algorithm)))
+def undisturbed(algorithm, size, weights_of_ranks=None):
+    return by_rank(run_fleet(ThreadJob(size), training(algorithm, weights_of_ranks)))
 
 
-def check_same_bytes(algorithm, deaths):
+def check_same_bytes(algorithm, deaths, weights_of_ranks=None):
     """Train on four ranks and two spares; process n dies when it does something for the k-th time."""
-    expected = undisturbed(algorithm, 4)
+    expected = undisturbed(algorithm, 4, weights_of_ranks)
     job = ThreadJob(6, wanted=4)
     job.kill_at(deaths)
-    got = by_rank(run_fleet(job, training(algorithm)))
+    got = by_rank(run_fleet(job, training(algorithm, weights_of_ranks)))
     assert len(got) >= 2  # one that dies at the very end has no heir
     assert got.keys() <= expected.keys()
     for rank, weights in got.items():
@@ -108,6 +110,11 @@ def check_same_bytes(algorithm, deaths):
 @pytest.mark.parametrize("name", [WITH_FEEDBACK, WITH_DECAY, "LowPrecisionDecentralized()"])
 def test_with_a_spare_the_weights_are_those_of_an_undisturbed_training(name):
     check_same_bytes(shortened(name), [(1, 70), (3, 90)])
+
+
+@pytest.mark.parametrize("name", ["DiLoCo(local_steps=3)", "StreamingDiLoCo(local_steps=3, fragments=2)"])
+def test_with_a_spare_the_weights_of_ranks_since_the_last_outer_step_still_count(name):
+    check_same_bytes(shortened(name), [(1, 50), (3, 75)], weights_of_ranks=[1, 7, 0, 513])
 
 
 @pytest.mark.slow

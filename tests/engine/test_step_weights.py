@@ -1,0 +1,187 @@
+"""Sums of weights since the last outer step: kept in checkpoints, under another plan, and on other ranks."""
+
+import copy
+
+import numpy as np
+import pytest
+
+from bagua_comm import (
+    ArrayError,
+    Checkpoints,
+    DiLoCo,
+    Engine,
+    Own,
+    Point,
+    SparseLoCo,
+    StreamingDiLoCo,
+    TensorSpec,
+    every,
+)
+from bagua_comm.algorithms.base import pack
+from bagua_comm.checkpoint import load_engine, tree_of_engine
+from bagua_comm.testing import run_ranks
+
+SPECS = [TensorSpec("a", (300,), "float32"), TensorSpec("b", (500,), "float32")]
+ALGORITHMS = [
+    DiLoCo(4),
+    StreamingDiLoCo(4, fragments=2, delay=1),
+    SparseLoCo(4, chunk=64, keep=64, bits=32),
+    every(2, DiLoCo(2)),
+]
+STEPS = 9
+
+
+def weight_of(rank, step):
+    return [1, 7, 0, 513][(rank + step) % 4]
+
+
+class Training:
+    """A training whose changes are given. Collective."""
+
+    def __init__(self, comm, algorithm, bucket_bytes=1200, weights=weight_of):
+        self.comm, self.algorithm, self.weight_of = comm, algorithm, weights
+        self.still = set()
+        """Steps that change nothing."""
+        plan = self.plan(bucket_bytes)
+        self.use(plan, plan.allocate())
+        self.engine = Engine(comm, algorithm, plan, self.flats)
+
+    def plan(self, bucket_bytes):
+        return pack(self.algorithm, SPECS, bucket_bytes=bucket_bytes)
+
+    def use(self, plan, flats):
+        self.flats, self.views = flats, plan.cut(flats)
+
+    def train(self, first, end):
+        engine = self.engine
+        for step in range(first, end):
+            if (weight := self.weight_of(self.comm.rank, step)) is not None:
+                engine.weight = weight
+            engine.at(Point.FORWARD)
+            engine.at(Point.BACKWARD)
+            random = np.random.default_rng([self.comm.rank, step])
+            for view in self.views.values() if step not in self.still else ():
+                view += random.standard_normal(view.shape).astype(np.float32)
+            engine.at(Point.STEP)
+        return self
+
+    def end(self):
+        self.engine.settle()
+        values = np.concatenate([view.copy().ravel() for view in self.views.values()])
+        self.engine.close()
+        return values
+
+
+def undisturbed(comm, algorithm):
+    return Training(comm, algorithm).train(0, STEPS).end()
+
+
+@pytest.mark.algorithms("all")
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=str)
+@pytest.mark.parametrize("bucket_bytes", [1200, 10_000], ids=["same_plan", "other_plan"])
+def test_a_training_resumed_between_outer_steps_is_one_that_went_on(algorithm, bucket_bytes):
+    def body(comm, stop):
+        first = Training(comm, algorithm).train(0, stop)
+        state = first.engine.state_dict()
+        values = {name: view.copy() for name, view in first.views.items()}
+        first.engine.close()
+        second = Training(comm, algorithm, bucket_bytes)
+        second.engine.load_state_dict(copy.deepcopy(state))
+        for name, view in second.views.items():
+            view[...] = values[name]
+        return second.train(stop, STEPS).end()
+
+    expected = run_ranks(2, lambda comm: undisturbed(comm, algorithm))
+    for stop in range(1, STEPS):
+        found = run_ranks(2, lambda comm, stop=stop: body(comm, stop))
+        assert all(np.array_equal(*each) for each in zip(expected, found, strict=True)), stop
+
+
+@pytest.mark.algorithms("all")
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=str)
+def test_another_plan_between_outer_steps_changes_nothing(algorithm):
+    def body(comm, stop):
+        training = Training(comm, algorithm).train(0, stop)
+        plan = training.plan(10_000)
+        training.use(plan, training.engine.replan(plan))
+        return training.train(stop, STEPS).end()
+
+    expected = run_ranks(2, lambda comm: undisturbed(comm, algorithm))
+    for stop in (1, 3, 5):
+        found = run_ranks(2, lambda comm, stop=stop: body(comm, stop))
+        assert all(np.array_equal(*each) for each in zip(expected, found, strict=True)), stop
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_on_another_number_of_ranks_each_begins_with_the_mean_of_weights_and_sums(ranks, tmp_path):
+    algorithm = DiLoCo(3, outer_lr=1, outer_momentum=0)
+
+    def save(comm):
+        training = Training(comm, algorithm).train(0, 2)
+        with Checkpoints(tmp_path, comm) as checkpoints:
+            values = dict(training.views)
+            checkpoints.save(2, {"engine": tree_of_engine(training.engine), "x": Own(values, "mean")}, wait=True)
+        return training.end()
+
+    def load(comm):
+        training = Training(comm, algorithm)
+        with Checkpoints(tmp_path, comm) as checkpoints:
+            tree = checkpoints.load().tree
+        for name, view in training.views.items():
+            view[...] = tree["x"][name]
+        load_engine(training.engine, tree["engine"])
+        return training.train(2, 3).end()
+
+    before = run_ranks(2, save)
+    found = run_ranks(ranks, load)
+    sums = [sum(weight_of(rank, step) for step in range(2)) for rank in range(2)]
+    if ranks != 2:
+        before, sums = [np.mean(before, axis=0)] * ranks, [np.mean(sums)] * ranks
+    total, weighted = 0, 0
+    for rank, (x, earlier) in enumerate(zip(before, sums, strict=True)):
+        random = np.random.default_rng([rank, 2])
+        change = np.concatenate([random.standard_normal(spec.shape).astype(np.float32) for spec in SPECS])
+        weight = earlier + weight_of(rank, 2)
+        total, weighted = total + weight, weighted + weight * (x + change)
+    for each in found:
+        np.testing.assert_allclose(each, weighted / total, rtol=1e-5, atol=1e-6)
+
+
+def test_weights_replaced_by_the_program_count_from_then_on():
+    def body(comm, replaced):
+        training = Training(
+            comm, DiLoCo(3), weights=lambda rank, step: weight_of(rank, step) if step else 99 * rank * replaced
+        )
+        training.still = set() if replaced else {0}
+        training.train(0, 1)
+        if replaced:
+            for flat in training.flats:
+                flat[...] = 0
+            training.engine.weights_replaced()
+        return training.train(1, 4).end()
+
+    replaced, other = (run_ranks(2, lambda comm, r=r: body(comm, r)) for r in (True, False))
+    assert all(np.array_equal(*each) for each in zip(replaced, other, strict=True))
+
+
+@pytest.mark.parametrize("forgotten", [1, 2, 3])
+def test_a_step_of_one_rank_without_a_weight_is_an_error_on_all_ranks(forgotten):
+    def weights(rank, step):
+        return None if (rank, step) == (1, forgotten) else 3
+
+    def body(comm):
+        with pytest.raises(ArrayError, match="rank 1 has none in some steps since the last exchange"):
+            Training(comm, DiLoCo(3), weights=weights).train(0, 6).end()
+
+    run_ranks(2, body)
+
+
+def test_without_weights_checkpoints_hold_nothing_of_them():
+    def body(comm):
+        training = Training(comm, DiLoCo(3), weights=lambda rank, step: None).train(0, 2)
+        saved = training.engine.state_dict()["tensors"]
+        training.end()
+        return saved
+
+    for saved in run_ranks(2, body):
+        assert set(saved["a"]) == {"anchor", "momentum", "steps"}
