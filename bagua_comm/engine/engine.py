@@ -553,6 +553,7 @@ class Engine(Live, Closing):
         self._training = loaded.training
         self._exchanges.set_step(loaded.header.step)
         self._progress.restart()
+        self.mean_weights.drop_step()
         self._begin_phase(loaded.header.phase_began, loaded.states)
         self._weights.load(differ=self._drifts and loaded.continues)
         self._replacements.belong()

@@ -51,7 +51,7 @@ class MeanWeights:
         """The weight that a backward pass has used, if that of the next one is set before its step has ended."""
         self.of_pass: Weigh | None = None
         """The weights of the present backward pass; None if its mean is plain."""
-        self._has_warned = False
+        self._skips = self._has_warned = False
 
     def begin_phase(self, algorithm: Algorithm, states: Sequence[State]) -> None:
         """Weigh the means of this algorithm from now on; `states` has one state for each bucket."""
@@ -98,7 +98,7 @@ class MeanWeights:
 
         Collective.
         """
-        self.is_open, self.used, self.of_pass, self._of_last_pass = True, True, None, None
+        self.is_open, self.used, self.of_pass = True, True, None
         if self._of_weights or not exchanges:
             return
         self.in_each_step = True
@@ -131,10 +131,19 @@ class MeanWeights:
             weight = self._value()
             if self.used or self._of_weights:
                 self.now, self.used = None, False
+        skips, self._skips = self._skips, False
         for each in self._sums:
-            if weight != MISSING or self.in_each_step or each.sum is not None:
-                each.add(weight)
+            if weight != MISSING or (not skips and (self.in_each_step or each.sum is not None)):
+                each.add(min(weight, 0.0) if skips else weight)
         self.is_open = False
+
+    def replace_in_step(self) -> None:
+        """Let the weight replace that of an earlier backward pass: this one accumulates in the same step."""
+        self._of_last_pass = None
+
+    def skip(self) -> None:
+        """Count the step that ends next with weight 0: no optimizer has stepped by its gradients."""
+        self._skips = True
 
     def _value(self) -> float:
         """The weight of this step in a sum of weights: NaN if it is negative, which a sum could hide."""
@@ -145,6 +154,16 @@ class MeanWeights:
         self.is_open = False
         if self.used:
             self.now, self.used = None, False
+
+    def drop_step(self) -> None:
+        """Forget what belongs to a step that is lost, and whose backward pass may have raised."""
+        self.forget_used()
+        self._held, self._of_last_pass = [], None
+
+    @property
+    def unused(self) -> float | None:
+        """The weight, if no backward pass has used it yet; else None."""
+        return None if self.used else self.now
 
     def check_used(self) -> None:
         """Raise `ArrayError` if the weight was set after the backward pass. For the time before a step."""

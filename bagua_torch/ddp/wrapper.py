@@ -293,12 +293,13 @@ class DistributedDataParallel(nn.Module):
         """The weight of this rank in the mean of this step's gradients: its tokens, or samples; None if not set.
 
         Set it on all ranks before the backward pass: with a loss that is the mean over a rank's own tokens,
-        `p.grad` is then as of one process with the tokens of all ranks. See `bagua_comm.Engine.weight`. After the
-        step of the optimizers it is None again; without optimizers, in the next forward pass after a backward
-        pass. Where gradients are accumulated, in `no_sync` or not, it is that of the whole step: for a loss that
-        is a sum over tokens divided by this rank's tokens of the step, their number. Each of the `microbatches`
-        has its own. A rank without data sets 0, and makes its pass with an empty batch or calls `expect_backward`
-        in place of it. A parameter of this name is `module.weight`.
+        `p.grad` is then as of one process with the tokens of all ranks. See `bagua_comm.Engine.weight`. After
+        the step of the optimizers it is None again; without that step, as a GradScaler leaves it out, in the
+        next backward pass after the gradients were cleared. Where gradients are accumulated, in `no_sync` or
+        not, it is that of the whole step: for a loss that is a sum over tokens divided by this rank's tokens of
+        the step, their number. Each of the `microbatches` has its own. A rank without data sets 0, and makes
+        its pass with an empty batch or calls `expect_backward` in place of it. A parameter of this name is
+        `module.weight`.
 
         Raises:
             ArrayError: The backward pass has begun. If the weight was set after the backward pass, the step of

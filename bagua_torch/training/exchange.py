@@ -97,9 +97,12 @@ class BucketExchange(Live):
             memory = BucketMemory(self.model.trained, plan, in_buckets=self.memory.in_buckets)
             memory.copy(self.memory)
             self.memory = memory
+        weight = self.engine.mean_weights.unused
         self._start(algorithm)
         self.flatten()
         self.attach_states()
+        if weight is not None:
+            self.engine.weight = weight
 
     def replan(self, bucket_bytes: int, algorithm: Algorithm) -> None:
         """Continue with other buckets, and the same algorithm with other settings. Collective."""

@@ -78,8 +78,8 @@ class Join:
             )
         self.copies, self.freezes = bool(table[:, 2].any()), bool(table[:, 3].any())
         self.passes, self.weighs = int(table[:, 4].max()), bool(table[:, 5].any())
-        if self.active and not self.divide_by_initial_size:
-            self.scale = self.comm.size / len(self.active)
+        if self.active and not self.divide_by_initial_size:  # with weights, ranks without data have the weight 0
+            self.scale = 1.0 if self.weighs else self.comm.size / len(self.active)
         while not active and engine.step < table[:, 1].max():
             if engine.phase.lends:
                 for optimizer in self.optimizers:  # also updates the shared state

@@ -9,6 +9,8 @@ from enum import Enum
 import torch
 from torch import nn
 
+from bagua_comm.engine.mean_weights import MeanWeights
+
 
 @dataclass
 class StepOptions:
@@ -47,7 +49,8 @@ class Accumulation:
 
     A further pass either accumulates into averaged gradients, or belongs to the next step, after one that the
     optimizers have skipped, as a GradScaler does. Only the gradients tell: after a skipped step they are cleared.
-    Of each bucket one gradient is observed, so that this costs little.
+    Of each bucket one gradient is observed, so that this costs little. Where gradients are exchanged, they tell
+    for how many passes the weight of a rank is.
 
     Args:
         parameters: The parameters, by name.
@@ -70,12 +73,9 @@ class Accumulation:
         self.late = False
         """Whether the last step was skipped, which the present pass of the next one has found."""
 
-    def average(self) -> None:
-        """Record that all gradients so far are averaged."""
+    def average(self, buckets: Sequence[Sequence[str]]) -> None:
+        """Record that all gradients so far are averaged; note one of each bucket, whose names `buckets` has."""
         self.stays = self.cleared = False
-
-    def note(self, buckets: Sequence[Sequence[str]]) -> None:
-        """Note the gradients at the end of a backward pass; `buckets` has the names of each bucket."""
         self._marks = []
         for names in buckets:
             for name in names:
@@ -94,6 +94,11 @@ class Accumulation:
                 return True
             changed |= id(gradient) != identity or gradient._version != version
         return changed and not any(bool(each.any()) for each in self._values())
+
+    def forget_weight(self, weights: MeanWeights) -> None:
+        """Forget the weight of a step that the optimizers have skipped, before a gradient of the next one."""
+        if weights.used and weights.now is not None and self.given_up:
+            weights.forget_used()
 
     def _values(self) -> list[torch.Tensor]:
         gradients = [p.grad for p in self._parameters.values() if p.grad is not None]

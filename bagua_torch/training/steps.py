@@ -68,7 +68,8 @@ class TrainingSteps(Live):
         self._averaging = True
         self._join: Join | None = None
         self.buffers = SharedBuffers(comm, model, options)
-        self._stepped: set[int] = set()  # ids of the optimizers that stepped since the last backward pass
+        # By id, since the last backward pass; False for an optimizer whose step a scaler left out.
+        self._stepped: dict[int, bool] = {}
         self._opens_late = False  # the latest forward pass ran in evaluation mode, and was not announced
         self._passes = 0  # averaged backward passes of this step
         self._called = False  # by the wrapper, in a forward pass whose backward passes are averaged
@@ -197,8 +198,6 @@ class TrainingSteps(Live):
         self._warn_of_outputs(None)
         self.watch.forget_outputs(reached=False)
         self.finish()
-        if not self.optimizers:  # else when they step, so that further passes of this step have the weight
-            self.engine.mean_weights.forget_used()
         self._passes = 0
 
     def finish(self) -> None:
@@ -244,9 +243,12 @@ class TrainingSteps(Live):
             self._accumulation.late |= not self._accumulates()  # gradients were cleared since
         if self.stage not in (Stage.OPEN, Stage.REOPENED):
             self._open_late()
+        self._accumulation.forget_weight(self.engine.mean_weights)
         self._versions.begin(self.memory.names)
         self._fresh |= self.memory.attach_all()
         self.engine.begin_backward()
+        if not self._accumulation.late:
+            self.engine.mean_weights.replace_in_step()
 
     def _open_late(self) -> None:
         """Announce a backward pass without a training forward pass before it. Collective.
@@ -268,6 +270,7 @@ class TrainingSteps(Live):
     def _before_gradient(self, name: str) -> None:
         """Let autograd accumulate into the bucket in a pass that is not averaged."""
         if not self._accumulation.stays:
+            self._accumulation.forget_weight(self.engine.mean_weights)
             self._accumulation.stays = True
             self._accumulation.cleared = self.stage is Stage.AVERAGED and not self._accumulates()
         if self._trained[name].grad is None:  # otherwise it may be in the bucket of another wrapper
@@ -276,8 +279,7 @@ class TrainingSteps(Live):
     def _send(self, index: int) -> None:
         """Send a bucket whose gradients are complete."""
         self.memory.attach_bucket(index)  # create_graph=True replaces p.grad
-        weighted = self.engine.mean_weights.in_each_step  # ranks without data have the weight 0
-        if self._join is not None and self._join.scale != 1 and self.engine.payload == "grad" and not weighted:
+        if self._join is not None and self._join.scale != 1 and self.engine.payload == "grad":
             # Turns the mean over all ranks into the mean over ranks with data. It is applied before sending, as
             # an algorithm may average more than these gradients.
             self.memory.flats["grad"][index].mul_(self._join.scale)
@@ -314,10 +316,8 @@ class TrainingSteps(Live):
             memory.spread()
         self.exchange.attach_states()
         self.stage = Stage.AVERAGED
-        if payload == "weight":
-            self._accumulation.note(memory.names)
         self.averages += 1
-        self._accumulation.average()
+        self._accumulation.average(memory.names if payload == "weight" or engine.weight is not None else ())
         self._stepped.clear()
         self.watch.forget_gradients()  # they were in the buckets, too
         if not self._accumulation.late and engine.communicates:  # otherwise when the outer pass ends
@@ -377,15 +377,17 @@ class TrainingSteps(Live):
     def _after_skipped_step(self, optimizer: torch.optim.Optimizer) -> None:
         """A GradScaler has left out a step on this rank: where others exchange their weights, it does so, too."""
         if self.engine.payload == "weight" and self.stage in (Stage.AVERAGED, Stage.REOPENED):
-            self._count(optimizer)
+            self._count(optimizer, made=False)
 
-    def _count(self, optimizer: torch.optim.Optimizer, *, ends: bool = True) -> None:
-        """Count the step of an optimizer; that of the last one `ends` the step."""
-        self._stepped.add(id(optimizer))
+    def _count(self, optimizer: torch.optim.Optimizer, *, ends: bool = True, made: bool = True) -> None:
+        """Count the step of an optimizer, `made` or left out by a GradScaler; the last one `ends` the step."""
+        self._stepped[id(optimizer)] = made
         if ends and len(self._stepped) == len(self.optimizers):
             self._end()
 
     def _end(self) -> None:
+        if self.stage is Stage.IDLE or (self.optimizers and not any(self._stepped.values())):
+            self.engine.mean_weights.skip()
         self.stage = Stage.ANNOUNCED if self.stage in (Stage.REOPENED, Stage.ANNOUNCED) else Stage.IDLE
         self.watch.forget_outputs(reached=self.stage is Stage.ANNOUNCED)
         self._passes = 0

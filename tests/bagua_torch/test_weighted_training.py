@@ -165,6 +165,74 @@ def test_ranks_that_have_ended_in_join_have_weight_zero(batches):
         assert all(torch.equal(each, expected[0]) for each in (*joined, *expected))
 
 
+def skipping_steps(comm, algorithm, counts, *, way, skipped, optimizers=True):
+    """Steps with the weights `counts`, of which some are not made; the gradients of each. Collective."""
+    ddp, optimizer = wrapped(comm, algorithm)
+    if not optimizers:
+        ddp.close()
+        ddp = DistributedDataParallel(ddp.module, algorithm=algorithm, comm=comm)
+    scaler, found = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=way == "scaler"), []
+    for step, mine in enumerate(counts):
+        if way != "late":
+            optimizer.zero_grad(set_to_none=way != "in_place")
+        if mine is not None:
+            ddp.weight = mine
+        loss = nan_if_empty(ddp, 5 if mine is None else mine, step)
+        if way == "late":
+            optimizer.zero_grad()
+        overflow = float("inf") if way == "scaler" and step in skipped else 1.0
+        scaler.scale(loss * overflow).backward()
+        found.append(gradients(ddp.module) / scaler.get_scale())
+        if way == "scaler" or step not in skipped:
+            scaler.step(optimizer)
+            scaler.update()
+    optimizer.zero_grad()
+    with torch.no_grad():
+        ddp.eval()(torch.zeros(1, 10))  # ends a step that was not made, and writes back what was exchanged
+    parameters = torch.cat([p.detach().flatten() for p in ddp.module.parameters()])
+    ddp.close()
+    return found, parameters
+
+
+WAYS = ["scaler", "left_out", "in_place", "late"]
+
+
+@pytest.mark.parametrize("optimizers", [True, False])
+@pytest.mark.parametrize("way", WAYS)
+def test_after_a_step_that_is_not_made_another_has_its_own_weight(way, optimizers):
+    counts = [[3, 1, 2], [4, 9, 7]]
+
+    def body(comm, mine):
+        return skipping_steps(comm, None, mine, way=way, skipped={0}, optimizers=optimizers)
+
+    for found, _ in run_ranks(2, lambda comm: body(comm, counts[comm.rank])):
+        expected = one_process([1, 9], 1)
+        assert (found[1].double() - expected).norm() <= 1e-5 * expected.norm()
+
+    def raises(comm):
+        with pytest.raises(ArrayError, match="weight: rank 1 has none, and other ranks have one"):
+            body(comm, counts[comm.rank] if comm.rank == 0 else [4, None, 7])
+
+    run_ranks(2, raises)
+    with pytest.warns(UserWarning, match="weight: no rank has set one"):
+        run_ranks(2, lambda comm: body(comm, [3 + comm.rank, None, 7]))
+
+
+@pytest.mark.parametrize("step", [0, 1])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_step_that_one_rank_does_not_make_counts_nothing_in_its_outer_step(way, step):
+    counts = [[4, 6], [5, 50]]
+
+    def body(comm, local_steps):
+        algorithm = DiLoCo(local_steps, outer_lr=1, outer_momentum=0)
+        return skipping_steps(comm, algorithm, counts[comm.rank], way=way, skipped={step} if comm.rank else ())[1]
+
+    local, averaged = (run_ranks(2, lambda comm, n=n: body(comm, n)) for n in (3, 2))
+    own = counts[1][1 - step]
+    for each in averaged:
+        torch.testing.assert_close(each, (10 * local[0] + own * local[1]) / (10 + own))
+
+
 def set_within(comm):
     ddp, _ = wrapped(comm)
     ddp.module[2].bias.register_hook(lambda _: setattr(ddp, "weight", 4))
