@@ -28,11 +28,17 @@ from ..errors import ArrayError, CommMismatch, warn
 
 MISSING = -math.inf
 """What a rank sends that has no weight."""
-PARTLY = -sys.float_info.max
-"""What a rank sends that has no weight of some steps; a sum with other weights is the same."""
+PARTLY, LATE = -sys.float_info.max, -sys.float_info.max / 2
+"""What a rank sends that has no weight of some steps, or that has set one too late: any rank raises then, too.
+
+A sum with other weights is the same."""
+_WRONG = {
+    PARTLY: "has none in some steps since the last exchange",
+    LATE: "has set one after its backward pass had begun",
+}
 
 _EXPECTED = "expected a finite number of at least 0"
-_ADVICE = "set one on all ranks, 0 on a rank without data; or on none"
+_ADVICE = "set one on all ranks before each backward pass, 0 on a rank without data; or on none"
 _ALL_ZERO = "all weights are 0"
 
 
@@ -142,8 +148,8 @@ def agree(comm: Gathering, mine: Sequence[float | None], counts: Sequence[int] |
     for rank, weight in zip(owners, weights, strict=True):
         if weight == MISSING:
             raise ArrayError(f"weight: rank {rank} has none, and other ranks have one; {_ADVICE}")
-        if weight == PARTLY:
-            raise ArrayError(f"weight: rank {rank} has none in some steps since the last exchange; {_ADVICE}")
+        if weight in _WRONG:
+            raise ArrayError(f"weight: rank {rank} {_WRONG[weight]}; {_ADVICE}")
         if not 0 <= weight < math.inf:
             raise ArrayError(f"weight: rank {rank} has {weight}, {_EXPECTED}")
     unit = math.frexp(max(weights))[1]  # so that the sum is finite

@@ -19,7 +19,7 @@ from typing import TypeAlias
 from ..algorithms.base import Algorithm, State, name_of
 from ..bucket import Bucket
 from ..comm import Communicator
-from ..comm.weights import MISSING, Weighting, agree, weight_of_pass
+from ..comm.weights import LATE, MISSING, Weighting, agree, weight_of_pass
 from ..errors import ArrayError, UnsupportedError, warn
 from ..execution.lane import Lane
 from ..topology import share
@@ -51,7 +51,7 @@ class MeanWeights:
         """The weight that a backward pass has used, if that of the next one is set before its step has ended."""
         self.of_pass: Weigh | None = None
         """The weights of the present backward pass; None if its mean is plain."""
-        self._skips = self._has_warned = False
+        self._skips = self._late = self._has_warned = False
 
     def begin_phase(self, algorithm: Algorithm, states: Sequence[State]) -> None:
         """Weigh the means of this algorithm from now on; `states` has one state for each bucket."""
@@ -69,7 +69,7 @@ class MeanWeights:
         """Set the weight of this step, for an algorithm of these phases.
 
         Raises:
-            ArrayError: The backward pass has begun.
+            ArrayError: The backward pass has begun. The next exchange of weights raises it on all ranks.
             UnsupportedError: The algorithm makes no mean over all ranks.
         """
         for phase in phases:
@@ -78,6 +78,7 @@ class MeanWeights:
                     f"weight: {name_of(phase)} makes no weighted mean over all ranks; expected one that does, "
                     "such as GradientAllReduce, QAdam or DiLoCo: an algorithm that sets weighs = True"
                 )
+        self._late |= self.is_open
         found = weight_of_pass(weight, has_begun=self.is_open)
         if self.used and self._of_weights:
             self._of_last_pass = self._value()
@@ -91,7 +92,8 @@ class MeanWeights:
     @property
     def are_due(self) -> bool:
         """Whether ranks exchange weights in this step, if it averages gradients."""
-        return self.in_each_step or self.now is not None or any(each is not None for each in self._held)
+        has_one = self.now is not None or any(each is not None for each in self._held)
+        return self.in_each_step or has_one or self._late
 
     def open(self, *, exchanges: bool) -> None:
         """Begin a backward pass: exchange the weights on the lane, if they are due and it `exchanges` gradients.
@@ -108,6 +110,7 @@ class MeanWeights:
             counts = [len(share(self._addends, each, size)) for each in range(size)]
             expected = counts[rank]  # the average refuses another number
             mine = [*mine, *([0.0] * expected)][:expected]
+        mine, self._late = [LATE] * len(mine) if self._late else mine, False
         self._lane.submit(self._agree_for_pass, mine, counts)  # the lane runs it before the buckets
         self.of_pass = lambda: self._agreed
 
@@ -119,10 +122,10 @@ class MeanWeights:
         """Return the weights since the last exchange of a bucket, which comes next; None if its mean is plain."""
         mine = self._sums[bucket.index]
         found, mine.sum = mine.sum, None
-        if found is None and not self.in_each_step:
+        if found is None and not self.in_each_step and not self._late:
             return None
         self.in_each_step = True
-        return partial(self._agree, [found])
+        return partial(self._agree, [LATE if self._late else found])
 
     def end_step(self) -> None:
         """Count the weight of the step that ends; until then, the program may replace it."""
@@ -158,7 +161,7 @@ class MeanWeights:
     def drop_step(self) -> None:
         """Forget what belongs to a step that is lost, and whose backward pass may have raised."""
         self.forget_used()
-        self._held, self._of_last_pass = [], None
+        self._held, self._of_last_pass, self._late = [], None, False
 
     @property
     def unused(self) -> float | None:
@@ -166,9 +169,13 @@ class MeanWeights:
         return None if self.used else self.now
 
     def check_used(self) -> None:
-        """Raise `ArrayError` if the weight was set after the backward pass. For the time before a step."""
+        """Raise `ArrayError` if the weight was set after the backward pass. For the time before a step.
+
+        The next exchange of weights raises it on all ranks.
+        """
         late = not self._of_weights or self._of_last_pass is not None
         if self.now is not None and not self.used and late:
+            self.now, self._late = None, True
             raise ArrayError("weight: it was set after the backward pass, which did not use it; set it before")
 
     def _agree_for_pass(self, mine: list[float | None], counts: list[int] | None) -> None:

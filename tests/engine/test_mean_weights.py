@@ -7,6 +7,7 @@ from support.engine_steps import backward
 from bagua_comm import (
     ArrayError,
     AsyncModelAverage,
+    BaguaError,
     ByteGrad,
     CommMismatch,
     Decentralized,
@@ -165,7 +166,29 @@ def too_late(comm):
         engine.at(Point.STEP)
 
 
-NONE = "; set one on all ranks, 0 on a rank without data; or on none"
+def late_in(moment, algorithm=None):
+    """Rank 1 sets a weight in or after the backward pass of step 1, and goes on after its error."""
+
+    def body(comm):
+        with Engine(comm, algorithm or GradientAllReduce(), PLAN, PLAN.allocate()) as engine:
+            for step in range(4):
+                engine.weight = 3
+                engine.at(Point.FORWARD)
+                engine.ready("a")
+                if (comm.rank, step, moment) == (1, 1, "within"):
+                    with pytest.raises(ArrayError, match="the backward pass has begun"):
+                        engine.weight = 4
+                backward(engine, "b")
+                if (comm.rank, step, moment) == (1, 1, "after"):
+                    engine.weight = 4
+                    with pytest.raises(ArrayError, match="it was set after the backward pass"):
+                        engine.at(Point.STEP)
+                engine.at(Point.STEP)
+
+    return body
+
+
+NONE = "; set one on all ranks before each backward pass, 0 on a rank without data; or on none"
 REFUSED = [
     *(
         (
@@ -185,6 +208,15 @@ REFUSED = [
     (lambda c: steps(c, [3, -4 if c.rank else 4, 1], DiLoCo(2)), ArrayError, "rank 1 has nan, expected a finite"),
     (late, ArrayError, "the backward pass has begun; set the weight of its gradients before"),
     (too_late, ArrayError, "it was set after the backward pass"),
+    *(
+        (
+            late_in(moment, algorithm),
+            ArrayError,
+            "rank 1 has set one after its backward pass had begun; set one on all",
+        )
+        for moment in ("within", "after")
+        for algorithm in (GradientAllReduce(), DiLoCo(2), StreamingDiLoCo(2, fragments=2))
+    ),
     *(
         (
             lambda c, a=algorithm: steps(c, [1], a),
@@ -224,6 +256,42 @@ def test_nothing_is_sent_for_weights_before_the_first_and_eight_bytes_after():
         plain, weighted = run_ranks(2, body)[0]
     assert "weights of ranks" not in plain
     assert weighted == [*plain, *["allgather", "weights of ranks"] * 2]  # a span is added when it ends
+
+
+@pytest.mark.algorithms("all")
+@pytest.mark.parametrize("algorithm", [GradientAllReduce(), DiLoCo(2), Decentralized()], ids=str)
+def test_if_one_rank_ends_by_the_error_of_its_weight_the_others_do_not_wait(algorithm):
+    def body(comm):
+        with Engine(comm, algorithm, PLAN, PLAN.allocate()) as engine:
+            for _ in range(3):
+                engine.at(Point.FORWARD)
+                engine.ready("a")
+                if comm.rank == 1:
+                    engine.weight = 3
+                backward(engine, "b")
+                engine.at(Point.STEP)
+
+    with pytest.raises(BaguaError, match="weight: ") as raised:
+        run_ranks(3, body, timeout_s=60)
+    assert isinstance(raised.value, (ArrayError, UnsupportedError))
+
+
+def test_a_refused_weight_changes_nothing():
+    def body(comm, sets):
+        weights, flats = [2 * comm.rank] if sets else [], PLAN.allocate()
+        for flat in flats:
+            flat[...] = comm.rank
+        with Engine(comm, Decentralized(), PLAN, flats) as engine:
+            for weight in weights:
+                with pytest.raises(UnsupportedError):
+                    engine.weight = weight
+            engine.at(Point.FORWARD)
+            backward(engine, "ab")
+            engine.at(Point.STEP)
+            engine.settle()
+            return flats[0][0]
+
+    assert run_ranks(2, lambda comm: body(comm, comm.rank)) == run_ranks(2, lambda comm: body(comm, False))
 
 
 def spans_of(comm, *names):
