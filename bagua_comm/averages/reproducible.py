@@ -512,6 +512,11 @@ class ReproducibleShards:
         """Hold the first `keep` addends, and no others."""
         del self._held[keep:]
 
+    def weigh_held(self, factors: Sequence[float]) -> None:
+        """Multiply the addends that this rank holds by these factors."""
+        for each, factor in zip(self._held, factors, strict=True):
+            multiply(each, factor)
+
     def __call__(self, x: AnyArray, out: AnyArray, op: str) -> AnyArray:
         """Hold `x` while addends are missing, else add all, and write this rank's parts of the result.
 

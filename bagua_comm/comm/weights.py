@@ -37,6 +37,7 @@ _WRONG = {
     LATE: "has set one after its backward pass had begun",
 }
 
+SET_AFTER = "weight: it was set after the backward pass, which did not use it; set it before"
 _EXPECTED = "expected a finite number of at least 0"
 _ADVICE = "set one on all ranks before each backward pass, 0 on a rank without data; or on none"
 _ALL_ZERO = "all weights are 0"
@@ -131,7 +132,7 @@ def agree(comm: Gathering, mine: Sequence[float | None], counts: Sequence[int] |
     Args:
         comm: The ranks.
         mine: The weights of the addends of this rank; None for one without.
-        counts: The numbers of addends of all ranks; one each if None.
+        counts: The numbers of addends of all ranks; the same on each if None.
 
     Raises:
         ArrayError: A weight is not a finite number of at least 0, or some addends have none. Raised on all ranks.
@@ -144,7 +145,7 @@ def agree(comm: Gathering, mine: Sequence[float | None], counts: Sequence[int] |
         raise
     if all(weight == MISSING for weight in weights):
         return None
-    owners = np.repeat(np.arange(comm.size), [1] * comm.size if counts is None else counts).tolist()
+    owners = np.repeat(np.arange(comm.size), len(mine) if counts is None else counts).tolist()
     for rank, weight in zip(owners, weights, strict=True):
         if weight == MISSING:
             raise ArrayError(f"weight: rank {rank} has none, and other ranks have one; {_ADVICE}")

@@ -19,7 +19,7 @@ from typing import TypeAlias
 from ..algorithms.base import Algorithm, State, name_of
 from ..bucket import Bucket
 from ..comm import Communicator
-from ..comm.weights import LATE, MISSING, Weighting, agree, weight_of_pass
+from ..comm.weights import LATE, MISSING, SET_AFTER, Weighting, agree, weight_of_pass
 from ..errors import ArrayError, UnsupportedError, warn
 from ..execution.lane import Lane
 from ..topology import share
@@ -176,7 +176,7 @@ class MeanWeights:
         late = not self._of_weights or self._of_last_pass is not None
         if self.now is not None and not self.used and late:
             self.now, self._late = None, True
-            raise ArrayError("weight: it was set after the backward pass, which did not use it; set it before")
+            raise ArrayError(SET_AFTER)
 
     def _agree_for_pass(self, mine: list[float | None], counts: list[int] | None) -> None:
         self._agreed = self._agree(mine, counts)

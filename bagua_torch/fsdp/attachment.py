@@ -24,7 +24,7 @@ from .groups import GroupComms, LaneComms
 from .overlap import Prefetch, Reductions
 from .passes import BackwardPasses
 from .torch_names import Unit, observe_forward, sharded_modules
-from .weighing import PassWeights
+from .weighing import PassWeights, watch_steps
 
 _COUNTS = "means since the last reset"
 """The key of the numbers of means in a state, by module."""
@@ -60,7 +60,7 @@ class Attachment(Closing):
         self._passes = BackwardPasses()
         has_replicas = any(unit.replicas is not None for unit in units)
         self._weighing = comm.lane("thread") if has_replicas else None
-        self._weights, self._addends = PassWeights(self._passes, self._weighing), reduce.addends
+        self._weights = PassWeights(self._passes, self._weighing)
         self._reductions = Reductions(self._passes) if overlaps else None
         self._feeding: dict[str, Reduce | Replicate] = {}
         """The reductions with a residual, by the name of their module."""
@@ -93,6 +93,8 @@ class Attachment(Closing):
             raise
         self._prefetch = Prefetch(model) if overlaps else None
         self._unwatch = observe_forward(model, lambda: self._warn_of_others(model), lambda raised: None)
+        reduces = comm.size > 1 or reduce.is_reproducible  # else no pass uses a weight
+        self._handles = [watch_steps(model, self._weights)] if reduces else []
         for unit, reducer, average in made:
             if average is not None:
                 unit.use_for_replicas(average)
@@ -125,13 +127,13 @@ class Attachment(Closing):
 
         Set it on all ranks before the pass: with a loss that is the mean over a rank's own tokens, gradients are
         then as of one process with the tokens of all ranks. See `bagua_comm.Engine.weight`. After the pass it is
-        None again. A rank without data sets 0, and makes the pass with any batch.
+        None again. With `Reproducible(addends=M)`, each pass of a step has its own. A rank without data sets 0,
+        and makes the pass with any batch.
 
         Raises:
-            ArrayError: The backward pass has begun. If the weight of a rank is missing or out of range, the pass
-                raises it on all ranks.
-            UnsupportedError: Gradients are averaged over other ranks than those of `comm`, or with
-                `Reproducible(addends=M)`.
+            ArrayError: The backward pass has begun. If the weight was set after it, the step of an optimizer
+                raises it; if that of a rank is late, missing or out of range, the next pass does, on all ranks.
+            UnsupportedError: Gradients are averaged over other ranks than those of `comm`.
         """
         return self._weights.now
 
@@ -141,10 +143,10 @@ class Attachment(Closing):
             unit.process_groups[0].size() * (1 if unit.replicas is None else unit.replicas.size())
             for unit in self._units
         }
-        if self._addends is not None or sizes != {self._comm.size}:
+        if sizes != {self._comm.size}:
             raise UnsupportedError(
-                f"weight: gradients of this model are averaged over {sizes} ranks, with {self._addends} addends, "
-                f"expected the {self._comm.size} ranks of comm, and one addend each"
+                f"weight: gradients of this model are averaged over {sizes} ranks, expected the "
+                f"{self._comm.size} ranks of comm"
             )
         self._weights.set(weight)
 
@@ -270,6 +272,8 @@ class Attachment(Closing):
 
     def _restore(self) -> None:
         self._unwatch()
+        for handle in self._handles:
+            handle.remove()
         if self._prefetch is not None:
             self._prefetch.close()
         for unit in self._units:

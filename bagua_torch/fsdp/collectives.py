@@ -205,7 +205,7 @@ class Reduce(_Allocating, FeedsBack, ReduceScatter):
         if asked == "premul_sum":  # by 1 / factor, which PyTorch does not let us read from `op`
             divisor = self._unit.divide_factor or comm.size
         by: LinearOp = "avg" if asked == "avg" else "sum"
-        weigh = self._weights.weigh(comm)
+        weigh = self._weigh(comm)
         lane = self._comms.lane_of(comm)
         if lane is None or self._pending is None:
             self._forget_if_it_raises()
@@ -232,6 +232,13 @@ class Reduce(_Allocating, FeedsBack, ReduceScatter):
         if self._held is not None:
             self._held.begin()
 
+    def _weigh(self, comm: Communicator) -> Weigh | None:
+        """Return the weights for this reduction; None if its mean is plain."""
+        if self._held is None:
+            return self._weights.weigh(comm)
+        held = self._held.sum.held
+        return self._weights.weigh(comm, held, is_last=held + 1 == self._held.sum.share)
+
     def _reduce(
         self,
         gradients: torch.Tensor,
@@ -245,7 +252,9 @@ class Reduce(_Allocating, FeedsBack, ReduceScatter):
         weighting = None if weigh is None else weigh()
         if weighting is not None:
             multiply(x, weighting.factors[-1])  # PyTorch has copied the gradients for this call
-            if not weighting.largest:  # a residual waits for another pass
+            if self._held is not None:
+                self._held.sum.weigh_held(weighting.factors[:-1])
+            elif not weighting.largest:  # a residual waits for another pass
                 result.zero_()
                 return
         self._mean(x, as_array(result), op)
@@ -257,7 +266,8 @@ class Reduce(_Allocating, FeedsBack, ReduceScatter):
         self._check(reduced)
         self._begin()
         with torch_stream(reduced.device):
-            self._reduce(reduced, reduced, "avg" if self._unit.divide_factor is None else "sum")
+            op: LinearOp = "avg" if self._unit.divide_factor is None else "sum"
+            self._reduce(reduced, reduced, op, weigh=self._weigh(self._comm))
 
 
 class _HeldAddends:
@@ -276,46 +286,47 @@ class _HeldAddends:
 
     def _bind(self) -> None:
         self._tensors = self._unit.gradient_rows
-        self._sum: Any = self._method.bind_shards(self._comm, self._tensors)
+        self.sum: Any = self._method.bind_shards(self._comm, self._tensors)
+        """The reduce-scatter, which holds the addends."""
 
     def __call__(self, x: Array, out: Array, op: LinearOp) -> None:
-        held, version, is_other = self._sum.held, self._unit.version, self._tensors != self._unit.gradient_rows
+        held, version, is_other = self.sum.held, self._unit.version, self._tensors != self._unit.gradient_rows
         if held and (is_other or version != self._version):
             raise ArrayError(
                 f"bagua_torch.fsdp: parameters of {self._unit.name or 'the root'} were changed, frozen or "
-                f"unfrozen after {held} of the {self._sum.share} backward passes of each rank that a step with "
+                f"unfrozen after {held} of the {self.sum.share} backward passes of each rank that a step with "
                 f"{self._method} has; run all of them before the optimizer"
             )
         if is_other:
             self._bind()
-        check_numel(self._unit.name, x.size, self._sum.size, str(self._method))
+        check_numel(self._unit.name, x.size, self.sum.size, str(self._method))
         self._version = version
-        self._sum(x, out, op)
+        self.sum(x, out, op)
 
     def begin(self) -> None:
         """Begin a reduction. Drop the addends of earlier passes if `zero_grad` has cleared their gradients.
 
         If the pass raises, the addends of that pass are dropped.
         """
-        held, left, self._left = self._sum.held, self._left, None
+        held, left, self._left = self.sum.held, self._left, None
         cleared = not self._unit.has_gradients or left not in (None, self._unit.gradient_versions)
         if held and cleared and self._unit.version == self._version:
             warnings.warn(
-                f"bagua_torch.fsdp: the gradients of {held} of the {self._sum.share} backward passes "
+                f"bagua_torch.fsdp: the gradients of {held} of the {self.sum.share} backward passes "
                 f"of a step with {self._method} were cleared, so these passes are dropped; call "
                 "zero_grad() after the last pass",
                 RuntimeWarning,
                 stacklevel=4,
             )
             self.drop()
-        self._passes.at_end(partial(self.drop, self._sum.held), self._end)
+        self._passes.at_end(partial(self.drop, self.sum.held), self._end)
 
     def _end(self) -> None:
         self._left = self._unit.gradient_versions
 
     def drop(self, keep: int = 0) -> None:
         """Drop the addends of passes, but for the first `keep`."""
-        self._sum.drop(keep)
+        self.sum.drop(keep)
 
 
 class Replicate(FeedsBack):

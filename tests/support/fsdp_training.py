@@ -15,6 +15,7 @@ from functools import partial
 from tempfile import TemporaryDirectory
 
 import numpy as np
+import pytest
 import torch
 from torch import distributed as dist
 from torch import nn
@@ -41,6 +42,7 @@ from bagua_comm import (
     Reproducible,
     UnsupportedError,
 )
+from bagua_comm.comm.weights import agree
 from bagua_comm.testing import run_ranks
 from bagua_torch.errors import MismatchError
 
@@ -415,6 +417,20 @@ def weights_of_ranks(comm):
         handle.weight = -comm.rank
         refused(comm, ArrayError, "rank 1 has -1.0, expected", mse_loss(model(x), y).backward)
         raise BaguaError
+    model = shard(make())
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+    with suppress(BaguaError), bagua_torch.fsdp.attach(model, Exact()) as handle:
+        handle.weight = 3
+        mse_loss(model(x), y).backward()
+        if comm.rank == 1:
+            handle.weight = 4
+            with pytest.raises(ArrayError, match="it was set after the backward pass"):
+                optimizer.step()
+        optimizer.step()
+        handle.weight = 3
+        text = "rank 1 has set one after its backward pass had begun"
+        refused(comm, ArrayError, text, mse_loss(model(x), y).backward)
+        raise BaguaError
 
 
 @case
@@ -686,24 +702,31 @@ def other_averages(comm):
         assert distance(model, expected) < limit
 
 
-def reproducible_mean(tensors):
+def reproducible_mean(tensors, weights=None):
     """The mean of microbatches, on one rank without shards."""
 
     def body(alone):
-        average = Reproducible(addends=len(tensors)).bind(alone)
+        average, last = Reproducible(addends=len(tensors)).bind(alone), tensors[-1].numpy().copy()
         for tensor in tensors[:-1]:
             average.hold(tensor.numpy().copy())
-        return average(tensors[-1].numpy().copy())
+        if weights is None:
+            return average(last)
+        weighting = agree(alone, weights, [len(weights)])
+        average.weigh_held(weighting.factors[:-1])
+        weighting.average(last, average)
+        return last
 
     return None if tensors[0] is None else torch.from_numpy(run_ranks(1, body)[0])
 
 
-def train_in_microbatches(model, steps, microbatches):
+def train_in_microbatches(model, steps, microbatches, handle=None, weights=None):
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
     for step in range(steps):
         optimizer.zero_grad()
         for index in microbatches:
             x, y = batch(step, index)
+            if handle is not None:
+                handle.weight = weights[index]
             mse_loss(model(x), y).backward()
         optimizer.step()
 
@@ -720,6 +743,10 @@ def reproducible_on_any_number_of_ranks(comm):
     assert "reproducible_allreduce" not in reduced
     if comm.size > 1:
         assert reduced["reduce_scatter"].calls == 2 * 3  # one for each module and step
+    model, weights = shard(make()), [1, 7, 0, 513, 2.5, 3, 0, 40, 1, 1, 9, 8]
+    with bagua_torch.fsdp.attach(model, Reproducible(addends=addends)) as handle:
+        train_in_microbatches(model, 2, range(comm.rank * share, (comm.rank + 1) * share), handle, weights)
+    assert_equal(model, reference(make(), 2, addends, average=partial(reproducible_mean, weights=weights)))
     model = shard(make())
     with bagua_torch.fsdp.attach(model, Reproducible(addends=2 * comm.size)):
         train(model, 1, comm.rank)
