@@ -281,6 +281,9 @@ def quantized_reduce_scatter(
     values are rounded to the dtype of `x` before they are added, and so is the result. Over a network this is
     pipelined in pieces. On a single rank, the array is returned unchanged.
 
+    The mean of `weigh(comm, x, weight)` in place of `x` is one with weights of ranks. A residual has the unit of
+    that mean, so weights may change from call to call.
+
     Source: the first half of Bagua's compressed scatter-gather (Gan et al., arXiv 2107.01499); qgZ on one level,
     for the gradients of sharded models, of ZeRO++ (Wang et al., arXiv 2306.10209).
 

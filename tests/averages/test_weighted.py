@@ -20,6 +20,7 @@ from bagua_comm import (
     TopK,
     UnsupportedError,
     quantized_allreduce,
+    quantized_reduce_scatter,
     reproducible_allreduce,
     weigh,
 )
@@ -62,6 +63,10 @@ CALLS = {
     "eight bits": (lambda c, x, w: quantized_allreduce(c, x, op="avg", weight=w), 0.02),
     "reproducible": (lambda c, x, w: reproducible_allreduce(c, x, op="avg", weight=w), 1e-7),
     "weigh": (lambda c, x, w: c.allgather(c.reduce_scatter(weigh(c, x, w), op="avg")).reshape(-1), 1e-7),
+    "weigh in eight bits": (
+        lambda c, x, w: c.allgather(quantized_reduce_scatter(c, weigh(c, x, w), op="avg")).reshape(-1),
+        0.02,
+    ),
     **{
         str(average): (lambda c, x, w, a=average: a.bind_weighted(c)(x.copy(), w), error)
         for average, error in (
