@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import NoReturn
 
 from ._version import __version__
-from .commands import advise, compare, diagnose, doctor, info, net, run, trace
+from .commands import advise, compare, diagnose, doctor, info, net, run, top, trace
 from .errors import BaguaError
 from .launch.cli import CommandError, complete, program_name
 
@@ -23,6 +23,7 @@ COMMANDS: dict[str, ModuleType] = {
     "run": run,
     "doctor": doctor,
     "info": info,
+    "top": top,
     "diagnose": diagnose,
     "compare": compare,
     "trace": trace,

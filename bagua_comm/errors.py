@@ -125,7 +125,16 @@ def warn(text: str, category: type[Warning] = UserWarning) -> None:
     level, frame = 2, sys._getframe(1)
     while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in _INTERNAL:
         level, frame = level + 1, frame.f_back
+    _warned[:] = [text]
     warnings.warn(text, category, stacklevel=level)
+
+
+_warned: list[str] = []
+
+
+def last_warning() -> str:
+    """The text of the last warning of `warn`; "" before."""
+    return "".join(_warned)
 
 
 _INTERNAL = ("bagua_comm", "bagua_torch", "torch", "contextlib")

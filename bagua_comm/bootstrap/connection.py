@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import socket
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -25,10 +26,12 @@ from ..comm import Communicator
 from ..errors import BootstrapError
 from ..execution import cuda
 from ..flight.entries import LEFT_WELL
-from ..flight.recorder import FlightRecorder, default_folder, forget_old_jobs
+from ..flight.recorder import JOBS, FlightRecorder, default_folder
 from ..flight.requests import answer_requests
+from ..live import writer as live
 from ..logs import log_world
 from ..net.choosing import Net
+from ..system.files import keep_latest
 from ..system.processes import ProcessId, this_host
 from ..topology import ranks_by
 from ..trace import NULL, Recorder, listen
@@ -207,7 +210,8 @@ def open_world(
         BootstrapError: `op_order` differs between ranks, or `gpu` or `net` cannot be set up; on all ranks.
     """
     setup = Communicator([transport], nodes=machines, tracer=NULL)
-    _check_order(setup.allgather_object(op_order))
+    orders, hosts = zip(*setup.allgather_object((op_order, socket.gethostname())), strict=True)
+    _check_order(orders)
     nodes = machines if node is None else setup.allgather_object(node)
     choose_net(setup, net)
     device, for_device = connect_device(setup, gpu)
@@ -221,12 +225,15 @@ def open_world(
         exit_handler=exit_handler,
     )
     world.flight = flight or _flight_recorder(transport, job().name)
+    world.flight.counters[world.group] = world.counters
     if world.host.plan is not None:
         world.flight.plans[world.group] = world.host.plan
     if os.environ.get("BAGUA_NVTX", "") not in ("", "0"):
         listen(cuda.NvtxRanges())
     log_world(_log, world, nodes, version=__version__)
     set_default(world)
+    if world.flight.job and os.environ.get("BAGUA_LIVE", "") != "0":
+        live.show(world.flight, hosts, job().attempt)
     return world
 
 
@@ -269,13 +276,13 @@ def _flight_recorder(transport: Transport, job: str, record: str | Path | None =
     """A flight recorder for a new world, which writes to a folder named `job`; without a name, to none."""
     rank, size = transport.rank, transport.size
     if size == 1 or not job:
-        return FlightRecorder(rank, size)
+        return FlightRecorder(rank, size, job=job)
     given = record or os.environ.get("BAGUA_FLIGHT_FOLDER")
     if given:
         return FlightRecorder(rank, size, folder=Path(given) / job, job=job)
     folder = default_folder()
     if folder is not None:
-        forget_old_jobs(folder)
+        keep_latest(folder, JOBS)
     return FlightRecorder(rank, size, folder=folder and folder / job, job=job)
 
 

@@ -35,6 +35,7 @@ from ..flight import explain
 from ..flight.entries import LEFT_WELL, file_name
 from ..flight.requests import answer_requests
 from ..flight.stacks import LIBRARY, is_installed
+from ..live import writer as live
 from ..system.processes import mapped_files
 from .environment import has_ulfm, job, own_variables
 from .rendezvous import Deadline, JoinLog, Wait
@@ -282,6 +283,7 @@ class ExitHandler:
         due_to_others = any(isinstance(each, CommError) for each in causes(error))
         facts = {"error": type(error).__name__, "text": str(error)[:500], "due_to_others": due_to_others}
         self._job.record("error", rank=self._rank, **facts)
+        live.end("failed", _text(error))
 
     def _write_record(self, **left: str) -> None:
         """Write the flight record of this rank, for another one that waits for it, or since this one leaves."""
@@ -294,6 +296,7 @@ class ExitHandler:
         for world in self._worlds[-1:]:
             world.flight.died(died)
         self._write_record()  # often mpirun has sent it, because another rank failed
+        live.end("failed", live.SIGTERM)
         self._report_deaths(died)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         # mpirun gives each rank a process group of its own.

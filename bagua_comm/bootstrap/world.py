@@ -8,6 +8,7 @@ from typing import Any
 
 from ..comm import Communicator
 from ..errors import BootstrapError, shown_as
+from ..live import writer as live
 from ..transports import Transport
 from .rank_exit import ExitHandler
 
@@ -42,6 +43,7 @@ class World(Communicator):
             return
         if _default.world is self:
             _default.world = None
+            live.leave(self.flight)
         if self._exit_handler is not None:
             self._exit_handler.leave(self)
         super().close()

@@ -245,6 +245,7 @@ class Communicator(Collectives, GatherScatter, CoalescedCollectives, ObjectCalls
             )
             lane = InlineLane(self._dup_for_lane())
         self.flight.lanes.add(lane)
+        self.flight.beside.add(lane.comm.group)
         lane.report_to(self.flight.unretrieved)
         return lane
 
@@ -555,6 +556,7 @@ class Communicator(Collectives, GatherScatter, CoalescedCollectives, ObjectCalls
         )
         comm.hooks, comm.open_checkpoints = self.hooks, self.open_checkpoints
         comm.flight, comm.group = self.flight, group or f"{self.group}.{self.next_id('group')}{kind}"
+        comm.flight.counters[comm.group] = comm.counters
         members = self.flight.groups[self.group]
         comm.flight.groups[comm.group] = tuple(members[rank] for rank in former[:, 0])
         if comm.host.plan is not None:

@@ -154,6 +154,7 @@ class Engine(Live, Closing):
         self._replacements = self._exchanges.replacements
         counters, on_device = self._exchanges.counters, isinstance(self._lane, StreamLane)
         order = PointOrder(algorithm) if self._alone else None
+        comm.flight.exchanges[self._comm.group] = counters
         self.health = HealthMonitor(self._lane, comm.flight.health, partial(_waited_ns, comm, counters), _log)
         """The times of this rank's steps, which ranks compare."""
         ended = self.health.step_ended

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import os
-import shutil
 import socket
 import tempfile
 import threading
@@ -24,6 +23,7 @@ from ..errors import CommAborted, CommTimeout, RankFailed
 from ..health.findings import HealthLog
 from ..system.files import make_own_folder, write_at_once
 from ..system.processes import ProcessId
+from ..trace import Counters, ExchangeCounters
 from .entries import WORLD, Entry, RankRecord, RecordedFailure, file_name, numbered
 from .requests import request_record
 from .stacks import ThreadStack, stacks_now, users_line
@@ -95,6 +95,12 @@ class FlightRecorder:
         """The members of each communicator, as ranks of the world."""
         self.steps: dict[str, int] = {}
         """The number of training steps that have begun, by the communicator of their engine."""
+        self.counters: WeakValueDictionary[str, Counters] = WeakValueDictionary()
+        """The counters of the communicators that are in use."""
+        self.exchanges: WeakValueDictionary[str, ExchangeCounters] = WeakValueDictionary()
+        """Those of the engines, by their communicator."""
+        self.beside: set[str] = set()
+        """The communicators of lanes, for whose calls the program does not wait."""
         self.plans: WeakValueDictionary[str, AgreedPlan] = WeakValueDictionary()
         """The plans of calls of the communicators that are in use, of those whose transport has one."""
         self.health = HealthLog()
@@ -268,11 +274,3 @@ def default_folder() -> Path | None:
         if make_own_folder(folder):
             return folder
     return None
-
-
-def forget_old_jobs(folder: Path) -> None:
-    """Remove all but the records of the latest `JOBS` jobs from the default folder."""
-    with suppress(OSError):
-        jobs = sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime)
-        for job in jobs[: max(len(jobs) - JOBS, 0)]:
-            shutil.rmtree(job, ignore_errors=True)

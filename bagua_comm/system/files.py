@@ -75,6 +75,14 @@ def make_own_folder(folder: Path) -> bool:
     return stat.S_ISDIR(found.st_mode) and is_private(found)
 
 
+def keep_latest(folder: Path, count: int) -> None:
+    """Remove all folders in a folder but the `count` that were changed last."""
+    with contextlib.suppress(OSError):
+        found = sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime)
+        for each in found[: max(len(found) - count, 0)]:
+            shutil.rmtree(each, ignore_errors=True)
+
+
 def shared_memory() -> Path:
     """The folder of the file system in memory, or of temporary files if this system has none."""
     memory = Path("/dev/shm")
