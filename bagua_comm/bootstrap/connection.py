@@ -36,7 +36,7 @@ from ..system.processes import ProcessId, this_host
 from ..topology import ranks_by
 from ..trace import NULL, Recorder, listen
 from ..transports import LocalTransport, Transport, call_state
-from .environment import job, under_mpi
+from .environment import job, number_from_torchrun, torchrun_job, under_mpi
 from .gpu import GPU, choose_net, connect_device
 from .mpi_start import mpi_world, new_name
 from .rank_exit import ExitHandler
@@ -232,8 +232,10 @@ def open_world(
         listen(cuda.NvtxRanges())
     log_world(_log, world, nodes, version=__version__)
     set_default(world)
-    if world.flight.job and os.environ.get("BAGUA_LIVE", "") != "0":
-        live.show(world.flight, hosts, job().attempt)
+    shown = world.flight.job or torchrun_job()
+    if shown and os.environ.get("BAGUA_LIVE", "") != "0":
+        attempt = job().attempt + number_from_torchrun("TORCHELASTIC_RESTART_COUNT")
+        live.show(shown, world.flight, hosts, attempt)
     return world
 
 

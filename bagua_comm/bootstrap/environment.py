@@ -107,6 +107,12 @@ def under_torchrun() -> bool:
     return launchers.under_torchrun(os.environ)
 
 
+def torchrun_job() -> str:
+    """Return a name for the job that torchrun started; "" without torchrun."""
+    names = "TORCHELASTIC_RUN_ID", "MASTER_PORT"
+    return "-".join(["torchrun", *(os.environ.get(name, "") for name in names)]) if under_torchrun() else ""
+
+
 def number_from_torchrun(name: str) -> int:
     """Return the number that torchrun gave this process, as LOCAL_RANK; 0 without torchrun.
 

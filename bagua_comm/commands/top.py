@@ -15,6 +15,7 @@ import os
 import select
 import shlex
 import shutil
+import signal
 import sys
 import termios
 import threading
@@ -29,14 +30,14 @@ from ..launch.remote_shell import end, find_remote_shell
 from ..live.findings import duration, findings
 from ..live.reading import folder_of, is_running, read_job
 from ..live.status import LiveError, Status
-from ..live.table import Order, lines
+from ..live.table import Order, lines, size_of
 
 SUMMARY = "show what each rank of a running job does, live"
 
 KEYS: dict[str, Order] = {"r": "rank", "s": "slowest", "w": "waiting"}
 """What keys sort by."""
 
-HELP = "sort: r rank, s slowest, w waiting; q ends"
+HELP = "r rank, s slowest, w waiting, q end"
 
 ENDED = "this job has ended"
 
@@ -67,12 +68,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Show the job. The exit code is 1 if it has ended, else 0."""
-    terminal = not (options.once or options.json) and sys.stdout.isatty()
-    if terminal:
+    draws = not (options.once or options.json) and sys.stdout.isatty()
+    if draws:
         _check_rich()
     with contextlib.closing(_View(options)) as view:
         with contextlib.suppress(KeyboardInterrupt):
-            if terminal:
+            if draws:
                 _draw(view, options.interval)
             else:
                 _print(view, options)
@@ -109,7 +110,7 @@ class _View:
             [*mine, *(each for each in elsewhere if each.process not in here)], key=lambda each: each.rank
         )
         known = {each.rank for each in self.ranks}
-        missing = sorted(set(range(self.ranks[0].size)) - known)
+        missing = sorted(set(range(size_of(self.ranks))) - known)
         return [*silent, *([f"nothing is known of {named(missing)}{self._where()}"] if missing else [])]
 
     def _where(self) -> str:
@@ -198,20 +199,21 @@ def _picture(view: _View, width: int, order: Order, problems: Sequence[str]) -> 
 
 
 def _draw(view: _View, interval_s: float) -> None:
-    """Draw the job in the terminal until it ends, or a key ends that; then print the last picture."""
+    """Draw the job in the terminal until q is pressed, also where it has ended; then print the last picture."""
     from rich.console import Console
     from rich.live import Live
     from rich.text import Text
 
     console, order, key, picture = Console(), KEYS["r"], "", list[str]()
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
+    )  # so that the terminal is left in order
     try:
         with _keys() as read_key, Live(console=console, screen=True, auto_refresh=False) as screen:
-            while key != "q" and (is_running(view.ranks) or not picture):
+            while key != "q":
                 picture = _picture(view, console.width, order, view.look())
-                text = Text(no_wrap=True)
-                for line in [*picture[: console.height - 1], HELP][: console.height]:
-                    text.append(f"{line}\n", "bold" if line.startswith(("*", "  ")) else "")
-                screen.update(text, refresh=True)
+                text = "\n".join([*picture[: console.height - 1], HELP])
+                screen.update(Text(text, no_wrap=True), refresh=True)
                 key = read_key(interval_s)
                 order = KEYS.get(key, order)
     finally:
@@ -223,11 +225,8 @@ def _keys() -> Iterator[Callable[[float], str]]:
     """Yield a function that waits for a key for some seconds; the terminal is as before after that."""
 
     def read(seconds: float) -> str:
-        return (
-            os.read(sys.stdin.fileno(), 1).decode(errors="replace")
-            if select.select([sys.stdin], [], [], seconds)[0]
-            else ""
-        )
+        pressed = select.select([sys.stdin], [], [], seconds)[0]
+        return os.read(sys.stdin.fileno(), 1).decode(errors="replace") if pressed else ""
 
     def none(seconds: float) -> str:
         time.sleep(seconds)

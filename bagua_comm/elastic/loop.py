@@ -29,6 +29,7 @@ from ..errors import (
     shown,
 )
 from ..launch.cli import count
+from ..live import writer as live
 from ..logs import log_on_root
 from . import start
 from .changes import Change, describe_dead
@@ -243,6 +244,7 @@ class _Loop:
         training = [process.number for process in trainers]
         if fleet.me not in training:
             self._dead = []
+            live.note("standing by")
             return _Outcome(finished=not fleet.stand_by(training))
         comm = fleet.connect(training)
         comm.op_order = self._op_order
@@ -261,6 +263,7 @@ class _Loop:
         return self._train(train, comm)
 
     def _rendezvous(self, failure: _Failure | None) -> Rendezvous:
+        live.note("rendezvous")
         try:
             rendezvous = self._fleet.rendezvous(None if failure is None else failure.error)
         except CommError as exc:
@@ -382,6 +385,7 @@ class _Loop:
 
     def _train(self, train: Callable[[Communicator], object], comm: Communicator) -> _Outcome:
         self._trained, self._finished = True, False
+        live.note("training")
         try:
             self._result = train(comm)
         except RECOVERABLE:

@@ -18,6 +18,7 @@ from ..comm.outcomes import text_of
 from ..engine import Engine
 from ..errors import ArrayError
 from ..flight import FlightRecorder
+from ..live import writer as live
 from .roles import buddies
 from .snapshot import parts
 from .snapshot.commit import Committed, commit
@@ -177,7 +178,9 @@ class Session:
         began_ns = time.perf_counter_ns()
         comm = self._comm
         assert comm is not None
+        live.note("committing")
         done = self._commit()
+        live.note("training")
         ended_ns = time.perf_counter_ns()
         detail: dict[str, object] = {"commit": self._version, "bytes": done.nbytes, "sent_bytes": done.sent_bytes}
         comm.tracer.add("commit", began_ns, ended_ns, detail)

@@ -12,6 +12,9 @@ from .status import SIGTERM, Status
 HANGS_S = 5.0
 """A call in which a rank has been for so long waits for the ranks that are not in it."""
 
+OF_OTHERS = ("RankFailed", "CommAborted", "CommTimeout")
+"""The errors of ranks that wait for another one, which has failed before."""
+
 SLOW = 1.2
 """A rank is slow if its own work takes this many times that of the median rank, as for `bagua trace`."""
 
@@ -51,18 +54,23 @@ def milliseconds(seconds: float) -> str:
 
 
 def _gone(ranks: Sequence[Status]) -> Iterator[str]:
+    failed = [each for each in ranks if each.state == "failed" and each.reason != SIGTERM]
+    for each in failed:
+        if not each.reason.startswith(OF_OTHERS):
+            yield f"rank {each.rank} failed: {each.reason}"
     for each in ranks:
         if each.state == "died":
             within = f" in {each.call}" if each.call else ""
             yield (
-                f"rank {each.rank} died{within}: process {each.pid} on {each.host} ended without notice; it was "
-                "killed, perhaps for want of memory, or crashed"
+                f"rank {each.rank} died{within}: process {each.pid} on {each.host} ended without notice; it "
+                "crashed, or was killed, for want of memory or by its launcher after another rank"
             )
-    for each in ranks:
-        if each.state == "failed" and each.reason != SIGTERM:
+    for each in failed:
+        if each.reason.startswith(OF_OTHERS):
             yield f"rank {each.rank} failed: {each.reason}"
     if ended := [each.rank for each in ranks if each.state == "failed" and each.reason == SIGTERM]:
-        yield f"{named(ended)} {_was(ended)} ended by SIGTERM, as a launcher does when another rank fails"
+        was = "were" if len(ended) > 1 else "was"
+        yield f"{named(ended)} {was} ended by SIGTERM, which launchers send when a rank fails, and at Ctrl-C"
 
 
 def _stuck(ranks: Sequence[Status]) -> Iterator[str]:
@@ -111,7 +119,3 @@ def _slow(ranks: Sequence[Status]) -> Iterator[str]:
                 f"rank {each.rank} is slow: its own work takes {milliseconds(each.own_s)} a step, that of the "
                 f"median rank {milliseconds(median)}; the others wait for it"
             )
-
-
-def _was(ranks: Sequence[int]) -> str:
-    return "were" if len(ranks) > 1 else "was"

@@ -20,7 +20,7 @@ ORDERS: Mapping[Order, Callable[[Status], object]] = {
 }
 """How the ranks may be sorted."""
 
-LEAST_LAST = 14
+LEAST_LAST = 22
 """The least width of the last column, which is cut where there is no room."""
 
 
@@ -64,15 +64,20 @@ def state_text(status: Status) -> str:
     return status.state
 
 
+def size_of(ranks: Sequence[Status]) -> int:
+    """The number of ranks of a job now: those that have died before others went on do not know it."""
+    return max([each.size for each in ranks if not each.is_over] or [each.size for each in ranks])
+
+
 def headline(ranks: Sequence[Status]) -> str:
     """The job as a whole: its ranks, its step, and what it makes and sends in a second."""
-    size, hosts = max(each.size for each in ranks), {each.host for each in ranks}
+    size, hosts = size_of(ranks), {each.host for each in ranks}
     steps = [each.step for each in ranks if each.step is not None and not each.is_over]
     rates = [1 / each.step_s for each in ranks if each.step_s]
     parts = [f"{ranks[0].job}: {size} rank{'s' * (size > 1)} on {len(hosts)} host{'s' * (len(hosts) > 1)}"]
     parts += [f"step {min(steps)}"] if steps else []
     parts += [f"{min(rates):.3g} steps/s"] if rates else []
-    parts += [f"{megabytes(sum(each.sent_per_s for each in ranks))}/s sent"]
+    parts += [f"{megabytes(sent)}/s sent"] if (sent := sum(each.sent_per_s for each in ranks)) else []
     return ", ".join(parts)
 
 
@@ -103,7 +108,7 @@ def lines(ranks: Sequence[Status], width: int, order: Order = "rank", problems: 
 def _room(shown: Sequence[Column], widths: Mapping[str, int], width: int) -> int:
     """The characters that remain beside the columns; the last one may be cut."""
     *others, last = (widths[each.title] for each in shown)
-    return width - sum(others) - 2 * len(others) - min(last, LEAST_LAST if shown[-1].title == "state" else 24)
+    return width - sum(others) - 2 * len(others) - min(last, LEAST_LAST)
 
 
 def _cell(title: str, text: str, width: int) -> str:

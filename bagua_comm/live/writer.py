@@ -66,14 +66,14 @@ class LiveStatus:
     """The file of this process, and the thread that writes it.
 
     Args:
-        file: The file, in the folder of the job.
+        file: The file, in the folder with the name of the job.
         flight: The flight recorder of the world.
         hosts: The names of the hosts of all ranks.
         attempt: The number of restarts by the supervisor.
     """
 
     def __init__(self, file: Path, flight: FlightRecorder, hosts: Sequence[str], attempt: int) -> None:
-        self.file, self.job, self.process = file, flight.job, os.getpid()
+        self.file, self.job, self.process = file, file.parent.name, os.getpid()
         self._me, self._host = ProcessId.mine().text(), socket.gethostname()
         self._attempt = attempt
         self.phase: Phase = "training"
@@ -189,16 +189,17 @@ _shown: list[LiveStatus] = []
 """The status of this process, if it has one."""
 
 
-def show(flight: FlightRecorder, hosts: Sequence[str], attempt: int = 0) -> None:
-    """Write the status of this process from now on, for the job of a flight recorder that has a name.
+def show(job: str, flight: FlightRecorder, hosts: Sequence[str], attempt: int = 0) -> None:
+    """Write the status of this process from now on.
 
     Args:
+        job: The name of the job, the same on all ranks.
         flight: The flight recorder of the world that was opened.
         hosts: The names of the hosts of all ranks.
         attempt: The number of restarts by the supervisor.
     """
     mine = current()
-    if mine is not None and mine.job == flight.job:
+    if mine is not None and mine.job == job:
         mine.follow(flight, hosts)
         return
     end("ended")
@@ -207,7 +208,7 @@ def show(flight: FlightRecorder, hosts: Sequence[str], attempt: int = 0) -> None
         if not make_own_folder(root):
             raise PermissionError(f"{root} belongs to another user, or others can write to it; remove it")
         keep_latest(root, JOBS)
-        folder = root / flight.job
+        folder = root / job
         folder.mkdir(mode=0o700, exist_ok=True)
     except OSError as exc:
         _log.warning("`bagua top` will not show this process: %s", exc)
