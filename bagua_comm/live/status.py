@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -14,35 +14,19 @@ from ..system.files import shared_memory
 VERSION = 1
 """The version of the files."""
 
-Phase: TypeAlias = Literal["training", "committing", "rendezvous", "standing by", "closed", "ended", "failed"]
-"""What the process itself says. closed: its communicator is. ended, failed: the program."""
-
 State: TypeAlias = Literal[
-    "", "starting", "training", "in a call", "committing", "rendezvous", "standing by", "closed", "ended",
-    "failed", "died", "stopped", "silent",
+    "training", "committing", "rendezvous", "standing by", "closed", "ended", "failed",
+    "starting", "in a call", "stopped", "silent", "died",
 ]  # fmt: skip
-"""What a reader finds. starting: no step or call has begun. died: the process has ended without notice. stopped:
-by a signal or a debugger. silent: it runs, but its file is old, as where C code does not let Python run."""
+"""What a process does. It writes those of the first line itself; closed: its communicator is; ended, failed: the
+program. A reader finds the others. starting: no call or step has begun. stopped: by a signal or a debugger.
+silent: it runs, but its file is old, as where C code does not let Python run. died: it ended without notice."""
 
 OVER = ("ended", "failed", "died")
-"""The states of processes that are gone."""
-
+"""The states of processes that have ended."""
 
 SIGTERM = "SIGTERM"
 """The reason of a process that this signal has ended; launchers send it when another rank has failed."""
-
-PREFIX = "process_"
-"""How the names of the files of processes begin."""
-
-
-def live_folder() -> Path:
-    """This user's folder of jobs on this host, in memory; it outlives the processes."""
-    return shared_memory() / f"bagua_comm-live-{os.geteuid()}"
-
-
-def file_name(pid: int, namespace: int) -> str:
-    """The name of the file of a process, by its number and that of its PID namespace."""
-    return f"{PREFIX}{pid}_{namespace:x}.json"
 
 
 class LiveError(BaguaError):
@@ -56,10 +40,11 @@ class Status:
     Attributes:
         job: The name of the job, the same on all ranks.
         rank, size: The rank in the world, and the number of ranks.
-        host, process: The name of the host, and the process as text (`ProcessId.text`).
-        hosts: The names of the hosts of all ranks.
-        attempt: The number of restarts by the supervisor.
-        phase, reason: What the process says of itself, and why it failed.
+        host, pid: The name of its host, and its number there.
+        process: The process as `ProcessId.text`.
+        hosts: The names of the hosts of all ranks, separated by commas.
+        attempt: The number of restarts of the job before.
+        state, reason: What it does, and why it failed.
         step: The training steps begun; None without an engine.
         step_s, own_s, waiting_s: Of the latest steps, the seconds of one, of its own work, and of its waits for
             other ranks; None if no steps are made.
@@ -67,19 +52,20 @@ class Status:
         memory: Bytes of memory in use.
         call, call_s: The call in progress, with its number and communicator, and its seconds; "" without one.
         last, last_s: The call that ended last, and how many seconds ago.
-        line: Where the program is, if it has begun no call and no step for a while.
+        line: Where the program is, if no call has begun or ended for a while.
         warning: The last warning of this library.
-        state, age_s: What the reader finds, and the age of the file in seconds.
+        age_s: The age of the file, in seconds, when it was read.
     """
 
     job: str
     rank: int
     size: int
     host: str
-    process: str
-    hosts: tuple[str, ...] = ()
+    pid: int
+    process: str = ""
+    hosts: str = ""
     attempt: int = 0
-    phase: Phase = "training"
+    state: State = "training"
     reason: str = ""
     step: int | None = None
     step_s: float | None = None
@@ -93,64 +79,38 @@ class Status:
     last_s: float = 0.0
     line: str = ""
     warning: str = ""
-    state: State = ""
     age_s: float = 0.0
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the process is gone."""
-        return self.state in OVER
-
-    @property
-    def pid(self) -> str:
-        """The number of the process on its host."""
-        return self.process.partition(" ")[0]
 
     def as_dict(self) -> dict[str, Any]:
         """The status for JSON."""
         return {"version": VERSION, **vars(self)}
-
-    def to_json(self) -> str:
-        """The content of the file."""
-        return json.dumps(self.as_dict())
 
     @classmethod
     def from_dict(cls, found: dict[str, Any]) -> Status:
         r"""The status of which `found` is `as_dict`. Texts lose what could control a terminal.
 
         Raises:
-            LiveError: It is none, or of another version.
+            ValueError, TypeError: It is none, or of another version.
 
-        >>> Status.from_dict(Status("job", 0, 1, "node1", "12 345 node1", line="x\x1b[2J").as_dict()).line
+        >>> Status.from_dict(Status("job", 0, 1, "node1", 12, line="x\x1b[2J").as_dict()).line
         'x [2J'
         """
         if not isinstance(found, dict) or found.get("version") != VERSION:
-            raise LiveError(f"this is not the status of a process in version {VERSION}")
-        try:
-            given = {each.name: found[each.name] for each in fields(cls)}
-            numbers = (
-                given[name] for name in ("rank", "size", "sent_per_s", "memory", "call_s", "last_s", "age_s")
-            )
-            if not all(isinstance(number, int | float) for number in numbers):
-                raise TypeError("a number is none")
-            given["hosts"] = tuple(_printable(str(host)) for host in given["hosts"])
-        except (KeyError, TypeError) as exc:
-            raise LiveError(f"this is not the status of a process: {exc!r}") from exc
-        return cls(**{name: _printable(each) if isinstance(each, str) else each for name, each in given.items()})
-
-    @classmethod
-    def from_json(cls, text: str) -> Status:
-        """The status that `to_json` wrote.
-
-        Raises:
-            LiveError: It was not written by `to_json`, or by another version.
-        """
-        try:
-            found = json.loads(text)
-        except ValueError as exc:
-            raise LiveError(f"this is not the status of a process: {exc}") from exc
-        return cls.from_dict(found)
+            raise ValueError(f"it is not the status of a process, in version {VERSION}")
+        given = {name: _printable(value) for name, value in found.items() if name != "version"}
+        return cls(**given)
 
 
-def _printable(text: str) -> str:
-    return text if text.isprintable() else "".join(c if c.isprintable() else " " for c in text)
+def _printable(value: Any) -> Any:
+    """A text without characters that are not printed; any other value as it is."""
+    return "".join(c if c.isprintable() else " " for c in value) if isinstance(value, str) else value
+
+
+def is_running(ranks: Sequence[Status]) -> bool:
+    """Whether one of these processes still runs."""
+    return any(each.state not in OVER for each in ranks)
+
+
+def live_folder() -> Path:
+    """This user's folder of jobs on this host, in memory; it outlives the processes."""
+    return shared_memory() / f"bagua_comm-live-{os.geteuid()}"

@@ -8,7 +8,8 @@ import pytest
 
 from bagua_comm import CommAborted, CommTimeout, Communicator, RankFailed
 from bagua_comm.flight import FlightError, FlightRecorder, RankRecord, read_folder, recorder
-from bagua_comm.flight.recorder import CAPACITY, WRITES, forget_old_jobs
+from bagua_comm.flight.recorder import CAPACITY, WRITES
+from bagua_comm.system.files import keep_latest
 from bagua_comm.testing import run_ranks
 from bagua_comm.transports import LocalTransport
 
@@ -167,7 +168,7 @@ def test_the_default_folder_keeps_the_latest_jobs(tmp_path, monkeypatch):
         job = folder / str(number)
         FlightRecorder(folder=job).write()
         recorder.os.utime(job, (number, number))
-    forget_old_jobs(folder)
+    keep_latest(folder, recorder.JOBS)
     assert sorted(map(int, (path.name for path in folder.iterdir()))) == list(range(3, recorder.JOBS + 3))
     folder.chmod(0o777)
     assert recorder.default_folder() is None

