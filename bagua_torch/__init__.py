@@ -17,6 +17,7 @@ except ModuleNotFoundError as exc:
 from . import backend, functional
 from .arrays import as_array, as_tensor, torch_stream
 from .backend.averaging import BackendOptions
+from .backend.precheck import precheck
 from .ddp import DistributedDataParallel, comm_hook
 from .ddp.checkpoint import Checkpoints
 from .lightning.names import register_names
@@ -49,5 +50,6 @@ __all__ = [
     "connect",
     "functional",
     "fuse",
+    "precheck",
     "torch_stream",
 ]

@@ -146,6 +146,20 @@ class Lane(Live, Closing, ABC, Generic[C]):
             for future in done:
                 self.forget(future)
 
+    def drain(self) -> list[TaskFuture]:
+        """Wait for the ends of all tasks, whether or not with errors; return those without progress.
+
+        These are the first one and those behind it if that makes no progress for `TASK_END_S`.
+        """
+        before: Any = None
+        while running := self._running():
+            now = len(running), self.comm.counters.total().calls
+            if now == before:
+                break
+            wait_for_tasks(running, min(TASK_END_S, self.comm.timeout_s))
+            before = now
+        return running
+
     def result(self, future: Future[R]) -> R:
         """Wait until one task is done; return its result or raise its error, which `wait` then raises no more.
 
@@ -249,13 +263,7 @@ class Lane(Live, Closing, ABC, Generic[C]):
         """
         if self._closed:
             return []
-        before: Any = None
-        while running := self._running():
-            now = len(running), self.comm.counters.total().calls
-            if now == before:
-                break
-            wait_for_tasks(running, min(TASK_END_S, self.comm.timeout_s))
-            before = now
+        running = self.drain()
         names = [future.name for future in running]
         self._closed = True
         if running:

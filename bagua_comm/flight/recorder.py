@@ -61,11 +61,18 @@ class Queue(Protocol):
 
 
 class AgreedPlan(Protocol):
-    """The part of a transport's plan of calls that the flight recorder uses; see `transports.plan`."""
+    """The part of a transport's plan of calls that others than transports use; see `transports.plan.Plan`."""
 
     calls: tuple[str, ...]
     cursor: int
     in_force: bool
+    noted: int
+
+    def latest(self, count: int) -> tuple[str, ...]:
+        """See `Plan.latest`."""
+
+    def adopt(self, calls: tuple[str, ...]) -> None:
+        """See `Plan.adopt`."""
 
 
 class FlightRecorder:

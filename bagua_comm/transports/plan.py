@@ -43,6 +43,8 @@ class Plan:
         self.cursor = 0
         """Index of the next call in `calls`."""
         self.in_force = False
+        self.noted = 0
+        """How many calls were noted."""
         self._digest = 0
         self._first = ""  # call since the last plan was left, which the next one is remembered by
         self._known: dict[str, tuple[str, ...]] = {}
@@ -59,6 +61,7 @@ class Plan:
         self._first = self._first or call
         self._latest.append(call)
         self._unread += 1
+        self.noted += 1
         if self.calls and self.calls[self.cursor] == call:
             self.cursor = (self.cursor + 1) % len(self.calls)
             return self.in_force
@@ -69,7 +72,7 @@ class Plan:
         if has_left and call in self._known:
             self._propose(self._known[call], 1)
         elif period:
-            self._propose(tuple(self._latest)[-period:], 0)
+            self._propose(self.latest(period), 0)
         return False
 
     def offer(self) -> int:
@@ -92,6 +95,18 @@ class Plan:
                 self._known[self._first] = self.calls[start:] + self.calls[:start]
                 if len(self._known) > _MAX_KNOWN:
                     del self._known[next(iter(self._known))]
+
+    def latest(self, count: int) -> tuple[str, ...]:
+        """Return the latest `count` calls, or those of them that are known."""
+        return tuple(self._latest)[-count:] if count else ()
+
+    def adopt(self, calls: tuple[str, ...]) -> None:
+        """Put a plan of these calls in force, which all ranks have compared; its first call is the next one.
+
+        Collective.
+        """
+        self._propose(calls, 0)
+        self.settle(())
 
     def end(self) -> None:
         """Forget the plan: the next call is compared, and a plan may be learned again."""

@@ -71,3 +71,13 @@ def test_no_call_ends_unless_all_ranks_make_it(period, periods, more, others):
     world = World(4)
     world.run((period * (periods + 1))[: len(period) * periods + more % len(period)])
     assert world.call(*others) == (len(set(others)) == 1)
+
+
+def test_a_step_that_was_compared_as_a_whole_is_followed_at_once():
+    world = World(2)
+    world.run("xabc")
+    for plan in world.plans:
+        assert plan.noted == 4
+        plan.adopt(plan.latest(3))
+    assert world.run("abcabc") == 4
+    assert not world.call("a", "b")

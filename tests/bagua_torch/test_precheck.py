@@ -1,0 +1,188 @@
+"""`precheck`: calls that differ between ranks are found at the end of a step, in any communicator."""
+
+import re
+import threading
+
+import numpy as np
+import pytest
+from support.gloo import run_threads
+from support.launch import run_python, torchrun
+
+from bagua_comm import CommAborted, CommError, CommMismatch, Communicator
+from bagua_comm.testing import run_ranks
+from bagua_torch import precheck
+from bagua_torch.process_group.wire import FramedTransport
+
+X = np.ones(4, np.float32)
+
+
+def broadcasts(comm, a, b, _):
+    """Rank 0 sends in `a`, then receives in `b`; rank 1 sends in `b`, then receives in `a`."""
+    for each in (a, b) if comm.rank == 0 else (b, a):
+        each.broadcast(X.copy(), root=0 if each is a else 1)
+
+
+def on_rank_0(call):
+    return lambda comm, a, b, lane: call(comm, a, b, lane) if comm.rank == 0 else None
+
+
+DIFFERENT = {
+    "a message that nobody receives": (
+        on_rank_0(lambda comm, *_: comm.send(X, dest=1)),
+        "rank 0 sent 1 messages to rank 1 in world, which received 0",
+    ),
+    "one more gather": (
+        lambda comm, a, *_: [a.gather(X, root=0) for _ in range(1 + (comm.rank == 1))],
+        "rank 0 called barrier.. in world, rank 1 called gather.float32, root=0. in world.1",
+    ),
+    "the order of two communicators": (
+        broadcasts,
+        "rank 0 called broadcast.float32, root=0. of 4 elements in world.1, rank 1 called .*root=1.* in world.2",
+    ),
+}
+
+
+def train(comm, a, b, lane, different=lambda *_: None):
+    comm.allreduce(X)
+    future = lane.submit(lane.comm.allreduce, X)
+    a.alltoall(X)
+    b.sendrecv(X, np.empty_like(X), dest=1 - comm.rank, source=1 - comm.rank)
+    different(comm, a, b, lane)
+    future.result()
+    lane.submit(lane.comm.barrier)
+    comm.barrier()
+
+
+def test_steps_that_are_equal_pass():
+    def body(comm):
+        a, b = comm.dup(), comm.split(0)
+        with comm.lane() as lane:
+            for _ in range(2):
+                with precheck(comm):
+                    train(comm, a, b, lane)
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_what_differs_is_named_on_all_ranks(name):
+    different, text = DIFFERENT[name]
+
+    def body(comm):
+        a, b = comm.dup(), comm.split(0)
+        with comm.lane() as lane:
+            with pytest.raises(CommMismatch, match=text) as caught, precheck(comm):
+                train(comm, a, b, lane, different)
+            comm.barrier()
+        return str(caught.value)
+
+    texts = run_ranks(2, body)
+    assert texts[0] == texts[1]
+
+
+def test_blocks_are_not_nested():
+    def body(comm):
+        with precheck(comm), pytest.raises(CommError, match="inside of another"), precheck(comm):
+            pass
+        with precheck(comm):
+            comm.barrier()
+
+    run_ranks(3, body)
+
+
+def run_block(comm, call=None):
+    with precheck(comm):
+        if call is not None:
+            call()
+
+
+def test_an_exception_on_one_rank_ends_the_block_on_all():
+    def body(comm):
+        if comm.rank == 1:
+            with pytest.raises(ZeroDivisionError):
+                run_block(comm, lambda: 1 / 0)
+        else:
+            with pytest.raises(
+                CommAborted, match="on rank 1, the block ended by an exception, ZeroDivisionError"
+            ):
+                run_block(comm)
+        run_block(comm, comm.barrier)
+
+    run_ranks(3, body)
+
+
+def test_a_rank_that_ends_early_made_no_other_call():
+    def body(comm):
+        text = r"rank 0 called broadcast.* in world, rank 1 made no other call$"
+        with pytest.raises(CommMismatch, match=text):
+            run_block(comm, (lambda: comm.broadcast(X, root=0)) if comm.rank == 0 else None)
+
+    run_ranks(2, body)
+
+
+def test_a_step_that_passes_is_the_agreed_plan(monkeypatch):
+    """The calls of the next step send no frame."""
+    x, barrier, frames, send = (
+        np.ones((3, 1 << 18), np.float32),
+        threading.Barrier(2),
+        [],
+        FramedTransport._send_frame,
+    )
+    monkeypatch.setattr(FramedTransport, "_send_frame", lambda *of: frames.append(1) or send(*of))
+
+    def step(*comms):
+        for rows in (x, x[:2]):
+            for each in comms:
+                each.allreduce(rows)
+
+    def body(transport):
+        with Communicator([transport]) as world, world.dup() as comm, comm.dup() as other:
+            with precheck(world):
+                step(comm, other)
+            counts = []
+            for _ in range(2):
+                barrier.wait()
+                counts.append(len(frames))
+                barrier.wait()
+                step(comm, other)
+            barrier.wait()
+            assert counts[0] == counts[1] > 0
+            assert all(each.host.plan.in_force and len(each.host.plan.calls) == 2 for each in (comm, other))
+
+    run_threads(2, body)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", ["torchrun", "mpirun"])
+def test_groups_of_torch_distributed_are_compared(start, tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(PROGRAM)
+    done = torchrun(2, path) if start == "torchrun" else run_python(2, path)
+    assert done.stdout.count("equal;") == 4
+    for rank in range(2):
+        text = (tmp_path / str(rank)).read_text()
+        assert re.search(r"rank 0 called broadcast\(.* in world.1, rank 1 made no other call$", text)
+
+
+PROGRAM = """
+import pathlib
+import torch, bagua_torch
+import torch.distributed as dist
+
+dist.init_process_group("bagua")
+ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(300, 300))
+half = dist.new_group([0, 1])
+for different in (False, False, True):
+    try:
+        with bagua_torch.precheck():
+            ddp(torch.ones(2, 300)).sum().backward()
+            dist.all_reduce(torch.ones(2), group=half)
+            if different and dist.get_rank() == 0:
+                dist.broadcast(torch.ones(2), src=0, async_op=True)
+        print("equal;", flush=True)
+    except Exception as error:
+        (pathlib.Path(__file__).parent / str(dist.get_rank())).write_text(str(error))
+        while not all((pathlib.Path(__file__).parent / str(rank)).exists() for rank in range(2)):
+            pass
+        raise
+"""
