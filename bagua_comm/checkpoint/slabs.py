@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain
+from itertools import accumulate, chain, pairwise
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
@@ -19,6 +19,7 @@ from ..arrays import Array
 from ..errors import CheckpointError
 from ..topology import share
 from . import tensorfile
+from .slices import cover
 from .trees import Json, Slab, shortened, slab_text
 
 FILE = "concatenated.safetensors"
@@ -123,7 +124,7 @@ def read(
     shape: list[int] = [*whole.shape]
     shape[whole.axis] = end - begin
     out = np.empty(shape, arrays.dtype_named(whole.dtype))
-    width, first = whole.width, 0
+    width = whole.width
     rows = arrays.as_bytes(out).reshape(whole.runs_per_slab, (end - begin) * width)
     scratch = np.empty(tensorfile.CHUNK_BYTES, np.uint8)
 
@@ -133,13 +134,12 @@ def read(
     def run(at: int, before: int, row: Array, after: int) -> Iterable[tuple[int, Array]]:
         return chain(skipped(at, before), [(at + before, row)], skipped(at + before + row.size, after))
 
-    for rank, (length, (offset, crc)) in enumerate(zip(whole.lengths, places, strict=True)):
-        low, high, last = max(begin, first), min(end, first + length), first + length
-        if low < high:
-            before, after = (low - first) * width, (last - high) * width
-            parts = rows[:, (low - begin) * width : (high - begin) * width]
-            runs = (run(offset + at, before, row, after) for at, row in zip(whole.runs(rank), parts, strict=True))
-            what = f"rank {rank}'s slab of {shortened(whole.name)} in {FILE}"
-            tensorfile.read_runs(file, chain.from_iterable(runs), crc, what, note)
-        first = last
+    saved = list(pairwise(accumulate(whole.lengths, initial=0)))
+    for rank, low, high in cover(begin, end, saved):
+        (first, last), (offset, crc) = saved[rank], places[rank]
+        before, after = (low - first) * width, (last - high) * width
+        parts = rows[:, (low - begin) * width : (high - begin) * width]
+        runs = (run(offset + at, before, row, after) for at, row in zip(whole.runs(rank), parts, strict=True))
+        what = f"rank {rank}'s slab of {shortened(whole.name)} in {FILE}"
+        tensorfile.read_runs(file, chain.from_iterable(runs), crc, what, note)
     return out

@@ -1,4 +1,8 @@
-"""The division of shared arrays among the ranks that write them: equal by bytes, in the order of the tree."""
+"""The parts of arrays that ranks have, and need.
+
+slices_of   the division of shared arrays among the ranks that write them, equal by bytes
+cover       which of the parts that exist make up a part that a rank needs, in files and in memory
+"""
 
 from __future__ import annotations
 
@@ -15,6 +19,32 @@ class Slice(NamedTuple):
     array: int
     begin: int
     end: int
+
+
+class Piece(NamedTuple):
+    """Indices `begin` to `end` along the axis of a distributed array, which the part with this number has."""
+
+    part: int
+    begin: int
+    end: int
+
+
+def cover(begin: int, end: int, parts: Sequence[tuple[int, int]]) -> list[Piece]:
+    """The pieces that make up the indices `begin` to `end`, in order, each of the first part that has it.
+
+    They end before `end` if no part has what follows.
+
+    >>> [tuple(piece) for piece in cover(2, 9, [(0, 4), (4, 8), (0, 8), (8, 12)])]
+    [(0, 2, 4), (1, 4, 8), (3, 8, 9)]
+    """
+    pieces: list[Piece] = []
+    while begin < end:
+        found = next((n for n, (low, high) in enumerate(parts) if low <= begin < high), None)
+        if found is None:
+            break
+        pieces.append(Piece(found, begin, min(end, parts[found][1])))
+        begin = pieces[-1].end
+    return pieces
 
 
 def slices_of(sizes: Sequence[tuple[int, int]], ranks: int) -> list[list[Slice]]:

@@ -133,6 +133,10 @@ class Slab(NamedTuple):
     path: str
     array: Array
     axis: int
+    begin: int | None = None
+    """Its first index along the axis; None where that follows from the lengths of all ranks' slabs."""
+    total: int = 0
+    """The length of the whole array along the axis, if `begin` is known."""
 
     @property
     def kind(self) -> str:
@@ -143,6 +147,13 @@ class Slab(NamedTuple):
     def length(self) -> int:
         """The length along the axis."""
         return int(self.array.shape[self.axis])
+
+    @property
+    def whole(self) -> str:
+        """A text of the whole array, if `begin` is known."""
+        shape = [*self.array.shape]
+        shape[self.axis] = self.total
+        return f"{arrays.dtype_name(self.array.dtype)}{shape}, sharded along axis {self.axis}"
 
 
 def slab_text(dtype: str, shape: Sequence[int], axis: int) -> str:
@@ -164,13 +175,18 @@ class Packed(NamedTuple):
     """The tree of every `Own`, in the order of the tree."""
     own: list[Leaf]
     slabs: list[Slab]
-    """The arrays in every `Own` with the rule "concatenate"; their tree is shared."""
+    """Distributed arrays: in an `Own` with the rule "concatenate", or sharded ones. Their tree is shared."""
     values: list[tuple[str, str]]
     """The path of every shared node, and a text for comparison."""
 
+    @property
+    def leaves(self) -> list[Leaf]:
+        """All arrays: shared and per-rank ones, then slabs, with the rule "concatenate"."""
+        return [*self.shared, *self.own, *(Leaf(each.path, each.array, "concatenate") for each in self.slabs)]
 
-ToArray = Callable[[object], "tuple[str, Array] | None"]
-"""Returns the tag and the array of a value of another library; None for other values."""
+
+ToArray = Callable[[object], "tuple[str, Array | Slab] | None"]
+"""Returns the tag and the array, or the slab, of a value of another library; None for other values."""
 FromArray = Callable[[str, Array], object]
 """Restores such a value from its tag and a NumPy array."""
 
@@ -242,12 +258,19 @@ class _Packer:
             self._note(path, whole(value))
             return plain
         tag, array = tagged
+        if isinstance(array, Slab):
+            if self._inside is not None:
+                raise ArrayError(f"{shortened(path)} is sharded, so it has no rule of an Own; give it without")
+            return self._encode_slab(tag, array._replace(path=path))
         if not arrays.is_movable(array.dtype):
             raise UnsupportedError(
                 f"{shortened(path)} is an array of {array.dtype}, expected numbers in native byte order or bool"
             )
         if self._axis is not None:
-            return self._encode_slab(tag, array, path, self._axis)
+            if not -array.ndim <= self._axis < array.ndim:
+                shape = tuple(array.shape)
+                raise ArrayError(f"{shortened(path)} has the shape {shape}, and no axis {self._axis}")
+            return self._encode_slab(tag, Slab(path, array, self._axis % array.ndim))
         self._note(path, f"{arrays.dtype_name(array.dtype)}{list(array.shape)}")
         leaves = self._packed.shared if self._inside is None else self._packed.own
         leaves.append(Leaf(path, array, self._rule))
@@ -270,11 +293,8 @@ class _Packer:
         self._packed.own_trees.append(tree)
         return {"own": len(self._packed.own_trees) - 1, "reshape": value.reshape, "path": path}
 
-    def _encode_slab(self, tag: str, array: Array, path: str, axis: int) -> Json:
-        if not -array.ndim <= axis < array.ndim:
-            raise ArrayError(f"{shortened(path)} has the shape {tuple(array.shape)}, and no axis {axis}")
-        slab = Slab(path, array, axis % array.ndim)
-        self._note(path, slab.kind)
+    def _encode_slab(self, tag: str, slab: Slab) -> Json:
+        self._note(slab.path, slab.kind)
         self._packed.slabs.append(slab)
         return {"slab": len(self._packed.slabs) - 1, "tag": tag}
 

@@ -37,6 +37,7 @@ from .fleet import Death, Fleet, Process, Rendezvous
 from .roles import choose_trainers
 from .session import Session
 from .snapshot.restore import INITIAL, newest
+from .snapshot.shards import LostStateError
 from .snapshot.snapshots import Snapshot, SnapshotInfo
 from .state import State, internals_of
 
@@ -347,8 +348,18 @@ class _Loop:
                 raise self._fatal(ArrayError(f"elastic.run: {name} cannot keep the initial state: {problem}"))
             sources = newest([infos for _, infos in held])
             assert sources is not None
-        with everyone.tracer.span("restore", commit=sources.version):
-            self._session.restore(everyone, sources, snapshots, ranks, hosts)
+        try:
+            with everyone.tracer.span("restore", commit=sources.version):
+                self._session.restore(everyone, sources, snapshots, ranks, hosts)
+        except LostStateError as exc:
+            missing = list(sources.missing)
+            raise self._fatal(
+                RankFailed(
+                    f"nothing is left of {exc}, which ranks {missing} of commit {sources.version} held; dead: "
+                    f"{describe_dead(self._dead)}; start again, from a checkpoint if there is one",
+                    missing,
+                )
+            ) from None
         return sources.version
 
     def _report_change(

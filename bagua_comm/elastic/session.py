@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,17 +12,18 @@ import numpy as np
 
 from ..bootstrap.job import Job
 from ..checkpoint.engines import keep_engine, take_engine
-from ..checkpoint.trees import Packed
+from ..checkpoint.trees import Packed, Slab
 from ..comm import Communicator
-from ..comm.outcomes import text_of
+from ..comm.outcomes import on_all_ranks, text_of
 from ..engine import Engine
-from ..errors import ArrayError
+from ..errors import ArrayError, UnsupportedError
 from ..flight import FlightRecorder
 from ..live import writer as live
 from .roles import buddies
 from .snapshot import parts
 from .snapshot.commit import Committed, commit
 from .snapshot.restore import INITIAL, Restore, Sources
+from .snapshot.shards import interval_of, redistribute
 from .snapshot.slot import checksum
 from .snapshot.snapshots import Buffer, Layout, Snapshot, remove_slots, snapshots_in
 from .state import State, internals_of
@@ -54,6 +55,10 @@ class Session:
         """The engines made since training was entered, in order."""
         self._kept: list[dict[str, Any] | None] = []
         """The states of engines in the last commit, in the same order."""
+        self._registered: dict[str, parts.Part] = {}
+        """The objects that were registered since training was entered."""
+        self._waiting: dict[str, object] = {}
+        """The trees of those that the last commit has, and that have not been registered since."""
         self._flights: list[FlightRecorder] = []
         """Flight recorders whose records are written once training resumes."""
 
@@ -126,7 +131,7 @@ class Session:
         conflicts = parts.conflicts_of(pair for part, saved in loaded for pair in part.memory(saved))
         for part, saved in loaded:
             part.load(saved, conflicts)
-        self._kept = tree["engines"]
+        self._kept, self._waiting = tree["engines"], tree["registered"]
 
     # Training ---------------------------------------------------------------------------------------
 
@@ -172,6 +177,38 @@ class Session:
                 if self._comm is not None and self._comm.rank == 0:
                     text = f"elastic.run: engine {number} starts with a new state: {problem}"
                     warnings.warn(text, RuntimeWarning, stacklevel=4)
+
+    def register_parts(self, given: Mapping[str, object]) -> None:
+        """Commit objects of the function from now on, and restore them from the last commit. Collective."""
+        comm, call = self._comm, "State.register"
+        assert comm is not None
+        made: dict[str, parts.Part] = {}
+        pairs: list[tuple[Slab, Slab]] = []
+
+        def prepare() -> list[tuple[str, list[str]]]:
+            for name, value in given.items():
+                if name in self._parts or name in self._registered:
+                    raise ArrayError(f"{name!r} is a part of the state already; give it another name")
+                made[name] = parts.Part(name, value)
+                pairs.extend(made[name].targets(self._waiting.get(name)))
+            return [(name, [saved.whole for saved, _ in pairs]) for name in made]
+
+        rows = on_all_ranks(comm, call, prepare, ArrayError)
+        if any(row != rows[0] for row in rows):
+            names = [", ".join(name for name, _ in row) for row in rows]
+            raise ArrayError(f"{call}: ranks give different objects, by rank: {'; '.join(names)}")
+        saved, now = [each for each, _ in pairs], [interval_of(each) for _, each in pairs]
+        slabs = iter(redistribute(comm, saved, [[each] for each in saved], now))
+
+        def load() -> None:
+            for name, part in made.items():
+                if name in self._waiting:
+                    part.load(part.with_shards(self._waiting[name], slabs))
+
+        on_all_ranks(comm, call, load, ArrayError)
+        self._registered |= made
+        for name in made:
+            self._waiting.pop(name, None)
 
     def commit(self) -> None:
         """Commit the state and the engines. Collective."""
@@ -226,12 +263,23 @@ class Session:
         engines = [None if engine.closed else keep_engine(engine) for engine in self._engines]
         engines += self._kept[len(engines) :]
         named = {}
-        for name, part in self._parts.items():
+        for name, part in (self._parts | self._registered).items():
             try:
                 named[name] = part.tree()
             except Exception as exc:
                 raise ArrayError(f"{name} cannot be kept: {type(exc).__name__}: {exc}") from exc
-        return parts.packed({"parts": named, "engines": engines})
+        registered = self._waiting | {name: named.pop(name) for name in self._registered}
+        packed = parts.packed(
+            {"parts": named, "engines": engines, "registered": dict(sorted(registered.items()))}
+        )
+        wrong = [slab.path for slab in packed.slabs if slab.path.startswith("tree['parts']")]
+        if wrong:
+            raise UnsupportedError(
+                f"{wrong[0]} is sharded, and must be sharded anew on other ranks: "
+                "make the model and its optimizer in the function that elastic.run calls, and give them to "
+                "State.register(...) there"
+            )
+        return packed
 
     # The end ----------------------------------------------------------------------------------------
 
@@ -250,4 +298,4 @@ class Session:
     def _forget_ranks(self) -> None:
         if self._comm is not None:
             self._comm.engine_registry = None
-        self._engines, self._comm = [], None
+        self._engines, self._registered, self._comm = [], {}, None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -36,6 +37,9 @@ class Committer(Protocol):
     def commit(self) -> None:
         """Commit the state. Collective."""
 
+    def register_parts(self, given: Mapping[str, object]) -> None:
+        """Commit and restore these too. Collective."""
+
 
 @dataclass
 class Internals:
@@ -65,7 +69,8 @@ class State:
     of floats become their mean over all ranks, and everything else becomes that of rank 0.
 
     The engine of an algorithm, and so `bagua_torch.DistributedDataParallel`, need not be given: one that is
-    created in the function that `elastic.run` calls is restored with the state.
+    created in the function that `elastic.run` calls is restored with the state. Give a model that `fully_shard`
+    shards, and its optimizer, to `register` in that function.
 
     Args:
         parts: Objects with `state_dict` and `load_state_dict` (modules, optimizers, schedulers, samplers); arrays
@@ -110,6 +115,31 @@ class State:
         if session is None:
             raise CommError("commit: there is no training; call it in the function that elastic.run calls")
         session.commit()
+
+    @public_method("State.register")
+    def register(self, **parts: object) -> None:
+        """Commit objects that the function has made, as well, and restore them from the last commit.
+
+        Collective. Call it in the function that `elastic.run` calls, each time with the same names, before the
+        first step. It is for a model that `fully_shard` has sharded over the ranks of `comm`, and its optimizer:
+        each rank receives its slabs of the sharded tensors, on any number of ranks, from the memory of the ranks
+        that hold them. At the start nothing is restored, and nothing is broadcast.
+
+        A commit before it keeps the objects as they were.
+
+        Args:
+            parts: Objects with `state_dict` and `load_state_dict`, and all else that `State` takes.
+
+        Raises:
+            ArrayError: A name is taken, or an object does not fit what was committed under its name; or ranks
+                give different objects. Raised on all ranks.
+            UnsupportedError: An object cannot be saved; on all ranks.
+            CommError: A rank died, or it is called outside of the function that `elastic.run` calls.
+        """
+        session = self._internals.session
+        if session is None:
+            raise CommError("register: there is no training; call it in the function that elastic.run calls")
+        session.register_parts(parts)
 
     @property
     def commits(self) -> Commits:

@@ -87,7 +87,7 @@ def _make_group(opts: torch._C._distributed_c10d._DistributedBackendOptions, opt
     ranks = list(opts.global_ranks_in_group) or list(range(size))
     default = dist.group.WORLD
     parent = default.parent if isinstance(default, BaguaGroup) else None
-    wait_for_ranks(store, name, rank, ranks, timeout_s, parent)
+    wait_for_ranks(store, name, rank, ranks, timeout_s, parent or current())
     if parent is not None:
         made = parent.subgroup(ranks, name)
         return BaguaGroup(lane_of(made, timeout_s), made, options=options)
@@ -122,7 +122,7 @@ def wait_for_ranks(
         rank: This rank in the group.
         ranks: The ranks of the group in the default group.
         timeout_s: How long to wait.
-        parent: A communicator of all ranks of the default group, if it exists.
+        parent: A communicator of all ranks of the default group, if there is one.
 
     Raises:
         BootstrapError: Some have not called it. It names them.

@@ -7,6 +7,7 @@ Sharding, optimizer and checkpoints stay PyTorch's. Each module's parameters are
 its gradients reduced by one reduce-scatter, exactly or in eight bits, over MPI, gloo or NCCL.
 """
 
+from ..process_group import renew_group
 from .attachment import Attachment, attach
 
-__all__ = ["Attachment", "attach"]
+__all__ = ["Attachment", "attach", "renew_group"]

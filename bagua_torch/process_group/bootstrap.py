@@ -21,6 +21,7 @@ from bagua_comm.arrays import OpOrder
 from bagua_comm.bootstrap import GPU, environment
 from bagua_comm.bootstrap.connection import TIMEOUT_S, check_timeout
 from bagua_comm.bootstrap.world import default_or, refuse_a_second_world
+from bagua_comm.comm.outcomes import on_all_ranks
 from bagua_comm.net.choosing import Net
 from bagua_comm.system.processes import this_network
 from bagua_comm.transports import Transport
@@ -200,6 +201,29 @@ def provide_group(comm: Communicator) -> None:
     if comm.size == 1 or not dist.is_available() or dist.is_initialized():
         return
     init_group(comm, serve_store(comm))
+
+
+def renew_group(comm: Communicator) -> None:
+    """Make the default process group of torch.distributed of the ranks of `comm`, in place of a former one.
+
+    Collective. Call it in the function of `elastic.run`, before `fully_shard` or `init_device_mesh`. The group
+    has the backend "bagua": its calls are those of this library, and raise `RankFailed` when a rank has died. All
+    former groups are aborted.
+
+    Raises:
+        BootstrapError: The ranks cannot connect; on all ranks.
+        CommError: A rank died.
+    """
+
+    def make() -> None:
+        if default_group() is not None:
+            if dist.get_backend() == BACKEND:
+                dist.distributed_c10d._abort_process_group()  # to shut it down would wait for dead ranks
+            else:
+                destroy_process_group()
+        init_group(comm, serve_store(comm), BACKEND)
+
+    on_all_ranks(comm, "renew_group", make, BootstrapError)
 
 
 def init_group(comm: Communicator, store: Store, backend: str | None = None) -> None:

@@ -291,6 +291,20 @@ def test_weights_are_the_same_bytes_when_a_rank_was_killed(commands, folder):
 
 @pytest.mark.needs("sklearn")
 @pytest.mark.slow
+@pytest.mark.timeout(600)
+@all_commands("elastic_fsdp")
+def test_a_sharded_model_has_the_same_bytes_when_a_rank_was_killed(commands, folder):
+    undisturbed, with_a_spare, with_fewer = [
+        lines_of(as_typed(command, folder, timeout_s=190)) for command in commands
+    ]
+    assert undisturbed[-1].startswith("weights ")
+    assert with_a_spare[-1] == with_fewer[-1] == undisturbed[-1]
+    assert "3 ranks before, 3 from now on" in with_a_spare[-3]
+    assert "4 ranks before, 3 from now on" in with_fewer[-3]
+
+
+@pytest.mark.needs("sklearn")
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 @each_command("elastic_data")
 def test_each_image_is_used_once_an_epoch_though_a_rank_was_killed(command, folder):

@@ -1,7 +1,7 @@
 """A commit: every rank writes its snapshot, buddies receive private state, and then all commit together.
 
-Shared state is detected, not declared: arrays whose checksums are equal on all ranks. All other arrays, and
-those in an `Own`, are private. Usually none are, and a commit exchanges a single row of numbers.
+Shared state is detected, not declared: arrays whose checksums are equal on all ranks. All other arrays, those in
+an `Own`, and slabs of sharded arrays are private. Usually none are, and a commit exchanges one row of numbers.
 
     1. Write the arrays into the buffer that does not hold the newest commit, and prepare it.
     2. Compare with all ranks. If no rank has private state, this also shows that all have prepared.
@@ -78,7 +78,7 @@ def commit(
         _raise_on_all(comm, problem)
     differs = (table != table[0]).any(axis=0)
     sent_bytes = 0
-    if differs[[_LAYOUT, _TEXTS, _SUMS]].any() or pending.packed.own:
+    if differs[[_LAYOUT, _TEXTS, _SUMS]].any() or pending.packed.own or pending.packed.slabs:
         layouts_differ, sums_differ = bool(differs[_LAYOUT]), bool(differs[_SUMS])
         private = _private(comm, pending, layouts_differ=layouts_differ, sums_differ=sums_differ)
         header = pending.header(run, comm.rank, comm.size, private, texts_differ=bool(differs[_TEXTS]))
@@ -113,7 +113,7 @@ def _raise_on_all(comm: Communicator, problem: Exception | None) -> NoReturn:
 def _private(
     comm: Communicator, pending: PendingSnapshot, *, layouts_differ: bool, sums_differ: bool
 ) -> list[int]:
-    """The numbers of the private arrays: all of them if layouts differ outside of the `Own` parts."""
+    """The numbers of the private arrays: all if layouts differ outside of the `Own` parts and of slabs."""
     shared, total = len(pending.packed.shared), len(pending.layout.specs)
     if layouts_differ:
         return list(range(total))

@@ -11,16 +11,18 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from ... import arrays
 from ...arrays import Array
-from ...checkpoint.optimizers import is_optimizer, is_sharded, load_in_place, with_dtype
-from ...checkpoint.trees import DEEPEST, Own, Packed, as_tagged, container_type, from_tagged, pack
+from ...checkpoint.optimizers import is_optimizer, load_in_place, with_dtype
+from ...checkpoint.optimizers import is_sharded as is_zero
+from ...checkpoint.trees import DEEPEST, Own, Packed, Slab, as_tagged, container_type, from_tagged, pack
 from ...errors import ArrayError, UnsupportedError
+from .shards import as_sharded, is_sharded, slab_of
 
 Memory: TypeAlias = tuple[int, int]
 """The address and the bytes of an array."""
@@ -38,12 +40,18 @@ def packed(tree: object) -> Packed:
 
 def restored(tag: str, array: Array) -> object:
     """Convert a tagged array to a value of a tree; a `trees.FromArray`."""
+    if tag == "sharded":
+        return array
     if tag == "tensor":
         return arrays.as_tensor(array, sys.modules["torch"])
     return from_tagged(tag, array)
 
 
-def _to_array(value: object) -> tuple[str, Array] | None:
+def _to_array(value: object) -> tuple[str, Array | Slab] | None:
+    if isinstance(value, Slab):
+        return "sharded", value
+    if is_sharded(value):
+        return "sharded", slab_of(value)
     if arrays.is_tensor(value):
         return "tensor", arrays.as_array(value.detach().resolve_conj().resolve_neg())
     return as_tagged(value)
@@ -80,7 +88,7 @@ class Part:
         _check_whole(f"State: {name}", self.value)
         try:
             tree = packed(self.tree())
-            if tree.slabs:
+            if any(slab.begin is None for slab in tree.slabs):
                 raise ArrayError('a rank that dies takes its slab of "concatenate" along; use Checkpoints for it')
             if len(tree.own_trees) != self.is_own:
                 raise ArrayError("it has an Own inside; mark the whole of it, or make it two parts")
@@ -118,6 +126,30 @@ class Part:
     def memory(self, saved: object) -> Iterator[tuple[Memory, object]]:
         """The memory of each array that `load` may assign to, with the array that was saved."""
         return _memory(self._kept, saved.value if isinstance(saved, Own) else saved)
+
+    def targets(self, saved: object) -> list[tuple[Slab, Slab]]:
+        """Each slab in a result of `tree`, with the slab that this rank has of that tensor now.
+
+        Raises:
+            ArrayError: There is no such tensor now, or one of another shape.
+        """
+        found = []
+
+        def note(path: str, slab: Slab, like: object) -> Slab:
+            found.append((slab, _target(path, slab, like)))
+            return slab
+
+        _with_slabs(self.name, saved, _likeness(self.value), note)
+        return found
+
+    def with_shards(self, saved: object, slabs: Iterator[Slab]) -> object:
+        """A result of `tree` with the tensors of `targets` in place of slabs, of the memory of these slabs."""
+
+        def shard(path: str, slab: Slab, like: object) -> object:
+            assert is_sharded(like)
+            return as_sharded(next(slabs), like)
+
+        return _with_slabs(self.name, saved, _likeness(self.value), shard)
 
     def load(self, saved: Any, conflicts: Container[Memory] = ()) -> None:
         """Restore a result of `tree`. Dropped objects and arrays, for which it is None, are left unchanged.
@@ -161,6 +193,51 @@ def _split(path: str, value: Any, objects: list[str], depth: int = 0) -> tuple[A
         objects.append(path)
         return value, value.state_dict()
     return value, value
+
+
+def _likeness(value: Any) -> object:
+    """The tensors of a value, where its tree has them; in place of an optimizer's states their parameters."""
+    if is_optimizer(value):
+        return {"state": dict(enumerate(p for group in value.param_groups for p in group["params"]))}
+    if _is_object("", value):
+        return value.state_dict()
+    if isinstance(value, dict):
+        return {key: _likeness(item) for key, item in value.items()}
+    return [*map(_likeness, value)] if isinstance(value, (list, tuple)) else value
+
+
+def _with_slabs(path: str, saved: object, like: object, convert: Callable[[str, Slab, object], object]) -> object:
+    """A tree with `convert(path, slab, tensor)` in place of its slabs; the tensors are those of `like`."""
+    if isinstance(saved, Slab):
+        return convert(path, saved, like)
+    if not isinstance(saved, (dict, list, tuple)):
+        return saved
+    found = {
+        key: _with_slabs(f"{path}[{key!r}]", item, _inside(like, key), convert)
+        for key, item in (saved.items() if isinstance(saved, dict) else enumerate(saved))
+    }
+    if not isinstance(saved, dict):
+        return type(saved)(found.values())
+    filled = saved.copy()
+    filled.update(found)
+    return filled
+
+
+def _inside(like: object, key: object) -> object:
+    """The item of `like` under a key; a parameter itself, whose states have its shape."""
+    if is_sharded(like):
+        return like
+    items = dict(enumerate(like)) if isinstance(like, (list, tuple)) else like
+    return items.get(key) if isinstance(items, dict) else None
+
+
+def _target(path: str, saved: Slab, like: object) -> Slab:
+    """The slab that this rank has of a tensor of which `saved` was committed."""
+    now = slab_of(like) if is_sharded(like) else None
+    was, found = saved.whole, "no sharded tensor" if now is None else now.whole
+    if now is None or was.partition("[")[2] != found.partition("[")[2]:  # states may have another dtype
+        raise ArrayError(f"{path} was committed as {was}, but is {found} now; make the same model again")
+    return now
 
 
 def _memory(kept: Any, saved: object) -> Iterator[tuple[Memory, object]]:
@@ -218,7 +295,7 @@ def _load(target: Any, saved: Any) -> None:
 
 def _check_whole(path: str, value: object) -> None:
     """Raise `UnsupportedError` if `value` is an optimizer that is sharded over the ranks."""
-    if is_sharded(value):
+    if is_zero(value):
         raise UnsupportedError(
             f"{path} is a {type(value).__name__}, of which each rank holds the states of its "
             "share alone: when a rank dies, they are lost, and on another number of ranks the shares differ. "

@@ -5,7 +5,8 @@
 
 If as many ranks train as committed, each receives the private state of its rank, wherever a snapshot of it is
 left. On another number of ranks the rules of `Own` apply. Unmarked arrays of floats that differ have the rule
-"mean", all other unmarked values the rule "first".
+"mean", all other unmarked values the rule "first". Of a sharded array each rank receives an even slab, in
+pieces from the processes that hold them.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ import numpy as np
 
 from ... import arrays
 from ...arrays import Array
-from ...checkpoint.trees import Own, Rule, Unpacker
+from ...checkpoint.trees import Own, Rule, Slab, Unpacker
 from ...comm import Communicator
 from ...errors import CommAborted
 from . import parts
+from .shards import even, redistribute
 from .slot import ArraySpec, Header, checksum
-from .snapshots import Layout, Snapshot, SnapshotInfo
+from .snapshots import Layout, Snapshot, SnapshotInfo, slabs_of
 
 _log = logging.getLogger(__name__)
 
@@ -93,11 +95,13 @@ class Content(NamedTuple):
     """The header of a snapshot, with the tree and the trees of its `Own` parts."""
     arrays: list[Array | None]
     """None for dropped arrays."""
+    slabs: list[Slab]
+    """This rank's slabs of sharded arrays."""
     dropped: bool
     """Whether the parts with rule "drop" are lost."""
 
     def tree(self) -> Any:
-        """The tree, with its `Own` parts. Its arrays are copies, which objects may keep."""
+        """The tree, with its `Own` parts and slabs. Its arrays are copies, which objects may keep."""
         shared = len(Layout.from_header(self.header).shared.specs)
 
         def array_at(number: int) -> Array:
@@ -111,7 +115,11 @@ class Content(NamedTuple):
             inner = Unpacker(lambda n: array_at(shared + n), from_array=parts.restored)
             return Own(inner.unpack(self.header["own_trees"][number]), rule)
 
-        return Unpacker(array_at, own, parts.restored).unpack(self.header["tree"])
+        def slab_at(number: int) -> Array:
+            slab = self.slabs[number]
+            return slab._replace(array=slab.array.copy())
+
+        return Unpacker(array_at, own, parts.restored, slab_at).unpack(self.header["tree"])
 
 
 class Restore:
@@ -148,6 +156,7 @@ class Restore:
 
         Raises:
             CommError: A process died meanwhile, or a snapshot is damaged; then all processes repeat this.
+            LostStateError: No process holds a part of a sharded array any more; on all processes.
         """
         comm, sources = self._comm, self._sources
         first = sources.holders[min(sources.holders)]
@@ -159,14 +168,34 @@ class Restore:
         self._private = set(header["private"])
         found = self._restore_shared()
         same_size = sources.ranks == len(self._trainers)
-        dropped = not same_size
+        dropped, slabs = not same_size, None
         if self._private or header["texts_differ"]:
             if not same_size or sources.missing:
+                slabs = self._reshard()
                 self._combine(found, same_size=same_size)
             if same_size:
                 header = self._restore_private(found)
                 dropped = self._new_rank in sources.missing
-        return None if self._new_rank is None else Content(header, found, dropped=dropped)
+        if self._new_rank is None:
+            return None
+        return Content(header, found, slabs_of(header, found) if slabs is None else slabs, dropped=dropped)
+
+    # Sharded state ----------------------------------------------------------------------------------
+
+    def _reshard(self) -> list[Slab]:
+        """Give every trainer an even slab of each sharded array. Collective."""
+        specs, count = self._specs, len(self._header["slabs"])
+        kinds = slabs_of(self._header, dict(enumerate(map(_empty, specs))))
+        held: list[list[Slab]] = [[] for _ in range(count)]
+        for snapshot in self._snapshot_of.values():
+            numbers = range(len(snapshot.header["arrays"]) - count, len(snapshot.header["arrays"]))
+            slabs = slabs_of(snapshot.header, snapshot.arrays) if count else []
+            for has, slab, n in zip(held, slabs, numbers, strict=True):
+                if checksum(slab.array) == snapshot.header["sums"][n]:
+                    has.append(slab)
+        ranks, rank = len(self._trainers), self._new_rank
+        wanted = None if rank is None else [even(each.total, ranks)[rank] for each in kinds]
+        return redistribute(self._comm, kinds, held, wanted)
 
     # Shared state -----------------------------------------------------------------------------------
 
@@ -264,11 +293,14 @@ class Restore:
         held = [rank for rank in ranks if sources.holders[rank] == comm.rank]
         layout = Layout.from_header(self._header)
         layouts = [Layout.from_header(self._snapshot_of[rank].header) for rank in held]
-        flags = [all(each == layout for each in layouts), all(each.shared == layout.shared for each in layouts)]
+        flags = [
+            all(each.unsharded == layout.unsharded for each in layouts),
+            all(each.shared == layout.shared for each in layouts),
+        ]
         all_alike, shared_alike = comm.allreduce(np.array(flags, np.uint8), op="min").astype(bool).tolist()
         for n in sorted(self._private):
             spec, rule = self._specs[n], layout.rules[n]
-            if rule == "drop":
+            if rule in ("drop", "concatenate"):
                 continue
             # Arrays of different dtypes or shapes cannot be merged: then all are those of one rank.
             alike = shared_alike if rule is None else all_alike

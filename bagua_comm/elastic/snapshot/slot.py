@@ -65,7 +65,11 @@ class ArraySpec(NamedTuple):
 
 
 class Header(TypedDict):
-    """The description of a snapshot, as JSON; `arrays` are the dtype, the shape and the rule of each array."""
+    """The description of a snapshot, as JSON.
+
+    `arrays` are the dtype, the shape and the rule of each array. The last ones are slabs of sharded arrays, and
+    `slabs` the path, the axis, the first index and the length of the whole of each.
+    """
 
     run: str
     rank: int
@@ -74,6 +78,7 @@ class Header(TypedDict):
     tree: Json
     own_trees: list[Json]
     arrays: list[Json]
+    slabs: list[Json]
     sums: list[int]
     private: list[int]
     texts_differ: bool

@@ -10,7 +10,7 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...arrays import Array
-from ...checkpoint.trees import Json, Packed, Rule
+from ...checkpoint.trees import Json, Packed, Rule, Slab
 from .slot import COMMITTED, ArraySpec, Header, Slot, SlotContent, copy_into, offsets, views
 
 
@@ -41,16 +41,16 @@ class SnapshotInfo(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """The arrays of a commit: first those outside of any `Own`, then those inside."""
+    """The arrays of a commit: first those outside of any `Own`, then those inside, then slabs."""
 
     specs: tuple[ArraySpec, ...]
     rules: tuple[Rule | None, ...]
-    """For each array the rule of its `Own`; None outside of an `Own`."""
+    """For each array the rule of its `Own`; None outside of an `Own`, "concatenate" for slabs."""
 
     @classmethod
     def of(cls, packed: Packed) -> Layout:
         """The layout of a packed tree."""
-        leaves = (*packed.shared, *packed.own)
+        leaves = packed.leaves
         return cls(tuple(ArraySpec.of(leaf.array) for leaf in leaves), tuple(leaf.rule for leaf in leaves))
 
     @classmethod
@@ -62,7 +62,14 @@ class Layout:
     @property
     def shared(self) -> Layout:
         """The arrays outside of any `Own`: inside, ranks may have different ones."""
-        count = sum(rule is None for rule in self.rules)
+        return self._first(sum(rule is None for rule in self.rules))
+
+    @property
+    def unsharded(self) -> Layout:
+        """All arrays but slabs, of which ranks may have longer and shorter ones."""
+        return self._first(sum(rule != "concatenate" for rule in self.rules))
+
+    def _first(self, count: int) -> Layout:
         return Layout(self.specs[:count], self.rules[:count])
 
     def as_json(self) -> list[Json]:
@@ -102,6 +109,13 @@ class Snapshot(NamedTuple):
             self.committed,
             bool(header["private"] or header["texts_differ"]),
         )
+
+
+def slabs_of(header: Header, arrays_of: Mapping[int, Array] | Sequence[Array | None]) -> list[Slab]:
+    """The slabs of a snapshot, from its arrays by number."""
+    first = len(header["arrays"]) - len(header["slabs"])
+    pairs = enumerate(header["slabs"], first)
+    return [Slab(path, arrays_of[n], *rest) for n, (path, *rest) in pairs]
 
 
 def snapshot_of(content: SlotContent) -> Snapshot:
@@ -161,8 +175,8 @@ class Buffer:
         """
         _, size = offsets(layout.specs)
         data = self.local.begin(size)
-        leaves = (*packed.shared, *packed.own)
-        sums = [copy_into(out, leaf.array) for out, leaf in zip(views(data, layout.specs), leaves, strict=True)]
+        pairs = zip(views(data, layout.specs), packed.leaves, strict=True)
+        sums = [copy_into(out, leaf.array) for out, leaf in pairs]
         return PendingSnapshot(packed, layout, sums, data, size)
 
     def close(self) -> None:
@@ -192,7 +206,7 @@ class PendingSnapshot:
             run: The run of training.
             rank: This rank.
             ranks: The number of ranks.
-            private: The numbers of the private arrays: those in an `Own`, and those that differ between ranks.
+            private: The numbers of the private arrays: in an `Own`, slabs, and those that differ between ranks.
             texts_differ: Whether anything except arrays differs between ranks.
         """
         return {
@@ -203,6 +217,7 @@ class PendingSnapshot:
             "tree": self.packed.tree,
             "own_trees": self.packed.own_trees,
             "arrays": self.layout.as_json(),
+            "slabs": [[each.path, each.axis, each.begin, each.total] for each in self.packed.slabs],
             "sums": self.sums,
             "private": list(private),
             "texts_differ": texts_differ,

@@ -1,0 +1,206 @@
+"""Slabs of sharded tensors, PyTorch's DTensor: which indices a rank has, and how it gets those that it needs.
+
+slab_of        the slab of a tensor that `fully_shard` has sharded
+even           the slabs of ranks, as `fully_shard` makes them
+redistribute   give each rank the slabs that it needs, of those that all ranks have
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Protocol, TypeGuard
+
+import numpy as np
+
+from ... import arrays
+from ...arrays import Array
+from ...checkpoint.slices import cover
+from ...checkpoint.trees import Slab
+from ...comm import Communicator
+from ...errors import CommAborted, UnsupportedError
+from .slot import checksum
+
+Interval = tuple[int, int]
+"""The first index of a slab, and the index after its last."""
+
+
+class Placement(Protocol):
+    """Of PyTorch's placements what is used here; `dim` is that of Shard."""
+
+    dim: int
+
+    def is_replicate(self) -> bool:
+        """Whether all ranks along an axis of the mesh have the same."""
+
+
+class Mesh(Protocol):
+    """Of PyTorch's DeviceMesh what is used here."""
+
+    def size(self, axis: int) -> int:
+        """The number of ranks along an axis."""
+
+    def get_local_rank(self, axis: int) -> int:
+        """The index of this rank along an axis."""
+
+
+class DTensor(Protocol):
+    """Of PyTorch's DTensor what is used here."""
+
+    ndim: int
+    shape: Sequence[int]
+    placements: Sequence[Placement]
+    device_mesh: Mesh
+
+    def to_local(self) -> Array:
+        """The tensor of this rank."""
+
+    def stride(self) -> tuple[int, ...]:
+        """The strides of the whole tensor."""
+
+    @staticmethod
+    def from_local(local: Array, mesh: Mesh, placements: Sequence[Placement], **settings: object) -> DTensor:
+        """Make a DTensor of the tensors of all ranks."""
+
+
+class LostStateError(Exception):
+    """Sharded state that no process holds any more; raised on all processes."""
+
+
+def is_sharded(value: object) -> TypeGuard[DTensor]:
+    """Whether a value is a DTensor."""
+    return arrays.is_tensor(value) and hasattr(value, "placements") and hasattr(value, "device_mesh")
+
+
+def slab_of(tensor: DTensor) -> Slab:
+    """The slab of this rank of a tensor that is sharded along one axis, over all ranks or those of a replica.
+
+    Raises:
+        UnsupportedError: It is sharded in another way.
+    """
+    found = [(n, each) for n, each in enumerate(tensor.placements) if not each.is_replicate()]
+    if len(found) != 1 or type(found[0][1]).__name__ != "Shard":
+        raise UnsupportedError(
+            f"a tensor is placed by {tuple(tensor.placements)}, expected one Shard, and Replicate beside it, as "
+            "fully_shard places parameters"
+        )
+    mesh_axis, axis = found[0][0], found[0][1].dim % tensor.ndim
+    total, local = int(tensor.shape[axis]), arrays.as_array(tensor.to_local().detach())
+    begin, end = even(total, tensor.device_mesh.size(mesh_axis))[tensor.device_mesh.get_local_rank(mesh_axis)]
+    if local.shape[axis] != end - begin:
+        raise UnsupportedError(
+            f"a tensor has {local.shape[axis]} of {total} rows, expected {end - begin}: of each rank as many"
+        )
+    return Slab("", local, axis, begin, total)
+
+
+def as_sharded(slab: Slab, like: DTensor) -> DTensor:
+    """A DTensor with the placement of `like`, which shares memory with a slab on the host.
+
+    On other devices it is a copy.
+    """
+    local = arrays.as_tensor(slab.array, sys.modules["torch"]).to(like.to_local().device)
+    return like.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+def even(total: int, ranks: int) -> list[Interval]:
+    """The slabs of ranks that are equal but for the last ones, which may be empty.
+
+    >>> even(7, 3), even(4, 3)
+    ([(0, 3), (3, 6), (6, 7)], [(0, 2), (2, 4), (4, 4)])
+    """
+    length = -(-total // ranks)
+    return [(min(total, rank * length), min(total, (rank + 1) * length)) for rank in range(ranks)]
+
+
+def interval_of(slab: Slab) -> Interval:
+    """The indices of a slab."""
+    assert slab.begin is not None
+    return slab.begin, slab.begin + slab.length
+
+
+def redistribute(
+    comm: Communicator,
+    kinds: Sequence[Slab],
+    held: Sequence[Sequence[Slab]],
+    wanted: Sequence[Interval] | None,
+) -> list[Slab]:
+    """Give each rank the slabs that it needs, of those that all ranks hold: its own where it has them.
+
+    Collective.
+
+    Args:
+        comm: The ranks.
+        kinds: A slab of each sharded array, for the dtypes and the shapes.
+        held: For each array the slabs that this rank holds, on the host.
+        wanted: The indices that this rank needs of each array; None if it needs nothing.
+
+    Returns:
+        The slabs, in `wanted`'s order; empty without it.
+
+    Raises:
+        LostStateError: No rank holds some indices that a rank needs. Raised on all ranks.
+        CommError: A rank died, or a piece arrived damaged.
+    """
+    rows = comm.allgather_object(([[interval_of(each) for each in slabs] for slabs in held], wanted))
+    found = [] if wanted is None else [_empty(kind, *each) for kind, each in zip(kinds, wanted, strict=True)]
+    sends: list[list[Array]] = [[] for _ in rows]
+    recvs: list[list[Array]] = [[] for _ in rows]
+    lost = []
+    for n, kind in enumerate(kinds):
+        places = [(rank, i, each) for rank, (have, _) in enumerate(rows) for i, each in enumerate(have[n])]
+        for dest, (_, wants) in enumerate(rows):
+            begin, end = wants[n] if wants is not None else (0, 0)
+            near = sorted(places, key=lambda place: place[0] != dest)
+            reached = begin
+            for part, low, reached in cover(begin, end, [each for _, _, each in near]):
+                source, i, _ = near[part]
+                piece = _rows(held[n][i], low, reached) if source == comm.rank else None
+                if source == dest == comm.rank:
+                    _rows(found[n], low, reached)[...] = piece
+                elif dest == comm.rank:
+                    recvs[source].append(_rows(found[n], low, reached))
+                elif piece is not None:
+                    sends[dest].append(np.ascontiguousarray(piece))
+            if reached < end:
+                indices = f"indices {reached} to {end - 1} of {kind.total}"
+                lost.append(f"{indices} along axis {kind.axis} of {kind.path}")
+    if lost:
+        raise LostStateError(", ".join(lost[:3]) + f", and {len(lost) - 3} others" * (len(lost) > 3))
+    _exchange(comm, sends, recvs)
+    return found
+
+
+def _exchange(comm: Communicator, sends: Sequence[Sequence[Array]], recvs: Sequence[Sequence[Array]]) -> None:
+    """Exchange pieces, by rank, with their checksums. Collective."""
+    into = [[np.empty(piece.shape, piece.dtype) for piece in pieces] for pieces in recvs]
+    given = [np.array([checksum(piece) for piece in pieces], np.uint64) for pieces in sends]
+    sums = [np.empty(len(pieces), np.uint64) for pieces in recvs]
+    comm.exchange([*_messages(sends, given)], [*_messages(into, sums)])
+    for rank, (pieces, arrived) in enumerate(zip(recvs, into, strict=True)):
+        if [checksum(piece) for piece in arrived] != sums[rank].tolist():
+            raise CommAborted(f"a slab of a sharded array arrived damaged from rank {rank}")
+        for piece, x in zip(pieces, arrived, strict=True):
+            piece[...] = x
+
+
+def _messages(pieces: Sequence[Sequence[Array]], sums: Sequence[Array]) -> Iterator[tuple[int, Array, str]]:
+    for rank, (each, of_each) in enumerate(zip(pieces, sums, strict=True)):
+        if each:
+            yield from ((rank, arrays.as_bytes(x), str(n)) for n, x in enumerate(each))
+            yield rank, of_each, "checksums"
+
+
+def _rows(slab: Slab, low: int, high: int) -> Array:
+    """A view of the indices `low` to `high` of a slab."""
+    begin, _ = interval_of(slab)
+    return slab.array[(slice(None),) * slab.axis + (slice(low - begin, high - begin),)]
+
+
+def _empty(kind: Slab, begin: int, end: int) -> Slab:
+    """Memory for a slab of the same array with these indices."""
+    shape = list(kind.array.shape)
+    shape[kind.axis] = end - begin
+    return kind._replace(array=np.empty(shape, kind.array.dtype), begin=begin)
