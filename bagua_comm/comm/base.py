@@ -36,6 +36,9 @@ class EngineRegistry(Protocol):
     def register(self, engine: Any) -> None:
         """Add a new engine, which is ready, and restore its state. Collective."""
 
+    def keep(self, value: object) -> None:
+        """Add another object with state that belongs to the communicator, and restore it. Collective."""
+
     def already_broadcast(self, *objects: object) -> bool:
         """Whether all ranks already hold the same state of these objects."""
 

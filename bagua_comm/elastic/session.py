@@ -28,6 +28,9 @@ from .snapshot.slot import checksum
 from .snapshot.snapshots import Buffer, Layout, Snapshot, remove_slots, snapshots_in
 from .state import State, internals_of
 
+_NUMBERED = "object "
+"""How the names of objects begin that have a number; users give identifiers."""
+
 
 class Session:
     """One process's part in one training.
@@ -177,6 +180,11 @@ class Session:
                 if self._comm is not None and self._comm.rank == 0:
                     text = f"elastic.run: engine {number} starts with a new state: {problem}"
                     warnings.warn(text, RuntimeWarning, stacklevel=4)
+
+    def keep(self, value: object) -> None:
+        """Commit an object from now on, and restore it, as `register_parts`, under its number. Collective."""
+        number = sum(name.startswith(_NUMBERED) for name in self._registered)
+        self.register_parts({f"{_NUMBERED}{number}": value})
 
     def register_parts(self, given: Mapping[str, object]) -> None:
         """Commit objects of the function from now on, and restore them from the last commit. Collective."""

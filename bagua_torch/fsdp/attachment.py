@@ -23,6 +23,7 @@ from .collectives import Gather, Reduce, Replicate
 from .groups import GroupComms, LaneComms
 from .overlap import Prefetch, Reductions
 from .passes import BackwardPasses
+from .residuals import keep_residuals
 from .torch_names import Unit, observe_forward, sharded_modules
 from .weighing import PassWeights, watch_steps
 
@@ -189,6 +190,10 @@ class Attachment(Closing):
         for name, means in counts.items():
             self._counting[name].means = means
 
+    def keep_residuals(self) -> None:
+        """Let `elastic.run`, if it made the communicator, commit and restore residuals. Collective."""
+        keep_residuals(self._comm, self._trained, self._wait)
+
     def _feedback(self, name: str) -> Residual:
         feedback = self._feeding[name].feedback
         assert feedback is not None
@@ -352,4 +357,6 @@ def attach(
         if not isinstance(overlap, bool):
             raise ArrayError(f"{NAME}: overlap is {overlap!r}, expected True or False")
     compare_units(world, units, reduce=reduce, gather=gather, replicas=replicas, overlap=overlap)
-    return Attachment(world, units, reduce, gather, replicas, model, overlap)
+    made = Attachment(world, units, reduce, gather, replicas, model, overlap)
+    made.keep_residuals()
+    return made

@@ -87,6 +87,9 @@ class FeedsBack:
         ArrayError: The average has a residual that cannot be saved.
     """
 
+    ranks: int
+    """The number of ranks."""
+
     def __init__(self, unit: Unit, method: Average, mean: object, passes: BackwardPasses) -> None:
         self._unit, self._method, self._passes = unit, method, passes
         self.feedback: Residual | None = getattr(mean, "state", None)
@@ -141,6 +144,24 @@ class FeedsBack:
         """The device of the gradients, and of the residual."""
         return self._unit.device
 
+    @property
+    def rows(self) -> list[tuple[int, int]] | None:
+        """The rows, and the elements of a row, of parameters, of whose gradients the residual consists.
+
+        They are in the padded shards of all `ranks`, one after the other. None if it consists of other elements.
+        """
+        return None
+
+    @property
+    def means(self) -> int | None:
+        """Number of means since the last reset; None without resets."""
+        return None if self.feedback is None else self.feedback.means
+
+    def continue_from(self, residual: Array, means: int | None) -> None:
+        """Continue from the state of an earlier average."""
+        assert self.feedback is not None
+        self.feedback.residual, self.feedback.means = residual, means
+
     def residual_or_zeros(self) -> Array:
         """Return the residual; zeros before the first call and after parameters were frozen."""
         residual = self.residual
@@ -173,6 +194,7 @@ class Reduce(_Allocating, FeedsBack, ReduceScatter):
         weights: PassWeights | None = None,
     ) -> None:
         self._comms, self._comm, self._pending = comms, comm, pending
+        self.ranks = comm.size
         self._weights = weights or PassWeights(passes)
         self._held = _HeldAddends(method, comm, unit, passes) if method.is_reproducible else None
         self._mean = self._held or method.bind_shards(comm)
@@ -182,6 +204,11 @@ class Reduce(_Allocating, FeedsBack, ReduceScatter):
     def numel(self) -> int:
         """Number of elements of the residual: of the gradients of all trainable parameters, shards padded."""
         return self._unit.gradient_numel
+
+    @property
+    def rows(self) -> list[tuple[int, int]] | None:
+        """See `FeedsBack.rows`."""
+        return self._unit.gradient_rows if self._unit.is_sharded_by_rows else None
 
     def __call__(
         self,
@@ -340,7 +367,7 @@ class Replicate(FeedsBack):
     """
 
     def __init__(self, unit: Unit, method: Average, comm: Communicator, passes: BackwardPasses) -> None:
-        self.comm, self._mean = comm, method.bind(comm)
+        self.comm, self.ranks, self._mean = comm, comm.size, method.bind(comm)
         super().__init__(unit, method, self._mean, passes)
 
     @property

@@ -280,8 +280,9 @@ class Restore:
             same_size: Whether they are only for ranks whose private state is lost; the others keep theirs.
         """
         comm, sources = self._comm, self._sources
-        ranks = sorted(sources.holders)
-        if sources.missing:
+        ranks, layout = sorted(sources.holders), Layout.from_header(self._header)
+        private = [n for n in sorted(self._private) if layout.rules[n] not in ("drop", "concatenate")]
+        if sources.missing and (private or self._header["texts_differ"]):
             _log.warning(
                 "the private state of ranks %s in commit %d is lost; %s",
                 list(sources.missing),
@@ -291,17 +292,14 @@ class Restore:
                 else "that of the other ranks replaces it",
             )
         held = [rank for rank in ranks if sources.holders[rank] == comm.rank]
-        layout = Layout.from_header(self._header)
         layouts = [Layout.from_header(self._snapshot_of[rank].header) for rank in held]
         flags = [
             all(each.unsharded == layout.unsharded for each in layouts),
             all(each.shared == layout.shared for each in layouts),
         ]
         all_alike, shared_alike = comm.allreduce(np.array(flags, np.uint8), op="min").astype(bool).tolist()
-        for n in sorted(self._private):
+        for n in private:
             spec, rule = self._specs[n], layout.rules[n]
-            if rule in ("drop", "concatenate"):
-                continue
             # Arrays of different dtypes or shapes cannot be merged: then all are those of one rank.
             alike = shared_alike if rule is None else all_alike
             first = ranks[0] if alike else int(self._header["rank"])

@@ -151,26 +151,31 @@ def redistribute(
     lost = []
     for n, kind in enumerate(kinds):
         places = [(rank, i, each) for rank, (have, _) in enumerate(rows) for i, each in enumerate(have[n])]
+        if gap := _first_gap(kind.total, [each for _, _, each in places]):
+            lost.append(f"indices {gap[0]} to {gap[1] - 1} of {kind.total} along axis {kind.axis} of {kind.path}")
+            continue
         for dest, (_, wants) in enumerate(rows):
-            begin, end = wants[n] if wants is not None else (0, 0)
             near = sorted(places, key=lambda place: place[0] != dest)
-            reached = begin
-            for part, low, reached in cover(begin, end, [each for _, _, each in near]):
+            for part, low, high in cover(*(wants[n] if wants else (0, 0)), [each for _, _, each in near]):
                 source, i, _ = near[part]
-                piece = _rows(held[n][i], low, reached) if source == comm.rank else None
+                piece = _rows(held[n][i], low, high) if source == comm.rank else None
                 if source == dest == comm.rank:
-                    _rows(found[n], low, reached)[...] = piece
+                    _rows(found[n], low, high)[...] = piece
                 elif dest == comm.rank:
-                    recvs[source].append(_rows(found[n], low, reached))
+                    recvs[source].append(_rows(found[n], low, high))
                 elif piece is not None:
                     sends[dest].append(np.ascontiguousarray(piece))
-            if reached < end:
-                indices = f"indices {reached} to {end - 1} of {kind.total}"
-                lost.append(f"{indices} along axis {kind.axis} of {kind.path}")
     if lost:
         raise LostStateError(", ".join(lost[:3]) + f", and {len(lost) - 3} others" * (len(lost) > 3))
     _exchange(comm, sends, recvs)
     return found
+
+
+def _first_gap(total: int, parts: Sequence[Interval]) -> Interval | None:
+    """The first of all indices that no part has."""
+    pieces = cover(0, total, parts)
+    begin = pieces[-1].end if pieces else 0
+    return (begin, min((low for low, _ in parts if low > begin), default=total)) if begin < total else None
 
 
 def _exchange(comm: Communicator, sends: Sequence[Sequence[Array]], recvs: Sequence[Sequence[Array]]) -> None:
