@@ -102,7 +102,8 @@ LAYERS = {
     ],
     "bagua_comm/engine": [
         "checks links mean_weights points replaced storage",
-        "exchanges monitor progress restore weights",
+        "monitor",
+        "exchanges progress restore weights",
         "schedule",
         "engine",
         "__init__",

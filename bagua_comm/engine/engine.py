@@ -155,7 +155,8 @@ class Engine(Live, Closing):
         counters, on_device = self._exchanges.counters, isinstance(self._lane, StreamLane)
         order = PointOrder(algorithm) if self._alone else None
         comm.flight.exchanges[self._comm.group] = counters
-        self.health = HealthMonitor(self._lane, comm.flight.health, partial(_waited_ns, comm, counters), _log)
+        waits = partial(_waited_ns, comm, counters)
+        self.health = self._exchanges.health = HealthMonitor(self._lane, comm.flight.health, waits, _log)
         """The times of this rank's steps, which ranks compare."""
         ended = self.health.step_ended
         self._progress = Progress(
@@ -235,8 +236,6 @@ class Engine(Live, Closing):
         weights = self._exchanges.mean_weights
         if not weights.is_open:
             weights.open(exchanges=weights.are_due and self.communicates)
-            if self.health.is_on and self.communicates:
-                self.health.ride()
 
     def ready(self, name: str) -> None:
         """Report that the values of a tensor are complete in this step. Do not change them until `BACKWARD`.

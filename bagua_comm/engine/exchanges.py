@@ -25,6 +25,7 @@ from ..execution.futures import abandon
 from ..execution.lane import Lane
 from ..trace import ExchangeCounters, Tracer
 from .mean_weights import MeanWeights, Weigh
+from .monitor import HealthMonitor
 from .replaced import History, Replacements, compare
 
 COMPARE_STEPS = 16
@@ -52,8 +53,11 @@ class Exchanges:
         """The weights that the program has replaced."""
         self.mean_weights = MeanWeights(lane, tracer)
         """The weights of this rank in the means."""
+        self.health: HealthMonitor | None = None
         self._compares = False
         """Whether ranks compare those; in rounds, where ranks step at their own pace, `RoundSchedule` does."""
+        self._ride: Callable[[], None] | None = None
+        """Sends rows of step times before the first bucket; None in rounds as well."""
         self._compared_at = self._stopped_at = 0
         self.counters = ExchangeCounters()
         """All exchanges of this rank, and how long training waited for them."""
@@ -87,6 +91,8 @@ class Exchanges:
         name, copies = self._named["algorithm"], keeps_weights(algorithm)
         self.replacements.begin(name if self.algorithm.payload == "weight" else "", self.buckets, copies=copies)
         self._compares = copies and not isinstance(window, Rounds)
+        health = None if isinstance(window, Rounds) else self.health
+        self._ride = health.ride if health is not None and health.is_on else None
 
     def set_step(self, step: int) -> None:
         """Set the number of steps that have ended."""
@@ -158,6 +164,8 @@ class Exchanges:
         self.algorithm.begin(bucket, state)
         began = time.perf_counter_ns()
         step = self.began + bucket.step
+        if self._ride is not None and bucket.index == 0 and self.algorithm.communicates(bucket.step, state):
+            self._ride()
         future: Future[object] = self.lane.submit(
             self._exchange, self.algorithm, bucket, state, step=step, history=history, weigh=weigh
         )

@@ -1,7 +1,7 @@
 """The health of a training, while it runs: rows of step times, which ride along with exchanges on the lane.
 
     step_ended       each step of this rank
-    ride             every few backward passes that exchange: ranks gather their rows, before the first bucket
+    ride             every few exchanges of the first bucket: ranks gather their rows, right before it
     (on the lane)    change points in them; the links between nodes are measured if all ranks wait longer
 
 Every rank has the same rows, so that all come to the same result, and nothing more is sent.
@@ -32,8 +32,8 @@ STEPS = 5
 ROW_S = 0.25
 """The least time of a row: shorter ones show the noise of the operating system, and cost more."""
 
-WARM_PASSES = 5
-"""The number of the first backward pass with a row."""
+FIRST_ROW = 5
+"""The number of the exchange with which the first row is sent."""
 
 BUSY_ROWS = 2 * ROWS
 """The number of successive rows after which a rank is slow whose processor others have: often, that passes."""
@@ -59,8 +59,8 @@ class HealthMonitor:
         comm = lane.comm
         self.is_on = comm.size > 1 and isinstance(lane, ThreadLane)
         """Whether ranks send rows."""
-        self._passes, self._due, self._sent_at = 0, WARM_PASSES, 0
-        """Numbers of passes that have exchanged: now, when the next row is sent, and when the last one was."""
+        self._exchanges, self._due, self._sent_at = 0, FIRST_ROW, 0
+        """Numbers of exchanges: so far, when the next row is sent, and when the last one was."""
         self.has_data = True
         """Whether this rank has batches: ranks without any, in `join`, are not compared."""
         self._members = comm.flight.groups[comm.group]
@@ -88,27 +88,27 @@ class HealthMonitor:
         self._end_ns, self._waited_ns = end_ns, waited_ns
 
     def ride(self) -> None:
-        """Gather the rows of all ranks on the lane, if they are due, before the buckets of a backward pass.
+        """Gather the rows of all ranks on the lane, if they are due, before the first bucket.
 
         Collective.
         """
-        self._passes += 1
-        if self._passes < self._due:
+        self._exchanges += 1
+        if self._exchanges < self._due:
             return
         if self._sent is not None:
-            self._due = self._sent_at + self._lane.result(self._sent)  # done since the exchange of that pass
+            self._due = self._sent_at + self._lane.result(self._sent)  # done since the bucket after it
             self._sent = None
-            if self._passes < self._due:
+            if self._exchanges < self._due:
                 return
         used = Usage.now()
         steps = self._steps if self.has_data else []
         row = Row.of(self._step, self._lane.comm.node, steps, used.since(self._used))
         self._steps, self._used = [], used
-        self._sent = self._lane.submit(self._gather, row, self._passes - self._sent_at)
-        self._sent_at = self._passes
+        self._sent = self._lane.submit(self._gather, row, self._exchanges - self._sent_at)
+        self._sent_at = self._exchanges
 
-    def _gather(self, row: Row, passes: int) -> int:
-        """Gather the rows of the last `passes` passes; return after how many the next one is due.
+    def _gather(self, row: Row, exchanges: int) -> int:
+        """Gather the rows of the last `exchanges`; return after how many the next one is due.
 
         Collective. The result is the same on all ranks.
         """
@@ -122,7 +122,7 @@ class HealthMonitor:
         steps, seconds = (
             statistics.median(column) for column in ([r.steps for r in rows], [r.seconds for r in rows])
         )
-        return math.ceil(max(STEPS * passes / max(steps, 1), ROW_S * passes / max(seconds, 1e-3)))
+        return math.ceil(max(STEPS * exchanges / max(steps, 1), ROW_S * exchanges / max(seconds, 1e-3)))
 
     def _compare_ranks(self, rows: Sequence[Row]) -> None:
         times = relative_to_others([each.own_s for each in rows])
