@@ -150,9 +150,9 @@ def _rates(readings: deque[_Reading]) -> tuple[float | None, float | None, float
     """
     now, before = readings[-1], readings[max(0, len(readings) - 2)]
     sent_per_s = max(0, now.sent - before.sent) / max(now.time_s - before.time_s, 1e-3)
-    first = next(each for each in readings if each.step <= now.step)  # else of an engine before
+    first = next((each for each in readings if 0 < each.step <= now.step), now)  # others are of an engine before
     last = next(each for each in readings if each.step == now.step)
-    steps = last.step - first.step if first.step else 0
+    steps = last.step - first.step
     step_s = (last.time_s - first.time_s) / max(1, steps)
     if steps < 1 or now.time_s - last.time_s > 3 * step_s + 2 * INTERVAL_S:
         return None, None, sent_per_s

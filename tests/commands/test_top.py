@@ -225,8 +225,8 @@ def test_a_rank_that_hangs_and_one_that_is_killed_are_named_while_the_job_runs(t
         process.communicate(timeout=60)
         found = look(1)
     finally:
-        process.kill()
-        process.communicate()
+        process.terminate()  # mpirun then ends the ranks
+        process.communicate(timeout=60)
     assert process.returncode
     assert [each["state"] for each in found["ranks"]] == ["failed", "died", "failed"]
     assert found["problems"][0].startswith(f"rank 1 died: process {pid} on ")

@@ -60,6 +60,7 @@ def test_rates_are_those_of_the_latest_steps():
     assert writer._rates(readings(7, 7, 7, 8, 8, 8, 9)) == (3.0, 0.75, 100.0)
     assert writer._rates(readings(1, 3, 5, *[5] * 9)) == (None, None, 100.0)  # it hangs
     assert writer._rates(readings(80, 90, 1, 3, 5)) == (0.5, 0.125, 100.0)  # another engine
+    assert writer._rates(readings(0, 0, 1, 3, 5)) == (0.5, 0.125, 100.0)  # it was starting
     assert writer._rates(readings(0, 0, 0)) == (None, None, 100.0)
 
 
