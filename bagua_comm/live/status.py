@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from ..errors import BaguaError
 from ..system.files import shared_memory
@@ -81,12 +81,12 @@ class Status:
     warning: str = ""
     age_s: float = 0.0
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """The status for JSON."""
         return {"version": VERSION, **vars(self)}
 
     @classmethod
-    def from_dict(cls, found: dict[str, Any]) -> Status:
+    def from_dict(cls, found: object) -> Status:
         r"""The status of which `found` is `as_dict`. Texts lose what could control a terminal.
 
         Raises:
@@ -98,10 +98,10 @@ class Status:
         if not isinstance(found, dict) or found.get("version") != VERSION:
             raise ValueError(f"it is not the status of a process, in version {VERSION}")
         given = {name: _printable(value) for name, value in found.items() if name != "version"}
-        return cls(**given)
+        return cls(**given)  # type: ignore[arg-type]
 
 
-def _printable(value: Any) -> Any:
+def _printable(value: object) -> object:
     """A text without characters that are not printed; any other value as it is."""
     return "".join(c if c.isprintable() else " " for c in value) if isinstance(value, str) else value
 
