@@ -80,6 +80,15 @@ def run_if_known(
     return target
 
 
+def begin_if_known(comm: CommBase, x: Array, op: str) -> bool:
+    """Begin an allreduce of `x` in place ahead of its call, which another thread makes; return whether it has.
+
+    See `Transport.begin_allreduce`. No call begins that hooks see, or ranks compare, before it moves a byte.
+    """
+    call: PreparedCall | None = comm.call_cache.get(("allreduce", (op,), x.dtype, x.shape))
+    return call is not None and not comm.hooks.all and not comm.check and call.begin(x, op)
+
+
 class _Attempt(NamedTuple):
     """A call that has failed, and how far it had come."""
 
@@ -163,6 +172,10 @@ class PreparedCall:
     def signature(self) -> str:
         """See `signature`."""
         return signature(self.head)
+
+    def begin(self, x: Array, op: str) -> bool:
+        """See `begin_if_known`."""
+        return self.output(x, x) is x and self._transport.begin_allreduce(self.signature(), x, op)
 
     def run(self, comm: CommBase, x: Array, target: Array, timeout_s: float | None = None) -> Any:
         """Run the call on its communicator.

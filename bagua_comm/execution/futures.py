@@ -35,6 +35,8 @@ class TaskFuture(Future[Any]):
         self._unretrieved: set[TaskFuture] = set()
         self._is_asked = False
         self._process = os.getpid()
+        self.is_begun = False
+        """Whether the call of the task has begun ahead; see `ThreadLane.submit_begun`."""
 
     def fail(self, error: BaseException, unretrieved: set[TaskFuture]) -> None:
         """End with an error, in this set as long as nobody has asked for it."""

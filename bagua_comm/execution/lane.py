@@ -419,6 +419,29 @@ class ThreadLane(Lane[C]):
             self._add_pending(future, (task, args, kwargs))
         return future
 
+    def submit_begun(
+        self, begin: Callable[[], bool], task: Callable[P, R], *args: P.args, **kwargs: P.kwargs
+    ) -> Future[R]:
+        """Like `submit`, but call `begin` first if the calls of all tasks ahead have begun, too.
+
+        The thread then only waits for the call: its messages need not wait until the thread has ended the tasks
+        ahead.
+
+        Args:
+            begin: Begins the call of the task on the caller's thread; returns whether it has.
+            task: Waits for the call if it has begun; else makes it.
+            args: Its arguments.
+            kwargs: More arguments.
+        """
+        with self._lock:
+            is_next = self._here is None and self._failure is None and not self._closed
+            is_next = is_next and all(each.is_begun or each.done() for each, _ in self._pending)
+            is_begun = is_next and begin()
+            future = self.submit(task, *args, **kwargs)
+            if isinstance(future, TaskFuture):
+                future.is_begun = is_begun
+        return future
+
     def run(self, task: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """See `Lane.run`."""
         self._check_submit(task)

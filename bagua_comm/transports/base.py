@@ -136,6 +136,23 @@ class Transport(CallState, Live, ABC):
         """
         raise UnsupportedError(f"{self.name}: no isend and irecv; submit sendrecv or exchange to a lane")
 
+    # Calls that begin ahead -------------------------------------------------------------------------
+
+    def begin_allreduce(self, signature: str, x: Array, op: str) -> bool:
+        """Begin an allreduce of `x` in place ahead of its `allreduce`, which then waits for it, if it can be.
+
+        Another thread may be within calls, if all of them were begun ahead, and makes this one after them.
+
+        Args:
+            signature: See `CallState.signature`.
+            x: The array.
+            op: The reduction.
+
+        Returns:
+            Whether it has begun.
+        """
+        return False
+
     # Collectives, derived unless overridden ---------------------------------------------------------
 
     def allreduce(self, x: Array, out: Array, op: str) -> None:

@@ -75,6 +75,10 @@ class Plan:
             self._propose(self.latest(period), 0)
         return False
 
+    def expects(self, call: str) -> bool:
+        """Whether the next call follows the plan in force if it is this one."""
+        return self.in_force and self.calls[self.cursor] == call
+
     def offer(self) -> int:
         """Return a number that is equal on ranks with the same plan and the same next call; 0 without a plan."""
         return (self._digest + self.cursor) >> 1 or 1 if self.calls else 0

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from bagua_comm import CommError, Communicator
-from bagua_comm.execution.lane import Lane
+from bagua_comm.execution.lane import Lane, ThreadLane
 
 from ..arrays import torch_stream
 from .arguments import Options
@@ -112,6 +112,7 @@ class GroupBase(_ProcessGroup):  # type: ignore[misc]
         task: Callable[..., object],
         *args: object,
         reads: Sequence[torch.Tensor] = (),
+        begin: Callable[[], bool] | None = None,
         **keywords: object,
     ) -> LaneWork:
         """Run `task` on the lane; unless asynchronously, it has ended on return, or its error is raised.
@@ -123,6 +124,7 @@ class GroupBase(_ProcessGroup):  # type: ignore[misc]
             task: Called with `args`, `keywords` and `timeout_s`.
             args: Its arguments.
             reads: Tensors that it reads, whose device counts if there are no `tensors`.
+            begin: Begins the call ahead; see `ThreadLane.submit_begun`.
             keywords: More arguments.
         """
         self._check_open(name)
@@ -131,7 +133,11 @@ class GroupBase(_ProcessGroup):  # type: ignore[misc]
             if not options.asynchronous:
                 lane.run(task, *args, **keywords, timeout_s=options.timeout_s)
                 return LaneWork(name, _DONE, tensors, device, self._callbacks)
-            future: Future[Any] = lane.submit(task, *args, **keywords, timeout_s=options.timeout_s)
+            future: Future[Any]
+            if begin is not None and isinstance(lane, ThreadLane) and options.timeout_s is None:
+                future = lane.submit_begun(begin, task, *args, **keywords, timeout_s=None)
+            else:
+                future = lane.submit(task, *args, **keywords, timeout_s=options.timeout_s)
         work = LaneWork(name, future, tensors, device, self._callbacks, forget=lane.forget)
         if name == "allreduce" and tensors[0].numel() == 1:
             self._kept.append(work)

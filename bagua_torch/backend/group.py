@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 
@@ -10,6 +11,7 @@ import torch
 
 from bagua_comm import ArrayError, UnsupportedError, arrays
 from bagua_comm.arrays import Array, Op
+from bagua_comm.comm.prepared import begin_if_known
 
 from .arguments import Options, in_any_form
 from .base import GroupBase
@@ -72,7 +74,8 @@ class BaguaGroup(GroupBase):
         op, xs = reduction(name, options.op, [filled(name, x, dense) for x in tensors])
         averaged = self._average.takes(op, xs)
         if len(xs) == 1 and not averaged:
-            return self._submit(name, options, tensors, self.comm.allreduce, xs[0], xs[0], op=op)
+            begin = functools.partial(begin_if_known, self.comm, xs[0], op)
+            return self._submit(name, options, tensors, self.comm.allreduce, xs[0], xs[0], begin=begin, op=op)
 
         def allreduce_many(timeout_s: float | None) -> None:
             once = apart(xs)

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import sys
+import threading
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import ParamSpec, Protocol, TypeVar
+from typing import NamedTuple, ParamSpec, Protocol, TypeVar
 
 import numpy as np
 import torch.distributed as dist
@@ -41,7 +43,7 @@ from .frames import BODY_BYTES, bytes_of, swaps_of
 from .store import Store, connections_to
 from .verdicts import Verdict, messages_that_differ
 from .waiter import run_watched
-from .wire import LEAVING, SERIAL_SHIFT, SERIALS, FramedTransport, named
+from .wire import LEAVING, SERIAL_SHIFT, SERIALS, FramedTransport, named, unrecorded
 
 AT_ONCE_BYTES = 1 << 20
 """See `Transport.at_once_bytes`."""
@@ -71,6 +73,16 @@ _NOTHING: Array = np.empty(0, np.uint8)
 _COMPARED, _IN_NEXT_ROUND, _UNKNOWN = range(3)
 """What ranks still have to compare in a collective call: nothing; its number, in the next round among all ranks;
 its name and the sizes of its messages, because it does not begin with such a round."""
+
+
+class _Begun(NamedTuple):
+    """A call that follows the plan, and has begun before it is made."""
+
+    text: str
+    serial: int
+    work: dist.Work
+    arrays: object
+    """What gloo uses, which must stay in memory."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +122,10 @@ class RendezvousInfo:
     def part(self, connection: Store) -> Store:
         """The part of the store that belongs to this rendezvous, through a connection to the store."""
         return dist.distributed_c10d.PrefixStore(f"{self.key}/gloo", connection)
+
+
+def _size_of(x: Array) -> str:
+    return f" of {x.size} x {dtype_name(x.dtype)} ({x.nbytes} bytes)"
 
 
 def count(store: Store, key: str, rank: int) -> int:
@@ -162,6 +178,10 @@ class ProcessGroupTransport(FramedTransport):
         self._children: list[ProcessGroupTransport] = []  # kept alive: one may have pending messages
         self._unchecked = _COMPARED
         self._follows = False  # whether the collective call follows the plan
+        self._serials = 0  # how many collective calls have been made or begun
+        self._begun: deque[_Begun] = deque()  # calls that will be made
+        self._work: dist.Work | None = None  # of the collective call, if it has begun ahead
+        self._beginning = threading.Lock()  # held while a call begins ahead, and while one is compared late
         if self.size > 1:
             self._connect()
 
@@ -191,17 +211,27 @@ class ProcessGroupTransport(FramedTransport):
 
     def agree_on_call(self, call: str, x: Array) -> Flow:
         """See `Transport.agree_on_call`. Ranks compare the call in its next exchange, which raises."""
-        self._name_call(call, f" of {x.size} x {dtype_name(x.dtype)} ({x.nbytes} bytes)")
+        self._name_call(call, _size_of(x))
         return TransportFlow(self, self.piece_bytes)
 
     def _name_call(self, call: str, of: str = "") -> None:
         """Let the next round among all ranks compare this call."""
         self._text = f"{self.signature() or call}{of}"
         text = f"{call}: {self._text}"
-        self._serial = (self._serial + 1) % SERIALS
+        if self._begun:
+            if self._begun[0].text != text:  # a hook that was added meanwhile makes calls
+                text = f"rank {self.rank} called {text}, but has begun {self._begun[0].text}"
+                raise self._close_with(CommAborted(text))
+            begun, self._follows = self._begun.popleft(), True
+            self._serial, self._work = begun.serial, begun.work
+        else:
+            self._serial, self._follows = self._next_serial(), self.plan.note(text)
         self._number = self._serial << SERIAL_SHIFT | zlib.crc32(text.encode())
-        self._follows = self.plan.note(text)
         self._unchecked = _IN_NEXT_ROUND if self.size > 1 else _COMPARED
+
+    def _next_serial(self) -> int:
+        self._serials = (self._serials + 1) % SERIALS
+        return self._serials
 
     def _synchronize(self) -> None:
         """Exchange empty frames among all ranks. Collective."""
@@ -267,11 +297,37 @@ class ProcessGroupTransport(FramedTransport):
 
     def allreduce(self, x: Array, out: Array, op: str) -> None:
         """See `Transport`. Small arrays take one round; gloo computes large sums."""
-        is_large = x.nbytes * (self.size - 1) > AT_ONCE_BYTES and x.nbytes >= self.size * RING_CHUNK_BYTES
-        if is_large and op in ("sum", "avg") and x.dtype.char in "fd":
+        if self._is_native(x, op):
             self._allreduce_natively(x, out, op)
         else:
             super().allreduce(x, out, op)
+
+    def _is_native(self, x: Array, op: str) -> bool:
+        is_large = x.nbytes * (self.size - 1) > AT_ONCE_BYTES and x.nbytes >= self.size * RING_CHUNK_BYTES
+        return is_large and op in ("sum", "avg") and x.dtype.char in "fd"
+
+    def begin_allreduce(self, signature: str, x: Array, op: str) -> bool:
+        """See `Transport.begin_allreduce`. Only a call that follows the plan begins."""
+        if not self._is_native(x, op):
+            return False
+        text = f"allreduce {op}: {signature}{_size_of(x)}"
+        with self._beginning:
+            if self.broken is not None or not self.plan.expects(text):
+                return False
+            tensors = [as_tensor(x.reshape(-1))]
+            try:
+                work = unrecorded(self._gloo.allreduce, tensors, self._sum(self.timeout_s))
+            except RuntimeError:  # the call itself reports it
+                return False
+            self.plan.note(text)
+            self._begun.append(_Begun(text, self._next_serial(), kept_in_children(work), tensors))
+        return True
+
+    @staticmethod
+    def _sum(limit_s: float) -> dist.AllreduceOptions:
+        options = dist.AllreduceOptions()
+        options.reduceOp, options.timeout = dist.ReduceOp(dist.ReduceOp.SUM), timedelta(seconds=limit_s)
+        return options
 
     def allgather(self, x: Array, out: Array) -> None:
         """See `Transport`. Gloo moves large arrays of a planned call."""
@@ -319,9 +375,7 @@ class ProcessGroupTransport(FramedTransport):
             self._synchronize()
         if x is not out:
             out[...] = x
-        options = dist.AllreduceOptions()
-        options.reduceOp, options.timeout = dist.ReduceOp(dist.ReduceOp.SUM), timedelta(seconds=self.limit_s)
-        self._run_natively(self._gloo.allreduce, [as_tensor(out.reshape(-1))], options)
+        self._run_natively(self._gloo.allreduce, [as_tensor(out.reshape(-1))], self._sum(self.limit_s))
         if op == "avg":
             kernels.host.divide(out, self.size)
         self.sent_bytes += 2 * x.nbytes * (self.size - 1) // self.size
@@ -333,10 +387,12 @@ class ProcessGroupTransport(FramedTransport):
             work = self._start(None, start, *arguments, **named)
             self._wait_for_all(kept_in_children(work), self._check_connection)
             return
-        self._compare_late()
-        work = self._start(None, start, *arguments, **named)
+        begun, self._work = self._work, None
+        if begun is None:
+            self._compare_late()
+            begun = kept_in_children(self._start(None, start, *arguments, **named))
         try:
-            self._wait_for_all(kept_in_children(work), self._check_followed, LOOK_S)
+            self._wait_for_all(begun, self._check_followed, LOOK_S)
         except CommError:
             self._interrupted = arguments
             self._hang_up()
@@ -346,7 +402,8 @@ class ProcessGroupTransport(FramedTransport):
     def _compare_late(self) -> None:
         """Compare a planned call after all if another rank does; raise on all ranks if calls differ."""
         if self._others_call():
-            self._synchronize()
+            with self._beginning:
+                self._synchronize()
 
     def _check_followed(self) -> None:
         self._compare_late()

@@ -21,7 +21,8 @@ posts its error in the store and closes its connections, so that ranks that wait
 
 A call that follows a plan (`bagua_comm.transports.plan`) is a collective of gloo that begins without a round: no
 rank finishes it without all others. A rank whose call differs does not begin it, but compares its own call. The
-others look for a frame of that round while they wait, and then compare theirs.
+others look for a frame of that round while they wait, and then compare theirs. Several may have begun: a rank
+waits for them in order, and so compares the first one that another rank does not make.
 """
 
 from __future__ import annotations

@@ -13,7 +13,9 @@ from support.launch import torchrun
 from support.planned_calls import CALLS, make
 from support.waiting import until
 
-from bagua_comm import CommMismatch, Communicator, RankFailed
+from bagua_comm import CommAborted, CommMismatch, Communicator, NanWatch, RankFailed
+from bagua_comm.comm.prepared import begin_if_known
+from bagua_comm.execution.lane import ThreadLane
 from bagua_comm.flight import diagnose
 from bagua_comm.flight.entries import RankRecord
 from bagua_torch.process_group.wire import FramedTransport
@@ -111,6 +113,113 @@ def test_seeded_deviations_of_all_subsets_of_ranks(odd):
     """One for each call of the step, each at another moment."""
     for position in range(len(CALLS)):
         try_deviation(odd, position, MOMENTS[(position + SUBSETS.index(odd)) % len(MOMENTS)])
+
+
+# Calls that begin ahead -------------------------------------------------------------------------------------
+
+SIZES = [100_000, 70_000, 80_000, 70_000, 100_000]
+"""Of the sums of a step; each begins while those before it are under way."""
+
+
+class Step:
+    """The sums of a step on a lane, as those of PyTorch's wrapper are."""
+
+    def __init__(self, transport):
+        self.lane = ThreadLane(Communicator([transport]))
+        self.comm, self.begun = self.lane.comm, []
+
+    def submit(self, x):
+        def begin():
+            self.begun.append(begin_if_known(self.comm, x, "sum"))
+            return self.begun[-1]
+
+        return self.lane.submit_begun(begin, self.comm.allreduce, x, out=x)
+
+    def arrays(self, number):
+        return [np.full(size, 10.0 * number + self.comm.rank) for size in SIZES]
+
+    def expected(self, number):
+        return sum(10.0 * number + rank for rank in range(self.comm.size))
+
+
+def test_planned_sums_begin_while_others_are_under_way():
+    def body(transport):
+        step = Step(transport)
+        for number in range(5):
+            xs = step.arrays(number)
+            for x, future in [(x, step.submit(x)) for x in xs]:
+                np.testing.assert_array_equal(future.result(), step.expected(number))
+                assert future.result() is x
+            step.comm.barrier()
+        assert transport.plan.in_force
+        step.lane.close()
+        return step.begun
+
+    assert [sum(begun) for begun in run_threads(3, body)] == [3 * len(SIZES)] * 3  # two steps are learned
+
+
+@pytest.mark.parametrize("position", range(len(SIZES)))
+@pytest.mark.parametrize("odd", [(0,), (3,), (1, 2), (0, 1, 3)])
+def test_a_rank_that_leaves_the_plan_ends_the_sums_that_have_begun(odd, position):
+    """Those before its call end with the right sum, and none of the others ends."""
+
+    def body(transport):
+        step = Step(transport)
+        for number in range(3):
+            for future in [step.submit(x) for x in step.arrays(number)]:
+                future.result()
+        xs = step.arrays(3)
+        calls = [step.submit(x) for x in xs[:position]]
+        if step.comm.rank in odd:
+            calls.append(step.lane.submit(step.comm.allreduce, np.ones(3)))
+        else:
+            calls += [step.submit(x) for x in xs[position:]]
+            assert all(step.begun[-len(SIZES) :])
+        for call in calls[:position]:
+            np.testing.assert_array_equal(call.result(), step.expected(3))
+        start_s = time.monotonic()
+        with pytest.raises(CommMismatch, match=r"rank \d called allreduce.*rank \d called allreduce"):
+            calls[position].result()
+        assert time.monotonic() - start_s < AT_ONCE_S
+        for call in calls[position + 1 :]:
+            assert isinstance(call.exception(), CommAborted)
+        step.lane.abort()
+
+    run_threads(4, body, timeout_s=60.0)
+
+
+def test_a_rank_that_dies_ends_the_sums_that_have_begun():
+    def body(transport):
+        step = Step(transport)
+        for number in range(3):
+            for future in [step.submit(x) for x in step.arrays(number)]:
+                future.result()
+        if step.comm.rank == 1:
+            return transport.abort()
+        calls = [step.submit(x) for x in step.arrays(3)]
+        assert {type(call.exception()) for call in calls} == {RankFailed}
+        return step.lane.abort()
+
+    run_threads(3, body, timeout_s=60.0)
+
+
+def test_a_call_that_a_hook_makes_before_one_that_has_begun_is_an_error_and_no_wrong_sum():
+    def body(transport):
+        step, tasks = Step(transport), threading.Event()
+        for number in range(3):
+            for future in [step.submit(x) for x in step.arrays(number)]:
+                future.result()
+        blocked = step.lane.submit_begun(lambda: True, tasks.wait)  # as if it waited for the others
+        call = step.submit(step.arrays(3)[0])
+        assert step.begun[-1]
+        step.comm.on(before=NanWatch())
+        tasks.set()
+        assert blocked.result()
+        with pytest.raises(CommAborted, match="but has begun"):
+            call.result()
+        step.lane.abort()
+
+    run_threads(3, body)
 
 
 def test_a_diagnosis_shows_how_far_each_rank_is_in_its_plan():
