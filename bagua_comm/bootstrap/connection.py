@@ -84,7 +84,8 @@ def connect(
     communicator. One rank prints an exception of this library, as a short message with the line of the program
     where it was raised; BAGUA_TRACEBACK=1 shows the whole traceback. Any other exception is printed at once, with
     its traceback. SIGTERM ends a rank and its child processes, unless the program handles it. A rank that ends
-    with an open communicator leaves it: ranks that wait for it get an error.
+    with an open communicator leaves it: ranks that wait for it get an error. If it has tasks of lanes or requests
+    that failed or have not ended, and whose results nobody has asked for, it names them and ends with code 1.
 
     This library finalizes MPI when the process ends, unless the program has done so. If the program imports
     `mpi4py.MPI` before it connects, mpi4py finalizes MPI: then a child of `os.fork` that calls `sys.exit` may

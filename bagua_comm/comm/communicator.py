@@ -426,12 +426,13 @@ class Communicator(Collectives, GatherScatter, CoalescedCollectives, ObjectCalls
         """Free the resources of this communicator; closing it again does nothing.
 
         Collective. Open `Checkpoints` of this communicator, and of those made from it, are closed before. The
-        tasks of a lane that is open have `futures.TASK_END_S` to end or to make progress; then they are stopped.
-        The communicator is closed also after an error.
+        tasks of a lane that is open, and the messages of `isend`, have `futures.TASK_END_S` to end or to make
+        progress, those of `irecv` `requests.ARRIVAL_S`; then they are stopped. The communicator is closed also
+        after an error.
 
         Raises:
             CheckpointError: A checkpoint could not be saved.
-            CommError: A task of an open lane did not end.
+            CommError: A task of an open lane, or a request, did not end.
             Exception: The error of such a task, if nobody has asked for it. If this communicator does not work
                 any more, either is a warning instead.
         """

@@ -19,6 +19,7 @@ ACCEPTED = {
     ("transports/mpi/failure_detector.py", "everyone.Free"): "of a group, which is this process' own",
     ("transports/mpi/failure_detector.py", "members.Free"): "of a group, which is this process' own",
     ("elastic/mpi/processes.py", "group.Free"): "of a group, which is this process' own",
+    ("transports/mpi/messages.py", "inactive.Free"): "of a persistent receive, which MPI frees at once",
     ("transports/mpi/world.py", "comm.Split_type"): "whoever calls first_beside ends the wait",
     ("transports/mpi/world.py", "each.Free"): "the same",
     ("bootstrap/rank_exit.py", "self.library.MPI_Finalize"): "at exit, when all ranks have left",
@@ -44,6 +45,7 @@ LOCAL = {
     *("Abort", "Revoke", "Ack_failed", "Cancel", "cancel", "Compare", "Clone", "Reduce_local", "Call_errhandler"),
     *("Create_errhandler", "Create_keyval", "Free_keyval", "Delete_attr", "Attach_buffer", "Shared_query"),
     *("Compute_dims", "Query_thread", "Pcontrol", "Wtime", "Wtick", "Alloc_mem", "Free_mem", "Attach", "Detach"),
+    "Start",
 }
 """Methods that wait for no process. (`Abort` ends this one.)"""
 

@@ -264,8 +264,8 @@ class Messages:
         """
         status = MPI.Status()
         with suppress(MPI.Exception):  # a rank has died
-            while self._frames:
-                self._frames.popitem()[1].Free()
+            for inactive in self._frames.values():
+                inactive.Free()
             for tag in LABELLED, _PIECES:
                 while (message := self._comm.Improbe(MPI.ANY_SOURCE, tag, status)) is not None:
                     unused = np.empty(status.Get_count(MPI.BYTE), np.uint8)
@@ -289,8 +289,7 @@ class Messages:
                 error.args = (f"{error}; it waited for {waiting}{self._mailbox.missing(waiting)}",)
             else:
                 error.args = (f"{error}; it waited until {' and '.join(map(taken, sends))}",)
-        in_flight = sends, receives, requests, self._request, self._frame
-        return self._endpoint.abort_after(error, in_flight)
+        return self._endpoint.abort_after(error, (sends, receives, requests, self._request, self._frame))
 
     def _next_message(self, peer: int, tag: int) -> tuple[MPI.Message, int]:
         """Wait for a message, and match it; returns its size in bytes as well."""
