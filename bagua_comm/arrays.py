@@ -277,10 +277,10 @@ def overlap(a: Array, b: Array) -> bool:
 
 def share_elements(a: Array, b: Array) -> bool:
     """Whether two arrays share an element; `overlap` on a device, or where that is too hard to compute."""
-    if not overlap(a, b) or not isinstance(a, np.ndarray):
-        return overlap(a, b)
+    if not overlap(a, b):
+        return False
     try:
-        return np.shares_memory(a, b, max_work=10_000)  # type: ignore[arg-type]
+        return not isinstance(a, np.ndarray) or np.shares_memory(a, b, max_work=10_000)  # type: ignore[arg-type]
     except np.exceptions.TooHardError:
         return True
 
