@@ -233,6 +233,9 @@ class Engine(Live, Closing):
 
         Collective if ranks have weights, which they exchange on the lane meanwhile.
         """
+        self._begin_backward()
+
+    def _begin_backward(self) -> None:
         weights = self._exchanges.mean_weights
         if not weights.is_open:
             weights.open(exchanges=weights.are_due and self.communicates)
@@ -250,7 +253,7 @@ class Engine(Live, Closing):
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise ArrayError(f"ready: there is no tensor {name!r}{hint}")
         self._in_step = True
-        self.begin_backward()
+        self._begin_backward()
         self._schedule.ready(name)
 
     def ready_bucket(self, index: int) -> None:
@@ -262,7 +265,7 @@ class Engine(Live, Closing):
         if not 0 <= index < len(self.buckets):
             raise ArrayError(f"ready_bucket: index is {index}, expected 0 to {len(self.buckets) - 1}")
         self._in_step = True
-        self.begin_backward()
+        self._begin_backward()
         self._schedule.ready_bucket(index)
 
     def at(self, point: Point) -> None:
@@ -296,7 +299,7 @@ class Engine(Live, Closing):
             if self._alone:
                 weights.forget_used()
         elif point is Point.BACKWARD:
-            self.begin_backward()
+            self._begin_backward()
         elif self._alone:
             weights.check_used()
             self._given.check()

@@ -47,7 +47,7 @@ class MeanWeights:
         """Whether the backward pass has begun; whether one has used the weight."""
         self.in_each_step = False
         """Whether all ranks exchange weights in each step; the same on all ranks."""
-        self._of_last_pass: float | None = None
+        self.of_last_pass: float | None = None
         """The weight that a backward pass has used, if that of the next one is set before its step has ended."""
         self.of_pass: Weigh | None = None
         """The weights of the present backward pass; None if its mean is plain."""
@@ -57,9 +57,10 @@ class MeanWeights:
         """Weigh the means of this algorithm from now on; `states` has one state for each bucket."""
         self._of_weights, self._addends = algorithm.payload == "weight", algorithm.addends
         self.of_pass = None
-        found = map(algorithm.step_weights, states if self._of_weights and algorithm.weighs else ())
+        weighs = self._of_weights and algorithm.weighs
+        found = map(algorithm.step_weights, states if weighs else ())
         self._sums = [each for each in found if each is not None]
-        if len(self._sums) != len(states) and self._of_weights and algorithm.weighs:
+        if weighs and len(self._sums) != len(states):
             raise ArrayError(
                 f"{algorithm} weighs changes of weights, but its state has no StepWeights; expected one as its "
                 "field `weights`"
@@ -81,7 +82,7 @@ class MeanWeights:
         self._late |= self.is_open
         found = weight_of_pass(weight, has_begun=self.is_open)
         if self.used and self._of_weights:
-            self._of_last_pass = self._value()
+            self.of_last_pass = self._value()
         self.now, self.used = found, False
 
     def hold(self) -> None:
@@ -92,8 +93,8 @@ class MeanWeights:
     @property
     def are_due(self) -> bool:
         """Whether ranks exchange weights in this step, if it averages gradients."""
-        has_one = self.now is not None or any(each is not None for each in self._held)
-        return self.in_each_step or has_one or self._late
+        have_one = self.now is not None or self._held.count(None) < len(self._held)
+        return self.in_each_step or have_one or self._late
 
     def open(self, *, exchanges: bool) -> None:
         """Begin a backward pass: exchange the weights on the lane, if they are due and it `exchanges` gradients.
@@ -129,7 +130,7 @@ class MeanWeights:
 
     def end_step(self) -> None:
         """Count the weight of the step that ends; until then, the program may replace it."""
-        weight, self._of_last_pass = self._of_last_pass, None
+        weight, self.of_last_pass = self.of_last_pass, None
         if weight is None:
             weight = self._value()
             if self.used or self._of_weights:
@@ -139,10 +140,6 @@ class MeanWeights:
             if weight != MISSING or (not skips and (self.in_each_step or each.sum is not None)):
                 each.add(min(weight, 0.0) if skips else weight)
         self.is_open = False
-
-    def replace_in_step(self) -> None:
-        """Let the weight replace that of an earlier backward pass: this one accumulates in the same step."""
-        self._of_last_pass = None
 
     def skip(self) -> None:
         """Count the step that ends next with weight 0: no optimizer has stepped by its gradients."""
@@ -161,7 +158,7 @@ class MeanWeights:
     def drop_step(self) -> None:
         """Forget what belongs to a step that is lost, and whose backward pass may have raised."""
         self.forget_used()
-        self._held, self._of_last_pass, self._late = [], None, False
+        self._held, self.of_last_pass, self._late = [], None, False
 
     @property
     def unused(self) -> float | None:
@@ -173,7 +170,7 @@ class MeanWeights:
 
         The next exchange of weights raises it on all ranks.
         """
-        late = not self._of_weights or self._of_last_pass is not None
+        late = not self._of_weights or self.of_last_pass is not None
         if self.now is not None and not self.used and late:
             self.now, self._late = None, True
             raise ArrayError(SET_AFTER)

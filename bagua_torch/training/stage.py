@@ -95,6 +95,12 @@ class Accumulation:
             changed |= id(gradient) != identity or gradient._version != version
         return changed and not any(bool(each.any()) for each in self._values())
 
+    def begin_averaging(self, weights: MeanWeights) -> None:
+        """Before an averaged backward pass: decide whose weight the one is that is set now."""
+        if not self.late:  # else the skipped step ends after the pass
+            weights.of_last_pass = None
+        self.forget_weight(weights)
+
     def forget_weight(self, weights: MeanWeights) -> None:
         """Forget the weight of a step that the optimizers have skipped, before a gradient of the next one."""
         if weights.used and weights.now is not None and self.given_up:

@@ -243,12 +243,10 @@ class TrainingSteps(Live):
             self._accumulation.late |= not self._accumulates()  # gradients were cleared since
         if self.stage not in (Stage.OPEN, Stage.REOPENED):
             self._open_late()
-        self._accumulation.forget_weight(self.engine.mean_weights)
+        self._accumulation.begin_averaging(self.engine.mean_weights)
         self._versions.begin(self.memory.names)
         self._fresh |= self.memory.attach_all()
         self.engine.begin_backward()
-        if not self._accumulation.late:
-            self.engine.mean_weights.replace_in_step()
 
     def _open_late(self) -> None:
         """Announce a backward pass without a training forward pass before it. Collective.
@@ -317,7 +315,8 @@ class TrainingSteps(Live):
         self.exchange.attach_states()
         self.stage = Stage.AVERAGED
         self.averages += 1
-        self._accumulation.average(memory.names if payload == "weight" or engine.weight is not None else ())
+        noted = payload == "weight" or engine.mean_weights.now is not None
+        self._accumulation.average(memory.names if noted else ())
         self._stepped.clear()
         self.watch.forget_gradients()  # they were in the buckets, too
         if not self._accumulation.late and engine.communicates:  # otherwise when the outer pass ends
