@@ -28,18 +28,20 @@ from ..errors import ArrayError, CommMismatch, warn
 
 MISSING = -math.inf
 """What a rank sends that has no weight."""
-PARTLY, LATE = -sys.float_info.max, -sys.float_info.max / 2
-"""What a rank sends that has no weight of some steps, or that has set one too late: any rank raises then, too.
+PARTLY, LATE, NO_NUMBER, _RAISED = (-sys.float_info.max / each for each in (1, 2, 4, 8))
+"""What a rank sends that has no weight of some steps, or none for another reason in `_WRONG`.
 
 A sum with other weights is the same."""
-_WRONG = {
-    PARTLY: "has none in some steps since the last exchange",
-    LATE: "has set one after its backward pass had begun",
-}
 
 SET_AFTER = "weight: it was set after the backward pass, which did not use it; set it before"
 _EXPECTED = "expected a finite number of at least 0"
 _ADVICE = "set one on all ranks before each backward pass, 0 on a rank without data; or on none"
+_WRONG = {
+    PARTLY: "has none in some steps since the last exchange",
+    LATE: "has set one after its backward pass had begun",
+    NO_NUMBER: f"has set something that is no number, {_EXPECTED}",
+    _RAISED: "has raised in the function that returns its weight",
+}
 _ALL_ZERO = "all weights are 0"
 
 
@@ -92,11 +94,15 @@ def multiply(x: Array, factor: float) -> None:
 
 
 def as_weight(value: object) -> float:
-    """Convert a weight to a float; NaN, which `agree` refuses on all ranks, if it is none."""
+    """Convert a weight, or the element of an array or a tensor, to a float that `agree` refuses if it is none."""
     try:
-        found = float(cast(SupportsFloat, value))
+        item = getattr(value, "item", None)
+        number = value if item is None else item()
+        if isinstance(number, (str, bytes, complex)):
+            return NO_NUMBER
+        found = float(cast(SupportsFloat, number))
     except (TypeError, ValueError, RuntimeError):
-        return math.nan
+        return NO_NUMBER
     except OverflowError:
         return math.inf
     return math.nan if found == MISSING else found
@@ -179,7 +185,7 @@ def agree_by(comm: Gathering, weight: Callable[[], float | None] | None) -> Weig
     try:
         found = weight()
     except Exception:
-        agree(comm, [math.nan])  # so that no rank waits for this one
+        agree(comm, [_RAISED])  # so that no rank waits for this one
         raise
     return agree(comm, [None if found is None else as_weight(found)])
 

@@ -198,6 +198,14 @@ REFUSED = [
         )
         for bad in (-1.0, np.nan, np.inf)
     ),
+    *(
+        (
+            lambda c, bad=bad: steps(c, [1, bad if c.rank else 4]),
+            ArrayError,
+            "rank 1 has set something that is no number, expected a finite",
+        )
+        for bad in ("7", np.complex64(3), np.ones(2))
+    ),
     (
         lambda c: steps(c, [5, None if c.rank else 4]),
         ArrayError,
