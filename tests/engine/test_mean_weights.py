@@ -90,28 +90,6 @@ def test_a_rank_with_weight_two_counts_as_two_ranks(algorithm):
     assert np.linalg.norm(plain - expected) > 2 * ALGORITHMS[algorithm] * size
 
 
-@pytest.mark.algorithms("all")
-@pytest.mark.parametrize("algorithm", [DiLoCo(3), StreamingDiLoCo(3, fragments=2)], ids=str)
-def test_a_weight_that_is_set_again_before_its_step_ends_counts_once(algorithm):
-    def body(comm, first):
-        flats = PLAN.allocate()
-        with Engine(comm, algorithm, PLAN, flats) as engine:
-            for step in range(STEPS):
-                engine.weight = first if comm.rank == 0 else 1
-                engine.at(Point.FORWARD)
-                engine.weight = 1
-                for flat, part in zip(flats, np.split(data(comm.rank, step), [300]), strict=True):
-                    flat += part
-                backward(engine, "ba")
-                engine.at(Point.STEP)
-            engine.weight = 1
-            engine.at(Point.FORWARD)  # writes back what was exchanged after the step
-            backward(engine, "ba")
-            return np.concatenate(flats)
-
-    assert np.array_equal(*(run_ranks(2, lambda comm, first=first: body(comm, first))[0] for first in (1, 100)))
-
-
 def test_each_weight_is_for_one_step_and_a_rank_without_data_may_have_nan():
     def body(comm):
         flats, found = PLAN.allocate(), []
@@ -152,20 +130,6 @@ def steps(comm, weights, algorithm=None):
             engine.at(Point.STEP)
 
 
-def late(comm):
-    with Engine(comm, GradientAllReduce(), PLAN, PLAN.allocate()) as engine:
-        engine.ready("a")
-        engine.weight = 3
-
-
-def too_late(comm):
-    with Engine(comm, GradientAllReduce(), PLAN, PLAN.allocate()) as engine:
-        engine.at(Point.FORWARD)
-        backward(engine, "ab")
-        engine.weight = 3
-        engine.at(Point.STEP)
-
-
 def late_in(moment, algorithm=None):
     """Rank 1 sets a weight in or after the backward pass of step 1, and goes on after its error."""
 
@@ -191,20 +155,12 @@ def late_in(moment, algorithm=None):
 NONE = "; set one on all ranks before each backward pass, 0 on a rank without data; or on none"
 REFUSED = [
     *(
-        (
-            lambda c, bad=bad: steps(c, [1, bad if c.rank else 4]),
-            ArrayError,
-            f"rank 1 has {bad}, expected a finite",
+        (lambda c, bad=bad: steps(c, [1, bad if c.rank else 4]), ArrayError, f"rank 1 has {text}, expected")
+        for *bads, text in (
+            *((each, each) for each in (-1.0, np.nan, np.inf)),
+            ("7", np.complex64(3), np.ones(2), "set something that is no number"),
         )
-        for bad in (-1.0, np.nan, np.inf)
-    ),
-    *(
-        (
-            lambda c, bad=bad: steps(c, [1, bad if c.rank else 4]),
-            ArrayError,
-            "rank 1 has set something that is no number, expected a finite",
-        )
-        for bad in ("7", np.complex64(3), np.ones(2))
+        for bad in bads
     ),
     (
         lambda c: steps(c, [5, None if c.rank else 4]),
@@ -214,23 +170,13 @@ REFUSED = [
     (lambda c: steps(c, [None, None if c.rank else 4]), CommMismatch, ""),
     (lambda c: steps(c, [3, None if c.rank else 4, 1], DiLoCo(1)), ArrayError, "rank 1 has none"),
     (lambda c: steps(c, [3, -4 if c.rank else 4, 1], DiLoCo(2)), ArrayError, "rank 1 has nan, expected a finite"),
-    (late, ArrayError, "the backward pass has begun; set the weight of its gradients before"),
-    (too_late, ArrayError, "it was set after the backward pass"),
     *(
-        (
-            late_in(moment, algorithm),
-            ArrayError,
-            "rank 1 has set one after its backward pass had begun; set one on all",
-        )
+        (late_in(moment, algorithm), ArrayError, "rank 1 has set one after its backward pass had begun")
         for moment in ("within", "after")
         for algorithm in (GradientAllReduce(), DiLoCo(2), StreamingDiLoCo(2, fragments=2))
     ),
     *(
-        (
-            lambda c, a=algorithm: steps(c, [1], a),
-            UnsupportedError,
-            f"{name} makes no weighted mean over all ranks",
-        )
+        (lambda c, a=algorithm: steps(c, [1], a), UnsupportedError, f"{name} makes no weighted mean")
         for name, algorithm in {
             "Decentralized": Decentralized(),
             "AsyncModelAverage": AsyncModelAverage(),
@@ -285,21 +231,20 @@ def test_if_one_rank_ends_by_the_error_of_its_weight_the_others_do_not_wait(algo
 
 
 def test_a_refused_weight_changes_nothing():
-    def body(comm, sets):
-        weights, flats = [2 * comm.rank] if sets else [], PLAN.allocate()
-        for flat in flats:
-            flat[...] = comm.rank
+    def body(comm):
+        flats = PLAN.allocate()
+        flats[0][...] = comm.rank
         with Engine(comm, Decentralized(), PLAN, flats) as engine:
-            for weight in weights:
+            if comm.rank == 1:
                 with pytest.raises(UnsupportedError):
-                    engine.weight = weight
+                    engine.weight = 2
             engine.at(Point.FORWARD)
             backward(engine, "ab")
             engine.at(Point.STEP)
             engine.settle()
             return flats[0][0]
 
-    assert run_ranks(2, lambda comm: body(comm, comm.rank)) == run_ranks(2, lambda comm: body(comm, False))
+    assert run_ranks(2, body) == [0.5, 0.5]
 
 
 def spans_of(comm, *names):
