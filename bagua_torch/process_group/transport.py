@@ -303,7 +303,9 @@ class ProcessGroupTransport(FramedTransport):
             super().allreduce(x, out, op)
 
     def _is_native(self, x: Array, op: str) -> bool:
+        """Whether gloo sums `x`. Of two ranks, the bits of smaller sums are equal; a plan is in force on both."""
         is_large = x.nbytes * (self.size - 1) > AT_ONCE_BYTES and x.nbytes >= self.size * RING_CHUNK_BYTES
+        is_large = is_large or (self.size == 2 and x.nbytes > BODY_BYTES and self.plan.in_force)
         return is_large and op in ("sum", "avg") and x.dtype.char in "fd"
 
     def begin_allreduce(self, signature: str, x: Array, op: str) -> bool:

@@ -59,6 +59,27 @@ def test_a_planned_call_sends_no_frame_and_has_the_same_bytes(name, monkeypatch)
     assert counts[1:] == [counts[1]] * 3
 
 
+def test_a_planned_sum_of_two_ranks_sends_no_frame_and_has_the_same_bits(monkeypatch):
+    """It is too small for gloo without a plan. All ranks may leave the plan for another size, and return to it."""
+    frames, send = [0, 0], FramedTransport._send_frame
+
+    def counted(self, *of):
+        frames[self.rank] += 1
+        send(self, *of)
+
+    monkeypatch.setattr(FramedTransport, "_send_frame", counted)
+
+    def body(transport):
+        comm, sums, counts = Communicator([transport]), {}, []
+        for size in [50_000] * 4 + [60_000] * 3 + [50_000] * 2:
+            x = np.random.default_rng([comm.rank, size]).normal(size=size).astype("f4")
+            sums.setdefault(size, set()).add(comm.allreduce(x, op="avg").tobytes())
+            counts.append(frames[comm.rank])
+        return {size: len(found) for size, found in sums.items()}, np.diff([0, *counts]).tolist()
+
+    assert run_threads(2, body) == [({50_000: 1, 60_000: 1}, [1, 1, 0, 0, 1, 1, 0, 1, 0])] * 2
+
+
 # Deviations -------------------------------------------------------------------------------------------------
 
 RANKS = 4
