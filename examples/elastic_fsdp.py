@@ -4,8 +4,8 @@
     bagua run -n 3 --spares 1 examples/elastic_fsdp.py --steps 20 --kill 1
     bagua run -n 4 --spares 0 examples/elastic_fsdp.py --steps 20 --kill 1
 
-All print the same hash, and so does any other number of ranks up to 12, with or without spares. With --kill
-the given rank kills itself half-way. Or do it yourself: ranks print their process ids for `kill -9`.
+All print the same hash, and so does any other number of ranks that divides 12, with or without spares. With
+--kill the given rank kills itself half-way. Or do it yourself: ranks print their process ids for `kill -9`.
 """
 
 from __future__ import annotations

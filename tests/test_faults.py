@@ -29,10 +29,8 @@ EXACT = Case("GradientAllReduce()")
 
 def of_kind(kind, case=EXACT, blow=None, **more):
     blow = blow or Blow("commit", 20, 0.001, choices=(0.4,))
-    settings = {"spares": int(kind == "spare"), "min_ranks": 3 if kind == "too few" else 1, **more}
-    return Trial(
-        f"test-{kind.replace(' ', '-')}", kind, case, steps=60, commit_every=1, blows=(blow,), **settings
-    )
+    settings = {"spares": int(kind == "spare"), "min_ranks": 3 if kind == "too few" else 1, "steps": 60, **more}
+    return Trial(f"test-{kind.replace(' ', '-')}", kind, case, commit_every=1, blows=(blow,), **settings)
 
 
 @pytest.mark.needs("sklearn")
@@ -44,8 +42,9 @@ def of_kind(kind, case=EXACT, blow=None, **more):
         (of_kind("spare", plans.CASES[0]), "went on"),
         (of_kind("fewer", Case("ByteGrad()"), Blow("construct", 0, 0.002)), "went on"),
         (of_kind("too few"), "ended"),
+        (of_kind("fewer", plans.SHARDED, Blow("step", 8, 0.001, choices=(0.4,)), steps=24), "went on"),
     ],
-    ids=["spare", "fewer", "too few"],
+    ids=["spare", "fewer", "too few", "sharded"],
 )
 def test_a_training_that_loses_a_rank_continues_or_ends_as_it_must(tmp_path, trial, outcome):
     row = tried(trial, write_digits(tmp_path / "digits.npz"), {"undisturbed": {}})

@@ -6,7 +6,6 @@ import time
 import warnings
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -56,7 +55,7 @@ class Session:
         self._version = INITIAL
         self._engines: list[Engine] = []
         """The engines made since training was entered, in order."""
-        self._kept: list[dict[str, Any] | None] = []
+        self._kept: list[dict[str, object] | None] = []
         """The states of engines in the last commit, in the same order."""
         self._registered: dict[str, parts.Part] = {}
         """The objects that were registered since training was entered."""
@@ -206,7 +205,7 @@ class Session:
             names = [", ".join(name for name, _ in row) for row in rows]
             raise ArrayError(f"{call}: ranks give different objects, by rank: {'; '.join(names)}")
         saved, now = [each for each, _ in pairs], [interval_of(each) for _, each in pairs]
-        slabs = iter(redistribute(comm, saved, [[each] for each in saved], now))
+        slabs = iter(redistribute(comm, saved, [[(each, None)] for each in saved], now))
 
         def load() -> None:
             for name, part in made.items():

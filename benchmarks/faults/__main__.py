@@ -67,6 +67,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--trials", type=at_least(0), default=15, help="trainings whose ranks are killed (15)")
     parser.add_argument("--torch", type=at_least(0), default=0, help="the same with DistributedDataParallel (0)")
+    parser.add_argument("--sharded", type=at_least(0), default=0, help="the same with fully_shard (0)")
     parser.add_argument("--stops", type=at_least(0), default=0, help="trainings whose ranks are stopped (0)")
     parser.add_argument("--classes", type=at_least(0), default=0, help="other faults, each so often (0); root")
     parser.add_argument("--hosts", type=at_least(0), default=0, help="trainings that lose a host (0); needs root")
@@ -87,6 +88,7 @@ def planned(options: argparse.Namespace) -> list[Trial]:
     trials = [
         *plans.kills(options.trials, options.seed),
         *plans.torch_kills(options.torch, options.seed),
+        *plans.sharded_kills(options.sharded, options.seed),
         *plans.stops(options.stops, options.seed),
         *plans.classes(options.classes, options.seed),
     ]
@@ -145,7 +147,7 @@ def group_of(trial: Trial) -> str:
 
 def digest_undisturbed(case: Case, data: Path, limit_s: float) -> str:
     """The digest of a training of two ranks that nobody disturbs; empty if that fails."""
-    trial = Trial("undisturbed", "fewer", case, 0, 1, plans.STEPS, 1, (), ranks=2, limit_s=limit_s)
+    trial = Trial("undisturbed", "fewer", case, 0, 1, case.steps, 1, (), ranks=2, limit_s=limit_s)
     seen: Seen = run_trial(trial, data)
     digests = {event.facts["digest"] for event in seen.of("done")}
     if len(digests) != 1:

@@ -67,6 +67,9 @@ class Model(ABC):
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Load the result of `state_dict`."""
 
+    def make(self, comm: Any, state: Any) -> None:  # noqa: B027 - most models do not depend on the ranks
+        """Make what depends on the ranks, and register it with the state. Collective."""
+
     @abstractmethod
     def connect(self, comm: Any, *, init_sync: bool = True) -> Steps:
         """Make the `Steps` on these ranks; with `init_sync`, all begin with rank 0's weights, unless restored.
@@ -105,6 +108,10 @@ class Steps(ABC):
     @abstractmethod
     def take(self, step: int) -> None:
         """Take one step. Collective."""
+
+    def settle(self) -> None:
+        """Complete the last step. Collective."""
+        self.engine.settle()
 
     @abstractmethod
     def close(self) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 import signal
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from .means import Means
@@ -31,6 +31,7 @@ Phase = (
 checkpoint is saved, after that has failed; or in a step on all processes of a host, or on its link."""
 
 RANKS = 3
+STEPS = 60
 LIMIT_S = 60.0
 """Time limit of a trial once training has begun."""
 
@@ -46,7 +47,8 @@ class Case:
         alike: Whether all ranks have the same weights after each step.
         repeats: Whether a step depends on nothing but the state before it, so that it can be repeated.
         reproducible: Whether the bytes equal those of an undisturbed training.
-        framework: The framework of the training.
+        framework: The framework of the training; "sharded" is PyTorch's `fully_shard`.
+        steps: The steps of the training.
         optimizer: In PyTorch, one of `torch_model.OPTIMIZERS`.
         extras: In PyTorch, further parts: "batchnorm" (with statistics of each rank), "syncbn", "scaler" (a
             GradScaler), "sampler" (batches come from a sampler, and depend on the number of ranks).
@@ -56,15 +58,18 @@ class Case:
     alike: bool = True
     repeats: bool = True
     reproducible: bool = False
-    framework: Literal["numpy", "torch"] = "numpy"
+    framework: Literal["numpy", "torch", "sharded"] = "numpy"
     optimizer: str = "sgd"
     extras: tuple[str, ...] = ()
+    steps: int = STEPS
 
     @property
     def name(self) -> str:
         """Its name in tables."""
         if self.framework == "numpy":
             return self.text
+        if self.framework == "sharded":
+            return f"fsdp.attach({self.text})"
         return ", ".join([self.text, *([self.optimizer] if self.optimizer != "sgd" else []), *self.extras])
 
 
@@ -177,7 +182,6 @@ class Trial:
         return asdict(self)
 
 
-STEPS = 60
 TWO_AT_ONCE = 0.05
 _DELAYS = {
     "construct": 0.02,
@@ -200,6 +204,17 @@ def torch_kills(count: int, seed: int) -> Iterator[Trial]:
     """Trials of DistributedDataParallel with SIGKILL."""
     for number in range(count):
         yield draw(f"torch-{seed}-{number}", TORCH_CASES[number % len(TORCH_CASES)])
+
+
+SHARDED = Case("Reproducible(addends=12)", reproducible=True, repeats=False, framework="sharded", steps=24)
+
+
+def sharded_kills(count: int, seed: int) -> Iterator[Trial]:
+    """Trials of sharded models with SIGKILL, on four ranks, where not all pairs of ranks are buddies."""
+    for number in range(count):
+        trial = draw(f"sharded-{seed}-{number}", SHARDED)
+        least = {"too few": 4}.get(trial.kind, max(1, trial.min_ranks))
+        yield replace(trial, ranks=4, min_ranks=least)
 
 
 def stops(count: int, seed: int) -> Iterator[Trial]:
@@ -227,7 +242,7 @@ def draw(name: str, case: Case) -> Trial:
     kind: Kind = chance.choices(["spare", "fewer", "too few"], [50, 30, 20])[0]
     phase: Phase = chance.choices(["step", "commit", "construct", "recover", "leave"], [40, 20, 15, 20, 5])[0]
     first: Phase = "step" if phase == "recover" else phase
-    step = 0 if first == "construct" else chance.randrange(1, STEPS - 10)
+    step = 0 if first == "construct" else chance.randrange(1, case.steps - 10)
     spare_dies = kind == "spare" and phase == "step" and chance.random() < 0.2
     pair = chance.random() < TWO_AT_ONCE
     blows = [
@@ -244,7 +259,7 @@ def draw(name: str, case: Case) -> Trial:
     deaths = sum(len(blow.choices) for blow in blows)
     spares = 1 if kind == "spare" else 0
     least = RANKS if kind == "too few" else max(1, RANKS + spares - deaths)
-    return Trial(name, kind, case, spares, least, STEPS, chance.choice([1, 1, 3]), tuple(blows))
+    return Trial(name, kind, case, spares, least, case.steps, chance.choice([1, 1, 3]), tuple(blows))
 
 
 # Classes of faults --------------------------------------------------------------------------------------------

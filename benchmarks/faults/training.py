@@ -36,11 +36,14 @@ SAVE_EVERY = 3
 def train(comm: Any, model: Model, state: Any, options: argparse.Namespace, send: EventWriter) -> dict[str, Any]:
     """Train to the last step, and return the result of this rank."""
     began = state.step
+    model.make(comm, state)
     send("enter", rank=comm.rank, size=comm.size, step=began, digest=model.digest(), total=model.total())
     steps = model.connect(comm)
     send("constructed")
     checkpoints = Checkpoints(options.checkpoints, comm, send) if options.checkpoints else None
-    restored = {"model": copy.deepcopy(model.state_dict()), "engine": steps.engine.state_dict()}
+    restored = {}
+    if options.replay:
+        restored = {"model": copy.deepcopy(model.state_dict()), "engine": steps.engine.state_dict()}
     for step in range(began, options.steps):
         if options.until and comm.broadcast_object(time.monotonic() > options.until, root=0):
             break
@@ -65,7 +68,7 @@ def train(comm: Any, model: Model, state: Any, options: argparse.Namespace, send
 
 def commit(steps: Steps, model: Model, state: Any, send: EventWriter) -> None:
     """Commit, and report it. Collective."""
-    steps.engine.settle()
+    steps.settle()
     send("commit", step=state.step, digest=model.digest(), total=model.total())
     state.commit()
     send("committed", step=state.step)
@@ -172,6 +175,10 @@ def make_model(options: argparse.Namespace, algorithm: Any) -> Model:
 
         extras = frozenset(filter(None, options.extras.split(",")))
         return TorchModel(data, algorithm, alike=options.alike, optimizer=options.optimizer, extras=extras)
+    if options.framework == "sharded":
+        from .sharded_model import ShardedModel
+
+        return ShardedModel(data, algorithm, alike=options.alike)
     from .numpy_model import NumpyModel
 
     return NumpyModel(data, algorithm, alike=options.alike)
@@ -183,7 +190,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--pipe", type=Path, required=True, help="where events go")
     parser.add_argument("--data", type=Path, required=True, help="an npz file with images and labels")
     parser.add_argument("--algorithm", required=True, help="in Python")
-    parser.add_argument("--framework", choices=["numpy", "torch"], default="numpy")
+    parser.add_argument("--framework", choices=["numpy", "torch", "sharded"], default="numpy")
     parser.add_argument("--optimizer", default="sgd", help="one of `torch_model.OPTIMIZERS`")
     parser.add_argument("--extras", default="", help="in PyTorch; names with commas between, see `plans.Case`")
     parser.add_argument("--microbatches", type=int, default=MICROBATCHES, help="of a step, over all ranks")

@@ -17,6 +17,8 @@ newest checkpoint is the last one that was saved, and a later save succeeds.
 In a split, at most one half goes on. The processes that are cut off end, with an error that names one that they
 do not reach.
 
+A trial of a sharded model that loses a rank and its buddy must end with an error that says what is lost.
+
 A trial with too few ranks left must end on all of them within 5 seconds, with an error that names every process
 that died, except one that dies at the last moment.
 """
@@ -76,6 +78,8 @@ def judge(trial: Trial, seen: Seen, undisturbed: str | None = None) -> Verdict:
     if trial.kind == "too few":
         problems, ended_s = list(_of_an_end(seen, alive)), _end_of(seen, alive)
         return Verdict("failed" if problems else "ended", problems, ended_s=ended_s)
+    if trial.case.framework == "sharded" and len(seen.strokes) > 1 and _says_what_is_lost(seen, alive):
+        return Verdict("ended", ended_s=_end_of(seen, alive))
     problems = [*_of_the_end(trial, seen, alive), *_of_restoring(seen), *_of_weights(trial, seen, undisturbed)]
     problems += _of_a_split(seen) if trial.fault == "split brain" else []
     problems += _of_checkpoints(trial, seen) if trial.uses("full disk") else []
@@ -230,6 +234,10 @@ def _of_a_split(seen: Seen) -> Iterator[str]:
 
 
 # Trials that end --------------------------------------------------------------------------------------------
+
+
+def _says_what_is_lost(seen: Seen, alive: list[int]) -> bool:
+    return all(any("nothing is left of" in e.facts["message"] for e in seen.of("ended", pid)) for pid in alive)
 
 
 def _of_an_end(seen: Seen, alive: list[int]) -> Iterator[str]:

@@ -21,6 +21,10 @@ def slab(whole, axis, begin, end):
     return Slab("x", part, axis, begin, whole.shape[axis])
 
 
+def checked(slab):
+    return slab, shards.checksum(slab.array)
+
+
 def cuts(chance, total, ranks):
     """Intervals that cover an array, in a random order of the ranks."""
     at = [0, *sorted(chance.integers(0, total + 1, ranks - 1)), total]
@@ -36,7 +40,7 @@ def test_each_rank_receives_what_it_needs_of_random_slabs(seed):
 
     def body(comm):
         held = [
-            [slab(x, axis, *each[comm.rank]) for each in (first, second)]
+            [checked(slab(x, axis, *each[comm.rank])) for each in (first, second)]
             for (x, axis), first, second in zip(arrays, before, copies, strict=True)
         ]
         kinds = [slab(x, axis, 0, 0) for x, axis in arrays]
@@ -55,7 +59,7 @@ def test_no_rank_sends_what_the_other_has_itself():
     x = np.arange(8.0)
 
     def body(comm):
-        redistribute(comm, [slab(x, 0, 0, 0)], [[slab(x, 0, 0, 8)]], [even(8, 2)[comm.rank]])
+        redistribute(comm, [slab(x, 0, 0, 0)], [[checked(slab(x, 0, 0, 8))]], [even(8, 2)[comm.rank]])
         return comm.counters.by_operation["exchange"].payload_bytes
 
     assert run_ranks(2, body) == [0, 0]
@@ -65,9 +69,23 @@ def test_all_ranks_learn_what_none_of_them_holds():
     x = np.arange(8.0)
 
     def body(comm):
-        mine = [[slab(x, 0, 0, 3)] if comm.rank else [slab(x, 0, 6, 8)]] * 5
+        mine = [[checked(slab(x, 0, *((0, 3) if comm.rank else (6, 8))))]] * 5
         with pytest.raises(LostStateError, match=r"indices 3 to 5 of 8 along axis 0 of x, .*, and 2 others"):
             redistribute(comm, [slab(x, 0, 0, 0)] * 5, mine, [(0, 8)] * 5 if comm.rank else None)
+
+    run_ranks(3, body)
+
+
+def test_a_damaged_slab_is_left_out_and_an_error_where_it_is_the_last_one():
+    x = np.arange(8.0)
+
+    def body(comm):
+        kinds, good = [slab(x, 0, 0, 0)], checked(slab(x, 0, 0, 8))
+        bad = slab(x + 1, 0, 0, 8), good[1]
+        (found,) = redistribute(comm, kinds, [[good if comm.rank == 2 else bad]], [(comm.rank, 8)])
+        np.testing.assert_array_equal(found.array, x[comm.rank :])
+        with pytest.raises(LostStateError, match="indices 0 to 7 of 8"):
+            redistribute(comm, kinds, [[bad]], [(0, 8)])
 
     run_ranks(3, body)
 
@@ -77,7 +95,7 @@ def test_a_piece_that_arrives_damaged_is_an_error(monkeypatch):
     monkeypatch.setattr(shards, "checksum", lambda piece: real(piece) + len(seen.append(piece) or seen))
 
     def body(comm):
-        held = [[] if comm.rank else [slab(x, 0, 0, 8)]]
+        held = [[] if comm.rank else [(slab(x, 0, 0, 8), None)]]
         if comm.rank == 0:
             redistribute(comm, [slab(x, 0, 0, 0)], held, None)
             return

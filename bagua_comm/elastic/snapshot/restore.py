@@ -24,7 +24,7 @@ from ...checkpoint.trees import Own, Rule, Slab, Unpacker
 from ...comm import Communicator
 from ...errors import CommAborted
 from . import parts
-from .shards import even, redistribute
+from .shards import Held, even, redistribute
 from .slot import ArraySpec, Header, checksum
 from .snapshots import Layout, Snapshot, SnapshotInfo, slabs_of
 
@@ -171,7 +171,7 @@ class Restore:
         dropped, slabs = not same_size, None
         if self._private or header["texts_differ"]:
             if not same_size or sources.missing:
-                slabs = self._reshard()
+                slabs = self._reshard() if header["slabs"] else []
                 self._combine(found, same_size=same_size)
             if same_size:
                 header = self._restore_private(found)
@@ -184,15 +184,12 @@ class Restore:
 
     def _reshard(self) -> list[Slab]:
         """Give every trainer an even slab of each sharded array. Collective."""
-        specs, count = self._specs, len(self._header["slabs"])
-        kinds = slabs_of(self._header, dict(enumerate(map(_empty, specs))))
-        held: list[list[Slab]] = [[] for _ in range(count)]
+        count, kinds = len(self._header["slabs"]), slabs_of(self._header, [*map(_empty, self._specs)])
+        held: list[list[Held]] = [[] for _ in range(count)]
         for snapshot in self._snapshot_of.values():
-            numbers = range(len(snapshot.header["arrays"]) - count, len(snapshot.header["arrays"]))
-            slabs = slabs_of(snapshot.header, snapshot.arrays) if count else []
-            for has, slab, n in zip(held, slabs, numbers, strict=True):
-                if checksum(slab.array) == snapshot.header["sums"][n]:
-                    has.append(slab)
+            sums = snapshot.header["sums"][-count:]
+            for has, slab, expected in zip(held, slabs_of(snapshot.header, snapshot.arrays), sums, strict=False):
+                has.append((slab, expected))
         ranks, rank = len(self._trainers), self._new_rank
         wanted = None if rank is None else [even(each.total, ranks)[rank] for each in kinds]
         return redistribute(self._comm, kinds, held, wanted)

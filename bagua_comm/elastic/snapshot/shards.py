@@ -63,6 +63,10 @@ class DTensor(Protocol):
         """Make a DTensor of the tensors of all ranks."""
 
 
+Held = tuple[Slab, "int | None"]
+"""A slab that a rank holds, and its checksum; None if it is not checked."""
+
+
 class LostStateError(Exception):
     """Sharded state that no process holds any more; raised on all processes."""
 
@@ -124,7 +128,7 @@ def interval_of(slab: Slab) -> Interval:
 def redistribute(
     comm: Communicator,
     kinds: Sequence[Slab],
-    held: Sequence[Sequence[Slab]],
+    held: Sequence[Sequence[Held]],
     wanted: Sequence[Interval] | None,
 ) -> list[Slab]:
     """Give each rank the slabs that it needs, of those that all ranks hold: its own where it has them.
@@ -134,7 +138,7 @@ def redistribute(
     Args:
         comm: The ranks.
         kinds: A slab of each sharded array, for the dtypes and the shapes.
-        held: For each array the slabs that this rank holds, on the host.
+        held: For each array the slabs that this rank holds, on the host. Damaged ones are not used.
         wanted: The indices that this rank needs of each array; None if it needs nothing.
 
     Returns:
@@ -144,38 +148,51 @@ def redistribute(
         LostStateError: No rank holds some indices that a rank needs. Raised on all ranks.
         CommError: A rank died, or a piece arrived damaged.
     """
-    rows = comm.allgather_object(([[interval_of(each) for each in slabs] for slabs in held], wanted))
+    rank, size = comm.rank, comm.size
+    table = comm.allgather_object([[interval_of(each) for each, _ in slabs] for slabs in held])
     found = [] if wanted is None else [_empty(kind, *each) for kind, each in zip(kinds, wanted, strict=True)]
-    sends: list[list[Array]] = [[] for _ in rows]
-    recvs: list[list[Array]] = [[] for _ in rows]
+    asked: list[list[tuple[int, int, int, int]]] = [[] for _ in table]
+    """By rank the pieces that this one needs: array, number among the slabs that the rank holds, begin, end."""
     lost = []
     for n, kind in enumerate(kinds):
-        places = [(rank, i, each) for rank, (have, _) in enumerate(rows) for i, each in enumerate(have[n])]
-        if gap := _first_gap(kind.total, [each for _, _, each in places]):
+        ranks = ((rank + step) % size for step in range(size))  # this one first
+        places = [(each, i, interval) for each in ranks for i, interval in enumerate(table[each][n])]
+        intervals = [interval for _, _, interval in places]
+        if gap := _first_gap(kind.total, intervals):
             lost.append(f"indices {gap[0]} to {gap[1] - 1} of {kind.total} along axis {kind.axis} of {kind.path}")
-            continue
-        for dest, (_, wants) in enumerate(rows):
-            near = sorted(places, key=lambda place: place[0] != dest)
-            for part, low, high in cover(*(wants[n] if wants else (0, 0)), [each for _, _, each in near]):
-                source, i, _ = near[part]
-                piece = _rows(held[n][i], low, high) if source == comm.rank else None
-                if source == dest == comm.rank:
-                    _rows(found[n], low, high)[...] = piece
-                elif dest == comm.rank:
-                    recvs[source].append(_rows(found[n], low, high))
-                elif piece is not None:
-                    sends[dest].append(np.ascontiguousarray(piece))
+        for part, low, high in cover(*wanted[n], intervals) if wanted is not None else ():
+            source, i, _ = places[part]
+            asked[source].append((n, i, low, high))
     if lost:
         raise LostStateError(", ".join(lost[:3]) + f", and {len(lost) - 3} others" * (len(lost) > 3))
-    _exchange(comm, sends, recvs)
+    given = [row[rank] for row in comm.allgather_object(asked)]
+    used = {(n, i) for pieces in given for n, i, _, _ in pieces}
+    damaged = {(n, i) for n, i in used if not _is_intact(held[n][i])}
+    if any(comm.allgather_object(len(damaged))):
+        left = [[each for i, each in enumerate(slabs) if (n, i) not in damaged] for n, slabs in enumerate(held)]
+        return redistribute(comm, kinds, left, wanted)
+    sends = [[_rows(held[n][i][0], low, high) for n, i, low, high in pieces] for pieces in given]
+    recvs = [[_rows(found[n], low, high) for n, _, low, high in pieces] for pieces in asked]
+    for mine, out in zip(sends[rank], recvs[rank], strict=True):
+        out[...] = mine
+    sends[rank] = recvs[rank] = []
+    _exchange(comm, [[*map(np.ascontiguousarray, pieces)] for pieces in sends], recvs)
     return found
+
+
+def _is_intact(held: Held) -> bool:
+    slab, expected = held
+    return expected is None or checksum(slab.array) == expected
 
 
 def _first_gap(total: int, parts: Sequence[Interval]) -> Interval | None:
     """The first of all indices that no part has."""
-    pieces = cover(0, total, parts)
-    begin = pieces[-1].end if pieces else 0
-    return (begin, min((low for low, _ in parts if low > begin), default=total)) if begin < total else None
+    reached = 0
+    for begin, end in sorted(parts):
+        if begin > reached:
+            return reached, begin
+        reached = max(reached, end)
+    return (reached, total) if reached < total else None
 
 
 def _exchange(comm: Communicator, sends: Sequence[Sequence[Array]], recvs: Sequence[Sequence[Array]]) -> None:
