@@ -352,14 +352,9 @@ class _Loop:
             with everyone.tracer.span("restore", commit=sources.version):
                 self._session.restore(everyone, sources, snapshots, ranks, hosts)
         except LostStateError as exc:
-            missing = list(sources.missing)
-            raise self._fatal(
-                RankFailed(
-                    f"nothing is left of {exc}, which ranks {missing} of commit {sources.version} held; dead: "
-                    f"{describe_dead(self._dead)}; start again, from a checkpoint if there is one",
-                    missing,
-                )
-            ) from None
+            text = f"nothing is left of {exc}; dead: {describe_dead(self._dead)}; start again"
+            text += ", from a checkpoint if there is one"
+            raise self._fatal(RankFailed(text, sources.missing)) from None
         return sources.version
 
     def _report_change(

@@ -121,26 +121,41 @@ def test_without_a_rank_and_its_buddy_all_raise_an_error_that_names_what_is_lost
     for error in errors:
         assert isinstance(error, RankFailed)
         assert "indices 2 to 3 of 7 along axis 0 of tree['registered']['model']['first.weight']" in str(error)
-        assert "ranks [1] of commit" in str(error)
+        assert "which ranks [1] held" in str(error)
         assert "start again, from a checkpoint" in str(error)
 
 
-@pytest.mark.slow
-def test_a_damaged_copy_is_not_used(monkeypatch):
-    """Process 0 damages its copy of its own slabs; its buddy has another one."""
-    training = Training(CASES["AdamW"], ThreadJob(4), [(2, 2)])
+def damage(monkeypatch, number, rank):
+    """Let process `number` damage its copy of the slabs of a rank, after each commit."""
     commit = Session.commit
 
     def damaging(session):
         commit(session)
-        snapshots = session._newest.snapshots() if session._number == 0 else []
-        for snapshot in (each for each in snapshots if each.whole):
+        snapshots = session._newest.snapshots() if session._number == number else []
+        for snapshot in (each for each in snapshots if each.header["rank"] == rank):
             for slab in slabs_of(snapshot.header, snapshot.arrays):
                 slab.array.reshape(-1)[:1] = 7
 
     monkeypatch.setattr(Session, "commit", damaging)
+
+
+@pytest.mark.slow
+def test_a_damaged_copy_is_not_used(monkeypatch):
+    """Process 0 has a damaged copy of its own slabs; its buddy has another one."""
+    damage(monkeypatch, 0, 0)
+    training = Training(CASES["AdamW"], ThreadJob(4), [(2, 2)])
     results(training.run())
     assert_restored(training.records[3], 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spares", [0, 1])
+def test_where_the_only_copy_is_damaged_all_raise_an_error(monkeypatch, spares):
+    damage(monkeypatch, 3, 2)
+    outcomes = Training(CASES["AdamW"], ThreadJob(4 + spares, wanted=4), [(2, 2)]).run()
+    errors = [outcome["error"] for outcome in outcomes if "error" in outcome]
+    assert len(errors) == 3 + spares
+    assert_all(errors, RankFailed, "nothing is left of indices 4 to 5 of 7", "['model']['first.weight']")
 
 
 # What is refused, on all ranks ------------------------------------------------------------------------------

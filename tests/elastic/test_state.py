@@ -457,3 +457,36 @@ def test_the_memory_of_a_plan_and_its_views_are_restored_in_place():
 
     first, _, third = run_fleet(job, body)
     assert first == third == {"result": ([4.0] * 3, [[8.0] * 2] * 2, (True, True))}
+
+
+def test_a_spare_gets_the_mean_of_the_others_where_the_copy_of_its_rank_is_damaged(caplog):
+    """Not the same restore again and again, with the same damaged copy."""
+    job, found = ThreadJob(4, wanted=3), {}
+
+    def body(fleet):
+        own = np.zeros(2)
+        state = State(own=Own(own, "mean"), step=0)
+
+        @run(state, fleet=fleet)
+        def train(comm):
+            found[fleet.me] = own.copy()
+            if state.step == 0:
+                own[...] = comm.rank + 1
+                state.step += 1
+                state.commit()
+                for snapshot in state._internals.session._newest.snapshots():
+                    if not snapshot.whole:  # that of another rank
+                        for array in snapshot.arrays.values():
+                            array[0] = 7
+                comm.barrier()
+                if fleet.me == 1:
+                    job.kill(1)
+                comm.barrier()
+
+    run_fleet(job, body)
+    assert {number: value.tolist() for number, value in found.items() if number != 1} == {
+        0: [1, 1],
+        2: [3, 3],
+        3: [2, 2],  # of ranks 0 and 2
+    }
+    assert "the private state of ranks [1] in commit" in caplog.text

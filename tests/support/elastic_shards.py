@@ -29,7 +29,7 @@ INPUTS = torch.linspace(-1, 1, STEPS * MICROBATCHES * 5).reshape(-1, 5)
 class Net(nn.Module):
     """Rows that no number of ranks divides, and fewer rows than ranks."""
 
-    def __init__(self, *, width=7, tied=False, frozen=False, buffers=False):
+    def __init__(self, *, width=7, tied=False, frozen=False, buffers=False, half=False):
         super().__init__()
         self.first, self.middle, self.last = nn.Linear(5, width), nn.Linear(width, width), nn.Linear(width, 2)
         if tied:
@@ -40,11 +40,14 @@ class Net(nn.Module):
         if buffers:
             self.register_buffer("count", torch.zeros((), dtype=torch.int64))
             self.register_buffer("total", torch.zeros(3))
+        if half:
+            self.to(torch.bfloat16)
 
     def forward(self, x):
         if hasattr(self, "count"):
             self.count += 1
             self.total += x.detach().float().mean()
+        x = x.to(self.first.bias.dtype)
         return self.last(torch.tanh(self.middle(torch.tanh(self.first(x)))))
 
 
@@ -76,6 +79,7 @@ CASES = {
     "AdamW": Case(),
     "tied and frozen, SGD": Case({"tied": True, "frozen": True}, optimizer=SGD),
     "mixed precision": Case(settings={"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}),
+    "bfloat16": Case({"half": True}, reduce=Exact()),
     "shards of columns": Case(
         {"width": 12},
         {"shard_placement_fn": lambda p: Shard(1) if p.shape == (12, 12) else Shard(0)},

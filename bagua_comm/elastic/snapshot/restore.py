@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,7 +24,7 @@ from ...checkpoint.trees import Own, Rule, Slab, Unpacker
 from ...comm import Communicator
 from ...errors import CommAborted
 from . import parts
-from .shards import Held, even, redistribute
+from .shards import Held, LostStateError, even, redistribute
 from .slot import ArraySpec, Header, checksum
 from .snapshots import Layout, Snapshot, SnapshotInfo, slabs_of
 
@@ -168,6 +168,8 @@ class Restore:
         self._private = set(header["private"])
         found = self._restore_shared()
         same_size = sources.ranks == len(self._trainers)
+        if same_size and self._private:
+            sources = self._sources = self._without_damaged()
         dropped, slabs = not same_size, None
         if self._private or header["texts_differ"]:
             if not same_size or sources.missing:
@@ -192,7 +194,12 @@ class Restore:
                 has.append((slab, expected))
         ranks, rank = len(self._trainers), self._new_rank
         wanted = None if rank is None else [even(each.total, ranks)[rank] for each in kinds]
-        return redistribute(self._comm, kinds, held, wanted)
+        try:
+            return redistribute(self._comm, kinds, held, wanted)
+        except LostStateError as exc:
+            missing = list(self._sources.missing)
+            cause = f"which ranks {missing} held" if missing else "all copies are damaged"
+            raise LostStateError(f"{exc}, in commit {self._sources.version}; {cause}") from None
 
     # Shared state -----------------------------------------------------------------------------------
 
@@ -239,6 +246,20 @@ class Restore:
 
     # Private state ----------------------------------------------------------------------------------
 
+    def _without_damaged(self) -> Sources:
+        """The commit without the private state of ranks of which the copy that another would receive is damaged.
+
+        Collective.
+        """
+        sources, rank = self._sources, self._comm.rank
+        sent = [
+            n for n, process in enumerate(self._trainers) if sources.holders.get(n, process) == rank != process
+        ]
+        damaged = [n for n in sent if not _is_intact(self._snapshot_of[n])]
+        found = {n for row in self._comm.allgather_object(damaged) for n in row}
+        holders = {n: process for n, process in sources.holders.items() if n not in found}
+        return replace(sources, holders=holders, missing=tuple(sorted({*sources.missing, *found})))
+
     def _restore_private(self, found: list[Array | None]) -> Header:
         """Give every rank its private state, unless it is lost; returns the header of this rank."""
         comm, sources = self._comm, self._sources
@@ -278,7 +299,7 @@ class Restore:
         """
         comm, sources = self._comm, self._sources
         ranks, layout = sorted(sources.holders), Layout.from_header(self._header)
-        private = [n for n in sorted(self._private) if layout.rules[n] not in ("drop", "concatenate")]
+        private = [n for n in sorted(self._private) if layout.rules[n] != "concatenate"]
         if sources.missing and (private or self._header["texts_differ"]):
             _log.warning(
                 "the private state of ranks %s in commit %d is lost; %s",
@@ -297,6 +318,8 @@ class Restore:
         all_alike, shared_alike = comm.allreduce(np.array(flags, np.uint8), op="min").astype(bool).tolist()
         for n in private:
             spec, rule = self._specs[n], layout.rules[n]
+            if rule == "drop":
+                continue
             # Arrays of different dtypes or shapes cannot be merged: then all are those of one rank.
             alike = shared_alike if rule is None else all_alike
             first = ranks[0] if alike else int(self._header["rank"])
@@ -327,6 +350,12 @@ def _total(comm: Communicator, spec: ArraySpec, addends: Sequence[Array], diviso
         comm.allreduce(total, out=total)
         part[...] = (total / divisor).astype(out.dtype)
     return out
+
+
+def _is_intact(snapshot: Snapshot) -> bool:
+    """Whether the private arrays of a snapshot have their checksums."""
+    sums = snapshot.header["sums"]
+    return all(checksum(snapshot.arrays[n]) == sums[n] for n in snapshot.header["private"])
 
 
 def _is_inexact(spec: ArraySpec) -> bool:
