@@ -9,7 +9,7 @@ import pytest
 
 import bagua_comm
 from bagua_comm import ArrayError, BootstrapError, RankFailed, optim
-from bagua_comm.elastic import State, run
+from bagua_comm.elastic import State, loop, run
 from bagua_comm.elastic.loop import _without_frames
 from bagua_comm.flight import read_folder
 from bagua_comm.testing.fleets import ThreadFleet, ThreadJob, run_fleet
@@ -52,6 +52,17 @@ def test_a_rank_dies_and_the_others_end_with_the_values_of_an_undisturbed_run():
         assert change.commit == 4  # the first commit is that of the start
         assert [death.process.number for death in change.dead] == [1]
         assert change.recovery_s > 0
+
+
+def test_bagua_top_is_told_the_stages_of_a_job(monkeypatch):
+    noted = []
+    monkeypatch.setattr(loop.live, "note", noted.append)
+    job = ThreadJob(2, wanted=1)
+    run_fleet(job, counting(job))
+    assert noted.count("rendezvous") >= 2
+    assert "standing by" in noted
+    assert noted.count("committing") == STEPS
+    assert noted.count("training") == STEPS + 1
 
 
 def test_a_failure_before_any_commit_says_that_training_starts_again(caplog):

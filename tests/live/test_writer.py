@@ -1,6 +1,8 @@
 """The status that a process writes of itself."""
 
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections import deque
@@ -128,3 +130,25 @@ def test_a_write_takes_less_than_a_thousandth_of_a_core(root, flight):  # noqa: 
         mine._write()
         times.append(time.thread_time() - start)
     assert min(times) < 1e-3
+
+
+PROGRAM = """
+import sys
+from pathlib import Path
+from bagua_comm.flight import FlightRecorder
+from bagua_comm.live import status, writer
+status.shared_memory = lambda: Path(sys.argv[1])
+writer.show("job", FlightRecorder(), [])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("last", "code", "expected"),
+    [("", 0, ("ended", "")), ("raise ValueError('no more data')", 1, ("failed", "ValueError: no more data"))],
+)
+def test_a_program_that_ends_says_how(root, tmp_path, last, code, expected):  # noqa: F811
+    command = [sys.executable, "-c", PROGRAM + last, str(tmp_path)]
+    assert subprocess.run(command, stderr=subprocess.DEVNULL, timeout=60).returncode == code
+    (found,) = read_job(root / "job")
+    assert (found.state, found.reason) == expected
