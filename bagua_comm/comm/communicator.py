@@ -23,7 +23,7 @@ from ..arrays import A, AnyArray, Array, Op
 from ..errors import ArrayError, BaguaError, CommError, CommMismatch, CommTimeout, UnsupportedError, shown
 from ..execution.futures import end_lanes, is_inside
 from ..execution.lane import InlineLane, Lane, StreamLane, ThreadLane
-from ..health.findings import Health
+from ..health.slow import Health
 from ..hooks import Hook, Listener
 from ..logs import log_on_root
 from ..objects.closing import Closing

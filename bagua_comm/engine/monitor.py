@@ -21,8 +21,8 @@ import numpy as np
 from ..comm import Communicator
 from ..execution.lane import Lane, ThreadLane
 from ..health.change_points import HISTORY, ROWS, Series, relative_to_others
-from ..health.findings import HealthLog, Slow
 from ..health.rows import BUSY, Row, StepTimes, Usage
+from ..health.slow import HealthLog, Slow
 from ..logs import log_on_root
 from .links import measure_links, slow_links
 

@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeAlias
 from weakref import WeakSet, WeakValueDictionary
 
 from ..errors import CommAborted, CommTimeout, RankFailed
-from ..health.findings import HealthLog
+from ..health.slow import HealthLog
 from ..system.files import make_own_folder, write_at_once
 from ..system.processes import ProcessId
 from ..trace import Counters, ExchangeCounters

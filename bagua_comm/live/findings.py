@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterator, Sequence
 
 from ..flight.batches import named
@@ -13,9 +12,6 @@ HANGS_S = 5.0
 
 OF_OTHERS = ("RankFailed", "CommAborted", "CommTimeout")
 """The errors of ranks that wait for another one, which has failed before."""
-
-SLOW, LEAST_S = 1.2, 1e-3
-"""A rank is slow if its own work takes this many times that of the median rank, and so much longer in a step."""
 
 
 def findings(ranks: Sequence[Status]) -> list[str]:
@@ -36,7 +32,7 @@ def findings(ranks: Sequence[Status]) -> list[str]:
         ),
         *([f"{named(ended)} {'were' if len(ended) > 1 else 'was'} {text}"] if ended else []),
         *_waits([each for each in ranks if each.state not in OVER]),
-        *_slow(ranks),
+        *dict.fromkeys(text for each in ranks for text in each.slow.split("; ") if text),
     ]
 
 
@@ -86,12 +82,3 @@ def _instead(status: Status) -> str:
     last = f", the last was {status.last}, {duration(status.last_s)} ago" if status.last else ""
     doing = f"in {status.call} for {duration(status.call_s)}" if status.call else f"in no call{last}"
     return f"{doing}, at {status.line}" if status.line else doing
-
-
-def _slow(ranks: Sequence[Status]) -> Iterator[str]:
-    own = {each.rank: each.own_s for each in ranks if each.own_s is not None}
-    median = statistics.median_low(own.values()) if own else 0.0
-    for rank, own_s in own.items():
-        if own_s > max(SLOW * median, median + LEAST_S):
-            times = f"{1e3 * own_s:.3g} ms a step, that of the median rank {1e3 * median:.3g} ms"
-            yield f"rank {rank} is slow: its own work takes {times}; the others wait for it"

@@ -53,6 +53,7 @@ class Status:
         call, call_s: The call in progress, with its number and communicator, and its seconds; "" without one.
         last, last_s: The call that ended last, and how many seconds ago.
         line: Where the program is, if no call has begun or ended for a while.
+        slow: The ranks and links that are slow in its training, as `Communicator.health` has them.
         warning: The last warning of this library.
         age_s: The age of the file, in seconds, when it was read.
     """
@@ -78,6 +79,7 @@ class Status:
     last: str = ""
     last_s: float = 0.0
     line: str = ""
+    slow: str = ""
     warning: str = ""
     age_s: float = 0.0
 

@@ -127,6 +127,7 @@ class LiveStatus:
             last=_text(last),
             last_s=last_s,
             line=users_line(stacks_now()) if is_still else "",
+            slow="; ".join(map(str, flight.health.latest.slow)),
             warning=errors.last_warning()[:500],
         )
 
