@@ -17,6 +17,7 @@ import itertools
 import os
 import sys
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
@@ -104,6 +105,8 @@ class Lane(Live, Closing, ABC, Generic[C]):
         """Held while tasks are added and forgotten: several threads may submit."""
         self._failure: BaseException | None = None
         self._closed = False
+        self.waited_ns = 0
+        """How long callers have waited for tasks."""
         self._process = os.getpid()
         self._note: dict[str, Any] = {}
 
@@ -183,6 +186,7 @@ class Lane(Live, Closing, ABC, Generic[C]):
         """Wait until `future` is done; return its error, or None."""
         self._check_process()
         error = future.error if isinstance(future, TaskFuture) else future.exception
+        began_ns = time.perf_counter_ns()
         while True:
             limit_s, calls = self._limit_s(), self.comm.counters.total().calls
             try:
@@ -192,6 +196,9 @@ class Lane(Live, Closing, ABC, Generic[C]):
                     raise CommTimeout(
                         f"a task on this lane has run for more than {limit_s:g} s without ending a call"
                     ) from exc
+            finally:
+                self.waited_ns += time.perf_counter_ns() - began_ns
+                began_ns = time.perf_counter_ns()
 
     def _limit_s(self) -> float:
         """Return the time to wait for the end of a call or a task, in seconds."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -12,6 +13,7 @@ from torch import nn
 
 from bagua_comm import ArrayError, Average, CommError, Communicator, Exact, Quantized, UnsupportedError
 from bagua_comm.averages.error_feedback import Residual
+from bagua_comm.engine.monitor import HealthMonitor
 from bagua_comm.objects.closing import Closing
 from bagua_comm.trace import Counters
 
@@ -26,6 +28,8 @@ from .passes import BackwardPasses
 from .residuals import keep_residuals
 from .torch_names import Unit, observe_forward, sharded_modules
 from .weighing import PassWeights, watch_steps
+
+_log = logging.getLogger(__name__)
 
 _COUNTS = "means since the last reset"
 """The key of the numbers of means in a state, by module."""
@@ -60,9 +64,13 @@ class Attachment(Closing):
             each.counters = self._counters
         self._passes = BackwardPasses()
         has_replicas = any(unit.replicas is not None for unit in units)
-        self._weighing = comm.lane("thread") if has_replicas else None
-        self._weights = PassWeights(self._passes, self._weighing)
-        self._reductions = Reductions(self._passes) if overlaps else None
+        self._lane = comm.lane("thread") if has_replicas or overlaps else None
+        """Of all ranks, for weights where a reduction has fewer, and for the times of passes."""
+        self._weights = PassWeights(self._passes, self._lane if has_replicas else None)
+        self._reductions: Reductions | None = None
+        if self._lane is not None and overlaps:
+            monitor = HealthMonitor(self._lane, comm.flight.health, self._waited_ns, _log)
+            self._reductions = Reductions(self._passes, monitor)
         self._feeding: dict[str, Reduce | Replicate] = {}
         """The reductions with a residual, by the name of their module."""
         made: list[tuple[Unit, Reduce, Replicate | None]] = []
@@ -107,6 +115,10 @@ class Attachment(Closing):
                 unit.before_forward(partial(self._prefetch.check, unit))
             if reduce.is_reproducible and average is None and unit.process_groups[0].size() == 1:
                 unit.use_alone(reducer.alone)
+
+    def _waited_ns(self) -> int:
+        """How long this rank has waited for gathers and reductions."""
+        return sum(each.waited_ns for each in self._lanes)
 
     def _warn_of_others(self, model: nn.Module) -> None:
         """In the first forward pass, warn of modules that were sharded after `attach`."""
@@ -261,15 +273,15 @@ class Attachment(Closing):
         with ExitStack() as ends:
             for each in (self._comms, *self._lanes):
                 ends.callback(each.close)
-            if self._weighing is not None:
-                ends.callback(self._weighing.close)
+            if self._lane is not None:
+                ends.callback(self._lane.close)
 
     def _leave(self, error: BaseException) -> None:
         self._restore()
         for each in self._lanes:
             each.leave(error)
-        if self._weighing is not None:
-            self._weighing.abort()
+        if self._lane is not None:
+            self._lane.abort()
 
     def _wait(self) -> None:
         for each in self._lanes:

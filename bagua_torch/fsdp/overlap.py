@@ -8,6 +8,7 @@ backward pass ends, as on GPUs.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from concurrent.futures import Future
 
@@ -16,10 +17,11 @@ import torch.distributed as dist
 from torch import nn
 
 from bagua_comm import Communicator
+from bagua_comm.engine.monitor import HealthMonitor
 from bagua_comm.execution.lane import Lane
 
 from .passes import BackwardPasses
-from .torch_names import Unit, observe_forward
+from .torch_names import Unit, observe_forward, running_backward
 
 IN_FLIGHT = 2
 """Most reductions that have not ended, each of which keeps the gradients of a module in memory."""
@@ -119,15 +121,24 @@ class Reductions:
 
     Args:
         passes: The backward passes.
+        health: Compares the times of passes between ranks, before the first reduction; None if nothing does.
     """
 
-    def __init__(self, passes: BackwardPasses) -> None:
-        self._passes = passes
+    def __init__(self, passes: BackwardPasses, health: HealthMonitor | None = None) -> None:
+        self._passes, self._health = passes, health
+        self._pass, self._passed, self._began_ns = -1, 0, 0
+        """The number of the latest pass, how many there were before, and the time of its first reduction."""
         self._pending: deque[tuple[Lane[Communicator], Future[None]]] = deque()
         self._error: Exception | None = None
 
     def begin(self) -> bool:
         """Wait when the running backward pass ends, before what is to be done then; returns whether one runs."""
+        number = running_backward()
+        if number is not None and number != self._pass and self._health is not None:
+            self._pass, now_ns = number, time.perf_counter_ns()
+            self._health.step_ended(self._passed, self._began_ns, now_ns)
+            self._passed, self._began_ns = self._passed + 1, now_ns
+            self._health.ride()
         return self._passes.at_end(self._end_all, self.wait)
 
     def add(self, lane: Lane[Communicator], future: Future[None]) -> None:

@@ -924,6 +924,16 @@ def modules_compute_while_others_are_exchanged(comm):
 
 
 @case
+def ranks_know_the_times_of_passes_of_all(comm):
+    model = shard(make())
+    with bagua_torch.fsdp.attach(model, Exact()):
+        train(model, 8, comm.rank)
+    rows = comm.health().rows
+    assert len(rows) == (comm.size if comm.size > 1 else 0)
+    assert all(row.steps >= 3 and row.own_s > 0 for row in rows)
+
+
+@case
 def overlap_changes_no_bit(comm):
     def trained(overlap, method, gather, *, micro=1, hooks=False, **settings):
         model = shard(make(unused=True), **settings)
