@@ -16,12 +16,16 @@ from collections import deque
 from collections.abc import Iterable
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 
 MAX_CALLS = 256
 """The longest plan: a training step of many buckets has about as many calls."""
 
 _MAX_KNOWN = 4
 """How many plans are kept for a program that returns to them, such as those of training and evaluation."""
+
+_MAX_UNREAD = 32
+"""How many calls at most are counted one after the other."""
 
 
 class Plan:
@@ -113,7 +117,13 @@ class Plan:
         self.settle(())
 
     def end(self) -> None:
-        """Forget the plan: the next call is compared, and a plan may be learned again."""
+        """Forget the plan: the next call is compared, and a plan may be learned again.
+
+        All ranks do so between the same two calls, or calls have failed. If one did so alone, it would begin its
+        next call by a comparison, and those that follow the plan would compare theirs late. But the comparison of
+        some calls carries their arrays, such as that of a gather of small ones, and ranks that compare late have
+        sent none: they would raise, though all make the same call.
+        """
         self.calls, self.cursor, self.in_force = (), 0, False
 
     def _propose(self, calls: tuple[str, ...], cursor: int) -> None:
@@ -123,7 +133,9 @@ class Plan:
 
     def _period(self) -> int:
         """The largest k such that the latest k calls equal the k before them; 0 if there is none."""
-        for call in tuple(self._latest)[-self._unread :]:
+        if self._unread > _MAX_UNREAD:
+            self._count_again()
+        for call in self.latest(self._unread):
             self._runs += 1
             self._runs *= self._hashes[self._start : self._start + MAX_CALLS] == hash(call)
             if self._start == 0:
@@ -134,6 +146,14 @@ class Plan:
         self._unread = 0
         found = np.flatnonzero(self._runs >= _DISTANCES)
         return int(found[-1]) + 1 if found.size else 0
+
+    def _count_again(self) -> None:
+        """Count all of the latest calls at once: after a long plan, one after the other would take 10 ms."""
+        known = [hash(call) for call in reversed(self._latest)]
+        self._hashes[...], self._start, self._unread = 0, 0, 0
+        self._hashes[: len(known)] = known
+        differ = sliding_window_view(self._hashes, MAX_CALLS)[1:] != self._hashes[:MAX_CALLS]
+        self._runs[...] = np.where(differ.any(1), differ.argmax(1), MAX_CALLS)
 
 
 _DISTANCES = np.arange(1, MAX_CALLS + 1)

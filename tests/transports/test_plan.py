@@ -1,9 +1,14 @@
 """Agreed plans, without communication: what is learned, who follows, and that no other call ends."""
 
+import ast
+from pathlib import Path
+from unittest import mock
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bagua_comm.transports import plan as plan_of_calls
 from bagua_comm.transports.plan import MAX_CALLS, Plan
 
 
@@ -40,6 +45,8 @@ PROGRAMS = {
     "never again": ("abcdefghij", 10),
     "evaluation": (TRAINING * 4 + EVALUATION * 4 + TRAINING * 3, 6 + 6 + 2),
     "evaluation again": ((TRAINING * 4 + EVALUATION * 4) * 3, 6 + 6 + 2 + 1 + 2 + 1),
+    "evaluation after a long training": (TRAINING * 150 + EVALUATION * 4 + TRAINING * 3, 6 + 6 + 2),
+    "a period with a long plan in it": (("a" * 100 + "b") * 4, 2 + 1 + 2 + 1 + 0),
     "a step of the longest": ([str(n) for n in range(MAX_CALLS)] * 3, 2 * MAX_CALLS),
     "a step that is too long": ([str(n) for n in range(MAX_CALLS + 1)] * 3, 3 * (MAX_CALLS + 1)),
 }
@@ -81,3 +88,40 @@ def test_a_step_that_was_compared_as_a_whole_is_followed_at_once():
         plan.adopt(plan.latest(3))
     assert world.run("abcabc") == 4
     assert not world.call("a", "b")
+
+
+@given(
+    period=st.lists(st.sampled_from("abc"), min_size=1, max_size=5),
+    more=st.lists(st.sampled_from("abc"), max_size=90),
+)
+def test_calls_that_follow_a_plan_are_counted_at_once_as_one_after_the_other(period, more):
+    plans = [Plan(), Plan()]
+    for call in period * 60 + more:
+        for plan in plans:
+            plan.note(call)
+        plans[0]._period()  # has read each
+    assert plans[0]._period() == plans[1]._period()
+    with mock.patch.object(plan_of_calls, "_MAX_UNREAD", -1):
+        assert plans[0]._period() == plans[1]._period()
+
+
+ENDS = {
+    "end_plan": "of `split` and `dup`, after a call that all ranks have made",
+    "split": "after a call that all ranks have made",
+    "_compare_messages": "as all ranks raise",
+    "drop": "as the connections are closed",
+}
+
+
+def test_no_rank_ends_a_plan_alone():
+    """A function that ends it is added here if all ranks call it between the same calls; see `Plan.end`."""
+    root = Path(plan_of_calls.__file__).parents[2]
+    found = {
+        function.name
+        for package in ("bagua_comm", "bagua_torch")
+        for path in (root / package).rglob("*.py")
+        if "plan.end()" in (text := path.read_text())
+        for function in ast.walk(ast.parse(text))
+        if isinstance(function, ast.FunctionDef) and "plan.end()" in ast.unparse(function)
+    }
+    assert found == ENDS.keys()
