@@ -59,12 +59,15 @@ def test_calls_that_follow_the_plan_are_not_compared(between_hosts, monkeypatch,
 def test_a_rank_that_leaves_the_plan_is_an_error_on_all(between_hosts, other, seed):
     comm, names = Communicator([between_hosts.dup()]), list(CALLS)
     random = np.random.default_rng([seed, list(OTHERS).index(other)])
-    position = random.choice([n for n in range(4) if names[n] != other])
+    position = random.choice([n for n in range(len(names)) if names[n] != other])
     odd = random.choice(comm.size, random.integers(1, comm.size), replace=False)
     run(comm, names * 3, range(12 + position))
     assert comm.host.plan.in_force
     start_s = time.monotonic()
-    with pytest.raises(CommMismatch, match=r"rank \d called .*rank \d called"):
+    # A small call is compared as without a plan: by MPI, if the other one has arrays of another size.
+    is_small = names[position] in ("small", "middle")
+    error, text = (CommError, "") if is_small else (CommMismatch, r"rank \d called .*rank \d called")
+    with pytest.raises(error, match=text or None):
         run(comm, [other if comm.rank in odd else names[position]], [99])
     assert time.monotonic() - start_s < AT_ONCE_S
 
