@@ -8,6 +8,7 @@ messages nor its failures affect other users of the group, and subgroups have th
 from __future__ import annotations
 
 import hashlib
+import itertools
 import sys
 import threading
 import zlib
@@ -53,6 +54,10 @@ RING_CHUNK_BYTES = 1 << 15
 
 LOOK_S = 0.1
 """How often a rank that follows a plan looks for others that do not, while it waits for them."""
+
+CHECK_LOOKS = 5
+"""After how many of these looks it checks the connections, too: where one is closed, gloo fails only the messages
+that it has not begun. Each check posts a receive to each rank, which stays."""
 
 LEAVE_S = 10.0
 """How long `close` waits for the other ranks to close."""
@@ -394,7 +399,14 @@ class ProcessGroupTransport(FramedTransport):
             self._compare_late()
             begun = kept_in_children(self._start(None, start, *arguments, **named))
         try:
-            self._wait_for_all(begun, self._check_followed, LOOK_S)
+            looks = itertools.count(1)
+
+            def look() -> None:
+                self._compare_late()
+                if next(looks) % CHECK_LOOKS == 0:
+                    self._check_connection()
+
+            self._wait_for_all(begun, look, LOOK_S)
         except CommError:
             self._interrupted = arguments
             self._hang_up()
@@ -406,10 +418,6 @@ class ProcessGroupTransport(FramedTransport):
         if self._others_call():
             with self._beginning:
                 self._synchronize()
-
-    def _check_followed(self) -> None:
-        self._compare_late()
-        self._check_connection()
 
     def broadcast(self, x: Array, root: int) -> None:
         """See `Transport`. Small arrays are sent in the round in which ranks compare the call."""

@@ -60,7 +60,7 @@ def test_a_planned_call_sends_no_frame_and_has_the_same_bytes(name, monkeypatch)
 
 
 def test_a_planned_sum_of_two_ranks_sends_no_frame_and_has_the_same_bits(monkeypatch):
-    """It is too small for gloo without a plan. All may leave the plan for another size, and return to it."""
+    """It is too small for gloo without a plan. All ranks may leave the plan for another size, and return."""
     frames, send = [0, 0], FramedTransport._send_frame
 
     def counted(self, *of):
