@@ -164,30 +164,40 @@ class InjectedError(Exception):
 
 
 def plans(sim):
-    """Calls over gloo repeat until some ranks make others: no sum has foreign data, and if one raises, all do."""
+    """Calls over gloo repeat until some ranks make others: no sum has foreign data, and if one raises, all do.
+
+    Ranks begin some of the calls that follow the plan ahead.
+    """
     size, step = sim.random.randint(2, 4), sim.random.choices([8, 9, 10, 1], k=sim.random.randint(1, 4))
     odd = set(sim.random.sample(range(size), sim.random.randint(0, size)))
     moment = sim.random.randint(0, 5 * len(step))
     other = sim.random.choice([8, 9, 10, 1, 2, "closes", "ends its plan"])
     limits, network, errors = Limits(), fake_gloo.Network(size, sim.random), {}
 
-    def call(comm, number):
-        count = step[number % len(step)]
-        if number == moment and comm.rank in odd:
-            if other == "ends its plan":  # alone, which is no error
-                comm.host.plan.end()
-            else:
-                count = other
-        got = comm.allreduce(np.full(count, 100.0 * number + comm.rank))
-        np.testing.assert_array_equal(got, sum(100.0 * number + rank for rank in range(size)))
+    ahead = [sim.random.choice([0, 1, 3]) for _ in range(size)]
+
+    def begin(comm, x):
+        known = comm.call_cache.get(("allreduce", ("sum",), x.dtype, x.shape))
+        return known is not None and known.begin(x, "sum")  # though `limits` has a hook, which makes no calls
 
     def body(local):
-        comm = limits.watch(Communicator([fake_gloo.connected(network, local.rank, TIMEOUT_S)]))
+        comm, rank = limits.watch(Communicator([fake_gloo.connected(network, local.rank, TIMEOUT_S)])), local.rank
+        end, begun = moment if other == "closes" and rank in odd else moment + 3, 0
+        counts = [step[number % len(step)] for number in range(end)]
+        if rank in odd and isinstance(other, int):
+            counts[moment] = other
+        xs = [np.full(count, 100.0 * number + rank) for number, count in enumerate(counts)]
         try:
-            for number in range(moment if other == "closes" and comm.rank in odd else moment + 3):
-                call(comm, number)
+            for number, x in enumerate(xs):
+                if (number, other) == (moment, "ends its plan") and rank in odd:  # alone, which is no error here
+                    comm.host.plan.end()
+                while begun < min(number + ahead[rank] + 1, end) and begin(comm, xs[begun]):
+                    begun += 1
+                begun = max(begun, number + 1)
+                comm.allreduce(x, out=x)
+                np.testing.assert_array_equal(x, sum(100.0 * number + each for each in range(size)))
         except CommError as exc:
-            errors[comm.rank] = number, type(exc)
+            errors[rank] = number, type(exc)
         comm.close()
 
     with mock.patch.multiple(transport, AT_ONCE_BYTES=32, RING_CHUNK_BYTES=8):
