@@ -213,9 +213,10 @@ class Engine(Live, Closing):
         as it begins with the mean of the weights of the model: the steps of a rank that is gone are in both.
 
         Raises:
-            ArrayError: It is set after the backward pass has begun. If a rank has none and others have one, or
-                one is not a finite number of at least 0, the next exchange raises it on all ranks.
-            UnsupportedError: The algorithm has no mean over all ranks, as `Decentralized`.
+            ArrayError: It is set after the backward pass has begun; the next exchange of weights raises it on all
+                ranks, too. So it does if a rank has none and others have one, or one is not a finite number of at
+                least 0.
+            UnsupportedError: The algorithm has no mean over all ranks, as `Decentralized`. Nothing has changed.
         """
         return self.mean_weights.now
 
