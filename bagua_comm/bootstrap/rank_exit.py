@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 
 from ..comm import Communicator
 from ..comm.arguments import hint_of
-from ..errors import BaguaError, CommError, causes
+from ..errors import BaguaError, CommAborted, CommError, RankFailed, causes
 from ..execution.futures import TaskProblem, end_lanes
 from ..flight import explain
 from ..flight.entries import LEFT_WELL, file_name
@@ -345,13 +345,14 @@ class ExitHandler:
     def _before_threads_end(self) -> None:
         """End the tasks of lanes, whose threads Python waits for; print the errors that nobody has seen.
 
-        With one, the program ends with exit code 1.
+        With one, the program ends with exit code 1, unless it has survived a death or the abort of a rank.
         """
         if os.getpid() != self.process or self.abort.mpi.Is_finalized():
             return
         for world in list(self._worlds):
             for problem in end_lanes(world.flight.lanes, world.flight.unretrieved, world.group):
-                self._problem = self._problem or problem
+                if not isinstance(problem.error, RankFailed | CommAborted):
+                    self._problem = self._problem or problem
                 print(f"{self.abort.rank_name()}: {problem}", file=sys.stderr, flush=True)
 
     def _on_exit(self) -> None:
