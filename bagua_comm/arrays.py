@@ -369,8 +369,10 @@ def texts_of(table: Array) -> list[str]:
 
 def extent(x: Array) -> tuple[int, int]:
     """The addresses at which the memory of `x` begins and ends, gaps included."""
-    steps = [(length - 1) * stride for length, stride in zip(x.shape, x.strides, strict=True)] if x.size else []
     start = address(x)
+    if x.flags.c_contiguous:
+        return start, start + x.nbytes
+    steps = [(length - 1) * stride for length, stride in zip(x.shape, x.strides, strict=True)] if x.size else []
     low, high = start + sum(min(step, 0) for step in steps), start + sum(max(step, 0) for step in steps)
     return low, high + (x.itemsize if x.size else 0)
 

@@ -41,13 +41,6 @@ class Buffer(NamedTuple):
         """The memory of an array."""
         return cls(x, is_written, arrays.extent(x))
 
-    def is_in_use(self, other: Buffer) -> bool:
-        """Whether two requests cannot have these at the same time."""
-        if not (self.is_written or other.is_written):
-            return False
-        (start, end), (its_start, its_end) = self.extent, other.extent
-        return start < its_end and its_start < end and arrays.share_elements(self.x, other.x)
-
 
 class Request(TaskFuture):
     """The future of a message that was begun; it ends when somebody asks for it, or polls it.
@@ -132,7 +125,8 @@ class Requests:
 
     def __init__(self, comm: LaneComm) -> None:
         self.comm = comm
-        self._pending: list[Request] = []
+        self._pending: list[tuple[int, int, Request]] = []
+        """Where the memory of a request begins and ends, and the request."""
         self._crowd = 32
         """At how many requests those that have ended are removed."""
         self._lock = threading.Lock()
@@ -141,10 +135,17 @@ class Requests:
 
     def check_free(self, name: str, buffer: Buffer) -> None:
         """Raise `ArrayError` if request `name` cannot have this memory, since an open one has it."""
-        for each in tuple(self._pending):
-            if buffer.is_in_use(each.buffer) and not each.done():
+        (start, end), writes = buffer.extent, buffer.is_written
+        for near in [each for each in self._pending if each[0] < end and start < each[1]]:
+            other = near[-1]
+            if not (writes or other.buffer.is_written):
+                continue
+            if Future.done(other):  # as a rule the array is used again and again
+                with self._lock:
+                    self._pending.remove(near)
+            elif arrays.share_elements(buffer.x, other.buffer.x) and not other.done():
                 raise ArrayError(
-                    f"{name}: its array overlaps that of {each.name}, which has not ended; wait for it before, "
+                    f"{name}: its array overlaps that of {other.name}, which has not ended; wait for it before, "
                     "or pass another array"
                 )
 
@@ -162,9 +163,9 @@ class Requests:
         request = Request(name, self.comm, buffer, ended, result, limit_s, self._unretrieved)
         with self._lock:
             if len(self._pending) >= self._crowd:
-                self._pending = self._open()
+                self._pending = [each for each in self._pending if not Future.done(each[-1])]
                 self._crowd = 2 * len(self._pending) + 32
-            self._pending.append(request)
+            self._pending.append((*buffer.extent, request))
             if polled and self._thread is None:
                 self._thread = threading.Thread(target=self._poll, name="requests", daemon=True)
                 self._thread.start()
@@ -212,7 +213,7 @@ class Requests:
             thread.join()
 
     def _open(self) -> list[Request]:
-        return [each for each in self._pending if not Future.done(each)]
+        return [each for *_, each in self._pending if not Future.done(each)]
 
 
 def wait_all(futures: Iterable[Future[Any]]) -> list[Any]:

@@ -191,7 +191,8 @@ class FlightRecorder:
 
     def record_of(self, head: Head) -> Record:
         """The latest record of a call that has begun just now."""
-        return next(each for each in reversed(tuple(self.ring)) if each[HEAD] is head)
+        latest = self.ring[-1]  # unless another thread has begun one since
+        return latest if latest[HEAD] is head else next(each for each in tuple(self.ring) if each[HEAD] is head)
 
     def call_before(self, record: Record) -> str:
         """The name and number of the call before this one in its communicator; "" if it was the first.
