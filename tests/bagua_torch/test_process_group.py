@@ -7,7 +7,6 @@ import math
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -23,7 +22,7 @@ import torch
 import torch.distributed as dist
 from support.call_checks import check_calls
 from support.gloo import run_threads
-from support.launch import torchrun
+from support.launch import environment_of_a_world, torchrun
 from support.waiting import until
 
 import bagua_comm
@@ -506,14 +505,6 @@ def test_a_launcher_may_start_one_rank(monkeypatch):
 
 
 # Processes --------------------------------------------------------------------------------------------------
-
-
-def environment_of_a_world(ranks):
-    """The variables that a launcher sets for all its processes, except RANK."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    return {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
 
 
 def script(tmp_path, text):

@@ -1,6 +1,7 @@
 """Start Python on several ranks from a test."""
 
 import os
+import socket
 import subprocess
 import sys
 import textwrap
@@ -53,6 +54,14 @@ def run_python(ranks, *arguments, script=None, flags=(), mpirun=(), timeout_s=10
         if result.returncode != DAEMON_FAILED:
             break
     return result
+
+
+def environment_of_a_world(ranks):
+    """The variables that a launcher sets for all its processes, except RANK."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    return {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
 
 
 def torchrun(ranks, *arguments, timeout_s=90):
