@@ -85,8 +85,10 @@ def begin_if_known(comm: CommBase, x: Array, op: str) -> bool:
 
     See `Transport.begin_allreduce`. No call begins that hooks see, or ranks compare, before it moves a byte.
     """
+    if type(x) is not np.ndarray or comm.hooks.all or comm.check:
+        return False
     call: PreparedCall | None = comm.call_cache.get(("allreduce", (op,), x.dtype, x.shape))
-    return call is not None and not comm.hooks.all and not comm.check and call.begin(x, op)
+    return call is not None and call.begin(x, op)
 
 
 class _Attempt(NamedTuple):
