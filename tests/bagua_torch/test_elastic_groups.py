@@ -6,50 +6,43 @@ import pytest
 from support.launch import run_python
 
 PROGRAM = """
-    import json
-    import os
-    import signal
-    import sys
-    import threading
+    import json, os, signal, sys, threading
 
     import torch
-    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     import bagua_torch.fsdp
     from bagua_comm import Exact, elastic
 
     delay_s = float(sys.argv[1])
-    state = elastic.State(step=0)
-
+    state = elastic.State(step=0, total=0.0)
 
     def die():
         os.kill(os.getpid(), signal.SIGKILL)
 
-
     @elastic.run(state)
     def said(comm):
-        dies = comm.rank == 0 and not elastic.history()
-        if dies and delay_s == 0:
-            die()
-        if dies:
-            threading.Timer(delay_s, die).start()
+        if comm.rank == 0 and not elastic.history():
+            die() if delay_s == 0 else threading.Timer(delay_s, die).start()
         bagua_torch.fsdp.renew_group(comm)
         torch.manual_seed(0)
-        model = fully_shard(torch.nn.Linear(8, 7))
-        bagua_torch.fsdp.attach(model, Exact(), comm=comm)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        state.register(model=model, optimizer=optimizer)
-        while state.step < 4 or comm.size == 3:  # until the first rank has died
-            model(torch.ones(2, 8)).square().sum().backward()
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor()
+        layer, replicas = torch.nn.Linear(8, 7), 2 if comm.size == 4 else 1
+        mesh = init_device_mesh("cpu", (replicas, comm.size // replicas), mesh_dim_names=("replicas", "shards"))
+        fully_shard(layer, mesh=mesh if replicas > 1 else mesh["shards"])
+        bagua_torch.fsdp.attach(layer, Exact(), comm=comm, replicas=Exact() if replicas > 1 else None)
+        optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1)
+        state.register(layer=layer, optimizer=optimizer)
+        restored = state.step == 0 or state.total == layer.weight.full_tensor().double().sum().item()
+        while state.step < 4 or not elastic.history():
+            layer(torch.ones(2, 8)).square().sum().backward()
+            torch.nn.utils.clip_grad_norm_(layer.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
             state.step += 1
+            state.total = layer.weight.full_tensor().double().sum().item()
             state.commit()
-        total = torch.ones(1)
-        dist.all_reduce(total)
-        return dist.get_world_size(), dist.get_backend(), total.item(), norm.isfinite().item()
+        return torch.distributed.get_world_size(), torch.distributed.get_backend(), restored
 
     if said is not None:
         print(json.dumps(said), flush=True)
@@ -57,10 +50,15 @@ PROGRAM = """
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
-@pytest.mark.parametrize("delay_s", [0, 0.01, 1.0], ids=["before", "while it is made", "in a step"])
-def test_the_group_has_the_ranks_that_are_left(tmp_path, delay_s):
-    result = run_python(3, delay_s, script=(tmp_path / "program.py", PROGRAM), flags=["--spares", "0"])
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    ("ranks", "delay_s"),
+    [(3, 0), (3, 0.01), (3, 1.0), (4, 2.0)],
+    ids=["before it is made", "meanwhile", "in a step", "in a step of replicas"],
+)
+def test_the_group_has_the_ranks_that_are_left(tmp_path, ranks, delay_s):
+    script = tmp_path / "program.py", PROGRAM
+    result = run_python(ranks, delay_s, script=script, flags=["--spares", "0"], timeout_s=180)
     assert result.returncode == 0, result.stdout + result.stderr
     said = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("[")]
-    assert said == [[2, "bagua", 2.0, True]] * 2
+    assert said == [[ranks - 1, "bagua", True]] * (ranks - 1)

@@ -255,6 +255,17 @@ class ChannelTransport(MPITransport):
         """See `Transport.dup`."""
         return self.split(0, self.rank)
 
+    def subgroup(self, ranks: Sequence[int], name: str, host: Transport | None = None) -> Transport:
+        """See `Transport.subgroup`. The first rank allocates a channel, and sends its number to the others."""
+        channel = np.array([self._processes.new_channel()], np.int64)
+        if self.rank == ranks[0]:
+            self.exchange([(rank, channel) for rank in ranks[1:]], [])
+        else:
+            self.exchange([], [(ranks[0], channel)])
+        check_channel(int(channel[0]))
+        members = [self.members[rank] for rank in ranks]
+        return ChannelTransport(self._processes, members, int(channel[0]), timeout_s=self.timeout_s)
+
     # Failure and end --------------------------------------------------------------------------------
 
     def abort(self, exit_code: int = 1) -> None:
