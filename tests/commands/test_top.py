@@ -19,19 +19,21 @@ from bagua_comm.commands import top
 from bagua_comm.live.status import Status
 from bagua_comm.system.processes import kill, start_of
 
+SLOW = "rank 1 has been slow since step 12, 5.0 times as long as the other ranks"
+
 
 @pytest.fixture
 def job(root):  # noqa: F811
     """The folder of a job of two ranks, of which rank 1 is slow."""
     add(root / "20260102-101500", 0, step=40, step_s=0.05, own_s=0.01, waiting_s=0.04)
-    add(root / "20260102-101500", 1, step=40, step_s=0.05, own_s=0.05, waiting_s=0.0)
+    add(root / "20260102-101500", 1, step=40, step_s=0.05, own_s=0.05, waiting_s=0.0, slow=SLOW)
     return root / "20260102-101500"
 
 
 def test_the_job_that_runs_is_shown_with_the_slow_rank(job, capsys):
     text = output_of(capsys, "top", "--once")
     assert text.startswith("20260102-101500: 2 ranks on 1 host, step 40, 20 steps/s")
-    assert "* rank 1 is slow: its own work takes 50 ms a step, that of the median rank 10 ms" in text
+    assert f"* {SLOW}" in text
     assert output_of(capsys, "top", job.name, "--once") == text
     assert output_of(capsys, "top", str(job), "--once") == text
 
@@ -43,7 +45,7 @@ def test_json_has_the_ranks_and_the_problems(job, capsys):
         (0, "training", 0.01),
         (1, "training", 0.05),
     ]
-    assert found["problems"][0].startswith("rank 1 is slow")
+    assert found["problems"] == [SLOW]
 
 
 def test_a_job_that_has_ended_is_shown_with_its_end(root, capsys):  # noqa: F811
@@ -123,7 +125,7 @@ def test_a_host_that_does_not_answer_is_named_with_the_ranks_that_are_missing(
     agent(tmp_path, monkeypatch, "exit 255")
     add(root / "job", 0, hosts="localhost,node2")
     text = output_of(capsys, "top", "--once")
-    assert f"* node2 does not answer; does `{tmp_path}/agent node2 true`?" in text
+    assert f"* node2 does not answer; does `{tmp_path}/agent node2 true`?" in " ".join(text.split())
     assert "* nothing is known of rank 1; the hosts are localhost,node2" in text
     assert "node2 does not answer" not in output_of(capsys, "top", "--once", "--host", "localhost")
 
