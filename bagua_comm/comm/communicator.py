@@ -339,7 +339,7 @@ class Communicator(Collectives, GatherScatter, CoalescedCollectives, ObjectCalls
         """Return the times of recent training steps of all ranks, and which rank or link is slow since when.
 
         Not collective. Engines on this communicator, or on one derived from it, gather them on their lanes every
-        few steps; also those of `bagua_torch.DistributedDataParallel`. A slow rank or link is logged, too, by the
+        few steps; so do `bagua_torch.DistributedDataParallel` and `bagua_torch.fsdp.attach`. A slow rank or link is logged, too, by the
         logger "bagua_comm" on rank 0, when it becomes slow and when it no longer is.
         """
         return self.flight.health.latest

@@ -150,14 +150,15 @@ class Engine(Live, Closing):
         self._lane.tracer = self._tracer
         self._comm: Communicator = self._lane.comm
         self._weights = EngineWeights(self._comm, storage, compare=self._alone)
-        self._exchanges = Exchanges(self._lane, self._tracer, self, warn=self._alone)
-        self._replacements = self._exchanges.replacements
-        counters, on_device = self._exchanges.counters, isinstance(self._lane, StreamLane)
-        order = PointOrder(algorithm) if self._alone else None
+        counters, on_device = ExchangeCounters(), isinstance(self._lane, StreamLane)
         comm.flight.exchanges[self._comm.group] = counters
-        waits = partial(_waited_ns, comm, counters)
-        self.health = self._exchanges.health = HealthMonitor(self._lane, comm.flight.health, waits, _log)
+        self.health = HealthMonitor(self._lane, comm.flight.health, partial(_waited_ns, comm, counters), _log)
         """The times of this rank's steps, which ranks compare."""
+        self._exchanges = Exchanges(
+            self._lane, self._tracer, self, warn=self._alone, counters=counters, health=self.health
+        )
+        self._replacements = self._exchanges.replacements
+        order = PointOrder(algorithm) if self._alone else None
         ended = self.health.step_ended
         self._progress = Progress(
             self._tracer, _log, comm.rank, counters, on_device=on_device, order=order, ended=ended
@@ -600,6 +601,7 @@ class Engine(Live, Closing):
                 self._progress.report_alone(self.algorithm, self.step - self._exchanges.exchanged)
         finally:
             self._lane.close()
+            self.health.close()
         self._progress.close()
 
     @property
@@ -615,6 +617,7 @@ class Engine(Live, Closing):
         self._exchanges.stop()
         self._callbacks.detach()
         self._lane.abort()
+        self.health.close()
 
     def _leave(self, error: BaseException) -> None:
         """Leave it open: what ends the program, or `abort`, ends it on all ranks."""

@@ -40,10 +40,19 @@ class Exchanges:
         tracer: Where their spans go.
         owner: The engine. Once it is gone, nobody can ask for exchanges under way. None if it stays.
         warn: Whether to warn of tensors that never became ready.
+        counters: Counters of all exchanges of this rank, and of how long training waits for them.
+        health: Gathers rows of step times; None if nothing does.
     """
 
     def __init__(
-        self, lane: Lane[Communicator], tracer: Tracer, owner: object | None = None, *, warn: bool = False
+        self,
+        lane: Lane[Communicator],
+        tracer: Tracer,
+        owner: object | None = None,
+        *,
+        warn: bool = False,
+        counters: ExchangeCounters | None = None,
+        health: HealthMonitor | None = None,
     ) -> None:
         self.lane, self.tracer = lane, tracer
         if owner is not None:
@@ -51,15 +60,15 @@ class Exchanges:
         self._warn, self._warned = warn, set[str]()
         self.replacements = Replacements(lane.comm.rank)
         """The weights that the program has replaced."""
-        self.mean_weights = MeanWeights(lane, tracer)
-        """The weights of this rank in the means."""
-        self.health: HealthMonitor | None = None
         self._compares = False
         """Whether ranks compare those; in rounds, where ranks step at their own pace, `RoundSchedule` does."""
-        self._ride: Callable[[], None] | None = None
-        """Sends rows of step times before the first bucket; None in rounds as well."""
+        self.mean_weights = MeanWeights(lane, tracer)
+        """The weights of this rank in the means."""
+        self._health = health
+        self._gathers_rows = False
+        """Whether rows of step times are gathered before the first bucket; never in rounds."""
         self._compared_at = self._stopped_at = 0
-        self.counters = ExchangeCounters()
+        self.counters = ExchangeCounters() if counters is None else counters
         """All exchanges of this rank, and how long training waited for them."""
         self.step = self.began = 0
         """Numbers of training steps that have ended: now, and when the current phase began."""
@@ -91,8 +100,10 @@ class Exchanges:
         name, copies = self._named["algorithm"], keeps_weights(algorithm)
         self.replacements.begin(name if self.algorithm.payload == "weight" else "", self.buckets, copies=copies)
         self._compares = copies and not isinstance(window, Rounds)
-        health = None if isinstance(window, Rounds) else self.health
-        self._ride = health.ride if health is not None and health.is_on else None
+        if self._health is not None:
+            self._gathers_rows = self._health.is_on and not isinstance(window, Rounds)
+            if not self._gathers_rows:
+                self._health.end()
 
     def set_step(self, step: int) -> None:
         """Set the number of steps that have ended."""
@@ -158,34 +169,28 @@ class Exchanges:
 
     def _submit(self, bucket: Bucket) -> Future[object]:
         state = self.states[bucket.index]
-        history, weigh = self._history_to_compare(bucket, state), self.mean_weights.of_pass
+        communicates = self.algorithm.communicates(bucket.step, state)
+        history, weigh = self._history_to_compare() if communicates else None, self.mean_weights.of_pass
         if self.algorithm.payload == "weight":
-            weigh = self._weigh(bucket, state)
+            weighs = self.algorithm.weighs and communicates
+            weigh = self.mean_weights.since_exchange(bucket) if weighs else None
         self.algorithm.begin(bucket, state)
         began = time.perf_counter_ns()
         step = self.began + bucket.step
-        if self._ride is not None and bucket.index == 0 and self.algorithm.communicates(bucket.step, state):
-            self._ride()
+        if self._gathers_rows and bucket.index == 0 and communicates and self._health is not None:
+            self._health.gather_rows()
         future: Future[object] = self.lane.submit(
             self._exchange, self.algorithm, bucket, state, step=step, history=history, weigh=weigh
         )
         self.counters.wait.time_ns += time.perf_counter_ns() - began  # a lane without a thread runs it here
         return future
 
-    def _history_to_compare(self, bucket: Bucket, state: State) -> History | None:
+    def _history_to_compare(self) -> History | None:
         """The replacements of weights that ranks compare before this exchange; None in most exchanges."""
         if not self._compares or self.step - self._compared_at < COMPARE_STEPS:
             return None
-        if not self.algorithm.communicates(bucket.step, state):
-            return None
         self._compared_at = self.step
         return self.replacements.take_history()
-
-    def _weigh(self, bucket: Bucket, state: State) -> Weigh | None:
-        """The weights in the mean of this exchange of weights; None in a plain one."""
-        if not self.algorithm.weighs or not self.algorithm.communicates(bucket.step, state):
-            return None
-        return self.mean_weights.since_exchange(bucket)
 
     def compare_replacements(self) -> None:
         """Raise on all ranks unless they have replaced their weights alike; see `replaced.compare`.

@@ -36,8 +36,10 @@ def measure_links(comm: Communicator, nodes: Sequence[int]) -> np.ndarray:
             for _ in range(MESSAGES):
                 comm.sendrecv(x[:1], out[:1], dest=receiver, source=sender)  # both are ready now
                 began = time.perf_counter()
-                comm.sendrecv(x, out, dest=receiver, source=sender)
+                arrives, leaves = comm.irecv(out, source=sender), comm.isend(x, dest=receiver)
+                arrives.result()  # the other one may take longer
                 times.append(time.perf_counter() - began)
+                leaves.result()
             seconds[mine - distance] = min(times)
     return np.ascontiguousarray(comm.allgather(seconds)[leaders].T)
 

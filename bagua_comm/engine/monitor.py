@@ -1,7 +1,7 @@
-"""The health of a training, while it runs: rows of step times, which ride along with exchanges on the lane.
+"""The health of a training, while it runs: rows of step times, which ranks gather beside exchanges.
 
     step_ended       each step of this rank
-    ride             every few exchanges of the first bucket: ranks gather their rows, right before it
+    gather_rows      every few exchanges of the first bucket, right before it
     (on the lane)    change points in them; the links between nodes are measured if all ranks wait longer
 
 Every rank has the same rows, so that all come to the same result, and nothing more is sent.
@@ -13,8 +13,9 @@ import logging
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -22,7 +23,7 @@ from ..comm import Communicator
 from ..execution.lane import Lane, ThreadLane
 from ..health.change_points import HISTORY, ROWS, Series, relative_to_others
 from ..health.rows import BUSY, Row, StepTimes, Usage
-from ..health.slow import HealthLog, Slow
+from ..health.slow import HealthLogs, Slow
 from ..logs import log_on_root
 from .links import measure_links, slow_links
 
@@ -42,27 +43,32 @@ LINK_ROWS = 20
 """The number of rows between two measurements of links, while all ranks wait longer."""
 
 
+def _of_rank() -> Series:
+    """The times of a rank as multiples of those of the others."""
+    return Series(least=1.25, growth=1.25, at_once=1.3)
+
+
 class HealthMonitor:
     """Finds slow ranks and links, on the lane of an engine.
 
     Args:
         lane: The lane. Without a thread of its own, ranks would wait for rows, and none are sent.
-        log: Where the results go.
+        logs: Where the results go.
         waits: Returns the nanoseconds that this rank has waited for others since its start.
         logger: Receives a line when something becomes slow, and when that ends; on rank 0.
     """
 
     def __init__(
-        self, lane: Lane[Communicator], log: HealthLog, waits: Callable[[], int], logger: logging.Logger
+        self, lane: Lane[Communicator], logs: HealthLogs, waits: Callable[[], int], logger: logging.Logger
     ) -> None:
-        self._lane, self._log, self._waits, self._logger = lane, log, waits, logger
+        self._lane, self._waits, self._logger = lane, waits, logger
         comm = lane.comm
+        self._log = logs.open(comm.group)
         self.is_on = comm.size > 1 and isinstance(lane, ThreadLane)
         """Whether ranks send rows."""
         self._exchanges, self._due, self._sent_at = 0, FIRST_ROW, 0
         """Numbers of exchanges: so far, when the next row is sent, and when the last one was."""
-        self.has_data = True
-        """Whether this rank has batches: ranks without any, in `join`, are not compared."""
+        self._has_data = True
         self._members = comm.flight.groups[comm.group]
         self._steps: list[StepTimes] = []
         self._step = self._end_ns = self._waited_ns = 0
@@ -70,8 +76,8 @@ class HealthMonitor:
         self._sent: Future[int] | None = None
         self._begins: deque[int] = deque(maxlen=HISTORY)
         """The steps with which the latest rows begin."""
-        self._ranks = [Series(1.25, 1.25, 1.3) for _ in range(comm.size)]
-        self._waiting = Series(0.1, 1.3, math.inf)
+        self._ranks = [_of_rank() for _ in range(comm.size)]
+        self._waiting = Series(least=0.1, growth=1.3, at_once=math.inf)
         """How long all ranks wait, as a multiple of their own work: a slow link, or a slow algorithm."""
         self._links: np.ndarray | None = None
         """Seconds of a message over each link at the start; see `links`."""
@@ -87,8 +93,8 @@ class HealthMonitor:
             self._steps.append(StepTimes(own_s, waiting_s, min((began_ns - self._end_ns) / 1e9, own_s)))
         self._end_ns, self._waited_ns = end_ns, waited_ns
 
-    def ride(self) -> None:
-        """Gather the rows of all ranks on the lane, if they are due, before the first bucket.
+    def gather_rows(self) -> None:
+        """Gather the rows of all ranks on the lane, if they are due. Called right before an exchange on it.
 
         Collective.
         """
@@ -101,11 +107,35 @@ class HealthMonitor:
             if self._exchanges < self._due:
                 return
         used = Usage.now()
-        steps = self._steps if self.has_data else []
+        steps = self._steps if self._has_data else []
         row = Row.of(self._step, self._lane.comm.node, steps, used.since(self._used))
         self._steps, self._used = [], used
         self._sent = self._lane.submit(self._gather, row, self._exchanges - self._sent_at)
         self._sent_at = self._exchanges
+
+    @contextmanager
+    def without_data(self) -> Iterator[None]:
+        """Compare no steps of this rank meanwhile, which has no batches, as in `join`."""
+        self._has_data = False
+        try:
+            yield
+        finally:
+            self._has_data = True
+
+    def end(self) -> None:
+        """End what is slow, since ranks gather no more rows: the engine is closed, or goes on in rounds.
+
+        The lane is idle.
+        """
+        for slow in self._log.latest.slow:
+            self._log.end(slow.what, self._step)
+        self._ranks = [_of_rank() for _ in self._ranks]
+        self._slow_links = set()
+
+    def close(self) -> None:
+        """Keep the results until another engine begins."""
+        self.end()
+        self._log.is_closed = True
 
     def _gather(self, row: Row, exchanges: int) -> int:
         """Gather the rows of the last `exchanges`; return after how many the next one is due.
@@ -119,10 +149,12 @@ class HealthMonitor:
             self._begins.append(int(rows[0].step - rows[0].steps) + 1)
             self._compare_ranks(rows)
             self._compare_links(rows)
-        steps, seconds = (
-            statistics.median(column) for column in ([r.steps for r in rows], [r.seconds for r in rows])
-        )
-        return math.ceil(max(STEPS * exchanges / max(steps, 1), ROW_S * exchanges / max(seconds, 1e-3)))
+        found = [each for each in rows if each.steps]
+        if not found:
+            return exchanges
+        steps = statistics.median(each.steps for each in found)
+        seconds = statistics.median(each.seconds for each in found)
+        return math.ceil(max(STEPS * exchanges / steps, ROW_S * exchanges / max(seconds, 1e-3)))
 
     def _compare_ranks(self, rows: Sequence[Row]) -> None:
         times = relative_to_others([each.own_s for each in rows])
@@ -154,9 +186,9 @@ class HealthMonitor:
             slow = slow_links(factors, names)
         elif not changed:
             return
-        for what in self._slow_links - slow.keys():
+        for what in sorted(self._slow_links - slow.keys()):
             self._report(Slow(what, (), self._begins[-1], 1.0), begins=False)
-        for what in slow.keys() - self._slow_links:
+        for what in sorted(slow.keys() - self._slow_links):
             self._report(Slow(what, (), self._begins[-max(changed, 1)], slow[what]), begins=True)
         self._slow_links = set(slow)
 
@@ -164,6 +196,5 @@ class HealthMonitor:
         if begins:
             self._log.begin(slow)
         else:
-            ended = self._log.end(slow.what, slow.since)
-            slow = slow if ended is None else ended
+            slow = self._log.end(slow.what, slow.since)
         log_on_root(self._logger, self._lane.comm.rank, "%s", slow)

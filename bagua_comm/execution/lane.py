@@ -459,9 +459,11 @@ class ThreadLane(Lane[C]):
                 if self._side is None and self._here is None and not self._pending:
                     self._here, here = task, True
             if here:
+                began_ns = time.perf_counter_ns()
                 return self._run(task, args, kwargs)
         finally:
             if here:
+                self.waited_ns += time.perf_counter_ns() - began_ns
                 with self._lock:
                     if self._here_end is not None:
                         self._here_end.set_result(None)

@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeAlias
 from weakref import WeakSet, WeakValueDictionary
 
 from ..errors import CommAborted, CommTimeout, RankFailed
-from ..health.slow import HealthLog
+from ..health.slow import HealthLogs
 from ..system.files import make_own_folder, write_at_once
 from ..system.processes import ProcessId
 from ..trace import Counters, ExchangeCounters
@@ -110,7 +110,7 @@ class FlightRecorder:
         """The communicators of lanes, for whose calls the program does not wait."""
         self.plans: WeakValueDictionary[str, AgreedPlan] = WeakValueDictionary()
         """The plans of calls of the communicators that are in use, of those whose transport has one."""
-        self.health = HealthLog()
+        self.health = HealthLogs()
         """The rows of training steps of all ranks, and what is slow."""
         self.lanes: WeakSet[Queue] = WeakSet()
         self.unretrieved: set[Any] = set()

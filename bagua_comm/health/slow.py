@@ -71,10 +71,11 @@ PAST = 16
 
 
 class HealthLog:
-    """The reports of the engines of a world, which replace each other; any thread may read it."""
+    """What the ranks of one engine have found; the thread of its lane alone writes it, until it is closed."""
 
     def __init__(self) -> None:
         self.latest = Health()
+        self.is_closed = False
 
     def add_rows(self, rows: Sequence[Row]) -> None:
         """Replace the rows by the next ones."""
@@ -84,12 +85,30 @@ class HealthLog:
         """Add what has become slow."""
         self.latest = replace(self.latest, slow=(*self.latest.slow, slow))
 
-    def end(self, what: str, step: int) -> Slow | None:
-        """Move what is slow no longer to the past, and return it; None if it is not there."""
-        found = next((each for each in self.latest.slow if each.what == what), None)
-        if found is None:
-            return None
-        ended = replace(found, until=step)
-        slow = tuple(each for each in self.latest.slow if each is not found)
+    def end(self, what: str, step: int) -> Slow:
+        """Move what is slow no longer to the past, and return it."""
+        ended = replace(next(each for each in self.latest.slow if each.what == what), until=step)
+        slow = tuple(each for each in self.latest.slow if each.what != what)
         self.latest = replace(self.latest, slow=slow, past=(*self.latest.past, ended)[-PAST:])
         return ended
+
+
+class HealthLogs:
+    """The logs of the engines of a world, by the names of their communicators; any thread may read them."""
+
+    def __init__(self) -> None:
+        self._logs: dict[str, HealthLog] = {}
+
+    def open(self, group: str) -> HealthLog:
+        """Begin the log of an engine, and forget those of closed ones."""
+        log = HealthLog()
+        self._logs = {name: each for name, each in self._logs.items() if not each.is_closed} | {group: log}
+        return log
+
+    @property
+    def latest(self) -> Health:
+        """The rows of the engine that was made last and has any, and what is slow in one of them."""
+        found = [each.latest for each in reversed(self._logs.values())]
+        slow = {each.what: each for health in found for each in health.slow}
+        past = [each for health in found for each in health.past]
+        return Health(next((each.rows for each in found if each.rows), ()), tuple(slow.values()), tuple(past))

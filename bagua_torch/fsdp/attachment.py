@@ -64,13 +64,19 @@ class Attachment(Closing):
             each.counters = self._counters
         self._passes = BackwardPasses()
         has_replicas = any(unit.replicas is not None for unit in units)
-        self._lane = comm.lane("thread") if has_replicas or overlaps else None
+        self._reduced_over = {
+            unit.process_groups[0].size() * (1 if unit.replicas is None else unit.replicas.size())
+            for unit in units
+        }
+        """The numbers of ranks over which gradients are averaged."""
+        compares = overlaps and self._reduced_over == {comm.size}  # else some ranks may make other passes
+        self._lane = comm.lane("thread") if has_replicas or compares else None
         """Of all ranks, for weights where a reduction has fewer, and for the times of passes."""
         self._weights = PassWeights(self._passes, self._lane if has_replicas else None)
-        self._reductions: Reductions | None = None
-        if self._lane is not None and overlaps:
-            monitor = HealthMonitor(self._lane, comm.flight.health, self._waited_ns, _log)
-            self._reductions = Reductions(self._passes, monitor)
+        self._health: HealthMonitor | None = None
+        if self._lane is not None and compares:
+            self._health = HealthMonitor(self._lane, comm.flight.health, self._waited_ns, _log)
+        self._reductions = Reductions(self._passes, self._health) if overlaps else None
         self._feeding: dict[str, Reduce | Replicate] = {}
         """The reductions with a residual, by the name of their module."""
         made: list[tuple[Unit, Reduce, Replicate | None]] = []
@@ -152,13 +158,9 @@ class Attachment(Closing):
 
     @weight.setter
     def weight(self, weight: float | None) -> None:
-        sizes = {
-            unit.process_groups[0].size() * (1 if unit.replicas is None else unit.replicas.size())
-            for unit in self._units
-        }
-        if sizes != {self._comm.size}:
+        if self._reduced_over != {self._comm.size}:
             raise UnsupportedError(
-                f"weight: gradients of this model are averaged over {sizes} ranks, expected the "
+                f"weight: gradients of this model are averaged over {self._reduced_over} ranks, expected the "
                 f"{self._comm.size} ranks of comm"
             )
         self._weights.set(weight)
@@ -273,6 +275,8 @@ class Attachment(Closing):
         with ExitStack() as ends:
             for each in (self._comms, *self._lanes):
                 ends.callback(each.close)
+            if self._health is not None:
+                ends.callback(self._health.close)
             if self._lane is not None:
                 ends.callback(self._lane.close)
 

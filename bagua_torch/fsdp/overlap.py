@@ -138,7 +138,7 @@ class Reductions:
             self._pass, now_ns = number, time.perf_counter_ns()
             self._health.step_ended(self._passed, self._began_ns, now_ns)
             self._passed, self._began_ns = self._passed + 1, now_ns
-            self._health.ride()
+            self._health.gather_rows()
         return self._passes.at_end(self._end_all, self.wait)
 
     def add(self, lane: Lane[Communicator], future: Future[None]) -> None:

@@ -95,8 +95,15 @@ class Join:
         Returns:
             The ranks that took part in the last exchange, if this rank had ended before it.
         """
+        before = SavedGradients(exchange.memory)
+        with exchange.engine.health.without_data():
+            last = self._follow(exchange, buffers, unused)
+        before.restore()
+        buffers.due = True  # the same on all ranks, whatever number of steps each has made
+        return last
+
+    def _follow(self, exchange: BucketExchange, buffers: SharedBuffers, unused: UnusedParameters) -> list[int]:
         engine, memory = exchange.engine, exchange.memory
-        before = SavedGradients(memory)
         last: list[int] = []
         zeroed_in = -1
         while True:
@@ -104,7 +111,6 @@ class Join:
             if not self.active:
                 break
             last = self.active
-            engine.health.has_data = False
             if self.weighs:
                 engine.weight = 0
             engine.at(Point.FORWARD)
@@ -128,9 +134,6 @@ class Join:
                 engine.at(Point.STEP)
             exchange.attach_states()
             unused.follow_pass(self.passes, engine, freezes=self.freezes)
-        before.restore()
-        engine.health.has_data = True
-        buffers.due = True  # the same on all ranks, whatever number of steps each has made
         return last
 
     def fetch(self, buffers: SharedBuffers) -> None:

@@ -1,5 +1,6 @@
 """Rows of step times that ride along with exchanges: slow ranks and links are the same on all ranks."""
 
+import contextlib
 import logging
 import random
 
@@ -7,9 +8,10 @@ import numpy as np
 import pytest
 from support.engine_steps import backward
 
-from bagua_comm import DiLoCo, Engine, GradientAllReduce, Plan, Point, TensorSpec
+from bagua_comm import DiLoCo, Engine, GradientAllReduce, Plan, Point, StreamingDiLoCo, TensorSpec
 from bagua_comm.engine import monitor
 from bagua_comm.flight import diagnose
+from bagua_comm.health.slow import HealthLogs, Slow
 from bagua_comm.testing import run_ranks
 
 PLAN = Plan.pack([TensorSpec(f"x{i}", (8,), "float32") for i in range(2)], bucket_bytes=32)
@@ -143,10 +145,63 @@ def test_rows_ride_along_with_exchanges_only():
 
 def test_a_diagnosis_names_the_rank_that_was_slow():
     def body(comm):
-        train(comm, 80, slowed(1, 40, 80))
-        return comm.flight.record()
+        records = []
+        train(comm, 80, slowed(1, 40, 80), look=lambda engine, step: records.append(comm.flight.record()))
+        return records[-1]
 
     diagnosis = diagnose(run_ranks(2, body))
     (finding,) = [each for each in diagnosis.findings if each.kind == "slow"]
     assert finding.ranks == (1,)
     assert "rank 1 has been slow since step 4" in finding.text or "since step 3" in finding.text
+
+
+def test_what_was_slow_is_past_when_the_engine_is_closed():
+    def body(comm):
+        train(comm, 60, slowed(1, 20, 60))
+        return comm.health()
+
+    for report in run_ranks(2, body):
+        assert report.slow == ()
+        assert [each.ranks for each in report.past] == [(1,)]
+        assert report.past[0].until == 59
+
+
+def test_engines_of_one_world_do_not_end_what_others_have_found():
+    logs = HealthLogs()
+    first, second = logs.open("a"), logs.open("b")
+    for log in (first, second):
+        log.begin(Slow("rank 1", (1,), 5, 2.0))
+    second.end("rank 1", 9)
+    assert [each.until for each in logs.latest.slow] == [None]
+    assert [each.until for each in logs.latest.past] == [9]
+    first.is_closed = True
+    logs.open("c")
+    assert logs.latest.slow == ()
+
+
+def test_fragments_that_are_exchanged_in_turn_have_rows_too():
+    def body(comm):
+        train(comm, 200, slowed(None, 0, 0), algorithm=StreamingDiLoCo(local_steps=4, fragments=2, delay=1))
+        return len(comm.health().rows)
+
+    assert run_ranks(2, body) == [2, 2]
+
+
+def test_rows_go_on_soon_after_one_in_which_most_ranks_had_no_data():
+    due = []
+
+    def body(comm):
+        def look(engine, step):
+            due.append(engine.health._due)
+
+        with contextlib.ExitStack() as stack:
+
+            def without(engine, step):
+                look(engine, step)
+                if step == 3 and comm.rank:
+                    stack.enter_context(engine.health.without_data())
+
+            return train(comm, 40, slowed(None, 0, 0), look=without)
+
+    run_ranks(3, body)
+    assert max(due) < 60
