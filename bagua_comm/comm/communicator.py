@@ -23,6 +23,7 @@ from ..arrays import A, AnyArray, Array, Op
 from ..errors import ArrayError, BaguaError, CommError, CommMismatch, CommTimeout, UnsupportedError, shown
 from ..execution.futures import end_lanes, is_inside
 from ..execution.lane import InlineLane, Lane, StreamLane, ThreadLane
+from ..execution.requests import Buffer
 from ..health.slow import Health
 from ..hooks import Hook, Listener
 from ..logs import log_on_root
@@ -273,6 +274,8 @@ class Communicator(Collectives, GatherScatter, CoalescedCollectives, ObjectCalls
             call.check_reduction(op)  # the lane allocates
         else:
             call.reduces_to(out, op)
+            self._requests.check_free("iallreduce", Buffer.of(call.target, is_written=True))
+        self._requests.check_free("iallreduce", Buffer.of(call.x, is_written=False))
         lane = self._kept_lane()
         return lane.submit(lane.comm.allreduce, x, out, op=op, timeout_s=timeout_s)
 
@@ -287,7 +290,9 @@ class Communicator(Collectives, GatherScatter, CoalescedCollectives, ObjectCalls
             UnsupportedError: See `broadcast`.
         """
         root = self._check_peer("ibroadcast", "root", root)
-        Call(self, "ibroadcast", x, root=root, timeout_s=timeout_s).broadcasts(root)
+        call = Call(self, "ibroadcast", x, root=root, timeout_s=timeout_s)
+        call.broadcasts(root)
+        self._requests.check_free("ibroadcast", Buffer.of(call.x, is_written=self.rank != root))
         lane = self._kept_lane()
         return lane.submit(lane.comm.broadcast, x, root=root, timeout_s=timeout_s)
 
@@ -339,8 +344,8 @@ class Communicator(Collectives, GatherScatter, CoalescedCollectives, ObjectCalls
         """Return the times of recent training steps of all ranks, and which rank or link is slow since when.
 
         Not collective. Engines on this communicator, or on one derived from it, gather them on their lanes every
-        few steps; so do `bagua_torch.DistributedDataParallel` and `bagua_torch.fsdp.attach`. A slow rank or link is logged, too, by the
-        logger "bagua_comm" on rank 0, when it becomes slow and when it no longer is.
+        few steps; so do `bagua_torch.DistributedDataParallel` and `bagua_torch.fsdp.attach`. A slow rank or link
+        is logged, too, by the logger "bagua_comm" on rank 0, when it becomes slow and when it no longer is.
         """
         return self.flight.health.latest
 

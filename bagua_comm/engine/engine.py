@@ -13,7 +13,6 @@ import difflib
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -74,11 +73,6 @@ _log = logging.getLogger(__name__)
 
 def _nothing() -> None:
     """Do nothing."""
-
-
-def _waited_ns(comm: Communicator, counters: ExchangeCounters) -> int:
-    """How long the thread that trains has waited for exchanges, and for its own calls of `comm`."""
-    return counters.wait.time_ns + comm.counters.total().time_ns
 
 
 @dataclass(frozen=True)
@@ -152,7 +146,7 @@ class Engine(Live, Closing):
         self._weights = EngineWeights(self._comm, storage, compare=self._alone)
         counters, on_device = ExchangeCounters(), isinstance(self._lane, StreamLane)
         comm.flight.exchanges[self._comm.group] = counters
-        self.health = HealthMonitor(self._lane, comm.flight.health, partial(_waited_ns, comm, counters), _log)
+        self.health = HealthMonitor(self._lane, _log)
         """The times of this rank's steps, which ranks compare."""
         self._exchanges = Exchanges(
             self._lane, self._tracer, self, warn=self._alone, counters=counters, health=self.health

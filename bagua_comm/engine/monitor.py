@@ -13,7 +13,7 @@ import logging
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 
@@ -23,7 +23,7 @@ from ..comm import Communicator
 from ..execution.lane import Lane, ThreadLane
 from ..health.change_points import HISTORY, ROWS, Series, relative_to_others
 from ..health.rows import BUSY, Row, StepTimes, Usage
-from ..health.slow import HealthLogs, Slow
+from ..health.slow import Slow
 from ..logs import log_on_root
 from .links import measure_links, slow_links
 
@@ -53,23 +53,22 @@ class HealthMonitor:
 
     Args:
         lane: The lane. Without a thread of its own, ranks would wait for rows, and none are sent.
-        logs: Where the results go.
-        waits: Returns the nanoseconds that this rank has waited for others since its start.
         logger: Receives a line when something becomes slow, and when that ends; on rank 0.
+        lanes: Other lanes for whose tasks training waits, without an engine.
     """
 
     def __init__(
-        self, lane: Lane[Communicator], logs: HealthLogs, waits: Callable[[], int], logger: logging.Logger
+        self, lane: Lane[Communicator], logger: logging.Logger, lanes: Sequence[Lane[Communicator]] = ()
     ) -> None:
-        self._lane, self._waits, self._logger = lane, waits, logger
+        self._lane, self._logger, self._lanes = lane, logger, lanes
         comm = lane.comm
-        self._log = logs.open(comm.group)
+        self._flight = comm.flight
+        self._log, self._members = comm.flight.health.open(comm.group), comm.flight.groups[comm.group]
         self.is_on = comm.size > 1 and isinstance(lane, ThreadLane)
         """Whether ranks send rows."""
         self._exchanges, self._due, self._sent_at = 0, FIRST_ROW, 0
         """Numbers of exchanges: so far, when the next row is sent, and when the last one was."""
         self._has_data = True
-        self._members = comm.flight.groups[comm.group]
         self._steps: list[StepTimes] = []
         self._step = self._end_ns = self._waited_ns = 0
         self._used = Usage.now()
@@ -86,7 +85,7 @@ class HealthMonitor:
 
     def step_ended(self, step: int, began_ns: int, end_ns: int) -> None:
         """Note step number `step` of this rank; times by `time.perf_counter_ns`."""
-        self._step, waited_ns = step, self._waits()
+        self._step, waited_ns = step, self._flight.waited_ns + sum(lane.waited_ns for lane in self._lanes)
         if self._end_ns and len(self._steps) < 4096:
             waiting_s = (waited_ns - self._waited_ns) / 1e9
             own_s = max((end_ns - self._end_ns) / 1e9 - waiting_s, 0.0)
@@ -99,7 +98,7 @@ class HealthMonitor:
         Collective.
         """
         self._exchanges += 1
-        if self._exchanges < self._due:
+        if self._exchanges < self._due or not self.is_on:
             return
         if self._sent is not None:
             self._due = self._sent_at + self._lane.result(self._sent)  # done since the bucket after it
@@ -144,7 +143,7 @@ class HealthMonitor:
         """
         comm = self._lane.comm
         rows = [Row(*numbers) for numbers in comm.allgather(np.array(row.numbers())).tolist()]
-        self._log.add_rows(rows)
+        self._log.add_rows(self._members, rows)
         if all(each.steps for each in rows):
             self._begins.append(int(rows[0].step - rows[0].steps) + 1)
             self._compare_ranks(rows)

@@ -250,6 +250,8 @@ def wait_any(futures: Iterable[Future[Any]]) -> int:
 def _listed(call: str, futures: Iterable[Future[R]]) -> list[Future[R]]:
     if isinstance(futures, Future):
         raise UnsupportedError(f"{call}: futures is one future, expected a list of them: {call}([future])")
+    if not isinstance(futures, Iterable):
+        raise UnsupportedError(f"{call}: futures is {shown(futures)}, expected a list of futures")
     found = list(futures)
     for index, each in enumerate(found):
         if not isinstance(each, Future):

@@ -127,6 +127,13 @@ class FlightRecorder:
         self._writing = threading.Lock()
         self._writes = 0
 
+    @property
+    def waited_ns(self) -> int:
+        """How long the thread that trains has waited: in calls that have ended, and for exchanges of engines."""
+        calls = [each for name, each in tuple(self.counters.items()) if name not in self.beside]
+        waits = sum(each.wait.time_ns for each in tuple(self.exchanges.values()))
+        return waits + sum(each.time_ns for of in calls for each in tuple(of.by_operation.values()))
+
     def entries(self) -> list[Entry]:
         """The last calls, in the order in which they began."""
         return [self._entry(record) for record in tuple(self.ring)]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 
 from .rows import Row
 
@@ -41,25 +41,26 @@ class Health:
     """The report of `Communicator.health`.
 
     Attributes:
-        rows: The latest row of each rank, by rank of the engine's communicator; empty before the first.
+        rows: The latest row of each rank, by rank of the world; empty before the first.
         slow: What is slow now.
         past: What was slow, and is no longer; the last ones.
     """
 
-    rows: tuple[Row, ...] = ()
+    rows: Mapping[int, Row] = field(default_factory=dict)
     slow: tuple[Slow, ...] = ()
     past: tuple[Slow, ...] = ()
 
     def __str__(self) -> str:
         if not self.rows:
             return "health: no row yet; ranks exchange the first one after some training steps"
-        lines = [f"step {self.rows[0].step:.0f}; milliseconds of the median step"]
+        step = max(row.step for row in self.rows.values())
+        lines = [f"step {step:.0f}; milliseconds of the median step"]
         lines += ["rank    own  waiting  between"]
         lines += [
             f"{rank:4d} {1e3 * row.own_s:6.1f} {1e3 * row.waiting_s:8.1f} {1e3 * row.between_s:8.1f}"
-            for rank, row in enumerate(self.rows)
+            for rank, row in self.rows.items()
         ]
-        return "\n".join([*lines, *map(str, self.slow or ["nothing is slow"])])
+        return "\n".join([*lines, *map(str, self.slow or ["nothing is slow"]), *map(str, self.past)])
 
     def as_dict(self) -> dict[str, object]:
         """The report as JSON values."""
@@ -77,9 +78,9 @@ class HealthLog:
         self.latest = Health()
         self.is_closed = False
 
-    def add_rows(self, rows: Sequence[Row]) -> None:
+    def add_rows(self, ranks: Sequence[int], rows: Sequence[Row]) -> None:
         """Replace the rows by the next ones."""
-        self.latest = replace(self.latest, rows=tuple(rows))
+        self.latest = replace(self.latest, rows=dict(zip(ranks, rows, strict=True)))
 
     def begin(self, slow: Slow) -> None:
         """Add what has become slow."""
@@ -111,4 +112,4 @@ class HealthLogs:
         found = [each.latest for each in reversed(self._logs.values())]
         slow = {each.what: each for health in found for each in health.slow}
         past = [each for health in found for each in health.past]
-        return Health(next((each.rows for each in found if each.rows), ()), tuple(slow.values()), tuple(past))
+        return Health(next((each.rows for each in found if each.rows), {}), tuple(slow.values()), tuple(past))

@@ -134,13 +134,12 @@ class LiveStatus:
 
 def _read(flight: FlightRecorder, call: Record | None, call_s: float) -> _Reading:
     """The counts of this moment, at which the rank has been in `call` for `call_s`."""
-    counters = {name: each.total() for name, each in list(flight.counters.items())}
-    waited_s = sum(each.seconds for name, each in counters.items() if name not in flight.beside)
-    waited_s += sum(each.wait.seconds for each in list(flight.exchanges.values()))
+    waited_s = flight.waited_ns / 1e9
     if call is not None and call[HEAD][0] not in flight.beside:
         waited_s += call_s
     step = next(reversed(tuple(flight.steps.values())), 0)  # of the newest engine
-    return _Reading(time.monotonic(), step, waited_s, sum(each.wire_bytes for each in counters.values()))
+    sent = sum(each.total().wire_bytes for each in tuple(flight.counters.values()))
+    return _Reading(time.monotonic(), step, waited_s, sent)
 
 
 def _rates(readings: deque[_Reading]) -> tuple[float | None, float | None, float]:

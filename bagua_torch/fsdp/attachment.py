@@ -75,7 +75,7 @@ class Attachment(Closing):
         self._weights = PassWeights(self._passes, self._lane if has_replicas else None)
         self._health: HealthMonitor | None = None
         if self._lane is not None and compares:
-            self._health = HealthMonitor(self._lane, comm.flight.health, self._waited_ns, _log)
+            self._health = HealthMonitor(self._lane, _log, [lane for each in self._lanes for lane in each.lanes])
         self._reductions = Reductions(self._passes, self._health) if overlaps else None
         self._feeding: dict[str, Reduce | Replicate] = {}
         """The reductions with a residual, by the name of their module."""
@@ -121,10 +121,6 @@ class Attachment(Closing):
                 unit.before_forward(partial(self._prefetch.check, unit))
             if reduce.is_reproducible and average is None and unit.process_groups[0].size() == 1:
                 unit.use_alone(reducer.alone)
-
-    def _waited_ns(self) -> int:
-        """How long this rank has waited for gathers and reductions."""
-        return sum(each.waited_ns for each in self._lanes)
 
     def _warn_of_others(self, model: nn.Module) -> None:
         """In the first forward pass, warn of modules that were sharded after `attach`."""

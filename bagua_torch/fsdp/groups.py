@@ -87,9 +87,9 @@ class LaneComms(GroupComms):
         return self._lanes.get(comm)
 
     @property
-    def waited_ns(self) -> int:
-        """How long callers have waited for tasks of the lanes."""
-        return sum(lane.waited_ns for lane in self._lanes.values())
+    def lanes(self) -> list[Lane[Communicator]]:
+        """All of them."""
+        return list(self._lanes.values())
 
     def wait(self) -> None:
         """Wait for all tasks of the lanes, and raise the first error among them."""

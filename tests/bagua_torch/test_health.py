@@ -27,7 +27,11 @@ def rows(batches, *, algorithm=None, knows_optimizer=True, parts=1):
                         with ddp.no_sync() if part < parts - 1 else contextlib.nullcontext():
                             loss_of(ddp, batch(comm.rank, 10 * step + part)).backward()
                     optimizer.step()
-            return len(comm.health().rows), [bool(row.steps) for row in comm.health().rows], comm.health().slow
+            return (
+                len(comm.health().rows),
+                [bool(row.steps) for row in comm.health().rows.values()],
+                comm.health().slow,
+            )
 
     return run_ranks(len(batches), body, timeout_s=20)
 

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,13 +24,14 @@ def train(comm, steps, own_ms, *, waiting_ms=lambda step: 10, algorithm=None, lo
     """Train with steps whose times are given, in the place of those of a clock; returns the engine's rows."""
     with Engine(comm, algorithm or GradientAllReduce(), PLAN, PLAN.allocate()) as engine:
         now, waited, measured = 0, 0, engine.health.step_ended
-        engine.health._waits = lambda: waited
+        engine.health._flight = SimpleNamespace(waited_ns=0)
 
         def step_ended(*_):
             nonlocal now, waited
             began = now
             now += round((own_ms(engine.step - 1, comm.rank) + waiting_ms(engine.step - 1)) * MS)
             waited += round(waiting_ms(engine.step - 1) * MS)
+            engine.health._flight.waited_ns = waited
             measured(engine.step - 1, began, now)
 
         engine._progress._ended = step_ended
@@ -205,3 +207,21 @@ def test_rows_go_on_soon_after_one_in_which_most_ranks_had_no_data():
 
     run_ranks(3, body)
     assert max(due) < 60
+
+
+def test_waits_for_another_engine_are_waits_too():
+    """As of two models that are trained in turn."""
+
+    def body(comm):
+        engines = [Engine(comm, GradientAllReduce(), PLAN, PLAN.allocate()) for _ in range(2)]
+        with engines[0], engines[1]:
+            for engine in engines * 3:
+                engine.at(Point.FORWARD)
+                backward(engine, ["x0", "x1"])
+                engine.at(Point.STEP)
+            waits = [engine.counters.wait.time_ns for engine in engines]
+            return comm.flight.waited_ns, waits
+
+    for waited_ns, waits in run_ranks(2, body):
+        assert min(waits) > 0
+        assert waited_ns >= sum(waits)
