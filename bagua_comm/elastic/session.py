@@ -223,8 +223,10 @@ class Session:
         comm = self._comm
         assert comm is not None
         live.note("committing")
-        done = self._commit()
-        live.note("training")
+        try:
+            done = self._commit()
+        finally:  # the program may catch an error, and go on
+            live.note("training")
         ended_ns = time.perf_counter_ns()
         detail: dict[str, object] = {"commit": self._version, "bytes": done.nbytes, "sent_bytes": done.sent_bytes}
         comm.tracer.add("commit", began_ns, ended_ns, detail)

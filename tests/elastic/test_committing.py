@@ -13,6 +13,7 @@ from bagua_comm import ArrayError, Own
 from bagua_comm.elastic import State, run
 from bagua_comm.elastic.snapshot import slot as slots
 from bagua_comm.elastic.snapshot.snapshots import Snapshot
+from bagua_comm.live import writer as live
 from bagua_comm.testing.fleets import ThreadJob, run_fleet
 
 OWN, COPY = "slot-1-[ab]-own", "slot-1-[ab]-for-0"
@@ -101,6 +102,28 @@ def test_without_room_the_commit_before_stays_whole(full, grow, pattern):
     again = run_fleet(job, training(job, grow, full, pattern, dies=False))
     expected = [((2, "", [2.0 * rank] * 2), [5.0 * rank] * 2) for rank in range(3)]
     assert [outcome.get("result", outcome) for outcome in again] == expected
+
+
+def test_a_rank_that_goes_on_after_a_failed_commit_is_not_shown_as_committing(full, monkeypatch):
+    shown, states = [], []
+    monkeypatch.setattr(live, "note", shown.append)
+
+    def body(fleet):
+        state = State(step=0, notes="")
+
+        @run(state, fleet=fleet)
+        def train(comm):
+            state.commit()
+            state.notes = "x" * (1 << 20)
+            full.add("slot-.*")
+            with pytest.raises(ArrayError, match="No space"):
+                state.commit()
+            states.extend(shown[-2:])
+
+        return train
+
+    assert [outcome.get("error") for outcome in run_fleet(ThreadJob(1), body)] == [None]
+    assert states == ["committing", "training"]
 
 
 def test_without_memory_for_the_first_snapshot_all_ranks_raise(full):
