@@ -276,7 +276,7 @@ def is_here(address: str) -> bool:
 
 
 def _host(text: str, where: str, slots: int | None = None) -> Host:
-    match = re.fullmatch(r"([\w.+-]+)(?::([1-9][0-9]{0,6}))?", text)
+    match = re.fullmatch(r"((?!-)[\w.+-]+)(?::([1-9][0-9]{0,6}))?", text)
     if match is None:
         raise CommandError(f"{where}: {text!r} is not a host; expected e.g. node1, or node1:4 for 4 ranks")
     return Host(match[1], int(match[2]) if match[2] else slots)

@@ -34,8 +34,8 @@ def folder_of(job: str | None) -> Path:
     folders = _jobs(root)
     known = ", ".join(each.name for each in folders[-NAMED:]) + more(folders[:-NAMED])
     if job is not None:
-        found = [each for each in (root / job, Path(job)) if each.is_dir()]
-        if not found:
+        found = [*(each for each in folders if each.name == job), Path(job)]
+        if not found[0].is_dir():
             raise LiveError(f"{job}: there is no such job, nor folder; the jobs of this host: {known or 'none'}")
         return found[0]
     if not folders:
@@ -58,7 +58,7 @@ def _runs(folder: Path) -> bool:
 
 
 def _jobs(root: Path) -> list[Path]:
-    """The folders of jobs, the one that was written last at the end."""
+    """The folders of jobs, the one that was written last at the end; none if another user could have made them."""
     with suppress(OSError):
         if is_private(root.lstat()):
             found = [path for path in root.iterdir() if any(path.glob("*.json"))]

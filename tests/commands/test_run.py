@@ -470,6 +470,7 @@ def test_hosts_are_named_in_the_words_of_each_mpi(tmp_path):
         (["--host", "a,b"], "how many ranks? Give -n"),
         (["--host", "a:0"], "'a:0' is not a host; expected e.g. node1, or node1:4"),
         (["--host", ""], "'' is not a host"),
+        (["--host", "a,-F"], "'-F' is not a host"),
         (["--hostfile", "no/such/file"], "--hostfile no/such/file: "),
         (["--hostfile", os.devnull], "names no host"),
         (["--env", "A B=1"], "'A B' is not the name of a variable"),

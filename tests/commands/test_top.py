@@ -71,6 +71,20 @@ def test_a_folder_that_is_no_jobs_and_an_unknown_name_are_errors(job, tmp_path, 
     assert text.endswith(f"nojob: there is no such job, nor folder; the jobs of this host: {job.name}\n")
 
 
+def test_a_named_job_is_not_read_where_another_user_could_have_written_it(job, root, capsys):  # noqa: F811
+    root.chmod(0o777)
+    text = output_of(capsys, "top", job.name, "--once", code=2)
+    assert f"{job.name}: there is no such job, nor folder; the jobs of this host: none" in text
+    assert output_of(capsys, "top", str(job), "--once").startswith(job.name)  # whoever gives the path trusts it
+
+
+def test_a_host_that_ssh_would_take_for_an_option_is_refused(root, tmp_path, monkeypatch, capsys):  # noqa: F811
+    agent(tmp_path, monkeypatch, f"touch {tmp_path}/asked")
+    add(root / "job", 0, hosts="localhost,-Fconfig")
+    assert "'-Fconfig' is not a host" in output_of(capsys, "top", "job", "--once", code=2)
+    assert not (tmp_path / "asked").exists()
+
+
 def test_of_two_jobs_that_run_one_must_be_named(job, root, capsys):  # noqa: F811
     add(root / "other", 0)
     text = output_of(capsys, "top", "--once", code=2)
