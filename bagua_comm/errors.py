@@ -137,6 +137,12 @@ def last_warning() -> str:
     return "".join(_warned)
 
 
+def uncaught_error(earlier: BaseException | None = None) -> BaseException | None:
+    """The exception that ended the main thread, if there is one; None if it is `earlier`, of a time before."""
+    error: BaseException | None = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    return None if error is earlier else error
+
+
 _INTERNAL = ("bagua_comm", "bagua_torch", "torch", "contextlib")
 
 

@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 
 from ..comm import Communicator
 from ..comm.arguments import hint_of
-from ..errors import BaguaError, CommAborted, CommError, RankFailed, causes
+from ..errors import BaguaError, CommAborted, CommError, RankFailed, causes, uncaught_error
 from ..execution.futures import TaskProblem, end_lanes
 from ..flight import explain
 from ..flight.entries import LEFT_WELL, file_name
@@ -138,7 +138,7 @@ class ExitHandler:
         """The first error of a task or a request that nobody has seen before the program ended."""
         self._is_installed = False
         self._ending = threading.RLock()
-        self._earlier_error = _last_error()
+        self._earlier_error = uncaught_error()
 
     def prepare(self, mpi: ModuleType, log: JoinLog, timeout_s: float) -> None:
         """Use this module `mpi4py.MPI`, this log of the ranks that connect, and this time limit at exit."""
@@ -359,9 +359,8 @@ class ExitHandler:
         """Leave the open worlds, and end MPI unless mpi4py does so."""
         if os.getpid() != self.process:
             return
-        error = _last_error()
-        failed = error is not None and error is not self._earlier_error and sys.excepthook != self._on_exception
-        if error is not None and failed:
+        error = None if sys.excepthook == self._on_exception else uncaught_error(self._earlier_error)
+        if error is not None:
             self._record_error(error)
         elif self._problem is not None:
             self._record_error(self._problem.error)
@@ -369,7 +368,7 @@ class ExitHandler:
             self._job.record("exit", rank=self._rank)
         if self.abort.mpi.Is_finalized():
             return
-        if error is not None and failed:
+        if error is not None:
             # Another hook has printed it without calling ours.
             text = f"{self.abort.rank_name()} ended with {type(error).__name__}, and all ranks with it"
             print(text, file=sys.stderr, flush=True)
@@ -447,12 +446,6 @@ def _end_without_destructors() -> None:
 
 def _text(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
-
-
-def _last_error() -> BaseException | None:
-    """The exception that ended the main thread, if there is one."""
-    error: BaseException | None = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-    return error
 
 
 def _refers_to_a_communicator(trace: TracebackType | None) -> bool:

@@ -38,7 +38,8 @@ def findings(ranks: Sequence[Status]) -> list[str]:
 
 _TROUBLE = {
     "failed": "failed: {reason}",
-    "died": "died: {it} ended without notice; it crashed, or was killed, as the kernel does for want of memory",
+    "died": "died: {it} ended without notice; it crashed, or a signal ended it: SIGTERM, as torchrun sends to "
+    "all when a rank fails, or SIGKILL, as the kernel does for want of memory",
     "stopped": "is stopped, by a signal or a debugger: {it}",
     "silent": "is silent for {age}, though {it} runs: C code does not let Python run, or the host is busy",
 }

@@ -58,7 +58,7 @@ def _runs(folder: Path) -> bool:
 
 
 def _jobs(root: Path) -> list[Path]:
-    """The folders of jobs, the one that was written last at the end; none if another user could have made them."""
+    """The folders of jobs, the one that was written last at the end; none if others could make them."""
     with suppress(OSError):
         if is_private(root.lstat()):
             found = [path for path in root.iterdir() if any(path.glob("*.json"))]

@@ -68,6 +68,7 @@ class LiveStatus:
     def __init__(self, folder: Path, flight: FlightRecorder, hosts: Iterable[str], attempt: int) -> None:
         self.job, self.process, self.flight = folder.name, os.getpid(), flight
         self._me = ProcessId.mine().text()
+        self.earlier_error = errors.uncaught_error()
         self.state: State = "training"
         self._file = folder / f"{self.process}-{namespace_number():x}.json"
         self._hosts, self._attempt, self._reason = ",".join(dict.fromkeys(hosts)), attempt, ""
@@ -226,6 +227,11 @@ def _mine() -> list[LiveStatus]:
 
 @atexit.register
 def _at_exit() -> None:
-    """Write how the program ended, where no hook has: an exception that nobody caught is the last one then."""
-    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-    end("ended" if error is None else "failed", "" if error is None else f"{type(error).__name__}: {error}")
+    """Write how the program ended, where no hook has."""
+    for mine in _mine():
+        # An interactive session goes on after an error, and none of them has ended it.
+        error = None if hasattr(sys, "ps1") else errors.uncaught_error(mine.earlier_error)
+        if error is None:
+            mine.end("ended", "")
+        else:
+            mine.end("failed", f"{type(error).__name__}: {error}")

@@ -60,6 +60,7 @@ def test_a_rank_that_died_comes_before_those_that_failed_or_were_ended_because_o
     ended = rank(2, state="failed", reason=SIGTERM, own_s=None)
     died, failed, text = findings([lost, rank(1, state="died", own_s=None), ended])
     assert died.startswith("rank 1 died: process 41 on node1 ended without notice")
+    assert "SIGTERM, as torchrun sends" in died  # of which no process of torchrun can tell
     assert failed == "rank 0 failed: RankFailed: rank 1 has died"
     assert text.startswith("rank 2 was ended by SIGTERM")
     cause, *_ = findings([rank(0, state="died"), rank(1, state="failed", reason="ValueError: no more data")])

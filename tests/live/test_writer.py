@@ -138,17 +138,26 @@ from pathlib import Path
 from bagua_comm.flight import FlightRecorder
 from bagua_comm.live import status, writer
 status.shared_memory = lambda: Path(sys.argv[1])
+exec(sys.argv[2])
 writer.show("job", FlightRecorder(), [])
 """
+FAILS = "raise ValueError('no more data')"
+EARLIER = "sys.last_value = KeyError('of a session')"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("last", "code", "expected"),
-    [("", 0, ("ended", "")), ("raise ValueError('no more data')", 1, ("failed", "ValueError: no more data"))],
+    ("first", "last", "code", "expected"),
+    [
+        ("", "", 0, ("ended", "")),
+        ("", FAILS, 1, ("failed", "ValueError: no more data")),
+        (EARLIER, "", 0, ("ended", "")),
+        (EARLIER, FAILS, 1, ("failed", "ValueError: no more data")),
+        ("sys.ps1 = '>>> '", EARLIER, 0, ("ended", "")),  # an interactive session went on after an error
+    ],
 )
-def test_a_program_that_ends_says_how(root, tmp_path, last, code, expected):  # noqa: F811
-    command = [sys.executable, "-c", PROGRAM + last, str(tmp_path)]
+def test_a_program_that_ends_says_how(root, tmp_path, first, last, code, expected):  # noqa: F811
+    command = [sys.executable, "-c", PROGRAM + last, str(tmp_path), first]
     assert subprocess.run(command, stderr=subprocess.DEVNULL, timeout=60).returncode == code
     (found,) = read_job(root / "job")
     assert (found.state, found.reason) == expected
