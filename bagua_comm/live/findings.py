@@ -17,7 +17,8 @@ OF_OTHERS = ("RankFailed", "CommAborted", "CommTimeout")
 def findings(ranks: Sequence[Status]) -> list[str]:
     """The problems of a job, a line each, the likeliest cause first.
 
-    >>> waits = Status("job", 0, 2, "a", 12, call="barrier #4", call_s=7.0, state="in a call")
+    >>> barrier = {"call": "barrier #4", "members": (0, 1), "state": "in a call"}
+    >>> waits = Status("job", 0, 2, "a", 12, call_s=7.0, **barrier)
     >>> works = Status("job", 1, 2, "a", 13, last="barrier #3", last_s=7.1)
     >>> findings([waits, works])
     ['rank 0 waits in barrier #4 for 7 s; rank 1 has not come: in no call, the last was barrier #3, 7 s ago']
@@ -68,10 +69,12 @@ def duration(seconds: float) -> str:
 
 
 def _waits(ranks: Sequence[Status]) -> Iterator[str]:
-    """Calls in which ranks wait for others that are not in them."""
-    for call in dict.fromkeys(each.call for each in ranks if each.call_s >= HANGS_S):
-        inside = [each for each in ranks if each.call == call]
-        others = [f"rank {each.rank} has not come: {_instead(each)}" for each in ranks if each.call != call]
+    """Calls in which ranks wait for others that are not in them. The numbers of messages are each rank's own."""
+    late = [(each.call, each.members or (each.rank,)) for each in ranks if each.call_s >= HANGS_S]
+    for call, members in dict.fromkeys(late):
+        awaited = [each for each in ranks if each.rank in members]
+        inside = [each for each in awaited if each.call == call]
+        others = [f"rank {each.rank} has not come: {_instead(each)}" for each in awaited if each.call != call]
         wait = (
             f"wait{'' if len(inside) > 1 else 's'} in {call} for {duration(max(each.call_s for each in inside))}"
         )

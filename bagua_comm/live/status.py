@@ -51,6 +51,7 @@ class Status:
         sent_per_s: Bytes that the rank sends in a second.
         memory: Bytes of memory in use.
         call, call_s: The call in progress, with its number and communicator, and its seconds; "" without one.
+        members: The ranks that all make this call, those of its communicator; empty for a message between two.
         last, last_s: The call that ended last, and how many seconds ago.
         line: Where the program is, if no call has begun or ended for a while.
         slow: The ranks and links that are slow in its training, as `Communicator.health` has them.
@@ -76,6 +77,7 @@ class Status:
     memory: int = 0
     call: str = ""
     call_s: float = 0.0
+    members: tuple[int, ...] = ()
     last: str = ""
     last_s: float = 0.0
     line: str = ""
@@ -100,6 +102,7 @@ class Status:
         if not isinstance(found, dict) or found.get("version") != VERSION:
             raise ValueError(f"it is not the status of a process, in version {VERSION}")
         given = {name: _printable(value) for name, value in found.items() if name != "version"}
+        given["members"] = tuple(found.get("members", ()))
         return cls(**given)  # type: ignore[arg-type]
 
 

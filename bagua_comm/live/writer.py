@@ -125,6 +125,7 @@ class LiveStatus:
             memory=_memory(),
             call=_text(call),
             call_s=call_s,
+            members=flight.groups.get(call[HEAD][0], ()) if call is not None and call[HEAD][1] else (),
             last=_text(last),
             last_s=last_s,
             line=users_line(stacks_now()) if is_still else "",

@@ -119,6 +119,7 @@ def agent(folder, monkeypatch, script):
 
 def test_ranks_on_other_hosts_are_shown_as_these_hosts_see_them(root, tmp_path, monkeypatch, capsys):  # noqa: F811
     facts = {"host": "node2", "hosts": "node1,node2", "state": "in a call", "call": "barrier #3", "call_s": 9.0}
+    facts["members"] = (0, 1)
     there = Status("job", 1, 2, pid=12, process="12 3 node2", **facts)
     (tmp_path / "there").write_text(json.dumps({"ranks": [there.as_dict()]}) + "\n")
     agent(tmp_path, monkeypatch, f'echo "$1: $2" >> {tmp_path}/asked; [ $1 = node2 ] && cat {tmp_path}/there')

@@ -45,7 +45,7 @@ def test_what_ranks_know_to_be_slow_is_said_once():
 
 
 def test_ranks_that_wait_and_the_one_that_has_not_come_are_named_with_the_line_where_it_is():
-    waits = {"state": "in a call", "call": "allreduce #7", "call_s": 34.0, "own_s": None}
+    waits = {"state": "in a call", "call": "allreduce #7", "call_s": 34.0, "members": (0, 1, 2), "own_s": None}
     late = rank(1, last="barrier #6", last_s=34.1, line="train.py:8, in load: time.sleep(60)", own_s=None)
     assert findings([rank(0, **waits), late, rank(2, **waits)]) == [
         "ranks 0, 2 wait in allreduce #7 for 34 s; rank 1 has not come: in no call, the last was barrier #6, 34 "
@@ -53,6 +53,28 @@ def test_ranks_that_wait_and_the_one_that_has_not_come_are_named_with_the_line_w
     ]
     assert "in barrier #8 for 30 s" in findings([rank(0, **waits), rank(1, call="barrier #8", call_s=30.0)])[0]
     assert findings([rank(0, **waits | {"call_s": 1.0}), late]) == []
+
+
+def test_a_rank_is_not_missed_in_a_call_of_a_communicator_that_it_does_not_belong_to():
+    waits = {"state": "in a call", "call": "barrier #2 of world.1", "call_s": 9.0, "members": (0, 2)}
+    inside, other = rank(0, **waits), rank(1, last="barrier #1", last_s=9.0)
+    assert findings([inside, other, rank(2, last="barrier #1 of world.1", last_s=9.0)]) == [
+        "rank 0 waits in barrier #2 of world.1 for 9 s; rank 2 has not come: in no call, the last was barrier #1 "
+        "of world.1, 9 s ago"
+    ]
+    namesake = rank(1, **waits | {"members": (1,)})  # of another communicator of this name
+    assert findings([inside, namesake, rank(2, **waits)]) == [
+        "ranks 0, 2 wait in barrier #2 of world.1 for 9 s",
+        "rank 1 waits in barrier #2 of world.1 for 9 s",
+    ]
+
+
+def test_messages_of_equal_number_are_not_taken_for_one_call_that_others_have_not_made():
+    waits = {"state": "in a call", "call": "recv #7", "call_s": 9.0}
+    assert findings([rank(0, **waits), rank(1, **waits), rank(2, last="send #7", last_s=9.0)]) == [
+        "rank 0 waits in recv #7 for 9 s",
+        "rank 1 waits in recv #7 for 9 s",
+    ]
 
 
 def test_a_rank_that_died_comes_before_those_that_failed_or_were_ended_because_of_it():

@@ -46,11 +46,14 @@ def test_the_file_has_the_rank_its_step_and_the_call_that_it_is_in(root, flight)
     flight.ring.append([HEAD, 5, None, now_ns - 7 * 10**9, None, None])
     flight.steps["world.1"] = 12
     found = until(lambda: (found := shown(root)).call and found)
+    assert found.members == (0, 1)
     assert (found.rank, found.size, found.step, found.state) == (1, 2, 12, "in a call")
     assert (found.call, found.last, found.hosts) == ("barrier #5", "barrier #4", "node1,node2")
     assert 7 <= found.call_s < 60
     assert found.memory > 1 << 20
     assert "/tests/" in found.line  # where this test is, since the call lasts for long
+    flight.ring.append([("world", False, "recv", None, (), {}, False), 7, None, now_ns, None, None])
+    assert until(lambda: (found := shown(root)).call == "recv #7" and found).members == ()
 
 
 def test_rates_are_those_of_the_latest_steps():
