@@ -211,7 +211,8 @@ def open_world(
         BootstrapError: `op_order` differs between ranks, or `gpu` or `net` cannot be set up; on all ranks.
     """
     setup = Communicator([transport], nodes=machines, tracer=NULL)
-    orders, hosts = zip(*setup.allgather_object((op_order, socket.gethostname())), strict=True)
+    mine = op_order, socket.gethostname(), _job_under_torchrun()
+    orders, hosts, jobs = zip(*setup.allgather_object(mine), strict=True)
     _check_order(orders)
     nodes = machines if node is None else setup.allgather_object(node)
     choose_net(setup, net)
@@ -233,11 +234,21 @@ def open_world(
         listen(cuda.NvtxRanges())
     log_world(_log, world, nodes, version=__version__)
     set_default(world)
-    shown = world.flight.job or torchrun_job()
+    _, name, attempt = min(jobs)
+    shown = world.flight.job or name
     if shown and os.environ.get("BAGUA_LIVE", "") != "0":
-        attempt = job().attempt + number_from_torchrun("TORCHELASTIC_RESTART_COUNT")
         live.show(shown, world.flight, hosts, attempt)
     return world
+
+
+def _job_under_torchrun() -> tuple[bool, str, int]:
+    """Whether this process is new, the name of its job, "" without torchrun, and the restarts of the job before.
+
+    The least one is that of all ranks: a process that joins others belongs to their job and attempt.
+    """
+    name, attempt = torchrun_job(), job().attempt + number_from_torchrun("TORCHELASTIC_RESTART_COUNT")
+    shown = live.shown() if name else None
+    return (True, name, attempt) if shown is None else (False, *shown)
 
 
 def default() -> Communicator:

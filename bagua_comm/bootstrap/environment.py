@@ -6,9 +6,10 @@ import os
 import socket
 import sys
 from collections.abc import Mapping
+from urllib.parse import quote
 
 from ..errors import BootstrapError
-from ..system.processes import slurm_step
+from ..system.processes import slurm_step, start_of, starter
 from . import launchers, tcp_links
 from .job import Job
 
@@ -108,9 +109,14 @@ def under_torchrun() -> bool:
 
 
 def torchrun_job() -> str:
-    """Return a name for the job that torchrun started; "" without torchrun."""
-    names = "TORCHELASTIC_RUN_ID", "MASTER_PORT"
-    return "-".join(["torchrun", *(os.environ.get(name, "") for name in names)]) if under_torchrun() else ""
+    """Return a name for the job that torchrun started, which can be that of a folder; "" without torchrun.
+
+    It ends with the id of the agent, which starts this process again after a failure: run ids are often equal.
+    """
+    if not under_torchrun():
+        return ""
+    run, agent = quote(os.environ.get("TORCHELASTIC_RUN_ID", ""), safe=""), starter("TORCHELASTIC_RUN_ID")
+    return f"torchrun-{run}-{agent:x}-{start_of(agent):x}"
 
 
 def number_from_torchrun(name: str) -> int:

@@ -71,7 +71,7 @@ class LiveStatus:
         self.earlier_error = errors.uncaught_error()
         self.state: State = "training"
         self._file = folder / f"{self.process}-{namespace_number():x}.json"
-        self._hosts, self._attempt, self._reason = ",".join(dict.fromkeys(hosts)), attempt, ""
+        self.attempt, self._hosts, self._reason = attempt, ",".join(dict.fromkeys(hosts)), ""
         self._readings: deque[_Reading] = deque(maxlen=READINGS)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="live status", daemon=True)
@@ -114,7 +114,7 @@ class LiveStatus:
             pid=self.process,
             process=self._me,
             hosts=self._hosts,
-            attempt=self._attempt,
+            attempt=self.attempt,
             state=self.state,
             reason=self._reason,
             step=self._readings[-1].step if flight.steps else None,
@@ -201,6 +201,11 @@ def show(job: str, flight: FlightRecorder, hosts: Iterable[str], attempt: int = 
         _log.warning("`bagua top` will not show this process: %s", exc)
         return
     _shown[:] = [LiveStatus(root / job, flight, hosts, attempt)]
+
+
+def shown() -> tuple[str, int] | None:
+    """The job in which this process is shown, and the number of its restarts before; None if it is not shown."""
+    return next(((mine.job, mine.attempt) for mine in _mine()), None)
 
 
 def note(state: State) -> None:

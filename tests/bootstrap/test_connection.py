@@ -4,6 +4,7 @@ import math
 import re
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -94,6 +95,28 @@ def test_any_transport_can_be_the_world():
     with ThreadPoolExecutor(2) as pool:
         results = list(pool.map(body, [LocalTransport(hub, rank) for rank in range(2)]))
     assert results == [(0, 2, 2), (1, 2, 2)]
+
+
+@pytest.mark.parametrize(
+    ("known", "expected"),
+    [({}, ("torchrun-0", 3)), ({1: ("torchrun-9", 0)}, ("torchrun-9", 0))],
+)
+def test_all_ranks_are_shown_in_one_job_and_those_that_join_in_that_of_the_others(monkeypatch, known, expected):
+    """Else a reader would take those that an agent has started again for a later attempt, and hide the others."""
+    rank, shown = threading.local(), []
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "3")
+    monkeypatch.setattr(connection, "torchrun_job", lambda: f"torchrun-{rank.number}")
+    monkeypatch.setattr(connection.live, "shown", lambda: known.get(rank.number))
+    monkeypatch.setattr(connection.live, "show", lambda job, flight, hosts, attempt: shown.append((job, attempt)))
+
+    def body(transport):
+        rank.number = transport.rank
+        connection.open_world(transport, [0, 0]).close()
+
+    hub = Hub(2)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(body, [LocalTransport(hub, rank) for rank in range(2)]))
+    assert shown == [expected] * 2
 
 
 def test_nodes_of_a_given_transport_can_be_labelled():

@@ -1,10 +1,13 @@
 """The variables of torchrun and of mpirun: the launcher and the rank of a process."""
 
+import os
+from pathlib import Path
+
 import pytest
 
 import bagua_comm
 from bagua_comm import BootstrapError
-from bagua_comm.bootstrap.environment import number_from_torchrun, under_torchrun
+from bagua_comm.bootstrap.environment import number_from_torchrun, torchrun_job, under_torchrun
 
 
 def test_torchrun_is_refused_with_what_to_do(monkeypatch):
@@ -26,6 +29,23 @@ def test_mpiruns_own_numbers_in_torchruns_names_are_not_torchrun(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # mpirun has started torchrun
     assert under_torchrun()
+
+
+def test_two_jobs_of_torchrun_with_one_run_id_share_no_folder(monkeypatch):
+    assert torchrun_job() == ""
+    for name, text in {
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+        "TORCHELASTIC_RUN_ID": "team/run",
+        "MASTER_PORT": "1",
+    }.items():
+        monkeypatch.setenv(name, text)
+    first = torchrun_job()
+    assert Path(first).name == first  # one folder, which needs no parent
+    monkeypatch.setenv("MASTER_PORT", "2")  # as after a restart
+    assert torchrun_job() == first
+    monkeypatch.setattr(os, "getppid", os.getpid)  # another agent
+    assert torchrun_job() != first
 
 
 @pytest.mark.parametrize(

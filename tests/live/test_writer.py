@@ -82,6 +82,12 @@ def test_the_end_is_written_and_the_first_one_counts(root, flight):  # noqa: F81
     assert "live status" not in {thread.name for thread in threading.enumerate()}
 
 
+def test_a_process_knows_in_which_job_it_is_shown(root, flight, monkeypatch):  # noqa: F811
+    assert writer.shown() == ("job", 0)
+    monkeypatch.setattr(writer, "_shown", [])
+    assert writer.shown() is None
+
+
 def test_another_world_of_the_same_job_is_shown_in_the_same_file(root, flight):  # noqa: F811
     writer.leave(flight)
     writer.show("job", FlightRecorder(0, 1), ["node1"])
