@@ -92,9 +92,12 @@ def read_job(folder: Path) -> list[Status]:
 def _judged(status: Status, age_s: float) -> Status:
     """The status with the state that it has now, and with times that have gone on since it was written."""
     state = _state(status, ProcessId.parse(status.process).state(), age_s)
-    if state in OVER:  # it makes no more steps
-        return replace(status, state=state, step_s=None, own_s=None, waiting_s=None, sent_per_s=0.0)
-    return replace(status, state=state, age_s=age_s, call_s=status.call_s + age_s, last_s=status.last_s + age_s)
+    if state in OVER or state in ("stopped", "silent"):  # it makes no more steps
+        status = replace(status, step_s=None, own_s=None, waiting_s=None, sent_per_s=0.0)
+    if state in OVER:
+        return replace(status, state=state)
+    call_s = status.call_s + age_s if status.call else 0.0
+    return replace(status, state=state, age_s=age_s, call_s=call_s, last_s=status.last_s + age_s)
 
 
 def _state(status: Status, process: str, age_s: float) -> State:

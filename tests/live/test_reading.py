@@ -52,8 +52,10 @@ def test_a_process_that_is_stopped_is_not_taken_for_one_that_trains(tmp_path):
     try:
         child.send_signal(signal.SIGSTOP)
         process = ProcessId(pid_namespace(), child.pid, start_of(child.pid))
-        add(tmp_path, 0, process, step=1)
+        add(tmp_path, 0, process, step=1, step_s=0.1, own_s=0.1)
         until(lambda: state(tmp_path) == "stopped")
+        (found,) = read_job(tmp_path)
+        assert (found.call_s, found.step_s, found.own_s) == (0.0, None, None)
     finally:
         child.kill()
         child.communicate()
