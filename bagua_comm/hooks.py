@@ -3,9 +3,9 @@
     hook = comm.on(before=print)        # prints a `CallView` before every call
     hook.remove()
 
-A hook sees the calls of its communicator and of all communicators derived from it by `dup`, `split`, `by_node` or
-`lane`, earlier or later. So a hook on the communicator of an engine sees the calls of the engine. Hooks of calls
-on a lane run on the thread of the lane.
+A hook sees the calls of its communicator and of all communicators derived from it by `dup`, `split`, `subgroup`,
+`by_node` or `lane`, earlier or later. So a hook on the communicator of an engine sees the calls of the engine.
+Hooks of calls on a lane run on the thread of the lane.
 
 `before` runs before anything is sent. Its exception ends the call and is raised to the caller. The other ranks
 would wait for this one, so it must then raise on all ranks. An exception of `after` is raised to the caller, too;
@@ -28,6 +28,7 @@ from . import arrays
 from .arrays import Array, Op
 from .bucket import Bucket
 from .errors import ArrayError
+from .flight.entries import is_of
 
 _log = logging.getLogger(__name__)
 
@@ -105,7 +106,7 @@ class Hook:
 
     def sees(self, group: str) -> bool:
         """Whether the hook sees the calls of the communicator of this name."""
-        return group == self.group or group.startswith(f"{self.group}.")
+        return is_of(group, self.group)
 
 
 class Hooks:

@@ -21,9 +21,10 @@ import numpy as np
 from .. import arrays
 from ..arrays import A, AnyArray, Array, Op
 from ..errors import ArrayError, BaguaError, CommError, CommMismatch, CommTimeout, UnsupportedError, shown
-from ..execution.futures import end_lanes, is_inside
+from ..execution.futures import end_lanes
 from ..execution.lane import InlineLane, Lane, StreamLane, ThreadLane
 from ..execution.requests import Buffer
+from ..flight.entries import is_inside
 from ..health.slow import Health
 from ..hooks import Hook, Listener
 from ..logs import log_on_root

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from weakref import WeakSet
 
 from ..errors import CommAborted, CommError
+from ..flight.entries import is_of
 
 Task: TypeAlias = tuple[Callable[..., object], tuple[object, ...], dict[str, Any]]
 """A submitted function with its arguments."""
@@ -123,16 +124,6 @@ def abandon(lane: Any, unretrieved: Collection[TaskFuture]) -> None:
     for future in tuple(unretrieved):
         if future.group == lane.comm.group:
             future.note_asked()
-
-
-def is_inside(group: str, of: str) -> bool:
-    """Whether a communicator of this group was made from one of the group `of`, directly or not."""
-    return group.startswith((f"{of}.", f"{of}/"))
-
-
-def is_of(group: str, of: str) -> bool:
-    """Whether a communicator of this group is that of the group `of`, or inside of it."""
-    return group == of or is_inside(group, of)
 
 
 def end_lanes(lanes: Iterable[Any], unretrieved: Collection[TaskFuture], group: str) -> list[TaskProblem]:

@@ -40,6 +40,16 @@ class FlightError(BaguaError):
     """A folder has no records of ranks, or a record cannot be read."""
 
 
+def is_inside(group: str, of: str) -> bool:
+    """Whether a communicator of this group was made from one of the group `of`, directly or not."""
+    return group.startswith((f"{of}.", f"{of}/"))
+
+
+def is_of(group: str, of: str) -> bool:
+    """Whether a communicator of this group is that of the group `of`, or inside of it."""
+    return group == of or is_inside(group, of)
+
+
 @dataclass(frozen=True)
 class Entry:
     """One call of a rank.

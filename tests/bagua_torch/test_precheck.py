@@ -80,6 +80,16 @@ def test_what_differs_is_named_on_all_ranks(name):
     assert texts[0] == texts[1]
 
 
+def test_a_call_that_one_rank_of_a_subgroup_makes_alone_is_named_on_all_ranks():
+    def body(comm):
+        ends = comm.subgroup([0, 2], "ends") if comm.rank != 1 else None
+        text = "rank 0 called gather.float32, root=1. in world/ends, rank 2 made no other call"
+        with pytest.raises(CommMismatch, match=text):
+            run_block(comm, (lambda: ends.gather(X, root=1)) if comm.rank == 0 else None)
+
+    run_ranks(3, body)
+
+
 def test_blocks_are_not_nested():
     def body(comm):
         with precheck(comm), pytest.raises(CommError, match="inside of another"), precheck(comm):
