@@ -126,7 +126,8 @@ class Requests:
     def __init__(self, comm: LaneComm) -> None:
         self.comm = comm
         self._pending: list[tuple[int, int, Request]] = []
-        """Where the memory of a request begins and ends, and the request."""
+        """Where the memory of a request begins and ends, and the request. Entries are removed by a new list, since
+        other threads read it without the lock."""
         self._crowd = 32
         """At how many requests those that have ended are removed."""
         self._lock = threading.Lock()
@@ -136,14 +137,17 @@ class Requests:
     def check_free(self, name: str, buffer: Buffer) -> None:
         """Raise `ArrayError` if request `name` cannot have this memory, since an open one has it."""
         (start, end), writes = buffer.extent, buffer.is_written
-        for near in [each for each in self._pending if each[0] < end and start < each[1]]:
-            other = near[-1]
-            if not (writes or other.buffer.is_written):
-                continue
-            if Future.done(other):  # as a rule the array is used again and again
-                with self._lock:
-                    self._pending.remove(near)
-            elif arrays.share_elements(buffer.x, other.buffer.x) and not other.done():
+        with self._lock:
+            near = [
+                each
+                for each in self._pending
+                if each[0] < end and start < each[1] and (writes or each[-1].buffer.is_written)
+            ]
+            ended = [each for each in near if Future.done(each[-1])]
+            if ended:  # as a rule the array is used again and again
+                self._pending = [each for each in self._pending if each not in ended]
+        for *_, other in (each for each in near if each not in ended):
+            if arrays.share_elements(buffer.x, other.buffer.x) and not other.done():
                 raise ArrayError(
                     f"{name}: its array overlaps that of {other.name}, which has not ended; wait for it before, "
                     "or pass another array"

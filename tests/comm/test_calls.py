@@ -382,6 +382,32 @@ def test_an_array_of_an_open_request_is_refused_until_that_has_ended():
     assert run_ranks(1, body) == [6]
 
 
+def test_two_threads_may_use_the_array_of_a_request_that_has_ended_at_once():
+    class Late:
+        """A lock that another thread gets first."""
+
+        def __init__(self, lock, first):
+            self.lock, self.first = lock, [first]
+
+        def __enter__(self):
+            while self.first:
+                self.first.pop()()
+            self.lock.acquire()
+
+        def __exit__(self, *_):
+            self.lock.release()
+
+    def body(comm):
+        waiting = requests.Requests(comm)
+        buffer = requests.Buffer.of(np.zeros(1), is_written=True)
+        waiting.add("irecv", buffer, lambda _: True, list, 60, polled=False).result()
+        waiting._lock = Late(waiting._lock, lambda: waiting.check_free("irecv", buffer))
+        waiting.check_free("irecv", buffer)
+        assert waiting._pending == []
+
+    run_ranks(1, body)
+
+
 def test_receives_that_wait_take_messages_in_the_order_in_which_they_began():
     def body(comm):
         if comm.rank:
