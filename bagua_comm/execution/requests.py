@@ -14,7 +14,7 @@ from ..arrays import Array
 from ..errors import ArrayError, CommAborted, UnsupportedError, shown
 from ..flight import Entry
 from .futures import TASK_END_S, TaskFuture, wait_for_tasks
-from .lane import LaneComm
+from .lane import STOP_S, LaneComm
 
 R = TypeVar("R")
 
@@ -214,7 +214,7 @@ class Requests:
         for request in self._open():
             request.give_up(CommAborted(f"{request.name}: {reason}"))
         if (thread := self._thread) not in (None, threading.current_thread()):  # in a callback, it is that thread
-            thread.join()
+            thread.join(STOP_S)  # a callback of a request may block it
 
     def _open(self) -> list[Request]:
         return [each for *_, each in self._pending if not Future.done(each)]

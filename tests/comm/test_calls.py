@@ -451,6 +451,29 @@ def test_many_requests_that_wait_leave_the_program_half_of_the_time(monkeypatch)
     assert slept_s[0] == 2.5
 
 
+def test_a_callback_that_blocks_does_not_keep_the_end_of_a_communicator_waiting(monkeypatch):
+    monkeypatch.setattr(requests, "STOP_S", 0.01)
+    blocks, go_on, returned = threading.Event(), threading.Event(), []
+
+    def callback(_):
+        blocks.set()
+        go_on.wait(20)
+        returned.append(True)
+
+    def body(comm):
+        waiting, may_end = requests.Requests(comm), threading.Event()
+        buffer = requests.Buffer.of(np.zeros(1), is_written=True)
+        request = waiting.add("irecv", buffer, lambda _: may_end.is_set(), list, 60, polled=True)
+        request.add_done_callback(callback)
+        may_end.set()
+        until(blocks.is_set)
+        assert waiting.end_tasks("world") == []
+        assert not returned
+        go_on.set()
+
+    run_ranks(1, body)
+
+
 def test_a_communicator_that_closes_names_the_requests_that_are_left():
     def body(comm):
         group = comm.dup()
