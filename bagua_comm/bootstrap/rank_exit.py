@@ -387,10 +387,7 @@ class ExitHandler:
         self._restore_sigterm()  # Python calls no signal handler while MPI ends
         self._finalize(start_s)
         if self._problem is not None:
-            if not self.abort.mpi.Is_finalized():
-                self.abort.mpi.Finalize()
-            _flush()
-            os._exit(1)
+            _set_exit_code(1)
 
     def _finalize(self, start_s: float) -> None:
         """End MPI, within a time limit where MPI_Finalize may hang.
@@ -442,6 +439,15 @@ def _end_without_destructors() -> None:
         library = ctypes.CDLL(None)
         library.on_exit(library._exit, None)
         library.fflush(None)
+
+
+def _set_exit_code(code: int) -> None:
+    """Have the process end with this exit code once Python has ended, with all that the program does at exit.
+
+    The last function that C calls first ends the process anew; glibc then calls those that are left.
+    """
+    library = ctypes.CDLL(None)
+    library.__cxa_atexit(library.exit, ctypes.c_void_p(code), None)
 
 
 def _text(error: BaseException) -> str:

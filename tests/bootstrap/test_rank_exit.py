@@ -433,10 +433,14 @@ def test_a_forked_child_ends_with_its_own_exit_code_and_leaves_the_ranks_alone(e
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("start", ["", "import mpi4py.MPI"])
-def test_a_program_that_ends_with_an_open_receive_names_it_and_fails(ended, start):
+@pytest.mark.parametrize(
+    ("start", "flags"), [("pass", []), ("import mpi4py.MPI", []), ("pass", ["--ulfm"])], ids=["", "MPI", "ULFM"]
+)
+def test_a_program_that_ends_with_an_open_receive_names_it_and_fails(ended, start, flags):
     program = f"""
-        {start or "pass"}
+        {start}
+        import atexit
+        atexit.register(print, "at exit", flush=True)
         import bagua_comm, numpy as np
         comm = bagua_comm.connect(timeout_s=30)
         if comm.rank == 1:
@@ -445,10 +449,11 @@ def test_a_program_that_ends_with_an_open_receive_names_it_and_fails(ended, star
         else:
             comm.recv(np.ones(500_000), source=1)
         """
-    result = ended(2, program, code=1)
+    result = ended(2, program, code=1, flags=flags)
     assert (
         "rank 1 of 2: world ends before irecv(source=0, tag=x): wait for the results of requests" in result.stderr
     )
+    assert result.stdout.count("at exit") == 2
 
 
 @pytest.mark.slow
