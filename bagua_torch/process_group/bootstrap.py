@@ -211,19 +211,21 @@ def renew_group(comm: Communicator) -> None:
     former groups are aborted.
 
     Raises:
-        BootstrapError: The ranks cannot connect; on all ranks.
+        BootstrapError: A former group cannot be aborted, or rank 0 cannot serve the store; on all ranks. Or the
+            ranks cannot connect.
         CommError: A rank died.
     """
 
-    def make() -> None:
-        if default_group() is not None:
-            if dist.get_backend() == BACKEND:
-                dist.distributed_c10d._abort_process_group()  # to shut it down would wait for dead ranks
-            else:
-                destroy_process_group()
-        init_group(comm, serve_store(comm), BACKEND)
+    def abort() -> None:
+        if default_group() is None:
+            return
+        if dist.get_backend() == BACKEND:
+            dist.distributed_c10d._abort_process_group()  # to shut it down would wait for dead ranks
+        else:
+            destroy_process_group()
 
-    on_all_ranks(comm, "renew_group", make, BootstrapError)
+    on_all_ranks(comm, "renew_group", abort, BootstrapError)
+    init_group(comm, serve_store(comm), BACKEND)
 
 
 def init_group(comm: Communicator, store: Store, backend: str | None = None) -> None:

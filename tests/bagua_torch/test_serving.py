@@ -3,6 +3,7 @@
 import functools
 import json
 import socket
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -150,5 +151,24 @@ def test_where_rank_0_cannot_serve_all_ranks_raise(monkeypatch):
     def body(comm):
         with pytest.raises(BootstrapError, match="connect the ranks: rank 0 cannot serve a store: no port"):
             bootstrap.provide_group(comm)
+
+    run_ranks(2, body)
+
+
+def test_a_former_group_that_one_rank_cannot_destroy_is_an_error_on_all_ranks(monkeypatch):
+    here = threading.local()
+
+    def destroy():
+        if here.rank == 1:
+            raise RuntimeError("it is busy")
+
+    monkeypatch.setattr(bootstrap, "default_group", lambda: "a group")
+    monkeypatch.setattr(bootstrap.dist, "get_backend", lambda: "gloo")
+    monkeypatch.setattr(bootstrap, "destroy_process_group", destroy)
+
+    def body(comm):
+        here.rank = comm.rank
+        with pytest.raises(BootstrapError, match=r"renew_group: rank 1: RuntimeError: it is busy"):
+            bootstrap.renew_group(comm)
 
     run_ranks(2, body)
