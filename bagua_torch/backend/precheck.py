@@ -23,6 +23,7 @@ from bagua_comm.arrays import text_row, texts_of
 from bagua_comm.comm.prepared import signature
 from bagua_comm.execution.lane import Lane
 from bagua_comm.flight import FlightRecorder
+from bagua_comm.flight.entries import is_of
 from bagua_comm.flight.recorder import HEAD, NUMBER
 from bagua_comm.hooks import CallView
 from bagua_comm.transports.plan import MAX_CALLS
@@ -62,11 +63,12 @@ class _Watch:
     """Records the calls of this rank: a hook of its communicator.
 
     Args:
-        comm: A communicator that sees the calls, but whose own ones are no part of the block.
+        comm: The communicator of the block.
+        own: The group of the one derived from it whose calls are no part of the block.
     """
 
-    def __init__(self, comm: Communicator) -> None:
-        self._own, self._flight, self._thread = comm.group, comm.flight, get_ident()
+    def __init__(self, comm: Communicator, own: str) -> None:
+        self._of, self._own, self._flight, self._thread = comm.group, own, comm.flight, get_ident()
         self._calls: list[tuple[int, _Step]] = []
         self._record = _Record()
         self._noted = {group: plan.noted for group, plan in self._flight.plans.items()}
@@ -103,7 +105,8 @@ class _Watch:
             self._record.sequences[step.group if step.group in beside else ""].append(step)
         for group, plan in tuple(self._flight.plans.items()):
             count = plan.noted - self._noted.get(group, 0)
-            if group != self._own and 0 < count <= MAX_CALLS and not plan.in_force:
+            is_seen = is_of(group, self._of) and group != self._own
+            if is_seen and 0 < count <= MAX_CALLS and not plan.in_force:
                 self._record.plans[group] = plan.latest(count)
         return self._record
 
@@ -161,7 +164,7 @@ def precheck(comm: Communicator | None = None) -> Iterator[None]:
     _watched.add(comm.flight)
     try:
         beside = comm.dup()
-        watch = _Watch(beside)
+        watch = _Watch(comm, beside.group)
         hook = comm.on(before=watch)
         try:
             yield

@@ -162,6 +162,19 @@ def test_a_step_that_passes_is_the_agreed_plan(monkeypatch):
     run_threads(2, body)
 
 
+def test_a_block_of_some_ranks_passes_though_they_make_calls_with_others():
+    x = np.ones((3, 1 << 18), np.float32)
+
+    def body(transport):
+        with Communicator([transport]) as world, world.dup() as comm:
+            with comm.subgroup([comm.rank], f"alone-{comm.rank}") as own, precheck(own):
+                own.barrier()
+                comm.allreduce(x)
+            assert not comm.host.plan.in_force
+
+    run_threads(2, body)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("start", ["torchrun", "mpirun"])
 def test_groups_of_torch_distributed_are_compared(start, tmp_path):
