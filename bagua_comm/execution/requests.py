@@ -126,8 +126,8 @@ class Requests:
     def __init__(self, comm: LaneComm) -> None:
         self.comm = comm
         self._pending: list[tuple[int, int, Request]] = []
-        """Where the memory of a request begins and ends, and the request. Entries are removed by a new list, since
-        other threads read it without the lock."""
+        """Where the memory of a request begins and ends, and the request. Entries are removed by a new list:
+        other threads read this one without the lock."""
         self._crowd = 32
         """At how many requests those that have ended are removed."""
         self._lock = threading.Lock()
