@@ -18,13 +18,14 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Hashable, Sequence
-from typing import NamedTuple, Protocol, SupportsFloat, cast
+from typing import NamedTuple, Protocol, SupportsFloat, TypeAlias, cast
 
 import numpy as np
 
 from .. import kernels
 from ..arrays import Array, Counts, as_real
 from ..errors import ArrayError, CommMismatch, warn
+from ..trace import Tracer
 
 MISSING = -math.inf
 """What a rank sends that has no weight."""
@@ -82,6 +83,10 @@ class Weighting(NamedTuple):
         multiply(x, math.ldexp(self.factors[-1], -exponent))
         mean(x)
         multiply(x, 2.0**exponent)
+
+
+Weigh: TypeAlias = Callable[[], Weighting | None]
+"""Returns the factors of this rank in a mean; called where the mean is made. Collective."""
 
 
 def multiply(x: Array, factor: float) -> None:
@@ -173,6 +178,14 @@ def agree(comm: Gathering, mine: Sequence[float | None], counts: Sequence[int] |
     first = owners.index(comm.rank)
     own = weights[first : first + len(mine)]
     return Weighting(tuple(map(factor, own)), factor(max(weights)))
+
+
+def agree_traced(
+    comm: Gathering, tracer: Tracer, mine: Sequence[float | None], counts: Sequence[int] | None = None
+) -> Weighting | None:
+    """`agree`, as a span. Collective."""
+    with tracer.span("weights of ranks"):
+        return agree(comm, mine, counts)
 
 
 def agree_by(comm: Gathering, weight: Callable[[], float | None] | None) -> Weighting | None:

@@ -20,11 +20,12 @@ from ..algorithms.base import (
 )
 from ..bucket import Bucket
 from ..comm import Communicator
+from ..comm.weights import Weigh
 from ..errors import ArrayError, warn
 from ..execution.futures import abandon
 from ..execution.lane import Lane
 from ..trace import ExchangeCounters, Tracer
-from .mean_weights import MeanWeights, Weigh
+from .mean_weights import MeanWeights
 from .monitor import HealthMonitor
 from .replaced import History, Replacements, compare
 

@@ -12,21 +12,17 @@ step, so that one that has set none is found.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import TypeAlias
 
 from ..algorithms.base import Algorithm, State, name_of
 from ..bucket import Bucket
 from ..comm import Communicator
-from ..comm.weights import LATE, MISSING, SET_AFTER, Weighting, agree, weight_of_pass
+from ..comm.weights import LATE, MISSING, SET_AFTER, Weigh, agree_traced, weight_of_pass
 from ..errors import ArrayError, UnsupportedError, warn
 from ..execution.lane import Lane
 from ..topology import share
 from ..trace import Tracer
-
-Weigh: TypeAlias = Callable[[], Weighting | None]
-"""Returns the factors of this rank in the mean of a bucket; called on the lane. Collective."""
 
 
 class MeanWeights:
@@ -126,7 +122,7 @@ class MeanWeights:
         if found is None and not self.in_each_step and not self._late:
             return None
         self.in_each_step = True
-        return partial(self._agree, [LATE if self._late else found])
+        return partial(agree_traced, self._lane.comm, self._tracer, [LATE if self._late else found])
 
     def end_step(self) -> None:
         """Count the weight of the step that ends; until then, the program may replace it."""
@@ -176,12 +172,8 @@ class MeanWeights:
             raise ArrayError(SET_AFTER)
 
     def _agree_for_pass(self, mine: list[float | None], counts: list[int] | None) -> None:
-        self._agreed = self._agree(mine, counts)
+        self._agreed = agree_traced(self._lane.comm, self._tracer, mine, counts)
         if self._agreed is None and not self._has_warned:
             self._has_warned = True
             if self._lane.comm.rank == 0:
                 warn("weight: no rank has set one for this backward pass, as for earlier ones; its mean is plain")
-
-    def _agree(self, mine: list[float | None], counts: list[int] | None = None) -> Weighting | None:
-        with self._tracer.span("weights of ranks"):
-            return agree(self._lane.comm, mine, counts)

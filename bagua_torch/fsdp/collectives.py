@@ -14,14 +14,14 @@ from bagua_comm import ArrayError, Average, Communicator, UnsupportedError
 from bagua_comm.arrays import Array, LinearOp
 from bagua_comm.averages import Gathers
 from bagua_comm.averages.error_feedback import Residual
-from bagua_comm.comm.weights import multiply
+from bagua_comm.comm.weights import Weigh, multiply
 
 from ..arrays import as_array, dtype_name, torch_stream
 from .groups import GroupComms
 from .overlap import Gathering, Prefetch, Reductions, invalidate
 from .passes import BackwardPasses
 from .torch_names import AllGather, ReduceScatter, Unit, op_of
-from .weighing import PassWeights, Weigh
+from .weighing import PassWeights
 
 
 class _Allocating:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from functools import partial
-from typing import TypeAlias
 
 import torch
 from torch import nn
@@ -13,13 +11,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from bagua_comm import ArrayError, Communicator
-from bagua_comm.comm.weights import LATE, SET_AFTER, Weighting, agree, weight_of_pass
+from bagua_comm.comm.weights import LATE, SET_AFTER, Weigh, Weighting, agree_traced, weight_of_pass
 from bagua_comm.execution.lane import Lane
 
 from .passes import BackwardPasses
-
-Weigh: TypeAlias = Callable[[], Weighting | None]
-"""Returns the factor of this rank, where the reduction runs. Collective."""
 
 
 class PassWeights:
@@ -80,8 +75,7 @@ class PassWeights:
         return partial(lane.result, self._future)
 
     def _agree(self, comm: Communicator, mine: list[float | None]) -> Weighting | None:
-        with comm.tracer.span("weights of ranks"):
-            self._agreed = agree(comm, mine)
+        self._agreed = agree_traced(comm, comm.tracer, mine)
         return self._agreed
 
     def _close(self, *, ends: bool | None = None) -> None:
