@@ -33,7 +33,7 @@ def is_optimizer(value: object) -> TypeGuard[Optimizer]:
     return isinstance(getattr(value, "param_groups", None), list) and hasattr(value, "load_state_dict")
 
 
-def is_sharded(value: object) -> bool:
+def is_sharded_optimizer(value: object) -> bool:
     """Whether a value is PyTorch's ZeroRedundancyOptimizer, where each rank holds only a share of the states."""
     module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     return module is not None and isinstance(value, module.ZeroRedundancyOptimizer)

@@ -157,7 +157,7 @@ def _tree_of(value: object, models: list[DistributedDataParallel]) -> dict[str, 
         return {"state": _tree_of_ddp(bare)}
     if not hasattr(bare, "state_dict"):
         return {"value": value}
-    if sharded.is_sharded(bare):
+    if sharded.is_sharded_optimizer(bare):
         return {"state": Own(sharded.state_of(bare)), "dtypes": _dtypes_of(bare)}
     state: Any = bare.state_dict()
     if isinstance(bare, nn.Module):
@@ -249,7 +249,7 @@ def _load_into(name: str, target: Any, saved: Mapping[str, Any]) -> None:
         target.load_state_dict(_merged(state) if wrapped else _module_state(state))
     elif is_optimizer(target):
         restore = with_dtype if saved.get("dtypes") == _dtypes_of(target) else None
-        load = sharded.load_state if sharded.is_sharded(target) else load_in_place
+        load = sharded.load_state if sharded.is_sharded_optimizer(target) else load_in_place
         load(target, state, restore)
     else:
         target.load_state_dict(state)

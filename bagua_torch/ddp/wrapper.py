@@ -50,7 +50,7 @@ from ..process_group.bootstrap import default_group
 from ..tensors import checks
 from ..tensors.memory import pack, specs_of
 from ..tensors.model_state import ModelState
-from ..tensors.sharded import is_sharded
+from ..tensors.sharded import is_sharded_optimizer
 from ..training.engine import TorchEngine
 from ..training.hooks import end_older
 from ..training.spans import StepTimer
@@ -441,7 +441,7 @@ class DistributedDataParallel(nn.Module):
         what = None if layer is None else f"the module has a SyncBatchNorm, {layer!r}"
         if self.parts_stay:
             what = "the module has parts that stay on their ranks, such as the experts of a MoE"
-        if any(map(is_sharded, self.optimizers)):
+        if any(map(is_sharded_optimizer, self.optimizers)):
             what = "a ZeroRedundancyOptimizer needs all ranks in every step"
         if what is not None:
             raise UnsupportedError(

@@ -65,7 +65,7 @@ def broadcast_optimizer(comm: Communicator, optimizer: torch.optim.Optimizer, *,
         CommMismatch: The ranks' optimizers are of different classes, or their groups have different sizes.
         UnsupportedError: `root`'s optimizer does not return its state, or another rank's does not load it.
     """
-    is_sharded = sharded.is_sharded(optimizer)
+    is_sharded = sharded.is_sharded_optimizer(optimizer)
     mine = (type(optimizer).__qualname__, [len(group["params"]) for group in optimizer.param_groups])
     sends = comm.rank == root and not is_sharded
     state, problem = _state_of(optimizer) if sends else ({}, "")

@@ -13,14 +13,14 @@ from typing import Any
 
 from bagua_comm import Algorithm, UnsupportedError
 from bagua_comm.algorithms.base import exchanges_weights
-from bagua_comm.checkpoint.optimizers import Restore, is_sharded, load_in_place, update_groups
+from bagua_comm.checkpoint.optimizers import Restore, is_sharded_optimizer, load_in_place, update_groups
 
-__all__ = ["check_sharded", "is_sharded", "load_state", "state_of"]
+__all__ = ["check_sharded", "is_sharded_optimizer", "load_state", "state_of"]
 
 
 def check_sharded(optimizers: Iterable[Any], algorithm: Algorithm) -> None:
     """Raise `UnsupportedError` if one of the optimizers is sharded and does not fit the algorithm."""
-    for optimizer in filter(is_sharded, optimizers):
+    for optimizer in filter(is_sharded_optimizer, optimizers):
         if optimizer._overlap_with_ddp:
             raise UnsupportedError(
                 "DistributedDataParallel: this ZeroRedundancyOptimizer has overlap_with_ddp=True, so it waits "

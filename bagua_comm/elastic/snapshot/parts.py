@@ -18,8 +18,7 @@ import numpy as np
 
 from ... import arrays
 from ...arrays import Array
-from ...checkpoint.optimizers import is_optimizer, load_in_place, with_dtype
-from ...checkpoint.optimizers import is_sharded as is_zero
+from ...checkpoint.optimizers import is_optimizer, is_sharded_optimizer, load_in_place, with_dtype
 from ...checkpoint.trees import DEEPEST, Own, Packed, Slab, as_tagged, container_type, from_tagged, pack
 from ...errors import ArrayError, UnsupportedError
 from .shards import as_sharded, is_sharded, slab_of
@@ -295,7 +294,7 @@ def _load(target: Any, saved: Any) -> None:
 
 def _check_whole(path: str, value: object) -> None:
     """Raise `UnsupportedError` if `value` is an optimizer that is sharded over the ranks."""
-    if is_zero(value):
+    if is_sharded_optimizer(value):
         raise UnsupportedError(
             f"{path} is a {type(value).__name__}, of which each rank holds the states of its "
             "share alone: when a rank dies, they are lost, and on another number of ranks the shares differ. "
