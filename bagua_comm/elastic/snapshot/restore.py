@@ -46,8 +46,8 @@ class Sources:
     """The number of ranks that committed."""
     complete: tuple[int, ...]
     """The processes with a complete snapshot."""
-    holders: Mapping[int, int]
-    """For every rank of the commit, a process that holds its private state."""
+    holders: Mapping[int, Sequence[int]]
+    """For every rank of the commit, the processes that hold its private state; the first one gives it."""
     missing: tuple[int, ...] = ()
     """Ranks of the commit whose private state is lost."""
 
@@ -80,9 +80,9 @@ def _sources(rows: Sequence[Sequence[SnapshotInfo]], version: int, run: str) -> 
     committed = [each for each in best.values() if each.committed]
     if not complete or not committed:
         return None
-    holders: dict[int, int] = {}
+    holders: dict[int, list[int]] = {}
     for process, rank in sorted(best, key=lambda key: (not best[key].whole, key)):
-        holders.setdefault(rank, process)
+        holders.setdefault(rank, []).append(process)
     ranks = committed[0].ranks
     needed = range(ranks) if any(each.private for each in committed) else ()
     return Sources(run, version, ranks, complete, holders, tuple(r for r in needed if r not in holders))
@@ -146,7 +146,10 @@ class Restore:
             each for each in snapshots if (each.version, each.header["run"]) == (sources.version, sources.run)
         ]
         self._complete = next((each for each in held if each.whole), None)
-        self._snapshot_of = {each.header["rank"]: each for each in sorted(held, key=lambda each: each.whole)}
+        self._copies: dict[int, list[Snapshot]] = {}
+        """The snapshots of each rank; the first one is used."""
+        for each in sorted(held, key=lambda each: not each.whole):
+            self._copies.setdefault(each.header["rank"], []).append(each)
         self._new_rank = self._trainers.index(everyone.rank) if everyone.rank in self._trainers else None
 
     def run(self) -> Content | None:
@@ -156,10 +159,11 @@ class Restore:
 
         Raises:
             CommError: A process died meanwhile, or a snapshot is damaged; then all processes repeat this.
-            LostStateError: No process holds a part of a sharded array any more; on all processes.
+            LostStateError: No process holds a part of a sharded array, or any private state that can replace what
+                is lost; on all processes.
         """
         comm, sources = self._comm, self._sources
-        first = sources.holders[min(sources.holders)]
+        first = sources.holders[min(sources.holders)][0]
         source = first if first in sources.complete else sources.complete[0]
         # A committed header lists the private arrays; one that was only prepared may not.
         header = comm.broadcast_object(None if self._complete is None else self._complete.header, root=source)
@@ -167,13 +171,13 @@ class Restore:
         self._specs = Layout.from_header(header).specs
         self._private = set(header["private"])
         found = self._restore_shared()
-        same_size = sources.ranks == len(self._trainers)
-        if same_size and self._private:
+        same_size, lost = sources.ranks == len(self._trainers), sources.missing
+        if self._private:
             sources = self._sources = self._without_damaged()
         dropped, slabs = not same_size, None
         if self._private or header["texts_differ"]:
             if not same_size or sources.missing:
-                slabs = self._reshard() if header["slabs"] else []
+                slabs = self._reshard(lost) if header["slabs"] else []
                 self._combine(found, same_size=same_size)
             if same_size:
                 header = self._restore_private(found)
@@ -184,11 +188,11 @@ class Restore:
 
     # Sharded state ----------------------------------------------------------------------------------
 
-    def _reshard(self) -> list[Slab]:
-        """Give every trainer an even slab of each sharded array. Collective."""
+    def _reshard(self, lost: Sequence[int]) -> list[Slab]:
+        """Give every trainer an even slab of each sharded array; no process has those of `lost`. Collective."""
         count, kinds = len(self._header["slabs"]), slabs_of(self._header, [*map(_empty, self._specs)])
         held: list[list[Held]] = [[] for _ in range(count)]
-        for snapshot in self._snapshot_of.values():
+        for snapshot in (each for copies in self._copies.values() for each in copies):
             sums = snapshot.header["sums"][-count:]
             for has, slab, expected in zip(held, slabs_of(snapshot.header, snapshot.arrays), sums, strict=False):
                 has.append((slab, expected))
@@ -197,8 +201,7 @@ class Restore:
         try:
             return redistribute(self._comm, kinds, held, wanted)
         except LostStateError as exc:
-            missing = list(self._sources.missing)
-            cause = f"which ranks {missing} held" if missing else "all copies are damaged"
+            cause = f"which ranks {[*lost]} held" if lost else "all copies are damaged"
             raise LostStateError(f"{exc}, in commit {self._sources.version}; {cause}") from None
 
     # Shared state -----------------------------------------------------------------------------------
@@ -247,18 +250,23 @@ class Restore:
     # Private state ----------------------------------------------------------------------------------
 
     def _without_damaged(self) -> Sources:
-        """The commit without the private state of ranks of which the copy that another would receive is damaged.
+        """The commit without damaged copies of private state, in whose place the next are used. Collective."""
+        holders = unchecked = self._sources.holders
+        while unchecked:
+            mine = [n for n, processes in unchecked.items() if processes[0] == self._comm.rank]
+            damaged = [n for n in mine if not self._has_intact(n)]
+            found = {n for row in self._comm.allgather_object(damaged) for n in row}
+            unchecked = {n: holders[n][1:] for n in found if len(holders[n]) > 1}
+            holders = {n: each for n, each in holders.items() if n not in found} | unchecked
+        missing = {*self._sources.missing, *(self._sources.holders.keys() - holders.keys())}
+        return replace(self._sources, holders=holders, missing=tuple(sorted(missing)))
 
-        Collective.
-        """
-        sources, rank = self._sources, self._comm.rank
-        sent = [
-            n for n, process in enumerate(self._trainers) if sources.holders.get(n, process) == rank != process
-        ]
-        damaged = [n for n in sent if not _is_intact(self._snapshot_of[n])]
-        found = {n for row in self._comm.allgather_object(damaged) for n in row}
-        holders = {n: process for n, process in sources.holders.items() if n not in found}
-        return replace(sources, holders=holders, missing=tuple(sorted({*sources.missing, *found})))
+    def _has_intact(self, rank: int) -> bool:
+        """Whether this process has a copy of the private state of a rank with its checksums; drops the others."""
+        copies = self._copies[rank]
+        while copies and not _is_intact(copies[0]):
+            del copies[0]
+        return bool(copies)
 
     def _restore_private(self, found: list[Array | None]) -> Header:
         """Give every rank its private state, unless it is lost; returns the header of this rank."""
@@ -267,16 +275,15 @@ class Restore:
         for rank, process in enumerate(self._trainers):
             if rank in sources.missing:
                 continue
-            source = sources.holders[rank]
-            snapshot = self._snapshot_of.get(rank)
+            source = sources.holders[rank][0]
             if comm.rank == source == process:
-                assert snapshot is not None
+                snapshot = self._copies[rank][0]
                 header = snapshot.header
                 found += [None] * len(header["arrays"])  # it may have more than others
                 for n in header["private"]:
                     found[n] = snapshot.arrays[n]
             elif comm.rank == source:
-                assert snapshot is not None
+                snapshot = self._copies[rank][0]
                 comm.send_object(snapshot.header, dest=process)
                 self._move([(source, process)], [snapshot.arrays[n] for n in snapshot.header["private"]], ())
             elif comm.rank == process:
@@ -309,8 +316,8 @@ class Restore:
                 if same_size
                 else "that of the other ranks replaces it",
             )
-        held = [rank for rank in ranks if sources.holders[rank] == comm.rank]
-        layouts = [Layout.from_header(self._snapshot_of[rank].header) for rank in held]
+        held = {rank: self._copies[rank][0] for rank in ranks if sources.holders[rank][0] == comm.rank}
+        layouts = [Layout.from_header(snapshot.header) for snapshot in held.values()]
         flags = [
             all(each.unsharded == layout.unsharded for each in layouts),
             all(each.shared == layout.shared for each in layouts),
@@ -322,17 +329,19 @@ class Restore:
                 continue
             # Arrays of different dtypes or shapes cannot be merged: then all are those of one rank.
             alike = shared_alike if rule is None else all_alike
-            first = ranks[0] if alike else int(self._header["rank"])
+            first = ranks[0] if alike and ranks else int(self._header["rank"])
+            if first not in ranks:
+                raise LostStateError(f"the private state of rank {first} in commit {sources.version}")
             if rule is None:
                 rule = "mean" if _is_inexact(spec) else "first"
             if rule == "first" or not alike or not _is_inexact(spec):
-                x = self._snapshot_of[first].arrays[n].copy() if first in held else _empty(spec)
+                x = held[first].arrays[n].copy() if first in held else _empty(spec)
                 for piece in _pieces([x]):
-                    comm.broadcast(piece, root=sources.holders[first])
+                    comm.broadcast(piece, root=sources.holders[first][0])
             elif rule == "sum" and same_size:
                 x = np.zeros_like(_empty(spec))  # the other ranks keep the remaining sum
             else:
-                addends = [self._snapshot_of[rank].arrays[n] for rank in held]
+                addends = [snapshot.arrays[n] for snapshot in held.values()]
                 x = _total(comm, spec, addends, len(ranks) if rule == "mean" else len(self._trainers))
             found[n] = x
 
