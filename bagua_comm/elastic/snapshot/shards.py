@@ -68,7 +68,7 @@ Held = tuple[Slab, "int | None"]
 
 
 class LostStateError(Exception):
-    """Sharded state that no process holds any more; raised on all processes."""
+    """State that no process holds any more; raised on all processes."""
 
 
 def is_sharded(value: object) -> TypeGuard[DTensor]:
@@ -146,7 +146,8 @@ def redistribute(
 
     Raises:
         LostStateError: No rank holds some indices that a rank needs. Raised on all ranks.
-        CommError: A rank died, or a piece arrived damaged.
+        CommAborted: A piece arrived damaged. Raised on all ranks.
+        CommError: A rank died.
     """
     rank, size = comm.rank, comm.size
     table = comm.allgather_object([[interval_of(each) for each, _ in slabs] for slabs in held])
@@ -176,8 +177,17 @@ def redistribute(
     for mine, out in zip(sends[rank], recvs[rank], strict=True):
         out[...] = mine
     sends[rank] = recvs[rank] = []
-    _exchange(comm, [[*map(np.ascontiguousarray, pieces)] for pieces in sends], recvs)
+    bad = _exchange(comm, [[*map(np.ascontiguousarray, pieces)] for pieces in sends], recvs)
+    raise_if_damaged(comm, [f"slabs of sharded arrays from rank {each}" for each in bad])
     return found
+
+
+def raise_if_damaged(comm: Communicator, damaged: Sequence[str]) -> None:
+    """Raise `CommAborted` on all ranks if anything has arrived damaged on any, named as given. Collective."""
+    rows = comm.allgather_object([*damaged])
+    texts = [f"{each} arrived damaged on rank {rank}" for rank, row in enumerate(rows) for each in row]
+    if texts:
+        raise CommAborted("; ".join(texts[:3]) + f"; and {len(texts) - 3} others" * (len(texts) > 3))
 
 
 def _is_intact(held: Held) -> bool:
@@ -195,17 +205,18 @@ def _first_gap(total: int, parts: Sequence[Interval]) -> Interval | None:
     return (reached, total) if reached < total else None
 
 
-def _exchange(comm: Communicator, sends: Sequence[Sequence[Array]], recvs: Sequence[Sequence[Array]]) -> None:
-    """Exchange pieces, by rank, with their checksums. Collective."""
+def _exchange(
+    comm: Communicator, sends: Sequence[Sequence[Array]], recvs: Sequence[Sequence[Array]]
+) -> list[int]:
+    """Exchange pieces, by rank, with their checksums; returns from whom damaged ones came. Collective."""
     into = [[np.empty(piece.shape, piece.dtype) for piece in pieces] for pieces in recvs]
     given = [np.array([checksum(piece) for piece in pieces], np.uint64) for pieces in sends]
     sums = [np.empty(len(pieces), np.uint64) for pieces in recvs]
     comm.exchange([*_messages(sends, given)], [*_messages(into, sums)])
-    for rank, (pieces, arrived) in enumerate(zip(recvs, into, strict=True)):
-        if [checksum(piece) for piece in arrived] != sums[rank].tolist():
-            raise CommAborted(f"a slab of a sharded array arrived damaged from rank {rank}")
+    for pieces, arrived in zip(recvs, into, strict=True):
         for piece, x in zip(pieces, arrived, strict=True):
             piece[...] = x
+    return [n for n, each in enumerate(into) if [*map(checksum, each)] != sums[n].tolist()]
 
 
 def _messages(pieces: Sequence[Sequence[Array]], sums: Sequence[Array]) -> Iterator[tuple[int, Array, str]]:
