@@ -121,6 +121,7 @@ class Attachment(Closing):
                 unit.before_forward(partial(self._prefetch.check, unit))
             if reduce.is_reproducible and average is None and unit.process_groups[0].size() == 1:
                 unit.use_alone(reducer.alone)
+        self._kept = keep_residuals(comm, self._trained, self._wait)
 
     def _warn_of_others(self, model: nn.Module) -> None:
         """In the first forward pass, warn of modules that were sharded after `attach`."""
@@ -199,10 +200,6 @@ class Attachment(Closing):
             self._feedback(name).residual = as_array(residual.to(self._feeding[name].device, copy=True))
         for name, means in counts.items():
             self._counting[name].means = means
-
-    def keep_residuals(self) -> None:
-        """Let `elastic.run`, if it made the communicator, commit and restore residuals. Collective."""
-        keep_residuals(self._comm, self._trained, self._wait)
 
     def _feedback(self, name: str) -> Residual:
         feedback = self._feeding[name].feedback
@@ -291,6 +288,8 @@ class Attachment(Closing):
         self._unwatch()
         for handle in self._handles:
             handle.remove()
+        for each in self._kept:
+            each.close()
         if self._prefetch is not None:
             self._prefetch.close()
         for unit in self._units:
@@ -369,6 +368,4 @@ def attach(
         if not isinstance(overlap, bool):
             raise ArrayError(f"{NAME}: overlap is {overlap!r}, expected True or False")
     compare_units(world, units, reduce=reduce, gather=gather, replicas=replicas, overlap=overlap)
-    made = Attachment(world, units, reduce, gather, replicas, model, overlap)
-    made.keep_residuals()
-    return made
+    return Attachment(world, units, reduce, gather, replicas, model, overlap)

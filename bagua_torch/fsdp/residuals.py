@@ -14,7 +14,9 @@ from ..arrays import as_array, as_tensor
 from .collectives import FeedsBack
 
 
-def keep_residuals(comm: Communicator, reductions: Mapping[str, FeedsBack], wait: Callable[[], None]) -> None:
+def keep_residuals(
+    comm: Communicator, reductions: Mapping[str, FeedsBack], wait: Callable[[], None]
+) -> list[Residuals]:
     """Let `elastic.run`, if it made `comm`, commit the residuals of these reductions, and restore them.
 
     Collective. On another number of ranks each rank gets the mean of all residuals, since later averages
@@ -25,30 +27,40 @@ def keep_residuals(comm: Communicator, reductions: Mapping[str, FeedsBack], wait
         comm: The communicator of the model.
         reductions: The reductions with a residual, by module.
         wait: Ends what is under way.
+
+    Returns:
+        What is committed, until it is closed.
     """
     registry = comm.engine_registry
     if registry is None or not reductions:
-        return
-    movable = {name: each for name, each in reductions.items() if each.rows is not None}
-    others = {name: each for name, each in reductions.items() if each.rows is None}
-    registry.keep(Own(_Residuals(movable, wait), "mean"))
-    registry.keep(Own(_Residuals(others, wait), "drop"))
+        return []
+    movable = Residuals({name: each for name, each in reductions.items() if each.rows is not None}, wait)
+    others = Residuals({name: each for name, each in reductions.items() if each.rows is None}, wait)
+    registry.keep(Own(movable, "mean"))
+    registry.keep(Own(others, "drop"))
+    return [movable, others]
 
 
-class _Residuals:
+class Residuals:
     """An object with a state; see `keep_residuals`."""
 
     def __init__(self, reductions: Mapping[str, FeedsBack], wait: Callable[[], None]) -> None:
-        self._reductions, self._wait = reductions, wait
+        self._reductions, self._wait, self._closed = reductions, wait, False
 
-    def state_dict(self) -> dict[str, tuple[torch.Tensor, int | None]]:
-        """By module the residual, without the padding of shards, and the number of means since the last reset."""
+    def state_dict(self) -> dict[str, tuple[torch.Tensor, int | None]] | None:
+        """By module the residual, without the padding of shards, and the number of means since the last reset.
+
+        None once it is closed: then nothing is restored.
+        """
+        if self._closed:
+            return None
         self._wait()
         return {name: (_unpadded(each), each.means) for name, each in self._reductions.items()}
 
     def load_state_dict(self, state: Mapping[str, tuple[torch.Tensor, int | None]]) -> None:
         """Continue from a result of `state_dict`; from zeros, with a warning, if it is of other modules."""
-        mine = {name: x.shape for name, (x, _) in self.state_dict().items()}
+        self._wait()
+        mine = {name: _unpadded(each).shape for name, each in self._reductions.items()}
         if mine != {name: x.shape for name, (x, _) in state.items()}:
             text = "elastic.run: the residuals of a sharded model restart at zero, as other ones were committed"
             warnings.warn(text, RuntimeWarning, stacklevel=2)
@@ -56,6 +68,10 @@ class _Residuals:
         for name, each in self._reductions.items():
             whole, means = state[name]
             each.continue_from(as_array(_padded(whole, each).to(each.device, each.dtype, copy=True)), means)
+
+    def close(self) -> None:
+        """Keep nothing any more, nor the reductions."""
+        self._reductions, self._wait, self._closed = {}, lambda: None, True
 
 
 def _unpadded(reduction: FeedsBack) -> torch.Tensor:

@@ -11,11 +11,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial
 
-from bagua_comm import ArrayError, CommError, RankFailed, UnsupportedError
+from bagua_comm import ArrayError, CommError, ErrorFeedback, Quantized, RankFailed, UnsupportedError
 from bagua_comm.elastic import State, run
 from bagua_comm.elastic.session import Session
 from bagua_comm.elastic.snapshot.snapshots import slabs_of
 from bagua_comm.testing.fleets import ThreadJob, run_fleet
+from bagua_torch import fsdp
 
 
 @pytest.fixture(autouse=True)
@@ -85,6 +86,28 @@ def test_the_mean_of_residuals_stays_on_fewer_ranks():
     assert committed[0].abs().max() > 0
     for each in restored:
         assert torch.allclose(each, torch.stack(committed).mean(0), atol=1e-9)
+
+
+def test_the_residuals_of_a_closed_attachment_are_not_committed_any_more():
+    def body(fleet):
+        state = State(step=0)
+
+        @run(state, fleet=fleet)
+        def trained(comm):
+            thread_groups.renew(comm)
+            model, sent = sharded(), []
+            with fsdp.attach(model, ErrorFeedback(Quantized(min_bytes=0)), comm=comm):
+                state.commit()
+                sent.append(state.commits.sent_bytes)
+            state.commit()
+            sent.append(state.commits.sent_bytes)
+            return sent
+
+        return trained
+
+    for before, after in results(run_fleet(ThreadJob(2), body)):
+        assert before > 0
+        assert after == 0
 
 
 @pytest.mark.slow
