@@ -6,6 +6,7 @@ import time
 import warnings
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
+from itertools import zip_longest
 
 import numpy as np
 
@@ -192,18 +193,21 @@ class Session:
         made: dict[str, parts.Part] = {}
         pairs: list[tuple[Slab, Slab]] = []
 
-        def prepare() -> list[tuple[str, list[str]]]:
+        def prepare() -> list[str]:
+            row = []
             for name, value in given.items():
                 if name in self._parts or name in self._registered:
                     raise ArrayError(f"{name!r} is a part of the state already; give it another name")
                 made[name] = parts.Part(name, value)
-                pairs.extend(made[name].targets(self._waiting.get(name)))
-            return [(name, [saved.whole for saved, _ in pairs]) for name in made]
+                found = made[name].targets(self._waiting.get(name))
+                pairs.extend(found)
+                row += [name, *(f"{saved.path}, {saved.whole}" for saved, _ in found)]
+            return row
 
         rows = on_all_ranks(comm, call, prepare, ArrayError)
         if any(row != rows[0] for row in rows):
-            names = [", ".join(name for name, _ in row) for row in rows]
-            raise ArrayError(f"{call}: ranks give different objects, by rank: {'; '.join(names)}")
+            first = next(each for each in zip_longest(*rows, fillvalue="nothing") if len({*each}) > 1)
+            raise ArrayError(f"{call}: ranks give different objects, by rank: {'; '.join(first)}")
         saved, now = [each for each, _ in pairs], [interval_of(each) for _, each in pairs]
         slabs = iter(redistribute(comm, saved, [[(each, None)] for each in saved], now))
 

@@ -184,9 +184,9 @@ def test_where_the_only_copy_is_damaged_all_raise_an_error(monkeypatch, spares):
 # What is refused, on all ranks ------------------------------------------------------------------------------
 
 
-def outcomes_of(train, *, ranks=2, deaths=()):
+def outcomes_of(train, *, ranks=2, wanted=None, deaths=()):
     """The errors of `train(state, comm, entries)`, by process; process n dies in its first commit of `deaths`."""
-    job = ThreadJob(ranks)
+    job = ThreadJob(ranks, wanted=wanted)
 
     def body(fleet):
         state, entries = State(step=0), []
@@ -249,6 +249,17 @@ def test_ranks_that_register_different_objects_get_an_error():
         state.register(**{f"net{comm.rank}": sharded()})
 
     assert_all(outcomes_of(train), ArrayError, "ranks give different objects, by rank: net0; net1")
+
+
+def test_ranks_with_different_arrays_under_one_name_get_an_error_that_names_the_array():
+    """With a spare in place of the dead rank, each has its own."""
+
+    def train(state, comm, entry):
+        state.register(first=sharded(), net=sharded(7 + comm.rank))
+
+    errors = outcomes_of(train, ranks=3, wanted=2, deaths=[0])
+    texts = "by rank: tree['registered']['net']['weight'], float32[7, 5], ", "['weight'], float32[8, 5], "
+    assert_all(errors[1:], ArrayError, *texts)
 
 
 def test_an_object_of_one_rank_that_cannot_be_saved_is_an_error_on_all():
