@@ -1,11 +1,14 @@
 """Sharded models (`fully_shard`) under `elastic.run`: survivors go on from the slabs in their memory."""
 
+import gc
+import weakref
 from types import SimpleNamespace
 
 import pytest
 import torch
 from support import thread_groups
 from support.elastic_shards import CASES, Training, results, undisturbed
+from support.waiting import until
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -88,7 +91,7 @@ def test_the_mean_of_residuals_stays_on_fewer_ranks():
         assert torch.allclose(each, torch.stack(committed).mean(0), atol=1e-9)
 
 
-def test_the_residuals_of_a_closed_attachment_are_not_committed_any_more():
+def test_the_residuals_of_a_closed_attachment_are_not_committed_and_its_model_is_freed():
     def body(fleet):
         state = State(step=0)
 
@@ -101,6 +104,9 @@ def test_the_residuals_of_a_closed_attachment_are_not_committed_any_more():
                 sent.append(state.commits.sent_bytes)
             state.commit()
             sent.append(state.commits.sent_bytes)
+            left = weakref.ref(model)
+            del model
+            until(lambda: gc.collect() is not None and left() is None)  # threads that end may hold it
             return sent
 
         return trained
