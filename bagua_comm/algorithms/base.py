@@ -134,7 +134,8 @@ class StepWeights:
         if self.sum is None:
             self.sum = weight
         elif (self.sum == MISSING) == (weight == MISSING):
-            self.sum += weight
+            worse = min(self.sum, weight)  # below 0 it is none: what else a rank sends
+            self.sum = worse if worse < 0 else self.sum + weight
         else:
             self.sum = PARTLY
 

@@ -29,10 +29,8 @@ from ..trace import Tracer
 
 MISSING = -math.inf
 """What a rank sends that has no weight."""
-PARTLY, LATE, NO_NUMBER, _RAISED = (-sys.float_info.max / each for each in (1, 2, 4, 8))
-"""What a rank sends that has no weight of some steps, or none for another reason in `_WRONG`.
-
-A sum with other weights is the same."""
+PARTLY, LATE, NO_NUMBER, _RAISED, NEGATIVE = (-sys.float_info.max / each for each in (1, 2, 4, 8, 16))
+"""What a rank sends that has no weight of some steps, or none for another reason in `_WRONG`."""
 
 SET_AFTER = "weight: it was set after the backward pass, which did not use it; set it before"
 _EXPECTED = "expected a finite number of at least 0"
@@ -41,6 +39,7 @@ _WRONG = {
     PARTLY: "has none in some steps since the last exchange",
     LATE: "has set one after its backward pass had begun",
     NO_NUMBER: f"has set something that is no number, {_EXPECTED}",
+    NEGATIVE: f"has set a negative one in some step, {_EXPECTED}",
     _RAISED: "has raised in the function that returns its weight",
 }
 _ALL_ZERO = "all weights are 0"

@@ -11,14 +11,13 @@ step, so that one that has set none is found.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import partial
 
 from ..algorithms.base import Algorithm, State, name_of
 from ..bucket import Bucket
 from ..comm import Communicator
-from ..comm.weights import LATE, MISSING, SET_AFTER, Weigh, agree_traced, weight_of_pass
+from ..comm.weights import LATE, MISSING, NEGATIVE, NO_NUMBER, SET_AFTER, Weigh, agree_traced, weight_of_pass
 from ..errors import ArrayError, UnsupportedError, warn
 from ..execution.lane import Lane
 from ..topology import share
@@ -142,8 +141,9 @@ class MeanWeights:
         self._skips = True
 
     def _value(self) -> float:
-        """The weight of this step in a sum of weights: NaN if it is negative, which a sum could hide."""
-        return MISSING if self.now is None else self.now if self.now >= 0 else math.nan
+        """The weight of this step in a sum of weights, where a negative number could hide."""
+        weight = MISSING if self.now is None else self.now
+        return NEGATIVE if weight < 0 and weight not in (MISSING, NO_NUMBER) else weight
 
     def forget_used(self) -> None:
         """Forget the weight if a backward pass has used it, since another step begins."""

@@ -259,6 +259,13 @@ def set_within(comm):
     nan_if_empty(ddp, 2, 0).backward()
 
 
+def set_to_several(comm):
+    ddp, _ = wrapped(comm)
+    loss = nan_if_empty(ddp, 2, 0)
+    ddp.weight = torch.tensor([3.0, 4.0]) if comm.rank else 3
+    loss.backward()
+
+
 def set_after(comm):
     ddp, optimizer = wrapped(comm)
     nan_if_empty(ddp, 2, 0).backward()
@@ -271,9 +278,10 @@ def set_after(comm):
     [
         (set_within, "weight: the backward pass has begun"),
         (set_after, "weight: it was set after the backward pass"),
+        (set_to_several, "weight: rank 1 has set something that is no number"),
     ],
 )
-def test_a_weight_that_is_set_too_late_is_an_error(body, text):
+def test_a_weight_that_is_late_or_no_number_is_an_error_on_all_ranks(body, text):
     def raises(comm):
         with pytest.raises(ArrayError, match=text):
             body(comm)

@@ -169,7 +169,19 @@ REFUSED = [
     ),
     (lambda c: steps(c, [None, None if c.rank else 4]), CommMismatch, ""),
     (lambda c: steps(c, [3, None if c.rank else 4, 1], DiLoCo(1)), ArrayError, "rank 1 has none"),
-    (lambda c: steps(c, [3, -4 if c.rank else 4, 1], DiLoCo(2)), ArrayError, "rank 1 has nan, expected a finite"),
+    *(
+        (
+            lambda c, ws=each: steps(c, [*ws, 1] if c.rank else [1, 1, 1], DiLoCo(2)),
+            ArrayError,
+            f"rank 1 has {text}",
+        )
+        for each, text in (
+            ([-4, 7], "set a negative one in some step, expected a finite number"),
+            ([-4, -4], "set a negative one in some step, expected a finite number"),
+            (["3", "3"], "set something that is no number"),
+            ([3, np.nan], "nan, expected a finite number"),
+        )
+    ),
     *(
         (late_in(moment, algorithm), ArrayError, "rank 1 has set one after its backward pass had begun")
         for moment in ("within", "after")
