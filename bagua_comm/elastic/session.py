@@ -26,7 +26,7 @@ from .snapshot.restore import INITIAL, Restore, Sources
 from .snapshot.shards import interval_of, redistribute
 from .snapshot.slot import checksum
 from .snapshot.snapshots import Buffer, Layout, Snapshot, remove_slots, snapshots_in
-from .state import State, internals_of
+from .state import State, check_names, internals_of
 
 _NUMBERED = "object "
 """How the names of objects begin that have a number; users give identifiers."""
@@ -194,6 +194,7 @@ class Session:
         pairs: list[tuple[Slab, Slab]] = []
 
         def prepare() -> list[str]:
+            check_names(given)
             row = []
             for name, value in given.items():
                 if name in self._parts or name in self._registered:
@@ -281,6 +282,12 @@ class Session:
                 named[name] = part.tree()
             except Exception as exc:
                 raise ArrayError(f"{name} cannot be kept: {type(exc).__name__}: {exc}") from exc
+        missing = [name for name in self._waiting if not name.startswith(_NUMBERED)]
+        if missing and any(not name.startswith(_NUMBERED) for name in self._registered):
+            raise ArrayError(
+                f"State.register has not restored {', '.join(missing)} of the commit before; register it again in "
+                "this function, as you did then"
+            )
         registered = self._waiting | {name: named.pop(name) for name in self._registered}
         packed = parts.packed(
             {"parts": named, "engines": engines, "registered": dict(sorted(registered.items()))}

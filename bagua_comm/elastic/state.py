@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -92,9 +92,7 @@ class State:
     _internals: Internals
 
     def __init__(self, **parts: object) -> None:
-        taken = [name for name in parts if name.startswith("_") or hasattr(State, name)]
-        if taken:
-            raise ArrayError(f"State: {taken[0]!r} cannot be the name of a part; it is a name of State itself")
+        check_names(parts)
         self.__dict__["_internals"] = Internals({name: Part(name, given) for name, given in parts.items()})
 
     @public_method("State.commit")
@@ -125,7 +123,8 @@ class State:
         each rank receives its slabs of the sharded tensors, on any number of ranks, from the memory of the ranks
         that hold them. At the start nothing is restored, and nothing is broadcast.
 
-        A commit before it keeps the objects as they were.
+        A commit before the first call keeps the objects as they were; a later one is refused until all are
+        registered again.
 
         Args:
             parts: Objects with `state_dict` and `load_state_dict`, and all else that `State` takes.
@@ -191,6 +190,13 @@ class State:
     def __repr__(self) -> str:
         types = (f"{name}={type(part.value).__name__}" for name, part in self._internals.parts.items())
         return f"<State {', '.join(types)}>"
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Raise `ArrayError` if one of the names of parts is a name of `State` itself."""
+    taken = [name for name in names if name.startswith("_") or hasattr(State, name)]
+    if taken:
+        raise ArrayError(f"State: {taken[0]!r} cannot be the name of a part; it is a name of State itself")
 
 
 def internals_of(state: State) -> Internals:

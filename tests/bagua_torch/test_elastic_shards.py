@@ -241,13 +241,33 @@ def test_a_model_that_is_not_sharded_any_more_is_refused():
     )
 
 
-@pytest.mark.parametrize("name", ["step", "net"])
-def test_a_name_that_is_taken_is_refused(name):
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("step", "'step' is a part of the state already"),
+        ("net", "'net' is a part of the state already"),
+        ("commit", "'commit' cannot be the name of a part"),
+    ],
+)
+def test_a_name_that_is_taken_is_refused(name, text):
     def train(state, comm, entry):
         state.register(net=sharded())
-        state.register(**{name: sharded()})
+        state.register(**{name if comm.rank else "other": sharded()})
 
-    assert_all(outcomes_of(train), ArrayError, f"'{name}' is a part of the state already")
+    assert_all(outcomes_of(train), ArrayError, text)
+
+
+def test_the_commit_after_a_death_is_refused_while_an_object_is_not_registered_again():
+    def train(state, comm, entry):
+        model = sharded()
+        state.commit()  # keeps all as it was
+        state.register(net=model)
+        if entry == 1:
+            state.register(optimizer=torch.optim.AdamW(model.parameters()), count=[1])
+
+    errors = outcomes_of(train, ranks=3, deaths=[1])
+    texts = "has not restored count, optimizer of", "register it again in this function"
+    assert_all([errors[0], errors[2]], ArrayError, *texts)
 
 
 def test_ranks_that_register_different_objects_get_an_error():
