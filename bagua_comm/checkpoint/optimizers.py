@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeGuard
 
 from ..arrays import is_tensor
-from ..errors import ArrayError
 
 Restore: TypeAlias = Callable[[object, object], object]
 """Maps a tensor as loaded by the optimizer, and as saved, to the tensor to keep."""
@@ -39,33 +38,32 @@ def is_sharded_optimizer(value: object) -> bool:
     return module is not None and isinstance(value, module.ZeroRedundancyOptimizer)
 
 
-def check_settings(name: str, optimizer: Any, saved: Any) -> None:
-    """Raise `ArrayError` if a state is of an optimizer of another class, whose step would lack settings.
+def other_class(optimizer: Any, saved: Any) -> str | None:
+    """A text if a state is of an optimizer of another class, whose step would lack settings; or None.
 
     Settings that only one of both has are no error, as schedulers and releases of PyTorch add some: an optimizer
     of another class both lacks some and has others.
 
     Args:
-        name: The name under which the optimizer was saved.
         optimizer: The optimizer to load into.
         saved: The argument of its `load_state_dict`.
     """
     groups = saved.get("param_groups") if isinstance(saved, Mapping) else None
     expected = getattr(optimizer, "defaults", None)
-    if not isinstance(groups, list) or not isinstance(expected, Mapping):
-        return
+    if not is_optimizer(optimizer) or not isinstance(groups, list) or not isinstance(expected, Mapping):
+        return None
     known = {*_NOT_SETTINGS, *expected}.union(*optimizer.param_groups)
     for group in groups:
         if not isinstance(group, Mapping):
-            return
+            return None
         missing = [key for key in expected if key not in group]
         others = [key for key in group if key not in known]
         if missing and others:
-            raise ArrayError(
-                f"load: {name!r} was saved from an optimizer with {', '.join(map(repr, others))}, but "
-                f"{type(optimizer).__name__} has {', '.join(map(repr, missing))} instead; load it into an "
-                "optimizer of the class that saved it, or leave it out to start with a new one"
+            return (
+                f"was saved from an optimizer with {', '.join(map(repr, others))}, but "
+                f"{type(optimizer).__name__} has {', '.join(map(repr, missing))} instead"
             )
+    return None
 
 
 _NOT_SETTINGS = {

@@ -202,7 +202,7 @@ class Session:
                 made[name] = parts.Part(name, value)
                 found = made[name].targets(self._waiting.get(name))
                 pairs.extend(found)
-                row += [name, *(f"{saved.path}, {saved.whole}" for saved, _ in found)]
+                row += [name, *made[name].sharded, *(f"{saved.path}, {saved.whole}" for saved, _ in found)]
             return row
 
         rows = on_all_ranks(comm, call, prepare, ArrayError)
@@ -285,8 +285,8 @@ class Session:
         missing = [name for name in self._waiting if not name.startswith(_NUMBERED)]
         if missing and any(not name.startswith(_NUMBERED) for name in self._registered):
             raise ArrayError(
-                f"State.register has not restored {', '.join(missing)} of the commit before; register it again in "
-                "this function, as you did then"
+                f"State.register has not restored {', '.join(missing)} of the commit before; register it "
+                "again in this function, as it was then"
             )
         registered = self._waiting | {name: named.pop(name) for name in self._registered}
         packed = parts.packed(

@@ -131,7 +131,7 @@ class State:
 
         Raises:
             ArrayError: A name is taken, or an object does not fit what was committed under its name; or ranks
-                give different objects. Raised on all ranks.
+                give other names, or sharded tensors of other shapes or dtypes. Raised on all ranks.
             UnsupportedError: An object cannot be saved; on all ranks.
             CommError: A rank died, or it is called outside of the function that `elastic.run` calls.
         """

@@ -21,7 +21,7 @@ from bagua_comm import ArrayError, Own
 from bagua_comm.algorithms.base import exchanges_weights
 from bagua_comm.arrays import Array
 from bagua_comm.checkpoint import Loaded
-from bagua_comm.checkpoint.optimizers import Optimizer, check_settings, is_optimizer, load_in_place, with_dtype
+from bagua_comm.checkpoint.optimizers import Optimizer, is_optimizer, load_in_place, other_class, with_dtype
 from bagua_comm.checkpoint.trees import as_tagged, from_tagged
 from bagua_comm.comm.public_methods import public_method
 
@@ -133,8 +133,12 @@ class Checkpoints(bagua_comm.Checkpoints):
             )
         with errors_on_all(self._comm):
             for name, target in objects.items():
-                if is_optimizer(_bare(target)) and _is_state(tree[name]):
-                    check_settings(name, _bare(target), tree[name]["state"])
+                text = other_class(_bare(target), tree[name]["state"]) if _is_state(tree[name]) else None
+                if text is not None:
+                    raise ArrayError(
+                        f"load: {name!r} {text}; load it into an optimizer of the class that saved it, or leave "
+                        "it out to start with a new one"
+                    )
         for name in sorted(objects, key=lambda name: _order(objects[name])):
             _load_into(name, _bare(objects[name]), tree.pop(name))
         rest = {name: saved["state"] if _is_state(saved) else saved["value"] for name, saved in tree.items()}

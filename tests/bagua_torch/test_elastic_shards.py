@@ -190,9 +190,9 @@ def test_where_the_only_copy_is_damaged_all_raise_an_error(monkeypatch, spares):
 # What is refused, on all ranks ------------------------------------------------------------------------------
 
 
-def outcomes_of(train, *, ranks=2, wanted=None, deaths=()):
+def outcomes_of(train, *, ranks=2, deaths=()):
     """The errors of `train(state, comm, entries)`, by process; process n dies in its first commit of `deaths`."""
-    job = ThreadJob(ranks, wanted=wanted)
+    job = ThreadJob(ranks)
 
     def body(fleet):
         state, entries = State(step=0), []
@@ -231,6 +231,16 @@ def test_a_model_of_other_shapes_than_at_the_commit_is_refused_with_the_differen
     assert_all([errors[0], errors[2]], ArrayError, *texts)
 
 
+def test_an_optimizer_of_another_class_than_at_the_commit_is_refused():
+    def train(state, comm, entry):
+        kind = torch.optim.AdamW if entry == 1 else torch.optim.SGD
+        state.register(optimizer=kind(sharded().parameters()))
+
+    errors = outcomes_of(train, ranks=3, deaths=[1])
+    texts = "optimizer was saved from an optimizer with 'betas'", "but SGD has 'momentum'", "the same class again"
+    assert_all([errors[0], errors[2]], ArrayError, *texts)
+
+
 def test_a_model_that_is_not_sharded_any_more_is_refused():
     def train(state, comm, entry):
         state.register(net=sharded() if entry == 1 else nn.Linear(5, 7))
@@ -266,7 +276,7 @@ def test_the_commit_after_a_death_is_refused_while_an_object_is_not_registered_a
             state.register(optimizer=torch.optim.AdamW(model.parameters()), count=[1])
 
     errors = outcomes_of(train, ranks=3, deaths=[1])
-    texts = "has not restored count, optimizer of", "register it again in this function"
+    texts = "has not restored count, optimizer of", "register it again in this function, as"
     assert_all([errors[0], errors[2]], ArrayError, *texts)
 
 
@@ -277,15 +287,33 @@ def test_ranks_that_register_different_objects_get_an_error():
     assert_all(outcomes_of(train), ArrayError, "ranks give different objects, by rank: net0; net1")
 
 
-def test_ranks_with_different_arrays_under_one_name_get_an_error_that_names_the_array():
-    """With a spare in place of the dead rank, each has its own."""
-
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: sharded(8), "net['weight'], float32[8, 5], sharded along axis 0"),
+        (lambda: sharded().double(), "net['weight'], float64[7, 5], sharded along axis 0"),
+        (lambda: nn.Linear(5, 7), "nothing"),
+    ],
+)
+def test_ranks_with_different_arrays_under_one_name_get_an_error_that_names_the_array(make, text):
     def train(state, comm, entry):
-        state.register(first=sharded(), net=sharded(7 + comm.rank))
+        state.register(first=sharded(), net=make() if comm.rank else sharded())
 
-    errors = outcomes_of(train, ranks=3, wanted=2, deaths=[0])
-    texts = "by rank: tree['registered']['net']['weight'], float32[7, 5], ", "['weight'], float32[8, 5], "
-    assert_all(errors[1:], ArrayError, *texts)
+    assert_all(
+        outcomes_of(train), ArrayError, f"by rank: net['weight'], float32[7, 5], sharded along axis 0; {text}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [(sharded, "net['weight'] was committed as float32[7, 5]"), (lambda: nn.Linear(5, 7), "torch.float32, but")],
+)
+def test_a_model_of_another_dtype_than_at_the_commit_is_refused(make, text):
+    def train(state, comm, entry):
+        state.register(net=make() if entry == 1 else make().double())
+
+    errors = outcomes_of(train, ranks=3, deaths=[1])
+    assert_all([errors[0], errors[2]], ArrayError, text, "net['weight'] was committed as", "float64")
 
 
 def test_an_object_of_one_rank_that_cannot_be_saved_is_an_error_on_all():

@@ -12,19 +12,26 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Iterator
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from ... import arrays
 from ...arrays import Array
-from ...checkpoint.optimizers import is_optimizer, is_sharded_optimizer, load_in_place, with_dtype
+from ...checkpoint.optimizers import (
+    is_optimizer,
+    is_sharded_optimizer,
+    load_in_place,
+    other_class,
+    with_dtype,
+)
 from ...checkpoint.trees import DEEPEST, Own, Packed, Slab, as_tagged, container_type, from_tagged, pack
 from ...errors import ArrayError, UnsupportedError
 from .shards import as_sharded, is_sharded, slab_of
 
 Memory: TypeAlias = tuple[int, int]
 """The address and the bytes of an array."""
+_AGAIN = "make the same model again"
 
 
 def packed(tree: object) -> Packed:
@@ -80,6 +87,8 @@ class Part:
         self.value: Any = given.value if isinstance(given, Own) else given
         self._kept: object = None
         """The value when `tree` was called last, with containers of its own: what is restored in place."""
+        self.sharded: list[str] = []
+        """A text of each sharded array that was given; the same on all ranks."""
         self._objects: frozenset[str] | None = None
         """The paths of the objects that were given."""
         self.is_object = _is_object(f"State: {name}", self.value)
@@ -91,6 +100,7 @@ class Part:
                 raise ArrayError('a rank that dies takes its slab of "concatenate" along; use Checkpoints for it')
             if len(tree.own_trees) != self.is_own:
                 raise ArrayError("it has an Own inside; mark the whole of it, or make it two parts")
+            self.sharded = [f"{slab.path.replace('tree', name, 1)}, {slab.whole}" for slab in tree.slabs]
         except (ArrayError, UnsupportedError) as exc:
             raise type(exc)(f"State: {name} cannot be kept: {exc}") from exc
 
@@ -130,23 +140,32 @@ class Part:
         """Each slab in a result of `tree`, with the slab that this rank has of that tensor now.
 
         Raises:
-            ArrayError: There is no such tensor now, or one of another shape.
+            ArrayError: There is no such tensor now, or one of another shape or dtype; or it is an optimizer of
+                another class.
         """
-        found = []
+        found: list[tuple[Slab, Slab]] = []
 
-        def note(path: str, slab: Slab, like: object) -> Slab:
-            found.append((slab, _target(path, slab, like)))
-            return slab
+        def note(path: str, leaf: object, like: object) -> object:
+            if isinstance(leaf, Slab):
+                found.append((leaf, _target(path, leaf, like)))
+            elif arrays.is_tensor(leaf) and arrays.is_tensor(like) and leaf.dtype != like.dtype:
+                raise ArrayError(f"{path} was committed as {leaf.dtype}, but is {like.dtype} now; {_AGAIN}")
+            return leaf
 
+        if (text := other_class(self.value, saved)) is not None:
+            raise ArrayError(f"{self.name} {text}; make it of the same class again")
         _with_slabs(self.name, saved, _likeness(self.value), note)
         return found
 
     def with_shards(self, saved: object, slabs: Iterator[Slab]) -> object:
         """A result of `tree` with the tensors of `targets` in place of slabs, of the memory of these slabs."""
 
-        def shard(path: str, slab: Slab, like: object) -> object:
-            assert is_sharded(like)
-            return as_sharded(next(slabs), like)
+        def shard(path: str, leaf: object, like: object) -> object:
+            if not isinstance(leaf, Slab):
+                return leaf
+            tensor = like.parameter if isinstance(like, _StatesOf) else like
+            assert is_sharded(tensor)
+            return as_sharded(next(slabs), tensor)
 
         return _with_slabs(self.name, saved, _likeness(self.value), shard)
 
@@ -194,10 +213,16 @@ def _split(path: str, value: Any, objects: list[str], depth: int = 0) -> tuple[A
     return value, value
 
 
+class _StatesOf(NamedTuple):
+    """The states of an optimizer for a parameter, which have its shape, perhaps of another dtype."""
+
+    parameter: object
+
+
 def _likeness(value: Any) -> object:
-    """The tensors of a value, where its tree has them; in place of an optimizer's states their parameters."""
+    """The tensors of a value, where its tree has them; in place of an optimizer's states a `_StatesOf`."""
     if is_optimizer(value):
-        return {"state": dict(enumerate(p for group in value.param_groups for p in group["params"]))}
+        return {"state": dict(enumerate(_StatesOf(p) for group in value.param_groups for p in group["params"]))}
     if _is_object("", value):
         return value.state_dict()
     if isinstance(value, dict):
@@ -205,12 +230,12 @@ def _likeness(value: Any) -> object:
     return [*map(_likeness, value)] if isinstance(value, (list, tuple)) else value
 
 
-def _with_slabs(path: str, saved: object, like: object, convert: Callable[[str, Slab, object], object]) -> object:
-    """A tree with `convert(path, slab, tensor)` in place of its slabs; the tensors are those of `like`."""
-    if isinstance(saved, Slab):
+def _with_slabs(
+    path: str, saved: object, like: object, convert: Callable[[str, object, object], object]
+) -> object:
+    """A tree with `convert(path, leaf, tensor)` in place of its leaves; the tensors are those of `like`."""
+    if isinstance(saved, Slab) or not isinstance(saved, (dict, list, tuple)):
         return convert(path, saved, like)
-    if not isinstance(saved, (dict, list, tuple)):
-        return saved
     found = {
         key: _with_slabs(f"{path}[{key!r}]", item, _inside(like, key), convert)
         for key, item in (saved.items() if isinstance(saved, dict) else enumerate(saved))
@@ -223,8 +248,8 @@ def _with_slabs(path: str, saved: object, like: object, convert: Callable[[str, 
 
 
 def _inside(like: object, key: object) -> object:
-    """The item of `like` under a key; a parameter itself, whose states have its shape."""
-    if is_sharded(like):
+    """The item of `like` under a key; any state of a parameter is a `_StatesOf` it."""
+    if isinstance(like, _StatesOf):
         return like
     items = dict(enumerate(like)) if isinstance(like, (list, tuple)) else like
     return items.get(key) if isinstance(items, dict) else None
@@ -232,10 +257,12 @@ def _inside(like: object, key: object) -> object:
 
 def _target(path: str, saved: Slab, like: object) -> Slab:
     """The slab that this rank has of a tensor of which `saved` was committed."""
-    now = slab_of(like) if is_sharded(like) else None
+    tensor = like.parameter if isinstance(like, _StatesOf) else like
+    now = slab_of(tensor) if is_sharded(tensor) else None
     was, found = saved.whole, "no sharded tensor" if now is None else now.whole
-    if now is None or was.partition("[")[2] != found.partition("[")[2]:  # states may have another dtype
-        raise ArrayError(f"{path} was committed as {was}, but is {found} now; make the same model again")
+    compared = [text.partition("[")[2] if tensor is not like else text for text in (was, found)]
+    if now is None or compared[0] != compared[1]:
+        raise ArrayError(f"{path} was committed as {was}, but is {found} now; {_AGAIN}")
     return now
 
 
