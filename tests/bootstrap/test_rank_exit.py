@@ -86,7 +86,7 @@ def test_a_rank_that_leaves_after_fewer_batches_is_named_so_in_the_error_and_by_
         """
     result = ended(2, program, code=1, flags=["-v"])
     text = "rank 0 made 5 steps and left; rank 1 waits in its 6th step: fewer batches? use `with ddp.join():`"
-    assert f"CommMismatch: allreduce(float32[4], op=avg) #6 of world.1: {text}" in result.stderr
+    assert f"CommMismatch: allreduce(float32[4], op=avg) #7 of world.1: {text}" in result.stderr
     assert result.stderr.count(text) == 1
     assert "MPI_ABORT was invoked" in result.stderr  # with -v alone
     (job,) = (tmp_path / "records").iterdir()
