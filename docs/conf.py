@@ -35,7 +35,7 @@ INTERNAL = (  # types that signatures name, and that nobody needs to know
     *("BoundedCache", "Failure", "Flow", "Gathering", "Hooks", "Hub", "LaneComm", "MeanWeights", "Momentum"),
     *("Order", "Outer", "OuterFragment", "ProcessId", "Ranks", "RecordedFailure", "Reducer"),
     *("RendezvousInfo", "Replicas", "Receive", "SampleOrder", "Scheduler", "Session", "SpanContext"),
-    *("SparseOuter", "Steps", "SupportsDLPack", "TorchEngine", "Traced"),
+    *("SparseOuter", "Steps", "SupportsDLPack", "TaskFuture", "TorchEngine", "Traced"),
 )
 # Backticks in docstrings are for code, too, and types may come from libraries that are not described here.
 nitpick_ignore_regex = [

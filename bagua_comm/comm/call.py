@@ -86,6 +86,8 @@ class Call:
         self.output = NO_OUTPUT
         self.target: Array = EMPTY
         """The array that the transport fills."""
+        self.running: PreparedCall | None = None
+        """The call that `run` has made of it."""
         self._distance: int | None = None
         """The bytes from `x` to `target`, if they overlap."""
         self._source: Array | None = None
@@ -163,15 +165,13 @@ class Call:
 
     def run(self, move: Move) -> Any:
         """Run the call once. `move` sends and receives; it takes `x` and `target`. Returns its result."""
-        return self.once(move).run(self.comm, self.x, self.target, self.timeout_s)
-
-    def once(self, move: Move) -> PreparedCall:
-        """The call as `run` runs it, by `move`."""
         if self.payload < 0:
             self.payload = self.x.nbytes
-        return PreparedCall(
+        call = PreparedCall(
             self._head(), self.transport, move, self.payload, self._source, is_compared=self._is_compared
         )
+        self.running = call
+        return call.run(self.comm, self.x, self.target, self.timeout_s)
 
     def run_and_cache(self, move: Move, *arguments: Hashable, fills: Fills = "out") -> None:
         """Run the call by `move`, or by a faster one of the transport, and keep it; see `cache`."""

@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 from types import TracebackType
 
+from bagua_comm.live.status import live_folder
 from bagua_comm.system.processes import started_with
 
 MARK = "BENCHMARK_FAULTS_TRIAL"
@@ -103,7 +104,8 @@ class TrialFolder:
             time.sleep(0.05)
         found = [f"process {pid}: {_command_of(pid)}" for pid in pids]
         found += [f"{self.temporary.name}/{path.name}" for path in self.temporary.iterdir()]
-        memory = set(os.listdir(self.memory)) - (set() if self.own_memory else self._before) - {FILLER}
+        expected = {FILLER, live_folder().name} | (set() if self.own_memory else self._before)
+        memory = set(os.listdir(self.memory)) - expected
         return found + [f"{SHARED_MEMORY}/{name}" for name in sorted(memory)]
 
 

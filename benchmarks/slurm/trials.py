@@ -12,6 +12,8 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from bagua_comm.live.status import live_folder
+
 from .cluster import NODES, Cluster
 
 HERE = Path(__file__).parent
@@ -262,7 +264,7 @@ def _submit(shell: _Shell, trial: Trial) -> tuple[int, str]:
 def _left(cluster: Cluster) -> list[str]:
     """Bring all nodes up, empty their /dev/shm, and return which files were there."""
     cluster.run("scontrol", "update", f"NodeName={','.join(NODES)}", "State=RESUME")
-    look = "ls -A /dev/shm; rm -rf /dev/shm/*"
+    look = f"ls -A -I {live_folder().name} /dev/shm; rm -rf /dev/shm/*"  # files of what each process did stay
     step = ["srun", "--quiet", "-N1", "-n1"]
     files = {node: cluster.run(*step, "-w", node, "sh", "-c", look).stdout.split() for node in NODES}
     return sorted({f"{node}: {re.split('[.]|-[0-9a-f]{16}', file)[0]}" for node in NODES for file in files[node]})

@@ -276,7 +276,7 @@ def test_ddp_rebuilds_its_buckets_after_a_step_and_all_ranks_leave_the_plan(tmp_
 
 
 PROGRAM = """
-import torch, bagua_torch
+import sys, torch, bagua_torch
 import torch.distributed as dist
 from bagua_comm.transports.plan import Plan
 
@@ -294,6 +294,6 @@ for step in range(6):
     assert torch.equal(largest, means)
 group = dist.group.WORLD
 plan = (group if hasattr(group, "comm") else group._get_backend(torch.device("cpu"))).comm.host.plan
-print("left", any(left), "and follow", plan.in_force, flush=True)
+sys.stdout.write(f"left {any(left)} and follow {plan.in_force}\n")
 dist.destroy_process_group()
 """
