@@ -294,6 +294,6 @@ for step in range(6):
     assert torch.equal(largest, means)
 group = dist.group.WORLD
 plan = (group if hasattr(group, "comm") else group._get_backend(torch.device("cpu"))).comm.host.plan
-sys.stdout.write(f"left {any(left)} and follow {plan.in_force}\n")
+sys.stdout.write(f"left {any(left)} and follow {plan.in_force}\\n")
 dist.destroy_process_group()
 """
