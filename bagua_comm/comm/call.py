@@ -86,8 +86,6 @@ class Call:
         self.output = NO_OUTPUT
         self.target: Array = EMPTY
         """The array that the transport fills."""
-        self.running: PreparedCall | None = None
-        """The call that `run` has made of it."""
         self._distance: int | None = None
         """The bytes from `x` to `target`, if they overlap."""
         self._source: Array | None = None
@@ -170,8 +168,13 @@ class Call:
         call = PreparedCall(
             self._head(), self.transport, move, self.payload, self._source, is_compared=self._is_compared
         )
-        self.running = call
         return call.run(self.comm, self.x, self.target, self.timeout_s)
+
+    def once(self, move: Move) -> PreparedCall:
+        """The call as `run` runs it, by `move`, which may ask it."""
+        nbytes = self.x.nbytes if self.payload < 0 else self.payload
+        head, compares = self._head(), self._is_compared
+        return PreparedCall(head, self.transport, move, nbytes, self._source, is_compared=compares)
 
     def run_and_cache(self, move: Move, *arguments: Hashable, fills: Fills = "out") -> None:
         """Run the call by `move`, or by a faster one of the transport, and keep it; see `cache`."""

@@ -307,8 +307,7 @@ class PointToPoint(CommBase):
         self._requests.check_free(text, buffer)
 
         def begin(*_: Array) -> Request:
-            assert first.running is not None
-            note = first.running.later_failure(self)
+            note = call.later_failure(self)
             has_ended = first.transport.begin_labelled(found.sends, found.receives)
 
             def ended(until_s: float) -> bool:
@@ -320,7 +319,9 @@ class PointToPoint(CommBase):
 
             return self._requests.add(text, buffer, ended, result, limit_s, polled=first.transport.needs_polling)
 
-        return cast(Request, first.run(begin))  # within it, a signal handler's exception aborts what has begun
+        call = first.once(begin)
+        # Within it, an exception of a signal handler aborts what has begun.
+        return cast(Request, call.run(self, first.x, first.target, first.timeout_s))
 
     def _run_if_known(
         self, name: str, arguments: tuple[int | str | None, ...], x: object, out: object, timeout_s: float | None
