@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from bagua_comm import CommAborted, Own
+from bagua_comm import Own
 from bagua_comm.elastic.snapshot import parts
 from bagua_comm.elastic.snapshot.commit import commit
 from bagua_comm.elastic.snapshot.restore import Restore, newest
@@ -13,7 +13,7 @@ from bagua_comm.testing import run_ranks
 
 
 def restored(folder, damaged, *, hosts="aaa", trainers=3, lengths=(1, 1, 1)):
-    """What new processes on the hosts of dead ones restore, or their errors; the private value of rank n was n.
+    """What new processes on the hosts of dead ones restore; the private value of rank n was n.
 
     Args:
         folder: Has a folder for each host.
@@ -36,10 +36,7 @@ def restored(folder, damaged, *, hosts="aaa", trainers=3, lengths=(1, 1, 1)):
     def read(comm):
         found = snapshots_in(folder / hosts[comm.rank], except_of=-1)
         sources = newest(comm.allgather_object([each.info for each in found]))
-        try:
-            content = Restore(comm, sources, found, range(trainers), hosts[:trainers]).run()
-        except CommAborted as exc:
-            return str(exc)
+        content = Restore(comm, sources, found, range(trainers), hosts[:trainers]).run()
         return content.tree().value.tolist()
 
     run_ranks(3, write)
@@ -63,17 +60,3 @@ def test_damaged_values_do_not_enter_the_mean_of_fewer_ranks(tmp_path, caplog):
 def test_where_all_copies_of_arrays_that_nothing_replaces_are_damaged_all_raise_an_error(tmp_path):
     with pytest.raises(LostStateError, match=r"the private state of rank . in commit 1"):
         restored(tmp_path, {(n, m) for n in range(3) for m in range(3)}, lengths=(1, 2, 3))
-
-
-def test_values_that_arrive_damaged_are_an_error_on_all_processes(tmp_path, monkeypatch):
-    """Also on process 0, which has received none: it would go on into training, and wait there."""
-    move = Restore._move
-
-    def damaging(self, moves, out, into):
-        move(self, moves, out, into)
-        for x in into:
-            x += 1
-
-    monkeypatch.setattr(Restore, "_move", damaging)
-    (error,) = set(restored(tmp_path, ()))
-    assert error == "array 0 of a commit arrived damaged on rank 1; array 0 of a commit arrived damaged on rank 2"

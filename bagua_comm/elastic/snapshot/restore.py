@@ -22,8 +22,9 @@ from ... import arrays
 from ...arrays import Array
 from ...checkpoint.trees import Own, Rule, Slab, Unpacker
 from ...comm import Communicator
+from ...errors import CommAborted
 from . import parts
-from .shards import Held, LostStateError, even, raise_if_damaged, redistribute
+from .shards import Held, LostStateError, even, redistribute
 from .slot import ArraySpec, Header, checksum
 from .snapshots import Layout, Snapshot, SnapshotInfo, slabs_of
 
@@ -149,8 +150,6 @@ class Restore:
         """The snapshots of each rank; the first one is used."""
         for each in sorted(held, key=lambda each: not each.whole):
             self._copies.setdefault(each.header["rank"], []).append(each)
-        self._damaged: list[str] = []
-        """What this process has received that has not its checksum."""
         self._new_rank = self._trainers.index(everyone.rank) if everyone.rank in self._trainers else None
 
     def run(self) -> Content | None:
@@ -159,8 +158,7 @@ class Restore:
         Collective among all living processes.
 
         Raises:
-            CommAborted: A snapshot arrived damaged; on all processes, which repeat this.
-            CommError: A process died meanwhile; then all repeat this as well.
+            CommError: A process died meanwhile, or a snapshot is damaged; then all processes repeat this.
             LostStateError: No process holds a part of a sharded array, or any private state that can replace what
                 is lost; on all processes.
         """
@@ -184,7 +182,6 @@ class Restore:
             if same_size:
                 header = self._restore_private(found)
                 dropped = self._new_rank in sources.missing
-        raise_if_damaged(comm, self._damaged)
         if self._new_rank is None:
             return None
         return Content(header, found, slabs_of(header, found) if slabs is None else slabs, dropped=dropped)
@@ -245,8 +242,10 @@ class Restore:
                     self._comm.recv(piece, source=source)
 
     def _check(self, numbers: Sequence[int], found: Sequence[Array | None], sums: Sequence[int]) -> None:
-        pairs = [(n, x) for n in numbers if (x := found[n]) is not None]
-        self._damaged += [f"array {n} of a commit" for n, x in pairs if checksum(x) != sums[n]]
+        for n in numbers:
+            x = found[n]
+            if x is not None and checksum(x) != sums[n]:
+                raise CommAborted(f"array {n} of commit {self._sources.version} arrived damaged")
 
     # Private state ----------------------------------------------------------------------------------
 
