@@ -43,11 +43,6 @@ LINK_ROWS = 20
 """The number of rows between two measurements of links, while all ranks wait longer."""
 
 
-def _of_rank() -> Series:
-    """The times of a rank as multiples of those of the others."""
-    return Series(least=1.25, growth=1.25, at_once=1.3)
-
-
 class HealthMonitor:
     """Finds slow ranks and links, on the lane of an engine.
 
@@ -75,13 +70,17 @@ class HealthMonitor:
         self._sent: Future[int] | None = None
         self._begins: deque[int] = deque(maxlen=HISTORY)
         """The steps with which the latest rows begin."""
-        self._ranks = [_of_rank() for _ in range(comm.size)]
+        self._restart()
         self._waiting = Series(least=0.1, growth=1.3, at_once=math.inf)
         """How long all ranks wait, as a multiple of their own work: a slow link, or a slow algorithm."""
         self._links: np.ndarray | None = None
         """Seconds of a message over each link at the start; see `links`."""
-        self._slow_links: set[str] = set()
         self._rows_until_links = 0
+
+    def _restart(self) -> None:
+        """Compare the ranks as if no row had come."""
+        self._ranks = [Series(least=1.25, growth=1.25, at_once=1.3) for _ in self._members]
+        """The times of each rank as multiples of those of the others."""
 
     def step_ended(self, step: int, began_ns: int, end_ns: int) -> None:
         """Note step number `step` of this rank; times by `time.perf_counter_ns`."""
@@ -128,8 +127,7 @@ class HealthMonitor:
         """
         for slow in self._log.latest.slow:
             self._log.end(slow.what, self._step)
-        self._ranks = [_of_rank() for _ in self._ranks]
-        self._slow_links = set()
+        self._restart()
 
     def close(self) -> None:
         """Keep the results until another engine begins."""
@@ -162,8 +160,11 @@ class HealthMonitor:
             if factor > series.limit:
                 cause = rows[rank].cause([*rows[:rank], *rows[rank + 1 :]])
             if count := series.add(factor, BUSY_ROWS if cause == BUSY else ROWS):
-                slow = Slow(f"rank {world}", (world,), self._begins[-count], factor, cause)
-                self._report(slow, begins=series.is_slow)
+                what, step = f"rank {world}", self._begins[-count]
+                if series.is_slow:
+                    self._begin(Slow(what, (world,), step, factor, cause))
+                else:
+                    self._end(what, step)
 
     def _compare_links(self, rows: Sequence[Row]) -> None:
         """Measure the links between nodes at first, and while all ranks wait longer than before."""
@@ -185,15 +186,15 @@ class HealthMonitor:
             slow = slow_links(factors, names)
         elif not changed:
             return
-        for what in sorted(self._slow_links - slow.keys()):
-            self._report(Slow(what, (), self._begins[-1], 1.0), begins=False)
-        for what in sorted(slow.keys() - self._slow_links):
-            self._report(Slow(what, (), self._begins[-max(changed, 1)], slow[what]), begins=True)
-        self._slow_links = set(slow)
+        known = {each.what for each in self._log.latest.slow if not each.ranks}
+        for what in sorted(known - slow.keys()):
+            self._end(what, self._begins[-1])
+        for what in sorted(slow.keys() - known):
+            self._begin(Slow(what, (), self._begins[-max(changed, 1)], slow[what]))
 
-    def _report(self, slow: Slow, *, begins: bool) -> None:
-        if begins:
-            self._log.begin(slow)
-        else:
-            slow = self._log.end(slow.what, slow.since)
+    def _begin(self, slow: Slow) -> None:
+        self._log.begin(slow)
         log_on_root(self._logger, self._lane.comm.rank, "%s", slow)
+
+    def _end(self, what: str, step: int) -> None:
+        log_on_root(self._logger, self._lane.comm.rank, "%s", self._log.end(what, step))

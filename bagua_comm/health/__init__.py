@@ -1,1 +1,1 @@
-"""Which rank or link is slow, while training: rows of step times, change points, causes, and the report."""
+"""Which rank or link is slow, while training: rows of step times, change points, causes, and what is slow."""
