@@ -186,9 +186,9 @@ class Lane(Live, Closing, ABC, Generic[C]):
         """Wait until `future` is done; return its error, or None."""
         self._check_process()
         error = future.error if isinstance(future, TaskFuture) else future.exception
-        began_ns = time.perf_counter_ns()
         while True:
             limit_s, calls = self._limit_s(), self.comm.counters.total().calls
+            began_ns = time.perf_counter_ns()
             try:
                 return error(limit_s)
             except FutureTimeout as exc:
@@ -198,7 +198,6 @@ class Lane(Live, Closing, ABC, Generic[C]):
                     ) from exc
             finally:
                 self.waited_ns += time.perf_counter_ns() - began_ns
-                began_ns = time.perf_counter_ns()
 
     def _limit_s(self) -> float:
         """Return the time to wait for the end of a call or a task, in seconds."""
