@@ -178,11 +178,11 @@ def redistribute(
         out[...] = mine
     sends[rank] = recvs[rank] = []
     bad = _exchange(comm, [[*map(np.ascontiguousarray, pieces)] for pieces in sends], recvs)
-    raise_if_damaged(comm, [f"slabs of sharded arrays from rank {each}" for each in bad])
+    _raise_if_damaged(comm, [f"slabs of sharded arrays from rank {each}" for each in bad])
     return found
 
 
-def raise_if_damaged(comm: Communicator, damaged: Sequence[str]) -> None:
+def _raise_if_damaged(comm: Communicator, damaged: Sequence[str]) -> None:
     """Raise `CommAborted` on all ranks if anything has arrived damaged on any, named as given. Collective."""
     rows = comm.allgather_object([*damaged])
     texts = [f"{each} arrived damaged on rank {rank}" for rank, row in enumerate(rows) for each in row]
