@@ -190,8 +190,8 @@ def test_where_the_only_copy_is_damaged_all_raise_an_error(monkeypatch, spares):
 # What is refused, on all ranks ------------------------------------------------------------------------------
 
 
-def outcomes_of(train, *, ranks=2, deaths=()):
-    """The errors of `train(state, comm, entries)`, by process; process n dies in its first commit of `deaths`."""
+def outcomes_of(train, *, ranks=2, deaths=None):
+    """The errors of `train(state, comm, entry)`, by process; process n dies after the commit of `deaths[n]`."""
     job = ThreadJob(ranks)
 
     def body(fleet):
@@ -204,7 +204,7 @@ def outcomes_of(train, *, ranks=2, deaths=()):
             train(state, comm, len(entries))
             state.commit()
             comm.barrier()  # all have committed
-            if fleet.me in deaths:
+            if deaths is not None and deaths.get(fleet.me) == len(entries):
                 job.kill(fleet.me)
             comm.barrier()
 
@@ -225,7 +225,9 @@ def assert_all(errors, kind, *texts):
 
 
 def test_a_model_of_other_shapes_than_at_the_commit_is_refused_with_the_difference():
-    errors = outcomes_of(lambda state, comm, entry: state.register(net=sharded(6 + entry)), ranks=3, deaths=[1])
+    errors = outcomes_of(
+        lambda state, comm, entry: state.register(net=sharded(6 + entry)), ranks=3, deaths={1: 1}
+    )
     texts = "net['weight'] was committed as float32[7, 5], sharded along axis 0", "but is float32[8, 5], sharded"
     assert errors[1] is None
     assert_all([errors[0], errors[2]], ArrayError, *texts)
@@ -236,7 +238,7 @@ def test_an_optimizer_of_another_class_than_at_the_commit_is_refused():
         kind = torch.optim.AdamW if entry == 1 else torch.optim.SGD
         state.register(optimizer=kind(sharded().parameters()))
 
-    errors = outcomes_of(train, ranks=3, deaths=[1])
+    errors = outcomes_of(train, ranks=3, deaths={1: 1})
     texts = "optimizer was saved from an optimizer with 'betas'", "but SGD has 'momentum'", "the same class again"
     assert_all([errors[0], errors[2]], ArrayError, *texts)
 
@@ -245,7 +247,7 @@ def test_a_model_that_is_not_sharded_any_more_is_refused():
     def train(state, comm, entry):
         state.register(net=sharded() if entry == 1 else nn.Linear(5, 7))
 
-    errors = outcomes_of(train, ranks=3, deaths=[1])
+    errors = outcomes_of(train, ranks=3, deaths={1: 1})
     assert_all(
         [errors[0], errors[2]], ArrayError, "net['weight'] was committed as float32", "no sharded tensor now"
     )
@@ -275,7 +277,7 @@ def test_the_commit_after_a_death_is_refused_while_an_object_is_not_registered_a
         if entry == 1:
             state.register(optimizer=torch.optim.AdamW(model.parameters()), count=[1])
 
-    errors = outcomes_of(train, ranks=3, deaths=[1])
+    errors = outcomes_of(train, ranks=3, deaths={1: 1})
     texts = "has not restored count, optimizer of", "register it again in this function, as"
     assert_all([errors[0], errors[2]], ArrayError, *texts)
 
@@ -312,7 +314,7 @@ def test_a_model_of_another_dtype_than_at_the_commit_is_refused(make, text):
     def train(state, comm, entry):
         state.register(net=make() if entry == 1 else make().double())
 
-    errors = outcomes_of(train, ranks=3, deaths=[1])
+    errors = outcomes_of(train, ranks=3, deaths={1: 1})
     assert_all([errors[0], errors[2]], ArrayError, text, "net['weight'] was committed as", "float64")
 
 
@@ -350,29 +352,16 @@ def test_register_outside_of_training_is_an_error():
 
 def test_what_is_not_registered_again_stays_in_the_commits():
     """The second entry registers nothing, and the third and the fourth have the weights of the first."""
-    seen, job = [], ThreadJob(4)
+    seen = []
 
-    def body(fleet):
-        state, entries = State(step=0), []
+    def train(state, comm, entry):
+        model = sharded()
+        if entry != 2:
+            state.register(net=model)
+            with torch.no_grad():
+                seen.append(model.weight.to_local().sum().item())
+                if entry == 1:
+                    model.weight.to_local().fill_(comm.rank + 1)
 
-        @run(state, fleet=fleet)
-        def trained(comm):
-            thread_groups.renew(comm)
-            entries.append(comm.size)
-            model = sharded()
-            if len(entries) != 2:
-                state.register(net=model)
-                with torch.no_grad():
-                    seen.append(model.weight.to_local().sum().item())
-                    if len(entries) == 1:
-                        model.weight.to_local().fill_(comm.rank + 1)
-            state.commit()
-            comm.barrier()  # all have committed
-            if len(entries) == fleet.me:  # one dies in each of the first three entries
-                job.kill(fleet.me)
-            comm.barrier()
-
-        return trained
-
-    results(run_fleet(job, body))
+    assert outcomes_of(train, ranks=4, deaths={1: 1, 2: 2, 3: 3}) == [None] * 4
     assert sorted(seen)[-3:] == [5 * (1 + 1 + 2 + 2), 5 * (3 + 3 + 4), 5 * 16]
