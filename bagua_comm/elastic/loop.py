@@ -46,7 +46,10 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 RECOVERABLE = (RankFailed, CommAborted, CommTimeout)
-"""Errors that start a rendezvous. Every other error belongs to the program, and propagates."""
+"""Errors that start a rendezvous. Every other error propagates, unless a rank has died as well."""
+
+_NOTICE_S = 1.0
+"""How long an error of the program waits for notice of a death, of which it may be a consequence."""
 
 
 class Report(NamedTuple):
@@ -397,6 +400,9 @@ class _Loop:
         except RECOVERABLE:
             raise
         except BaseException as exc:
+            if isinstance(exc, Exception) and (failure := _failure_within(comm, _NOTICE_S)) is not None:
+                _log.warning("%s: %s is taken for a consequence: %s", type(exc).__name__, exc, failure)
+                raise failure from exc
             comm.__exit__(type(exc), exc, exc.__traceback__)  # the others need not wait for this rank
             raise
         self._finished = True
@@ -407,6 +413,17 @@ class _Loop:
             comm.close()
         self._fleet.end()
         return _Outcome(finished=True, result=self._result)
+
+
+def _failure_within(comm: Communicator, wait_s: float) -> CommError | None:
+    """The error of a rank's death, or abort, that is known within `wait_s`; None if there is none.
+
+    The first sign of a death may be an error of another library, such as that of a store or a socket.
+    """
+    end_s = time.monotonic() + wait_s
+    while (failure := comm.host.poll_failures(())) is None and time.monotonic() < end_s:
+        time.sleep(wait_s / 100)
+    return failure if isinstance(failure, RECOVERABLE) else None
 
 
 def _report_restart(comm: Communicator, commit: int) -> None:

@@ -37,6 +37,9 @@ BACKEND = "bagua"
 _CANNOT_CONNECT = "torch.distributed cannot connect the ranks"
 _CANNOT_JOIN = "connect: torchrun started this process, but torch.distributed cannot join its world"
 
+_CONNECT_S = 2.0
+"""The time limit of one attempt to connect to a store: PyTorch tries again until then, also if its server died."""
+
 _RELEASE_S = 0.001
 """Time for threads of gloo to release the tensors of finished calls."""
 
@@ -254,11 +257,11 @@ def serve_store(comm: Communicator) -> Any:
     Collective.
 
     Raises:
-        BootstrapError: The ranks cannot connect; on all ranks, if rank 0 cannot serve the store.
+        BootstrapError: A rank cannot connect, or rank 0 cannot serve the store; on all ranks.
+        CommError: A rank died.
     """
     if comm.size == 1:
         return serving.STORES.HashStore()
-    wait = timedelta(seconds=comm.timeout_s)
     rows = comm.allgather_object((this_network(), socket.gethostname()))
     others = [name for network, name in rows if network != rows[0][0]]
     store: Any = None
@@ -273,10 +276,28 @@ def serve_store(comm: Communicator) -> Any:
         raise BootstrapError(f"{_CANNOT_CONNECT}: {address}")
     if not others:
         environment.keep_gloo_on_this_host()
-    if comm.rank != 0:
-        with reported(_CANNOT_CONNECT):
-            store = serving.STORES.TCPStore(*address, is_master=False, timeout=wait)
-    return store
+    return _connect_store(comm, store, address)
+
+
+def _connect_store(comm: Communicator, store: Any, address: tuple[str, int]) -> Any:
+    """Connect all ranks but rank 0 to its store. Collective. Between attempts, the ranks learn whether one died."""
+    started_s = time.monotonic()
+    while True:
+        problem = None
+        if store is None:
+            wait = timedelta(seconds=min(_CONNECT_S, comm.timeout_s))
+            try:
+                store = serving.STORES.TCPStore(*address, is_master=False, timeout=wait)
+            except (RuntimeError, ValueError) as exc:
+                problem = str(exc)
+        rows = comm.allgather_object((problem, time.monotonic() - started_s > comm.timeout_s))
+        problems = {rank: text for rank, (text, _) in enumerate(rows) if text is not None}
+        if not problems:
+            store.set_timeout(timedelta(seconds=comm.timeout_s))
+            return store
+        if any(is_late for _, is_late in rows):
+            rank, text = next(iter(problems.items()))
+            raise BootstrapError(f"{_CANNOT_CONNECT}: rank {rank} cannot reach {address[0]}:{address[1]}: {text}")
 
 
 def _serve_group(others: Sequence[str], timeout_s: float) -> tuple[Store, tuple[str, int]]:

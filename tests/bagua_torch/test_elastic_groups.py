@@ -6,7 +6,7 @@ import pytest
 from support.launch import run_python
 
 PROGRAM = """
-    import json, os, signal, sys, threading
+    import json, os, signal, sys, threading, time
 
     import torch
     from torch.distributed.device_mesh import init_device_mesh
@@ -15,17 +15,29 @@ PROGRAM = """
     import bagua_torch.fsdp
     from bagua_comm import Exact, elastic
 
-    delay_s = float(sys.argv[1])
+    moment, TCPStore = sys.argv[1], torch.distributed.TCPStore
     state = elastic.State(step=0, total=0.0)
 
     def die():
         os.kill(os.getpid(), signal.SIGKILL)
 
+    def connect_late(*args, is_master, **options):
+        torch.distributed.TCPStore = TCPStore
+        if is_master:
+            threading.Timer(0.2, die).start()
+        else:
+            time.sleep(0.5)
+        return TCPStore(*args, is_master=is_master, **options)
+
     @elastic.run(state)
     def said(comm):
-        if comm.rank == 0 and not elastic.history():
-            die() if delay_s == 0 else threading.Timer(delay_s, die).start()
+        if not elastic.history() and moment == "store":
+            torch.distributed.TCPStore = connect_late
+        elif not elastic.history() and comm.rank == 0:
+            threading.Timer(1.0 if moment == "keys" else float(moment), die).start()
         bagua_torch.fsdp.renew_group(comm)
+        while moment == "keys" and not elastic.history():
+            torch.distributed.distributed_c10d._get_default_store().add("key", 1)
         torch.manual_seed(0)
         layer, replicas = torch.nn.Linear(8, 7), 2 if comm.size == 4 else 1
         mesh = init_device_mesh("cpu", (replicas, comm.size // replicas), mesh_dim_names=("replicas", "shards"))
@@ -52,13 +64,13 @@ PROGRAM = """
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
-    ("ranks", "delay_s"),
-    [(3, 0), (3, 0.01), (3, 1.0), (4, 2.0)],
-    ids=["before it is made", "meanwhile", "in a step", "in a step of replicas"],
+    ("ranks", "moment"),
+    [(3, "store"), (3, "keys"), (3, "1.0"), (4, "2.0")],
+    ids=["before all have its store", "in a call of its store", "in a step", "in a step of replicas"],
 )
-def test_the_group_has_the_ranks_that_are_left(tmp_path, ranks, delay_s):
+def test_the_group_has_the_ranks_that_are_left(tmp_path, ranks, moment):
     script = tmp_path / "program.py", PROGRAM
-    result = run_python(ranks, delay_s, script=script, flags=["--spares", "0"], timeout_s=180)
+    result = run_python(ranks, moment, script=script, flags=["--spares", "0"], timeout_s=180)
     assert result.returncode == 0, result.stdout + result.stderr
     said = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("[")]
     assert said == [[ranks - 1, "bagua", True]] * (ranks - 1)
