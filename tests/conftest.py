@@ -15,6 +15,7 @@ from _pytest.mark import deselect_by_mark
 from cuda_on_cpu import build, machine
 from cuda_on_cpu.install import installed
 from support import doctests, needs, selection, tidy
+from support.launch import TIME_FACTOR
 
 from bagua_comm import kernels
 from bagua_comm.system import infiniband
@@ -127,6 +128,9 @@ def pytest_collect_file():
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     selection.mark_slow_cases(items)
+    for item in items:
+        if limit := item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(TIME_FACTOR * limit.args[0]), append=False)
     if config.option.verbose > 0 and "not slow" in config.option.markexpr:
         config.stash[LEFT_OUT] = selection.summary(items, config.option.verbose)
     if "gpu" not in config.option.markexpr:  # as in `-m slow`: a real device must be asked for

@@ -193,7 +193,7 @@ def test_digest_is_equal_in_another_process():
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=300,
     )
     assert found.stdout.strip() == expected
 

@@ -73,7 +73,7 @@ def test_the_version_is_the_librarys(capsys):
 
 def test_the_command_line_needs_no_docstrings():
     command = [sys.executable, "-OO", "-m", "bagua_comm", "run", "--dry-run", __file__]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
 
 
@@ -84,7 +84,7 @@ def test_a_reader_of_the_first_line_alone_sees_no_traceback():
     process.stdout.close()  # as `head` does, before anything is written
     assert process.stderr.read() == ""
     process.stderr.close()
-    assert process.wait(timeout=60) == 141
+    assert process.wait(timeout=300) == 141
 
 
 def test_a_shell_that_asks_for_completions_is_answered_before_anything_is_done(monkeypatch):

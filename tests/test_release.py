@@ -98,7 +98,7 @@ def built(tmp_path_factory):
 @pytest.mark.needs("twine")
 def test_an_index_would_accept_the_packages(built):
     command = [sys.executable, "-m", "twine", "check", "--strict", *built]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("PASSED") == 2
 
@@ -207,7 +207,7 @@ def test_the_wheel_works_in_an_environment_of_its_own(built, tmp_path):
         "print(*run_ranks(2, lambda comm: comm.allreduce(np.ones(2) + comm.rank)))"
     )
     run = [python, "-I", "-c", code]
-    done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.stdout == "[3. 3.] [3. 3.]\n", done.stderr
     assert done.returncode == 0, done.stderr
     done = subprocess.run(

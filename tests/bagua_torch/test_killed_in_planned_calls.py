@@ -72,7 +72,7 @@ def test_over_gloo(call, tmp_path):
         for rank in range(RANKS)
     ]
     try:
-        codes = [process.wait(timeout=100) for process in processes]
+        codes = [process.wait(timeout=300) for process in processes]
     finally:
         for process in processes:
             process.kill()

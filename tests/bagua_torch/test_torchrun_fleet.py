@@ -255,7 +255,7 @@ def test_a_process_ends_well_while_its_fleet_looks_in_the_store(end):
         {end}
     """
     command = [sys.executable, "-c", textwrap.dedent(code)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert (result.returncode, result.stderr) == (0, "")
 
 

@@ -112,7 +112,7 @@ def command(*arguments, env):
         env=env,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=300,
     )
 
 

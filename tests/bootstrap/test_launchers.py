@@ -139,7 +139,7 @@ def test_the_step_of_a_process_is_the_title_of_the_slurmstepd_above_it(title, st
     code = f"import runpy; print(runpy.run_path({processes.__file__!r})['slurm_step']())"  # without NumPy
     script = 'exec -a "$0" bash -c \'"$0" -c "$1"; true\' "$1" "$2"'
     command = ["bash", "-c", script, title, sys.executable, code]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert (result.returncode, result.stdout) == (0, f"{step}\n"), result.stderr
 
 
@@ -260,7 +260,7 @@ def test_under_a_foreign_mpirun_every_process_says_so(module):
         [sys.executable, "-c", f"import {module}; {module}.connect()"],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=300,
         env={**without_launchers(os.environ), **OF_HYDRA},
     )
     assert result.returncode == 1

@@ -28,7 +28,7 @@ def write(tmp_path, *arguments):
     program.write_text(PROGRAM)
     command = [sys.executable, "-m", "bagua_comm", "run", "--write", "slurm", str(job)]
     command += ["--host", "a:2,b:2", "--env", "MINE=its value", str(program), *arguments]
-    subprocess.run(command, check=True, timeout=60)
+    subprocess.run(command, check=True, timeout=300)
     return job
 
 

@@ -431,5 +431,5 @@ def test_a_doctor_whose_reader_goes_away_ends_quietly():
     process.stdout.close()
     error = process.stderr.read()
     process.stderr.close()
-    assert process.wait(timeout=60) == 141
+    assert process.wait(timeout=300) == 141
     assert error == ""

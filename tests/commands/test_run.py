@@ -70,7 +70,7 @@ def test_run_passes_signals_on(tmp_path):
 
     process.send_signal(signal.SIGTERM)
 
-    assert process.wait(timeout=90) != 0
+    assert process.wait(timeout=300) != 0
     assert len(ranks) == 2
     until(lambda: "running" not in map(state_of, ranks), limit_s=90)
 
@@ -581,7 +581,7 @@ def test_the_printed_command_starts_the_ranks(tmp_path):
     script.write_text("import os, sys; print(os.environ['RANK'], os.environ['A'], sys.argv[1:])")
     arguments = ["-n", "2", "--env", "A=b c", "--dry-run", str(script), "x y", "$z"]
     run_line = [sys.executable, "-m", "bagua_comm", "run", *arguments]
-    line = subprocess.run(run_line, capture_output=True, text=True, check=True, timeout=60).stdout
-    result = subprocess.run(["sh", "-c", line], capture_output=True, text=True, timeout=60)
+    line = subprocess.run(run_line, capture_output=True, text=True, check=True, timeout=300).stdout
+    result = subprocess.run(["sh", "-c", line], capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
     assert sorted(result.stdout.splitlines()) == ["0 ... ['x y', '$z']", "1 ... ['x y', '$z']"]

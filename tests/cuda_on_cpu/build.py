@@ -123,7 +123,7 @@ def _place(what: str, suffix: str) -> Path:
 
 
 def _run(command: list[str], code: str) -> str:
-    result = subprocess.run(command, input=code, capture_output=True, text=True, timeout=100)
+    result = subprocess.run(command, input=code, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
     return result.stdout
 

@@ -77,7 +77,7 @@ def test_the_fake_has_nothing_that_cupy_has_not():
         cwd=Path(__file__).parent.parent,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=300,
     )
     assert (found.returncode, found.stdout) == (0, "\n"), found.stderr
 

@@ -39,7 +39,7 @@ def started(*arguments, program=(sys.executable, PROGRAM)):
 
 def finished(process):
     """The output of the program."""
-    out, err = process.communicate(timeout=90)
+    out, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
     return json.loads(out.splitlines()[-1])
 
@@ -196,7 +196,7 @@ def test_a_full_disk_is_reported_once_and_loading_continues(tmp_path):
             [*wrapped, sys.executable, "-c", FILL, str(tmp_path / "db")],
             capture_output=True,
             text=True,
-            timeout=100,
+            timeout=300,
         )
     assert result.returncode == 0, result.stdout + result.stderr
     assert "a store fails to write" in result.stdout

@@ -160,7 +160,7 @@ def test_a_process_that_closes_nothing_ends(device, tmp_path):
         env=device.environment,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=300,
     )
     assert (process.returncode, process.stdout) == (0, "done\n"), process.stderr
     assert time.monotonic() - start < 60

@@ -174,7 +174,7 @@ def test_a_program_that_replaces_the_process_writes_through_the_filter():
         "import os, sys; from bagua_comm.launch.stderr_filter import filter_stderr; filter_stderr();"
         "os.execv('/bin/sh', ['sh', '-c', sys.argv[1]])"
     )
-    result = subprocess.run([sys.executable, "-c", program, script], capture_output=True, text=True, timeout=60)
+    result = subprocess.run([sys.executable, "-c", program, script], capture_output=True, text=True, timeout=300)
     assert (result.returncode, result.stdout, result.stderr) == (3, "", "reason")
 
 
@@ -185,7 +185,7 @@ def test_without_a_process_for_the_filter_stderr_stays_as_it_is():
         "stderr_filter.filter_stderr()\n"
         "os.write(2, b'words')"
     )
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "words")
 
 

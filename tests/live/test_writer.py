@@ -167,6 +167,6 @@ EARLIER = "sys.last_value = KeyError('of a session')"
 )
 def test_a_program_that_ends_says_how(root, tmp_path, first, last, code, expected):  # noqa: F811
     command = [sys.executable, "-c", PROGRAM + last, str(tmp_path), first]
-    assert subprocess.run(command, stderr=subprocess.DEVNULL, timeout=60).returncode == code
+    assert subprocess.run(command, stderr=subprocess.DEVNULL, timeout=300).returncode == code
     (found,) = read_job(root / "job")
     assert (found.state, found.reason) == expected

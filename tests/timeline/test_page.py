@@ -136,7 +136,7 @@ def test_a_browser_draws_it(tmp_path, browser, name):
     (tmp_path / "page.html").write_text(made(example(name)))
     options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
     command = [browser, *options, "--virtual-time-budget=2000", "--dump-dom", f"file://{tmp_path / 'page.html'}"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert 'data-drawn="4 rows"' in result.stdout, result.stderr[-2000:]
     assert result.returncode == 0, result.stderr
     keys = {"step", "forward", "backward", "optimizer", "wait for exchanges", "exchange", "allreduce", "inner"}

@@ -813,7 +813,7 @@ def test_a_process_that_closes_nothing_frees_its_communicators_and_ends_though_a
             cwd=Path(__file__).parent.parent,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=300,
         ),
         seconds=30,
     )
