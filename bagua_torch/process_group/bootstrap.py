@@ -38,7 +38,7 @@ _CANNOT_CONNECT = "torch.distributed cannot connect the ranks"
 _CANNOT_JOIN = "connect: torchrun started this process, but torch.distributed cannot join its world"
 
 _CONNECT_S = 2.0
-"""The time limit of one attempt to connect to a store: PyTorch tries again until then, also if its server died."""
+"""The time limit of an attempt to connect to a store: PyTorch tries again until then, also if its server died."""
 
 _RELEASE_S = 0.001
 """Time for threads of gloo to release the tensors of finished calls."""
@@ -280,7 +280,10 @@ def serve_store(comm: Communicator) -> Any:
 
 
 def _connect_store(comm: Communicator, store: Any, address: tuple[str, int]) -> Any:
-    """Connect all ranks but rank 0 to its store. Collective. Between attempts, the ranks learn whether one died."""
+    """Connect all ranks but rank 0 to its store; raises on all if one died.
+
+    Collective.
+    """
     started_s = time.monotonic()
     while True:
         problem = None
