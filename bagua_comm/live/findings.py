@@ -74,7 +74,11 @@ def _waits(ranks: Sequence[Status]) -> Iterator[str]:
     for call, members in dict.fromkeys(late):
         awaited = [each for each in ranks if each.rank in members]
         inside = [each for each in awaited if each.call == call]
-        others = [f"rank {each.rank} has not come: {_instead(each)}" for each in awaited if each.call != call]
+        others = [
+            f"rank {each.rank} has {'left it' if each.last == call else 'not come'}: {_instead(each)}"
+            for each in awaited
+            if each.call != call
+        ]
         wait = (
             f"wait{'' if len(inside) > 1 else 's'} in {call} for {duration(max(each.call_s for each in inside))}"
         )

@@ -55,6 +55,15 @@ def test_ranks_that_wait_and_the_one_that_has_not_come_are_named_with_the_line_w
     assert findings([rank(0, **waits | {"call_s": 1.0}), late]) == []
 
 
+def test_a_rank_that_has_left_a_call_is_not_said_to_be_missing():
+    waits = {"state": "in a call", "call": "broadcast #7", "call_s": 34.0, "members": (0, 1, 2)}
+    left = rank(0, last="broadcast #7", last_s=34.1)  # the root need not wait for the others
+    assert findings([left, rank(1, last="barrier #6", last_s=40.0), rank(2, **waits)]) == [
+        "rank 2 waits in broadcast #7 for 34 s; rank 0 has left it: in no call, the last was broadcast #7, 34 s "
+        "ago; rank 1 has not come: in no call, the last was barrier #6, 40 s ago"
+    ]
+
+
 def test_a_rank_is_not_missed_in_a_call_of_a_communicator_that_it_does_not_belong_to():
     waits = {"state": "in a call", "call": "barrier #2 of world.1", "call_s": 9.0, "members": (0, 2)}
     inside, other = rank(0, **waits), rank(1, last="barrier #1", last_s=9.0)
