@@ -133,8 +133,9 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.timeout(TIME_FACTOR * limit.args[0]), append=False)
     if config.option.verbose > 0 and "not slow" in config.option.markexpr:
         config.stash[LEFT_OUT] = selection.summary(items, config.option.verbose)
-    if "gpu" not in config.option.markexpr:  # as in `-m slow`: a real device must be asked for
-        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+    for mark in ("gpu", "extra"):
+        if mark not in config.option.markexpr:  # as in `-m slow`: these must be asked for
+            items[:] = [item for item in items if not item.get_closest_marker(mark)]
     deselect_by_mark(items, config)  # as pytest does later, when other plugins have looked at all of them
     # The longest tests come first, so that no process is alone with one at the end.
     items.sort(key=lambda item: item.get_closest_marker("timeout") is None)

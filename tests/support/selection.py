@@ -12,7 +12,8 @@ case three times, once for each policy of the streams. Three marks say which cas
   says which is first.
 
 All other cases get the mark `slow`. `pytest --collect-only -v` prints how many cases of each test those are, and
-`-vv` their names.
+`-vv` their names. Of these, the cases that contain no pair of values, policies among them, which no other case
+contains get the mark `extra`, too, and run by `pytest -m extra` alone.
 """
 
 import itertools
@@ -37,10 +38,12 @@ ALGORITHM, POLICY = "algorithm", "device"
 
 
 def mark_slow_cases(items):
-    """Mark as slow the cases of `items` that the default run leaves out."""
+    """Mark as slow the cases of `items` that the default run leaves out, and as extra those that add no pair."""
     for name, cases in by_test(items).items():
         for case in left_out(name, cases):
             case.add_marker(pytest.mark.slow)
+        for case in extra(cases):
+            case.add_marker(pytest.mark.extra)
 
 
 def summary(items, verbose=1):
@@ -94,6 +97,17 @@ def left_out(name, cases):
         yield from (case for number, case in enumerate(policies) if number != chosen)
 
 
+def extra(cases):
+    """Return the slow cases of a test that contain no pair of values which the others do not contain."""
+    slow = [case for case in cases if case.get_closest_marker("slow") and hasattr(case, "callspec")]
+    if not slow:
+        return []
+    others = [case for case in cases if case not in slow and hasattr(case, "callspec")]
+    rows, given = ([values_of(case, but=()) for case in some] for some in (slow, others))
+    chosen = {rows[index] for index in covering(rows, 2, given)}  # several cases may have the same values
+    return [case for case, row in zip(slow, rows, strict=True) if row not in chosen]
+
+
 def sampled_algorithms(name, cases):
     """Return the `repr` of each algorithm that the default run tests, or None where it tests all."""
     texts = [*dict.fromkeys(repr(case.callspec.params.get(ALGORITHM)) for case in cases)]
@@ -112,19 +126,26 @@ def sampled_algorithms(name, cases):
     return {text for text in found if text} or {texts[0]}
 
 
-def values_of(case):
-    """Return the parameters of a case, without the policy, as text, since two lists may hold equal values."""
-    return tuple((name, repr(value)) for name, value in case.callspec.params.items() if name != POLICY)
+def values_of(case, but=(POLICY,)):
+    """Return the parameters of a case, but those of these names, as text, since two lists may hold equal values."""
+    return tuple((name, repr(value)) for name, value in case.callspec.params.items() if name not in but)
 
 
-def covering(rows, strength):
+def covering(rows, strength, given=()):
     """Choose rows, by index, that contain every combination of `strength` values that any row contains.
 
     Greedy: the next row is the one with the most new combinations; of several, the one whose values have occurred
     least.
+
+    Args:
+        given: Rows whose combinations need not be contained.
     """
-    together = [{*itertools.combinations(row, min(strength, len(row)))} for row in rows]
-    wanted, occurred, chosen = set().union(*together), Counter(), []
+
+    def combinations(row):
+        return {*itertools.combinations(row, min(strength, len(row)))}
+
+    together = [combinations(row) for row in rows]
+    wanted, occurred, chosen = set().union(*together).difference(*map(combinations, given)), Counter(), []
     while wanted:
         best = max(
             range(len(rows)),

@@ -3,7 +3,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from support.selection import MANY, covering, left_out
+from support.selection import MANY, covering, extra, left_out
 from support.torch_training import CHANGING_ALGORITHMS, GRADIENT_ALGORITHMS, WEIGHT_ALGORITHMS
 
 pytest_plugins = "pytester"
@@ -101,6 +101,23 @@ def test_cases_with_the_same_values_are_several():
     assert len(stay(cases(device=POLICIES, value=["a", "a"]))) == 2
 
 
+def test_of_the_slow_cases_those_that_add_no_pair_of_values_are_extra():
+    def rows_that_run(found):
+        out = extra(found)
+        return [tuple(each.callspec.params.values()) for each in found if each not in out]
+
+    slow = pytest.mark.slow
+    rows = rows_that_run(cases(slow, device=POLICIES, ranks=(1, 2, 3), codec="abc"))
+    for first, second in itertools.combinations(range(3), 2):
+        assert len({(row[first], row[second]) for row in rows}) == 9
+    assert len(rows) < 15
+    assert len(rows_that_run(cases(slow, device=POLICIES, codec="abc"))) == 9
+    assert len(rows_that_run(cases(slow, value=["a", "a"]))) == 2
+    by_default = cases(device=POLICIES, codec="ab")
+    assert len(rows_that_run([*by_default, case([slow], device="lazy", codec="a")])) == 6
+    assert len(rows_that_run([*by_default, case([slow], device="lazy", codec="c")])) == 7
+
+
 def test_pytest_itself_leaves_one_policy_of_each_case(pytester, capsys):
     """Numbers of parameters in pytest's ids begin anew with each policy; no fake shows that."""
     pytester.makeconftest(
@@ -119,7 +136,7 @@ def test_pytest_itself_leaves_one_policy_of_each_case(pytester, capsys):
             print(*selection.summary(items, verbose=2), sep="\\n")
         """
     )
-    pytester.makeini("[pytest]\nmarkers = slow\n    every_policy")
+    pytester.makeini("[pytest]\nmarkers = slow\n    extra\n    every_policy")
     pytester.makepyfile(
         """
         import pytest
