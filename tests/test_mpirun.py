@@ -21,21 +21,24 @@ def imports(file, modules):
     [
         (2, "quick"),
         pytest.param(3, "failing", marks=pytest.mark.slow),
-        *(pytest.param(ranks, "working", marks=pytest.mark.slow) for ranks in (1, 2, 3, 4)),
+        pytest.param(1, "quick", marks=pytest.mark.slow),
+        pytest.param(2, "slow", marks=pytest.mark.slow),
+        pytest.param(2, "torch", marks=pytest.mark.slow),
+        *(pytest.param(ranks, "working", marks=pytest.mark.slow) for ranks in (3, 4)),
     ],
 )
 def test_mpi_suite(ranks, part):
+    """The part "torch" has the tests that import PyTorch; "failing", those of deaths and time limits."""
     # Importing PyTorch takes longer than everything else together; Transformers, longer than PyTorch.
-    unwanted = [] if ranks == 2 else ["transformers", "torch"]
-    if part == "quick":
-        unwanted = ["transformers", "torch"]
+    heavy, missing = ["transformers", "torch"], []
     if not needs.complete():
-        unwanted += filter(needs.is_missing, needs.PACKAGES)
-    files = [file for file in sorted(MPI_TESTS.glob("test_*.py")) if not imports(file, unwanted)]
+        missing += filter(needs.is_missing, needs.PACKAGES)
+    files = [file for file in sorted(MPI_TESTS.glob("test_*.py")) if not imports(file, missing)]
+    files = [file for file in files if imports(file, heavy) == (part == "torch")]
     failing = MPI_TESTS / "test_failures.py"  # most of the time there is spent waiting
     files = [failing] if part == "failing" else [file for file in files if file != failing]
     plugins = ["--disable-plugin-autoload", "-p", "pytest_mpi", "-p", "pytest_timeout", "-p", "no:cacheprovider"]
-    which = ["-m", "not gpu and not slow" if part == "quick" else "not gpu"]
+    which = ["-m", {"quick": "not gpu and not slow", "slow": "not gpu and slow"}.get(part, "not gpu")]
 
     result = run_python(ranks, "-m", "pytest", *plugins, "--with-mpi", "-q", "-x", *which, *files, timeout_s=280)
 

@@ -190,8 +190,9 @@ DIFFERENT = [x for x in ALL if x not in (*GRADIENTS[:2], *GRADIENTS[4:], *LENDIN
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", DIFFERENT, ids=repr)
-def test_weights_become_equal_in_all_pairs(first, tmp_path):
-    for number, then in enumerate(DIFFERENT):
+def test_weights_become_equal_in_many_pairs(first, tmp_path):
+    """Each algorithm comes after a third of the others."""
+    for number, then in enumerate(DIFFERENT[DIFFERENT.index(first) % 3 :: 3]):
         assert_equal_as_without(first, then, tmp_path / str(number))
 
 

@@ -129,8 +129,8 @@ def test_a_rank_that_leaves_the_plan_is_an_error_on_all(moment):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("odd", SUBSETS)
-def test_seeded_deviations_of_all_subsets_of_ranks(odd):
+@pytest.mark.parametrize("odd", SUBSETS[::2])
+def test_seeded_deviations_of_many_subsets_of_ranks(odd):
     """One for each call of the step, each at another moment."""
     for position in range(len(CALLS)):
         try_deviation(odd, position, MOMENTS[(position + SUBSETS.index(odd)) % len(MOMENTS)])

@@ -66,9 +66,9 @@ def check(case, seed, *, spares):
 @pytest.mark.slow
 @pytest.mark.timeout(100)
 @pytest.mark.parametrize("spares", [0, 1, 2])
-@pytest.mark.parametrize("seed", range(8))
-def test_no_commit_is_lost_whenever_ranks_die(seed, spares):
-    check(["AdamW", "tied and frozen, SGD", "mixed precision"][seed % 3], seed, spares=spares)
+@pytest.mark.parametrize("case", ["AdamW", "tied and frozen, SGD", "mixed precision"])
+def test_no_commit_is_lost_whenever_ranks_die(case, spares):
+    check(case, 1, spares=spares)
 
 
 def test_a_rank_dies_while_the_others_restore():

@@ -1,5 +1,7 @@
 """Sharded training (FSDP2) by this library; the cases that ranks run are in support/fsdp_training.py."""
 
+import inspect
+import re
 import runpy
 import sys
 import weakref
@@ -38,7 +40,10 @@ from bagua_torch.fsdp.collectives import Gather, Reduce, Replicate
 from bagua_torch.fsdp.groups import check_ranks
 from bagua_torch.fsdp.passes import BackwardPasses
 
-CASES = list(fsdp_training.CASES)
+CASES = fsdp_training.CASES
+OF_MESHES = [name for name, case in CASES.items() if re.search(r"mesh|size != 4", inspect.getsource(case))]
+"""The cases that need four ranks for a mesh of two dimensions."""
+OF_ANY = [name for name in CASES if name not in OF_MESHES]
 PROGRAM = TESTS / "support" / "fsdp_training.py"
 FRAMEWORKS = TESTS / "support" / "fsdp_frameworks.py"
 
@@ -50,16 +55,16 @@ def assert_all_ran(result, names):
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("ranks", [4])
-def test_every_case_under_torchrun(ranks):
-    assert_all_ran(torchrun(ranks, PROGRAM, timeout_s=380), CASES)
+def test_cases_under_torchrun():
+    cases = [*OF_MESHES, *OF_ANY[1::2]]
+    assert_all_ran(torchrun(4, PROGRAM, *cases, timeout_s=380), cases)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(("ranks", "cases"), [(1, CASES[1::2]), (3, CASES[::2])], ids=["1", "3"])
+@pytest.mark.parametrize(("ranks", "cases"), [(1, [*CASES][1::4]), (3, OF_ANY[::2])], ids=["1", "3"])
 def test_cases_under_mpirun(ranks, cases):
-    """Half of the cases each, since torchrun runs all of them on four ranks. On three, parts differ in size."""
+    """Those that torchrun does not run on four ranks. On three, parts differ in size; alone, a few are enough."""
     assert_all_ran(run_python(ranks, PROGRAM, *cases, timeout_s=380), cases)
 
 

@@ -2,7 +2,6 @@
 
 import functools
 import gc
-import json
 import math
 import os
 import re
@@ -542,16 +541,9 @@ def test_under_torchrun_the_world_is_that_of_torchrun(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("ends", "texts"),
-    [
-        ("time.sleep(60)", ["rank 1 has not come to allreduce #2 of world.1", ", in <module>: time.sleep(60)"]),
-        ("engine.close(); comm.close(); sys.exit()", ["rank 1 made 1 step and left; rank 0 waits in its 2nd"]),
-    ],
-)
-def test_under_torchrun_a_rank_that_does_not_come_is_explained(tmp_path, ends, texts):
+def test_under_torchrun_a_rank_that_does_not_come_is_explained(tmp_path):
     program = f"""
-        import sys, time
+        import time
         from bagua_comm import Engine, GradientAllReduce, Plan, Point, TensorSpec
         import bagua_torch
 
@@ -560,8 +552,8 @@ def test_under_torchrun_a_rank_that_does_not_come_is_explained(tmp_path, ends, t
         plan = Plan.pack([TensorSpec("a", (4,), "float32")])
         engine = Engine(comm, GradientAllReduce(), plan, plan.allocate())
         for step in range(2):
-            if step == comm.rank == 1:  # it hangs, or has no more batches
-                {ends}
+            if step == comm.rank == 1:  # it hangs
+                time.sleep(60)
             engine.at(Point.FORWARD)
             engine.ready("a")
             engine.at(Point.BACKWARD)
@@ -570,7 +562,7 @@ def test_under_torchrun_a_rank_that_does_not_come_is_explained(tmp_path, ends, t
     assert torchrun(2, script(tmp_path, program)).returncode == 1
     (job,) = (tmp_path / "records").iterdir()
     found = str(diagnose(read_folder(job)))
-    for text in texts:
+    for text in ("rank 1 has not come to allreduce #2 of world.1", ", in <module>: time.sleep(60)"):
         assert text in found
     assert "no record" not in found
 
@@ -667,16 +659,6 @@ def test_torchs_own_ddp_and_ours_share_one_world(tmp_path):
     result = torchrun(2, script(tmp_path, program))
     assert result.returncode == 0, result.stdout + result.stderr
     assert "the same weights" in result.stdout
-
-
-@pytest.mark.slow
-def test_the_example_trains_under_torchrun():
-    result = torchrun(2, EXAMPLES / "train.py", "--epochs", "1", "--algorithm", "exact")
-    assert result.returncode == 0, result.stdout + result.stderr
-    last = result.stdout.strip().splitlines()[-1]
-    measured = json.loads(last.removeprefix("result: "))
-    assert measured["ranks"] == 2
-    assert measured["wire_bytes"] == measured["exact_bytes"] > 0
 
 
 @pytest.mark.parametrize("count", [4, 4000, 1_000_000])

@@ -22,7 +22,7 @@ from bagua_torch.tensors.rng import fork
 
 def work():
     start.wait()
-    for _ in range(2000):
+    for _ in range(600):
         garbage = [torch.ones(2)]
         garbage.append(garbage)
         del garbage

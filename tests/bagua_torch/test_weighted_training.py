@@ -373,7 +373,7 @@ def packed(seed, step, rank):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0])
 def test_a_character_transformer_ends_at_the_loss_of_one_process(seed):
     with torch.random.fork_rng():
         torch.manual_seed(seed)

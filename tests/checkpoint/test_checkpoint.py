@@ -1102,14 +1102,9 @@ def kill_again_and_again(folder, times, seed):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_a_program_that_is_killed_leaves_the_last_complete_checkpoint_or_the_next(tmp_path):
-    assert kill_again_and_again(tmp_path, 2, seed=1) > 0
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_fifty_kills(tmp_path):
-    assert kill_again_and_again(tmp_path, 50, seed=2) >= 12
+    assert kill_again_and_again(tmp_path, 16, seed=2) >= 4
     assert len(steps_in(tmp_path / "checkpoints")) <= 4
 
 
@@ -1130,7 +1125,7 @@ KILLED_RANK = """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("delay_s", [0.0, 0.01, 0.03, 0.1])
+@pytest.mark.parametrize("delay_s", [0.0, 0.03])
 def test_a_rank_that_is_killed_under_mpirun_leaves_a_complete_checkpoint(tmp_path, delay_s):
     script = (tmp_path / "killed.py", KILLED_RANK)
     result = run_python(2, tmp_path / "checkpoints", delay_s, script=script)

@@ -13,7 +13,7 @@ import os, socket, sys
 import bagua_comm
 
 with bagua_comm.connect(timeout_s=60) as comm:
-    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS", "MINE", "SLURM_ARRAY_TASK_ID")
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS", "MINE")
     mine = [socket.gethostname(), *map(os.environ.get, names), *sys.argv[1:]]
     assert 20000 <= int(os.environ["MASTER_PORT"]) < 40000
     everyone = comm.allgather_object(mine)
@@ -32,27 +32,14 @@ def write(tmp_path, *arguments):
     return job
 
 
-def ranks_text(array):
-    shown = [
-        [host, str(rank), "4", "n1", "1", "its value", array, "x y", "$z"]
-        for rank, host in enumerate(["n1", "n1", "n2", "n2"])
-    ]
-    return "".join(f"{each}\n" for each in shown)
-
-
 def test_a_written_script_starts_the_same_job_on_two_nodes(slurm, tmp_path):
     result = slurm.batch(write(tmp_path, "x y", "$z"))
     assert result.returncode == 0, result.stderr + result.stdout + slurm.logs()
-    assert result.stdout == ranks_text(None)
-
-
-def test_an_array_of_a_written_script_starts_one_job_for_each_number(slurm, tmp_path):
-    job = write(tmp_path, "x y", "$z")
-    output = tmp_path / "out-%a"
-    result = slurm.run("sbatch", "--wait", "--array=0-1", f"--output={output}", job)
-    texts = [(tmp_path / f"out-{number}").read_text() for number in range(2)]
-    assert result.returncode == 0, result.stderr + "".join(texts) + slurm.logs()
-    assert texts == [ranks_text("0"), ranks_text("1")]
+    shown = [
+        [host, str(rank), "4", "n1", "1", "its value", "x y", "$z"]
+        for rank, host in enumerate(["n1", "n1", "n2", "n2"])
+    ]
+    assert result.stdout == "".join(f"{each}\n" for each in shown)
 
 
 def test_the_doctor_examines_ranks_that_srun_starts(slurm):

@@ -123,10 +123,10 @@ def test_a_program_killed_in_mid_epoch_leaves_the_samples_it_had_written(tmp_pat
 @pytest.mark.slow
 def test_programs_killed_at_any_moment_never_leave_a_wrong_value(tmp_path):
     log = tmp_path / "log"
-    for round_ in range(10):
+    for round_ in range(5):
         with started(tmp_path / "db", log, "-n", 3000, "--buffer", 200, "--workers", 2) as process:
             process.stdout.readline()
-            time.sleep(0.05 * round_ / 3)  # sleeps: the moment of the kill
+            time.sleep(0.1 * round_ / 3)  # sleeps: the moment of the kill
             children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
             process.send_signal(signal.SIGKILL)
             for child in children:

@@ -54,7 +54,7 @@ def test_calls_that_follow_the_plan_are_not_compared(between_hosts, monkeypatch,
     assert np.diff([0, *counts]).tolist() == [5, 5, count, count, count]
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 5))])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("other", OTHERS)
 def test_a_rank_that_leaves_the_plan_is_an_error_on_all(between_hosts, other, seed):
     comm, names = Communicator([between_hosts.dup()]), list(CALLS)

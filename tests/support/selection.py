@@ -127,7 +127,7 @@ def sampled_algorithms(name, cases):
 
 
 def values_of(case, but=(POLICY,)):
-    """Return the parameters of a case, but those of these names, as text, since two lists may hold equal values."""
+    """Return the parameters of a case, except for some, as text, since two lists may hold equal values."""
     return tuple((name, repr(value)) for name, value in case.callspec.params.items() if name not in but)
 
 
