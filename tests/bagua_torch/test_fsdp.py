@@ -1,7 +1,5 @@
 """Sharded training (FSDP2) by this library; the cases that ranks run are in support/fsdp_training.py."""
 
-import inspect
-import re
 import runpy
 import sys
 import weakref
@@ -41,9 +39,14 @@ from bagua_torch.fsdp.groups import check_ranks
 from bagua_torch.fsdp.passes import BackwardPasses
 
 CASES = fsdp_training.CASES
-OF_MESHES = [name for name, case in CASES.items() if re.search(r"mesh|size != 4", inspect.getsource(case))]
-"""The cases that need four ranks for a mesh of two dimensions."""
-OF_ANY = [name for name in CASES if name not in OF_MESHES]
+OF_FOUR = [
+    name
+    for name, case in CASES.items()
+    if {"mesh_of_replicas", "init_device_mesh", "after_a_failure", 4}
+    & {*case.__code__.co_names, *case.__code__.co_consts}
+]
+"""The cases that need four ranks, for a mesh of two dimensions."""
+OF_ANY = [name for name in CASES if name not in OF_FOUR]
 PROGRAM = TESTS / "support" / "fsdp_training.py"
 FRAMEWORKS = TESTS / "support" / "fsdp_frameworks.py"
 
@@ -56,7 +59,7 @@ def assert_all_ran(result, names):
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_cases_under_torchrun():
-    cases = [*OF_MESHES, *OF_ANY[1::2]]
+    cases = [*OF_FOUR, *OF_ANY[1::2]]
     assert_all_ran(torchrun(4, PROGRAM, *cases, timeout_s=380), cases)
 
 

@@ -99,11 +99,13 @@ def left_out(name, cases):
 
 def extra(cases):
     """Return the slow cases of a test that contain no pair of values which the others do not contain."""
-    slow = [case for case in cases if case.get_closest_marker("slow") and hasattr(case, "callspec")]
+    slow, given = [], []
+    for case in cases:
+        if hasattr(case, "callspec"):
+            (slow if case.get_closest_marker("slow") else given).append(case)
     if not slow:
         return []
-    others = [case for case in cases if case not in slow and hasattr(case, "callspec")]
-    rows, given = ([values_of(case, but=()) for case in some] for some in (slow, others))
+    rows, given = ([values_of(case, but=()) for case in some] for some in (slow, given))
     chosen = {rows[index] for index in covering(rows, 2, given)}  # several cases may have the same values
     return [case for case, row in zip(slow, rows, strict=True) if row not in chosen]
 
