@@ -23,7 +23,7 @@ def imports(file, modules):
         pytest.param(3, "failing", marks=pytest.mark.slow),
         pytest.param(1, "quick", marks=pytest.mark.slow),
         pytest.param(2, "slow", marks=pytest.mark.slow),
-        pytest.param(2, "torch", marks=pytest.mark.slow),
+        pytest.param(2, "torch", marks=[pytest.mark.slow, pytest.mark.needs("torch")]),
         *(pytest.param(ranks, "working", marks=pytest.mark.slow) for ranks in (3, 4)),
     ],
 )
