@@ -25,7 +25,7 @@ from .snapshot.commit import Committed, commit
 from .snapshot.restore import INITIAL, Restore, Sources
 from .snapshot.shards import interval_of, redistribute
 from .snapshot.slot import checksum
-from .snapshot.snapshots import Buffer, Layout, Snapshot, remove_slots, snapshots_in
+from .snapshot.snapshots import Buffer, OwnParts, Snapshot, remove_slots, snapshots_in
 from .state import State, check_names, internals_of
 
 _NUMBERED = "object "
@@ -47,7 +47,8 @@ class Session:
         self._job = job or Job()
         checksum(np.zeros(1))  # loads the kernel now: after a death, all would wait for a spare that loads it
         folder = self._job.folder
-        self._buffers = [Buffer(name, folder, number) for name in "ab"]
+        own = OwnParts(folder, number)
+        self._buffers = [Buffer(name, folder, number, own) for name in "ab"]
         self._folder, self._number = folder, number
         self._newest: Buffer | None = None
         self._comm: Communicator | None = None
@@ -72,7 +73,7 @@ class Session:
 
         Call it before this process reports its snapshots in a rendezvous: no process writes until all have
         reported. The reported snapshots stay valid after that, since the first commit of the others writes the
-        other buffer.
+        other buffer, and `OwnParts` after all trainers have been restored.
         """
         near = [] if self._folder is None else snapshots_in(self._folder, except_of=self._number)
         return [*near, *(each for buffer in self._buffers for each in buffer.snapshots())]
@@ -82,7 +83,7 @@ class Session:
         local = self._buffers[0].local
         try:
             packed = self._packed()
-            pending = self._buffers[0].write(packed, Layout.of(packed))
+            pending = self._buffers[0].write(packed, len(packed.leaves))
             header = pending.header(run, 0, 1, (), texts_differ=False)
             local.finish(INITIAL, header, pending.size)
         except Exception as exc:  # the other processes wait for this one

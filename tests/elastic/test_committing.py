@@ -16,8 +16,8 @@ from bagua_comm.elastic.snapshot.snapshots import Snapshot
 from bagua_comm.live import writer as live
 from bagua_comm.testing.fleets import ThreadJob, run_fleet
 
-OWN, COPY = "slot-1-[ab]-own", "slot-1-[ab]-for-0"
-"""Files of process 1: its own slot, and that of the rank whose buddy it is."""
+OWN, COPY, PARTS = "slot-1-[ab]-own", "slot-1-[ab]-for-0", "slot-1-parts"
+"""Files of process 1: its own slot, that of the rank whose buddy it is, and that of its own parts with a rule."""
 
 
 @pytest.fixture
@@ -81,7 +81,8 @@ def larger_array(state):
 
 
 CASES = pytest.mark.parametrize(
-    ("grow", "pattern"), [(larger_array, OWN), (larger_array, COPY), (longer_text, OWN), (longer_text, COPY)]
+    ("grow", "pattern"),
+    [(larger_array, PARTS), (larger_array, COPY), *((longer_text, pattern) for pattern in (OWN, COPY, PARTS))],
 )
 
 
@@ -137,6 +138,7 @@ def test_without_memory_for_the_first_snapshot_all_ranks_raise(full):
 
 
 def test_snapshots_of_dead_processes_are_removed_once_the_others_have_committed(tmp_path):
+    gc.collect()  # what the processes of other tests had
     job, found, kept = ThreadJob(3), [], []
 
     def body(fleet):

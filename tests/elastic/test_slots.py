@@ -13,7 +13,7 @@ from bagua_comm.elastic.snapshot.slot import (
     offsets,
     views,
 )
-from bagua_comm.elastic.snapshot.snapshots import Buffer
+from bagua_comm.elastic.snapshot.snapshots import Buffer, OwnParts
 
 ARRAYS = [
     np.arange(5, dtype=np.float32),
@@ -125,7 +125,7 @@ def test_a_process_that_takes_the_number_of_an_older_one_has_all_of_its_copies(t
     def kept(buffer):
         return {(each.header["rank"], each.whole): each.arrays[0].tolist() for each in buffer.snapshots()}
 
-    buffer = Buffer("a", tmp_path, 0)
+    buffer = Buffer("a", tmp_path, 0, OwnParts(tmp_path, 0))
     for rank, slot in enumerate((buffer.local, *buffer.peer_slots(2))):
         spec = ArraySpec("float32", (3,))
         data = slot.begin(offsets([spec])[1])
@@ -134,6 +134,7 @@ def test_a_process_that_takes_the_number_of_an_older_one_has_all_of_its_copies(t
         header = {
             "rank": rank,
             "whole": rank == 0,
+            "held": [0],
             "private": [0],
             "arrays": [["float32", [3], None]],
             "sums": [total],
@@ -141,14 +142,14 @@ def test_a_process_that_takes_the_number_of_an_older_one_has_all_of_its_copies(t
         slot.finish(7, header, data.size)
         slot.commit()
     assert kept(buffer) == {(0, True): [0] * 3, (1, False): [1] * 3, (2, False): [2] * 3}
-    again = Buffer("a", tmp_path, 0)
+    again = Buffer("a", tmp_path, 0, OwnParts(tmp_path, 0))
     assert kept(again) == kept(buffer)
     again.close()
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_snapshot_prepared_for_a_commit_that_another_rank_has_made_is_committed():
-    buffer = Buffer("a", None, 0)
+    buffer = Buffer("a", None, 0, OwnParts(None, 0))
     for slot, rank in [(buffer.local, 0), *((slot, 1) for slot in buffer.peer_slots(1))]:
         slot.begin(0)
         slot.finish(5, {"run": "this", "rank": rank}, 0)

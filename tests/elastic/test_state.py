@@ -375,8 +375,8 @@ def test_nothing_is_read_of_another_process_once_it_may_write_again(tmp_path, mo
         if mine:
             has_taken.set()
 
-    def write(self, packed, layout):
-        pending = buffer_write(self, packed, layout)
+    def write(self, packed, count):
+        pending = buffer_write(self, packed, count)
         if threading.current_thread().name == "process 0" and not writes.is_set():
             self.local.finish(99, {"no": "header"}, pending.size)
             writes.set()

@@ -3,11 +3,12 @@
 Shared state is detected, not declared: arrays whose checksums are equal on all ranks. All other arrays, those in
 an `Own`, and slabs of sharded arrays are private. Usually none are, and a commit exchanges one row of numbers.
 
-    1. Write the arrays into the buffer that does not hold the newest commit, and prepare it.
+    1. Write the arrays without a rule into the buffer that does not hold the newest commit, and prepare it.
     2. Compare with all ranks. If no rank has private state, this also shows that all have prepared.
     3. Otherwise reserve memory for the snapshots of other ranks, compare whether all could, send private state to
        the buddies, and wait until all have received it.
-    4. Mark the snapshots as committed.
+    4. Mark the snapshots as committed. Then each rank writes its own arrays with a rule, slabs for one, over those
+       of the commit before. If it dies meanwhile, its buddy has them; if others die, it finishes.
 """
 
 from __future__ import annotations
@@ -67,6 +68,7 @@ def commit(
         UnsupportedError: The same, for values that no checkpoint can hold.
         CommError: A rank died, or did not take part.
     """
+    buffer.own.live = None  # of a commit that failed
     pending, problem = _write(comm, buffer, prepare, run, version)
     row = np.zeros(4, np.uint64)
     row[_FAILED] = problem is not None
@@ -87,7 +89,8 @@ def commit(
         for slot in received:
             slot.commit()
     buffer.local.commit()
-    return Committed(pending.size, sent_bytes)
+    buffer.own.settle(version, run)
+    return Committed(offsets(pending.layout.specs)[1], sent_bytes)
 
 
 def _write(
@@ -96,7 +99,7 @@ def _write(
     """Write the snapshot of this rank, as if it had no private state."""
     try:
         packed = prepare()
-        pending = buffer.write(packed, Layout.of(packed))
+        pending = buffer.write(packed, len(packed.shared))
         header = pending.header(run, comm.rank, comm.size, (), texts_differ=False)
         buffer.local.finish(version, header, pending.size)
         return pending, None
@@ -137,23 +140,22 @@ def _exchange_private(
     Collective. Returns the bytes sent, and the slots of the received snapshots.
     """
     private = header["private"]
-    text = np.frombuffer(json.dumps({**header, "whole": False}).encode(), np.uint8)
+    text = np.frombuffer(json.dumps({**header, "whole": False, "held": private}).encode(), np.uint8)
     sizes = comm.allgather(np.array([text.size], np.int64)).reshape(-1)
-    local, buddy = views(pending.data, pending.layout.specs), buddies[comm.rank]
-    is_alone = buddy == comm.rank
-    sources = [rank for rank in range(comm.size) if buddies[rank] == comm.rank and rank != comm.rank]
+    buddy = buddies[comm.rank]
+    sources = [rank for rank in range(comm.size) if buddies[rank] == comm.rank]  # a rank that is alone is its own
     texts = {rank: np.empty(int(sizes[rank]), np.uint8) for rank in sources}
-    comm.exchange([] if is_alone else [(buddy, text)], list(texts.items()))
+    comm.exchange([(buddy, text)], list(texts.items()))
     received, problem = _reserve(buffer, pending, header, version, texts)
     if comm.allgather(np.array([problem is not None], np.uint8)).any():
         _raise_on_all(comm, problem)
-    sends = [(buddy, arrays.as_bytes(local[n]), str(i)) for i, n in enumerate(private) if not is_alone]
+    sends = [(buddy, arrays.as_bytes(pending.arrays[n]), str(i)) for i, n in enumerate(private)]
     recvs = [(each.rank, arrays.as_bytes(x), str(i)) for each in received for i, x in enumerate(each.arrays)]
     comm.exchange(sends, recvs)
     for each in received:
         each.slot.finish(version, each.header, each.size)
-    sent_bytes = sum(x.nbytes for _, x, _ in sends) + (0 if is_alone else text.size)
-    return sent_bytes, [each.slot for each in received]
+    sent_bytes = sum(x.nbytes for _, x, _ in sends) + text.size
+    return 0 if buddy == comm.rank else sent_bytes, [each.slot for each in received]
 
 
 class _PeerSnapshot(NamedTuple):
@@ -177,6 +179,8 @@ def _reserve(
     reserved = []
     try:
         buffer.local.finish(version, header, pending.size)
+        if header["rank"] not in texts:
+            buffer.own.prepare(pending, header, version)
         for (rank, text), slot in zip(texts.items(), buffer.peer_slots(len(texts)), strict=True):
             peer_header = json.loads(text.tobytes())
             specs = Layout.from_header(peer_header).specs

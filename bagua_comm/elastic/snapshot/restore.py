@@ -75,14 +75,14 @@ def _sources(rows: Sequence[Sequence[SnapshotInfo]], version: int, run: str) -> 
     infos = [(process, each) for process, row in enumerate(rows) for each in row]
     infos = [(process, each) for process, each in infos if (each.version, each.run) == (version, run)]
     # A prepared snapshot is as good: no rank commits before all have prepared.
-    best = {(process, each.rank): each for process, each in sorted(infos, key=lambda pair: pair[1].committed)}
-    complete = tuple(sorted({process for (process, _), each in best.items() if each.whole}))
-    committed = [each for each in best.values() if each.committed]
+    complete = tuple(sorted({process for process, each in infos if each.whole}))
+    committed = [each for _, each in infos if each.committed]
     if not complete or not committed:
         return None
     holders: dict[int, list[int]] = {}
-    for process, rank in sorted(best, key=lambda key: (not best[key].whole, key)):
-        holders.setdefault(rank, []).append(process)
+    for process, each in sorted(infos, key=lambda pair: (not pair[1].whole, pair[0])):
+        if each.has_private and process not in holders.setdefault(each.rank, []):
+            holders[each.rank].append(process)
     ranks = committed[0].ranks
     needed = range(ranks) if any(each.private for each in committed) else ()
     return Sources(run, version, ranks, complete, holders, tuple(r for r in needed if r not in holders))
@@ -148,7 +148,7 @@ class Restore:
         self._complete = next((each for each in held if each.whole), None)
         self._copies: dict[int, list[Snapshot]] = {}
         """The snapshots of each rank; the first one is used."""
-        for each in sorted(held, key=lambda each: not each.whole):
+        for each in sorted((each for each in held if each.has_private), key=lambda each: not each.whole):
             self._copies.setdefault(each.header["rank"], []).append(each)
         self._new_rank = self._trainers.index(everyone.rank) if everyone.rank in self._trainers else None
 
@@ -163,7 +163,7 @@ class Restore:
                 is lost; on all processes.
         """
         comm, sources = self._comm, self._sources
-        first = sources.holders[min(sources.holders)][0]
+        first = next((each for _, each in sorted(sources.holders.items())), sources.complete)[0]
         source = first if first in sources.complete else sources.complete[0]
         # A committed header lists the private arrays; one that was only prepared may not.
         header = comm.broadcast_object(None if self._complete is None else self._complete.header, root=source)

@@ -68,13 +68,15 @@ class Header(TypedDict):
     """The description of a snapshot, as JSON.
 
     `arrays` are the dtype, the shape and the rule of each array. The last ones are slabs of sharded arrays, and
-    `slabs` the path, the axis, the first index and the length of the whole of each.
+    `slabs` the path, the axis, the first index and the length of the whole of each. `held` are the numbers of
+    those in the slot.
     """
 
     run: str
     rank: int
     ranks: int
     whole: bool
+    held: list[int]
     tree: Json
     own_trees: list[Json]
     arrays: list[Json]
@@ -119,9 +121,18 @@ class Slot:
         """
         if self._memory.size >= _DATA_AT:
             self._set_state(WRITING)
-        self._reserve(_DATA_AT + data_bytes + max(1 << 16, data_bytes >> 6, 2 * text_bytes), keep=0)
+        self.reserve(data_bytes, text_bytes)
         self._set_state(WRITING)
         return self._memory[_DATA_AT : _DATA_AT + data_bytes]
+
+    def reserve(self, data_bytes: int, text_bytes: int) -> None:
+        """Provide the memory for a later `begin`, and keep the content.
+
+        Raises:
+            OSError: There is not enough memory.
+        """
+        size = _DATA_AT + data_bytes + max(1 << 16, data_bytes >> 6, 2 * text_bytes)
+        self._reserve(size, keep=self._memory.size)
 
     def finish(self, version: int, header: Header, data_bytes: int) -> None:
         """Write the header after the data, and mark the slot as prepared. May be repeated with another header.
@@ -220,12 +231,17 @@ def copy_into(out: npt.NDArray[np.generic], x: Array) -> int:
     A contiguous host array is read once, for the copy and the checksum.
     """
     if not isinstance(x, np.ndarray):
-        out[...] = x.get()
+        out[...] = on_host(x)
         return checksum(out)
     if not x.flags.c_contiguous:
         out[...] = x
         return checksum(out)
     return _checksum(arrays.as_bytes(x), arrays.as_bytes(out))
+
+
+def on_host(x: Array) -> npt.NDArray[np.generic]:
+    """A contiguous array on the host with the values of `x`: `x` itself, if it is one."""
+    return np.asarray(x if isinstance(x, np.ndarray) else x.get(), order="C")
 
 
 def checksum(x: npt.NDArray[np.generic]) -> int:

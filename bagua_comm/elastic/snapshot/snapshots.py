@@ -2,6 +2,10 @@
 
 There are two buffers, A and B. A commit writes the one that does not hold the newest commit, so that a death in
 the middle of it leaves the other one intact everywhere.
+
+A process has its own parts with a rule, such as slabs, once only, in `OwnParts`. They are written last, when all
+ranks have prepared the commit: then the buddies have them in both buffers. Until then the arrays of the program
+stand for them.
 """
 
 from __future__ import annotations
@@ -15,12 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
 from ...arrays import Array
 from ...checkpoint.trees import Json, Packed, Rule, Slab
-from .slot import COMMITTED, ArraySpec, Header, Slot, SlotContent, copy_into, offsets, views
+from .slot import COMMITTED, ArraySpec, Header, Slot, SlotContent, checksum, copy_into, offsets, on_host, views
 
 
 class SnapshotInfo(NamedTuple):
@@ -33,10 +34,12 @@ class SnapshotInfo(NamedTuple):
     """The rank, at the commit, whose state it holds."""
     ranks: int
     whole: bool
-    """Whether it is complete; a buddy holds only the private state of the rank."""
+    """Whether it has the shared state; a buddy holds only the private state of the rank."""
     committed: bool
     private: bool
-    """Whether it contains any private state."""
+    """Whether the rank has any private state."""
+    has_private: bool
+    """Whether it has all of that."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,16 @@ class Snapshot(NamedTuple):
     """Views of the slot's memory; a buddy's snapshot has only the private arrays."""
 
     @property
+    def key(self) -> tuple[str, int, int]:
+        """The run, the commit, and the rank whose state it is."""
+        return self.header["run"], self.version, self.header["rank"]
+
+    @property
+    def has_private(self) -> bool:
+        """Whether it has all private arrays."""
+        return self.arrays.keys() >= {*self.header["private"]}
+
+    @property
     def info(self) -> SnapshotInfo:
         """The description for the other processes."""
         header = self.header
@@ -108,6 +121,7 @@ class Snapshot(NamedTuple):
             self.whole,
             self.committed,
             bool(header["private"] or header["texts_differ"]),
+            self.has_private,
         )
 
 
@@ -122,9 +136,60 @@ def snapshot_of(content: SlotContent) -> Snapshot:
     """The snapshot in a slot."""
     header = content.header
     specs = Layout.from_header(header).specs
-    numbers = range(len(specs)) if header["whole"] else header["private"]
-    found = dict(zip(numbers, views(content.data, [specs[n] for n in numbers]), strict=True))
+    found = dict(zip(header["held"], views(content.data, [specs[n] for n in header["held"]]), strict=True))
     return Snapshot(content.version, content.state == COMMITTED, header["whole"], header, found)
+
+
+def joined(found: Sequence[Snapshot], parts: Sequence[Snapshot]) -> Sequence[Snapshot]:
+    """The snapshots of a process; those with the shared state get the arrays of the same commit among `parts`."""
+    for whole in (each for each in found if each.whole):
+        for each in (each for each in parts if each.key == whole.key):
+            whole.arrays.update(each.arrays)
+    return found
+
+
+class OwnParts:
+    """The parts of this process with a rule, in one slot, which is written when all ranks have prepared a commit.
+
+    Args:
+        folder: The folder of the file; None for memory of this process.
+        number: The number of this process.
+    """
+
+    def __init__(self, folder: Path | None, number: int) -> None:
+        self.slot = Slot(None if folder is None else folder / f"slot-{number}-parts")
+        self.live: Snapshot | None = None
+        """The parts of a commit that not all ranks may have prepared, in arrays of the program."""
+
+    def prepare(self, pending: PendingSnapshot, header: Header, version: int) -> None:
+        """Provide the memory for the parts of a commit. The arrays of the program stand for them until `settle`.
+
+        Raises:
+            OSError: There is not enough memory.
+        """
+        held = [*range(pending.count, len(pending.arrays))]
+        self.live = Snapshot(
+            version, False, False, {**header, "whole": False, "held": held}, {n: pending.arrays[n] for n in held}
+        )
+        self.slot.reserve(offsets(pending.layout.specs[pending.count :])[1], len(json.dumps(header)))
+
+    def settle(self, version: int, run: str) -> None:
+        """Write the parts that were prepared for this commit, as all ranks have prepared it; forget others."""
+        live, self.live = self.live, None
+        if live is None or (live.version, live.header["run"]) != (version, run):
+            return
+        specs = [ArraySpec.of(x) for x in live.arrays.values()]
+        _, size = offsets(specs)
+        for out, x in zip(views(self.slot.begin(size), specs), live.arrays.values(), strict=True):
+            out[...] = x
+        self.slot.finish(version, live.header, size)
+        self.slot.commit()
+
+    def snapshots(self) -> list[Snapshot]:
+        """Those parts, as far as they can be read."""
+        content = self.slot.read()
+        found = [] if content is None else [snapshot_of(content)]
+        return found if self.live is None else [self.live, *found]
 
 
 class Buffer:
@@ -134,9 +199,11 @@ class Buffer:
         name: "a" or "b".
         folder: The folder of the files of its slots; None for memory of this process.
         number: The number of this process.
+        own: The parts with a rule of this process, of the newest commit in both buffers.
     """
 
-    def __init__(self, name: str, folder: Path | None, number: int) -> None:
+    def __init__(self, name: str, folder: Path | None, number: int, own: OwnParts) -> None:
+        self.own = own
         self._stem = None if folder is None else folder / f"slot-{number}-{name}"
         self.local = Slot(self._path("own"))
         self.peers: list[Slot] = []
@@ -158,7 +225,7 @@ class Buffer:
     def snapshots(self) -> list[Snapshot]:
         """All readable snapshots in this buffer."""
         found = [slot.read() for slot in self._slots()]
-        return [snapshot_of(each) for each in found if each is not None]
+        return [*joined([snapshot_of(each) for each in found if each is not None], self.own.snapshots())]
 
     def confirm(self, version: int, run: str) -> None:
         """Mark the snapshots prepared for a commit as committed: one rank has committed, so all had prepared."""
@@ -166,22 +233,23 @@ class Buffer:
             content = slot.read()
             if content is not None and (content.version, content.header["run"]) == (version, run):
                 slot.commit()
+        self.own.settle(version, run)
 
-    def write(self, packed: Packed, layout: Layout) -> PendingSnapshot:
-        """Copy the arrays of a packed tree into the local slot.
+    def write(self, packed: Packed, count: int) -> PendingSnapshot:
+        """Copy the first `count` arrays of a packed tree into the local slot.
 
         Raises:
             OSError: There is not enough memory.
         """
-        _, size = offsets(layout.specs)
-        data = self.local.begin(size)
-        pairs = zip(views(data, layout.specs), packed.leaves, strict=True)
-        sums = [copy_into(out, leaf.array) for out, leaf in pairs]
-        return PendingSnapshot(packed, layout, sums, data, size)
+        layout, leaves = Layout.of(packed), [leaf.array for leaf in packed.leaves]
+        _, size = offsets(layout.specs[:count])
+        copies, live = views(self.local.begin(size), layout.specs[:count]), [*map(on_host, leaves[count:])]
+        sums = [copy_into(out, x) for out, x in zip(copies, leaves, strict=False)]
+        return PendingSnapshot(packed, layout, [*sums, *map(checksum, live)], [*copies, *live], count, size)
 
     def close(self) -> None:
         """Free all slots, and remove their files."""
-        for slot in self._slots():
+        for slot in (*self._slots(), self.own.slot):
             slot.close()
 
 
@@ -192,8 +260,11 @@ class PendingSnapshot:
     packed: Packed
     layout: Layout
     sums: list[int]
-    data: npt.NDArray[np.uint8]
+    arrays: list[Array]
+    """The first `count` are views of the slot, the others those of the program, if they are on the host."""
+    count: int
     size: int
+    """Bytes of data in the slot."""
 
     def texts(self) -> str:
         """Everything in the tree except arrays."""
@@ -214,6 +285,7 @@ class PendingSnapshot:
             "rank": rank,
             "ranks": ranks,
             "whole": True,
+            "held": [*range(self.count)],
             "tree": self.packed.tree,
             "own_trees": self.packed.own_trees,
             "arrays": self.layout.as_json(),
@@ -226,7 +298,7 @@ class PendingSnapshot:
 
 _log = logging.getLogger(__name__)
 
-_NAME = re.compile(r"slot-(\d+)-[ab]-(own|for-\d+)")
+_NAME = re.compile(r"slot-(\d+)-(parts|[ab]-own|[ab]-for-\d+)")
 
 
 def _slot_files(folder: Path) -> Iterator[tuple[Path, int]]:
@@ -246,7 +318,7 @@ def snapshots_in(folder: Path, except_of: int) -> list[Snapshot]:
         folder: The folder of the slots of all processes of this host.
         except_of: The number of this process, whose slots are skipped.
     """
-    found = []
+    found: dict[int, list[Snapshot]] = {}
     for path, number in _slot_files(folder):
         if number != except_of:
             try:
@@ -255,8 +327,8 @@ def snapshots_in(folder: Path, except_of: int) -> list[Snapshot]:
                 _log.warning("the snapshot %s cannot be read, and is left out: %s", path, exc)
                 continue
             if content is not None:
-                found.append(snapshot_of(content))
-    return found
+                found.setdefault(number, []).append(snapshot_of(content))
+    return [each for of_process in found.values() for each in joined(of_process, of_process)]
 
 
 def remove_slots(folder: Path, except_of: Collection[int]) -> None:
