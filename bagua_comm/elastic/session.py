@@ -69,14 +69,14 @@ class Session:
     # Snapshots --------------------------------------------------------------------------------------
 
     def snapshots(self) -> list[Snapshot]:
-        """All snapshots that this process can read, those of other processes of this host included.
+        """All snapshots that this process can read, its own first, then those of other processes of this host.
 
         Call it before this process reports its snapshots in a rendezvous: no process writes until all have
         reported. The reported snapshots stay valid after that, since the first commit of the others writes the
         other buffer, and `OwnParts` after all trainers have been restored.
         """
         near = [] if self._folder is None else snapshots_in(self._folder, except_of=self._number)
-        return [*near, *(each for buffer in self._buffers for each in buffer.snapshots())]
+        return [*(each for buffer in self._buffers for each in buffer.snapshots()), *near]
 
     def hold_initial(self, run: str) -> str | None:
         """Commit the present state as `INITIAL`, for all processes; returns an error message if that fails."""

@@ -5,7 +5,7 @@ from contextlib import suppress
 import numpy as np
 import pytest
 
-from bagua_comm import CommAborted, Own
+from bagua_comm import CommAborted, Communicator, Own
 from bagua_comm.elastic.snapshot import parts
 from bagua_comm.elastic.snapshot.commit import commit
 from bagua_comm.elastic.snapshot.restore import Restore, newest
@@ -15,7 +15,7 @@ from bagua_comm.testing import run_ranks
 
 
 def restored(folder, damaged, *, hosts="aaa", trainers=3, lengths=(1, 1, 1)):
-    """What new processes on the hosts of dead ones restore; the private value of rank n was n.
+    """What new processes on the hosts of dead ones restore; the private values of rank n were n, and "n".
 
     Args:
         folder: Has a folder for each host.
@@ -25,11 +25,13 @@ def restored(folder, damaged, *, hosts="aaa", trainers=3, lengths=(1, 1, 1)):
         lengths: Of the arrays of the ranks.
     """
 
+    texts = []
+
     def write(comm):
         rank, value = comm.rank, np.full(lengths[comm.rank], comm.rank, np.float64)
         (folder / hosts[rank]).mkdir(exist_ok=True)
         buffer = Buffer("a", folder / hosts[rank], rank, OwnParts(folder / hosts[rank], rank))
-        tree = Own(value, "mean")
+        tree = [Own(value, "mean"), str(rank)]
         commit(comm, buffer, lambda: parts.packed(tree), run="run", version=1, buddies=[1, 2, 0])
         for snapshot in buffer.snapshots():
             if (rank, snapshot.header["rank"]) in damaged:
@@ -39,29 +41,42 @@ def restored(folder, damaged, *, hosts="aaa", trainers=3, lengths=(1, 1, 1)):
         found = snapshots_in(folder / hosts[comm.rank], except_of=-1)
         sources = newest(comm.allgather_object([each.info for each in found]))
         content = Restore(comm, sources, found, range(trainers), hosts[:trainers]).run()
-        return content.tree().value.tolist()
+        own, text = content.tree()
+        texts.append(text)
+        return own.value.tolist()
 
     run_ranks(3, write)
-    return run_ranks(trainers, read)
+    return run_ranks(trainers, read), sorted(texts)
 
 
 def test_a_process_uses_no_damaged_file_of_the_dead_rank_that_it_replaces(tmp_path):
     """The file of its buddy, which it can read as well, is intact."""
-    assert restored(tmp_path, {(0, 0)}) == [[0], [1], [2]]
+    assert restored(tmp_path, {(0, 0)}) == ([[0], [1], [2]], ["0", "1", "2"])
 
 
 def test_the_copy_of_another_process_takes_the_place_of_a_damaged_one(tmp_path):
-    assert restored(tmp_path, {(0, 0), (2, 1)}, hosts="abc") == [[0], [1], [2]]
+    assert restored(tmp_path, {(0, 0), (2, 1)}, hosts="abc") == ([[0], [1], [2]], ["0", "1", "2"])
 
 
 def test_damaged_values_do_not_enter_the_mean_of_fewer_ranks(tmp_path, caplog):
-    assert restored(tmp_path, {(0, 0), (1, 0)}, trainers=2) == [[1.5], [1.5]]
+    assert restored(tmp_path, {(0, 0), (1, 0)}, trainers=2) == ([[1.5], [1.5]], ["0", "0"])
     assert "the private state of ranks [0] in commit 1 is lost" in caplog.text
 
 
 def test_where_all_copies_of_arrays_that_nothing_replaces_are_damaged_all_raise_an_error(tmp_path):
     with pytest.raises(LostStateError, match=r"the private state of rank . in commit 1"):
         restored(tmp_path, {(n, m) for n in range(3) for m in range(3)}, lengths=(1, 2, 3))
+
+
+def test_ranks_of_a_host_restore_their_own_copies_without_a_message(tmp_path, monkeypatch):
+    """Each process of a host can read the copies of all: the first one gave the others theirs."""
+
+    def send(comm, x, *, dest):
+        raise AssertionError(f"{x} is sent to rank {dest}")
+
+    monkeypatch.setattr(Communicator, "send", send)
+    monkeypatch.setattr(Communicator, "send_object", send)
+    assert restored(tmp_path, {}) == ([[0], [1], [2]], ["0", "1", "2"])
 
 
 # Deaths while a commit is agreed on -------------------------------------------------------------------------

@@ -7,7 +7,7 @@ an `Own`, and slabs of sharded arrays are private. Usually none are, and a commi
     2. Compare with all ranks. If no rank has private state, this also shows that all have prepared.
     3. Otherwise reserve memory for the snapshots of other ranks, compare whether all could, send private state to
        the buddies, and wait until all have received it.
-    4. Mark the snapshots as committed. Then each rank writes its own arrays with a rule, slabs for one, over those
+    4. Mark the snapshots as committed. Then each rank writes its own arrays with a rule, slabs say, over those
        of the commit before. If it dies meanwhile, its buddy has them; if others die, it finishes.
 """
 

@@ -141,7 +141,13 @@ class Restore:
         trainers: Sequence[int],
         hosts: Sequence[Hashable],
     ) -> None:
-        self._comm, self._sources, self._trainers, self._hosts = everyone, sources, list(trainers), hosts
+        self._comm, self._trainers, self._hosts = everyone, list(trainers), hosts
+        same_size = sources.ranks == len(trainers)
+        holders = {  # each rank's own copy first
+            rank: sorted(each, key=lambda process: same_size and process != trainers[rank])
+            for rank, each in sources.holders.items()
+        }
+        self._sources = replace(sources, holders=holders)
         held = [
             each for each in snapshots if (each.version, each.header["run"]) == (sources.version, sources.run)
         ]
@@ -163,10 +169,9 @@ class Restore:
                 is lost; on all processes.
         """
         comm, sources = self._comm, self._sources
-        first = next((each for _, each in sorted(sources.holders.items())), sources.complete)[0]
-        source = first if first in sources.complete else sources.complete[0]
-        # A committed header lists the private arrays; one that was only prepared may not.
-        header = comm.broadcast_object(None if self._complete is None else self._complete.header, root=source)
+        first, (source, *_) = min(sources.holders.items(), default=(0, sources.complete))
+        mine = next(iter(self._copies.get(first, [])), self._complete)
+        header = comm.broadcast_object(None if mine is None else mine.header, root=source)
         self._header = header
         self._specs = Layout.from_header(header).specs
         self._private = set(header["private"])
