@@ -1,4 +1,4 @@
-"""Private state of which some copies are damaged, or of another commit: others are used."""
+"""State of which some copies are damaged, or of another commit: others are used."""
 
 from contextlib import suppress
 
@@ -173,3 +173,27 @@ def test_snapshots_take_three_times_the_memory_of_the_parts_of_a_rank(tmp_path):
     for rank in range(3):
         sizes = [path.stat().st_size for path in tmp_path.glob(f"slot-{rank}-*")]
         assert 3 <= sum(sizes) / (1 << 23) < 3.1, sizes
+
+
+# Damaged shared state ---------------------------------------------------------------------------------------
+
+
+def with_damaged_shared_state(*ranks):
+    pairs = buffers_after(None)
+    for rank in ranks:
+        (snapshot,) = (each for each in pairs[rank][1].snapshots() if each.whole)
+        snapshot.arrays[0][:] = 7  # shared ones come first
+    return pairs
+
+
+@pytest.mark.parametrize("damaged", [(0,), (0, 2)])
+def test_damaged_shared_state_is_neither_kept_nor_sent_to_others(damaged):
+    first, second, third = with_damaged_shared_state(*damaged)
+    assert [shared for _, shared, _ in restored_by([first, second, third])] == [[2, 2]] * 3
+    assert [shared for _, shared, _ in restored_by([first, second, new_process()])] == [[2, 2]] * 3
+
+
+def test_where_all_copies_of_the_shared_state_are_damaged_all_raise_an_error_that_names_it():
+    pairs = with_damaged_shared_state(0, 1, 2)
+    with pytest.raises(LostStateError, match="the shared state in commit 2: all copies are damaged"):
+        restored_by(pairs)

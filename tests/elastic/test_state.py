@@ -11,6 +11,7 @@ from support.waiting import until
 from bagua_comm import ArrayError, CommAborted, CommError, Own, Plan, TensorSpec, UnsupportedError
 from bagua_comm.elastic import State, run
 from bagua_comm.elastic.session import Session
+from bagua_comm.elastic.snapshot.restore import Content, Restore
 from bagua_comm.elastic.snapshot.snapshots import Buffer
 from bagua_comm.testing.fleets import ThreadJob, run_fleet
 
@@ -366,14 +367,18 @@ def test_nothing_is_read_of_another_process_once_it_may_write_again(tmp_path, mo
     monkeypatch.setenv("BAGUA_JOB", "test")
     monkeypatch.setenv("BAGUA_JOB_FOLDER", str(tmp_path))
     writes, has_taken = threading.Event(), threading.Event()
-    restore, buffer_write = Session.restore, Buffer.write
+    restored, tree, buffer_write = Restore.run, Content.tree, Buffer.write
 
-    def late(self, *args):
-        mine = threading.current_thread().name == "process 1"
-        assert not mine or writes.wait(20)
-        restore(self, *args)
-        if mine:
+    def late(self):
+        content = restored(self)
+        assert threading.current_thread().name == "process 0" or writes.wait(20)
+        return content
+
+    def take(self):
+        found = tree(self)
+        if threading.current_thread().name == "process 1":
             has_taken.set()
+        return found
 
     def write(self, packed, count):
         pending = buffer_write(self, packed, count)
@@ -401,7 +406,8 @@ def test_nothing_is_read_of_another_process_once_it_may_write_again(tmp_path, mo
     again = False
     job = ThreadJob(2)
     assert all("killed" in outcome for outcome in run_fleet(job, body))
-    monkeypatch.setattr(Session, "restore", late)
+    monkeypatch.setattr(Restore, "run", late)
+    monkeypatch.setattr(Content, "tree", take)
     monkeypatch.setattr(Buffer, "write", write)
     again = True
     assert [outcome["result"] for outcome in run_fleet(ThreadJob(2), body)] == [[3.0] * 4] * 2

@@ -12,7 +12,7 @@ pieces from the processes that hold them.
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -142,16 +142,15 @@ class Restore:
         hosts: Sequence[Hashable],
     ) -> None:
         self._comm, self._trainers, self._hosts = everyone, list(trainers), hosts
-        same_size = sources.ranks == len(trainers)
         holders = {  # each rank's own copy first
-            rank: sorted(each, key=lambda process: same_size and process != trainers[rank])
+            rank: sorted(each, key=lambda process: process not in trainers[rank : rank + 1])
             for rank, each in sources.holders.items()
         }
         self._sources = replace(sources, holders=holders)
         held = [
             each for each in snapshots if (each.version, each.header["run"]) == (sources.version, sources.run)
         ]
-        self._complete = next((each for each in held if each.whole), None)
+        self._complete = next((each for each in held if each.whole and _has_intact_shared(each)), None)
         self._copies: dict[int, list[Snapshot]] = {}
         """The snapshots of each rank; the first one is used."""
         for each in sorted((each for each in held if each.has_private), key=lambda each: not each.whole):
@@ -164,11 +163,16 @@ class Restore:
         Collective among all living processes.
 
         Raises:
-            CommError: A process died meanwhile, or a snapshot is damaged; then all processes repeat this.
+            CommError: A process died meanwhile, or a message is damaged; then all processes repeat this.
             LostStateError: No process holds a part of a sharded array, or any private state that can replace what
-                is lost; on all processes.
+                is lost, or an intact copy of the shared state; on all processes.
         """
-        comm, sources = self._comm, self._sources
+        comm = self._comm
+        intact = comm.allgather_object(self._complete is not None)
+        if not any(intact):
+            raise LostStateError(f"the shared state in commit {self._sources.version}: all copies are damaged")
+        complete = tuple(process for process, has in enumerate(intact) if has)
+        sources = self._sources = replace(self._sources, complete=complete)
         first, (source, *_) = min(sources.holders.items(), default=(0, sources.complete))
         mine = next(iter(self._copies.get(first, [])), self._complete)
         header = comm.broadcast_object(None if mine is None else mine.header, root=source)
@@ -215,13 +219,9 @@ class Restore:
         """The shared arrays, from a snapshot of this process, or else from the nearest holder."""
         numbers = [n for n in range(len(self._specs)) if n not in self._private]
         found: list[Array | None] = [None] * len(self._specs)
-        receivers = [process for process in self._trainers if process not in self._sources.complete]
-        if self._complete is not None:
-            for n in numbers:
-                found[n] = self._complete.arrays[n]
-        elif self._new_rank is not None:
-            for n in numbers:
-                found[n] = _empty(self._specs[n])
+        mine, receivers = self._complete, [each for each in self._trainers if each not in self._sources.complete]
+        for n in numbers:
+            found[n] = _empty(self._specs[n]) if mine is None else mine.arrays[n]
         moves = [(self._nearest(process), process) for process in receivers]
         local = [x for n in numbers if (x := found[n]) is not None]
         self._move(moves, local, local)
@@ -269,7 +269,7 @@ class Restore:
     def _has_intact(self, rank: int) -> bool:
         """Whether this process has a copy of the private state of a rank with its checksums; drops the others."""
         copies = self._copies[rank]
-        while copies and not _is_intact(copies[0]):
+        while copies and not _is_intact(copies[0], copies[0].header["private"]):
             del copies[0]
         return bool(copies)
 
@@ -366,10 +366,15 @@ def _total(comm: Communicator, spec: ArraySpec, addends: Sequence[Array], diviso
     return out
 
 
-def _is_intact(snapshot: Snapshot) -> bool:
-    """Whether the private arrays of a snapshot have their checksums."""
+def _has_intact_shared(snapshot: Snapshot) -> bool:
+    """Whether the shared arrays of a snapshot have their checksums."""
+    return _is_intact(snapshot, {*snapshot.header["held"]} - {*snapshot.header["private"]})
+
+
+def _is_intact(snapshot: Snapshot, numbers: Iterable[int]) -> bool:
+    """Whether these arrays of a snapshot have their checksums."""
     sums = snapshot.header["sums"]
-    return all(checksum(snapshot.arrays[n]) == sums[n] for n in snapshot.header["private"])
+    return all(checksum(snapshot.arrays[n]) == sums[n] for n in numbers)
 
 
 def _is_inexact(spec: ArraySpec) -> bool:
