@@ -147,6 +147,9 @@ def run(
                 "elastic.run: a communicator is open already, which cannot go on when a rank dies; close it, and "
                 "call nothing collective before elastic.run: it connects"
             )
+        if fleet is None:
+            gc.collect()
+            gc.freeze()  # a collection after a death then skips all that was imported, which takes 0.3 s
         processes = start.start(timeout_s) if fleet is None else fleet
         result: T | None = _Loop(state, processes, min_ranks, op_order).run(train)
         return result
@@ -217,6 +220,7 @@ class _Loop:
             self._session.leave()
             self._session.write_records()
             internals.session = None
+            gc.unfreeze()
 
     def _round(self, train: Callable[[Communicator], object], failure: _Failure | None) -> _Outcome:
         """Hold a rendezvous, choose the trainers, restore the state, and train or stand by."""
