@@ -25,6 +25,7 @@ from ..errors import (
     CommError,
     CommTimeout,
     RankFailed,
+    UnsupportedError,
     causes,
     shown,
 )
@@ -404,7 +405,9 @@ class _Loop:
         except RECOVERABLE:
             raise
         except BaseException as exc:
-            if isinstance(exc, Exception) and (failure := _failure_within(comm, _NOTICE_S)) is not None:
+            # Ranks raise an error about arguments together, and the first of them to end has not died.
+            may_follow = isinstance(exc, Exception) and not isinstance(exc, (ArrayError, UnsupportedError))
+            if may_follow and (failure := _failure_within(comm, _NOTICE_S)) is not None:
                 _log.warning("%s: %s is taken for a consequence: %s", type(exc).__name__, exc, failure)
                 raise failure from exc
             comm.__exit__(type(exc), exc, exc.__traceback__)  # the others need not wait for this rank
