@@ -86,13 +86,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .. import arrays, kernels, topology
+from .. import arrays, kernels
 from ..arrays import COMPLEX, FLOATS, INTEGERS, A, AnyArray, Array, LinearOp
 from ..comm import Communicator
 from ..comm.call import Call
 from ..comm.weighted import weighted_mean
 from ..comm.weights import multiply
 from ..errors import ArrayError, UnsupportedError
+from ..health.shifting import equal
 from ..kernels.host import fixed_format
 from .base import Average, Shards, check_shards
 
@@ -202,7 +203,6 @@ class _Held:
     ) -> None:
         self._settings, self._comm, self._addends = settings, comm, addends
         self._sizes = None if sizes is None else tuple(sizes)
-        self._mine = len(topology.share(addends, comm.rank, comm.size))
         self._held: list[Array] = []
         self._factors: Sequence[float] = ()
         """What the addends that are held are multiplied by before their mean; nothing for a plain one."""
@@ -216,9 +216,11 @@ class _Held:
         Raises:
             ArrayError: This rank holds all its addends but the last, which is averaged directly.
         """
-        if len(self._held) + 1 >= self._mine:
+        mine = self._shares[self._comm.rank]
+        if len(self._held) + 1 >= mine:
             self._excess += 1
-            raise ArrayError(f"hold: {self._expected()}: {self._mine - 1} to hold, and one to average; got more")
+            due = f"rank {self._comm.rank} of {self._comm.size} has {mine} of {self._addends} addends"
+            raise ArrayError(f"hold: {due}: {mine - 1} to hold, and one to average; got more")
         self._settings.check(arrays.dtype_name(x.dtype))
         room = self._free.pop() if self._free else arrays.empty_like(x)
         room[...] = x
@@ -251,18 +253,21 @@ class _Held:
             multiply(each, factor)
         self._factors = ()
         addends = [*(arrays.as_real(each.reshape(-1), "sum") for each in held), flat]
-        wrong = None if given + excess == self._mine else given + excess
-        terms = _Terms(self._addends, block, sizes, arrays.dtype_name(flat.dtype), wrong)
+        shares, given = self._shares, given + excess
+        wrong = None if given == shares[self._comm.rank] else given
+        terms = _Terms(shares, block, sizes, arrays.dtype_name(flat.dtype), wrong)
         bounds = _bounds(self._comm, flat, sizes, block)
-        with self._comm.tracer.span("Reproducible", addends=self._mine, bytes=flat.nbytes):
+        with self._comm.tracer.span("Reproducible", addends=len(addends), bytes=flat.nbytes):
             _sum(self._comm, addends, bounds, terms, flat, divisor=self._addends)
         self._free += held
         if not arrays.same_memory(whole, value):
             value[...] = whole.reshape(value.shape)
         return x
 
-    def _expected(self) -> str:
-        return f"rank {self._comm.rank} of {self._comm.size} has {self._mine} of {self._addends} addends"
+    @property
+    def _shares(self) -> tuple[int, ...]:
+        """The present numbers of addends of the ranks."""
+        return self._comm.flight.health.counts(self._comm.group, self._addends)
 
 
 def reproducible_allreduce(
@@ -326,7 +331,7 @@ def reproducible_allreduce(
     block *= call.x.itemsize // flat.itemsize
     bounds = _bounds(comm, flat, (flat.size,), block)
     with comm.tracer.span("reproducible_allreduce", op=op, bytes=flat.nbytes):
-        terms = _Terms(comm.size, block, (flat.size,), arrays.dtype_name(flat.dtype))
+        terms = _Terms((1,) * comm.size, block, (flat.size,), arrays.dtype_name(flat.dtype))
         _sum(comm, [flat], bounds, terms, target, divisor=comm.size if op == "avg" else 1)
     result: A = call.result
     return result
@@ -344,12 +349,18 @@ CHECKSUM_BYTES = 8
 class _Terms(NamedTuple):
     """The settings that must be equal on all ranks, and the error of this rank in them."""
 
-    addends: int
+    shares: tuple[int, ...]
+    """Numbers of addends, by rank."""
     block: int
     sizes: tuple[int, ...]
     dtype: str
     given: int | None = None
     """Number of addends of this rank if it differs from its share; else None."""
+
+    @property
+    def addends(self) -> int:
+        """The number of addends of all ranks."""
+        return sum(self.shares)
 
     def agree(self, comm: Communicator) -> None:
         """Compare the settings among the ranks, on the host, for arrays on a device. Collective.
@@ -387,14 +398,14 @@ class _Terms(NamedTuple):
         return "; ".join(wrong) + _ADVICE
 
     def _of(self, comm: Communicator, rank: int) -> str:
-        share = len(topology.share(self.addends, rank, comm.size))
-        due = f"rank {rank} of {comm.size} has {share} of {self.addends} addends"
+        due = f"rank {rank} of {comm.size} has {self.shares[rank]} of {self.addends} addends"
         return f"Reproducible: {due}, but has {self.given}"
 
     def _settings(self, at: int | None) -> str:
         size = "" if at is None else f", {self.sizes[at]} elements in tensor {at}"
         tensors = f"{len(self.sizes)} tensors of {self.dtype}{size}"
-        return f"{self.addends} addends in blocks of {self.block}, in {tensors}"
+        shifted = f" {self.shares}" if self.shares != equal(self.addends, len(self.shares)) else ""
+        return f"{self.addends} addends{shifted} in blocks of {self.block}, in {tensors}"
 
 
 @functools.lru_cache(maxsize=1024)

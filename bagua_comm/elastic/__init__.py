@@ -10,7 +10,7 @@
 loop       hold a rendezvous, choose the trainers, restore the state, train
 state      the parts of a training, as users give them
 session    one process's part in a training: its snapshots and engines
-roles      trainers, spares, buddies and their microbatches, as pure functions
+roles      trainers, spares, buddies and their microbatches
 changes    the changes of the ranks so far
 fleet      the contract of a fleet: the processes, their rendezvous and communicators
 start      the fleet that fits the launcher, and one whose processes may not die

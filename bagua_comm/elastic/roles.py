@@ -1,19 +1,23 @@
-"""Roles of the processes, as pure functions with the same result on every process.
+"""Roles of the processes, with the same result on every process.
 
 trainer   a process that trains, as a rank of the communicator of training
 spare     a process that stands by until it can replace a dead trainer
 buddy     the rank that holds a snapshot of another rank's private state
 
-`share` distributes the microbatches of a step over the ranks.
+`share` distributes the microbatches of a step over the ranks, by their times if they shall be shifted.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Hashable, Sequence
 
 from .. import topology
 from ..comm import Communicator
 from ..errors import ArrayError
+from ..logs import log_on_root
+
+_log = logging.getLogger(__name__)
 
 
 def choose_trainers(alive: Sequence[int], before: Sequence[int], wanted: int) -> list[int]:
@@ -64,15 +68,26 @@ def buddies(hosts: Sequence[Hashable]) -> list[int]:
     return found
 
 
-def share(microbatches: int, comm: Communicator) -> range:
+def share(microbatches: int, comm: Communicator, *, shift: bool = False) -> range:
     """The numbers of this rank's microbatches, out of `microbatches` in all, numbered from 0.
 
     Each rank gets a contiguous range, as of `numpy.array_split`: the first ones may have one more. With the
     average `Reproducible(addends=microbatches)`, the mean of their gradients has the same bits on any number of
     ranks.
 
+    With `shift`, a rank whose microbatches take longer for some time gets fewer of them, one at least, until they
+    no longer do. The ranks decide by the rows that engines gather (see `Communicator.health`), and send nothing
+    more. All ranks call it once before each step. Set the weight of the step, `engine.weight = len(mine)`, or
+    average by `Reproducible(addends=microbatches)`, so that all microbatches count equally.
+
+    Args:
+        microbatches: Their number on all ranks.
+        comm: The ranks.
+        shift: Whether ranks that are slow for long get fewer.
+
     Raises:
-        ArrayError: There are fewer microbatches than ranks, so that a rank would have none.
+        ArrayError: There are fewer microbatches than ranks, so that a rank would have none. With `shift`: there
+            is no engine on these ranks, or its mean has neither weights nor addends; raised on all ranks.
 
     >>> from bagua_comm.testing import run_ranks
     >>> run_ranks(3, lambda comm: list(share(8, comm)))
@@ -82,4 +97,16 @@ def share(microbatches: int, comm: Communicator) -> range:
         raise ArrayError(
             f"share: microbatches is {microbatches!r}, expected an int of at least {comm.size}: one for each rank"
         )
-    return topology.share(microbatches, comm.rank, comm.size)
+    if not shift:
+        return topology.share(microbatches, comm.rank, comm.size)
+    shares = comm.flight.health.shares(comm.group)
+    if shares is None:
+        raise ArrayError(
+            "share: shift=True decides by the steps of an engine, and there is none on these ranks; make the "
+            "Engine or the DistributedDataParallel on `comm` before"
+        )
+    before, counts = shares.counts(microbatches), shares.shift(microbatches)
+    if counts != before:
+        log_on_root(_log, comm.rank, "microbatches are shifted: %s by rank, %s before", counts, before)
+    first = sum(counts[: comm.rank])
+    return range(first, first + counts[comm.rank])

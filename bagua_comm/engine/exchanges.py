@@ -179,7 +179,7 @@ class Exchanges:
         began = time.perf_counter_ns()
         step = self.began + bucket.step
         if self._gathers_rows and bucket.index == 0 and communicates and self._health is not None:
-            self._health.gather_rows()
+            self._health.gather_rows(weighed=self.mean_weights.fit_any_share)
         future: Future[object] = self.lane.submit(
             self._exchange, self.algorithm, bucket, state, step=step, history=history, weigh=weigh
         )

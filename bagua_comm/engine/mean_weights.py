@@ -20,7 +20,6 @@ from ..comm import Communicator
 from ..comm.weights import LATE, MISSING, NEGATIVE, NO_NUMBER, SET_AFTER, Weigh, agree_traced, weight_of_pass
 from ..errors import ArrayError, UnsupportedError, warn
 from ..execution.lane import Lane
-from ..topology import share
 from ..trace import Tracer
 
 
@@ -86,6 +85,11 @@ class MeanWeights:
         self.now = None
 
     @property
+    def fit_any_share(self) -> bool:
+        """Whether means are right if ranks have unequal numbers of microbatches; the same on all ranks."""
+        return self.in_each_step or self._addends is not None
+
+    @property
     def are_due(self) -> bool:
         """Whether ranks exchange weights in this step, if it averages gradients."""
         have_one = self.now is not None or self._held.count(None) < len(self._held)
@@ -102,9 +106,9 @@ class MeanWeights:
         self.in_each_step = True
         mine, counts = [*self._held, self.now], None
         if self._addends is not None:
-            size, rank = self._lane.comm.size, self._lane.comm.rank
-            counts = [len(share(self._addends, each, size)) for each in range(size)]
-            expected = counts[rank]  # the average refuses another number
+            comm = self._lane.comm
+            counts = comm.flight.health.counts(comm.group, self._addends)
+            expected = counts[comm.rank]  # the average refuses another number
             mine = [*mine, *([0.0] * expected)][:expected]
         mine, self._late = [LATE] * len(mine) if self._late else mine, False
         self._lane.submit(self._agree_for_pass, mine, counts)  # the lane runs it before the buckets
@@ -171,7 +175,7 @@ class MeanWeights:
             self.now, self._late = None, True
             raise ArrayError(SET_AFTER)
 
-    def _agree_for_pass(self, mine: list[float | None], counts: list[int] | None) -> None:
+    def _agree_for_pass(self, mine: list[float | None], counts: Sequence[int] | None) -> None:
         self._agreed = agree_traced(self._lane.comm, self._tracer, mine, counts)
         if self._agreed is None and not self._has_warned:
             self._has_warned = True

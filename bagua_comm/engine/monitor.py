@@ -1,7 +1,8 @@
 """The health of a training, while it runs: rows of step times, which ranks gather beside exchanges.
 
     step_ended       each step of this rank
-    gather_rows      every few exchanges of the first bucket, right before it
+    gather_rows      every few exchanges of the first bucket, right before it; microbatches are shifted by the
+                     rows before
     (on the lane)    change points in them; the links between nodes are measured if all ranks wait longer
 
 Every rank has the same rows, so that all come to the same result, and nothing more is sent.
@@ -91,10 +92,13 @@ class HealthMonitor:
             self._steps.append(StepTimes(own_s, waiting_s, min((began_ns - self._end_ns) / 1e9, own_s)))
         self._end_ns, self._waited_ns = end_ns, waited_ns
 
-    def gather_rows(self) -> None:
+    def gather_rows(self, *, weighed: bool = False) -> None:
         """Gather the rows of all ranks on the lane, if they are due. Called right before an exchange on it.
 
         Collective.
+
+        Args:
+            weighed: Whether the mean of the exchange fits unequal numbers of microbatches.
         """
         self._exchanges += 1
         if self._exchanges < self._due or not self.is_on:
@@ -102,11 +106,13 @@ class HealthMonitor:
         if self._sent is not None:
             self._due = self._sent_at + self._lane.result(self._sent)  # done since the bucket after it
             self._sent = None
+            self._log.shares.add(list(self._log.latest.rows.values()), weighed=weighed)
             if self._exchanges < self._due:
                 return
         used = Usage.now()
         steps = self._steps if self._has_data else []
-        row = Row.of(self._step, self._lane.comm.node, steps, used.since(self._used))
+        share = self._log.shares.part(self._lane.comm.rank)
+        row = Row.of(self._step, self._lane.comm.node, steps, used.since(self._used), share)
         self._steps, self._used = [], used
         self._sent = self._lane.submit(self._gather, row, self._exchanges - self._sent_at)
         self._sent_at = self._exchanges
@@ -154,7 +160,7 @@ class HealthMonitor:
         return math.ceil(max(STEPS * exchanges / steps, ROW_S * exchanges / max(seconds, 1e-3)))
 
     def _compare_ranks(self, rows: Sequence[Row]) -> None:
-        times = relative_to_others([each.own_s for each in rows])
+        times = relative_to_others([each.work_s for each in rows])
         for rank, (series, factor) in enumerate(zip(self._ranks, times, strict=True)):
             world, cause = self._members[rank], ""
             if factor > series.limit:

@@ -110,7 +110,7 @@ class FlightRecorder:
         """The communicators of lanes, for whose calls the program does not wait."""
         self.plans: WeakValueDictionary[str, AgreedPlan] = WeakValueDictionary()
         """The plans of calls of the communicators that are in use, of those whose transport has one."""
-        self.health = HealthLogs()
+        self.health = HealthLogs(self.groups)
         """The rows of training steps of all ranks, and what is slow."""
         self.lanes: WeakSet[Queue] = WeakSet()
         self.unretrieved: set[Any] = set()

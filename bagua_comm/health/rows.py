@@ -54,13 +54,20 @@ class Row:
     """Pages that were read from disk, as when memory is swapped."""
     throttled: float
     """How often the processor was slowed down for its temperature."""
+    share: float
+    """The microbatches of the rank, as a multiple of an equal share; 1 unless they are shifted."""
 
     @classmethod
-    def of(cls, step: int, node: int, steps: Sequence[StepTimes], used: Usage) -> Row:
+    def of(cls, step: int, node: int, steps: Sequence[StepTimes], used: Usage, share: float = 1.0) -> Row:
         """Return the row of these steps, of which `step` is the last."""
         own_s, waiting_s, between_s = map(statistics.median, zip(*(steps or [NO_STEP]), strict=True))
         seconds = sum(each.own_s + each.waiting_s for each in steps)
-        return cls(step, node, len(steps), own_s, waiting_s, between_s, seconds, *used)
+        return cls(step, node, len(steps), own_s, waiting_s, between_s, seconds, *used, share)
+
+    @property
+    def work_s(self) -> float:
+        """The time that the rank would need for an equal share of the microbatches."""
+        return self.own_s / self.share
 
     def numbers(self) -> tuple[float, ...]:
         """All fields, in order."""
@@ -72,7 +79,7 @@ class Row:
         def more(value: Callable[[Row], float]) -> float:
             return value(self) - statistics.median(map(value, others))
 
-        longer_s = more(lambda row: row.own_s)
+        longer_s = more(lambda row: row.work_s)
         if longer_s <= 0 or not self.steps:
             return ""
         if self.page_faults > FAULTS_S * self.seconds:
@@ -87,7 +94,7 @@ class Row:
 
 
 class Usage(NamedTuple):
-    """What this process has met since its start; the last fields of a `Row`."""
+    """What this process has met since its start; fields of a `Row`."""
 
     queued_s: float
     page_faults: float

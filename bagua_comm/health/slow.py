@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 from .rows import Row
+from .shifting import Shares, equal
 
 
 @dataclass(frozen=True)
@@ -72,9 +73,14 @@ PAST = 16
 
 
 class HealthLog:
-    """What the ranks of one engine have found; the thread of its lane alone writes it, until it is closed."""
+    """What the ranks of one engine have found; the thread of its lane alone writes it, until it is closed.
 
-    def __init__(self) -> None:
+    Args:
+        members: The ranks, as those of the world.
+    """
+
+    def __init__(self, members: tuple[int, ...]) -> None:
+        self.members, self.shares = members, Shares(len(members))
         self.latest = Health()
         self.is_closed = False
 
@@ -95,16 +101,31 @@ class HealthLog:
 
 
 class HealthLogs:
-    """The logs of the engines of a world, by the names of their communicators; any thread may read them."""
+    """The logs of the engines of a world, by the names of their communicators; any thread may read them.
 
-    def __init__(self) -> None:
+    Args:
+        groups: The members of each communicator, as ranks of the world.
+    """
+
+    def __init__(self, groups: Mapping[str, tuple[int, ...]]) -> None:
+        self._groups = groups
         self._logs: dict[str, HealthLog] = {}
 
     def open(self, group: str) -> HealthLog:
         """Begin the log of an engine, and forget those of closed ones."""
-        log = HealthLog()
+        log = HealthLog(self._groups[group])
         self._logs = {name: each for name, each in self._logs.items() if not each.is_closed} | {group: log}
         return log
+
+    def shares(self, group: str) -> Shares | None:
+        """The shares of the ranks of a communicator in their microbatches: of the last engine on them, if any."""
+        members, logs = self._groups[group], reversed(self._logs.values())
+        return next((log.shares for log in logs if log.members == members and not log.is_closed), None)
+
+    def counts(self, group: str, microbatches: int) -> tuple[int, ...]:
+        """How many of this number of microbatches each rank of a communicator has now."""
+        shares = self.shares(group)
+        return equal(microbatches, len(self._groups[group])) if shares is None else shares.counts(microbatches)
 
     @property
     def latest(self) -> Health:

@@ -38,9 +38,9 @@ from bagua_comm.bucket import DEFAULT_BUCKET_BYTES
 from bagua_comm.checkpoint.engines import state_of_tree, tree_of_engine
 from bagua_comm.codecs.base import codecs_in
 from bagua_comm.comm.public_methods import public_method
+from bagua_comm.elastic import share
 from bagua_comm.engine import check_fit
 from bagua_comm.logs import log_on_root
-from bagua_comm.topology import share
 from bagua_comm.trace import ExchangeCounters
 
 from .. import sync_batchnorm
@@ -362,7 +362,7 @@ class DistributedDataParallel(nn.Module):
         finally:
             self._steps.averaging = before
 
-    def microbatches(self) -> Iterator[int]:
+    def microbatches(self, *, shift: bool = False) -> Iterator[int]:
         """The numbers of this rank's microbatches in one step. Call it in each step.
 
         For `GradientAllReduce(Reproducible(addends=M))`: M microbatches, numbered from 0, are distributed over
@@ -371,6 +371,9 @@ class DistributedDataParallel(nn.Module):
         gives the same gradients on any rank (with the same number of threads, and deterministic operations).
         Buffers that a forward pass changes, such as BatchNorm's, follow rank 0's microbatches, so they depend on
         the number of ranks.
+
+        Args:
+            shift: Whether ranks that are slow for long get fewer microbatches, as by `bagua_comm.elastic.share`.
 
         Raises:
             ArrayError: The algorithm is another one; a RuntimeError as well. Or this rank is stopped, so that it
@@ -389,7 +392,7 @@ class DistributedDataParallel(nn.Module):
             raise MisuseError(
                 f"microbatches: the algorithm is {self.algorithm}, expected {HOLD_HINT} with their number for M"
             )
-        *others, last = share(addends, self.comm.rank, self.comm.size)
+        *others, last = share(addends, self.comm, shift=shift)
         for i in others:
             with self.no_sync():
                 yield i

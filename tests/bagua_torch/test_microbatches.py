@@ -1,13 +1,15 @@
 """DistributedDataParallel with reproducible means: the same weights on any number of ranks."""
 
+import contextlib
 import copy
 
 import pytest
 import torch
+from support.engine_steps import give_times
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from bagua_comm import ArrayError, GradientAllReduce, Reproducible
+from bagua_comm import ArrayError, GradientAllReduce, Reproducible, elastic
 from bagua_comm.testing import run_ranks
 from bagua_torch import DistributedDataParallel
 
@@ -78,6 +80,44 @@ def test_the_weights_are_near_those_of_one_process(on_three):
     for found, expected in zip(on_three, in_one_process(), strict=True):
         actual = torch.frombuffer(bytearray(found), dtype=torch.float32).reshape(expected.shape)
         torch.testing.assert_close(actual, expected.detach(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("algorithm", [GradientAllReduce(), GradientAllReduce(Reproducible(addends=6))])
+def test_microbatches_move_from_a_slow_rank_and_the_weights_are_the_same(algorithm):
+    def body(comm, *, shift):
+        model, numbers = network(), []
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        ddp = DistributedDataParallel(model, [optimizer], algorithm, comm=comm)
+        give_times(ddp.engine, lambda step: (100 + 200 * comm.rank) * numbers[-1])
+        for step in range(22):
+            optimizer.zero_grad()
+            numbers.append(0)
+            for i, parts, context in passes(ddp, shift=shift):
+                with context:
+                    (cross_entropy(ddp(data(step, i)[0]), data(step, i)[1]) / parts).backward()
+                numbers[-1] += 1
+            optimizer.step()
+        ddp.close()
+        return [numbers[0], numbers[-1]], nn.utils.parameters_to_vector(model.parameters()).detach()
+
+    def passes(ddp, *, shift):
+        if algorithm.addends:
+            for i in ddp.microbatches(shift=shift):
+                yield i, 1, contextlib.nullcontext()
+            return
+        mine = elastic.share(6, ddp.comm, shift=shift)
+        ddp.weight = len(mine)
+        for i in mine:
+            yield i, len(mine), contextlib.nullcontext() if i == mine[-1] else ddp.no_sync()
+
+    (fast, expected), (slow, _) = run_ranks(2, lambda comm: body(comm, shift=False))
+    assert (fast, slow) == ([3, 3], [3, 3])
+    (fast, weights), (slow, others) = run_ranks(2, lambda comm: body(comm, shift=True))
+    assert (fast, slow) == ([3, 5], [3, 1])
+    assert torch.equal(weights, others)
+    if algorithm.addends:
+        assert torch.equal(weights, expected)
+    torch.testing.assert_close(weights, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_a_parameter_without_a_gradient_in_some_microbatches_adds_zeros():

@@ -3,11 +3,10 @@
 import contextlib
 import logging
 import random
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from support.engine_steps import backward
+from support.engine_steps import backward, give_times
 
 from bagua_comm import DiLoCo, Engine, GradientAllReduce, Plan, Point, StreamingDiLoCo, TensorSpec
 from bagua_comm.engine import monitor
@@ -16,25 +15,13 @@ from bagua_comm.health.slow import HealthLogs, Slow
 from bagua_comm.testing import run_ranks
 
 PLAN = Plan.pack([TensorSpec(f"x{i}", (8,), "float32") for i in range(2)], bucket_bytes=32)
-MS = 1_000_000
 STEP_MS = 100
 
 
 def train(comm, steps, own_ms, *, waiting_ms=lambda step: 10, algorithm=None, look=lambda engine, step: None):
     """Train with steps whose times are given, in the place of those of a clock; returns the engine's rows."""
     with Engine(comm, algorithm or GradientAllReduce(), PLAN, PLAN.allocate()) as engine:
-        now, waited, measured = 0, 0, engine.health.step_ended
-        engine.health._flight = SimpleNamespace(waited_ns=0)
-
-        def step_ended(*_):
-            nonlocal now, waited
-            began = now
-            now += round((own_ms(engine.step - 1, comm.rank) + waiting_ms(engine.step - 1)) * MS)
-            waited += round(waiting_ms(engine.step - 1) * MS)
-            engine.health._flight.waited_ns = waited
-            measured(engine.step - 1, began, now)
-
-        engine._progress._ended = step_ended
+        give_times(engine, lambda step: own_ms(step, comm.rank), waiting_ms)
         for step in range(steps):
             engine.at(Point.FORWARD)
             backward(engine, [])
@@ -169,7 +156,7 @@ def test_what_was_slow_is_past_when_the_engine_is_closed():
 
 
 def test_engines_of_one_world_do_not_end_what_others_have_found():
-    logs = HealthLogs()
+    logs = HealthLogs({"a": (0, 1), "b": (0, 1), "c": (0, 1)})
     first, second = logs.open("a"), logs.open("b")
     for log in (first, second):
         log.begin(Slow("rank 1", (1,), 5, 2.0))

@@ -1,0 +1,99 @@
+"""Shifting: the microbatches of a step move from ranks that are slow for long to the other ones.
+
+A rank needs t_r seconds for a microbatch, the median of its last rows, and has n_r of them. A step takes as long
+as the slowest rank, max of n_r t_r. That is least if each microbatch in turn is given to the rank that would be
+done with it first (R. L. Graham, "Bounds on multiprocessing timing anomalies", 1969; exact for equal ones).
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+import statistics
+from collections import deque
+from collections.abc import Sequence
+
+from ..errors import ArrayError
+from .change_points import ROWS
+from .rows import Row
+
+LEAST_GAIN = 0.05
+"""Microbatches are shifted only if the step is shorter by this part of it."""
+
+
+class Shares:
+    """How many of the microbatches of a step each rank has.
+
+    All ranks add the same rows in the same step, so that they come to the same numbers, and send nothing.
+
+    Args:
+        ranks: The number of ranks.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self._counts: tuple[int, ...] = ()
+        self._times: deque[list[float]] = deque(maxlen=ROWS)
+        """The times for an equal share, by rank, in the rows since the last decision."""
+        self._is_weighed = True
+
+    def add(self, rows: Sequence[Row], *, weighed: bool) -> None:
+        """Add rows that all ranks have, and whether their mean is right for unequal numbers of microbatches."""
+        self._is_weighed = weighed
+        if self._counts and all(row.steps for row in rows):
+            self._times.append([row.work_s for row in rows])
+
+    def counts(self, microbatches: int) -> tuple[int, ...]:
+        """Return the numbers of this many microbatches by rank, as they are now."""
+        return self._counts if sum(self._counts) == microbatches else equal(microbatches, self._ranks)
+
+    def part(self, rank: int) -> float:
+        """Return how many microbatches a rank has, as a multiple of an equal share."""
+        return self._counts[rank] * self._ranks / sum(self._counts) if self._counts else 1.0
+
+    def shift(self, microbatches: int) -> tuple[int, ...]:
+        """Return the numbers of microbatches for the next step, by rank.
+
+        Raises:
+            ArrayError: The mean of the ranks would count the microbatches of a rank with few of them for more.
+        """
+        if not self._is_weighed:
+            raise ArrayError(
+                "share: shift=True gives ranks unequal numbers of microbatches, but their mean has no weights; "
+                "set one in each step, `ddp.weight = len(mine)` or `engine.weight = len(mine)`, or average by "
+                "GradientAllReduce(Reproducible(addends=M)). With FSDP2, ranks need equal numbers: omit shift"
+            )
+        self._counts = self.counts(microbatches)
+        if len(self._times) == ROWS:
+            times = [statistics.median(of_rank) for of_rank in zip(*self._times, strict=True)]
+            self._times.clear()
+            best = fastest(microbatches, times)
+            if step_s(best, times) < (1 - LEAST_GAIN) * step_s(self._counts, times):
+                self._counts = best
+        return self._counts
+
+
+@functools.lru_cache(maxsize=64)
+def equal(microbatches: int, ranks: int) -> tuple[int, ...]:
+    """Return the numbers of microbatches of `topology.share`, by rank."""
+    return fastest(microbatches, [1.0] * ranks)
+
+
+def fastest(microbatches: int, times: Sequence[float]) -> tuple[int, ...]:
+    """Return the numbers of microbatches with which the slowest rank is done first; each has one at least.
+
+    >>> fastest(10, [1.0, 1.0, 2.0])
+    (4, 4, 2)
+    """
+    counts, done = [1] * len(times), [(2 * time, rank) for rank, time in enumerate(times)]
+    heapq.heapify(done)
+    for _ in range(microbatches - len(times)):
+        at, rank = done[0]
+        counts[rank] += 1
+        heapq.heapreplace(done, (at + times[rank], rank))
+    return tuple(counts)
+
+
+def step_s(counts: Sequence[int], times: Sequence[float]) -> float:
+    """Return how long the slowest rank takes for its microbatches."""
+    return max(count * time for count, time in zip(counts, times, strict=True))
