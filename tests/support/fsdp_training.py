@@ -41,6 +41,7 @@ from bagua_comm import (
     Quantized,
     Reproducible,
     UnsupportedError,
+    elastic,
 )
 from bagua_comm.comm.weights import agree
 from bagua_comm.testing import run_ranks
@@ -928,6 +929,9 @@ def ranks_know_the_times_of_passes_of_all(comm):
     model = shard(make())
     with bagua_torch.fsdp.attach(model, Exact()):
         train(model, 8, comm.rank)
+        if comm.size > 1:  # ranks with unequal numbers of passes would wait for each other
+            with pytest.raises(ArrayError, match="With FSDP2, ranks need equal numbers"):
+                elastic.share(comm.size, comm, shift=True)
     rows = comm.health().rows
     assert len(rows) == (comm.size if comm.size > 1 else 0)  # a rank alone has nothing to compare
     assert all(row.steps >= 3 and row.own_s > 0 for row in rows.values())
