@@ -9,10 +9,11 @@ import pytest
 from support.engine_steps import backward, give_times
 
 from bagua_comm import ArrayError, Engine, GradientAllReduce, Plan, Point, Reproducible, TensorSpec, topology
-from bagua_comm.elastic import share
+from bagua_comm.elastic import State, run, share
 from bagua_comm.health.shifting import equal, fastest, step_s
 from bagua_comm.health.slow import Health
 from bagua_comm.testing import run_ranks
+from bagua_comm.testing.fleets import ThreadJob, run_fleet
 
 PLAN = Plan.pack([TensorSpec(f"x{i}", (8,), "float32") for i in range(2)], bucket_bytes=32)
 MICROBATCHES, STEPS, EACH_MS = 24, 50, 10.0
@@ -59,24 +60,28 @@ def train(
             shares.append(mine)
             drawn = random.Random(1000 * step + comm.rank).uniform(1 - noise, 1 + noise)
             own_ms.append(len(mine) * EACH_MS * drawn * factor(step, comm.rank))
-            engine.at(Point.FORWARD)
-            flats = [bucket.flat for bucket in engine.buckets]
-            for flat in flats:
-                flat[...] = 0
-            for i in mine:
-                gradient = weights - SAMPLES[step, i]
-                for flat, part in zip(flats, np.split(gradient, 2), strict=True):
-                    flat += part if algorithm is ADDED else part / len(mine)
-                if tokens:
-                    engine.weight = 1 + i % 3
-                if algorithm is ADDED and i != mine[-1]:
-                    engine.hold()
-            if weighs and algorithm is WEIGHED:
-                engine.weight = len(mine)
-            backward(engine, ["x0", "x1"])
-            weights -= np.float32(0.1) * np.concatenate(flats)
-            engine.at(Point.STEP)
+            fit(engine, weights, step, mine, weighs=weighs, tokens=tokens)
         return Trained(shares, own_ms, weights, comm.health())
+
+
+def fit(engine, weights, step, mine, *, weighs=True, tokens=False):
+    """Make one training step with these microbatches."""
+    engine.at(Point.FORWARD)
+    flats = [bucket.flat for bucket in engine.buckets]
+    for flat in flats:
+        flat[...] = 0
+    for i in mine:
+        for flat, part in zip(flats, np.split(weights - SAMPLES[step, i], 2), strict=True):
+            flat += part if engine.algorithm is ADDED else part / len(mine)
+        if tokens:
+            engine.weight = 1 + i % 3
+        if engine.algorithm is ADDED and i != mine[-1]:
+            engine.hold()
+    if weighs and engine.algorithm is WEIGHED:
+        engine.weight = len(mine)
+    backward(engine, ["x0", "x1"])
+    weights -= np.float32(0.1) * np.concatenate(flats)
+    engine.at(Point.STEP)
 
 
 def counts(ranks):
@@ -154,6 +159,36 @@ def test_shifted_addends_have_the_same_bits(tokens):
     ]
     assert [len(set(counts(each))) for each in trainings] == [2, 1]
     assert len({rank.weights.tobytes() for ranks in trainings for rank in ranks}) == 1
+
+
+def test_a_spare_that_knows_no_earlier_rows_begins_with_the_shares_of_the_others():
+    job, seen = ThreadJob(3, wanted=2), []
+
+    def body(fleet):
+        state = State(step=0, weights=np.zeros(16, np.float32))
+
+        @run(state, fleet=fleet)
+        def trained(comm):
+            own_ms = []
+            with Engine(comm, ADDED, PLAN, PLAN.allocate()) as engine:
+                give_times(engine, lambda step: own_ms[-1])
+                while state.step < STEPS:
+                    mine = share(MICROBATCHES, comm, shift=True)
+                    own_ms.append(len(mine) * EACH_MS * (3 if comm.rank else 1))
+                    seen.append((fleet.me, state.step, len(mine)))
+                    fit(engine, state.weights, state.step, mine)
+                    state.step += 1
+                    state.commit()
+                    if state.step == 25 and fleet.me == 0:
+                        job.kill(0)
+            return state.weights.tobytes()
+
+        return trained
+
+    results = [outcome["result"] for outcome in run_fleet(job, body) if outcome.get("result")]
+    assert {(0, 24, 18), (1, 24, 6), (1, 25, 12), (2, 25, 12), (1, 49, 6), (2, 49, 18)} <= set(seen)
+    (plain, _) = run_ranks(2, lambda comm: train(comm, usual, algorithm=ADDED, shift=False))
+    assert results == [plain.weights.tobytes()] * 2
 
 
 def failures(body):
