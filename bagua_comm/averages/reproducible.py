@@ -267,7 +267,7 @@ class _Held:
     @property
     def _shares(self) -> tuple[int, ...]:
         """The present numbers of addends of the ranks."""
-        return self._comm.flight.health.counts(self._comm.group, self._addends)
+        return self._comm.flight.health.shares(self._comm.group).counts(self._addends)
 
 
 def reproducible_allreduce(

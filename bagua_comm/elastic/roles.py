@@ -100,11 +100,6 @@ def share(microbatches: int, comm: Communicator, *, shift: bool = False) -> rang
     if not shift:
         return topology.share(microbatches, comm.rank, comm.size)
     shares = comm.flight.health.shares(comm.group)
-    if shares is None:
-        raise ArrayError(
-            "share: shift=True decides by the steps of an engine, and there is none on these ranks; make the "
-            "Engine or the DistributedDataParallel on `comm` before"
-        )
     before, counts = shares.counts(microbatches), shares.shift(microbatches)
     if counts != before:
         log_on_root(_log, comm.rank, "microbatches are shifted: %s by rank, %s before", counts, before)

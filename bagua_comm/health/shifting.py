@@ -28,14 +28,14 @@ class Shares:
 
     Args:
         ranks: The number of ranks.
+        is_weighed: Whether the mean of the ranks is right for unequal numbers, as far as is known.
     """
 
-    def __init__(self, ranks: int) -> None:
-        self._ranks = ranks
+    def __init__(self, ranks: int, *, is_weighed: bool = True) -> None:
+        self._ranks, self._is_weighed = ranks, is_weighed
         self._counts: tuple[int, ...] = ()
         self._times: deque[list[float]] = deque(maxlen=ROWS)
         """The times for an equal share, by rank, in the rows since the last decision."""
-        self._is_weighed = True
 
     def add(self, rows: Sequence[Row], *, weighed: bool) -> None:
         """Add rows that all ranks have, and whether their mean is right for unequal numbers of microbatches."""
@@ -55,13 +55,13 @@ class Shares:
         """Return the numbers of microbatches for the next step, by rank.
 
         Raises:
-            ArrayError: The mean of the ranks would count the microbatches of a rank with few of them for more.
+            ArrayError: The ranks have no engine, or its mean would not count all microbatches equally.
         """
         if not self._is_weighed:
             raise ArrayError(
-                "share: shift=True gives ranks unequal numbers of microbatches, but their mean has no weights; "
-                "set one in each step, `ddp.weight = len(mine)` or `engine.weight = len(mine)`, or average by "
-                "GradientAllReduce(Reproducible(addends=M)). With FSDP2, ranks need equal numbers: omit shift"
+                "share: shift=True needs an Engine or a DistributedDataParallel on `comm` whose mean counts all "
+                "microbatches equally, and found none; set its weight in each step, `weight = len(mine)`, or "
+                "average by GradientAllReduce(Reproducible(addends=M)). FSDP2 needs equal numbers: omit shift"
             )
         self._counts = self.counts(microbatches)
         if len(self._times) == ROWS:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 from .rows import Row
-from .shifting import Shares, equal
+from .shifting import Shares
 
 
 @dataclass(frozen=True)
@@ -117,15 +117,11 @@ class HealthLogs:
         self._logs = {name: each for name, each in self._logs.items() if not each.is_closed} | {group: log}
         return log
 
-    def shares(self, group: str) -> Shares | None:
-        """The shares of the ranks of a communicator in their microbatches: of the last engine on them, if any."""
+    def shares(self, group: str) -> Shares:
+        """The microbatches of the ranks of a communicator: by the last engine on them, or equal ones."""
         members, logs = self._groups[group], reversed(self._logs.values())
-        return next((log.shares for log in logs if log.members == members and not log.is_closed), None)
-
-    def counts(self, group: str, microbatches: int) -> tuple[int, ...]:
-        """How many of this number of microbatches each rank of a communicator has now."""
-        shares = self.shares(group)
-        return equal(microbatches, len(self._groups[group])) if shares is None else shares.counts(microbatches)
+        found = (log.shares for log in logs if log.members == members and not log.is_closed)
+        return next(found, Shares(len(members), is_weighed=False))
 
     @property
     def latest(self) -> Health:
