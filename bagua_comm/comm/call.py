@@ -14,7 +14,7 @@ that `run_if_known` runs the next one like it without these steps.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import numpy as np
@@ -193,7 +193,7 @@ class Call:
         if type(x) is np.ndarray:
             self.comm.call_cache[self.name, arguments, x.dtype, x.shape] = self.prepared(move, fills)
 
-    def prepared(self, move: Move, fills: Fills = "out") -> PreparedCall:
+    def prepared(self, move: Callable[..., object], fills: Fills = "out") -> PreparedCall:
         """Return a call that was run for other arrays, to be run by `move`; it keeps none of this one's."""
         source = EMPTY if self._source is EMPTY else None  # else `x`
         call = PreparedCall(

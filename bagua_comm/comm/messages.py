@@ -5,23 +5,32 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from types import NoneType
 from typing import Any, NamedTuple, TypeAlias, cast
+
+import numpy as np
 
 from .. import arrays
 from ..arrays import A, AnyArray, Array
 from ..errors import ArrayError, UnsupportedError, shown_as
 from ..execution.requests import Buffer, Request
 from ..transports.labels import COMPARED, UNLABELLED, Labelled, Receive, Tag, check_tag, label
-from .arguments import Output, check_writable, is_same
+from .arguments import EMPTY, Output, check_writable, is_same
 from .base import CommBase
 from .call import Call
-from .prepared import Fills, run_if_known
+from .prepared import READY, WRITABLE, Fills, PreparedCall, run_if_known
 
 MaybeMessage: TypeAlias = tuple[int | None, AnyArray] | tuple[int | None, AnyArray, Tag]
 """A message: peer, array and tag, which is 0 if not given. Nothing is sent or received if the peer is None."""
 
 _Given: TypeAlias = Sequence[tuple[object, AnyArray] | tuple[object, AnyArray, Tag]]
 """Messages before their peers are checked; the peers of `recv_any` are a tuple."""
+
+_Kind: TypeAlias = tuple[object, ...] | None
+"""All that the checks of an exchange depend on but whether its arrays overlap; see `_plain`."""
+
+_PEERS, _TAGS = (int, NoneType), (int, str)
+"""The types of peers and tags of calls that are kept: 1.0 equals 1, and is neither."""
 
 _ARGUMENTS = {"sends": ("x", "dest"), "recvs": ("out", "source")}
 """The names of an array and its peer in calls of one message each way."""
@@ -149,7 +158,15 @@ class PointToPoint(CommBase):
         >>> run_ranks(2, body)
         [[11, 0, 1, 10], [1, 10, 11, 0]]
         """
-        self._exchange("exchange", sends, recvs, timeout_s)
+        kind, read, written = _plain(sends, recvs)
+        call: PreparedCall | None = self.call_cache.get(kind)
+        if call is not None and not self.check and not _overlap(read, written):
+            call.run(self, (read or written)[0], written[0] if written else EMPTY, timeout_s, read, written)
+            return
+        found = self._exchange("exchange", sends, recvs, timeout_s)
+        labels = {(peer, of) for peer, _, of in found.sends}
+        if kind is not None and found.calls and len(labels) == len(found.sends):  # else see `_check_told_apart`
+            self.call_cache[kind] = found.calls[0].prepared(found.exchange_of_others())
 
     # Messages that go on beside the program ---------------------------------------------------------
 
@@ -214,13 +231,12 @@ class PointToPoint(CommBase):
         [(1, 10), (2, 20)]
         """
         ranks = self._check_sources("recv_any", sources)
-        (receive,) = self._exchange("recv_any", [], [(ranks, out, tag)], timeout_s, sources=ranks)
-        return receive.source
+        return self._exchange("recv_any", [], [(ranks, out, tag)], timeout_s, sources=ranks).receives[0].source
 
     def _arguments(
         self, name: str, sends: _Given, recvs: _Given, timeout_s: float | None, **peers: Any
-    ) -> _Arguments | None:
-        """Check the arguments of a call of this class; return None if there is nothing to send or receive.
+    ) -> _Arguments:
+        """Check the arguments of a call of this class, which has no `calls` if it sends and receives nothing.
 
         `peers` are the arguments of a call of one message each way.
         """
@@ -261,7 +277,7 @@ class PointToPoint(CommBase):
             else:
                 found.receives.append(Receive(ranks, call.x, of))
         if not found.calls:
-            return None
+            return found
         if not peers and len(found.sends) > 1 and len(found.receives) > 1:
             _check_told_apart(name, found)
         first = found.calls[0]
@@ -275,24 +291,23 @@ class PointToPoint(CommBase):
 
     def _exchange(
         self, name: str, sends: _Given, recvs: _Given, timeout_s: float | None, **peers: object
-    ) -> list[Receive]:
-        """The body of all calls of this class that wait; returns the receives."""
+    ) -> _Arguments:
+        """The body of all calls of this class that wait."""
         found = self._arguments(name, sends, recvs, timeout_s, **peers)
-        if found is None:
-            return []
+        if not found.calls:
+            return found
         first = found.calls[0]
         first.run(lambda *_: found.exchange(found.sends, found.receives))
         found.copy_back()
         if len(found.calls) == len(peers) and name != "recv_any":
             self._cache(found)
-        return found.receives
+        return found
 
     def _begin(
         self, name: str, sends: _Given, recvs: _Given, timeout_s: float | None, **peers: object
     ) -> Request:
         """The body of `isend` and `irecv`."""
         found = self._arguments(name, sends, recvs, timeout_s, **peers)
-        assert found is not None
         first = found.calls[0]
         self.flight.lanes.add(self._requests)
         self._requests.report_to(self.flight.unretrieved)
@@ -379,11 +394,58 @@ class _Arguments(NamedTuple):
 
         return exchange
 
+    def exchange_of_others(self) -> Callable[[Array, Array, Sequence[Array], Sequence[Array]], None]:
+        """Exchanges such messages of other arrays: those to send, and those to receive into."""
+        exchange, sent = self.exchange, [(peer, of) for peer, _, of in self.sends]
+        expected = [(each.sources, each.expected) for each in self.receives]
+
+        def move(_: Array, __: Array, read: Sequence[Array], written: Sequence[Array]) -> None:
+            exchange(
+                [(peer, x, of) for (peer, of), x in zip(sent, read, strict=True)],
+                [Receive(ranks, out, of) for (ranks, of), out in zip(expected, written, strict=True)],
+            )
+
+        return move
+
     def copy_back(self) -> None:
         """Copy what was received to the arrays that are not contiguous."""
         for value, receive in zip(self.values[len(self.sends) :], self.receives, strict=True):
             if value is not receive.out:
                 value[...] = receive.out
+
+
+def _plain(sends: _Given, recvs: _Given) -> tuple[_Kind, list[Array], list[Array]]:
+    """Return the arrays of an exchange, and all that its checks depend on but whether these overlap.
+
+    None in place of it: the arguments need more checks, or the arrays are not NumPy's, or have to be copied.
+    """
+    kind: list[object] = ["exchange"]
+    read, written = list[Array](), list[Array]()
+    try:
+        for side, needed, found in ((sends, READY, read), (recvs, READY | WRITABLE, written)):
+            kind.append(len(side))
+            for each in side:
+                peer, x, tag = each if len(each) == 3 else (*each, 0)
+                is_kept = type(peer) in _PEERS and type(tag) in _TAGS
+                if not is_kept or type(x) is not np.ndarray or x.flags.num & needed != needed:
+                    return None, [], []
+                kind += peer, tag, x.dtype, x.shape
+                if peer is not None:
+                    found.append(x)
+    except (TypeError, ValueError):
+        return None, [], []
+    return tuple(kind), read, written
+
+
+def _overlap(read: Sequence[Array], written: Sequence[Array]) -> bool:
+    """Whether one of `written` overlaps another array; all are contiguous."""
+    others = [*read]
+    for out in written:
+        for x in others:
+            if np.may_share_memory(x, out):
+                return True
+        others.append(out)
+    return False
 
 
 def _check_told_apart(call: str, found: _Arguments) -> None:

@@ -24,7 +24,6 @@ from ..flight.recorder import END, NUMBER
 from ..hooks import CallView, Ranks
 from ..transports.base import Transport
 from ..transports.call_state import check_timeout
-from ..transports.flow import Move
 from .agreement import compare_calls
 from .arguments import EMPTY
 from .base import CommBase
@@ -33,7 +32,7 @@ from .public_methods import current_method
 Fills: TypeAlias = Literal["out", "x", "nothing"]
 """The argument that a call fills on this rank."""
 
-_READY, _OWN, _WRITABLE = 0x101, 0x4, 0x400
+READY, _OWN, WRITABLE = 0x101, 0x4, 0x400
 """Bits of NumPy's `flags.num`: the array is contiguous and aligned; owns its memory; can be written to."""
 
 
@@ -128,7 +127,7 @@ class PreparedCall:
         self,
         head: flight.Head,
         transport: Transport,
-        move: Move,
+        move: Callable[..., object],
         payload: int,
         source: Array | None,
         *,
@@ -151,14 +150,14 @@ class PreparedCall:
     def output(self, x: Array, out: Any) -> Any:
         """Return the array that a call on these arrays fills; None if they need more checks or copies."""
         numbers = x.flags.num
-        if numbers & _READY != _READY:
+        if numbers & READY != READY:
             return None
         if self._fills == "nothing":
             return EMPTY
         if self._fills == "x":
-            return x if numbers & _WRITABLE else None
+            return x if numbers & WRITABLE else None
         if out is x:
-            return x if numbers & _WRITABLE and self._shape == x.shape else None
+            return x if numbers & WRITABLE and self._shape == x.shape else None
         if out is None:
             return np.empty(self._shape, self.dtype)
         if type(out) is not ndarray or out.shape != self._shape:
@@ -166,7 +165,7 @@ class PreparedCall:
         if out.dtype is not self.dtype and out.dtype != self.dtype:
             return None
         others = out.flags.num
-        if others & (_READY | _WRITABLE) != _READY | _WRITABLE:
+        if others & (READY | WRITABLE) != READY | WRITABLE:
             return None
         apart = numbers & others & _OWN or not np.may_share_memory(x, out)
         return out if apart or self.distance == arrays.address(out) - arrays.address(x) else None
@@ -179,8 +178,8 @@ class PreparedCall:
         """See `begin_if_known`."""
         return self.output(x, x) is x and self._transport.begin_allreduce(self.signature(), x, op)
 
-    def run(self, comm: CommBase, x: Array, target: Array, timeout_s: float | None = None) -> Any:
-        """Run the call on its communicator.
+    def run(self, comm: CommBase, x: Array, target: Array, timeout_s: float | None = None, *more: object) -> Any:
+        """Run the call on its communicator; `move` also takes `more`.
 
         Returns:
             The result of `move`.
@@ -214,7 +213,7 @@ class PreparedCall:
                     if trace.wanted():
                         ranges = trace.show(name, head[5], x.nbytes)
                 moving = True
-                result = self._move(x, target)
+                result = self._move(x, target, *more)
                 record[END] = end = time.perf_counter_ns()
                 if outermost:
                     guard.end()
