@@ -113,7 +113,7 @@ class Receive:
         self.message: Any = None
         """The message, once it has come: as a rule an array, which is `out` if it was received into it."""
 
-    def takes(self, peer: int, found: bytes) -> bool:
+    def takes(self, peer: int, found: bytes | bytearray) -> bool:
         """Whether a message is from one of the sources, and has the tag."""
         return peer in self.sources and found[:_TAG_BYTES] == self.expected[:_TAG_BYTES]
 

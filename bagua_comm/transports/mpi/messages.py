@@ -128,8 +128,8 @@ class Messages:
         try:
             self._begin_sends(sends, requests)
             if len(receives) <= _FEW:
-                while receives and self._has_received(receives[0], requests):
-                    receives = receives[1:]
+                while receives and (rest := self._after_next(receives, requests)) is not None:
+                    receives = rest
             for receive in receives:
                 if receive.message is None:
                     self._mailbox.begin(receive)
@@ -146,28 +146,33 @@ class Messages:
             raise self._failed(exc, sends, receives, requests) from exc
         finish(receives, self.rank)
 
-    def _has_received(self, receive: Receive, requests: list[MPI.Request]) -> bool:
-        """Wait for the next message of the source, if no receive is before this one; returns whether it ends it.
+    def _after_next(self, receives: Sequence[Receive], requests: list[MPI.Request]) -> Sequence[Receive] | None:
+        """Wait for the next message of the first source, if no receive is before these.
 
-        As it does in most calls: a message that fits.
+        Returns the receives that it does not end; None if it ends none. In most calls it ends one: it fits.
         """
+        receive, rest, frame = receives[0], receives[1:], self._frame
         if len(receive.sources) > 1:
-            return False
-        (peer,), out, frame = receive.sources, receive.out, self._frame
+            return None
+        (peer,) = receive.sources
         with self._taking:
             if not self._mailbox.is_idle or self._request is not None:
-                return False
+                return None
             self._receive_frame(peer, None)
+            if not frame.startswith(receive.expected):
+                receive = next((each for each in receives if each.takes(peer, frame)), receive)
+                rest = [each for each in receives if each is not receive]
+            out = receive.out
             if out is None or not frame.startswith(receive.expected):
                 self._deliver(peer, requests, receive)
-                return False
+                return None
             if out.nbytes > tuning.FRAME_BYTES:
                 self._receive_pieces(out, peer, requests)
             elif out.nbytes:
                 out[...] = self._payload(out.dtype, out.shape)
             self._request = None
         receive.source, receive.found = peer, receive.expected
-        return True
+        return rest
 
     def begin_labelled(self, sends: Sequence[Labelled], receives: Sequence[Receive]) -> Ended:
         """See `Transport.begin_labelled`."""
