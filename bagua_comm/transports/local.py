@@ -244,7 +244,8 @@ class LocalTransport(Transport):
     def interrupted(self, error: BaseException, arrays: object) -> None:
         """See `Transport.interrupted`. Wakes all ranks; they raise `CommAborted`."""
         if self.size > 1:
-            self._hub.abort(f"a call of rank {self.rank} was interrupted by {type(error).__name__}")
+            reason = f": {error}" if str(error) else ""
+            self._hub.abort(f"a call of rank {self.rank} was interrupted by {type(error).__name__}{reason}")
 
     def abort(self, exit_code: int = 1) -> None:
         """Wake all ranks; they raise `CommAborted`."""
