@@ -8,16 +8,23 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from bagua_comm import ArrayError, CommError, Communicator, arrays
 from bagua_comm.arrays import Array
 from bagua_comm.execution.requests import Buffer, Requests
+from bagua_comm.flight import FlightRecorder
 from bagua_comm.transports.labels import Receive, label
 
 LARGEST_TAG = 2**31 - 1
 """The largest tag of a message."""
+
+observers: WeakKeyDictionary[FlightRecorder, Callable[[Communicator, str, int, str], object]]
+observers = WeakKeyDictionary()
+"""By world: called before a message begins, with the communicator of its group, "send" or "recv", the peer, and
+the message as text."""
 
 
 class Messages:
@@ -48,6 +55,8 @@ class Messages:
             )
         if not 0 <= tag <= LARGEST_TAG:
             raise ArrayError(f"{call}: tag is {tag}, expected a number from 0 to {LARGEST_TAG}")
+        if (observer := observers.get(self._comm.flight)) is not None:
+            observer(self._comm, call, peer, f"{arrays.dtype_name(array.dtype)}[{array.size}] with tag {tag}")
         x = arrays.as_bytes(array)
         of = label(tag, np.dtype(np.uint8), x.size)
         with self._lock:

@@ -1,20 +1,20 @@
 """`precheck`: compare all calls of a step between the ranks.
 
 Each rank records the calls that it makes in the block: the text of each collective call, and how many messages it
-sends to each rank and receives. The records are compared at the end by a replay, in which a call ends when all
-ranks of its communicator have come to it. Calls of the program are one sequence, in any communicator. Those
-of a lane are a sequence of their own, since lanes run beside the program.
+sends to each rank and receives; those of process groups by dtype, size and tag. The records are compared at the
+end by a replay, in which a call ends when all ranks of its communicator have come to it. Calls of the program
+are one sequence, in any communicator. Those of a lane are a sequence of their own, since lanes run beside the
+program.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from threading import get_ident
 from typing import NamedTuple
-from weakref import WeakSet
 
 import numpy as np
 
@@ -22,13 +22,13 @@ from bagua_comm import BaguaError, CommAborted, CommError, CommMismatch, Communi
 from bagua_comm.arrays import text_row, texts_of
 from bagua_comm.comm.prepared import signature
 from bagua_comm.execution.lane import Lane
-from bagua_comm.flight import FlightRecorder
 from bagua_comm.flight.entries import is_of
 from bagua_comm.flight.recorder import HEAD, NUMBER
 from bagua_comm.hooks import CallView
 from bagua_comm.transports.plan import MAX_CALLS
 
 from ..entry import communicator_of
+from .messages import observers
 
 _TEXT_BYTES = 256
 """The size of the message of a rank whose block has ended: the text of the exception that has ended it, or ""."""
@@ -46,15 +46,26 @@ class _Step(NamedTuple):
     text: str
 
 
+class _Message(NamedTuple):
+    """A message from one rank to another, which are ranks of the world."""
+
+    group: str
+    source: int
+    dest: int
+    text: str = ""
+    """Dtype, size and tag of a message of a process group. Receives of communicators compare those themselves."""
+
+
 @dataclass
 class _Record:
     """The calls of one rank in the block."""
 
     sequences: dict[str, list[_Step]] = field(default_factory=lambda: defaultdict(list))
     """The collective calls of the program, by "", and of each lane, by its communicator."""
-    messages: Counter[tuple[str, int, int, str]] = field(default_factory=Counter)
-    """How many there are by communicator, source and destination in the world, and "sent" or "received". It is
-    "unknown" if a call does not name its peers; both are this rank then."""
+    sent: list[_Message] = field(default_factory=list)
+    received: list[_Message] = field(default_factory=list)
+    unknown: set[tuple[str, int]] = field(default_factory=set)
+    """Communicators in which a call of this rank does not name its peers, and the rank."""
     plans: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """By communicator: the calls that become its plan if all its ranks have made them."""
 
@@ -86,13 +97,22 @@ class _Watch:
                 text += f" of {np.prod(head[4], dtype=int)} elements"
             self._calls.append((get_ident(), _Step(group, ranks, text)))
             return
-        messages, mine = self._record.messages, ranks[view.comm.rank]
+        mine = ranks[view.comm.rank]
         if peers.get("dest") is not None:
-            messages[group, mine, ranks[peers["dest"]], "sent"] += 1
+            self._record.sent.append(_Message(group, mine, ranks[peers["dest"]]))
         if peers.get("source") is not None:
-            messages[group, ranks[peers["source"]], mine, "received"] += 1
+            self._record.received.append(_Message(group, ranks[peers["source"]], mine))
         if not {"dest", "source"} & peers.keys():
-            messages[group, mine, mine, "unknown"] += 1
+            self._record.unknown.add((group, mine))
+
+    def message(self, comm: Communicator, call: str, peer: int, text: str) -> None:
+        """Record a message of a process group; see `messages.observers`."""
+        if is_of(comm.group, self._of):
+            mine, other = (self._flight.groups[comm.group][rank] for rank in (comm.rank, peer))
+            if call == "send":
+                self._record.sent.append(_Message(comm.group, mine, other, text))
+            else:
+                self._record.received.append(_Message(comm.group, other, mine, text))
 
     def record(self) -> _Record:
         """Return the record; waits for the tasks of lanes."""
@@ -126,16 +146,23 @@ def _difference(records: Mapping[int, _Record]) -> str:
         for steps in ended:
             steps.popleft()
         left = [each for each in left if each[1]]
-    messages = sum((each.messages for each in records.values()), Counter())
-    for group, source, dest, _ in messages:
-        sent, received = messages[group, source, dest, "sent"], messages[group, source, dest, "received"]
-        if sent != received and not any(messages[group, rank, rank, "unknown"] for rank in (source, dest)):
-            return f"rank {source} sent {sent} messages to rank {dest} in {group}, which received {received}"
-    return ""
+    return _messages_that_differ(records.values())
 
 
-_watched: WeakSet[FlightRecorder] = WeakSet()
-"""Those of the worlds that are within a block."""
+def _messages_that_differ(records: Collection[_Record]) -> str:
+    """Those from one rank to another of which not as many were received as sent; "" if there are none."""
+    sent = Counter(message for each in records for message in each.sent)
+    received = Counter(message for each in records for message in each.received)
+    unknown = {of for each in records for of in each.unknown}
+    found: dict[tuple[str, int, int], list[str]] = defaultdict(list)
+    for message in {**sent, **received}:
+        group, source, dest, text = message
+        if sent[message] != received[message] and not {(group, source), (group, dest)} & unknown:
+            messages = f"{sent[message]} messages" + (f" of {text}" if text else "")
+            found[group, source, dest].append(
+                f"rank {source} sent {messages} to rank {dest} in {group}, which received {received[message]}"
+            )
+    return ", ".join(next(iter(found.values()), []))
 
 
 @contextmanager
@@ -144,9 +171,9 @@ def precheck(comm: Communicator | None = None) -> Iterator[None]:
 
     Collective. All ranks compare the calls of the block at its end: those of `comm`, and of all communicators and
     process groups that were made from it. It also finds what no comparison of single calls does: calls of several
-    communicators in another order, and messages that no rank receives. Calls that are compared anyway raise at
-    once, as outside of the block. Where calls follow agreed plans, those of the block become the plan: the next
-    step begins without comparisons.
+    communicators in another order, and messages that no rank receives, also those of `dist.send`. Calls that are
+    compared anyway raise at once, as outside of the block. Where calls follow agreed plans, those of the block
+    become the plan: the next step begins without comparisons.
 
     An exception leaves the block of its rank at once; ranks that have come to the end of theirs then raise, too.
 
@@ -159,25 +186,22 @@ def precheck(comm: Communicator | None = None) -> Iterator[None]:
         CommMismatch: The calls differ. Names the first such call of each rank.
     """
     comm = communicator_of("precheck", comm)
-    if comm.flight in _watched:
+    if comm.flight in observers:
         raise CommError("precheck: this block is inside of another one; use one around the whole step")
-    _watched.add(comm.flight)
+    beside = comm.dup()
+    watch = _Watch(comm, beside.group)
+    observers[comm.flight], hook = watch.message, comm.on(before=watch)
     try:
-        beside = comm.dup()
-        watch = _Watch(comm, beside.group)
-        hook = comm.on(before=watch)
-        try:
-            yield
-            _wait_for_all(beside)
-            record = watch.record()
-        except BaseException as exc:
-            with suppress(BaguaError):  # if the connections are closed, the other ranks know
-                _notify(beside, f"{type(exc).__name__}: {exc}")
-            raise
-        finally:
-            hook.remove()
+        yield
+        _wait_for_all(beside)
+        record = watch.record()
+    except BaseException as exc:
+        with suppress(BaguaError):  # if the connections are closed, the other ranks know
+            _notify(beside, f"{type(exc).__name__}: {exc}")
+        raise
     finally:
-        _watched.discard(comm.flight)
+        hook.remove()
+        observers.pop(comm.flight, None)
     members: Mapping[str, tuple[int, ...]] = comm.flight.groups
     records: dict[int, _Record] = dict(zip(members[beside.group], beside.allgather_object(record), strict=True))
     beside.close()

@@ -5,12 +5,15 @@ import threading
 
 import numpy as np
 import pytest
+import torch
 from support.gloo import run_threads
 from support.launch import run_python, torchrun
 
 from bagua_comm import CommAborted, CommError, CommMismatch, Communicator
 from bagua_comm.testing import run_ranks
 from bagua_torch import precheck
+from bagua_torch.backend.group import BaguaGroup
+from bagua_torch.backend.start import lane_of
 from bagua_torch.process_group.wire import FramedTransport
 
 X = np.ones(4, np.float32)
@@ -187,6 +190,67 @@ def test_groups_of_torch_distributed_are_compared(start, tmp_path):
         assert re.search(r"rank 0 called broadcast\(.* in world.1, rank 1 made no other call$", text)
 
 
+def of_groups(rank, group):
+    """Rank 0 sends rank 1 a tensor, and receives two."""
+    x, y = torch.ones(4), torch.ones(3, dtype=torch.int64)
+    if rank == 0:
+        return [group.send([x], 1, 7), group.recv([x.clone()], 1, 0), group.recv([y.clone()], 1, 0)]
+    return [group.send([x], 0, 0), group.send([y], 0, 0), group.recv([x.clone()], 0, 7)]
+
+
+DIFFERENT_MESSAGES = {
+    "a message that nobody receives": (
+        lambda rank, group: [] if rank else [group.send([torch.ones(5)], 1, 0)],
+        r"rank 0 sent 1 messages of float32\[5\] with tag 0 to rank 1 in world.1, which received 0",
+    ),
+    "a receive without a message": (
+        lambda rank, group: [] if rank else [group.recv([torch.ones(5)], 1, 2)],
+        r"rank 1 sent 0 messages of float32\[5\] with tag 2 to rank 0 in world.1, which received 1",
+    ),
+    "another dtype": (
+        lambda rank, group: (
+            [group.recv([torch.ones(2, dtype=torch.int32)], 0, 0)]
+            if rank
+            else [group.send([torch.ones(2)], 1, 0)]
+        ),
+        r"rank 0 sent 1 messages of float32\[2\] .* which received 0, "
+        r"rank 0 sent 0 messages of int32\[2\] .* which received 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENT_MESSAGES)
+def test_messages_of_process_groups_that_differ_are_named_on_all_ranks(name):
+    different, text = DIFFERENT_MESSAGES[name]
+
+    def body(comm):
+        group = BaguaGroup(lane_of(comm.dup(), 20.0), comm)
+        with precheck(comm):
+            works = of_groups(comm.rank, group)
+        for work in works:
+            work.wait()
+        with pytest.raises(CommMismatch, match=text) as caught, precheck(comm):
+            works = of_groups(comm.rank, group) + different(comm.rank, group)
+        group.abort()
+        return str(caught.value)
+
+    texts = run_ranks(2, body)
+    assert texts[0] == texts[1]
+
+
+def test_messages_of_other_groups_are_no_part_of_a_block():
+    def body(comm):
+        group, part = BaguaGroup(lane_of(comm.dup(), 20.0), comm), comm.dup()
+        with precheck(part):
+            works = [group.send([torch.ones(2)], 1, 0)] if comm.rank == 0 else []
+        works += [group.recv([torch.ones(2)], 0, 0)] if comm.rank == 1 else []
+        for work in works:
+            work.wait()
+        group.shutdown()
+
+    run_ranks(2, body)
+
+
 PROGRAM = """
 import pathlib
 import torch, bagua_torch
@@ -195,11 +259,16 @@ import torch.distributed as dist
 dist.init_process_group("bagua")
 ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(300, 300))
 half = dist.new_group([0, 1])
+x, y = torch.ones(4), torch.ones(4)
 for different in (False, False, True):
     try:
         with bagua_torch.precheck():
             ddp(torch.ones(2, 300)).sum().backward()
             dist.all_reduce(torch.ones(2), group=half)
+            other = 1 - dist.get_rank()
+            messages = [dist.P2POp(dist.isend, x, other), dist.P2POp(dist.irecv, y, other)]
+            for work in dist.batch_isend_irecv(messages):
+                work.wait()
             if different and dist.get_rank() == 0:
                 dist.broadcast(torch.ones(2), src=0, async_op=True)
         print("equal;", flush=True)
