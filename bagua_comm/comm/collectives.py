@@ -397,17 +397,12 @@ class Collectives(CommBase):
         call.contiguous()
         if arrays.overlap(call.x, call.target):
             raise ArrayError(f"{name}: out overlaps x")
-        source, chunks = parts(call.x, sends), parts(call.target, recvs)
-        others = self._others
 
         def move(x: Array, target: Array) -> None:
             if self.check:
                 compare_calls(self.host, call.signature())
                 compare_counts(self.host, sends, recvs)
-            chunks[self.rank][...] = source[self.rank]
-            call.transport.exchange(
-                [(r, source[r]) for r in others], [(r, chunks[r]) for r in others], tag=COLLECTIVE
-            )
+            call.transport.alltoall_parts(x, target, sends, recvs)
 
         call.run(move)
         return call.result

@@ -22,7 +22,7 @@ from ..execution.cuda import SharedScratch
 from ..objects.pickling import Live
 from . import derived
 from .call_state import CallState
-from .flow import FEW_RANKS, POINT_TO_POINT, Flow, Message, Move, TransportFlow
+from .flow import COLLECTIVE, FEW_RANKS, POINT_TO_POINT, Flow, Message, Move, TransportFlow
 from .labels import Ended, Labelled, Receive, finish, tag_of
 from .pipeline import Encoding
 from .plan import Plan
@@ -227,6 +227,16 @@ class Transport(CallState, Live, ABC):
         Collective.
         """
         derived.alltoall(self.agree_on_call("alltoall", x), x, out, self._scratch)
+
+    def alltoall_parts(self, x: Array, out: Array, counts: Sequence[int], out_counts: Sequence[int]) -> None:
+        """Send the next counts[j] elements of `x` to rank j; the next out_counts[i] of `out` come from rank i.
+
+        Collective. Ranks compare these numbers as they do those of any exchange.
+        """
+        sources, targets = arrays.parts(x, counts), arrays.parts(out, out_counts)
+        targets[self.rank][...] = sources[self.rank]
+        sends, recvs = ([(peer, each[peer]) for peer in self.others()] for each in (sources, targets))
+        self.exchange(sends, recvs, tag=COLLECTIVE)
 
     def barrier(self) -> None:
         """Return when every rank has called.

@@ -79,6 +79,11 @@ class Plan:
             self._propose(self.latest(period), 0)
         return False
 
+    def correct(self, call: str) -> None:
+        """Replace the latest call by the text that it has on all ranks."""
+        if self._latest[-1] != call:
+            self._latest[-1], self._unread = call, 2 * MAX_CALLS
+
     def expects(self, call: str) -> bool:
         """Whether the next call follows the plan in force if it is this one."""
         return self.in_force and self.calls[self.cursor] == call

@@ -7,6 +7,7 @@ messages nor its failures affect other users of the group, and subgroups have th
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import sys
@@ -16,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import NamedTuple, ParamSpec, Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch.distributed as dist
@@ -31,7 +32,7 @@ from bagua_comm import (
     UnsupportedError,
     kernels,
 )
-from bagua_comm.arrays import Array, dtype_name
+from bagua_comm.arrays import Array, dtype_name, parts
 from bagua_comm.arrays import rows as rows_of
 from bagua_comm.bootstrap import environment
 from bagua_comm.transports import Transport, derived
@@ -62,7 +63,6 @@ that it has not begun. Each check posts a receive to each rank, which stays."""
 LEAVE_S = 10.0
 """How long `close` waits for the other ranks to close."""
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -219,8 +219,15 @@ class ProcessGroupTransport(FramedTransport):
         self._name_call(call, _size_of(x))
         return TransportFlow(self, self.piece_bytes)
 
-    def _name_call(self, call: str, of: str = "") -> None:
-        """Let the next round among all ranks compare this call."""
+    def _name_call(self, call: str, of: str = "", sizes: str = "") -> None:
+        """Let the next round among all ranks compare this call.
+
+        Args:
+            call: Its name.
+            of: Further properties that are equal on all ranks.
+            sizes: The sizes of its messages on this rank. A call with these follows a plan that has them; they
+                are not compared.
+        """
         self._text = f"{self.signature() or call}{of}"
         text = f"{call}: {self._text}"
         if self._begun:
@@ -230,7 +237,9 @@ class ProcessGroupTransport(FramedTransport):
             begun, self._follows = self._begun.popleft(), True
             self._serial, self._work = begun.serial, begun.work
         else:
-            self._serial, self._follows = self._next_serial(), self.plan.note(text)
+            has_sizes = not self.plan.expects(text)
+            follows = self.plan.note(f"{text}{sizes}" if has_sizes else text)
+            self._serial, self._follows = self._next_serial(), follows and (has_sizes or not sizes)
         self._number = self._serial << SERIAL_SHIFT | zlib.crc32(text.encode())
         self._unchecked = _IN_NEXT_ROUND if self.size > 1 else _COMPARED
 
@@ -282,12 +291,17 @@ class ProcessGroupTransport(FramedTransport):
             raise
 
     def _compare_messages(self, sends: Sequence[Message], recvs: Sequence[Message]) -> None:
+        """Name this call, and see `_compare_sizes`. Collective."""
+        self._name_call("messages")
+        self._compare_sizes(sends, recvs)
+
+    def _compare_sizes(self, sends: Sequence[Message], recvs: Sequence[Message]) -> None:
         """Raise `CommMismatch` on all ranks unless all make this call, and each message is as long as expected.
 
         Collective.
         """
-        self._name_call("messages")
         table = np.full((self.size, 2, self.size), -1, np.int64)
+        table[self.rank, :, self.rank] = self._follows
         for row, messages in zip(table[self.rank], (sends, recvs), strict=True):
             for peer, x in messages:
                 if peer != self.rank:
@@ -296,7 +310,13 @@ class ProcessGroupTransport(FramedTransport):
         problem = messages_that_differ(table)
         if problem is not None:
             self.plan.end()
-            raise CommMismatch(problem)
+            error = CommMismatch(problem)
+            if table.diagonal(0, 0, 2).any():  # a rank may have begun the call
+                raise self._end_together(table, error)
+            raise error
+        if np.unique(table[:, 0][~np.eye(self.size, dtype=bool)]).size > 1:
+            self.plan.correct(f"messages: {self._text}")
+        self._unchecked = _COMPARED
 
     # Collectives that are faster than those derived from `exchange` ---------------------------------
 
@@ -343,7 +363,7 @@ class ProcessGroupTransport(FramedTransport):
             options = AllgatherOptions()
             options.timeout = timedelta(seconds=self.limit_s)
             rows = bytes_of(out).chunk(self.size)
-            self._run_natively(self._gloo.allgather, [rows], [bytes_of(x)], options)
+            self._run_natively(functools.partial(self._gloo.allgather, [rows], [bytes_of(x)], options))
             self.sent_bytes += x.nbytes * (self.size - 1)
         else:
             derived.allgather(flow, x, out)
@@ -355,6 +375,25 @@ class ProcessGroupTransport(FramedTransport):
             self._alltoall_natively(self._without_overlap(x, out), out)
         else:
             derived.alltoall(flow, x, out, self._scratch)
+
+    def alltoall_parts(self, x: Array, out: Array, counts: Sequence[int], out_counts: Sequence[int]) -> None:
+        """See `Transport`. Gloo moves the parts; equal parts of a planned call, without a comparison.
+
+        Parts that are equal on this rank may differ on others. So the plan has their size, the comparison does
+        not, and those that do not follow the plan are exchanged in the same way.
+        """
+        if self.size == 1:
+            super().alltoall_parts(x, out, counts, out_counts)
+            return
+        sends, recvs = (list(enumerate(parts(*of))) for of in ((x, counts), (out, out_counts)))
+        sizes = {part.nbytes for peer, part in (*sends, *recvs) if peer != self.rank}
+        is_even = len(sizes) == 1 and 0 not in sizes
+        self._name_call("messages", sizes=f" of {sizes.pop()} bytes" if is_even else "")
+        self._follows = self._follows and is_even
+        compare = functools.partial(self._compare_sizes, sends, recvs)
+        if not self._follows:
+            compare()
+        self._alltoall_natively(x, out, counts, out_counts, compare)
 
     def reduce_scatter(self, x: Array, out: Array, op: str) -> None:
         """See `Transport`. Gloo moves large arrays of a planned call."""
@@ -370,11 +409,20 @@ class ProcessGroupTransport(FramedTransport):
         """Whether messages of `nbytes` go without frames: the call follows the plan, and they are long."""
         return self._follows and nbytes > BODY_BYTES
 
-    def _alltoall_natively(self, x: Array, out: Array) -> None:
+    def _alltoall_natively(
+        self,
+        x: Array,
+        out: Array,
+        counts: Sequence[int] = (),
+        out_counts: Sequence[int] = (),
+        compare: Callable[[], None] | None = None,
+    ) -> None:
         options = dist.AllToAllOptions()
         options.timeout = timedelta(seconds=self.limit_s)
-        self._run_natively(self._gloo.alltoall_base, bytes_of(out), bytes_of(x), [], [], options)
-        self.sent_bytes += x.nbytes * (self.size - 1) // self.size
+        splits = [[n * x.itemsize for n in each] for each in (out_counts, counts)]
+        start = functools.partial(self._gloo.alltoall_base, bytes_of(out), bytes_of(x), *splits, options)
+        self._run_natively(start, compare)
+        self.sent_bytes += x.nbytes - (splits[1][self.rank] if counts else x.nbytes // self.size)
 
     def _allreduce_natively(self, x: Array, out: Array, op: str) -> None:
         self.agree_on_call(f"allreduce {op}", x)
@@ -382,42 +430,51 @@ class ProcessGroupTransport(FramedTransport):
             self._synchronize()
         if x is not out:
             out[...] = x
-        self._run_natively(self._gloo.allreduce, [as_tensor(out.reshape(-1))], self._sum(self.limit_s))
+        tensors, options = [as_tensor(out.reshape(-1))], self._sum(self.limit_s)
+        self._run_natively(functools.partial(self._gloo.allreduce, tensors, options))
         if op == "avg":
             kernels.host.divide(out, self.size)
         self.sent_bytes += 2 * x.nbytes * (self.size - 1) // self.size
 
-    def _run_natively(self, start: Callable[P, dist.Work], *arguments: P.args, **named: P.kwargs) -> None:
-        """Run a collective of gloo that no rank finishes without all others; compared, or it follows the plan."""
+    def _run_natively(
+        self, start: functools.partial[dist.Work], compare: Callable[[], None] | None = None
+    ) -> None:
+        """Run a collective of gloo that no rank finishes without all others; compared, or it follows the plan.
+
+        Args:
+            start: Starts it.
+            compare: Compares a call that follows the plan if another rank does not; `_synchronize` if None.
+        """
         self.check_usable()
         if not self._follows:
-            work = self._start(None, start, *arguments, **named)
+            work = self._start(None, start)
             self._wait_for_all(kept_in_children(work), self._check_connection)
             return
         begun, self._work = self._work, None
+        compare = compare or self._synchronize
         if begun is None:
-            self._compare_late()
-            begun = kept_in_children(self._start(None, start, *arguments, **named))
+            self._compare_late(compare)
+            begun = kept_in_children(self._start(None, start))
         try:
             looks = itertools.count(1)
 
             def look() -> None:
-                self._compare_late()
+                self._compare_late(compare)
                 if next(looks) % CHECK_LOOKS == 0:
                     self._check_connection()
 
             self._wait_for_all(begun, look, LOOK_S)
         except CommError:
-            self._interrupted = arguments
+            self._interrupted = start
             self._hang_up()
             raise
         self._unchecked = _COMPARED
 
-    def _compare_late(self) -> None:
+    def _compare_late(self, compare: Callable[[], None]) -> None:
         """Compare a planned call after all if another rank does; raise on all ranks if calls differ."""
         if self._others_call():
             with self._beginning:
-                self._synchronize()
+                compare()
 
     def broadcast(self, x: Array, root: int) -> None:
         """See `Transport`. Small arrays are sent in the round in which ranks compare the call."""

@@ -349,9 +349,15 @@ class FramedTransport(Transport):
             self._round(lambda _: rows[self.rank], lambda peer: rows[peer], first=False)
         except CommError:
             return self._close_with(CommMismatch(f"{mine}, but rank {next(iter(unlike))} another call"))
-        with contextlib.suppress(CommError):  # ranks that follow a plan close their connections after this round
+        return self._end_together(rows, CommMismatch(different_calls(texts_of(rows))))
+
+    def _end_together(self, rows: Array, error: CommMismatch) -> CommMismatch:
+        """Refuse later calls, after an error of all ranks.
+
+        Collective. Ranks exchange their `rows` again: those that follow a plan then close their connections.
+        """
+        with contextlib.suppress(CommError):
             self._round(lambda _: rows[self.rank], lambda peer: rows[peer], first=False)
-        error = CommMismatch(different_calls(texts_of(rows)))
         self.refuse_calls(f"a call failed earlier ({type(error).__name__})")
         return error
 

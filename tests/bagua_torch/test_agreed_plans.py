@@ -5,6 +5,7 @@ import itertools
 import re
 import threading
 import time
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -59,15 +60,21 @@ def test_a_planned_call_sends_no_frame_and_has_the_same_bytes(name, monkeypatch)
     assert counts[1:] == [counts[1]] * 3
 
 
-def test_a_planned_sum_of_two_ranks_sends_no_frame_and_has_the_same_bits(monkeypatch):
-    """It is too small for gloo without a plan. All ranks may leave the plan for another size, and return."""
-    frames, send = [0, 0], FramedTransport._send_frame
+@pytest.fixture
+def frames(monkeypatch):
+    """How many each rank has sent."""
+    found, send = Counter(), FramedTransport._send_frame
 
     def counted(self, *of):
-        frames[self.rank] += 1
+        found[self.rank] += 1
         send(self, *of)
 
     monkeypatch.setattr(FramedTransport, "_send_frame", counted)
+    return found
+
+
+def test_a_planned_sum_of_two_ranks_sends_no_frame_and_has_the_same_bits(frames):
+    """It is too small for gloo without a plan. All ranks may leave the plan for another size, and return."""
 
     def body(transport):
         comm, sums, counts = Communicator([transport]), {}, []
@@ -78,6 +85,57 @@ def test_a_planned_sum_of_two_ranks_sends_no_frame_and_has_the_same_bits(monkeyp
         return {size: len(found) for size, found in sums.items()}, np.diff([0, *counts]).tolist()
 
     assert run_threads(2, body) == [({50_000: 1, 60_000: 1}, [1, 1, 0, 0, 1, 1, 0, 1, 0])] * 2
+
+
+EVEN, UNEVEN = [[2, 2, 2]] * 3, [[2, 2, 2], [2, 5, 1], [2, 0, 4]]
+"""Elements from each rank, by row, to each. Rank 0 cannot tell the two."""
+
+
+def exchange(comm, sizes, expected=None):
+    counts, out_counts = sizes[comm.rank], [row[comm.rank] for row in expected or sizes]
+    return comm.alltoall(np.full(sum(counts), 1.0 + comm.rank), counts=counts, out_counts=out_counts).tolist()
+
+
+@pytest.mark.parametrize("scale", [1, 50_000])
+def test_a_plan_of_equal_parts_sends_no_frame_and_ends_with_other_parts(scale, frames):
+    """Then some ranks follow the plan, others do not, and all make the same call."""
+
+    def body(transport):
+        comm, counts = Communicator([transport]), []
+        for sizes in [EVEN] * 3 + [UNEVEN] + [EVEN] * 3 + [UNEVEN] * 2:
+            sizes = [[scale * n for n in row] for row in sizes]
+            found = exchange(comm, sizes)
+            assert found == [1.0 + source for source in range(3) for _ in range(sizes[source][comm.rank])]
+            counts.append(frames[comm.rank])
+        return np.diff([0, *counts]).tolist()
+
+    assert run_threads(3, body) == [[2, 2, 0, 2, 2, 2, 0, 2, 2]] * 3
+
+
+def test_a_plan_is_kept_if_the_parts_of_one_rank_are_equal_by_chance():
+    def body(transport):
+        comm, other, in_force = Communicator([transport]), [[1, 2, 3], [3, 1, 2], [2, 3, 1]], []
+        for sizes in [other, other, UNEVEN, other, UNEVEN]:
+            exchange(comm, sizes)
+            in_force.append(transport.plan.in_force)
+        return in_force
+
+    assert run_threads(3, body) == [[False, True, True, True, True]] * 3
+
+
+def test_sizes_that_differ_within_a_plan_of_equal_parts_are_named_on_all_ranks():
+    def body(transport):
+        comm = Communicator([transport])
+        for _ in range(4):
+            exchange(comm, EVEN)
+        assert transport.plan.in_force
+        with pytest.raises(CommMismatch, match="rank 2 sends 0 bytes to rank 1, which expects 16") as caught:
+            exchange(comm, [*EVEN[:2], UNEVEN[2]] if comm.rank == 2 else EVEN)
+        with pytest.raises(CommAborted):
+            comm.barrier()
+        return re.search("rank 2 sends .* 16", str(caught.value))[0]
+
+    assert len(set(run_threads(3, body))) == 1
 
 
 # Deviations -------------------------------------------------------------------------------------------------

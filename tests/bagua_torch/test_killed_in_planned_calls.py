@@ -27,6 +27,7 @@ else:
 calls = {
     "allreduce": lambda: comm.allreduce(x, out=x),
     "alltoall": lambda: comm.alltoall(x),
+    "alltoall with counts": lambda: comm.alltoall(x, counts=[700_000] * 3, out_counts=[700_000] * 3),
 }
 x, call = np.ones((3, 700_000)), calls[sys.argv[2]]
 for _ in range(8):
@@ -62,7 +63,7 @@ def check(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("call", ["allreduce", "alltoall"])
+@pytest.mark.parametrize("call", ["allreduce", "alltoall", "alltoall with counts"])
 def test_over_gloo(call, tmp_path):
     path = tmp_path / "train.py"
     path.write_text(PROGRAM)

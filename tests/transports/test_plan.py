@@ -108,9 +108,17 @@ def test_calls_that_follow_a_plan_are_counted_at_once_as_one_after_the_other(per
 ENDS = {
     "end_plan": "of `split` and `dup`, after a call that all ranks have made",
     "split": "after a call that all ranks have made",
-    "_compare_messages": "as all ranks raise",
+    "_compare_sizes": "as all ranks raise",
     "drop": "as the connections are closed",
 }
+
+
+def test_a_call_that_one_rank_took_for_another_one_does_not_delay_the_next_plan():
+    world = World(2)
+    world.run("aaa")
+    world.call("a", "b")
+    world.plans[0].correct("b")
+    assert world.run("aaaa") == 2 + 1 + 2
 
 
 def test_no_rank_ends_a_plan_alone():
