@@ -78,11 +78,28 @@ def test_a_timeout_without_shared_memory_names_the_rank_that_does_not_answer(com
         raises_late(world, last, CommTimeout, expected, lambda: world.allreduce(np.ones(3)))
 
 
-@pytest.mark.parametrize("count", [2, 4])
-def test_a_small_array_is_not_taken_for_an_agreement(comm, monkeypatch, count):
-    monkeypatch.setattr(mpi_transport, "open_window", lambda *_: None)
-    with world_of(comm) as (world, last), pytest.raises((CommMismatch, CommAborted)):  # no rank waits in vain
-        world.allreduce(np.ones(count if world.rank == last else 5000))
+OF_ONE_SIZE = {
+    "allreduce": lambda comm, x: comm.allreduce(x),
+    "broadcast": lambda comm, x: comm.broadcast(x, root=0),
+    "allgather": lambda comm, x: comm.allgather(x),
+    "reduce_scatter": lambda comm, x: comm.reduce_scatter(x),
+    "alltoall": lambda comm, x: comm.alltoall(x),
+}
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("sizes", [(1, 5000), (5000, 1), (4, 5000), (1, 40), (40, 1), (40, 400_000)])
+@pytest.mark.parametrize("name", OF_ONE_SIZE)
+@pytest.mark.parametrize("with_memory", [True, False])
+def test_a_small_and_a_large_call_are_named_on_all_ranks(comm, monkeypatch, sizes, name, with_memory):
+    """Small arrays are sent in one round with the number of the call, which a large one compares before."""
+    if not with_memory:
+        monkeypatch.setattr(mpi_transport, "open_window", lambda *_: None)
+    usual, other = (count * comm.size for count in sizes)
+    with world_of(comm) as (world, last):
+        expected = rf"rank 0 called {name}.* of {usual} x .* rank {last} called {name}.* of {other} x "
+        with pytest.raises(CommMismatch, match=expected):
+            OF_ONE_SIZE[name](world, np.ones(other if world.rank == last else usual))
 
 
 def test_a_timeout_of_a_message_names_its_sender(comm):

@@ -181,7 +181,10 @@ class Agreement:
         """Raise on all ranks unless all make the call that was noted last; settle on a plan. Collective."""
         is_fast = max(self._speeds) > tuning.FAST_BYTES_S
         offer = 0 if self.plan is None else self.plan.offer()
-        smallest, largest = self._bounds(np.array([*self._values, is_fast, offer], np.int64))
+        found = self._bounds(np.array([*self._values, is_fast, offer], np.int64))
+        if found is None:
+            raise self._endpoint.abort_after(self._calls_differ(self._text), None)
+        smallest, largest = found
         if (smallest[:2] != largest[:2]).any():
             error = self._calls_differ(self._text)
             raise self._endpoint.abort_after(error, None) if self._has_left else error
@@ -208,10 +211,11 @@ class Agreement:
         if sent >= tuning.PIECE_BYTES:
             self._speeds.append(sent / max(elapsed_s, 1e-9))
 
-    def _bounds(self, values: Array) -> tuple[Array, Array]:
-        """The smallest and the largest of all ranks' values, element by element. Collective.
+    def _bounds(self, values: Array) -> tuple[Array, Array] | None:
+        """The smallest and the largest of all ranks' values, element by element; None if they are no values.
 
-        The first value is the number of the call: a rank may take the small array of another call for values.
+        Collective. The first value is the number of the call: a rank may take the small array of another call for
+        values, if it is no longer.
         """
         if self.size > tuning.FEW_RANKS and isinstance(self._comm, MPI.Comm):
             both = np.concatenate([values, -values])
@@ -219,7 +223,8 @@ class Agreement:
             return both[: values.size], -both[values.size :]
         table = np.zeros((self.size, values.size), values.dtype)
         table[self.rank] = values
-        self._allgather_in_place(table)
+        if not self._endpoint.gather_rows([table, MPI.BYTE]):
+            return None
         return table.min(axis=0), table.max(axis=0)
 
     def mismatch(self, call: str, x: Array) -> CommMismatch:
@@ -229,11 +234,9 @@ class Agreement:
     def _calls_differ(self, text: str) -> CommMismatch:
         table = np.zeros((self.size, 256), np.uint8)
         table[self.rank] = text_row(text, 256)
-        self._allgather_in_place(table)
+        wire = [table, MPI.BYTE]
+        self._endpoint.complete(lambda: self._comm.Iallgather(MPI.IN_PLACE, wire), wire)
         return CommMismatch(different_calls(texts_of(table)))
-
-    def _allgather_in_place(self, table: Array) -> None:
-        self._endpoint.complete(lambda: self._comm.Iallgather(MPI.IN_PLACE, [table, MPI.BYTE]), table)
 
 
 class _AgreedFlow(Flow):

@@ -84,8 +84,8 @@ class SmallCall:
         """The arrays of all ranks; None everywhere if calls differ. Collective."""
         rows = self._rows[0]
         rows.mine[...] = mine
-        comm = self._endpoint.comm
-        self._endpoint.complete(lambda: comm.Iallgather(MPI.IN_PLACE, self._wire), self._wire)
+        if not self._endpoint.gather_rows(self._wire):
+            raise self._endpoint.abort_after(self._agreement.mismatch(self._call, mine), None)
         if (self._numbers == self._number).all():
             return rows
         self._numbers[...] = self._number  # in place of the numbers of other calls
