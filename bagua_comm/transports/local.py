@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import TypeAlias
 from weakref import WeakSet
 
@@ -22,7 +22,7 @@ from ..arrays import Array
 from ..errors import WHICH_CALLS, CommAborted, CommError, CommMismatch, CommTimeout
 from ..execution.cuda import Event, after, mark, passed, record_event
 from .base import Transport
-from .flow import LABELLED, POINT_TO_POINT, Message, Move
+from .flow import LABELLED, POINT_TO_POINT, Flow, Message, Move
 from .labels import Ended, Labelled, Receive, fill, missing
 from .notices import aborted
 
@@ -90,6 +90,8 @@ class LocalTransport(Transport):
         self._hub = hub or Hub(1)
         self.rank, self.size, self.timeout_s = rank, self._hub.size, timeout_s
         self._splits = 0
+        self._size = ""
+        """That of the array of the collective call, as errors show it."""
         self._read: deque[tuple[Array, Event]] = deque()
         """Device copies that this rank's stream may still be reading, and the event after the reading."""
         self._begun: list[tuple[int, Receive]] = []
@@ -99,9 +101,25 @@ class LocalTransport(Transport):
         """Host and device arrays."""
         return True
 
+    def begin_call(self, name: str, *, collective: bool, describe: Callable[[], str] | None = None) -> None:
+        """See `Transport.begin_call`."""
+        super().begin_call(name, collective=collective, describe=describe)
+        self._size = ""
+
+    def agree_on_call(self, call: str, x: Array) -> Flow:
+        """See `Transport.agree_on_call`. The messages of the call carry its text, which receivers compare."""
+        self._size = self._size or f" of {x.size} elements"
+        return super().agree_on_call(call, x)
+
+    def broadcast(self, x: Array, root: int) -> None:
+        """See `Transport.broadcast`."""
+        self.agree_on_call("broadcast", x)
+        super().broadcast(x, root)
+
     def exchange(self, sends: Sequence[Message], recvs: Sequence[Message], *, tag: int = POINT_TO_POINT) -> None:
         """Leave copies for the peers, then take theirs; see `Transport.exchange`."""
-        call = self.signature().encode() if tag != POINT_TO_POINT else b""
+        made = self.signature() if tag != POINT_TO_POINT else ""
+        call = f"{made}{self._size}".encode() if made else b""
         receives = [Receive((peer,), out, call) for peer, out in recvs]
         self._wait(self.leave_and_take([(peer, x, call) for peer, x in sends], receives, tag), receives)
 

@@ -1,6 +1,7 @@
 """Threads as ranks: timeouts, errors that wake everybody, messages that don't fit, device arrays."""
 
 import gc
+import re
 import time
 
 import numpy as np
@@ -180,7 +181,7 @@ def test_a_call_of_many_waits_has_one_deadline():
     [
         (
             lambda comm: comm.allreduce(np.ones(4, "i4" if comm.rank else "f4")),
-            r"called allreduce\(\w+, op=sum\), but rank \d called",
+            r"called allreduce\(\w+, op=sum\) of 4 elements, but rank \d called",
         ),
         (lambda comm: comm.reduce(np.ones(4), root=comm.rank), "reduce.float64, op=sum, root="),
         (lambda comm: comm.allreduce(np.ones(4), op="max" if comm.rank else "min"), "op=m.*op=m"),
@@ -194,6 +195,27 @@ def test_calls_that_differ_raise(call, text):
             call(comm)
 
     run_ranks(2, body, timeout_s=0.5)
+
+
+@pytest.mark.parametrize("count", [1, 100_000])
+@pytest.mark.parametrize("name", ["allreduce", "broadcast", "allgather", "reduce_scatter", "alltoall"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_sizes_of_calls_that_differ_are_named_on_all_ranks(size, name, count):
+    def call(comm):
+        x, of = (
+            np.ones((12 if comm.rank == 1 else 12 * (count + 1)) * size),
+            {"root": 0} if name == "broadcast" else {},
+        )
+        getattr(comm, name)(x, **of)
+        comm.barrier()  # for ranks that have waited for no other one in a broadcast
+
+    def body(comm):
+        with pytest.raises(CommMismatch, match=rf"rank \d called {name}.* rank \d called {name}") as caught:
+            call(comm)
+        found = {int(n) for n in re.findall(r"of (\d+) elements", str(caught.value))}
+        assert found == {12 * size, 12 * (count + 1) * size}
+
+    run_ranks(size, body, timeout_s=5)
 
 
 @pytest.mark.parametrize(
