@@ -35,6 +35,7 @@ from bagua_comm import (
 from bagua_comm.arrays import Array, dtype_name, parts
 from bagua_comm.arrays import rows as rows_of
 from bagua_comm.bootstrap import environment
+from bagua_comm.flight.batches import named
 from bagua_comm.transports import Transport, derived
 from bagua_comm.transports.flow import COLLECTIVE, POINT_TO_POINT, Flow, Message, TransportFlow
 from bagua_comm.transports.labels import Ended, Labelled, Receive
@@ -45,7 +46,7 @@ from .frames import BODY_BYTES, bytes_of, swaps_of
 from .store import Store, connections_to
 from .verdicts import Verdict, messages_that_differ
 from .waiter import run_watched
-from .wire import LEAVING, SERIAL_SHIFT, SERIALS, FramedTransport, named, unrecorded
+from .wire import LEAVING, SERIAL_SHIFT, SERIALS, FramedTransport, unrecorded
 
 AT_ONCE_BYTES = 1 << 20
 """See `Transport.at_once_bytes`."""

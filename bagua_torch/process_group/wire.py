@@ -46,6 +46,7 @@ from torch._C._autograd import _enable_record_function
 from bagua_comm import BaguaError, CommAborted, CommError, CommMismatch, CommTimeout, RankFailed
 from bagua_comm.arrays import Array, as_bytes, text_row, texts_of
 from bagua_comm.errors import WHICH_CALLS
+from bagua_comm.flight.batches import named
 from bagua_comm.transports import Transport
 from bagua_comm.transports.call_state import MAX_TIMEOUT_S
 from bagua_comm.transports.flow import COLLECTIVE, LABELLED, Message
@@ -620,11 +621,6 @@ def _end_readers_at_exit(transport: FramedTransport) -> None:
 def _own(kind: int, x: Array) -> bytes:
     """The label of a message of this rank to itself that has none."""
     return label(f"#{kind}", np.dtype(np.uint8), x.nbytes)
-
-
-def named(ranks: Sequence[int]) -> str:
-    """Ranks, in an error."""
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def _byte() -> torch.Tensor:
