@@ -149,7 +149,7 @@ def test_snapshots_of_dead_processes_are_removed_once_the_others_have_committed(
             comm.barrier()
             if comm.rank == 0:
                 found.append(sorted({int(path.name.split("-")[1]) for path in tmp_path.glob("slot-*")}))
-                kept.append([thing for thing in gc.get_objects() if isinstance(thing, Snapshot)])
+                kept.append([thing for thing in gc.get_objects() if type(thing) is Snapshot])
             comm.barrier()
             while state.step < 4:
                 state.step += 1
@@ -159,7 +159,8 @@ def test_snapshots_of_dead_processes_are_removed_once_the_others_have_committed(
 
         return train
 
-    run_fleet(job, body)
+    outcomes = run_fleet(job, body)
+    assert [outcome["error"] for outcome in outcomes if "error" in outcome] == []
     assert found == [[0, 1, 2], [0, 2]]
     assert kept == [[], []], "whoever trains has no use for what it has read, and would keep its memory"
     assert list(tmp_path.glob("slot-*")) == []
