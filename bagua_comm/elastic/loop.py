@@ -7,8 +7,8 @@ import logging
 import secrets
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar, get_args
 
@@ -25,7 +25,6 @@ from ..errors import (
     CommError,
     CommTimeout,
     RankFailed,
-    UnsupportedError,
     causes,
     shown,
 )
@@ -48,6 +47,12 @@ _log = logging.getLogger(__name__)
 
 RECOVERABLE = (RankFailed, CommAborted, CommTimeout)
 """Errors that start a rendezvous. Every other error propagates, unless a rank has died as well."""
+
+MAY_FOLLOW = (RuntimeError, OSError, BootstrapError)
+"""Errors that may be a consequence of a death: gloo, stores and sockets raise them.
+
+Errors about arguments are none: all ranks raise them, and the first one that ends has not died.
+"""
 
 _NOTICE_S = 1.0
 """How long an error of the program waits for notice of a death, of which it may be a consequence."""
@@ -148,12 +153,10 @@ def run(
                 "elastic.run: a communicator is open already, which cannot go on when a rank dies; close it, and "
                 "call nothing collective before elastic.run: it connects"
             )
-        if fleet is None:
-            gc.collect()
-            gc.freeze()  # a collection after a death then skips all that was imported, which takes 0.3 s
-        processes = start.start(timeout_s) if fleet is None else fleet
-        result: T | None = _Loop(state, processes, min_ranks, op_order).run(train)
-        return result
+        with nullcontext() if fleet or gc.get_freeze_count() else _frozen():
+            processes = start.start(timeout_s) if fleet is None else fleet
+            result: T | None = _Loop(state, processes, min_ranks, op_order).run(train)
+            return result
 
     return decorator
 
@@ -221,7 +224,6 @@ class _Loop:
             self._session.leave()
             self._session.write_records()
             internals.session = None
-            gc.unfreeze()
 
     def _round(self, train: Callable[[Communicator], object], failure: _Failure | None) -> _Outcome:
         """Hold a rendezvous, choose the trainers, restore the state, and train or stand by."""
@@ -405,9 +407,7 @@ class _Loop:
         except RECOVERABLE:
             raise
         except BaseException as exc:
-            # Ranks raise an error about arguments together, and the first of them to end has not died.
-            may_follow = isinstance(exc, Exception) and not isinstance(exc, (ArrayError, UnsupportedError))
-            if may_follow and (failure := _failure_within(comm, _NOTICE_S)) is not None:
+            if isinstance(exc, MAY_FOLLOW) and (failure := _failure_within(comm, _NOTICE_S)) is not None:
                 _log.warning("%s: %s is taken for a consequence: %s", type(exc).__name__, exc, failure)
                 raise failure from exc
             comm.__exit__(type(exc), exc, exc.__traceback__)  # the others need not wait for this rank
@@ -431,6 +431,17 @@ def _failure_within(comm: Communicator, wait_s: float) -> CommError | None:
     while (failure := comm.host.poll_failures(())) is None and time.monotonic() < end_s:
         time.sleep(wait_s / 100)
     return failure if isinstance(failure, RECOVERABLE) else None
+
+
+@contextmanager
+def _frozen() -> Iterator[None]:
+    """Let collections in a `with` block skip the objects of before: those of imports take 0.3 s after a death."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _report_restart(comm: Communicator, commit: int) -> None:
