@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from support.device_ranks import HostOnly, over
 from support.gpu_bodies import bodies_of
-from support.launch import with_tests
+from support.launch import TIME_FACTOR, with_tests
 
 from bagua_comm import Communicator, MinMaxUInt8, kernels, quantized_allreduce
 from bagua_comm.testing import check_transport, run_ranks
@@ -103,7 +103,7 @@ def run_processes(ranks, **options):
     options["env"] = with_tests(options.get("env"))
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "outcomes.json"
-        done = launch(ranks, ["-m", "support.gpu_rank_process", out], timeout_s=50, **options)
+        done = launch(ranks, ["-m", "support.gpu_rank_process", out], timeout_s=TIME_FACTOR * 50, **options)
         found = json.loads(out.read_text()) if out.exists() else {}
     return found, f"exit code {done.returncode}: {done.stdout}"
 
