@@ -409,15 +409,6 @@ class Communicator(Collectives, GatherScatter, CoalescedCollectives, ObjectCalls
         for transport in self.transports:
             transport.stop(reason)
 
-    def fail_calls(self, error: BaseException) -> None:
-        """Let all calls from now on fail on all ranks, here and in `by_node()`; the other ranks are told `error`.
-
-        Ranks that are in a call, of which this one is none, raise `CommAborted` soon.
-        """
-        for comm in (self, *self._inner):
-            for transport in comm.transports:
-                transport.interrupted(error, None)
-
     def abort(self, exit_code: int = 1) -> None:
         """Abort all ranks: under MPI all processes end with `exit_code`, of which a process returns 8 bits.
 

@@ -211,8 +211,7 @@ class Engine(Live, Closing):
             ArrayError: It is set after the backward pass has begun; the next exchange of weights raises it on all
                 ranks, too. So it does if a rank has none and others have one, or one is not a finite number of at
                 least 0.
-            UnsupportedError: The algorithm has no mean over all ranks, as `Decentralized`. Then no rank exchanges
-                any more: those that set no weight raise `CommAborted` in their next exchange, with this error.
+            UnsupportedError: The algorithm has no mean over all ranks, as `Decentralized`. Nothing has changed.
         """
         return self.mean_weights.now
 

@@ -12,14 +12,13 @@ step, so that one that has set none is found.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import partial
 
 from ..algorithms.base import Algorithm, State, name_of
 from ..bucket import Bucket
 from ..comm import Communicator
 from ..comm.weights import LATE, MISSING, NEGATIVE, NO_NUMBER, SET_AFTER, Weigh, agree_traced, weight_of_pass
-from ..errors import ArrayError, CommError, UnsupportedError, warn
+from ..errors import ArrayError, UnsupportedError, warn
 from ..execution.lane import Lane
 from ..trace import Tracer
 
@@ -66,18 +65,14 @@ class MeanWeights:
 
         Raises:
             ArrayError: The backward pass has begun. The next exchange of weights raises it on all ranks.
-            UnsupportedError: The algorithm makes no mean over all ranks. The other ranks raise `CommAborted` with
-                this error in their next exchange.
+            UnsupportedError: The algorithm makes no mean over all ranks.
         """
         for phase in phases:
             if not phase.weighs:
-                error = UnsupportedError(
+                raise UnsupportedError(
                     f"weight: {name_of(phase)} makes no weighted mean over all ranks; expected one that does, "
                     "such as GradientAllReduce, QAdam or DiLoCo: an algorithm that sets weighs = True"
                 )
-                with suppress(CommError):  # of an exchange under way, which may be due to such an error
-                    self._lane.run(self._lane.comm.fail_calls, error)
-                raise error
         self._late |= self.is_open
         found = weight_of_pass(weight, has_begun=self.is_open)
         if self.used and self._of_weights:

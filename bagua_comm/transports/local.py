@@ -262,8 +262,7 @@ class LocalTransport(Transport):
     def interrupted(self, error: BaseException, arrays: object) -> None:
         """See `Transport.interrupted`. Wakes all ranks; they raise `CommAborted`."""
         if self.size > 1:
-            reason = f": {error}" if str(error) else ""
-            self._hub.abort(f"a call of rank {self.rank} was interrupted by {type(error).__name__}{reason}")
+            self._hub.abort(f"a call of rank {self.rank} was interrupted by {type(error).__name__}")
 
     def abort(self, exit_code: int = 1) -> None:
         """Wake all ranks; they raise `CommAborted`."""

@@ -305,7 +305,7 @@ class DistributedDataParallel(nn.Module):
             ArrayError: The backward pass has begun. If the weight was set after the backward pass, the step of
                 the optimizer raises it; if the weight of a rank is missing or out of range, the backward pass
                 does, on all ranks.
-            UnsupportedError: The algorithm has no mean over all ranks. Other ranks raise `CommAborted` with it.
+            UnsupportedError: The algorithm has no mean over all ranks.
 
         >>> model = DistributedDataParallel(nn.Linear(2, 1))
         >>> model.weight = 3

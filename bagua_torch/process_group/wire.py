@@ -43,7 +43,7 @@ import torch
 import torch.distributed as dist
 from torch._C._autograd import _enable_record_function
 
-from bagua_comm import BaguaError, CommAborted, CommError, CommMismatch, CommTimeout, RankFailed
+from bagua_comm import CommAborted, CommError, CommMismatch, CommTimeout, RankFailed
 from bagua_comm.arrays import Array, as_bytes, text_row, texts_of
 from bagua_comm.errors import WHICH_CALLS
 from bagua_comm.flight.batches import named
@@ -456,8 +456,6 @@ class FramedTransport(Transport):
         """See `Transport.interrupted`. Closes the connections, since gloo would continue to use `arrays`."""
         super().interrupted(error, arrays)
         self._interrupted = arrays
-        if isinstance(error, BaguaError) and self._verdict is not None:  # else the process may end at once
-            self._verdict.post(CommAborted(f"rank {self.rank} aborted after {type(error).__name__}: {error}"))
         self._hang_up()
 
     def _hang_up(self) -> None:
