@@ -259,7 +259,7 @@ class _Held:
         bounds = _bounds(self._comm, flat, sizes, block)
         with self._comm.tracer.span("Reproducible", addends=len(addends), bytes=flat.nbytes):
             _sum(self._comm, addends, bounds, terms, flat, divisor=self._addends)
-        self._free += held
+        self._free = [*self._free, *held][: shares[self._comm.rank] - 1]
         if not arrays.same_memory(whole, value):
             value[...] = whole.reshape(value.shape)
         return x
@@ -267,7 +267,7 @@ class _Held:
     @property
     def _shares(self) -> tuple[int, ...]:
         """The present numbers of addends of the ranks."""
-        return self._comm.flight.health.shares(self._comm.group).counts(self._addends)
+        return self._comm.flight.health.counts(self._comm.group, self._addends)
 
 
 def reproducible_allreduce(

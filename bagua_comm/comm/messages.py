@@ -14,9 +14,10 @@ from .. import arrays
 from ..arrays import A, AnyArray, Array
 from ..errors import ArrayError, UnsupportedError, shown_as
 from ..execution.requests import Buffer, Request
+from ..objects.caching import BoundedCache
 from ..transports.labels import COMPARED, UNLABELLED, Labelled, Receive, Tag, check_tag, label
 from .arguments import EMPTY, Output, check_writable, is_same
-from .base import CommBase
+from .base import CACHED_CALLS, CommBase
 from .call import Call
 from .prepared import READY, WRITABLE, Fills, PreparedCall, run_if_known
 
@@ -158,15 +159,18 @@ class PointToPoint(CommBase):
         >>> run_ranks(2, body)
         [[11, 0, 1, 10], [1, 10, 11, 0]]
         """
-        kind, read, written = _plain(sends, recvs)
-        call: PreparedCall | None = self.call_cache.get(kind)
-        if call is not None and not self.check and not _overlap(read, written):
+        kind, read, written = (None, [], []) if self.check else _plain(sends, recvs)
+        calls: BoundedCache[_Kind, PreparedCall] | None = self.call_cache.get("exchange")
+        call = None if calls is None else calls.get(kind)
+        if call is not None and not _overlap(read, written):
             call.run(self, (read or written)[0], written[0] if written else EMPTY, timeout_s, read, written)
             return
         found = self._exchange("exchange", sends, recvs, timeout_s)
         labels = {(peer, of) for peer, _, of in found.sends}
         if kind is not None and found.calls and len(labels) == len(found.sends):  # else see `_check_told_apart`
-            self.call_cache[kind] = found.calls[0].prepared(found.exchange_of_others())
+            if calls is None:  # of their own, since exchanges of ever other sizes must not displace other calls
+                calls = self.call_cache["exchange"] = BoundedCache(CACHED_CALLS)
+            calls[kind] = found.calls[0].prepared(found.exchange_of_others())
 
     # Messages that go on beside the program ---------------------------------------------------------
 

@@ -119,6 +119,14 @@ class Fleet(ABC):
                 memory that makes large reductions fast. It may be ready much sooner.
         """
 
+    def failure(self, comm: Communicator) -> CommError | None:
+        """The error of a death, or of a rendezvous, that this process has noticed; None if there is none.
+
+        Args:
+            comm: The communicator of training, which this fleet has made.
+        """
+        return comm.host.poll_failures(())
+
     def _check_members(self, members: Sequence[int], alive: Collection[int]) -> list[int]:
         """Return `members` in a list; raise `ArrayError` unless they are of `alive`, and this process is one."""
         numbers = list(members)

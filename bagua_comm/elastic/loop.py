@@ -48,12 +48,6 @@ _log = logging.getLogger(__name__)
 RECOVERABLE = (RankFailed, CommAborted, CommTimeout)
 """Errors that start a rendezvous. Every other error propagates, unless a rank has died as well."""
 
-MAY_FOLLOW = (RuntimeError, OSError, BootstrapError)
-"""Errors that may be a consequence of a death: gloo, stores and sockets raise them.
-
-Errors about arguments are none: all ranks raise them, and the first one that ends has not died.
-"""
-
 _NOTICE_S = 1.0
 """How long an error of the program waits for notice of a death, of which it may be a consequence."""
 
@@ -114,7 +108,8 @@ def run(
     function is called again with a new communicator. Objects that depend on the previous communicator cannot be
     used any more: create engines and wrappers in the function.
 
-    At the start all ranks receive the state of rank 0. Make no collective calls before; `run` connects.
+    At the start all ranks receive the state of rank 0. Make no collective calls before; `run` connects. Until the
+    end, the garbage collector skips objects of before (`gc.freeze`), so that a recovery is shorter.
 
     Args:
         state: The state that is committed and restored.
@@ -153,7 +148,7 @@ def run(
                 "elastic.run: a communicator is open already, which cannot go on when a rank dies; close it, and "
                 "call nothing collective before elastic.run: it connects"
             )
-        with nullcontext() if fleet or gc.get_freeze_count() else _frozen():
+        with nullcontext() if fleet is not None or gc.get_freeze_count() else _frozen():
             processes = start.start(timeout_s) if fleet is None else fleet
             result: T | None = _Loop(state, processes, min_ranks, op_order).run(train)
             return result
@@ -399,6 +394,16 @@ class _Loop:
         for callback in internals.callbacks:
             callback(change)
 
+    def _failure_within(self, comm: Communicator, wait_s: float) -> CommError | None:
+        """The error of a death, or of a rendezvous, that is noticed within `wait_s`; None if there is none.
+
+        The first sign of a death may be an error of another library, such as that of a store or a socket.
+        """
+        end_s = time.monotonic() + wait_s
+        while (failure := self._fleet.failure(comm)) is None and time.monotonic() < end_s:
+            time.sleep(wait_s / 100)
+        return failure if isinstance(failure, RECOVERABLE) else None
+
     def _train(self, train: Callable[[Communicator], object], comm: Communicator) -> _Outcome:
         self._trained, self._finished = True, False
         live.note("training")
@@ -407,7 +412,7 @@ class _Loop:
         except RECOVERABLE:
             raise
         except BaseException as exc:
-            if isinstance(exc, MAY_FOLLOW) and (failure := _failure_within(comm, _NOTICE_S)) is not None:
+            if _may_follow(exc) and (failure := self._failure_within(comm, _NOTICE_S)) is not None:
                 _log.warning("%s: %s is taken for a consequence: %s", type(exc).__name__, exc, failure)
                 raise failure from exc
             comm.__exit__(type(exc), exc, exc.__traceback__)  # the others need not wait for this rank
@@ -422,15 +427,13 @@ class _Loop:
         return _Outcome(finished=True, result=self._result)
 
 
-def _failure_within(comm: Communicator, wait_s: float) -> CommError | None:
-    """The error of a rank's death, or abort, that is known within `wait_s`; None if there is none.
+def _may_follow(exc: BaseException) -> bool:
+    """Whether an error may be the consequence of a death, as those of gloo, stores and sockets may.
 
-    The first sign of a death may be an error of another library, such as that of a store or a socket.
+    Other errors are those of the program: all ranks raise them, and the first one that ends has not died.
     """
-    end_s = time.monotonic() + wait_s
-    while (failure := comm.host.poll_failures(())) is None and time.monotonic() < end_s:
-        time.sleep(wait_s / 100)
-    return failure if isinstance(failure, RECOVERABLE) else None
+    of_library = isinstance(exc, BaguaError) and not isinstance(exc, BootstrapError)
+    return isinstance(exc, (RuntimeError, ConnectionError, TimeoutError, BootstrapError)) and not of_library
 
 
 @contextmanager

@@ -4,7 +4,7 @@ trainer   a process that trains, as a rank of the communicator of training
 spare     a process that stands by until it can replace a dead trainer
 buddy     the rank that holds a snapshot of another rank's private state
 
-`share` distributes the microbatches of a step over the ranks, by their times if they shall be shifted.
+`share` distributes the microbatches of a step over the ranks, by their times if they shift.
 """
 
 from __future__ import annotations
@@ -77,8 +77,10 @@ def share(microbatches: int, comm: Communicator, *, shift: bool = False) -> rang
 
     With `shift`, a rank whose microbatches take longer for some time gets fewer of them, one at least, until they
     no longer do. The ranks decide by the rows that engines gather (see `Communicator.health`), and send nothing
-    more. All ranks call it once before each step. Set the weight of the step, `engine.weight = len(mine)`, or
-    average by `Reproducible(addends=microbatches)`, so that all microbatches count equally.
+    more. All ranks call it once for each step, after the step before has ended, with the same arguments. The
+    latest call decides, also one without `shift`; of several engines on these ranks, the one made last decides.
+    Set the weight of the step, `engine.weight = len(mine)`, or average by `Reproducible(addends=microbatches)`,
+    so that all microbatches count equally.
 
     Args:
         microbatches: Their number on all ranks.
@@ -86,8 +88,9 @@ def share(microbatches: int, comm: Communicator, *, shift: bool = False) -> rang
         shift: Whether ranks that are slow for long get fewer.
 
     Raises:
-        ArrayError: There are fewer microbatches than ranks, so that a rank would have none. With `shift`: there
-            is no engine on these ranks, or its mean has neither weights nor addends; raised on all ranks.
+        ArrayError: There are fewer microbatches than ranks, so that a rank would have none. With `shift`,
+            on all ranks: there is no engine on these ranks, its mean has neither weights nor addends, or ranks
+            have called it with unlike arguments in earlier steps.
 
     >>> from bagua_comm.testing import run_ranks
     >>> run_ranks(3, lambda comm: list(share(8, comm)))
@@ -97,9 +100,10 @@ def share(microbatches: int, comm: Communicator, *, shift: bool = False) -> rang
         raise ArrayError(
             f"share: microbatches is {microbatches!r}, expected an int of at least {comm.size}: one for each rank"
         )
-    if not shift:
-        return topology.share(microbatches, comm.rank, comm.size)
     shares = comm.flight.health.shares(comm.group)
+    if not shift:
+        shares.reset()
+        return topology.share(microbatches, comm.rank, comm.size)
     before, counts = shares.counts(microbatches), shares.shift(microbatches)
     if counts != before:
         log_on_root(_log, comm.rank, "microbatches are shifted: %s by rank, %s before", counts, before)

@@ -107,7 +107,7 @@ class MeanWeights:
         mine, counts = [*self._held, self.now], None
         if self._addends is not None:
             comm = self._lane.comm
-            counts = comm.flight.health.shares(comm.group).counts(self._addends)
+            counts = comm.flight.health.counts(comm.group, self._addends)
             expected = counts[comm.rank]  # the average refuses another number
             mine = [*mine, *([0.0] * expected)][:expected]
         mine, self._late = [LATE] * len(mine) if self._late else mine, False

@@ -111,8 +111,9 @@ class HealthMonitor:
                 return
         used = Usage.now()
         steps = self._steps if self._has_data else []
-        share = self._log.shares.part(self._lane.comm.rank)
-        row = Row.of(self._step, self._lane.comm.node, steps, used.since(self._used), share)
+        shares = self._log.shares
+        of_shares = shares.part(self._lane.comm.rank), shares.digest
+        row = Row.of(self._step, self._lane.comm.node, steps, used.since(self._used), *of_shares)
         self._steps, self._used = [], used
         self._sent = self._lane.submit(self._gather, row, self._exchanges - self._sent_at)
         self._sent_at = self._exchanges

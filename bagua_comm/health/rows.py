@@ -56,13 +56,23 @@ class Row:
     """How often the processor was slowed down for its temperature."""
     share: float
     """The microbatches of the rank, as a multiple of an equal share; 1 unless they are shifted."""
+    counts: float
+    """A checksum of the microbatches of all ranks, as this rank has them."""
 
     @classmethod
-    def of(cls, step: int, node: int, steps: Sequence[StepTimes], used: Usage, share: float = 1.0) -> Row:
+    def of(
+        cls,
+        step: int,
+        node: int,
+        steps: Sequence[StepTimes],
+        used: Usage,
+        share: float = 1.0,
+        counts: float = 0.0,
+    ) -> Row:
         """Return the row of these steps, of which `step` is the last."""
         own_s, waiting_s, between_s = map(statistics.median, zip(*(steps or [NO_STEP]), strict=True))
         seconds = sum(each.own_s + each.waiting_s for each in steps)
-        return cls(step, node, len(steps), own_s, waiting_s, between_s, seconds, *used, share)
+        return cls(step, node, len(steps), own_s, waiting_s, between_s, seconds, *used, share, counts)
 
     @property
     def work_s(self) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 from .rows import Row
-from .shifting import Shares
+from .shifting import Shares, equal
 
 
 @dataclass(frozen=True)
@@ -122,6 +122,11 @@ class HealthLogs:
         members, logs = self._groups[group], reversed(self._logs.values())
         found = (log.shares for log in logs if log.members == members and not log.is_closed)
         return next(found, Shares(len(members), is_weighed=False))
+
+    def counts(self, group: str, microbatches: int) -> tuple[int, ...]:
+        """The numbers of microbatches of ranks: those of the engine with this communicator, or equal ones."""
+        log = self._logs.get(group)
+        return equal(microbatches, len(self._groups[group])) if log is None else log.shares.counts(microbatches)
 
     @property
     def latest(self) -> Health:

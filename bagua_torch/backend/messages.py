@@ -21,10 +21,10 @@ from bagua_comm.transports.labels import Receive, label
 LARGEST_TAG = 2**31 - 1
 """The largest tag of a message."""
 
-observers: WeakKeyDictionary[FlightRecorder, Callable[[Communicator, str, int, str], object]]
+observers: WeakKeyDictionary[FlightRecorder, Callable[[Communicator, str, int, int, str], object]]
 observers = WeakKeyDictionary()
-"""By world: called before a message begins, with the communicator of its group, "send" or "recv", the peer, and
-the message as text."""
+"""By world: called before a message begins, with the communicator of its group, "send" or "recv", the peer, the
+tag, and dtype and size as text."""
 
 
 class Messages:
@@ -56,7 +56,7 @@ class Messages:
         if not 0 <= tag <= LARGEST_TAG:
             raise ArrayError(f"{call}: tag is {tag}, expected a number from 0 to {LARGEST_TAG}")
         if (observer := observers.get(self._comm.flight)) is not None:
-            observer(self._comm, call, peer, f"{arrays.dtype_name(array.dtype)}[{array.size}] with tag {tag}")
+            observer(self._comm, call, peer, tag, f"{arrays.dtype_name(array.dtype)}[{array.size}]")
         x = arrays.as_bytes(array)
         of = label(tag, np.dtype(np.uint8), x.size)
         with self._lock:

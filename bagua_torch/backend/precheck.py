@@ -9,12 +9,13 @@ program.
 
 from __future__ import annotations
 
+import zlib
 from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from threading import get_ident
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -25,6 +26,7 @@ from bagua_comm.execution.lane import Lane
 from bagua_comm.flight.entries import is_of
 from bagua_comm.flight.recorder import HEAD, NUMBER
 from bagua_comm.hooks import CallView
+from bagua_comm.launch.cli import count
 from bagua_comm.transports.plan import MAX_CALLS
 
 from ..entry import communicator_of
@@ -56,14 +58,21 @@ class _Message(NamedTuple):
     """Dtype, size and tag of a message of a process group. Receives of communicators compare those themselves."""
 
 
+_Ordered: TypeAlias = tuple[str, int, int, int]
+"""Messages of a process group that arrive in order: the group, the ranks of the world, and the tag."""
+
+
 @dataclass
 class _Record:
     """The calls of one rank in the block."""
 
     sequences: dict[str, list[_Step]] = field(default_factory=lambda: defaultdict(list))
     """The collective calls of the program, by "", and of each lane, by its communicator."""
-    sent: list[_Message] = field(default_factory=list)
-    received: list[_Message] = field(default_factory=list)
+    sent: Counter[_Message] = field(default_factory=Counter)
+    received: Counter[_Message] = field(default_factory=Counter)
+    order_sent: dict[_Ordered, int] = field(default_factory=dict)
+    """Checksums of the dtypes and sizes of messages that are in order."""
+    order_received: dict[_Ordered, int] = field(default_factory=dict)
     unknown: set[tuple[str, int]] = field(default_factory=set)
     """Communicators in which a call of this rank does not name its peers, and the rank."""
     plans: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -99,20 +108,23 @@ class _Watch:
             return
         mine = ranks[view.comm.rank]
         if peers.get("dest") is not None:
-            self._record.sent.append(_Message(group, mine, ranks[peers["dest"]]))
+            self._record.sent[_Message(group, mine, ranks[peers["dest"]])] += 1
         if peers.get("source") is not None:
-            self._record.received.append(_Message(group, ranks[peers["source"]], mine))
+            self._record.received[_Message(group, ranks[peers["source"]], mine)] += 1
         if not {"dest", "source"} & peers.keys():
             self._record.unknown.add((group, mine))
 
-    def message(self, comm: Communicator, call: str, peer: int, text: str) -> None:
+    def message(self, comm: Communicator, call: str, peer: int, tag: int, text: str) -> None:
         """Record a message of a process group; see `messages.observers`."""
         if is_of(comm.group, self._of):
             mine, other = (self._flight.groups[comm.group][rank] for rank in (comm.rank, peer))
+            source, dest = (mine, other) if call == "send" else (other, mine)
+            found, order = self._record.received, self._record.order_received
             if call == "send":
-                self._record.sent.append(_Message(comm.group, mine, other, text))
-            else:
-                self._record.received.append(_Message(comm.group, other, mine, text))
+                found, order = self._record.sent, self._record.order_sent
+            found[_Message(comm.group, source, dest, f"{text} with tag {tag}")] += 1
+            key = comm.group, source, dest, tag
+            order[key] = zlib.crc32(text.encode(), order.get(key, 0))
 
     def record(self) -> _Record:
         """Return the record; waits for the tasks of lanes."""
@@ -151,18 +163,29 @@ def _difference(records: Mapping[int, _Record]) -> str:
 
 def _messages_that_differ(records: Collection[_Record]) -> str:
     """Those from one rank to another of which not as many were received as sent; "" if there are none."""
-    sent = Counter(message for each in records for message in each.sent)
-    received = Counter(message for each in records for message in each.received)
+    sent, received = Counter[_Message](), Counter[_Message]()
+    for each in records:
+        sent.update(each.sent)
+        received.update(each.received)
     unknown = {of for each in records for of in each.unknown}
     found: dict[tuple[str, int, int], list[str]] = defaultdict(list)
     for message in {**sent, **received}:
         group, source, dest, text = message
         if sent[message] != received[message] and not {(group, source), (group, dest)} & unknown:
-            messages = f"{sent[message]} messages" + (f" of {text}" if text else "")
+            messages = count(sent[message], "message") + (f" of {text}" if text else "")
             found[group, source, dest].append(
                 f"rank {source} sent {messages} to rank {dest} in {group}, which received {received[message]}"
             )
-    return ", ".join(next(iter(found.values()), []))
+    if found:
+        return ", ".join(next(iter(found.values())))
+    received_as = {key: order for each in records for key, order in each.order_received.items()}
+    for (group, source, dest, tag), order in [item for each in records for item in each.order_sent.items()]:
+        if received_as.get((group, source, dest, tag), order) != order:
+            return (
+                f"rank {dest} receives the messages with tag {tag} from rank {source} in {group} in another "
+                "order of dtypes and sizes than they are sent"
+            )
+    return ""
 
 
 @contextmanager
@@ -190,7 +213,8 @@ def precheck(comm: Communicator | None = None) -> Iterator[None]:
         raise CommError("precheck: this block is inside of another one; use one around the whole step")
     beside = comm.dup()
     watch = _Watch(comm, beside.group)
-    observers[comm.flight], hook = watch.message, comm.on(before=watch)
+    hook = comm.on(before=watch)
+    observers[comm.flight] = watch.message
     try:
         yield
         _wait_for_all(beside)

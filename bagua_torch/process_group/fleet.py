@@ -33,6 +33,7 @@ from bagua_comm import ArrayError, CommAborted, CommError, CommTimeout, Communic
 from bagua_comm.bootstrap import environment
 from bagua_comm.bootstrap.connection import open_world
 from bagua_comm.elastic.fleet import Death, Fleet, Process, ProcessInfo, Rendezvous
+from bagua_comm.flight.batches import named
 from bagua_comm.transports import Transport
 
 from . import agent_folder, transport
@@ -249,6 +250,14 @@ class TorchrunFleet(Fleet):
         if self._requested.is_set():
             self._abort(comm.transports)
         return comm
+
+    def failure(self, comm: Communicator) -> CommError | None:
+        """See `Fleet.failure`."""
+        if self._requested.is_set():
+            return CommAborted("another process started a rendezvous")
+        host = comm.host
+        lost = host.lost_among(range(comm.size)) if isinstance(host, transport.ProcessGroupTransport) else []
+        return RankFailed(f"rank {comm.rank} lost {named(lost)}", lost) if lost else None
 
     def _guarded(self, members: Sequence[int], call: Callable[[], T]) -> T:
         """The result of a call that connects processes; an error if one dies, or a rendezvous starts, meanwhile.

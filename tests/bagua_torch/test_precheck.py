@@ -32,7 +32,7 @@ def on_rank_0(call):
 DIFFERENT = {
     "a message that nobody receives": (
         on_rank_0(lambda comm, *_: comm.send(X, dest=1)),
-        "rank 0 sent 1 messages to rank 1 in world, which received 0",
+        "rank 0 sent 1 message to rank 1 in world, which received 0",
     ),
     "one more gather": (
         lambda comm, a, *_: [a.gather(X, root=0) for _ in range(1 + (comm.rank == 1))],
@@ -201,11 +201,19 @@ def of_groups(rank, group):
 DIFFERENT_MESSAGES = {
     "a message that nobody receives": (
         lambda rank, group: [] if rank else [group.send([torch.ones(5)], 1, 0)],
-        r"rank 0 sent 1 messages of float32\[5\] with tag 0 to rank 1 in world.1, which received 0",
+        r"rank 0 sent 1 message of float32\[5\] with tag 0 to rank 1 in world.1, which received 0",
     ),
     "a receive without a message": (
         lambda rank, group: [] if rank else [group.recv([torch.ones(5)], 1, 2)],
         r"rank 1 sent 0 messages of float32\[5\] with tag 2 to rank 0 in world.1, which received 1",
+    ),
+    "another order of sizes": (
+        lambda rank, group: (
+            [group.recv([torch.ones(size)], 0, 3) for size in (5, 3)]
+            if rank
+            else [group.send([torch.ones(size)], 1, 3) for size in (3, 5)]
+        ),
+        "rank 1 receives the messages with tag 3 from rank 0 in world.1 in another order of dtypes and sizes",
     ),
     "another dtype": (
         lambda rank, group: (
@@ -213,7 +221,7 @@ DIFFERENT_MESSAGES = {
             if rank
             else [group.send([torch.ones(2)], 1, 0)]
         ),
-        r"rank 0 sent 1 messages of float32\[2\] .* which received 0, "
+        r"rank 0 sent 1 message of float32\[2\] .* which received 0, "
         r"rank 0 sent 0 messages of int32\[2\] .* which received 1",
     ),
 }

@@ -87,6 +87,22 @@ def test_the_survivors_join_a_rendezvous_and_continue(processes, victims):
     assert [None if n in victims else expected for n in range(size)] == run(processes, size, body)
 
 
+def test_a_death_is_noticed_outside_of_calls(processes):
+    """Gloo and stores raise errors of their own then."""
+
+    def body(fleet):
+        comm = connect_all(fleet, fleet.rendezvous())
+        if fleet.me == 1:
+            die()
+        until(lambda: fleet.failure(comm) is not None)
+        comm = connect_all(fleet, fleet.rendezvous(fleet.failure(comm)))
+        result = total(comm)
+        leave(fleet, comm)
+        return result
+
+    assert run(processes, 2, body) == [1.0, None]
+
+
 def test_a_process_that_hangs_is_killed(processes):
     def body(fleet):
         comm = connect_all(fleet, fleet.rendezvous())

@@ -335,14 +335,19 @@ def test_collections_after_a_death_skip_what_was_there_before_the_training(monke
     assert counts[1] == 0
 
 
-def test_a_rank_whose_peer_has_ended_by_the_same_error_does_not_train_again():
+class Misuse(ArrayError, RuntimeError):
+    """As errors of bagua_torch, which PyTorch's users catch as a RuntimeError."""
+
+
+@pytest.mark.parametrize("kind", [ArrayError, Misuse, FileNotFoundError, KeyError])
+def test_a_rank_whose_peer_has_ended_by_the_same_error_does_not_train_again(kind):
     job, entries, first_ended = ThreadJob(2), [], threading.Event()
 
     def body(fleet):
         def train(comm):
             entries.append(fleet.me)
             assert fleet.me == 1 or first_ended.wait(20)
-            raise ArrayError("the model has another shape on all ranks")
+            raise kind("the model has another shape on all ranks")
 
         try:
             run(State(step=0), fleet=fleet)(train)
@@ -351,5 +356,5 @@ def test_a_rank_whose_peer_has_ended_by_the_same_error_does_not_train_again():
                 first_ended.set()
 
     errors = [outcome.get("error") for outcome in run_fleet(job, body)]
-    assert [str(error) for error in errors] == ["the model has another shape on all ranks"] * 2
+    assert [error.args for error in errors] == [("the model has another shape on all ranks",)] * 2
     assert sorted(entries) == [0, 1]

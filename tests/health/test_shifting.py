@@ -46,7 +46,17 @@ SLOW = slow(1, 3.0)
 
 
 def train(
-    comm, factor, *, algorithm=WEIGHED, shift=True, noise=0.05, weighs=True, tokens=False, keeps=None, steps=STEPS
+    comm,
+    factor,
+    *,
+    algorithm=WEIGHED,
+    shift=True,
+    microbatches=MICROBATCHES,
+    noise=0.05,
+    weighs=True,
+    tokens=False,
+    keeps=None,
+    steps=STEPS,
 ):
     """Fit weights to the samples, one in each microbatch; from step `keeps` on, rank 1 calls `share` no more.
 
@@ -57,7 +67,7 @@ def train(
         give_times(engine, lambda step: own_ms[-1])
         for step in range(steps):
             if keeps is None or step < keeps or comm.rank != 1:
-                mine = share(MICROBATCHES, comm, shift=shift)
+                mine = share(microbatches, comm, shift=shift)
             shares.append(mine)
             drawn = random.Random(1000 * step + comm.rank).uniform(1 - noise, 1 + noise)
             own_ms.append(len(mine) * EACH_MS * drawn * factor(step, comm.rank))
@@ -205,6 +215,16 @@ def failures(body):
     return run_ranks(2, caught)
 
 
+def test_unequal_calls_of_the_ranks_are_an_error_on_all_of_them():
+    def other(comm, microbatches, shift):
+        given = (MICROBATCHES, True) if comm.rank else (microbatches, shift)
+        return train(comm, SLOW, microbatches=given[0], shift=given[1])
+
+    for given in ((MICROBATCHES, False), (MICROBATCHES - 1, True)):
+        for text in failures(lambda comm, given=given: other(comm, *given)):
+            assert "share: ranks [1] call it otherwise than rank 0" in text
+
+
 def test_a_plain_mean_is_refused_on_all_ranks_before_a_rank_is_slow():
     for text in failures(lambda comm: train(comm, usual, weighs=False)):
         assert "share: shift=True needs an Engine or a DistributedDataParallel" in text
@@ -230,6 +250,17 @@ def test_microbatches_move_for_a_gain_of_a_twentieth_and_more(factor, expected):
         times = [[StepTimes(own_s, 0.0, 0.0)] * 5 for own_s in (1.0, factor)]
         shares.add([Row.of(10, 0, each, Usage(0.0, 0.0, 0.0)) for each in times], weighed=True)
     assert shares.shift(300) == expected
+
+
+def test_another_number_of_microbatches_is_shifted_by_the_known_times_and_a_plain_call_gives_equal_shares():
+    shares = Shares(2)
+    assert shares.shift(12) == (6, 6)
+    for _ in range(3):
+        times = [[StepTimes(own_s, 0.0, 0.0)] * 5 for own_s in (1.0, 2.0)]
+        shares.add([Row.of(10, 0, each, Usage(0.0, 0.0, 0.0)) for each in times], weighed=True)
+    assert [shares.shift(number) for number in (12, 9, 12)] == [(8, 4), (6, 3), (8, 4)]
+    shares.reset()
+    assert shares.counts(12) == (6, 6)
 
 
 @pytest.mark.parametrize("microbatches", [5, 7, 10, 64])

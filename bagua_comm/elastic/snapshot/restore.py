@@ -221,7 +221,10 @@ class Restore:
         found: list[Array | None] = [None] * len(self._specs)
         mine, receivers = self._complete, [each for each in self._trainers if each not in self._sources.complete]
         for n in numbers:
-            found[n] = _empty(self._specs[n]) if mine is None else mine.arrays[n]
+            if mine is not None:
+                found[n] = mine.arrays[n]
+            elif self._new_rank is not None:
+                found[n] = _empty(self._specs[n])
         moves = [(self._nearest(process), process) for process in receivers]
         local = [x for n in numbers if (x := found[n]) is not None]
         self._move(moves, local, local)

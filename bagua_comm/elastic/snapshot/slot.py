@@ -121,7 +121,7 @@ class Slot:
         """
         if self._memory.size >= _DATA_AT:
             self._set_state(WRITING)
-        self.reserve(data_bytes, text_bytes)
+        self._reserve(_file_size(data_bytes, text_bytes), keep=0)
         self._set_state(WRITING)
         return self._memory[_DATA_AT : _DATA_AT + data_bytes]
 
@@ -131,8 +131,7 @@ class Slot:
         Raises:
             OSError: There is not enough memory.
         """
-        size = _DATA_AT + data_bytes + max(1 << 16, data_bytes >> 6, 2 * text_bytes)
-        self._reserve(size, keep=self._memory.size)
+        self._reserve(_file_size(data_bytes, text_bytes), keep=self._memory.size)
 
     def finish(self, version: int, header: Header, data_bytes: int) -> None:
         """Write the header after the data, and mark the slot as prepared. May be repeated with another header.
@@ -223,6 +222,11 @@ def views(data: npt.NDArray[np.uint8], specs: Sequence[ArraySpec]) -> list[Array
         data[at : at + spec.nbytes].view(arrays.dtype_named(spec.dtype)).reshape(spec.shape)
         for at, spec in zip(begins, specs, strict=True)
     ]
+
+
+def _file_size(data_bytes: int, text_bytes: int) -> int:
+    """The size of a slot with room for another header."""
+    return _DATA_AT + data_bytes + max(1 << 16, data_bytes >> 6, 2 * text_bytes)
 
 
 def copy_into(out: npt.NDArray[np.generic], x: Array) -> int:

@@ -142,10 +142,11 @@ def snapshot_of(content: SlotContent) -> Snapshot:
 
 def joined(found: Sequence[Snapshot], parts: Sequence[Snapshot]) -> Sequence[Snapshot]:
     """The snapshots of a process; those with the shared state get the arrays of the same commit among `parts`."""
-    for whole in (each for each in found if each.whole):
-        for each in (each for each in parts if each.key == whole.key):
-            whole.arrays.update(each.arrays)
-    return found
+    arrays = {each.key: each.arrays for each in reversed(parts)}
+    return [
+        each._replace(arrays={**each.arrays, **arrays.get(each.key, {})}) if arrays and each.whole else each
+        for each in found
+    ]
 
 
 class OwnParts:

@@ -73,18 +73,18 @@ class Endpoint:
 
     def complete(self, start: Callable[[], MPI.Request], buffers: object) -> None:
         """Start a non-blocking call of MPI and wait for it."""
-        if not self._fits(start, buffers):
-            raise self.abort_after(MPI.Exception(MPI.ERR_TRUNCATE), None)
+        if (longer := self._longer_message(start, buffers)) is not None:
+            raise self.abort_after(longer, None) from longer
 
     def gather_rows(self, wire: Sequence[object]) -> bool:
         """Gather the rows of a table, in place; return False if another rank sends longer ones.
 
         Collective. That rank makes another call. This one must then abort, once the ranks have named their calls.
         """
-        return self._fits(lambda: self.comm.Iallgather(MPI.IN_PLACE, wire), wire)
+        return self._longer_message(lambda: self.comm.Iallgather(MPI.IN_PLACE, wire), wire) is None
 
-    def _fits(self, start: Callable[[], MPI.Request], buffers: object) -> bool:
-        """Start a call of MPI and wait for it; return whether no rank has sent more than this one expects."""
+    def _longer_message(self, start: Callable[[], MPI.Request], buffers: object) -> MPI.Exception | None:
+        """Start a call of MPI and wait for it; return its error if a rank has sent more than this one expects."""
         if self.calls.broken is not None or self.begun:
             self.check_idle()
         request = None
@@ -97,9 +97,9 @@ class Endpoint:
         except BaseException as exc:
             if isinstance(exc, MPI.Exception) and exc.Get_error_class() == MPI.ERR_TRUNCATE:
                 self.keep_for_ever((request, buffers))
-                return False
+                return exc
             raise self.abort_after(exc, (request, buffers)) from exc
-        return True
+        return None
 
     def run_in_window(self, sent: int, call: Callable[..., T], *arguments: object) -> T:
         """Make a call through the window that sends `sent` bytes to other ranks."""
