@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Hashable, Sequence
+from numbers import Integral
 
 from .. import topology
 from ..comm import Communicator
@@ -96,7 +97,7 @@ def share(microbatches: int, comm: Communicator, *, shift: bool = False) -> rang
     >>> run_ranks(3, lambda comm: list(share(8, comm)))
     [[0, 1, 2], [3, 4, 5], [6, 7]]
     """
-    if type(microbatches) is not int or microbatches < comm.size:
+    if not isinstance(microbatches, Integral) or microbatches < comm.size:
         raise ArrayError(
             f"share: microbatches is {microbatches!r}, expected an int of at least {comm.size}: one for each rank"
         )
