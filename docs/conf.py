@@ -34,8 +34,8 @@ INTERNAL = (  # types that signatures name, and that nobody needs to know
     *("After", "AgreedPlan", "ByNode", "Clock", "Dataset", "EdgeReplicas", "Encoding", "EngineRegistry", "Every"),
     *("BoundedCache", "Failure", "Flow", "Gathering", "Hooks", "Hub", "LaneComm", "MeanWeights", "Momentum"),
     *("Order", "Outer", "OuterFragment", "ProcessId", "Ranks", "RecordedFailure", "Reducer"),
-    *("RendezvousInfo", "Replicas", "Receive", "SampleOrder", "Scheduler", "Session", "SpanContext"),
-    *("SparseOuter", "Steps", "SupportsDLPack", "TaskFuture", "TorchEngine", "Traced"),
+    *("RendezvousInfo", "Replicas", "Receive", "SampleOrder", "Scheduler", "Session", "Shares"),
+    *("SpanContext", "SparseOuter", "Steps", "SupportsDLPack", "TaskFuture", "TorchEngine", "Traced"),
 )
 # Backticks in docstrings are for code, too, and types may come from libraries that are not described here.
 nitpick_ignore_regex = [

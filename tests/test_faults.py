@@ -61,7 +61,7 @@ def test_a_disk_that_fills_in_a_checkpoint_fails_that_save_alone(tmp_path):
         return
     trial = next(trial for trial in plans.classes(1, 1) if trial.fault == "full disk")
     # Compared with no second training, and long enough for a blow that comes late on busy cores.
-    trial = dataclasses.replace(trial, case=EXACT, steps=200)
+    trial = dataclasses.replace(trial, case=EXACT, steps=600)
     row = tried(trial, write_digits(tmp_path / "digits.npz"), {"undisturbed": {}})
     text = "\n".join([*row["problems"], *row["output"]])
     assert (row["outcome"], row["left"]) == ("went on", []), text

@@ -455,7 +455,7 @@ def test_an_array_that_its_rank_has_changed_after_a_timeout_is_not_taken_for_a_r
             transport._routes.use_memory(None)
         place = {
             "broadcast by MPI": (transport._endpoint, "complete"),
-            "send": (transport._messages, "_has_received"),
+            "send": (transport._messages, "_after_next"),
         }
         late(
             comm,
