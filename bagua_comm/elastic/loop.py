@@ -103,10 +103,11 @@ def run(
             ...
 
     The function is called with the communicator of the ranks that train. When one of them dies, does not answer
-    in time, or is aborted, the calls of the others raise; do not catch these errors. All living processes then
-    hold a rendezvous, spares replace the dead, all trainers receive the state of the last commit, and the
-    function is called again with a new communicator. Objects that depend on the previous communicator cannot be
-    used any more: create engines and wrappers in the function.
+    in time, or is aborted, the calls of the others raise; do not catch these errors. An error of gloo, a store or
+    a socket counts as well, if a death is noticed within a second. All living processes then hold a rendezvous,
+    spares replace the dead, all trainers receive the state of the last commit, and the function is called again
+    with a new communicator. Objects that depend on the previous communicator cannot be used any more: create
+    engines and wrappers in the function.
 
     At the start all ranks receive the state of rank 0. Make no collective calls before; `run` connects. Until the
     end, the garbage collector skips objects of before (`gc.freeze`), so that a recovery is shorter.
