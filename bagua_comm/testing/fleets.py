@@ -281,9 +281,11 @@ def run_fleet(job: ThreadJob, body: Callable[[ThreadFleet], T], *, limit_s: floa
         For every process a dictionary with "result", "error" or "killed".
 
     Raises:
-        CommTimeout: Processes still run after `limit_s`; the message names them.
+        CommTimeout: Processes still run after `limit_s`; the message names them and their last calls. Its cause
+            is the error of another process, if one had an error.
     """
     outcomes = [job.start(body, number) for number in sorted(job.processes)]
     if running := still_running(job.threads, limit_s):
-        raise CommTimeout(f"{running} still run after {limit_s:g} s")
+        first_error = next((outcome["error"] for outcome in outcomes if "error" in outcome), None)
+        raise CommTimeout(f"after {limit_s:g} s still run: {running}") from first_error
     return outcomes

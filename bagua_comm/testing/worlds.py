@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
+from pathlib import PurePath
+from types import FrameType
 from typing import Any, TypeVar
 
 from ..comm import Communicator
@@ -75,7 +79,8 @@ def run_ranks(
     if threads:
         settled.wait()
     if running := still_running(threads, timeout_s):
-        raise CommTimeout(f"{running} still runs {timeout_s:g} s after another rank failed")
+        text = f"{timeout_s:g} s after another rank failed still run: {running}"
+        raise CommTimeout(text) from (failures[0][1] if failures else None)
     if failures:
         # Other ranks raise CommAborted because one failed; raise the error of that one.
         first = next((f for f in failures if not isinstance(f[1], CommAborted)), failures[0])
@@ -87,8 +92,16 @@ def run_ranks(
 
 
 def still_running(threads: Sequence[threading.Thread], limit_s: float) -> str:
-    """Wait for threads, for at most `limit_s`; return the names of those that still run."""
+    """Wait for threads, for at most `limit_s`; return the names of those that still run, and their last calls."""
     deadline = time.monotonic() + limit_s
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
-    return ", ".join(thread.name for thread in threads if thread.is_alive())
+    frames = sys._current_frames()
+    running = [(thread.name, frames.get(thread.ident or 0)) for thread in threads if thread.is_alive()]
+    return ", ".join(f"{name} (in {_calls_of(frame)})" for name, frame in running)
+
+
+def _calls_of(frame: FrameType | None) -> str:
+    """Return the last calls of a thread, the innermost first."""
+    calls = reversed(traceback.extract_stack(frame, limit=8)) if frame is not None else ()
+    return " < ".join(f"{call.name} {PurePath(call.filename).name}:{call.lineno}" for call in calls)

@@ -209,6 +209,7 @@ class Machine:
         self.nccl_allows_sharing = False  # two ranks on one device
         self.nccl_connects = True  # first calls make the host wait for the other ranks' first calls
         self.nccl_async_error: int | None = None  # what check_async_error reports
+        self._executed = 0
         self._queues: dict[tuple[int, int], Queue] = {}  # (device if the default stream, ptr)
         self._ptrs = itertools.count(0x1000, 0x10)
         self._captures: list[Capture] = []
@@ -368,6 +369,7 @@ class Machine:
                     return f"{operation}, which is not done yet"
                 steps -= 1
                 operation.execute()
+                self._executed += 1
             on_path.remove(path.pop())
         return None
 
@@ -405,9 +407,11 @@ class Machine:
         """Run what `operation` needs, as far as the device can. The host waits for nothing."""
         with self.changed:
             self._reuse_freed()
+            before = self._executed
             if operation is not None:
                 self._advance(operation, steps)
-            self.progress()
+            if self._executed != before:  # a query that changes nothing must not prolong the waits of others
+                self.progress()
 
     def wait(self, operations: Iterable[Operation | None], call: str) -> None:
         """Make the host wait until all of `operations` are done."""
