@@ -14,7 +14,7 @@ from _pytest.doctest import DoctestItem, DoctestModule
 from _pytest.mark import deselect_by_mark
 from cuda_on_cpu import build, machine
 from cuda_on_cpu.install import installed
-from support import doctests, needs, selection, tidy
+from support import doctests, needs, selection, stacks, tidy
 from support.launch import TIME_FACTOR
 
 from bagua_comm import kernels
@@ -34,6 +34,7 @@ Tests wait for ranks, time limits and other processes, so that two processes lea
 def pytest_configure(config):
     config.pluginmanager.register(needs)  # here, so that it also sees the doctests of the packages
     config.pluginmanager.register(doctests)
+    config.pluginmanager.register(stacks)
     if not config.getoption("--with-mpi", False):  # under mpirun the ranks have one communicator for all tests
         config.pluginmanager.register(tidy)
 

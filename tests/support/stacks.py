@@ -1,0 +1,25 @@
+"""Adds the stacks of all threads to the report of a test that a time limit has ended."""
+
+import sys
+import threading
+import traceback
+
+import pytest
+
+from bagua_comm.errors import CommTimeout
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    if call.excinfo is not None and call.excinfo.errisinstance((CommTimeout, TimeoutError)):
+        report.sections.append(("threads that still run", stacks_of_others()))
+    return report
+
+
+def stacks_of_others():
+    """The stack of each thread but this one, with its name."""
+    frames = sys._current_frames()
+    others = [each for each in threading.enumerate() if each is not threading.current_thread()]
+    stacks = [(each.name, traceback.format_stack(frames[each.ident])) for each in others if each.ident in frames]
+    return "\n".join(f"{name}:\n{''.join(stack)}" for name, stack in stacks)
