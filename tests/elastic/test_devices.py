@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from cuda_on_cpu import fake_nccl
 from support.device_ranks import device_job
+from support.launch import TIME_FACTOR
 from support.waiting import until
 
 from bagua_comm import ByteGrad, Decentralized, Engine, GradientAllReduce, Plan, Point, TensorSpec, kernels
@@ -95,7 +96,7 @@ both_kinds = pytest.mark.parametrize("kind", ["nccl", "staged"])
 def trained(device, kind, size, algorithm, deaths=(), each_step=lambda comm, step: None, **options):
     """The weights of every rank at the end of such a training, by rank."""
     job = device_job(device, kind, size, timeout_s=PATIENCE_S, **options)
-    return results(run_fleet(job, training(job, algorithm, deaths, each_step), limit_s=100))
+    return results(run_fleet(job, training(job, algorithm, deaths, each_step), limit_s=100 * TIME_FACTOR))
 
 
 def assert_alike(got, expected):
