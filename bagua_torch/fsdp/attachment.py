@@ -4,32 +4,41 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import nn
 
 from bagua_comm import ArrayError, Average, CommError, Communicator, Exact, Quantized, UnsupportedError
+from bagua_comm.algorithms.diloco import OuterAlgorithm
 from bagua_comm.averages.error_feedback import Residual
 from bagua_comm.engine.monitor import HealthMonitor
 from bagua_comm.objects.closing import Closing
-from bagua_comm.trace import Counters
+from bagua_comm.trace import Counters, ExchangeCounters
 
 from ..arrays import as_array, as_tensor
-from ..entry import communicator_of, errors_on_all, raise_on_all
-from ..tensors.broadcast import broadcast_tensors
+from ..entry import communicator_of, errors_on_all
+from ..tensors.broadcast import broadcast_tensors, map_leaves
+from ..tensors.checks import listed
 from .checks import NAME, argument, check_hook, checked_units, compare_units
 from .collectives import Gather, Reduce, Replicate
 from .groups import GroupComms, LaneComms
+from .local_steps import LocalSteps, check_local_steps, name_of_replica
 from .overlap import Prefetch, Reductions
 from .passes import BackwardPasses
 from .residuals import keep_residuals
-from .torch_names import Unit, observe_forward, sharded_modules
+from .torch_names import Unit, observe_forward, of_this_replica, sharded_modules
 from .weighing import PassWeights, watch_steps
 
 _log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_LOCAL = "local steps"
+"""The key of the state of local steps in a state."""
 
 _COUNTS = "means since the last reset"
 """The key of the numbers of means in a state, by module."""
@@ -47,11 +56,13 @@ class Attachment(Closing):
         units: list[Unit],
         reduce: Average,
         gather: Average,
-        replicas: Average | None,
+        replicas: Average | OuterAlgorithm | None,
         model: nn.Module,
         overlap: bool,
+        optimizers: Sequence[torch.optim.Optimizer],
     ) -> None:
         self._comm, self._units = comm, units
+        algorithm = None if isinstance(replicas, Average) else replicas
         groups = [group for unit in units for group in unit.process_groups]
         if replicas is not None:
             groups += [unit.replicas for unit in units if unit.replicas is not None]
@@ -63,9 +74,9 @@ class Attachment(Closing):
         for each in {*self._comms.all(), *gathering.all(), *reducing.all()}:
             each.counters = self._counters
         self._passes = BackwardPasses()
-        has_replicas = any(unit.replicas is not None for unit in units)
+        has_replicas = algorithm is None and any(unit.replicas is not None for unit in units)
         self._reduced_over = {
-            unit.process_groups[0].size() * (1 if unit.replicas is None else unit.replicas.size())
+            unit.process_groups[0].size() * (1 if unit.replicas is None or algorithm else unit.replicas.size())
             for unit in units
         }
         """The numbers of ranks over which gradients are averaged."""
@@ -79,6 +90,7 @@ class Attachment(Closing):
         self._reductions = Reductions(self._passes, self._health) if overlaps else None
         self._feeding: dict[str, Reduce | Replicate] = {}
         """The reductions with a residual, by the name of their module."""
+        self._local: LocalSteps | None = None
         made: list[tuple[Unit, Reduce, Replicate | None]] = []
         try:  # `bind` and the broadcast may raise, so no module is changed before
             with errors_on_all(comm):
@@ -93,14 +105,19 @@ class Attachment(Closing):
                         )
                     if reducer.feedback is not None and over.size > 1:
                         self._feeding[unit.name] = reducer
-                    if replicas is not None and unit.replicas is not None:
+                    if isinstance(replicas, Average) and unit.replicas is not None:
                         average = Replicate(unit, replicas, self._comms.of(unit.replicas), self._passes)
                         if average.feedback is not None:
                             self._feeding[f"replicas of {unit.name or 'the root'}"] = average
                     made.append((unit, reducer, average))
-            for unit, _, average in made:
-                if average is not None:
-                    broadcast_tensors(average.comm, unit.shards)
+            for unit in units:
+                if replicas is not None and unit.replicas is not None:
+                    broadcast_tensors(self._comms.of(unit.replicas), unit.shards)
+            if algorithm is not None:
+                group = units[0].replicas
+                assert group is not None
+                with errors_on_all(comm):
+                    self._local = LocalSteps(self._comms.of(group), model, units, algorithm, optimizers)
         except CommError:  # the ranks cannot close communicators together
             raise
         except Exception:
@@ -114,6 +131,8 @@ class Attachment(Closing):
             if average is not None:
                 unit.use_for_replicas(average)
                 unit.before_forward(partial(check_hook, unit))
+            elif algorithm is not None:
+                unit.leave_out_replicas()
             include_unused = reduce.is_reproducible or not {reducer, average}.isdisjoint(self._feeding.values())
             unit.use(Gather(gathering, unit, gathers, self._prefetch), reducer, include_unused=include_unused)
             unit.on_reset(reducer.reset)
@@ -122,6 +141,8 @@ class Attachment(Closing):
             if reduce.is_reproducible and average is None and unit.process_groups[0].size() == 1:
                 unit.use_alone(reducer.alone)
         self._kept = keep_residuals(comm, self._trained, self._wait)
+        if self._local is not None and comm.engine_registry is not None:
+            comm.engine_registry.keep(self._local)
 
     def _warn_of_others(self, model: nn.Module) -> None:
         """In the first forward pass, warn of modules that were sharded after `attach`."""
@@ -167,7 +188,12 @@ class Attachment(Closing):
         """The calls and bytes of all gathers and reductions on this rank, by operation."""
         return self._counters
 
-    def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
+    @property
+    def exchanges(self) -> ExchangeCounters:
+        """With local steps, the exchanges of this rank with other replicas, and how long steps waited."""
+        return ExchangeCounters() if self._local is None else self._local.engine.counters
+
+    def state_dict(self) -> dict[str, Mapping[str, object]]:
         """Return the state of this rank: the residuals of `ErrorFeedback`, by the names of modules.
 
         A residual is a flat tensor of the elements of the module's gradients, shards padded; zeros before the
@@ -175,13 +201,19 @@ class Attachment(Closing):
         dimensions also the shard, so that torch.distributed.checkpoint saves and loads those of all ranks.
         Residuals of a `residual_codec` are decoded. With `reset_every` there are also the numbers of means since
         the last reset, equal on all ranks.
+
+        With local steps, the anchors and momenta of the outer optimizer are under "local steps", as tensors that
+        are sharded as the parameters are: `torch.distributed.checkpoint` loads them on any mesh.
         """
         self._wait()
         residuals = {name: as_tensor(each.residual_or_zeros()).clone() for name, each in self._trained.items()}
         counts = {name: torch.tensor(each.means) for name, each in self._counting.items()}
-        return {self._key: residuals, **({_COUNTS: counts} if counts else {})}
+        found: dict[str, Mapping[str, object]] = {self._key: residuals, **({_COUNTS: counts} if counts else {})}
+        if self._local is None:
+            return found
+        return {**(found if residuals else {}), _LOCAL: self._local.checkpoint()}
 
-    def load_state_dict(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+    def load_state_dict(self, state: Mapping[str, Mapping[str, object]]) -> None:
         """Continue from the result of `state_dict` of this rank.
 
         Collective.
@@ -190,16 +222,59 @@ class Attachment(Closing):
             ArrayError: The state is of another rank or number of ranks, of another model, or of another `reduce`;
                 or the numbers of means since the last reset differ between ranks. Raised on all ranks.
         """
-        raise_on_all(self._comm, self._complaint(state))
-        counts = {name: int(state[_COUNTS][name]) for name in self._counting}
+        local: dict[str, object] = {}
+        with errors_on_all(self._comm):
+            if (error := self._complaint(state)) is not None:
+                raise error
+            if self._local is not None:
+                local = self._local.engine_state(state[_LOCAL])
+        tensors: Mapping[str, Mapping[str, torch.Tensor]] = {
+            section: {name: x for name, x in values.items() if isinstance(x, torch.Tensor)}
+            for section, values in state.items()
+        }
+        counts = {name: int(tensors[_COUNTS][name]) for name in self._counting}
         rows = self._comm.allgather_object(counts) if counts else []
         if any(row != rows[0] for row in rows):
             raise ArrayError("load_state_dict: ranks have states with different numbers of means since the reset")
         self._wait()
-        for name, residual in state[self._key].items():
+        for name, residual in tensors.get(self._key, {}).items():
             self._feedback(name).residual = as_array(residual.to(self._feeding[name].device, copy=True))
         for name, means in counts.items():
             self._counting[name].means = means
+        if self._local is not None:
+            self._local.load(local)
+
+    def weights_replaced(self) -> None:
+        """Report that the program has replaced the weights, with local steps; see `Engine.weights_replaced`.
+
+        Call it on all ranks between the same two steps. `load_state_dict` of a module needs no report.
+        """
+        if self._local is not None:
+            self._local.engine.weights_replaced()
+
+    def of_replica(self, tree: T, replica: int | None = None) -> dict[str, T]:
+        """A tree of sharded tensors as what one replica has of its own, for `torch.distributed.checkpoint`.
+
+        With local steps, the weights of replicas differ between outer steps, and the states of their optimizers
+        always do. On the whole mesh, a checkpoint would have some tensors of one replica, and some of another.
+
+        Args:
+            tree: Dicts and lists with sharded tensors, as `model.state_dict()` and the state of an optimizer.
+            replica: The replica whose values are loaded, for example 0 on another number of replicas than saved
+                them; None for that of this rank, as in `save`.
+
+        Returns:
+            The tree under the name of the replica. Its tensors share memory with those of `tree`.
+
+        Raises:
+            ArrayError: There are no local steps.
+        """
+        if self._local is None:
+            raise ArrayError(
+                f"{NAME}: of_replica is for local steps, as by replicas=DiLoCo(); save the tree itself"
+            )
+        name = self._local.replica if replica is None else name_of_replica(replica)
+        return {name: map_leaves(tree, of_this_replica)}
 
     def _feedback(self, name: str) -> Residual:
         feedback = self._feeding[name].feedback
@@ -224,12 +299,12 @@ class Attachment(Closing):
         shards = sorted({(group.rank(), group.size()) for group in groups} - {(rank, size)})
         return ", ".join([f"residuals of rank {rank} of {size}", *(f"shard {i} of {n}" for i, n in shards)])
 
-    def _complaint(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> ArrayError | None:
+    def _complaint(self, state: Mapping[str, Mapping[str, object]]) -> ArrayError | None:
         """Return the error to raise if the state does not fit."""
         name, key = "load_state_dict", self._key
         if not isinstance(state, Mapping) or not all(isinstance(each, Mapping) for each in state.values()):
             return ArrayError(f"{name}: state is {type(state).__name__}, expected a result of state_dict()")
-        if key not in state:
+        if key not in state and (self._trained or self._local is None):
             found = ", ".join(map(str, state)) or "nothing"
             return ArrayError(
                 f"{name}: the state has {found}, expected {key}; residuals belong to a rank, so load them with "
@@ -268,6 +343,8 @@ class Attachment(Closing):
         with ExitStack() as ends:
             for each in (self._comms, *self._lanes):
                 ends.callback(each.close)
+            if self._local is not None:
+                ends.callback(self._local.close)
             if self._health is not None:
                 ends.callback(self._health.close)
             if self._lane is not None:
@@ -277,6 +354,8 @@ class Attachment(Closing):
         self._restore()
         for each in self._lanes:
             each.leave(error)
+        if self._local is not None:
+            self._local.engine.abort()
         if self._lane is not None:
             self._lane.abort()
 
@@ -302,7 +381,8 @@ def attach(
     gather: Average | None = None,
     comm: Communicator | None = None,
     *,
-    replicas: Average | None = None,
+    replicas: Average | OuterAlgorithm | None = None,
+    optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     overlap: bool = True,
 ) -> Attachment:
     """Gather the parameters and reduce the gradients of a sharded model by this library.
@@ -330,7 +410,10 @@ def attach(
             `bagua_torch.connect` makes. Communicators over the ranks of its process groups are made of it.
         replicas: On a mesh of two dimensions, (replicas, shards): how the shards of gradients are averaged over
             the replicas, by any average. The parameters of the first replica are copied to the others. If None,
-            PyTorch's all-reduce averages them.
+            PyTorch's all-reduce averages them. Or `DiLoCo(...)`, `StreamingDiLoCo(...)` or `SparseLoCo(...)`:
+            then replicas train apart, and each rank exchanges its shards of the weights with those of the other
+            replicas, once in many steps; see below.
+        optimizers: With local steps, all optimizers of the model's parameters, whose steps are counted.
         overlap: Whether a model on CPUs computes while its parameters and gradients are exchanged, on threads;
             see below. On GPUs PyTorch's streams do that.
 
@@ -340,10 +423,11 @@ def attach(
     Raises:
         ArrayError: `reduce`, `gather`, `replicas` or `overlap` is something else, or the model has no sharded
             modules; or there is `replicas`, but a module has no replicas, has a hook, or has parameters on the
-            meta device.
+            meta device; or there are local steps, and the optimizers do not step all trained parameters.
         MismatchError: The ranks have different models or arguments.
         UnsupportedError: The model is sharded over ranks that `comm` does not have, or over several meshes in one
-            module, or is replicated by `replicate`; or a method does not take the dtypes of a module.
+            module, or is replicated by `replicate`; or a method does not take the dtypes of a module; or
+            `replicas` is an algorithm without local steps, or a parameter is trained that is not sharded.
 
     All of these are raised on all ranks.
 
@@ -354,6 +438,12 @@ def attach(
     `register_post_accumulate_grad_hook`. Results are equal with and without `overlap`, bit for bit;
     codecs that round stochastically draw other random numbers.
 
+    With local steps, gradients are averaged over the ranks of a replica alone. After an outer step, the new
+    weights are in the parameters when `step()` of the last optimizer returns. Each rank keeps an anchor of its
+    shards and their outer momentum. Shards of trained parameters move to common memory, as parameters of
+    `DistributedDataParallel` do. If the program loads other weights by `load_state_dict` of a module, the
+    algorithm begins anew from them; after other ways to replace weights, call `weights_replaced` of the handle.
+
     With `ErrorFeedback`, each module keeps the errors of its gradients, one copy of the gradients of its whole
     parameters on each rank, or a quarter of that with `residual_codec=MinMaxUInt8()`. With it and with
     `Reproducible`, parameters that a step does not use get gradients of zeros instead of None, by
@@ -363,9 +453,21 @@ def attach(
     reduce = Quantized() if reduce is None else reduce
     gather = Exact() if gather is None else gather
     units: list[Unit] = []
+    given: list[torch.optim.Optimizer] = []
     with errors_on_all(world):
         units = checked_units(model, reduce, gather, replicas)
         if not isinstance(overlap, bool):
             raise ArrayError(f"{NAME}: overlap is {overlap!r}, expected True or False")
-    compare_units(world, units, reduce=reduce, gather=gather, replicas=replicas, overlap=overlap)
-    return Attachment(world, units, reduce, gather, replicas, model, overlap)
+        given = listed(optimizers, NAME)
+        if isinstance(replicas, OuterAlgorithm):
+            check_local_steps(model, units, replicas, given)
+        elif given:
+            raise ArrayError(
+                f"{NAME}: optimizers were given, but replicas is {replicas}; they are for the local steps of "
+                "DiLoCo, StreamingDiLoCo or SparseLoCo"
+            )
+    kinds = [type(each).__name__ for each in given]
+    compare_units(
+        world, units, reduce=reduce, gather=gather, replicas=replicas, optimizers=kinds, overlap=overlap
+    )
+    return Attachment(world, units, reduce, gather, replicas, model, overlap, given)

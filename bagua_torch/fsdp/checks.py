@@ -8,7 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from bagua_comm import ArrayError, Average, Communicator, UnsupportedError
+from bagua_comm import Algorithm, ArrayError, Average, Communicator, UnsupportedError
+from bagua_comm.algorithms.diloco import OuterAlgorithm
 from bagua_comm.averages.base import check_average_argument
 from bagua_comm.codecs.base import codecs_in
 
@@ -29,10 +30,18 @@ def argument(name: str, average: Average) -> Iterator[None]:
         raise type(exc)(f"{NAME}: {name} is {average}: {exc}{hint}") from exc
 
 
-def checked_units(model: nn.Module, reduce: Average, gather: Average, replicas: Average | None) -> list[Unit]:
+def checked_units(
+    model: nn.Module, reduce: Average, gather: Average, replicas: Average | Algorithm | None
+) -> list[Unit]:
     """Return the units of a model; raise unless they can be reduced and gathered by these methods."""
-    for name, method in (("reduce", reduce), ("gather", gather), ("replicas", replicas)):
-        if method is not None:
+    if isinstance(replicas, Algorithm) and not isinstance(replicas, OuterAlgorithm):
+        raise UnsupportedError(
+            f"{NAME}: replicas is {replicas}, expected an average, or DiLoCo, StreamingDiLoCo or SparseLoCo, by "
+            "which replicas train locally and average the changes of their weights"
+        )
+    averages = {"reduce": reduce, "gather": gather, "replicas": replicas}
+    for name, method in averages.items():
+        if method is not None and not isinstance(method, Algorithm):
             check_average_argument(NAME, method, name)
     if not isinstance(model, nn.Module):
         raise ArrayError(f"{NAME}: model is a {type(model).__name__}, expected a module")
@@ -59,7 +68,7 @@ def _described(unit: Unit) -> str:
     return f"module {unit.name!r}" if unit.name else "the root module"
 
 
-def _check_replicas(unit: Unit, replicas: Average) -> None:
+def _check_replicas(unit: Unit, replicas: Average | Algorithm) -> None:
     what = _described(unit)
     if unit.replicas is None:
         raise ArrayError(
@@ -73,7 +82,7 @@ def _check_replicas(unit: Unit, replicas: Average) -> None:
             f"{NAME}: {what} has parameters on the meta device, which cannot be copied to the replicas; "
             "initialize them first"
         )
-    for dtype in unit.reduce_dtypes:
+    for dtype in unit.reduce_dtypes if isinstance(replicas, Average) else ():
         replicas.check(_name_of(dtype))
 
 

@@ -25,10 +25,12 @@ TRIED = "2.11 and 2.13"
 """Versions of PyTorch with which this package was tried."""
 
 try:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.fsdp._fully_shard import _fsdp_common as common
     from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
     from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo, TrainingState
+    from torch.distributed.tensor import DTensor
 except ImportError as exc:
     raise ImportError(
         f"bagua_torch.fsdp: PyTorch {torch.__version__} lacks what it needs of FSDP2 ({exc}); it was tried with "
@@ -36,7 +38,7 @@ except ImportError as exc:
         name=exc.name,
     ) from exc
 
-__all__ = ["AllGather", "FSDPModule", "ReduceScatter"]
+__all__ = ["AllGather", "DTensor", "DeviceMesh", "FSDPModule", "ReduceScatter"]
 """What is PyTorch's."""
 
 _METHOD = object()
@@ -152,6 +154,11 @@ class Unit:
         sharded: list[Any] = [p.sharded_param for p in self._group.fsdp_params]
         return [each.to_local() for each in sharded]
 
+    def trained_shards(self, model: nn.Module) -> dict[str, TrainedShard]:
+        """The parameters that are trained, by their names in the model that contains this unit."""
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        return {names[id(p.sharded_param)]: TrainedShard(p) for p in self._trained}
+
     @property
     def partial_gradients(self) -> torch.Tensor | None:
         """The sum of shards of gradients whose average over replicas `set_requires_all_reduce` has postponed."""
@@ -243,12 +250,10 @@ class Unit:
             if parameter is not None and p.unsharded_accumulated_grad is None and parameter.grad is None:
                 p.unsharded_accumulated_grad = torch.zeros_like(parameter, dtype=p.reduce_dtype)
 
-    def use_for_replicas(self, average: Callable[[torch.Tensor], None]) -> None:
-        """Have `average` reduce the shards of gradients over replicas, instead of PyTorch's all-reduce.
+    def leave_out_replicas(self) -> FSDPMeshInfo:
+        """Have PyTorch average gradients over the shards of this replica alone; returns their mesh.
 
-        PyTorch always makes its own for a group on a mesh with replicas, and calls the hook afterwards. So the
-        group gets the mesh without the replicas; its parameters keep theirs. A pass that postpones the average
-        has one replica, so that PyTorch itself keeps its gradients.
+        The group gets the mesh without the replicas; its parameters keep theirs.
         """
         info, after = self._meshes
         settings = {each.name: getattr(info, each.name) for each in fields(FSDPMeshInfo) if each.init}
@@ -258,8 +263,18 @@ class Unit:
         self._set("mesh_info", only_shards)
         if after is info:
             self._set("post_forward_mesh_info", only_shards)
+        return only_shards
+
+    def use_for_replicas(self, average: Callable[[torch.Tensor], None]) -> None:
+        """Have `average` reduce the shards of gradients over replicas, instead of PyTorch's all-reduce.
+
+        PyTorch always makes its own for a group on a mesh with replicas, and calls the hook afterwards. So the
+        replicas are left out. A pass that postpones the average has one replica, so that PyTorch itself keeps its
+        gradients.
+        """
+        only_shards = self.leave_out_replicas()
         self._set("_all_reduce_hook", average)
-        postponing: Any = copy(info)
+        postponing: Any = copy(self._meshes[0])
         postponing.replicate_process_group = _OneReplica()
         group, post_backward = self._group, self._group.post_backward
 
@@ -315,6 +330,69 @@ class Unit:
     def has_hook(self) -> bool:
         """Whether `set_all_reduce_hook` has set a function."""
         return self._group._all_reduce_hook is not None
+
+
+class TrainedShard:
+    """A parameter that is trained, of which this rank has a shard.
+
+    A shard is padded with rows of zeros to the shape that it has on all ranks.
+
+    Args:
+        parameter: PyTorch's object of it.
+    """
+
+    def __init__(self, parameter: FSDPParam) -> None:
+        self._parameter = parameter
+
+    @property
+    def parameter(self) -> DTensor:
+        """The sharded parameter, as optimizers have it."""
+        return self._parameter.sharded_param  # type: ignore[return-value]  # torch says a parameter
+
+    @property
+    def local(self) -> torch.Tensor:
+        """The shard of this rank, without padding."""
+        return self.parameter._local_tensor
+
+    @property
+    def padded(self) -> torch.Tensor:
+        """The same with its padding."""
+        return self._parameter._sharded_param_data.view(self._parameter.padded_sharded_param_size)
+
+    def unpadded(self, padded: torch.Tensor) -> torch.Tensor:
+        """The part of a tensor of the shape of `padded` that is no padding, in the same memory."""
+        rows = self.local.shape[0] if self.local.numel() else 0
+        return padded if padded.shape == self.local.shape else padded.narrow(0, 0, rows)
+
+    def move_to(self, padded: torch.Tensor) -> None:
+        """Keep the shard in this memory from now on, which has its values already."""
+        self._parameter._sharded_param_data = padded.view(-1)
+        self.parameter._local_tensor = self.unpadded(padded)
+
+    def sharded(self, flat: torch.Tensor) -> DTensor:
+        """A tensor that is sharded as the parameter is, over flat memory of a shard with its padding."""
+        local = self.unpadded(flat.view(self._parameter.padded_sharded_param_size))
+        return _sharded_like(self.parameter, local)
+
+
+def of_this_replica(tensor: object) -> object:
+    """A sharded tensor on the mesh of this replica alone, over the same memory; others are returned as they are.
+
+    The last dimension of its mesh is that of the shards.
+    """
+    if not isinstance(tensor, DTensor) or tensor.device_mesh.ndim == 1:
+        return tensor
+    mesh = tensor.device_mesh
+    assert mesh.mesh_dim_names is not None
+    return _sharded_like(tensor, tensor.to_local().detach(), mesh[mesh.mesh_dim_names[-1]])
+
+
+def _sharded_like(tensor: DTensor, local: torch.Tensor, mesh: DeviceMesh | None = None) -> DTensor:
+    """A tensor of the shape of another one, over this rank's part, on a mesh of shards or that of the other."""
+    placements = tensor.placements if mesh is None else tensor.placements[-1:]
+    return DTensor.from_local(
+        local, mesh or tensor.device_mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
 
 
 def units_of(model: nn.Module) -> Iterator[Unit]:

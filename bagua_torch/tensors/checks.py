@@ -25,6 +25,9 @@ from .flats import layout_of, repeats
 from .model_state import ModelState
 from .sharded import check_sharded
 
+WRAPPER = "DistributedDataParallel"
+"""The name in errors of the class whose arguments are checked."""
+
 
 def names_to_ignore(module: nn.Module, names: Collection[str]) -> set[str]:
     """The parameters and buffers to ignore.
@@ -178,7 +181,7 @@ def check_device(mine: int | None, name: str, tensor: torch.Tensor) -> None:
 
 
 def listed(
-    optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
+    optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None, owner: str = WRAPPER
 ) -> list[torch.optim.Optimizer]:
     """The optimizers in a list; none for None.
 
@@ -196,38 +199,41 @@ def listed(
         if hasattr(optimizers, "exchange"):
             hint = "; give an algorithm as algorithm=..., after the optimizers"
         raise ArrayError(
-            f"DistributedDataParallel: optimizers is {shown(optimizers)}, expected an optimizer of torch.optim, "
+            f"{owner}: optimizers is {shown(optimizers)}, expected an optimizer of torch.optim, "
             f"or a list of them{hint}"
         ) from None
 
 
 def check_optimizers(
-    optimizers: Sequence[torch.optim.Optimizer], trained: Mapping[str, nn.Parameter], algorithm: Algorithm
+    optimizers: Sequence[torch.optim.Optimizer],
+    trained: Mapping[str, torch.Tensor],
+    algorithm: Algorithm,
+    owner: str = WRAPPER,
 ) -> None:
     """Raise `ArrayError` unless the optimizers step all trained parameters, and fit the algorithm.
 
     Raise `UnsupportedError` if one of them is sharded over the ranks, or needs sparse gradients, and does not fit
     the algorithm.
     """
-    check_algorithm_argument("DistributedDataParallel", "algorithm", algorithm)
+    check_algorithm_argument(owner, "algorithm", algorithm)
     owned: set[int] = set()
     wanted = {id(parameter) for parameter in trained.values()}
     for number, optimizer in enumerate(optimizers):
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ArrayError(
-                f"DistributedDataParallel: optimizers is {shown(optimizers)}, expected optimizers of "
-                "torch.optim; give all other arguments of PyTorch's wrapper by name"
+                f"{owner}: optimizers is {shown(optimizers)}, expected optimizers of "
+                "torch.optim; give all other arguments by name"
             )
         mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         if not mine & wanted:
             raise ArrayError(
-                f"DistributedDataParallel: optimizer {number} ({type(optimizer).__name__}) has none of the "
+                f"{owner}: optimizer {number} ({type(optimizer).__name__}) has none of the "
                 "parameters that are averaged. If it steps only experts or ignored parameters, leave it out of "
                 "the list; otherwise, was the module copied after the optimizer was made?"
             )
         if isinstance(optimizer, torch.optim.SparseAdam) and any(p.payload == "grad" for p in algorithm.phases):
             raise UnsupportedError(
-                f"DistributedDataParallel: optimizer {number} ({type(optimizer).__name__}) takes only "
+                f"{owner}: optimizer {number} ({type(optimizer).__name__}) takes only "
                 f"sparse gradients, but {algorithm} averages dense ones; give torch.optim.Adam, or an algorithm "
                 "that exchanges only weights, such as Decentralized or DiLoCo"
             )
@@ -235,14 +241,14 @@ def check_optimizers(
     missing = [name for name, parameter in trained.items() if id(parameter) not in owned]
     if optimizers and missing:
         raise ArrayError(
-            f"DistributedDataParallel: no optimizer given steps {', '.join(map(repr, missing[:3]))}"
+            f"{owner}: no optimizer given steps {', '.join(map(repr, missing[:3]))}"
             f"{' and others' if len(missing) > 3 else ''}; give all optimizers, or freeze such parameters"
         )
     check_sharded(optimizers, algorithm)
     phases = algorithm.phases
     counting = len(phases) > 1 or exchanges_weights(algorithm) or any(isinstance(p, Every) for p in phases)
     if counting and not optimizers:
-        raise ArrayError(f"DistributedDataParallel: {algorithm} depends on steps: give the optimizers")
+        raise ArrayError(f"{owner}: {algorithm} depends on steps: give the optimizers")
     for phase in phases:
         if phase.lends:
             _check_sharing(optimizers, phase)

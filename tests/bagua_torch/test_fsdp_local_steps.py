@@ -1,0 +1,293 @@
+"""Local steps between the replicas of a sharded model, beside an unsharded training with the same settings."""
+
+import copy
+import functools
+
+import pytest
+import torch
+from support import thread_groups
+from support.fsdp_training import batch, make, mean, shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.functional import mse_loss
+
+from bagua_comm import (
+    ArrayError,
+    CommMismatch,
+    Decentralized,
+    DiLoCo,
+    Exact,
+    Int4,
+    Quantized,
+    SparseLoCo,
+    StreamingDiLoCo,
+    UnsupportedError,
+)
+from bagua_comm.testing import run_ranks
+from bagua_torch import DistributedDataParallel, fsdp
+
+STEPS = 7
+AdamW = functools.partial(torch.optim.AdamW, lr=1e-2)
+
+
+@pytest.fixture(autouse=True)
+def groups():
+    thread_groups.install()
+    yield
+    thread_groups.uninstall()
+
+
+def on_mesh(comm, *, sites=2):
+    """A sharded model on a mesh of (sites, shards), whose process groups only know their ranks."""
+    thread_groups.renew(comm)
+    mesh = init_device_mesh("cpu", (sites, comm.size // sites), mesh_dim_names=("replicas", "shards"))
+    with thread_groups.LOCK:
+        model = make()
+    return shard(model, mesh=mesh), mesh
+
+
+def train(model, optimizer, rank, steps):
+    for step in steps:
+        x, y = batch(step, rank)
+        optimizer.zero_grad()
+        mse_loss(model(x), y).backward()
+        optimizer.step()
+
+
+def weights_of(comm, mesh, model):
+    """The weights of this rank's replica, as a whole."""
+    found, (first, shards) = {}, (mesh.get_local_rank(0), mesh.size(1))
+    for name, parameter in model.named_parameters():
+        rows = comm.allgather_object(parameter.to_local().detach().clone())
+        found[name] = torch.cat(rows[first * shards : (first + 1) * shards])
+    return found
+
+
+def sharded(algorithm, *, steps=STEPS, ranks=4, optimizer=AdamW):
+    """By rank, the weights after these steps."""
+
+    def program(comm):
+        model, mesh = on_mesh(comm)
+        made = optimizer(model.parameters())
+        with fsdp.attach(model, Exact(), comm=comm, replicas=algorithm, optimizers=made):
+            train(model, made, comm.rank, range(steps))
+            return weights_of(comm, mesh, model)
+
+    return run_ranks(ranks, program)
+
+
+def unsharded(algorithm, *, steps=STEPS, shards=2, optimizer=AdamW):
+    """By replica, the weights of a whole model of which each rank computes the gradients of a replica's ranks."""
+
+    def program(comm):
+        with thread_groups.LOCK:
+            model = make()
+        made = optimizer(model.parameters())
+        ddp = DistributedDataParallel(model, [made], algorithm, comm=comm)
+        for step in range(steps):
+            ddp.engine.settle()
+            grads = []
+            for rank in range(comm.rank * shards, (comm.rank + 1) * shards):
+                other = copy.deepcopy(model)
+                x, y = batch(step, rank)
+                mse_loss(other(x), y).backward()
+                grads.append([p.grad for p in other.parameters()])
+            made.zero_grad()
+            mse_loss(ddp(x), y).backward()
+            for p, *each in zip(model.parameters(), *grads, strict=True):
+                p.grad.copy_(mean(each))
+            made.step()
+        found = {name: each.clone() for name, each in ddp.module.state_dict().items()}
+        ddp.close()
+        return found
+
+    return run_ranks(2, program)
+
+
+def assert_same_bits(found, expected):
+    assert found.keys() == expected.keys()
+    for name, weights in found.items():
+        assert torch.equal(weights, expected[name]), name
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        DiLoCo(3),
+        StreamingDiLoCo(3, fragments=lambda name: int("blocks" in name), delay=2),
+        StreamingDiLoCo(2, fragments=1, delay=0, mix=0),
+    ],
+    ids=["DiLoCo", "StreamingDiLoCo", "without delay"],
+)
+def test_the_bits_are_those_of_a_training_without_shards(algorithm):
+    replicas = unsharded(algorithm)
+    for rank, found in enumerate(sharded(algorithm)):
+        assert_same_bits(found, replicas[rank // 2])
+
+
+def between(program, *, ranks=4, algorithm=None, optimizer=AdamW):
+    """By rank, the results of `program(comm, mesh, model, optimizer, handle)` on a model with local steps."""
+
+    def run(comm):
+        model, mesh = on_mesh(comm)
+        made = optimizer(model.parameters())
+        with fsdp.attach(model, Exact(), comm=comm, replicas=algorithm or DiLoCo(3), optimizers=made) as handle:
+            return program(comm, mesh, model, made, handle)
+
+    return run_ranks(ranks, run)
+
+
+def assert_all_equal(rows):
+    for row in rows[1:]:
+        assert_same_bits(row, rows[0])
+
+
+@pytest.mark.parametrize(
+    "algorithm", [SparseLoCo(2), DiLoCo(2, average=Quantized(min_bytes=0))], ids=["SparseLoCo", "eight bits"]
+)
+def test_replicas_are_equal_after_an_outer_step_and_only_then(algorithm):
+    for steps, equal in ((4, True), (5, False)):
+        rows = sharded(algorithm, steps=steps)
+        same = all(torch.equal(rows[0][name], rows[2][name]) for name in rows[0])
+        assert same is equal
+        assert_all_equal(rows[:2])
+        assert_all_equal(rows[2:])
+
+
+def test_a_link_between_replicas_has_the_shards_of_a_rank_once_in_many_steps():
+    def program(comm, mesh, model, optimizer, handle):
+        train(model, optimizer, comm.rank, range(6))
+        return handle.exchanges.exchange
+
+    elements = sum(p.numel() for p in make().parameters())
+    for sent in between(program):
+        assert sent.calls == 2
+        assert sent.payload_bytes == pytest.approx(2 * 4 * elements / 2, rel=0.2)  # shards are padded
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [DiLoCo(3), StreamingDiLoCo(4, fragments=2, delay=2), SparseLoCo(2)],
+    ids=["DiLoCo", "StreamingDiLoCo", "SparseLoCo"],
+)
+def test_a_loaded_state_continues_with_the_same_bits(algorithm):
+    def program(comm, mesh, model, optimizer, handle):
+        train(model, optimizer, comm.rank, range(5))
+        saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), handle.state_dict()))
+        train(model, optimizer, comm.rank, range(5, STEPS))
+        expected = weights_of(comm, mesh, model)
+        for each, state in zip((model, optimizer, handle), saved, strict=True):
+            each.load_state_dict(state)
+        train(model, optimizer, comm.rank, range(5, STEPS))
+        assert_same_bits(weights_of(comm, mesh, model), expected)
+
+    between(program, algorithm=algorithm)
+
+
+def test_weights_that_a_module_loads_are_where_the_next_outer_step_begins():
+    def program(comm, mesh, model, optimizer, handle):
+        train(model, optimizer, comm.rank, range(4))
+        model.load_state_dict({name: x * 0 + 1 for name, x in model.state_dict().items()})
+        train(model, optimizer, comm.rank, range(4, 6))
+        found, anchor = weights_of(comm, mesh, model), handle.state_dict()["local steps"]["shared"]
+        assert all(torch.equal(x, anchor[n]["anchor"].to_local()) for n, x in locals_of(model))
+        return found
+
+    for rows in between(program):
+        assert all((weights - 1).abs().max() < 0.1 for weights in rows.values())  # two steps from there
+
+
+def locals_of(model):
+    return [(name, parameter.to_local()) for name, parameter in model.named_parameters()]
+
+
+def test_weights_that_change_without_a_report_are_named():
+    def program(comm, mesh, model, optimizer, handle):
+        train(model, optimizer, comm.rank, range(2))
+        with torch.no_grad():
+            for _, local in locals_of(model):
+                local.add_(1)
+        train(model, optimizer, comm.rank, range(2, 4))
+
+    with pytest.warns(UserWarning, match="neither an optimizer nor an exchange did that"):
+        between(program)
+
+
+def test_shards_that_were_replaced_move_back_to_their_bucket():
+    def program(comm, mesh, model, optimizer, handle):
+        train(model, optimizer, comm.rank, range(2))
+        model.to(torch.float64).to(torch.float32)
+        train(model, optimizer, comm.rank, range(2, 6))
+        return weights_of(comm, mesh, model)
+
+    assert_all_equal(between(program))
+
+
+def test_a_step_that_only_makes_the_state_of_an_optimizer_does_not_count():
+    """As `torch.distributed.checkpoint.state_dict` makes it before it loads."""
+
+    def program(comm, mesh, model, optimizer, handle):
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)
+        rates = [group["lr"] for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+        optimizer.step()
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        train(model, optimizer, comm.rank, range(3))
+        return handle.exchanges.exchange.calls
+
+    assert between(program) == [1] * 4
+
+
+def test_frozen_parameters_are_not_exchanged():
+    def run(comm):
+        thread_groups.renew(comm)
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+        with thread_groups.LOCK:
+            model = make()
+        model.blocks[0].requires_grad_(False)
+        shard(model, mesh=mesh)
+        made = AdamW([p for p in model.parameters() if p.requires_grad])
+        with fsdp.attach(model, Exact(), comm=comm, replicas=DiLoCo(3), optimizers=made) as handle:
+            train(model, made, comm.rank, range(3))
+            return {*handle.state_dict()["local steps"]["shared"]}, weights_of(comm, mesh, model)
+
+    before = make().state_dict()
+    for names, weights in run_ranks(4, run):
+        assert names == {name for name in before if "blocks.0" not in name}
+        assert all(torch.equal(weights[name], x) for name, x in before.items() if "blocks.0" in name)
+
+
+REFUSED = [
+    (UnsupportedError, "which replicas train locally", {"replicas": Decentralized()}),
+    (ArrayError, "depends on steps: give the optimizers", {"optimizers": None}),
+    (ArrayError, "no optimizer given steps", {"optimizers": "a part"}),
+    (ArrayError, "they are for the local steps", {"replicas": Exact()}),
+    (ArrayError, "expected at most one fragment per bucket", {"replicas": StreamingDiLoCo(fragments=10_000)}),
+    (CommMismatch, "ranks differ: replicas is DiLoCo", {"replicas": "by rank"}),
+    (ArrayError, "but the root module has none", {"sites": 0}),
+    (UnsupportedError, "float64", {"replicas": DiLoCo(average=Quantized(Int4())), "double": True}),
+]
+
+
+@pytest.mark.parametrize(("error", "text", "given"), REFUSED, ids=[text for _, text, _ in REFUSED])
+def test_what_does_not_fit_is_refused_on_all_ranks(error, text, given):
+    def program(comm):
+        settings = {"replicas": DiLoCo(3), **given}
+        sites, double = settings.pop("sites", 2), settings.pop("double", False)
+        thread_groups.renew(comm)
+        mesh = init_device_mesh("cpu", (sites, 2), mesh_dim_names=("replicas", "shards")) if sites else None
+        with thread_groups.LOCK:
+            model = make().double() if double else make()
+        shard(model, mesh=mesh)
+        made = AdamW(model.parameters())
+        optimizers = settings.pop("optimizers", made)
+        if optimizers == "a part":
+            optimizers = AdamW([model.first.weight])
+        if settings["replicas"] == "by rank":
+            settings["replicas"] = DiLoCo(3 + (comm.rank == 2))
+        with pytest.raises(error, match=text):
+            fsdp.attach(model, Exact(), comm=comm, optimizers=optimizers, **settings)
+
+    run_ranks(4, program)
