@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from bagua_comm import ArrayError, Communicator, Point, UnsupportedError
+from bagua_comm import ArrayError, Communicator, Hierarchical, Point, UnsupportedError
 from bagua_comm.algorithms.diloco import OuterAlgorithm
 from bagua_comm.engine import EngineCallbacks, check_fit
 
@@ -25,7 +25,7 @@ from ..training.engine import TorchEngine
 from ..training.scaling import on_skipped_step
 from .checks import NAME
 from .outer_state import engine_state, outer_state
-from .shard_memory import ShardMemory, plan_of
+from .shard_memory import ShardMemory, for_shards, plan_of
 from .torch_names import TrainedShard, Unit, observe_forward, of_this_replica
 
 _OWN = "own"
@@ -62,15 +62,20 @@ def check_local_steps(
         raise ArrayError(f"{NAME}: replicas is {algorithm}, but the model has no parameter to train")
     replicas = {tuple(dist.get_process_group_ranks(unit.replicas)) for unit in units if unit.replicas is not None}
     problems = [f"modules have replicas on different ranks: {sorted(replicas)}"] * (len(replicas) > 1)
-    problems += [f"{name!r} is trained, but not sharded" for name in trained.keys() - shards.keys()]
+    problems += [
+        f"{name!r} is trained, but not sharded, so that nothing would exchange it"
+        for name in trained.keys() - shards.keys()
+    ]
     for unit in units:
         for name, shard in unit.trained_shards(model).items():
             if shard.local.device != unit.device:
                 problems.append(f"the shard of {name!r} is on {shard.local.device}, offloaded from {unit.device}")
             if type(shard.local) is not torch.Tensor:
                 problems.append(f"the shard of {name!r} is a {type(shard.local).__name__}, not a plain tensor")
+    if isinstance(algorithm.mean, Hierarchical) and algorithm.mean.has_residual:
+        problems.append("its average keeps residuals of parts that depend on nodes: leave Hierarchical out")
     if problems:
-        raise UnsupportedError(f"{NAME}: replicas is {algorithm}, but {problems[0]}, so that it is not exchanged")
+        raise UnsupportedError(f"{NAME}: replicas is {algorithm}, but {problems[0]}")
     check_optimizers(optimizers, trained, algorithm, NAME)
     (ranks,) = replicas
     check_fit(algorithm, plan_of(shards, algorithm, len(ranks)), len(ranks))
@@ -102,6 +107,7 @@ class LocalSteps:
         self.replica = name_of_replica(comm.rank)
         """The name of this rank's replica."""
         self._shards = shards = shards_of(model, units)
+        algorithm = for_shards(algorithm, shards)
         self._memory = ShardMemory(shards, plan_of(shards, algorithm, comm.size))
         callbacks = EngineCallbacks(wrote=self._memory.note_new_weights, detach=WeakCall(self.detach))
         device = next(iter(shards.values())).local.device

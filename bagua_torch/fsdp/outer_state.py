@@ -13,9 +13,10 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from bagua_comm import ArrayError, UnsupportedError
-from bagua_comm.algorithms.state import MOVED, StateHeader, with_tensors
-from bagua_comm.arrays import Array
+from bagua_comm import ArrayError
+from bagua_comm.algorithms.diloco import OuterAlgorithm
+from bagua_comm.algorithms.state import MOVED, StateHeader, rules_of, with_tensors
+from bagua_comm.arrays import Array, zeros_like
 from bagua_comm.checkpoint.engines import tree_of_engine
 from bagua_comm.errors import shown
 
@@ -41,18 +42,16 @@ def outer_state(
         shards: The shards of this rank, by name.
         own: The key of what belongs to this replica alone.
         place: Gives the tensors of this replica another mesh than that of the parameters.
-
-    Raises:
-        UnsupportedError: The algorithm keeps what belongs to a rank, or to parts of buckets.
     """
     engine.complete_step()
     tree = tree_of_engine(engine)
-    kept = [name for part in (tree["anew"].value, tree["fixed"]) for name in part]
-    if kept:
-        raise UnsupportedError(
-            f"bagua_torch.fsdp: {engine.algorithm} keeps a part of {kept[0]!r} on a rank that depends on nodes, "
-            "which cannot be saved in shards; give an average without Hierarchical(ErrorFeedback(...))"
-        )
+    own_tensors = {name: dict(pieces) for name, pieces in tree["mean"].value.items()}
+    assert isinstance(engine.algorithm, OuterAlgorithm)
+    if engine.algorithm.mean.has_residual:  # which there is none of before the first mean
+        for bucket, state in zip(engine.buckets, engine.states, strict=True):
+            (path,) = (path for path in rules_of(state) if path.endswith("residual"))
+            for name, view in bucket.views.items():
+                own_tensors.setdefault(name, {}).setdefault(path, zeros_like(view))
 
     def sharded(part: Mapping[str, Mapping[str, Array]]) -> dict[str, dict[str, DTensor]]:
         return {
@@ -62,7 +61,7 @@ def outer_state(
 
     facts = {key: value for key, value in tree["facts"].value.items() if key not in ("rank", "digest")}
     found: dict[str, object] = {"facts": facts, "shared": sharded(tree["alike"])}
-    mine: dict[str, object] = map_leaves(sharded(tree["mean"].value), place)
+    mine: dict[str, object] = map_leaves(sharded(own_tensors), place)
     return {**found, own: mine} if mine else found
 
 

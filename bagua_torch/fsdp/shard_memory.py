@@ -7,15 +7,46 @@ exchanges them in place. They have their padding there: all ranks have the same 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import nn
 
-from bagua_comm import Algorithm, ArrayError, Plan
+from bagua_comm import Algorithm, ArrayError, Plan, StreamingDiLoCo, TensorSpec
+from bagua_comm.algorithms.diloco import OuterAlgorithm
 from bagua_comm.bucket import DEFAULT_BUCKET_BYTES
 
+from ..arrays import dtype_name
 from ..tensors.memory import BucketMemory, pack
 from .torch_names import TrainedShard
+
+
+class Fragments:
+    """The fragments of `StreamingDiLoCo`, of whole parameters: the same on any mesh, and without shards.
+
+    Args:
+        algorithm: The algorithm, with a number of fragments.
+        shards: The shards of the parameters that are trained, by name.
+    """
+
+    def __init__(self, algorithm: StreamingDiLoCo, shards: Mapping[str, TrainedShard]) -> None:
+        wholes = [
+            TensorSpec(name, tuple(each.parameter.shape), dtype_name(each.local)) for name, each in shards.items()
+        ]
+        self._of = dict(zip(shards, algorithm.groups(wholes), strict=True))
+        self.__qualname__ = str(algorithm.fragments)
+        """How they are shown in the settings of the algorithm: by their number, as the user gave it."""
+
+    def __call__(self, name: str) -> int:
+        """The fragment of a parameter."""
+        return self._of[name]
+
+
+def for_shards(algorithm: OuterAlgorithm, shards: Mapping[str, TrainedShard]) -> OuterAlgorithm:
+    """The same algorithm, which divides shards as it divides whole parameters."""
+    if isinstance(algorithm, StreamingDiLoCo) and not callable(algorithm.fragments):
+        return replace(algorithm, fragments=Fragments(algorithm, shards))
+    return algorithm
 
 
 def plan_of(shards: Mapping[str, TrainedShard], algorithm: Algorithm, ranks: int) -> Plan:

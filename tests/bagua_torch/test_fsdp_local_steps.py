@@ -15,7 +15,9 @@ from bagua_comm import (
     CommMismatch,
     Decentralized,
     DiLoCo,
+    ErrorFeedback,
     Exact,
+    Hierarchical,
     Int4,
     Quantized,
     SparseLoCo,
@@ -113,7 +115,7 @@ def assert_same_bits(found, expected):
     "algorithm",
     [
         DiLoCo(3),
-        StreamingDiLoCo(3, fragments=lambda name: int("blocks" in name), delay=2),
+        StreamingDiLoCo(5, fragments=3, delay=2),
         StreamingDiLoCo(2, fragments=1, delay=0, mix=0),
     ],
     ids=["DiLoCo", "StreamingDiLoCo", "without delay"],
@@ -267,6 +269,7 @@ REFUSED = [
     (ArrayError, "expected at most one fragment per bucket", {"replicas": StreamingDiLoCo(fragments=10_000)}),
     (CommMismatch, "ranks differ: replicas is DiLoCo", {"replicas": "by rank"}),
     (ArrayError, "but the root module has none", {"sites": 0}),
+    (UnsupportedError, "leave Hierarchical out", {"replicas": DiLoCo(average=Hierarchical(ErrorFeedback()))}),
     (UnsupportedError, "float64", {"replicas": DiLoCo(average=Quantized(Int4())), "double": True}),
 ]
 

@@ -33,6 +33,7 @@ import bagua_torch.fsdp
 from bagua_comm import (
     ArrayError,
     BaguaError,
+    DiLoCo,
     ErrorFeedback,
     Exact,
     Float16,
@@ -40,6 +41,8 @@ from bagua_comm import (
     MinMaxUInt8,
     Quantized,
     Reproducible,
+    SparseLoCo,
+    StreamingDiLoCo,
     UnsupportedError,
     elastic,
 )
@@ -1318,6 +1321,57 @@ def bad_input(comm):
     only_one = None if comm.rank == 1 else EIGHT_BITS
     refused(comm, BaguaError, "", attach, model, only_one if comm.rank else "eight bits")
     model(batch(0, comm.rank)[0])  # nothing was changed
+
+
+def local_training(comm, replicas, algorithm):
+    """A sharded model with local steps between this number of replicas, its optimizer and its handle."""
+    mesh = init_device_mesh("cpu", (replicas, comm.size // replicas), mesh_dim_names=("replicas", "shards"))
+    model = shard(make(), mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    handle = bagua_torch.fsdp.attach(model, Exact(), replicas=algorithm, optimizers=optimizer)
+    return model, optimizer, handle
+
+
+def local_checkpoint(model, optimizer, handle, replica=None):
+    """What `torch.distributed.checkpoint` saves, and loads in place."""
+    weights, moments = get_state_dict(model, optimizer)
+    own = {"model": weights, "moments": moments["state"]}
+    return {"own": handle.of_replica(own, replica), "fsdp": handle}
+
+
+@case
+def local_steps_on_other_meshes(comm):
+    if comm.size != 4:
+        return
+    with TemporaryDirectory(ignore_cleanup_errors=True) as mine:
+        path = comm.broadcast_object(mine, root=0)
+        for algorithm in (DiLoCo(3), StreamingDiLoCo(4, fragments=2, delay=2), SparseLoCo(2)):
+            model, optimizer, handle = local_training(comm, 2, algorithm)
+            run_steps(model, optimizer, comm.rank, range(5))
+            dcp.save(local_checkpoint(model, optimizer, handle), checkpoint_id=path)
+            anchors = wholes_of(handle)
+            run_steps(model, optimizer, comm.rank, range(5, 9))
+            handle.close()
+            again, optimizer, handle = local_training(comm, 2, algorithm)
+            dcp.load(local_checkpoint(again, optimizer, handle), checkpoint_id=path)
+            run_steps(again, optimizer, comm.rank, range(5, 9))
+            handle.close()
+            assert all(map(torch.equal, whole(model), whole(again))), algorithm
+            for replicas in (1, 4) if not isinstance(algorithm, SparseLoCo) else (1,):
+                other, optimizer, handle = local_training(comm, replicas, algorithm)
+                dcp.load(local_checkpoint(other, optimizer, handle, 0), checkpoint_id=path)
+                found = wholes_of(handle)
+                assert found.keys() == anchors.keys()
+                assert all(torch.equal(found[key], x) for key, x in anchors.items()), (algorithm, replicas)
+                run_steps(other, optimizer, comm.rank, range(5, 9))
+                handle.close()
+        comm.barrier()
+
+
+def wholes_of(handle):
+    """The anchors and momenta of the outer optimizer, unsharded."""
+    shared = handle.state_dict()["local steps"]["shared"]
+    return {(name, path): x.full_tensor() for name, found in shared.items() for path, x in found.items()}
 
 
 @case
