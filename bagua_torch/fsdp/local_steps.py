@@ -103,7 +103,7 @@ class LocalSteps:
         algorithm: OuterAlgorithm,
         optimizers: Sequence[torch.optim.Optimizer],
     ) -> None:
-        self._optimizers = optimizers
+        self._comm, self._optimizers = comm, optimizers
         self.replica = name_of_replica(comm.rank)
         """The name of this rank's replica."""
         self._shards = shards = shards_of(model, units)
@@ -119,12 +119,14 @@ class LocalSteps:
         """Whether the model has run since the last step."""
         self._begins_anew = False
         """Whether weights become the anchors before the model runs, since other ranks have committed theirs."""
-        self._hooks = [
+        self._others = {name: p for name, p in model.named_parameters() if name not in shards}
+        """The parameters that are not trained."""
+        self._hooks = [  # those of optimizers keep this object, as nobody may keep the handle
             each
             for optimizer in optimizers
             for each in (
-                optimizer.register_step_pre_hook(WeakCall(self._before_step)),
-                optimizer.register_step_post_hook(WeakCall(self._after_step)),
+                optimizer.register_step_pre_hook(self._before_step),
+                optimizer.register_step_post_hook(self._after_step),
                 on_skipped_step(optimizer, WeakCall(self._after_step)),
             )
         ]
@@ -151,6 +153,12 @@ class LocalSteps:
             self._begin()
 
     def _begin(self) -> None:
+        unfrozen = [name for name, parameter in self._others.items() if parameter.requires_grad]
+        if unfrozen:
+            raise ArrayError(
+                f"{NAME}: {unfrozen[0]!r} was frozen when attach was called, and is trained now, but not "
+                "exchanged; close the handle, and call attach again"
+            )
         self._has_begun = True
         self._memory.reclaim()
         self.engine.at(Point.FORWARD)

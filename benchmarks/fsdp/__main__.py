@@ -22,10 +22,7 @@ the model was made; `benchmarks.fsdp.memory` runs each method so.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import os
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,6 +41,7 @@ from ..bench.table import Column, Table, number
 from ..bench.timing import Call, measure
 from .methods import METHODS
 from .models import MODELS, SIZES, sharded
+from .use import Use
 
 TABLE = Table(
     (
@@ -143,47 +141,6 @@ def rss_bytes(name: str = "VmRSS") -> int:
     """The memory of this process that is in use, or "VmHWM", the most that ever was."""
     rows = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return 1024 * int(rows[name].split()[0])
-
-
-class Use:
-    """Counts the bytes that this host sends in steps, and the processor time of this rank.
-
-    Args:
-        comm: All ranks.
-    """
-
-    def __init__(self, comm: Communicator) -> None:
-        self._comm, self._sent, self._worked = comm, list[int](), list[float]()
-
-    @contextlib.contextmanager
-    def counted(self) -> Iterator[None]:
-        """Count one step of all ranks. Collective."""
-        self._comm.barrier()
-        before, start = sent_bytes(), time.process_time()
-        yield
-        self._worked.append(time.process_time() - start)
-        self._comm.barrier()
-        if before is not None:
-            self._sent.append((sent_bytes() or 0) - before)
-
-    def link_bytes(self) -> int | None:
-        """The median of all steps, of the busiest host; None if they are not counted. Collective."""
-        rows = self._comm.allgather_object(int(np.median(self._sent)) if self._sent else None)
-        return None if None in rows else max(rows)
-
-    def processor_s(self) -> float:
-        """The median of the processor time of all steps, the sum over all ranks. Collective."""
-        return sum(self._comm.allgather_object(float(np.median(self._worked))))
-
-
-def sent_bytes(devices: Path = Path("/proc/self/net/dev")) -> int | None:
-    """Bytes that the interface which GLOO_SOCKET_IFNAME names has sent; None without that."""
-    name = os.environ.get("GLOO_SOCKET_IFNAME")
-    if name in (None, "lo") or not devices.exists():
-        return None
-    rows = dict(line.split(":") for line in devices.read_text().splitlines() if ":" in line)
-    counts = {each.strip(): row.split() for each, row in rows.items()}
-    return int(counts[name][8]) if name in counts else None
 
 
 def step(model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> None:

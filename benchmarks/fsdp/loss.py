@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 
@@ -32,6 +33,7 @@ from ..bench.table import Column, Table
 from ..convergence.run import learning_rate
 from ..convergence.tasks import CHARACTERS, Data, Transformer, load_text
 from .methods import TRAINED, Method
+from .use import sent_bytes
 
 HEAD = 64
 """The width of an attention head."""
@@ -49,7 +51,7 @@ TABLE = Table(
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Train, print the table, and write the record. Collective."""
-    options = parse_arguments(argv)
+    options = parser_of(__doc__).parse_args(argv)
     torch.set_num_threads(1)
     with bagua_torch.connect(process_group=True) as comm:
         record = begin_record("FSDP2 loss", options, comm=comm, packages=("torch",))
@@ -69,9 +71,9 @@ def main(argv: Sequence[str] | None = None) -> None:
                 print(TABLE.row(row))
 
 
-def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The arguments."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+def parser_of(text: str | None) -> argparse.ArgumentParser:
+    """The arguments of a training, for a program with this docstring."""
+    parser = argparse.ArgumentParser(description=(text or "").split("\n")[0])
     positive = at_least(1)
     parser.add_argument("--width", type=positive, default=256)
     parser.add_argument("--layers", type=positive, default=4, help="blocks, each sharded by a call of its own")
@@ -81,24 +83,31 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seeds", type=comma_list(at_least(0)), default=[0, 1, 2])
     parser.add_argument("--windows", type=positive, default=256, help="windows of the held-out text")
     add_json_argument(parser)
-    return parser.parse_args(argv)
+    return parser
 
 
 def run_once(
-    comm: Communicator, data: Data, method: Method, seed: int, options: argparse.Namespace
+    comm: Communicator,
+    data: Data,
+    method: Method,
+    seed: int,
+    options: argparse.Namespace,
+    *,
+    mesh: DeviceMesh | None = None,
+    adam: type[torch.optim.Adam] = torch.optim.Adam,
 ) -> dict[str, Any]:
-    """Train one model from one seed; returns its losses. Collective."""
+    """Train one model from one seed; returns its losses, and what its steps took. Collective."""
     torch.manual_seed(seed)
     symbols = len(CHARACTERS) + 1
     model = Transformer(symbols, width=options.width, layers=options.layers, heads=options.width // HEAD)
     for block in model.blocks:
-        fully_shard(block)
-    fully_shard(model)
-    handle = method.attach(model, comm)
-    optimizer = torch.optim.Adam(model.parameters(), lr=options.lr)
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = adam(model.parameters(), lr=options.lr)
+    handle = method.attach(model, comm, optimizer)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(learning_rate, steps=options.steps))
     batches = data.batches(seed, comm.size * options.batch_size)
-    losses = np.zeros(options.steps)
+    losses, sent, began = np.zeros(options.steps), sent_bytes(), time.perf_counter()
     for step in range(options.steps):
         x, y = (part.chunk(comm.size)[comm.rank] for part in next(batches))
         optimizer.zero_grad()
@@ -110,6 +119,12 @@ def run_once(
         optimizer.step()
         schedule.step()
         losses[step] = loss.item()
+    used = {"step_s": (time.perf_counter() - began) / options.steps, "waited_s": 0.0, "exchanged_bytes": 0}
+    if handle is not None:
+        used["waited_s"] = handle.exchanges.wait.time_ns * 1e-9 / options.steps
+        used["exchanged_bytes"] = handle.exchanges.exchange.wire_bytes / options.steps
+    comm.barrier()
+    used["link_bytes"] = None if sent is None else ((sent_bytes() or 0) - sent) / options.steps
     with torch.no_grad():  # each rank its part of the windows
         x, y = (part[: options.windows].chunk(comm.size)[comm.rank] for part in data.held_out)
         held_out = cross_entropy(model(x).flatten(0, 1), y.flatten()).item()
@@ -117,7 +132,7 @@ def run_once(
     both = comm.allreduce(np.array([held_out, trained]), op="avg")
     if handle is not None:
         handle.close()
-    return {"held_out": float(both[0]), "training": float(both[1])}
+    return {"held_out": float(both[0]), "training": float(both[1]), **used}
 
 
 def summarize(results: Sequence[dict[str, Any]]) -> list[list[str]]:

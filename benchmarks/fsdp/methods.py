@@ -4,10 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 import bagua_torch.fsdp
-from bagua_comm import Average, Communicator, ErrorFeedback, Exact, Int4, Quantized
+from bagua_comm import (
+    Algorithm,
+    Average,
+    Communicator,
+    DiLoCo,
+    ErrorFeedback,
+    Exact,
+    Int4,
+    Quantized,
+    SparseLoCo,
+    StreamingDiLoCo,
+)
 from bagua_torch.fsdp import Attachment
 
 EIGHT_BITS = Quantized(min_bytes=0)
@@ -22,15 +34,24 @@ class Method:
     gather: Exact | Quantized | None = None
     by_host: bool = False
     """Whether each host keeps the whole model in its shards."""
-    replicas: Average | None = None
+    replicas: Average | DiLoCo | StreamingDiLoCo | SparseLoCo | None = None
     overlap: bool = False
 
-    def attach(self, model: nn.Module, comm: Communicator) -> Attachment | None:
+    def attach(
+        self, model: nn.Module, comm: Communicator, optimizer: torch.optim.Optimizer | None = None
+    ) -> Attachment | None:
         """Let a sharded model communicate so. Collective."""
         if self.reduce is None:
             return None
+        stepped = optimizer if isinstance(self.replicas, Algorithm) else None
         return bagua_torch.fsdp.attach(
-            model, self.reduce, self.gather, comm, replicas=self.replicas, overlap=self.overlap
+            model,
+            self.reduce,
+            self.gather,
+            comm,
+            replicas=self.replicas,
+            optimizers=stepped,
+            overlap=self.overlap,
         )
 
 
@@ -53,3 +74,16 @@ TRAINED = {
     "error feedback": Method(ErrorFeedback(), EIGHT_BITS),
 }
 """Those whose losses are compared; overlap changes no bit."""
+
+BETWEEN_SITES = {
+    "PyTorch": Method(by_host=True),
+    "exact": Method(Exact(), Exact(), by_host=True, replicas=Exact()),
+    "DiLoCo, eight bits": Method(
+        Exact(), Exact(), by_host=True, replicas=DiLoCo(30, average=EIGHT_BITS), overlap=True
+    ),
+    "StreamingDiLoCo, four bits": Method(
+        Exact(), Exact(), by_host=True, replicas=StreamingDiLoCo(30, 4, 5, average=FOUR_BITS), overlap=True
+    ),
+    "SparseLoCo": Method(Exact(), Exact(), by_host=True, replicas=SparseLoCo(30), overlap=True),
+}
+"""Those of `benchmarks.fsdp.sites`: on a mesh of two dimensions, with a replica at each site."""

@@ -2,10 +2,13 @@
 
 import copy
 import functools
+import gc
 
 import pytest
 import torch
 from support import thread_groups
+from support.elastic_shards import results
+from support.elastic_shards import whole as whole_shards
 from support.fsdp_training import batch, make, mean, shard
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import mse_loss
@@ -24,7 +27,9 @@ from bagua_comm import (
     StreamingDiLoCo,
     UnsupportedError,
 )
+from bagua_comm.elastic import State, run
 from bagua_comm.testing import run_ranks
+from bagua_comm.testing.fleets import ThreadJob, run_fleet
 from bagua_torch import DistributedDataParallel, fsdp
 
 STEPS = 7
@@ -242,23 +247,55 @@ def test_a_step_that_only_makes_the_state_of_an_optimizer_does_not_count():
     assert between(program) == [1] * 4
 
 
-def test_frozen_parameters_are_not_exchanged():
+def with_frozen(program, *frozen):
+    """As `between`, on a model of which these parts are frozen."""
+
     def run(comm):
         thread_groups.renew(comm)
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
         with thread_groups.LOCK:
             model = make()
-        model.blocks[0].requires_grad_(False)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not name.startswith(frozen))
         shard(model, mesh=mesh)
         made = AdamW([p for p in model.parameters() if p.requires_grad])
         with fsdp.attach(model, Exact(), comm=comm, replicas=DiLoCo(3), optimizers=made) as handle:
-            train(model, made, comm.rank, range(3))
-            return {*handle.state_dict()["local steps"]["shared"]}, weights_of(comm, mesh, model)
+            return program(comm, mesh, model, made, handle)
+
+    return run_ranks(4, run)
+
+
+def test_frozen_parameters_are_not_exchanged():
+    def program(comm, mesh, model, optimizer, handle):
+        train(model, optimizer, comm.rank, range(3))
+        return {*handle.state_dict()["local steps"]["shared"]}, weights_of(comm, mesh, model)
 
     before = make().state_dict()
-    for names, weights in run_ranks(4, run):
+    for names, weights in with_frozen(program, "blocks.0"):
         assert names == {name for name in before if "blocks.0" not in name}
         assert all(torch.equal(weights[name], x) for name, x in before.items() if "blocks.0" in name)
+
+
+def test_a_parameter_that_is_unfrozen_later_is_named():
+    def program(comm, mesh, model, optimizer, handle):
+        train(model, optimizer, comm.rank, range(2))
+        model.last.weight.requires_grad_(True)
+        with pytest.raises(ArrayError, match=r"'last\.weight' was frozen when attach was called"):
+            train(model, optimizer, comm.rank, [2])
+
+    with_frozen(program, "last.weight")
+
+
+def test_local_steps_go_on_if_nobody_keeps_the_handle():
+    def program(comm):
+        model, mesh = on_mesh(comm)
+        made = AdamW(model.parameters())
+        fsdp.attach(model, Exact(), comm=comm, replicas=DiLoCo(2), optimizers=made)
+        gc.collect()
+        train(model, made, comm.rank, range(4))
+        return weights_of(comm, mesh, model)
+
+    assert_all_equal(run_ranks(4, program))
 
 
 REFUSED = [
@@ -294,3 +331,67 @@ def test_what_does_not_fit_is_refused_on_all_ranks(error, text, given):
             fsdp.attach(model, Exact(), comm=comm, optimizers=optimizers, **settings)
 
     run_ranks(4, program)
+
+
+class Elastic:
+    """A training with local steps on a fleet of threads, in which the processes `dying` die after a step.
+
+    Four ranks are two sites of two, and two are one site.
+    """
+
+    def __init__(self, job, dying=(), step=3, algorithm=None):
+        self.job, self.dying, self.step, self.algorithm = job, dying, step, algorithm or DiLoCo(2)
+        self.committed, self.restored, self.begun = {}, {}, {}
+        self.killed = False
+
+    def body(self, fleet):
+        state = State(step=0)
+        return run(state, fleet=fleet)(lambda comm: self.train(fleet, state, comm))
+
+    def train(self, fleet, state, comm):
+        model, _ = on_mesh(comm, sites=comm.size // 2)
+        optimizer = AdamW(model.parameters())
+        handle = fsdp.attach(model, Exact(), comm=comm, replicas=self.algorithm, optimizers=optimizer)
+        state.register(model=model, optimizer=optimizer)
+        if state.step:
+            self.restored[fleet.me] = self.outer(comm, handle)
+            model(batch(0, 0)[0])
+            self.begun[fleet.me] = whole_shards(comm, dict(model.named_parameters()))
+        while state.step < 6:
+            train(model, optimizer, comm.rank, [state.step])
+            state.step += 1
+            state.commit()
+            if state.step == self.step and not self.killed:
+                self.committed[fleet.me] = self.outer(comm, handle)
+                comm.barrier()
+                if fleet.me == self.dying[0]:
+                    self.killed = True
+                    self.job.kill(*self.dying)
+        return comm.size, whole_shards(comm, dict(model.named_parameters()))
+
+    def outer(self, comm, handle):
+        shared = handle.state_dict()["local steps"]["shared"]
+        tensors = {f"{name} {path}": x for name, found in shared.items() for path, x in found.items()}
+        return whole_shards(comm, tensors)
+
+
+@pytest.mark.parametrize("algorithm", [DiLoCo(2), SparseLoCo(2)], ids=["DiLoCo", "SparseLoCo"])
+def test_a_site_that_is_lost_is_survived_from_the_anchors(algorithm):
+    training = Elastic(ThreadJob(4), dying=(2, 3), algorithm=algorithm)
+    ended = results(run_fleet(training.job, training.body, limit_s=100))
+    assert [size for size, _ in ended] == [2, 2]
+    assert_all_equal([weights for _, weights in ended])
+    for number in (0, 1):
+        assert_same_bits(training.restored[number], training.committed[number])
+        anchors = {name: training.committed[number][f"{name} anchor"] for name in training.begun[number]}
+        assert_same_bits(training.begun[number], anchors)
+
+
+def test_with_spares_the_site_that_was_lost_goes_on_as_well():
+    training = Elastic(ThreadJob(6, wanted=4), dying=(2, 3))
+    ended = results(run_fleet(training.job, training.body, limit_s=100))
+    assert [size for size, _ in ended] == [4] * 4
+    assert_all_equal([weights for _, weights in ended])  # step 6 is an outer one
+    anchors = {name: training.committed[0][f"{name} anchor"] for name in training.begun[0]}
+    for begun in training.begun.values():
+        assert_same_bits(begun, anchors)

@@ -42,6 +42,9 @@ CASES = {
     "first_run": Case("-n 1 --rounds 1 --epochs 1 --kinds without --json", 0, "torch numba sklearn"),
     "fsdp": Case("--width 64 --layers 2 -n 1 -w 1 --json", 2, "torch"),
     "fsdp.loss": Case("--width 64 --layers 1 --steps 2 --batch-size 1 --windows 8 --seeds 0 --json", 0, "torch"),
+    "fsdp.sites": Case(
+        "--width 64 --layers 1 --steps 2 --batch-size 1 --windows 8 --seeds 0 --sites 1 --json", 0, "torch"
+    ),
     "fused": Case("-t 20 -e 5 -n 3 -w 1 --optimizer adam --json", 0, "torch"),
     "hooks": Case("-t 6 -e 3 -n 1 -s 2 -w 1 --json", 2, "torch"),
     "functions": Case("--warmup 3 --repetitions 3 --json", 2),
