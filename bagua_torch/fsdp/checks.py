@@ -39,9 +39,9 @@ def checked_units(
             f"{NAME}: replicas is {replicas}, expected an average, or DiLoCo, StreamingDiLoCo or SparseLoCo, by "
             "which replicas train locally and average the changes of their weights"
         )
-    averages = {"reduce": reduce, "gather": gather, "replicas": replicas}
-    for name, method in averages.items():
-        if method is not None and not isinstance(method, Algorithm):
+    average = None if isinstance(replicas, Algorithm) else replicas
+    for name, method in (("reduce", reduce), ("gather", gather), ("replicas", average)):
+        if method is not None:
             check_average_argument(NAME, method, name)
     if not isinstance(model, nn.Module):
         raise ArrayError(f"{NAME}: model is a {type(model).__name__}, expected a module")
