@@ -3,6 +3,7 @@
 import copy
 import functools
 import gc
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -284,6 +285,39 @@ def test_a_parameter_that_is_unfrozen_later_is_named():
             train(model, optimizer, comm.rank, [2])
 
     with_frozen(program, "last.weight")
+
+
+def test_a_step_ends_with_the_last_of_several_optimizers():
+    def program(comm):
+        model, mesh = on_mesh(comm)
+        both = [AdamW(model.blocks.parameters()), AdamW([*model.first.parameters(), *model.last.parameters()])]
+        together = SimpleNamespace(
+            zero_grad=lambda: [each.zero_grad() for each in both], step=lambda: [each.step() for each in both]
+        )
+        with fsdp.attach(model, Exact(), comm=comm, replicas=DiLoCo(3), optimizers=both):
+            train(model, together, comm.rank, range(STEPS))
+            return weights_of(comm, mesh, model)
+
+    for found, expected in zip(run_ranks(4, program), sharded(DiLoCo(3)), strict=True):
+        assert_same_bits(found, expected)
+
+
+def test_a_step_that_a_scaler_leaves_out_counts():
+    def program(comm, mesh, model, optimizer, handle):
+        scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+        for step in range(3):
+            x, y = batch(step, comm.rank)
+            optimizer.zero_grad()
+            scaler.scale(mse_loss(model(x), y)).backward()
+            if step == 1 and comm.rank >= 2:  # of one replica
+                next(model.parameters()).grad.to_local().fill_(float("inf"))
+            scaler.step(optimizer)
+            scaler.update()
+        return handle.exchanges.exchange.calls, weights_of(comm, mesh, model)
+
+    rows = between(program)
+    assert [calls for calls, _ in rows] == [1] * 4
+    assert_all_equal([weights for _, weights in rows])
 
 
 def test_local_steps_go_on_if_nobody_keeps_the_handle():
