@@ -38,7 +38,8 @@ from bagua_torch.fsdp.collectives import Gather, Reduce, Replicate
 from bagua_torch.fsdp.groups import check_ranks
 from bagua_torch.fsdp.passes import BackwardPasses
 
-CASES = fsdp_training.CASES
+LOCAL = [name for name in fsdp_training.CASES if name.startswith("local_steps")]
+CASES = {name: case for name, case in fsdp_training.CASES.items() if name not in LOCAL}
 OF_FOUR = [
     name
     for name, case in CASES.items()
@@ -61,6 +62,13 @@ def assert_all_ran(result, names):
 def test_cases_under_torchrun():
     cases = [*OF_FOUR, *OF_ANY[1::2]]
     assert_all_ran(torchrun(4, PROGRAM, *cases, timeout_s=380), cases)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_local_steps_under_torchrun():
+    """Those of threads are in test_fsdp_local_steps.py, without PyTorch's own communication."""
+    assert_all_ran(torchrun(4, PROGRAM, *LOCAL, timeout_s=380), LOCAL)
 
 
 @pytest.mark.slow

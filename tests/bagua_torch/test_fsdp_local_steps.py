@@ -242,7 +242,7 @@ def test_a_step_that_only_makes_the_state_of_an_optimizer_does_not_count():
         optimizer.step()
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
-        train(model, optimizer, comm.rank, range(3))
+        train(model, optimizer, comm.rank, range(5))
         return handle.exchanges.exchange.calls
 
     assert between(program) == [1] * 4

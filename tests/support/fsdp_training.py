@@ -1332,6 +1332,32 @@ def local_training(comm, replicas, algorithm):
     return model, optimizer, handle
 
 
+@case
+def local_steps_have_the_bits_of_whole_models(comm):
+    """Beside `DistributedDataParallel` over the first, or second, ranks of both replicas."""
+    if comm.size != 4:
+        return
+    algorithm, steps = DiLoCo(2), 5
+    model, optimizer, handle = local_training(comm, 2, algorithm)
+    run_steps(model, optimizer, comm.rank, range(steps))
+    handle.close()
+    other, first = make(), comm.rank // 2 * 2
+    optimizer = torch.optim.AdamW(other.parameters(), 1e-2)
+    with comm.split(comm.rank % 2) as peers:
+        ddp = bagua_torch.DistributedDataParallel(other, optimizer, algorithm, comm=peers)
+        for step in range(steps):
+            ddp.engine.settle()
+            found = [gradients(other, step, rank) for rank in (first, first + 1)]
+            optimizer.zero_grad()
+            x, y = batch(step, comm.rank)
+            mse_loss(ddp(x), y).backward()
+            for parameter, *each in zip(other.parameters(), *found, strict=True):
+                parameter.grad.copy_(mean(each))
+            optimizer.step()
+        ddp.close()
+    assert_equal(model, other)
+
+
 def local_checkpoint(model, optimizer, handle, replica=None):
     """What `torch.distributed.checkpoint` saves, and loads in place."""
     weights, moments = get_state_dict(model, optimizer)
