@@ -228,6 +228,8 @@ class Session:
         began_ns = time.perf_counter_ns()
         comm = self._comm
         assert comm is not None
+        for name in [name for name in self._waiting if name.startswith(_NUMBERED)]:
+            del self._waiting[name]  # nobody has made it again: a later one is another object
         live.note("committing")
         try:
             done = self._commit()

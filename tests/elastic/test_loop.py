@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import bagua_comm
-from bagua_comm import ArrayError, BootstrapError, RankFailed, optim
+from bagua_comm import ArrayError, BootstrapError, CommAborted, RankFailed, optim
 from bagua_comm.elastic import State, loop, run
 from bagua_comm.elastic.loop import _without_frames
 from bagua_comm.flight import read_folder
@@ -358,3 +358,37 @@ def test_a_rank_whose_peer_has_ended_by_the_same_error_does_not_train_again(kind
     errors = [outcome.get("error") for outcome in run_fleet(job, body)]
     assert [error.args for error in errors] == [("the model has another shape on all ranks",)] * 2
     assert sorted(entries) == [0, 1]
+
+
+class Kept:
+    def __init__(self):
+        self.value = 0
+
+    def state_dict(self):
+        return {"value": self.value}
+
+    def load_state_dict(self, state):
+        self.value = state["value"]
+
+
+def test_an_object_that_is_not_made_again_is_forgotten_at_the_next_commit():
+    def body(fleet):
+        state, entered = State(step=0), []
+
+        @run(state, fleet=fleet)
+        def found(comm):
+            entered.append(None)
+            kept = Kept()
+            if len(entered) != 2:
+                comm.engine_registry.keep(kept)
+            if len(entered) == 1:
+                kept.value = 7
+            if len(entered) < 3:
+                state.commit()
+                raise CommAborted("once more")
+            return kept.value, len(entered)
+
+        return found
+
+    outcomes = run_fleet(ThreadJob(2), body)
+    assert [each.get("result") for each in outcomes] == [(0, 3)] * 2, outcomes
