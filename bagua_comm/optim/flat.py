@@ -1,57 +1,17 @@
-"""Optimizers of flat arrays, one bucket at a time, for training without a framework.
-
-    optimizer = SGD(lr=0.1, momentum=0.9)
-    states = [optimizer.init(bucket.flat) for bucket in weights]
-    optimizer.step(weight, grad, state)         # in place, after the gradients are averaged
-
-They are frozen dataclasses of settings; the formulas are those of `torch.optim`.
-"""
+"""Optimizers of flat arrays, one bucket at a time: SGD, Adam and QAdam."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
-
-from . import arrays, kernels
-from .arrays import Array
-from .errors import ArrayError
-
-
-class _Saved:
-    """The state of an optimizer for one array, which `elastic.State` and `Checkpoints` can hold."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Its fields by name; the arrays are its own, not copies."""
-        return dict(vars(self))
-
-    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Continue from the result of `state_dict`, whose arrays are copied.
-
-        Raises:
-            ArrayError: It is of another optimizer, or for an array of another shape.
-        """
-        fields = vars(self)
-        if set(saved) != set(fields):
-            raise ArrayError(
-                f"{type(self).__name__}: the saved state has {', '.join(sorted(saved)) or 'nothing'}, expected "
-                f"{', '.join(sorted(fields))}; load it into the optimizer that saved it"
-            )
-        for name, value in fields.items():
-            ours, shape = np.shape(value), np.shape(saved[name])
-            if ours != shape:
-                raise ArrayError(f"{type(self).__name__}: {name} has shape {ours}, but {shape} was saved")
-        for name, value in fields.items():
-            if isinstance(value, int):
-                setattr(self, name, int(saved[name]))
-            else:
-                value[...] = saved[name]
+from .. import arrays, kernels
+from ..arrays import Array
+from ..errors import ArrayError
+from .settings import Saved, check_settings
 
 
 @dataclass
-class SGDState(_Saved):
+class SGDState(Saved):
     """State of `SGD`."""
 
     buffer: Array
@@ -74,7 +34,7 @@ class SGD:
     nesterov: bool = False
 
     def __post_init__(self) -> None:
-        _check_settings(self)
+        check_settings(self)
         if self.nesterov and not self.momentum:
             raise ArrayError(f"{self}: nesterov is true, which needs a momentum above 0")
 
@@ -96,7 +56,7 @@ class SGD:
 
 
 @dataclass
-class AdamState(_Saved):
+class AdamState(Saved):
     """State of `Adam`."""
 
     momentum: Array
@@ -114,7 +74,7 @@ class Adam:
     weight_decay: float = 0.0
 
     def __post_init__(self) -> None:
-        _check_settings(self)
+        check_settings(self)
 
     def init(self, weight: Array) -> AdamState:
         """A state of zeros for this array of weights."""
@@ -132,7 +92,7 @@ class Adam:
 
 
 @dataclass
-class QAdamState(_Saved):
+class QAdamState(Saved):
     """State of `QAdam`; the momentum is in the algorithm's state."""
 
     variance: Array
@@ -156,7 +116,7 @@ class QAdam:
     weight_decay: float = 0.0
 
     def __post_init__(self) -> None:
-        _check_settings(self)
+        check_settings(self)
 
     def init(self, weight: Array) -> QAdamState:
         """A state of zeros for this array of weights."""
@@ -181,26 +141,3 @@ class QAdam:
             eps=self.eps,
             corrections=(1 - b1**state.step, 1 - b2**frozen),
         )
-
-
-_RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    **dict.fromkeys(("lr", "eps", "weight_decay"), ("a number of at least 0", lambda value: value >= 0)),
-    "momentum": ("a number of at least 0 and below 1", lambda value: 0 <= value < 1),
-    "betas": ("two numbers of at least 0 and below 1", lambda value: all(0 <= value[i] < 1 for i in (0, 1))),
-    "warmup_steps": ("an integer of at least 1", lambda value: value in range(1, 2**63)),
-}
-"""For each setting, the values that are valid, as text and as a test."""
-
-
-def _check_settings(optimizer: object) -> None:
-    """Raise `ArrayError` if a setting of an optimizer is out of its range."""
-    for name, (expected, fits) in _RANGES.items():
-        if not hasattr(optimizer, name):
-            continue
-        value = getattr(optimizer, name)
-        try:
-            fine = bool(fits(value))
-        except (TypeError, IndexError):
-            fine = False
-        if not fine:
-            raise ArrayError(f"{type(optimizer).__name__}: {name} is {value!r}, expected {expected}")
