@@ -9,6 +9,7 @@ import numpy as np
 
 from ..arrays import Array
 from ..errors import ArrayError
+from .newton_schulz import ADJUSTMENTS
 
 
 class Saved:
@@ -45,6 +46,7 @@ _RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     **dict.fromkeys(("lr", "eps", "weight_decay"), ("a number of at least 0", lambda value: value >= 0)),
     "momentum": ("a number of at least 0 and below 1", lambda value: 0 <= value < 1),
     "betas": ("two numbers of at least 0 and below 1", lambda value: all(0 <= value[i] < 1 for i in (0, 1))),
+    "adjust_lr_fn": (f"one of {', '.join(ADJUSTMENTS)}", lambda value: value in ADJUSTMENTS),
     "warmup_steps": ("an integer of at least 1", lambda value: value in range(1, 2**63)),
 }
 """For each setting, the values that are valid, as text and as a test."""
