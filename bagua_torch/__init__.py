@@ -22,7 +22,7 @@ from .ddp import DistributedDataParallel, comm_hook
 from .ddp.checkpoint import Checkpoints
 from .lightning.names import register_names
 from .moe import MoE
-from .optimizers import QAdamOptimizer, fuse
+from .optimizers import Muon, QAdamOptimizer, fuse
 from .process_group import ProcessGroupTransport, connect
 from .process_group.fleet import start_fleet
 from .sync_batchnorm import SyncBatchNorm
@@ -39,6 +39,7 @@ __all__ = [
     "Checkpoints",
     "DistributedDataParallel",
     "MoE",
+    "Muon",
     "ProcessGroupTransport",
     "QAdamOptimizer",
     "SyncBatchNorm",

@@ -3,8 +3,8 @@
     bagua run -n 2 examples/muloco.py
     torchrun --nproc-per-node 2 examples/muloco.py --inner adamw --streaming
 
-Muon is for the matrices of hidden layers; AdamW trains embeddings, the head, norms and biases. The wrapper is
-given both optimizers. The text is that of some modules of Python's standard library.
+Muon is for the matrices of hidden layers; its rule lets AdamW train embeddings, the head, norms and biases. The
+text is that of some modules of Python's standard library.
 """
 
 from __future__ import annotations
@@ -67,17 +67,18 @@ class Transformer(nn.Module):
         return logits
 
 
-def make_optimizers(model: Transformer, inner: str, lr: float) -> list[torch.optim.Optimizer]:
-    """Muon takes matrices only. Adjusted so, its updates are as large as those of AdamW, with the same rate."""
+def make_optimizer(model: Transformer, inner: str, lr: float) -> torch.optim.Optimizer:
+    """Adjusted so, the updates of Muon are as large as those of AdamW, with the same rate.
+
+    Sites have weights of their own, so each of them orthogonalizes all matrices: `distribute` is not called.
+    """
     if inner == "adamw":
-        return [torch.optim.AdamW(model.parameters(), lr=lr)]
-    matrices = [parameter for parameter in model.layers.parameters() if parameter.ndim == 2]
-    hidden = set(matrices)
-    rest = [parameter for parameter in model.parameters() if parameter not in hidden]
-    return [
-        torch.optim.Muon(matrices, lr=lr, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(rest, lr=lr),
-    ]
+        return torch.optim.AdamW(model.parameters(), lr=lr)
+
+    def adam(name: str, parameter: Tensor) -> dict[str, float] | None:
+        return None if name.startswith("layers.") and parameter.ndim == 2 else {"weight_decay": 0.01}
+
+    return bagua_torch.Muon(model.named_parameters(), lr, adjust_lr_fn="match_rms_adamw", adam=adam)
 
 
 def main() -> None:
@@ -89,21 +90,19 @@ def main() -> None:
     training, held_out = text[: -len(text) // 10], text[-len(text) // 10 :]
 
     model = Transformer()
-    optimizers = make_optimizers(model, options.inner, options.lr)
+    optimizer = make_optimizer(model, options.inner, options.lr)
     if options.streaming:
         algorithm: Algorithm = StreamingDiLoCo(options.local_steps, delay=2, outer_momentum=0.5)
     else:
         algorithm = DiLoCo(options.local_steps)
-    ddp = bagua_torch.DistributedDataParallel(model, optimizers, algorithm, bucket_bytes=64 * 1024)
+    ddp = bagua_torch.DistributedDataParallel(model, [optimizer], algorithm, bucket_bytes=64 * 1024)
 
     generator = torch.Generator().manual_seed(comm.rank)
     for _ in range(options.steps):
         x, y = windows(training, options.batch_size, generator)
-        for optimizer in optimizers:
-            optimizer.zero_grad()
+        optimizer.zero_grad()
         cross_entropy(ddp(x).flatten(0, 1), y.flatten()).backward()
-        for optimizer in optimizers:
-            optimizer.step()
+        optimizer.step()
     ddp.stop()
     sent_bytes = ddp.engine.counter.wire_bytes
     ddp.average_weights()  # steps after the last exchange, and other fragments, are of each rank alone

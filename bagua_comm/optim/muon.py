@@ -122,11 +122,9 @@ def _matrices(
     """Yield the matrices of which a rank has these rows; raise `ArrayError` if arrays do not fit."""
     rank, size = (0, 1) if comm is None else (comm.rank, comm.size)
     rows = [None] * len(weights) if rows is None else rows
-    if not len(weights) == len(grads) == len(states) == len(rows):
-        raise ArrayError(
-            f"Muon.step: {len(weights)} weights, {len(grads)} gradients, {len(states)} states and {len(rows)} "
-            "rows, expected equally many"
-        )
+    numbers = len(weights), len(grads), len(states), len(rows)
+    if len(set(numbers)) > 1:
+        raise ArrayError(f"Muon.step: {numbers} weights, grads, states and rows, expected equally many of each")
     for weight, grad, state, spread in zip(weights, grads, states, rows, strict=True):
         fits = {(each.shape, each.dtype) for each in (weight, grad, state.momentum)} == {
             (weight.shape, weights[0].dtype)

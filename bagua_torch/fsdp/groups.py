@@ -17,16 +17,19 @@ class GroupComms:
     Args:
         comm: A communicator over all ranks of all groups.
         groups: The process groups of this rank, in an order in which all ranks list theirs.
+        owner: Who communicates, for errors.
 
     Raises:
         UnsupportedError: A group has ranks that are not those of `comm`. Raised on all ranks.
     """
 
-    def __init__(self, comm: Communicator, groups: Sequence[dist.ProcessGroup]) -> None:
+    def __init__(
+        self, comm: Communicator, groups: Sequence[dist.ProcessGroup], owner: str = "bagua_torch.fsdp.attach"
+    ) -> None:
         mine = dist.get_rank(), [tuple(dist.get_process_group_ranks(group)) for group in groups]
         rows: list[tuple[int, list[tuple[int, ...]]]] = comm.allgather_object(mine)
         place = {rank: index for index, (rank, _) in enumerate(rows)}
-        check_ranks(rows, place)
+        check_ranks(rows, place, owner)
         self._by_ranks: dict[tuple[int, ...], Communicator] = {}
         self._by_name: dict[str, Communicator] = {}
         columns = dict.fromkeys(zip(*(ranks for _, ranks in rows), strict=True))
@@ -108,12 +111,15 @@ class LaneComms(GroupComms):
                 ends.callback(lane.close)
 
 
-def check_ranks(rows: Sequence[tuple[int, list[tuple[int, ...]]]], place: dict[int, int]) -> None:
+def check_ranks(
+    rows: Sequence[tuple[int, list[tuple[int, ...]]]], place: dict[int, int], owner: str = ""
+) -> None:
     """Raise unless all process groups consist of the ranks of a communicator.
 
     Args:
         rows: By rank of the communicator: its rank in torch.distributed, and the ranks of each of its groups.
         place: The rank in the communicator, by that in torch.distributed.
+        owner: Who communicates.
 
     Raises:
         UnsupportedError: They do not.
@@ -121,14 +127,14 @@ def check_ranks(rows: Sequence[tuple[int, list[tuple[int, ...]]]], place: dict[i
     if len(place) < len(rows) or len({len(groups) for _, groups in rows}) > 1:
         ranks = [rank for rank, _ in rows]
         raise UnsupportedError(
-            f"bagua_torch.fsdp.attach: the ranks of comm have ranks {ranks} in torch.distributed, expected "
+            f"{owner}: the ranks of comm have ranks {ranks} in torch.distributed, expected "
             "different ones, sharded alike"
         )
     for _, groups in rows:
         for index, group in enumerate(groups):
             if any(rank not in place or rows[place[rank]][1][index] != group for rank in group):
                 raise UnsupportedError(
-                    f"bagua_torch.fsdp.attach: the model is sharded over ranks {list(group)} of "
+                    f"{owner}: the model is sharded over ranks {list(group)} of "
                     f"torch.distributed, but comm has ranks {sorted(place)}; give a comm with all ranks of the "
                     "mesh, as bagua_torch.connect() makes it"
                 )

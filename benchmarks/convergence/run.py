@@ -43,12 +43,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 import bagua_comm
 import bagua_torch
 from bagua_comm import Communicator
+from bagua_comm.algorithms.base import exchanges_weights
 from bagua_comm.commands.quantities import seconds
 
 from ..bench import RESULTS
@@ -75,20 +76,23 @@ def make_optimizers(kind: str, model: nn.Module, lr: float, algorithm: Any) -> l
     """The optimizers of this name, with their defaults; none decays the weights.
 
     Muon is for the matrices of hidden layers, which are those of blocks; the rest has AdamW. Its steps are as
-    large as those of AdamW, so that both have the same learning rate.
+    large as those of AdamW, so that both have the same learning rate. Where gradients are averaged, the ranks
+    share its matrices.
     """
     if kind == "sgd":
         return [torch.optim.SGD(model.parameters(), lr=lr, momentum=MOMENTUM)]
     if kind == "adam":
         return [torch.optim.Adam(model.parameters(), lr=lr)]
     if kind == "muon":
-        hidden = {name: p for name, p in model.named_parameters() if name.startswith("blocks.") and p.ndim == 2}
-        rest = [p for name, p in model.named_parameters() if name not in hidden]
         return [
-            torch.optim.Muon(hidden.values(), lr=lr, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"),
-            torch.optim.AdamW(rest, lr=lr, weight_decay=0.0),
+            bagua_torch.Muon(model.named_parameters(), lr, 0.0, adjust_lr_fn="match_rms_adamw", adam=in_no_block)
         ]
     return [bagua_torch.QAdamOptimizer(model.parameters(), lr=lr, warmup_steps=algorithm.warmup_steps)]
+
+
+def in_no_block(name: str, parameter: Tensor) -> dict[str, object] | None:
+    """The settings of AdamW for all parameters but matrices of blocks."""
+    return None if name.startswith("blocks.") and parameter.ndim == 2 else {}
 
 
 SCHEDULE = "linear warm-up over the first 10 % of the steps, then cosine to 0"
@@ -124,6 +128,11 @@ def run_once(
             model, optimizers, algorithm, comm=comm, bucket_bytes=BUCKET_BYTES
         )
 
+    shared = [
+        each for each in optimizers if isinstance(each, bagua_torch.Muon) and not exchanges_weights(algorithm)
+    ]
+    for optimizer in shared:
+        optimizer.distribute(comm)
     batches = data.batches(seed, comm.size * task.batch_size)
     losses, ended = np.empty(steps), np.zeros(steps + 1)
     comm.barrier()
@@ -162,6 +171,8 @@ def run_once(
         comm.check_consistency(bagua_torch.as_array(parameter))
     metric = evaluate(comm, task, model, data.held_out)
     curve = comm.allreduce(losses, op="avg")
+    for optimizer in shared:
+        optimizer.close()
     if algorithm is not None:
         wrapped.close()
     return {

@@ -15,13 +15,20 @@ from torch.distributed.tensor import Shard
 from bagua_comm import Average, CommAborted, ErrorFeedback, Exact, Quantized, Reproducible
 from bagua_comm.elastic import State, run, share
 from bagua_comm.testing.fleets import ThreadJob, run_fleet
-from bagua_torch import fsdp
+from bagua_torch import Muon, fsdp
 
 from . import thread_groups
 from .waiting import until
 
 REPRODUCIBLE = Reproducible(addends=12)
 SGD = partial(torch.optim.SGD, momentum=0.9)
+
+
+def muon(parameters, lr):
+    groups = [{"params": [p for p in parameters if p.ndim == 2]}]
+    return Muon([*groups, {"params": [p for p in parameters if p.ndim < 2], "algorithm": "adam"}], lr)
+
+
 STEPS, MICROBATCHES = 4, 12
 INPUTS = torch.linspace(-1, 1, STEPS * MICROBATCHES * 5).reshape(-1, 5)
 
@@ -90,6 +97,7 @@ CASES = {
     "error feedback": Case(reduce=ErrorFeedback(Quantized(min_bytes=0), reset_every=7)),
     "error feedback of replicas": Case(reduce=Exact(), replicas=ErrorFeedback(Quantized(min_bytes=0))),
     "buffers": Case({"buffers": True}),
+    "Muon": Case(optimizer=muon),
 }
 
 
@@ -133,6 +141,8 @@ class Training:
         case = self.case
         model, handle = case.shard(comm)
         optimizer = case.optimizer([p for p in model.parameters() if p.requires_grad], lr=0.05)
+        if isinstance(optimizer, Muon):
+            optimizer.distribute(comm)
         state.register(model=model, optimizer=optimizer)
         self.note(fleet, state, comm, model, optimizer, handle, entered=True)
         while state.step < STEPS:

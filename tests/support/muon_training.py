@@ -1,0 +1,189 @@
+"""Cases of Muon on several ranks, which run one after the other: `python muon_training.py NAME...`.
+
+A sharded and a replicated model are stepped beside an unsharded one with the same gradients.
+"""
+
+import copy
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
+from torch.nn.functional import cross_entropy
+
+import bagua_torch
+import bagua_torch.fsdp
+from bagua_comm import ArrayError, CommMismatch, Exact, GradientAllReduce, UnsupportedError
+from support.fsdp_training import mesh_of_replicas, refused, run_named
+
+SYMBOLS, WIDTH = 23, 20
+
+
+class Transformer(nn.Module):
+    """The sides of its matrices do not divide by three, nor some by two."""
+
+    def __init__(self):
+        super().__init__()
+        self.symbols = nn.Embedding(SYMBOLS, WIDTH)
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(WIDTH, 4, 53, 0.0, batch_first=True) for _ in range(2)
+        )
+        self.head = nn.Linear(WIDTH, SYMBOLS)
+
+    def forward(self, x):
+        x = self.symbols(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).clone()
+
+
+def make(mesh=None, shard=False):
+    torch.manual_seed(0)
+    model = Transformer()
+    for each in [*model.blocks, model] if shard else []:
+        fully_shard(each, mesh=mesh)
+    return model
+
+
+def rule(name, parameter):
+    return None if name.startswith("blocks") and parameter.ndim == 2 else {"lr": 1e-3}
+
+
+def muon_of(model, **settings):
+    return bagua_torch.Muon(model.named_parameters(), 0.02, adam=rule, **settings)
+
+
+def backward(model, seed):
+    x = torch.randint(SYMBOLS, (3, 6), generator=torch.Generator().manual_seed(seed))
+    cross_entropy(model(x).flatten(0, 1), x.flatten()).backward()
+
+
+def whole(parameters):
+    return [each.full_tensor() if hasattr(each, "full_tensor") else each.detach() for each in parameters]
+
+
+def assert_same_steps(comm, model, dtype="bfloat16", **settings):
+    """A sharded model and a replicated one, stepped together, and one that each rank steps alone."""
+    models = model, make(), make()
+    optimizers = sharded, replicated, alone = [muon_of(each, dtype=dtype, **settings) for each in models]
+    sharded.distribute(comm)
+    replicated.distribute(comm)
+    for step in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        backward(model, comm.size * step + comm.rank)
+        grads = whole(p.grad for p in model.parameters())
+        for each in models[1:]:
+            for p, grad in zip(each.parameters(), grads, strict=True):
+                p.grad = grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+        found, copied, expected = (whole(each.parameters()) for each in models)
+        assert all(map(torch.equal, found, expected)), step
+        assert all(map(torch.equal, copied, expected)), step
+    return sharded, (alone, models[2])
+
+
+def a_sharded_and_a_replicated_model_have_the_bits_of_an_unsharded_one(comm):
+    for dtype, settings in (("bfloat16", {}), ("float32", {"nesterov": False, "weight_decay": 0.0})):
+        model = make(shard=True)
+        with bagua_torch.fsdp.attach(model, Exact(), Exact(), comm):
+            sharded, _ = assert_same_steps(comm, model, dtype, **settings)
+            sharded.close()
+
+
+def a_mesh_of_replicas_shares_in_each_of_them(comm):
+    sharded, _ = assert_same_steps(comm, make(mesh_of_replicas(comm), shard=True))
+    sharded.close()
+
+
+def checkpoints_hold_the_states_of_an_unsharded_optimizer(comm):
+    """So that they do not depend on owners or on the number of ranks; and training goes on from them."""
+    model = make(shard=True)
+    sharded, (alone, unsharded) = assert_same_steps(comm, model)
+    options = StateDictOptions(full_state_dict=True)
+    _, state = get_state_dict(model, sharded, options=options)
+    _, expected = get_state_dict(unsharded, alone, options=options)
+    for name, states in expected["state"].items() if comm.rank == 0 else ():
+        assert states.keys() == state["state"][name].keys()
+        for key, value in states.items():
+            assert torch.equal(value, state["state"][name][key]), (name, key)
+    sharded.close()
+    weights, state = copy.deepcopy(get_state_dict(model, sharded))
+    again = make(shard=True)
+    loaded = muon_of(again)
+    loaded.distribute(comm)
+    set_state_dict(again, loaded, model_state_dict=weights, optim_state_dict=state)
+    sharded.distribute(comm)
+    for each, optimizer in ((model, sharded), (again, loaded)):
+        optimizer.zero_grad()
+        backward(each, 5)
+        optimizer.step()
+    assert all(map(torch.equal, whole(model.parameters()), whole(again.parameters())))
+
+
+def a_wrapped_model_trains_by_it(comm):
+    """The wrapper averages gradients; weights stay equal, and are those of ranks that all compute."""
+    results = []
+    for shares in (False, True):
+        model = make()
+        optimizer = muon_of(model)
+        ddp = bagua_torch.DistributedDataParallel(model, [optimizer], GradientAllReduce(), comm=comm)
+        if shares:
+            optimizer.distribute(comm)
+        for step in range(3):
+            optimizer.zero_grad()
+            backward(ddp, comm.size * step + comm.rank)
+            optimizer.step()
+        optimizer.close()
+        ddp.close()
+        results.append(whole(model.parameters()))
+        comm.check_consistency(torch.cat([each.flatten() for each in results[-1]]).numpy())
+    assert all(map(torch.equal, *results))
+
+
+def bad_input(comm):
+    model = make(shard=True)
+    optimizer = muon_of(model)
+    backward(model, 0)
+    before = whole(model.parameters())
+    if comm.size > 1:
+        with pytest.raises(ArrayError, match=f"over {comm.size} ranks.*call distribute"):
+            optimizer.step()
+    optimizer.distribute(comm)
+    refused(comm, ArrayError, "the ranks share the matrices already; call close", optimizer.distribute, comm)
+    if comm.size > 1:
+        first = optimizer.param_groups[-1]
+        first["lr"] = 0.1 + comm.rank
+        refused(comm, CommMismatch, "['muon', 1.1, 0.95, 0.1, True, ", optimizer.step)
+        first["lr"] = 0.1
+        parameter = model.blocks[0].linear1.weight
+        kept = parameter.grad
+        parameter.grad = None if comm.rank else kept
+        refused(comm, CommMismatch, "but rank 1 called Muon.step", optimizer.step)
+        parameter.grad, first["lr"] = kept, -1 if comm.rank else 0.1
+        refused(comm, (ArrayError, CommMismatch), "lr is -1, expected a number of at least 0", optimizer.step)
+        assert all(map(torch.equal, whole(model.parameters()), before))
+    optimizer.close()
+    columns = nn.Linear(6, 8, bias=False)
+    fully_shard(columns, shard_placement_fn=lambda p: Shard(1))
+    by_columns = bagua_torch.Muon(columns.parameters())
+    refused(comm, UnsupportedError, "sharded by dimension 1, expected 0", by_columns.distribute, comm)
+
+
+CASES = {
+    case.__name__: case
+    for case in (
+        a_sharded_and_a_replicated_model_have_the_bits_of_an_unsharded_one,
+        a_mesh_of_replicas_shares_in_each_of_them,
+        checkpoints_hold_the_states_of_an_unsharded_optimizer,
+        a_wrapped_model_trains_by_it,
+        bad_input,
+    )
+}
+
+if __name__ == "__main__":
+    run_named(CASES, sys.argv[1:] or list(CASES))
