@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from fsdp_training import mesh_of_replicas, refused, run_named  # a program beside this one
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
@@ -17,7 +18,6 @@ from torch.nn.functional import cross_entropy
 import bagua_torch
 import bagua_torch.fsdp
 from bagua_comm import ArrayError, CommMismatch, Exact, GradientAllReduce, UnsupportedError
-from support.fsdp_training import mesh_of_replicas, refused, run_named
 
 SYMBOLS, WIDTH = 23, 20
 
@@ -168,7 +168,7 @@ def bad_input(comm):
         refused(comm, (ArrayError, CommMismatch), "lr is -1, expected a number of at least 0", optimizer.step)
         assert all(map(torch.equal, whole(model.parameters()), before))
     optimizer.close()
-    columns = nn.Linear(6, 8, bias=False)
+    columns = nn.Linear(12, 8, bias=False)
     fully_shard(columns, shard_placement_fn=lambda p: Shard(1))
     by_columns = bagua_torch.Muon(columns.parameters())
     refused(comm, UnsupportedError, "sharded by dimension 1, expected 0", by_columns.distribute, comm)
