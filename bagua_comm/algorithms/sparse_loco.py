@@ -19,7 +19,7 @@ from typing import Literal
 from .. import kernels
 from ..arrays import Array
 from ..averages import Average, ErrorFeedback, InPlace, TopK
-from ..averages.base import check_average_argument
+from ..averages.base import check_average_argument, with_changed
 from ..averages.error_feedback import check_retain
 from ..averages.top_k import check_top_k
 from ..bucket import Bucket
@@ -57,9 +57,11 @@ class SparseLoCo(OuterAlgorithm):
         bits: See `TopK`.
         decay: The part of the unsent changes that is kept until the next outer step, from 0 to 1.
         outer_lr: The factor of the mean of the changes.
-        average: Averages the changes in place of `ErrorFeedback(TopK(chunk, keep, bits), retain=decay)`, whose
-            settings must then be left out. With several ranks on each node,
+        average: Averages the changes in place of `ErrorFeedback(TopK(chunk, keep, bits, whole_below,
+            divide), retain=decay)`, whose settings must then be left out. With several ranks on each node,
             `Hierarchical(ErrorFeedback(TopK(), retain=0.95))` sends sparse changes between nodes only.
+        whole_below: See `TopK`.
+        divide: See `TopK`. The paper divides by all, and its authors' code by the senders.
 
     Raises:
         ArrayError: An argument is out of range, or `average` is given together with settings of the default one.
@@ -72,10 +74,16 @@ class SparseLoCo(OuterAlgorithm):
     decay: float = 0.95
     outer_lr: float = 1.0
     average: Average | None = None  # type: ignore[assignment]
+    whole_below: int = 0
+    divide: Literal["all", "senders"] = "all"
+
+    def __repr__(self) -> str:
+        """The settings, of the last two those that are not defaults: so checkpoints of earlier versions load."""
+        return with_changed(self, "whole_below", "divide")
 
     def __post_init__(self) -> None:
         check_integer("SparseLoCo", "local_steps", self.local_steps, least=1)
-        check_top_k("SparseLoCo", self.chunk, self.keep, self.bits)
+        check_top_k("SparseLoCo", self.chunk, self.keep, self.bits, self.whole_below, self.divide)
         check_retain("SparseLoCo", "decay", self.decay)
         if not self.outer_lr > 0:
             raise ArrayError(f"SparseLoCo: outer_lr is {self.outer_lr!r}, expected a number above 0")
@@ -84,7 +92,7 @@ class SparseLoCo(OuterAlgorithm):
             self._check_defaults()
 
     def _check_defaults(self) -> None:
-        for name in ("chunk", "keep", "bits", "decay"):
+        for name in ("chunk", "keep", "bits", "decay", "whole_below", "divide"):
             if getattr(self, name) != getattr(SparseLoCo, name):
                 raise ArrayError(
                     f"SparseLoCo: {name} is {getattr(self, name)!r} beside average={self.average!r}, expected "
@@ -96,7 +104,8 @@ class SparseLoCo(OuterAlgorithm):
         """The average of the changes."""
         if self.average is not None:
             return self.average
-        return ErrorFeedback(TopK(self.chunk, self.keep, self.bits), retain=self.decay)
+        sparse = TopK(self.chunk, self.keep, self.bits, self.whole_below, self.divide)
+        return ErrorFeedback(sparse, retain=self.decay)
 
     def init(self, bucket: Bucket, comm: Communicator) -> SparseOuter:
         """See `Algorithm.init`. Collective."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import FunctionType
 from typing import TypeAlias
 
@@ -235,7 +235,22 @@ def check_shards(
     return every, one
 
 
-def compare_settings(comm: Communicator, average: Average, name: str = "bind") -> None:
-    """Raise `CommMismatch` on all ranks unless all bind equal averages. Collective."""
-    call = Call(comm, f"{type(average).__name__}.{name}", settings=average).unchecked()
+def with_changed(settings: object, *hidden: str) -> str:
+    """The expression that makes a dataclass, without those of the `hidden` settings that are defaults.
+
+    So a checkpoint of a version that had not these settings notes the same algorithm.
+    """
+    shown = []
+    for entry in fields(settings):  # type: ignore[arg-type]
+        value = getattr(settings, entry.name)
+        shown += [f"{entry.name}={value!r}"] if entry.name not in hidden or value != entry.default else []
+    return f"{type(settings).__name__}({', '.join(shown)})"
+
+
+def compare_settings(
+    comm: Communicator, average: Average, name: str = "bind", tensors: tuple[int, ...] | None = None
+) -> None:
+    """Raise `CommMismatch` on all ranks unless all bind equal averages, for equal tensors. Collective."""
+    detail = {} if tensors is None else {"tensors": tensors}
+    call = Call(comm, f"{type(average).__name__}.{name}", settings=average, **detail).unchecked()
     call.run(lambda x, target: call.compare())

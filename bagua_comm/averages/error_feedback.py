@@ -13,7 +13,7 @@ from ..arrays import AnyArray, Array, LinearOp, Scratch
 from ..codecs import Codec
 from ..comm import Communicator
 from ..errors import ArrayError, UnsupportedError, how_to_call
-from .base import Average, InPlace, Shards, compare_settings
+from .base import Average, InPlace, Shards, compare_settings, with_changed
 from .coded import check_decay
 from .quantized import Quantized, quantized_reduce_scatter
 from .top_k import TopK
@@ -112,21 +112,20 @@ class ErrorFeedback(Average):
 
     def __repr__(self) -> str:
         """The settings that are not defaults, so that checkpoints of earlier versions load."""
-        shown = [f"inner={self.inner!r}"]
-        for entry in fields(self)[1:]:
-            value = getattr(self, entry.name)
-            shown += [f"{entry.name}={value!r}"] if value != entry.default else []
-        return f"ErrorFeedback({', '.join(shown)})"
+        return with_changed(self, *(entry.name for entry in fields(self)[1:]))
 
-    def bind(self, comm: Communicator, like: Array | None = None) -> InPlace:
-        """See `Average.bind`.
+    def bind(self, comm: Communicator, like: Array | None = None, sizes: Sequence[int] | None = None) -> InPlace:
+        """See `Average.bind`, and `TopK.bind` for `sizes`.
 
         Raises:
-            CommMismatch: The ranks have different settings. Raised on all ranks.
+            CommMismatch: The ranks have different settings or tensors. Raised on all ranks.
         """
         compare_settings(comm, self)
-        inner = replace(self.inner, min_bytes=0) if isinstance(self.inner, Quantized) else self.inner
-        return _Feedback(comm, inner.bind(comm, like), self._residual())
+        if isinstance(self.inner, Quantized):
+            mean = replace(self.inner, min_bytes=0).bind(comm, like)
+        else:
+            mean = self.inner.bind(comm, like, sizes)
+        return _Feedback(comm, mean, self._residual())
 
     def bind_shards(self, comm: Communicator, tensors: Sequence[tuple[int, int]] | None = None) -> Shards:
         """See `Average.bind_shards`. The residual is like the whole array.

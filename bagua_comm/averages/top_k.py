@@ -6,6 +6,7 @@ rank does not send is lost, unless `ErrorFeedback` adds it to the next mean.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,9 +18,10 @@ from ..codecs.base import check_aligned
 from ..comm import Communicator
 from ..comm.call import Call
 from ..errors import ArrayError, UnsupportedError
-from ..kernels.host import TOP_K_LARGEST_CHUNK, top_k_layout
-from .base import Average, InPlace, compare_settings
+from ..kernels.host import TOP_K_LARGEST_CHUNK
+from .base import Average, InPlace, compare_settings, with_changed
 from .coded import as_like
+from .records import Record, record_of
 
 _NAME = "TopK"
 _DTYPES = ("bfloat16", "float16", "float32")
@@ -34,12 +36,16 @@ class TopK(Average):
     numbers for the whole array. These are 112 bytes for 4,096 elements, 146 times less than float32, and 16 bytes
     for an array. A last chunk that is shorter sends as many elements, or all that it has.
 
+    With `whole_below`, each tensor of a bucket is cut by itself and has its own code book, and tensors of fewer
+    elements are sent whole, by `Int4()`: 4.5 bits an element. An array that is bound without `sizes`, as inside
+    `Hierarchical`, is one tensor.
+
     Every rank receives the records of all p ranks, (p - 1) times as many bytes as it sends. So from about 74
     ranks on, a rank receives more than by `Quantized()`. Then, or with several ranks on each node,
     `Hierarchical(ErrorFeedback(TopK()))` sends sparse arrays between nodes only.
 
-    The result is the sum over the ranks in rank order, divided by p, to the same bits on all ranks. On a single
-    rank the array is left unchanged, since nothing is sent.
+    The result is the sum over the ranks in rank order, divided as `divide` says, to the same bits on all ranks.
+    On a single rank the array is left unchanged, since nothing is sent.
 
     A NaN counts as larger than everything else, and an infinity as larger than every number, so that both are
     sent. With values of 2 bits, all elements that the rank sends of this array then decode to NaN; else a NaN or
@@ -52,6 +58,11 @@ class TopK(Average):
         chunk: Elements of a chunk, from 2 to 4,096.
         keep: Elements that are sent of a chunk; an even number up to `chunk`.
         bits: Bits of a value: 2; or 16, for bfloat16, or 32, for float32, without a code book.
+        whole_below: Tensors of fewer elements than this are sent whole; 0 to cut a bucket without regard to its
+            tensors.
+        divide: "all" for the mean over all ranks, to which those that do not send an element add 0; "senders" for
+            the mean over the ranks that send it, other than as 0. The latter moves an element further that few
+            ranks send, and is not linear: sums of means are no longer those of the exact means.
 
     Raises:
         ArrayError: An argument is out of range.
@@ -68,18 +79,31 @@ class TopK(Average):
     chunk: int = 4096
     keep: int = 64
     bits: Literal[2, 16, 32] = 2
+    whole_below: int = 0
+    divide: Literal["all", "senders"] = "all"
 
     def __post_init__(self) -> None:
-        check_top_k(_NAME, self.chunk, self.keep, self.bits)
+        check_top_k(_NAME, self.chunk, self.keep, self.bits, self.whole_below, self.divide)
 
-    def bind(self, comm: Communicator, like: Array | None = None) -> InPlace:
+    def __repr__(self) -> str:
+        """The settings, of the last two those that are not defaults: so checkpoints of earlier versions load."""
+        return with_changed(self, "whole_below", "divide")
+
+    def bind(self, comm: Communicator, like: Array | None = None, sizes: Sequence[int] | None = None) -> InPlace:
         """See `Average.bind`.
 
+        Args:
+            comm: The ranks.
+            like: An array like those to be averaged.
+            sizes: Numbers of elements of the consecutive tensors in the array; the rest is padding, whose values
+                afterwards are unspecified. None if the array is one tensor.
+
         Raises:
-            CommMismatch: The ranks have different settings. Raised on all ranks.
+            CommMismatch: The ranks have different settings or tensors. Raised on all ranks.
         """
-        compare_settings(comm, self)
-        mean = TopKMean(comm, self)
+        tensors = None if sizes is None or not self.whole_below else tuple(sizes)
+        compare_settings(comm, self, tensors=tensors)
+        mean = TopKMean(comm, self, tensors)
         if like is not None:
             mean.prepare(like)
         return mean
@@ -95,10 +119,12 @@ class TopK(Average):
         >>> TopK().wire_nbytes(100 * 4096)
         11216
         """
-        return top_k_layout(count, self.chunk, self.keep, self.bits).nbytes
+        return record_of(self.chunk, self.keep, self.bits, self.whole_below, (count,)).nbytes
 
 
-def check_top_k(owner: str, chunk: object, keep: object, bits: object) -> None:
+def check_top_k(
+    owner: str, chunk: object, keep: object, bits: object, whole_below: object, divide: object
+) -> None:
     """Raise `ArrayError` unless these are settings of `TopK`."""
     if type(chunk) is not int or not 2 <= chunk <= TOP_K_LARGEST_CHUNK:
         raise ArrayError(
@@ -112,18 +138,34 @@ def check_top_k(owner: str, chunk: object, keep: object, bits: object) -> None:
         )
     if type(bits) is not int or bits not in (2, 16, 32):
         raise ArrayError(f"{owner}: bits is {bits!r}, expected 2, 16 or 32")
+    if type(whole_below) is not int or whole_below < 0:
+        raise ArrayError(
+            f"{owner}: whole_below is {whole_below!r}, expected a number of elements, an int from 0 on"
+        )
+    if not isinstance(divide, str) or divide not in ("all", "senders"):
+        raise ArrayError(f'{owner}: divide is {divide!r}, expected "all" or "senders"')
 
 
 class TopKMean:
     """A bound `TopK`."""
 
-    def __init__(self, comm: Communicator, settings: TopK) -> None:
-        self._comm, self._settings = comm, settings
-        self._layout = (settings.chunk, settings.keep, settings.bits)
+    def __init__(self, comm: Communicator, settings: TopK, tensors: tuple[int, ...] | None) -> None:
+        self._comm, self._settings, self._tensors = comm, settings, tensors
 
     def prepare(self, like: Array) -> None:
         """Raise unless arrays like this one can be averaged."""
         self._call(like)
+        self._record(like.size)
+
+    def _record(self, count: int) -> Record:
+        """The record of an array of `count` elements."""
+        settings, tensors = self._settings, self._tensors or (count,)
+        if sum(tensors) > count:
+            raise ArrayError(
+                f"{_NAME}: x has {count} elements, expected the {sum(tensors)} of its tensors; bind an average "
+                "for each array"
+            )
+        return record_of(settings.chunk, settings.keep, settings.bits, settings.whole_below, tensors)
 
     def __call__(self, x: Array, residual: AnyArray | None = None, decay: float = 0.0) -> Array:
         """Average `x` in place, and return it. Collective.
@@ -177,17 +219,17 @@ class TopKMean:
 
     def _exchange(self, flat: Array, unsent: Array) -> None:
         """Put the mean of `unsent` in `flat`, and leave in `unsent` what was not sent, if it is another array."""
-        comm, run = self._comm, kernels.of(flat)
+        comm = self._comm
         if comm.size == 1:
             if unsent is not flat:
                 flat[...] = unsent
                 unsent[...] = 0
             return
-        shape = (comm.size, self._settings.wire_nbytes(flat.size))
-        wires = comm.scratch.take("received", shape, np.uint8, like=flat)
+        record, scratch = self._record(flat.size), comm.scratch
+        wires = scratch.take("received", (comm.size, record.nbytes), np.uint8, like=flat)
         mine = wires[comm.rank]
-        run.top_k_encode(unsent, mine, *self._layout)
+        record.encode(unsent, mine, scratch)
         if unsent is not flat:
-            run.top_k_subtract(unsent, mine, *self._layout)
+            record.subtract(unsent, mine, scratch)
         comm.allgather(mine, out=wires)
-        run.top_k_sum(wires, flat, *self._layout, "avg")
+        record.mean(wires, flat, scratch, "avg" if self._settings.divide == "all" else "senders")

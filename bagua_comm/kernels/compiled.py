@@ -256,7 +256,8 @@ def top_k_sum(wires: Sequence[Array], out: Array, chunk: int, keep: int, bits: i
         return host.top_k_sum(wires, out, chunk, keep, bits, op)
     layout, element = host.top_k_layout(out.size, chunk, keep, bits), _CODES[dtype_name(out.dtype)]
     settings = out.size, chunk, keep, bits, layout.values, layout.indices
-    return _run.sum_top_k(element, address(addresses), len(wires), op == "avg", *settings, target)
+    divisor = host.TOP_K_DIVISORS[op]
+    return _run.sum_top_k(element, address(addresses), len(wires), divisor, *settings, target)
 
 
 def top_k_subtract(x: Array, wire: Array, chunk: int, keep: int, bits: int) -> None:

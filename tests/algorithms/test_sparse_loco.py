@@ -33,6 +33,22 @@ def test_112_bytes_for_4096_weights_leave_a_rank_for_each_other_one():
     assert run_ranks(3, body)[1] == [0, 2 * (10 * 112 + 16), 0, 2 * (10 * 112 + 16)]
 
 
+def test_it_passes_its_tensors_to_the_average():
+    average = ErrorFeedback(TopK(96, 10, whole_below=50), retain=0.95)
+    sparse = trajectories(3, SparseLoCo(3, whole_below=50, **SMALL), start=common_start)
+    given = trajectories(3, SparseLoCo(3, average=average), start=common_start)
+    flat = trajectories(3, SparseLoCo(3, **SMALL), start=common_start)
+    assert [bits(x) for x in sparse] == [bits(x) for x in given]
+    assert [bits(x) for x in sparse] != [bits(x) for x in flat]
+
+
+def test_checkpoints_of_earlier_versions_note_the_same_algorithm():
+    earlier = "chunk=4096, keep=64, bits=2"
+    assert repr(SparseLoCo()) == f"SparseLoCo(local_steps=30, {earlier}, decay=0.95, outer_lr=1.0, average=None)"
+    assert repr(ErrorFeedback(TopK())) == f"ErrorFeedback(inner=TopK({earlier}))"
+    assert repr(TopK(whole_below=9)) == f"TopK({earlier}, whole_below=9)"
+
+
 def test_nodes_exchange_sparse_changes_of_their_means():
     """Two nodes of two ranks change their weights as two ranks do whose gradients are the means of the nodes."""
     algorithm = SparseLoCo(1, average=Hierarchical(ErrorFeedback(TopK(32, 4, 32), retain=0.9)))
@@ -80,7 +96,9 @@ def unsent(training):
     return {name: x["average.residual"] for name, x in training.engine.state_dict()["tensors"].items()}
 
 
-@pytest.mark.parametrize("other", [{"keep": 32}, {"bits": 16}, {"decay": 0.5}, {"local_steps": 3}])
+@pytest.mark.parametrize(
+    "other", [{"keep": 32}, {"decay": 0.5}, {"local_steps": 3}, {"whole_below": 9}, {"divide": "senders"}]
+)
 def test_ranks_with_other_settings_are_an_error_on_all_ranks_before_training(other):
     plan = Plan.pack([TensorSpec("w", (3,), "float32")])
 

@@ -149,7 +149,7 @@ def sparse(module, settings, rows):
             module.top_k_subtract(x, wire, *settings, bits)
         found += [wires.tobytes(), left.tobytes()]
         for row in range(0, len(rows), 5):
-            module.top_k_sum(wires[row : row + 3], mean, *settings, bits, "avg" if row else "sum")
+            module.top_k_sum(wires[row : row + 3], mean, *settings, bits, ("sum", "avg", "senders")[row // 5 % 3])
             found.append(mean.tobytes())
     return found
 

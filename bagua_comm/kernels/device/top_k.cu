@@ -369,11 +369,14 @@ struct Entry {
 
 struct alignas(access_bytes) Totals {
     float32 of_chunk[largest_chunk];
+    uint16 senders[largest_chunk];  // the number of ranks that have sent each element, other than as 0
 };
+
+constexpr int64 by_ranks = 1, by_senders = 2;  // divisors: TOP_K_DIVISORS of the host's kernels
 
 // A CTA for each chunk. All threads add the entries of one rank before those of the next.
 extern "C" __global__ void __launch_bounds__(largest_cta, 4)
-    sum(const uint8* wires, int64 ranks, int64 mean, element* out, Layout layout) {
+    sum(const uint8* wires, int64 ranks, int64 divisor, element* out, Layout layout) {
     __shared__ Totals shared;
     float32* total = shared.of_chunk;
     for (int64 c = blockIdx.x; c < layout.chunks; c += gridDim.x) {
@@ -381,12 +384,13 @@ extern "C" __global__ void __launch_bounds__(largest_cta, 4)
         if (c != blockIdx.x) __syncthreads();  // others may still read the last sums
         Entry next;  // loaded one rank ahead
         if (threadIdx.x < chunk.kept) next = Entry(wires, layout, chunk.begin + threadIdx.x);
-        for (int i = threadIdx.x; i < chunk.length; i += blockDim.x) total[i] = 0;
+        for (int i = threadIdx.x; i < chunk.length; i += blockDim.x) total[i] = 0, shared.senders[i] = 0;
         __syncthreads();  // zeros
         for (int64 rank = 0; rank < ranks; ++rank) {
             const uint8* wire = wires + rank * layout.nbytes;
             auto add = [&](const Entry& entry) {
-                if (entry.index < chunk.length) total[entry.index] += entry.value;
+                if (entry.index < chunk.length)
+                    total[entry.index] += entry.value, shared.senders[entry.index] += entry.value != 0;
             };
             if (threadIdx.x < chunk.kept) {
                 Entry now = next;
@@ -402,7 +406,8 @@ extern "C" __global__ void __launch_bounds__(largest_cta, 4)
             memcpy(sums, total + at, sizeof sums);
 #pragma unroll
             for (int i = 0; i < width; ++i) {
-                float32 value = mean ? sums[i] / float32(ranks) : sums[i];
+                int64 addends = divisor == by_ranks ? ranks : divisor == by_senders ? max(1, int(shared.senders[at + i])) : 1;
+                float32 value = sums[i] / float32(addends);
                 raw[i] = narrow<element>(is_nan(value) ? __uint_as_float(canonical_nan) : value);
             }
             store(out + chunk.first + at, chunk.length - at, raw);

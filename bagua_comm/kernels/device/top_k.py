@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...arrays import Array, DType, dtype_name
-from ..host import TopKLayout, top_k_layout
+from ..host import TOP_K_DIVISORS, TopKLayout, top_k_layout
 from .launches import WARP, between_kernels, grid_of, launch, struct
 
 _HELD, _WARPS, _CODES = 16, 4, 4
@@ -70,7 +70,7 @@ def top_k_sum(wires: Array, out: Array, chunk: int, keep: int, bits: int, op: st
     """See `host.top_k_sum`; `wires` is one array, (n, w)."""
     if out.size:
         partition = partition_of(out.size, chunk, keep, bits)
-        args = wires, len(wires), int(op == "avg"), out, partition.layout
+        args = wires, len(wires), TOP_K_DIVISORS[op], out, partition.layout
         _launch("sum", out.dtype, partition.by_cta, *args)
 
 

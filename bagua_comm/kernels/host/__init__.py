@@ -29,9 +29,18 @@ from .minmax import minmax_combine, minmax_decode, minmax_encode
 from .numbers import largest_finite, silent_context, widen
 from .random_bits import Draws
 from .sums import divide, is_plain, reduce_rows
-from .top_k import TOP_K_LARGEST_CHUNK, TopKLayout, top_k_encode, top_k_layout, top_k_subtract, top_k_sum
+from .top_k import (
+    TOP_K_DIVISORS,
+    TOP_K_LARGEST_CHUNK,
+    TopKLayout,
+    top_k_encode,
+    top_k_layout,
+    top_k_subtract,
+    top_k_sum,
+)
 
 __all__ = [
+    "TOP_K_DIVISORS",
     "TOP_K_LARGEST_CHUNK",
     "Draws",
     "FixedFormat",

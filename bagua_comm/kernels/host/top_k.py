@@ -14,6 +14,9 @@ from .sums import divide
 TOP_K_LARGEST_CHUNK = 4096
 """Indices have 12 bits."""
 
+TOP_K_DIVISORS = {"sum": 0, "avg": 1, "senders": 2}
+"""By what sums are divided: the number of it in compiled kernels."""
+
 _BOOK_BYTES = 16
 _ALIGNMENT = 16
 _CANONICAL_NAN = np.uint32(0x7FC00000)
@@ -92,15 +95,23 @@ def top_k_encode(x: Array, wire: Array, chunk: int, keep: int, bits: int) -> Non
 
 
 def top_k_sum(wires: Sequence[Array], out: Array, chunk: int, keep: int, bits: int, op: str) -> None:
-    """Add n encoded arrays in their order, in float32; "avg" divides by n. Round once to `out`, (m,)."""
+    """Add n encoded arrays in their order, in float32, and round once to `out`, (m,).
+
+    "avg" divides by n, and "senders" each element by the number of arrays that have it, other than as 0.
+    """
     total = out if out.dtype == np.float32 else np.empty(out.shape, np.float32)
     total[...] = 0
+    senders = np.zeros(out.size if op == "senders" else 0, np.float32)
     with np.errstate(all="ignore"):
         for wire in wires:
             positions, values = _entries(wire, out.size, chunk, keep, bits)
             total[positions] += values
+            if op == "senders":
+                senders[positions] += values != 0
         if op == "avg":
             divide(total, len(wires))
+        elif op == "senders":
+            total /= np.maximum(senders, 1)
         if total is not out:
             np.copyto(out, total, casting="unsafe")
 

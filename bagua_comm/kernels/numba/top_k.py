@@ -50,6 +50,9 @@ _MAGNITUDE, _NAN_KEY = np.uint32(0x7FFFFFFF), np.uint32(0x7F800001)
 _NAN_BFLOAT16, _LARGEST_BFLOAT16 = np.uint16(0x7FC0), np.uint16(0x7F7F)
 _BOOK_BYTES, _STEP = 16, 1.5
 
+BY_RANKS, BY_SENDERS = 1, 2
+"""By what a sum is divided."""
+
 
 @kernel
 def encode_top_k(
@@ -98,7 +101,7 @@ def sum_top_k(
     element: int,
     wires: int,
     n: int,
-    average: int,
+    divisor: int,
     count: int,
     chunk: int,
     keep: int,
@@ -109,19 +112,25 @@ def sum_top_k(
 ) -> None:
     """Add n encoded arrays, whose addresses are at `wires`, chunk by chunk."""
     addresses, total = longs_at(wires, n), floats_at(address_of(scratch(_LONGEST)), _LONGEST)
+    numbers = floats_at(address_of(scratch(_LONGEST)), _LONGEST)
     begin = 0
     for first in range(0, count, chunk):
         length = min(chunk, count - first)
-        part, end = total[:length], begin + min(keep, length)
-        part[:] = ZERO
+        part, senders, end = total[:length], numbers[:length], begin + min(keep, length)
+        part[:], senders[:] = ZERO, ZERO
         for row in range(n):
             wire = addresses[row]
             for k in range(begin, end):
                 i = _index(wire + indices_at, k)
                 if i < length:
-                    part[i] += _value(bits, wire, values_at, k)
-        if average:
+                    value = _value(bits, wire, values_at, k)
+                    part[i] += value
+                    senders[i] += np.float32(value != 0)
+        if divisor == BY_RANKS:
             divide(part, n)
+        elif divisor == BY_SENDERS:
+            for i in range(length):
+                part[i] /= max(senders[i], np.float32(1))
         store(element, part, out + first * itemsize(element))
         begin = end
 
