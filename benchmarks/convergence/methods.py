@@ -143,6 +143,8 @@ def _sparse(title: str, local_steps: int, **arguments: Any) -> Method:
     return Method(title, make, "weights, now and then")
 
 
+_BOTH: dict[str, Any] = {"whole_below": 4096, "divide": "senders"}
+
 LARGEST = {
     "diloco-10-mean": _diloco("DiLoCo, 10 steps, plain mean", 10, outer_lr=1.0, outer_momentum=0.0),
     "sparseloco-10": _sparse("SparseLoCo, 10 steps", 10),
@@ -151,6 +153,13 @@ LARGEST = {
     "sparseloco-10-whole": _sparse("SparseLoCo, 10 steps, decay 1", 10, decay=1.0),
     "sparseloco-30": _sparse("SparseLoCo, 30 steps", 30),
     "sparseloco-30-256": _sparse("SparseLoCo, 30 steps, 256 of 4,096", 30, keep=256),
+    "sparseloco-30-tensors": _sparse("SparseLoCo, 30 steps, by tensor", 30, whole_below=4096),
+    "sparseloco-30-senders": _sparse("SparseLoCo, 30 steps, senders", 30, divide="senders"),
+    "sparseloco-30-both": _sparse("SparseLoCo, 30 steps, by tensor, senders", 30, **_BOTH),
+    "sparseloco-30-192": _sparse("SparseLoCo, 30 steps, 192 of 4,096", 30, keep=192),
+    "sparseloco-15-96": _sparse("SparseLoCo, 15 steps, 96 of 4,096", 15, keep=96),
+    "sparseloco-10-tensors": _sparse("SparseLoCo, 10 steps, by tensor", 10, whole_below=4096),
+    "sparseloco-10-both": _sparse("SparseLoCo, 10 steps, by tensor, senders", 10, **_BOTH),
 }
 """The largest changes of weights, and a dense mean of them, for as many steps; tasks train with them if named."""
 
