@@ -2,8 +2,9 @@
 
     record := whole | tensor | tensor ...
 
-`whole` is one chunk of `Int4()`, of all small tensors together. Each other tensor has the bytes of the kernels of
-`TopK`, with a code book of its own. An array that is one large tensor has these bytes alone.
+This is version 2 of the wire format (docs/how-it-works/wire-format.md). `whole` is one chunk of `Int4()`, of all
+small tensors together. Each other tensor has the bytes of the kernels of `TopK`, with a code book of its own. An
+array that is one large tensor has these bytes alone.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 The candidates average gradients in every step, or changes of weights every so many steps: at once, beside further
 steps, in fewer bits, and the largest alone. Fewer steps between exchanges come first; among as many, more precise
-averages, and averages without delay. The first of which a training waits less than a share of its time is chosen.
+averages, and averages without delay. The largest alone come last, since trainings ended behind DiLoCo with them.
+The first of which a training waits less than a share of its time is chosen.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ def candidates(cluster: Cluster) -> Iterator[Algorithm]:
             for fragments in FRAGMENTS:
                 if fragments <= local_steps:
                     yield StreamingDiLoCo(local_steps, fragments, DELAY, average=average)
+    for local_steps in LOCAL_STEPS:
         sparse = SparseLoCo(local_steps)
         yield replace(sparse, average=Hierarchical(sparse.mean)) if two_levels else sparse
 

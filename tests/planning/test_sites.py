@@ -43,6 +43,12 @@ def test_no_choice_is_better_than_one_that_waits():
     assert most_communication(JOB, between(100), least_waiting=0.0) is None
 
 
+def test_the_largest_changes_alone_come_last():
+    kinds = [type(each) for each in candidates(between(0.2))]
+    assert kinds.index(SparseLoCo) == len(kinds) - 4
+    assert set(kinds[-4:]) == {SparseLoCo}
+
+
 def test_the_largest_changes_are_sent_among_nodes():
     host, device = (between(0.05, transport=name) for name in ("mpi", "nccl"))
     assert all(any(isinstance(each, SparseLoCo) for each in candidates(cluster)) for cluster in (host, device))
