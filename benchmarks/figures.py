@@ -101,9 +101,16 @@ def between_sites(task: str, rate: str) -> Command:
 
 
 def sparse(algorithms: str, name: str, *more: object) -> Command:
-    """SparseLoCo with more elements, and for longer, without slow links."""
+    """SparseLoCo and its kin with other settings, and for longer, without slow links."""
     command = ("benchmarks.convergence", "--task", "text", "--algorithms", algorithms, *more)
-    return ranks(4, *command, "--out", RESULTS / f"streaming-{name}")
+    return ranks(4, *command, "--out", RESULTS / name)
+
+
+AT_EQUAL_BYTES = (
+    "torch,diloco-30,streaming-30-int4,diloco-100-int4,diloco-200-int4,sparseloco-30,sparseloco-30-tensors,"
+    "sparseloco-30-senders,sparseloco-30-both,sparseloco-30-192,sparseloco-15-96,sparseloco-10,sparseloco-10-both"
+)
+FOR_LONGER = "diloco-30,diloco-100-int4,sparseloco-30,sparseloco-30-senders,sparseloco-30-both,sparseloco-10-both"
 
 
 RATES_CHOSEN = [("adam", 0.004), ("muon", 0.016)]
@@ -212,9 +219,14 @@ JOBS: dict[str, list[Command]] = {
             *("benchmarks.convergence", "--task", "text,digits", "--algorithms", BETWEEN_SITES),
             *("--out", RESULTS / "streaming"),
         ),
-        sparse("torch,sparseloco-30-256", "256"),
-        sparse("diloco-30,sparseloco-30,sparseloco-30-256", "1600", "--steps", 1600, "--seeds", 0),
+        sparse("torch,sparseloco-30-256", "streaming-256"),
+        sparse("diloco-30,sparseloco-30,sparseloco-30-256", "streaming-1600", "--steps", 1600, "--seeds", 0),
         *(between_sites(task, rate) for task in ("text", "digits") for rate in ("50mbit", "200mbit")),
+    ],
+    "sparse": [
+        sparse(AT_EQUAL_BYTES, "sparse-text"),
+        sparse(FOR_LONGER, "sparse-text-1600", "--steps", 1600),
+        sparse(FOR_LONGER, "sparse-text-10000", "--steps", 10_000, "--seeds", 0),
     ],
     "muloco": [muloco(RATES_TRIED, "-rates", "--steps", 120, "--seeds", 0), muloco(RATES_CHOSEN, "")],
     "shared": [shared_memory(2)],

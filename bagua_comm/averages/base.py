@@ -251,6 +251,9 @@ def compare_settings(
     comm: Communicator, average: Average, name: str = "bind", tensors: tuple[int, ...] | None = None
 ) -> None:
     """Raise `CommMismatch` on all ranks unless all bind equal averages, for equal tensors. Collective."""
-    detail = {} if tensors is None else {"tensors": tensors}
-    call = Call(comm, f"{type(average).__name__}.{name}", settings=average, **detail).unchecked()
+    owner = f"{type(average).__name__}.{name}"
+    if tensors is None:
+        call = Call(comm, owner, settings=average).unchecked()
+    else:
+        call = Call(comm, owner, settings=average, tensors=tensors).unchecked()
     call.run(lambda x, target: call.compare())

@@ -146,6 +146,8 @@ def _sparse(title: str, local_steps: int, **arguments: Any) -> Method:
 _BOTH: dict[str, Any] = {"whole_below": 4096, "divide": "senders"}
 
 LARGEST = {
+    "diloco-100-int4": _diloco("DiLoCo, 100 steps, four bits", 100, average=_quantized("int4")),
+    "diloco-200-int4": _diloco("DiLoCo, 200 steps, four bits", 200, average=_quantized("int4")),
     "diloco-10-mean": _diloco("DiLoCo, 10 steps, plain mean", 10, outer_lr=1.0, outer_momentum=0.0),
     "sparseloco-10": _sparse("SparseLoCo, 10 steps", 10),
     "sparseloco-10-256": _sparse("SparseLoCo, 10 steps, 256 of 4,096", 10, keep=256),
