@@ -21,11 +21,11 @@ from bagua_comm.trace import Counters, ExchangeCounters
 
 from ..arrays import as_array, as_tensor
 from ..entry import communicator_of, errors_on_all
+from ..process_group.groups import GroupComms, LaneComms
 from ..tensors.broadcast import broadcast_tensors, map_leaves
 from ..tensors.checks import listed
 from .checks import NAME, argument, check_hook, checked_units, compare_units
 from .collectives import Gather, Reduce, Replicate
-from .groups import GroupComms, LaneComms
 from .local_steps import LocalSteps, check_local_steps, name_of_replica
 from .overlap import Prefetch, Reductions
 from .passes import BackwardPasses

@@ -17,7 +17,7 @@ from bagua_comm.averages.error_feedback import Residual
 from bagua_comm.comm.weights import Weigh, multiply
 
 from ..arrays import as_array, dtype_name, torch_stream
-from .groups import GroupComms
+from ..process_group.groups import GroupComms
 from .overlap import Gathering, Prefetch, Reductions, invalidate
 from .passes import BackwardPasses
 from .torch_names import AllGather, ReduceScatter, Unit, op_of

@@ -21,6 +21,7 @@ from bagua_comm.trace import Counters
 
 from ..arrays import as_array, as_tensor, torch_stream
 from ..entry import communicator_of, errors_on_all
+from ..process_group.groups import GroupComms
 
 Settings = Mapping[str, object]
 """Settings by which AdamW steps some parameters."""
@@ -133,8 +134,6 @@ class Muon(torch.optim.Optimizer):
                 "ranks, or none; make an optimizer for each group"
             )
         if groups:
-            from ..fsdp.groups import GroupComms
-
             comms = GroupComms(comm, [*groups], _NAME)
             comm, self._close = comms.of(*groups), comms.close
         self._owners = Owners(comm)

@@ -35,8 +35,8 @@ from bagua_comm.testing import run_ranks
 from bagua_torch import DistributedDataParallel, fsdp
 from bagua_torch.fsdp import torch_names
 from bagua_torch.fsdp.collectives import Gather, Reduce, Replicate
-from bagua_torch.fsdp.groups import check_ranks
 from bagua_torch.fsdp.passes import BackwardPasses
+from bagua_torch.process_group.groups import check_ranks
 
 LOCAL = [name for name in fsdp_training.CASES if name.startswith("local_steps")]
 CASES = {name: case for name, case in fsdp_training.CASES.items() if name not in LOCAL}
