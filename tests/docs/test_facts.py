@@ -158,6 +158,17 @@ def test_the_figures_between_sites_are_those_that_were_measured():
     )
 
 
+def test_the_figures_of_sparse_changes_at_equal_bytes_are_those_that_were_measured():
+    page, found = section_on("Between sites"), record("sparse-text")["results"]
+    ends = {run["algorithm"]: (run["metric"], run["per_step"]["wire_bytes"]) for run in found}
+    dense, dense_bytes = ends.pop("diloco-30")
+    ends.pop("torch")
+    assert len(found) == len(ends) + 2 == 12
+    for loss, sent in ends.values():
+        row = f"| {sent:,.0f} | {dense_bytes / sent:.1f} | {loss:.4f} | {100 * (loss / dense - 1):+.1f} % |"
+        assert row in page
+
+
 def test_the_figures_of_muon_inside_diloco_are_those_that_were_measured():
     guide = (ROOT / "docs" / "guides" / "choose.md").read_text()
     loss = {}
