@@ -26,13 +26,19 @@ from ..process_group.groups import GroupComms
 Settings = Mapping[str, object]
 """Settings by which AdamW steps some parameters."""
 
+_Group = Mapping[str, Any]
+"""A group of parameters with its settings."""
+
 _Chosen = tuple[Tensor, optim.Muon, str]
 """A parameter that Muon steps, with the settings of its group, the last one its dtype."""
 
 _MOVED_AS = {"float32": torch.int32, "bfloat16": torch.int16}
 """The dtypes of matrices, and those as which their bits travel."""
 
-_COMPARED = "lr", "momentum", "weight_decay", "nesterov", "adjust_lr_fn", "dtype", "betas", "eps"
+_COMPARED = (
+    *("lr", "momentum", "weight_decay", "nesterov", "adjust_lr_fn"),
+    *("dtype", "betas", "eps", "amsgrad", "maximize"),
+)
 """The settings that ranks compare, first those of `bagua_comm.optim.Muon`."""
 
 _NAME = "bagua_torch.Muon"
@@ -88,10 +94,13 @@ class Muon(torch.optim.Optimizer):
         self.__setstate__({})
 
     def __setstate__(self, state: dict[str, object]) -> None:
+        for group in cast("list[_Group]", state.get("param_groups", [])):  # a copy's, or loaded ones
+            _check(group)
         super().__setstate__(state)
         if not hasattr(self, "_owners"):  # not shared with copies
             self._adam = torch.optim.AdamW([torch.empty(0)])
             self._owners: Owners = Owners()
+            self._group: dist.ProcessGroup | None = None
             self._close: Callable[[], None] = lambda: None
 
     def add_param_group(self, param_group: dict[str, object]) -> None:
@@ -102,7 +111,7 @@ class Muon(torch.optim.Optimizer):
         """
         super().add_param_group(param_group)
         try:
-            _check(self.param_groups[-1], self.defaults)
+            _check_parameters(self.param_groups[-1], self.defaults)
         except ArrayError:
             del self.param_groups[-1]
             raise
@@ -136,7 +145,7 @@ class Muon(torch.optim.Optimizer):
         if groups:
             comms = GroupComms(comm, [*groups], _NAME)
             comm, self._close = comms.of(*groups), comms.close
-        self._owners = Owners(comm)
+        self._owners, self._group = Owners(comm), next(iter(groups), None)
 
     @property
     def counters(self) -> Counters:
@@ -147,7 +156,7 @@ class Muon(torch.optim.Optimizer):
         """Let each rank step alone again, which needs whole parameters. Collective."""
         self._owners.close()
         self._close()
-        self._owners, self._close = Owners(), lambda: None
+        self._owners, self._group, self._close = Owners(), None, lambda: None
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -156,7 +165,8 @@ class Muon(torch.optim.Optimizer):
         Collective after `distribute`.
 
         Raises:
-            ArrayError: A parameter is sharded, and `distribute` has not been called; or a gradient is sparse.
+            ArrayError: A parameter is sharded, and `distribute` has not been called; a gradient is sparse; or a
+                setting is out of range.
             CommMismatch: Ranks have other settings, or gradients for other parameters; or one of them raises an
                 `ArrayError`. Raised on all ranks, before a parameter changes.
         """
@@ -174,7 +184,8 @@ class Muon(torch.optim.Optimizer):
         """What must be equal on all ranks in a step: settings of groups, and which parameters have gradients."""
         return [
             [
-                *map(group.get, ("algorithm", *_COMPARED)),
+                group["algorithm"],
+                *(float(group[key]) if isinstance(group[key], Tensor) else group[key] for key in _COMPARED),
                 crc32(bytes(p.grad is not None for p in group["params"])),
             ]
             for group in self.param_groups
@@ -183,6 +194,7 @@ class Muon(torch.optim.Optimizer):
     def _by_muon(self) -> Iterator[_Chosen]:
         """Yield the parameters that Muon steps."""
         for group in self.param_groups:
+            _check(group)  # it may have changed
             if group["algorithm"] == "muon":
                 settings = optim.Muon(*(group[key] for key in _COMPARED[:5]))
                 yield from ((p, settings, group["dtype"]) for p in group["params"])
@@ -191,12 +203,22 @@ class Muon(torch.optim.Optimizer):
         """Yield the matrices with gradients, and add them to `chosen`; raise if this rank cannot step them."""
         size = 1 if self._owners.comm is None else self._owners.comm.size
         for p, muon, dtype in (each for each in self._by_muon() if each[0].grad is not None):
-            grad, (rows, _) = cast(Tensor, p.grad), _spread(p)
-            if grad.is_sparse or grad.dtype != p.dtype or (rows is not None and len(rows) != size):
+            grad, (rows, group) = cast(Tensor, p.grad), _spread(p)
+            if grad.is_sparse or grad.dtype != p.dtype:
                 raise ArrayError(
-                    f"Muon.step: a parameter of {p.dtype} over {len(rows or '1')} ranks has a gradient of "
-                    f"{grad.dtype}, {grad.layout}, expected a dense one of its dtype, and to be sharded "
-                    f"over no ranks but {size}: call distribute(comm) with all ranks of its mesh"
+                    f"Muon.step: a parameter of {p.dtype} has a gradient of {grad.dtype}, {grad.layout}, "
+                    "expected a dense one of its dtype"
+                )
+            if rows is not None and (len(rows) != size or (size > 1 and group != self._group)):
+                raise ArrayError(
+                    f"Muon.step: a parameter is sharded over {len(rows)} ranks, expected the group of {size} "
+                    "that shares the matrices; close(), and call distribute(comm) with all ranks of its mesh"
+                )
+            ours, found = (tuple(_local(x).shape) for x in (p, self.state[p].get("momentum_buffer", p)))
+            if ours != found:
+                raise ArrayError(
+                    f"Muon.step: the momentum of a parameter is {found}, expected {ours}, that of its rows "
+                    "here; load states of sharded parameters by set_state_dict of torch.distributed.checkpoint"
                 )
             chosen.append((p, muon, dtype))
             yield Matrix((p.shape[0], p.shape[1]), rows)
@@ -249,9 +271,22 @@ def _spread(x: Tensor) -> tuple[tuple[int, ...] | None, dist.ProcessGroup | None
     return rows, cast(DeviceMesh, x.device_mesh).get_group(axis)
 
 
-def _check(group: Mapping[str, Any], known: Mapping[str, object]) -> None:
-    """Raise `ArrayError` unless the settings of a group are valid and fit its parameters."""
+def _check(group: _Group) -> None:
+    """Raise `ArrayError` unless the settings of a group are valid."""
+    missing = [key for key in ("algorithm", *_COMPARED) if key not in group]
+    if missing:
+        raise ArrayError(
+            f"{_NAME}: a group has no {', '.join(missing)}, expected settings of {_NAME}; load the state of one"
+        )
     optim.Muon(*(group[key] for key in _COMPARED[:5]))
+    optim.Adam(betas=group["betas"], eps=group["eps"])
+    if group["algorithm"] == "muon" and group["maximize"]:
+        raise ArrayError(f"{_NAME}: a group of Muon has maximize=True, expected False; negate the loss")
+
+
+def _check_parameters(group: _Group, known: Mapping[str, object]) -> None:
+    """Raise `ArrayError` unless the settings of a new group are valid and fit its parameters."""
+    _check(group)
     unknown = sorted(set(group) - {*known, "params", "param_names", "initial_lr"})
     if unknown or group["dtype"] not in _MOVED_AS or group["algorithm"] not in ("muon", "adam"):
         raise ArrayError(

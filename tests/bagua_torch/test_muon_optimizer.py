@@ -109,7 +109,14 @@ def test_a_parameter_that_is_no_matrix_needs_the_rule():
         bagua_torch.Muon([{"params": [model[0].weight], "algorithm": "sgd", "rate": 1}])
     with pytest.raises(ArrayError, match="lr is -1, expected a number of at least 0"):
         bagua_torch.Muon([model[0].weight], lr=-1)
+    with pytest.raises(ArrayError, match="betas is"):
+        bagua_torch.Muon(model.named_parameters(), adam=lambda name, p: {"betas": (2.0, 0.9)})
+    with pytest.raises(ArrayError, match="maximize=True, expected False"):
+        bagua_torch.Muon([{"params": [model[0].weight], "maximize": True}])
     optimizer = bagua_torch.Muon([model[0].weight])
+    with pytest.raises(ArrayError, match=r"a group has no algorithm, .*load the state of one"):
+        optimizer.load_state_dict(torch.optim.Muon([model[0].weight]).state_dict())
+    assert optimizer.param_groups[0]["algorithm"] == "muon", "nothing is loaded"
     with pytest.raises(ArrayError, match="expected a matrix"):
         optimizer.add_param_group({"params": [model[0].bias]})
     assert len(optimizer.param_groups) == 1, "the group is not added"

@@ -11,6 +11,7 @@ import torch
 from fsdp_training import mesh_of_replicas, refused, run_named  # a program beside this one
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 from torch.nn.functional import cross_entropy
@@ -145,6 +146,34 @@ def a_wrapped_model_trains_by_it(comm):
     assert all(map(torch.equal, *results))
 
 
+def states_and_settings_that_do_not_fit(comm, model, optimizer):
+    """A momentum of whole matrices, and a tensor that differs in few bits."""
+    backward(model, 0)
+    before, first, unsharded = whole(model.parameters()), optimizer.param_groups[-1], make()
+    first["lr"] = torch.tensor(0.1 + 1e-7 * comm.rank, dtype=torch.float64)
+    refused(comm, CommMismatch, "rank 1 called Muon.step", optimizer.step)
+    first["lr"] = 0.1
+    saved = muon_of(unsharded)
+    backward(unsharded, 0)
+    saved.step()
+    optimizer.load_state_dict(saved.state_dict())
+    refused(comm, (ArrayError, CommMismatch), "the momentum of a parameter is", optimizer.step)
+    assert all(map(torch.equal, whole(model.parameters()), before))
+
+
+def parameters_of_another_group_of_as_many_ranks(comm):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
+    first, second = (nn.Linear(4, 6, bias=False) for _ in range(2))
+    fully_shard(first, mesh=mesh["rows"])
+    fully_shard(second, mesh=mesh["columns"])
+    optimizer = bagua_torch.Muon(first.parameters())
+    optimizer.distribute(comm)
+    optimizer.add_param_group({"params": second.parameters()})
+    second(torch.ones(2, 4)).sum().backward()
+    refused(comm, (ArrayError, CommMismatch), "expected the group of 2 that shares", optimizer.step)
+    optimizer.close()
+
+
 def bad_input(comm):
     model = make(shard=True)
     optimizer = muon_of(model)
@@ -167,7 +196,10 @@ def bad_input(comm):
         parameter.grad, first["lr"] = kept, -1 if comm.rank else 0.1
         refused(comm, (ArrayError, CommMismatch), "lr is -1, expected a number of at least 0", optimizer.step)
         assert all(map(torch.equal, whole(model.parameters()), before))
+        states_and_settings_that_do_not_fit(comm, model, optimizer)
     optimizer.close()
+    if comm.size == 4:
+        parameters_of_another_group_of_as_many_ranks(comm)
     columns = nn.Linear(12, 8, bias=False)
     fully_shard(columns, shard_placement_fn=lambda p: Shard(1))
     by_columns = bagua_torch.Muon(columns.parameters())
