@@ -224,6 +224,11 @@ def check_optimizers(
                 f"{owner}: optimizers is {shown(optimizers)}, expected optimizers of "
                 "torch.optim; give all other arguments by name"
             )
+        if any(optimizer is earlier for earlier in optimizers[:number]):
+            raise ArrayError(
+                f"{owner}: optimizer {number} ({type(optimizer).__name__}) is in the list twice, and a step ends "
+                "when each has stepped; give it once"
+            )
         mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         if not mine & wanted:
             raise ArrayError(
