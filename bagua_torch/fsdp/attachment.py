@@ -237,12 +237,13 @@ class Attachment(Closing):
         if any(row != rows[0] for row in rows):
             raise ArrayError("load_state_dict: ranks have states with different numbers of means since the reset")
         self._wait()
+        with errors_on_all(self._comm):  # each engine compares the ranks of its shards alone
+            if self._local is not None:
+                self._local.load(local)
         for name, residual in tensors.get(self._key, {}).items():
             self._feedback(name).residual = as_array(residual.to(self._feeding[name].device, copy=True))
         for name, means in counts.items():
             self._counting[name].means = means
-        if self._local is not None:
-            self._local.load(local)
 
     def weights_replaced(self) -> None:
         """Report that the program has replaced the weights, with local steps; see `Engine.weights_replaced`.
@@ -309,6 +310,11 @@ class Attachment(Closing):
             return ArrayError(
                 f"{name}: the state has {found}, expected {key}; residuals belong to a rank, so load them with "
                 "as many ranks, or start without them"
+            )
+        if self._local is not None and _LOCAL not in state:
+            return ArrayError(
+                f"{name}: the state has no {_LOCAL!r}, expected the state of a handle with replicas="
+                f"{self._local.engine.algorithm}"
             )
         residuals = {name: (each.dtype, (each.numel,)) for name, each in self._trained.items()}
         for section, what, fitting in (
@@ -458,6 +464,8 @@ def attach(
         units = checked_units(model, reduce, gather, replicas)
         if not isinstance(overlap, bool):
             raise ArrayError(f"{NAME}: overlap is {overlap!r}, expected True or False")
+        for unit in units:
+            unit.reshard()  # else the next pass has the weights of the last one, not those of the first replica
         given = listed(optimizers, NAME)
         if isinstance(replicas, OuterAlgorithm):
             check_local_steps(model, units, replicas, given)

@@ -186,6 +186,10 @@ class Unit:
         self._group._prefetch_unshard(self._group, "forward")
         return True
 
+    def reshard(self) -> None:
+        """Free the parameters that a forward pass without a backward pass has gathered and left so."""
+        self._group.reshard()
+
     def drop_gathered(self) -> None:
         """Forget the parameters that `prefetch` gathers, so that the next use gathers them again."""
         self._group._all_gather_result = None

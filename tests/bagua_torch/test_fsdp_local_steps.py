@@ -191,6 +191,33 @@ def test_a_loaded_state_continues_with_the_same_bits(algorithm):
     between(program, algorithm=algorithm)
 
 
+@pytest.mark.parametrize(("text", "ranks"), [("no 'local steps'", range(4)), ("'anchor' of .* is missing", [1])])
+def test_a_state_that_lacks_something_is_refused_on_all_ranks(text, ranks):
+    def program(comm, mesh, model, optimizer, handle):
+        train(model, optimizer, comm.rank, range(4))
+        state = {"others": {}} if len(ranks) > 1 else handle.state_dict()
+        if comm.rank in ranks and len(ranks) == 1:
+            state["local steps"]["shared"].popitem()
+        with pytest.raises(ArrayError, match=text):
+            handle.load_state_dict(state)
+
+    between(program)
+
+
+def test_a_model_that_has_run_without_a_backward_pass_begins_with_the_first_replica():
+    def program(comm):
+        model, _ = on_mesh(comm)
+        made = AdamW(model.parameters())
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.to_local().add_(comm.rank // 2)
+            model(batch(0, 0)[0])
+            with fsdp.attach(model, Exact(), comm=comm, replicas=DiLoCo(2), optimizers=made):
+                return {"output": model(batch(0, 0)[0])}
+
+    assert_all_equal(run_ranks(4, program))
+
+
 def test_weights_that_a_module_loads_are_where_the_next_outer_step_begins():
     def program(comm, mesh, model, optimizer, handle):
         train(model, optimizer, comm.rank, range(4))
@@ -336,6 +363,7 @@ REFUSED = [
     (UnsupportedError, "which replicas train locally", {"replicas": Decentralized()}),
     (ArrayError, "depends on steps: give the optimizers", {"optimizers": None}),
     (ArrayError, "no optimizer given steps", {"optimizers": "a part"}),
+    (ArrayError, r"optimizer 1 \(AdamW\) is in the list twice", {"optimizers": "twice"}),
     (ArrayError, "they are for the local steps", {"replicas": Exact()}),
     (ArrayError, "expected at most one fragment per bucket", {"replicas": StreamingDiLoCo(fragments=10_000)}),
     (CommMismatch, "ranks differ: replicas is DiLoCo", {"replicas": "by rank"}),
@@ -359,6 +387,8 @@ def test_what_does_not_fit_is_refused_on_all_ranks(error, text, given):
         optimizers = settings.pop("optimizers", made)
         if optimizers == "a part":
             optimizers = AdamW([model.first.weight])
+        if optimizers == "twice":
+            optimizers = [made, made]
         if settings["replicas"] == "by rank":
             settings["replicas"] = DiLoCo(3 + (comm.rank == 2))
         with pytest.raises(error, match=text):
