@@ -382,18 +382,18 @@ class TrainedShard:
 def of_this_replica(tensor: object) -> object:
     """A sharded tensor on the mesh of this replica alone, over the same memory; others are returned as they are.
 
-    The last dimension of its mesh is that of the shards.
+    The first dimension of its mesh is that of the replicas; others are of shards, and of tensor parallelism.
     """
     if not isinstance(tensor, DTensor) or tensor.device_mesh.ndim == 1:
         return tensor
     mesh = tensor.device_mesh
     assert mesh.mesh_dim_names is not None
-    return _sharded_like(tensor, tensor.to_local().detach(), mesh[mesh.mesh_dim_names[-1]])
+    return _sharded_like(tensor, tensor.to_local().detach(), mesh[mesh.mesh_dim_names[1:]])
 
 
 def _sharded_like(tensor: DTensor, local: torch.Tensor, mesh: DeviceMesh | None = None) -> DTensor:
-    """A tensor of the shape of another one, over this rank's part, on a mesh of shards or that of the other."""
-    placements = tensor.placements if mesh is None else tensor.placements[-1:]
+    """A tensor of the shape of another one, over this rank's part, on another mesh or on that of the other."""
+    placements = tensor.placements if mesh is None else tensor.placements[-mesh.ndim :]
     return DTensor.from_local(
         local, mesh or tensor.device_mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
     )
