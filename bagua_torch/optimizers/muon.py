@@ -101,6 +101,7 @@ class Muon(torch.optim.Optimizer):
             self._adam = torch.optim.AdamW([torch.empty(0)])
             self._owners: Owners = Owners()
             self._group: dist.ProcessGroup | None = None
+            self._compares = False  # whether gradients are compared in the next step
             self._close: Callable[[], None] = lambda: None
 
     def add_param_group(self, param_group: dict[str, object]) -> None:
@@ -145,7 +146,7 @@ class Muon(torch.optim.Optimizer):
         if groups:
             comms = GroupComms(comm, [*groups], _NAME)
             comm, self._close = comms.of(*groups), comms.close
-        self._owners, self._group = Owners(comm), next(iter(groups), None)
+        self._owners, self._group, self._compares = Owners(comm), next(iter(groups), None), comm.size > 1
 
     @property
     def counters(self) -> Counters:
@@ -156,7 +157,7 @@ class Muon(torch.optim.Optimizer):
         """Let each rank step alone again, which needs whole parameters. Collective."""
         self._owners.close()
         self._close()
-        self._owners, self._group, self._close = Owners(), None, lambda: None
+        self._owners, self._group, self._close, self._compares = Owners(), None, lambda: None, False
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -168,11 +169,14 @@ class Muon(torch.optim.Optimizer):
             ArrayError: A parameter is sharded, and `distribute` has not been called; a gradient is sparse; or a
                 setting is out of range.
             CommMismatch: Ranks have other settings, or gradients for other parameters; or one of them raises an
-                `ArrayError`. Raised on all ranks, before a parameter changes.
+                `ArrayError`; or, in the first step after `distribute`, plain parameters have gradients that are
+                no mean over the ranks. Raised on all ranks, before a parameter changes.
         """
         loss = None if closure is None else torch.enable_grad()(closure)()
         chosen = list[_Chosen]()
-        matrices = self._owners.agree("Muon.step", self._settings(), lambda: self._choose(chosen))
+        settings = [*self._settings(), *(self._gradients() if self._compares else [])]
+        matrices = self._owners.agree("Muon.step", settings, lambda: self._choose(chosen))
+        self._compares = False
         for dtype in _MOVED_AS:
             self._step([pair for pair in zip(chosen, matrices, strict=True) if pair[0][2] == dtype], dtype)
         self._adam.state = self.state
@@ -190,6 +194,14 @@ class Muon(torch.optim.Optimizer):
             ]
             for group in self.param_groups
         ]
+
+    def _gradients(self) -> list[str]:
+        """What tells mean gradients, which are equal on all ranks, from others: their checksum."""
+        checksum = 0
+        for p in (p for group in self.param_groups if group["algorithm"] == "muon" for p in group["params"]):
+            if p.grad is not None and not p.grad.is_sparse and not is_sharded(p):
+                checksum = crc32(p.grad.cpu().contiguous().view(torch.uint8).numpy(), checksum)
+        return [f"mean gradients with checksum {checksum:x}"]
 
     def _by_muon(self) -> Iterator[_Chosen]:
         """Yield the parameters that Muon steps."""

@@ -174,6 +174,20 @@ def parameters_of_another_group_of_as_many_ranks(comm):
     optimizer.close()
 
 
+def gradients_that_nobody_averages(comm):
+    model = make()
+    optimizer = muon_of(model)
+    optimizer.distribute(comm)
+    backward(model, comm.rank)
+    before = [each.detach().clone() for each in model.parameters()]
+    refused(comm, CommMismatch, "mean gradients with checksum", optimizer.step)
+    assert all(map(torch.equal, whole(model.parameters()), before))
+    optimizer.zero_grad()
+    backward(model, 0)
+    optimizer.step()
+    optimizer.close()
+
+
 def bad_input(comm):
     model = make(shard=True)
     optimizer = muon_of(model)
@@ -198,6 +212,8 @@ def bad_input(comm):
         assert all(map(torch.equal, whole(model.parameters()), before))
         states_and_settings_that_do_not_fit(comm, model, optimizer)
     optimizer.close()
+    if comm.size > 1:
+        gradients_that_nobody_averages(comm)
     if comm.size == 4:
         parameters_of_another_group_of_as_many_ranks(comm)
     columns = nn.Linear(12, 8, bias=False)
