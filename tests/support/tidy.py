@@ -8,6 +8,7 @@ The stacks that Python writes when a signal ends a forked child are a failure, t
 
 import faulthandler
 import gc
+import multiprocessing
 import os
 import sys
 import threading
@@ -63,6 +64,7 @@ def state():
         "environment": {**os.environ},
         "folder": os.getcwd(),
         "threads": {*threading.enumerate()},
+        "children": {*multiprocessing.active_children()},
     }
 
 
@@ -122,9 +124,9 @@ def differences(before):
     if after["folder"] != before["folder"]:
         left.append(f"the working directory is {after['folder']}: use monkeypatch.chdir()")
         os.chdir(before["folder"])
-    running = still_running(after["threads"] - before["threads"])
-    if running:
-        left.append(f"threads are running, {', '.join(thread.name for thread in running)}: end them")
+    for what in ("threads", "children"):
+        if running := still_running(after[what] - before[what]):
+            left.append(f"{what} are running, {', '.join(each.name for each in running)}: end them")
     return left
 
 
@@ -140,10 +142,10 @@ def new_stacks():
 
 
 def still_running(threads):
-    """Return the non-daemon threads among `threads` that are still running after `ENDING_S`."""
-    threads = [thread for thread in threads if not thread.daemon]
+    """Return the threads or processes that are still running after `ENDING_S`, except daemon threads."""
+    threads = [each for each in threads if not (each.daemon and isinstance(each, threading.Thread))]
     if threads:
-        gc.collect()  # a pool without references ends its threads
+        gc.collect()  # pools without references end their threads, and a DataLoader's iterators their workers
     end = time.monotonic() + ENDING_S
     while threads and time.monotonic() < end:
         time.sleep(0.001)  # sleeps: threads may still end, and need not
