@@ -33,7 +33,7 @@ nitpicky = True
 INTERNAL = (  # types that signatures name, and that nobody needs to know
     *("After", "AgreedPlan", "ByNode", "Clock", "Dataset", "EdgeReplicas", "Encoding", "EngineRegistry", "Every"),
     *("BoundedCache", "Failure", "Flow", "Gathering", "Hooks", "Hub", "LaneComm", "MeanWeights", "Momentum"),
-    *("Order", "Outer", "OuterFragment", "ProcessId", "Ranks", "RecordedFailure", "Reducer"),
+    *("Order", "Outer", "OuterAlgorithm", "OuterFragment", "ProcessId", "Ranks", "RecordedFailure", "Reducer"),
     *("RendezvousInfo", "Replicas", "Receive", "SampleOrder", "Scheduler", "Session", "Shares"),
     *("SpanContext", "SparseOuter", "Steps", "SupportsDLPack", "TaskFuture", "TorchEngine", "Traced"),
 )

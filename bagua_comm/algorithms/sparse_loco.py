@@ -57,9 +57,9 @@ class SparseLoCo(OuterAlgorithm):
         bits: See `TopK`.
         decay: The part of the unsent changes that is kept until the next outer step, from 0 to 1.
         outer_lr: The factor of the mean of the changes.
-        average: Averages the changes in place of `ErrorFeedback(TopK(chunk, keep, bits, whole_below,
-            divide), retain=decay)`, whose settings must then be left out. With several ranks on each node,
-            `Hierarchical(ErrorFeedback(TopK(), retain=0.95))` sends sparse changes between nodes only.
+        average: Averages the changes in place of `ErrorFeedback(TopK(...), retain=decay)`, whose settings must
+            then be left out. With several ranks on each node, `Hierarchical(ErrorFeedback(TopK(), retain=0.95))`
+            sends sparse changes between nodes only.
         whole_below: See `TopK`.
         divide: See `TopK`. The paper divides by all, and its authors' code by the senders.
 

@@ -44,16 +44,18 @@ def test_a_small_call_that_was_made_before_crosses_few_functions(comm, call, few
             frame = frame.f_back
         ours = inner.f_code.co_filename != __file__ and inner.f_code.co_name != "wait_outside_mpi"
         if event == "call" and frame is None and ours:
-            crossed.append(inner.f_code.co_name)
+            crossed[-1].append(inner.f_code.co_name)
 
     call(comm, x, out)
-    comm.barrier()
-    sys.setprofile(look)
-    try:
-        call(comm, x, out)
-    finally:
-        sys.setprofile(None)
-    assert len(crossed) <= few, crossed
+    for _ in range(3):  # a finalizer may run beside one of them
+        crossed.append([])
+        comm.barrier()
+        sys.setprofile(look)
+        try:
+            call(comm, x, out)
+        finally:
+            sys.setprofile(None)
+    assert min(map(len, crossed)) <= few, crossed
 
 
 def test_conformance(comm):
