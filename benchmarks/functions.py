@@ -146,7 +146,7 @@ def sharded_gather(comm: Communicator) -> Iterator[tuple[str, Call]]:
     from bagua_torch import fsdp
 
     torch.manual_seed(0)
-    with process_group():
+    with process_group(comm):
         model = fully_shard(torch.nn.Linear(32, 32), mesh=dist.init_device_mesh("cpu", (comm.size,)))
         fsdp.attach(model, comm=comm)
         batch = torch.randn(8, 32)
@@ -166,13 +166,13 @@ def backend_allreduce(comm: Communicator) -> Iterator[tuple[str, Call]]:
     import torch.distributed as dist
 
     x = torch.ones(8)
-    with process_group():
+    with process_group(comm):
         yield "dist.all_reduce of 32 bytes", lambda: dist.all_reduce(x)
 
 
 @contextmanager
-def process_group() -> Iterator[None]:
-    """The default group of torch.distributed, by the backend "bagua". Collective."""
+def process_group(comm: Communicator) -> Iterator[None]:
+    """The default group of torch.distributed, by the backend "bagua", over the ranks of `comm`. Collective."""
     import torch.distributed as dist
 
     import bagua_torch  # noqa: F401 - registers the backend
@@ -182,6 +182,7 @@ def process_group() -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+        comm.barrier()  # a rank that makes the next group must not find the store of this one
 
 
 ROADS = small_allreduce, exact_step, quantized_step, sharded_gather, backend_allreduce
