@@ -162,6 +162,8 @@ def states_and_settings_that_do_not_fit(comm, model, optimizer):
 
 
 def parameters_of_another_group_of_as_many_ranks(comm):
+    if comm.size != 4:
+        return
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
     first, second = (nn.Linear(4, 6, bias=False) for _ in range(2))
     fully_shard(first, mesh=mesh["rows"])
@@ -175,6 +177,8 @@ def parameters_of_another_group_of_as_many_ranks(comm):
 
 
 def gradients_that_nobody_averages(comm):
+    if comm.size == 1:
+        return
     model = make()
     optimizer = muon_of(model)
     optimizer.distribute(comm)
@@ -212,10 +216,6 @@ def bad_input(comm):
         assert all(map(torch.equal, whole(model.parameters()), before))
         states_and_settings_that_do_not_fit(comm, model, optimizer)
     optimizer.close()
-    if comm.size > 1:
-        gradients_that_nobody_averages(comm)
-    if comm.size == 4:
-        parameters_of_another_group_of_as_many_ranks(comm)
     columns = nn.Linear(12, 8, bias=False)
     fully_shard(columns, shard_placement_fn=lambda p: Shard(1))
     by_columns = bagua_torch.Muon(columns.parameters())
@@ -229,6 +229,8 @@ CASES = {
         a_mesh_of_replicas_shares_in_each_of_them,
         checkpoints_hold_the_states_of_an_unsharded_optimizer,
         a_wrapped_model_trains_by_it,
+        parameters_of_another_group_of_as_many_ranks,
+        gradients_that_nobody_averages,
         bad_input,
     )
 }

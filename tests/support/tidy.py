@@ -142,10 +142,10 @@ def new_stacks():
 
 
 def still_running(threads):
-    """Return the threads or processes that are still running after `ENDING_S`, except daemon threads."""
-    threads = [each for each in threads if not (each.daemon and isinstance(each, threading.Thread))]
-    if threads:
+    """Return the threads or processes that are still running after `ENDING_S`, except daemons."""
+    if any(not each.daemon or not isinstance(each, threading.Thread) for each in threads):
         gc.collect()  # pools without references end their threads, and a DataLoader's iterators their workers
+    threads = [each for each in threads if not each.daemon]
     end = time.monotonic() + ENDING_S
     while threads and time.monotonic() < end:
         time.sleep(0.001)  # sleeps: threads may still end, and need not
