@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from pathlib import PurePath
 from types import FrameType
@@ -14,6 +12,7 @@ from typing import Any, TypeVar
 from ..comm import Communicator
 from ..errors import CommAborted, CommTimeout
 from ..execution.futures import end_lanes
+from ..flight.stacks import current_stacks
 from ..transports import LocalTransport, Transport
 from ..transports.call_state import check_timeout
 from ..transports.local import Hub
@@ -96,12 +95,10 @@ def still_running(threads: Sequence[threading.Thread], limit_s: float) -> str:
     deadline = time.monotonic() + limit_s
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
-    frames = sys._current_frames()
-    running = [(thread.name, frames.get(thread.ident or 0)) for thread in threads if thread.is_alive()]
-    return ", ".join(f"{name} (in {_calls_of(frame)})" for name, frame in running)
+    stacks = current_stacks()
+    running = [(thread.name, stacks.get(thread.ident or 0, [])) for thread in threads if thread.is_alive()]
+    return ", ".join(f"{name} (in {' < '.join(map(_text_of, stack[:8]))})" for name, stack in running)
 
 
-def _calls_of(frame: FrameType | None) -> str:
-    """Return the last calls of a thread, the innermost first."""
-    calls = reversed(traceback.extract_stack(frame, limit=8)) if frame is not None else ()
-    return " < ".join(f"{call.name} {PurePath(call.filename).name}:{call.lineno}" for call in calls)
+def _text_of(call: FrameType) -> str:
+    return f"{call.f_code.co_name} {PurePath(call.f_code.co_filename).name}:{call.f_lineno}"

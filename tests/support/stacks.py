@@ -1,12 +1,12 @@
 """Adds the stacks of all threads to the report of a test that a time limit has ended."""
 
-import sys
 import threading
 import traceback
 
 import pytest
 
 from bagua_comm.errors import CommTimeout
+from bagua_comm.flight.stacks import current_stacks
 
 
 @pytest.hookimpl(wrapper=True)
@@ -19,7 +19,9 @@ def pytest_runtest_makereport(item, call):
 
 def stacks_of_others():
     """The stack of each thread but this one, with its name."""
-    frames = sys._current_frames()
+    stacks = current_stacks()
     others = [each for each in threading.enumerate() if each is not threading.current_thread()]
-    stacks = [(each.name, traceback.format_stack(frames[each.ident])) for each in others if each.ident in frames]
-    return "\n".join(f"{name}:\n{''.join(stack)}" for name, stack in stacks)
+    texts = [
+        (each.name, traceback.format_stack(stacks[each.ident][0])) for each in others if each.ident in stacks
+    ]
+    return "\n".join(f"{name}:\n{''.join(text)}" for name, text in texts)
