@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -54,21 +54,42 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser_of(__doc__).parse_args(argv)
     torch.set_num_threads(1)
     with bagua_torch.connect(process_group=True) as comm:
-        record = begin_record("FSDP2 loss", options, comm=comm, packages=("torch",))
-        data = load_text()
-        record["text"] = data.digest
-        record["results"] = results = []
-        for seed in options.seeds:
-            for name, method in TRAINED.items():
-                start = time.perf_counter()
-                found = run_once(comm, data, method, seed, options)
-                results.append({"method": name, "seed": seed, **found, "seconds": time.perf_counter() - start})
-                if comm.rank == 0 and options.json is not None:
-                    write_json(options.json, record)
+        results = run_all(comm, "FSDP2 loss", options, TRAINED, partial(run_once, comm, options))
         if comm.rank == 0:
-            print(*header_lines(record), *TABLE.header(), sep="\n")
-            for row in summarize(results):
-                print(TABLE.row(row))
+            print(*TABLE.header(), *map(TABLE.row, summarize(results)), sep="\n")
+
+
+def run_all(
+    comm: Communicator,
+    title: str,
+    options: argparse.Namespace,
+    methods: Mapping[str, Method],
+    run: Callable[[Data, Method, int], dict[str, Any]],
+) -> list[dict[str, Any]]:
+    """Train by each method from each seed, and write the record after every run; returns its results. Collective.
+
+    Args:
+        comm: All ranks.
+        title: What the record is of.
+        options: The arguments of the program; see `parser_of`.
+        methods: By name.
+        run: Trains one model by a method from a seed, and returns what was measured.
+    """
+    record = begin_record(title, options, comm=comm, packages=("torch",))
+    data = load_text()
+    record["text"] = data.digest
+    results: list[dict[str, Any]] = []
+    record["results"] = results
+    for seed in options.seeds:
+        for name, method in methods.items():
+            start = time.perf_counter()
+            found = run(data, method, seed)
+            results.append({"method": name, "seed": seed, **found, "seconds": time.perf_counter() - start})
+            if comm.rank == 0 and options.json is not None:
+                write_json(options.json, record)
+    if comm.rank == 0:
+        print(*header_lines(record), sep="\n")
+    return results
 
 
 def parser_of(text: str | None) -> argparse.ArgumentParser:
@@ -88,10 +109,10 @@ def parser_of(text: str | None) -> argparse.ArgumentParser:
 
 def run_once(
     comm: Communicator,
+    options: argparse.Namespace,
     data: Data,
     method: Method,
     seed: int,
-    options: argparse.Namespace,
     *,
     mesh: DeviceMesh | None = None,
     adam: type[torch.optim.Adam] = torch.optim.Adam,

@@ -15,7 +15,6 @@ written after every run.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,11 +25,10 @@ from torch.distributed.device_mesh import init_device_mesh
 import bagua_torch
 
 from ..bench.arguments import at_least, one_of
-from ..bench.record import begin_record, header_lines, write_json
 from ..bench.table import Column, Table, number
-from ..convergence.tasks import load_text
-from .loss import parser_of, run_once
-from .methods import BETWEEN_SITES
+from ..convergence.tasks import Data
+from .loss import parser_of, run_all, run_once
+from .methods import BETWEEN_SITES, Method
 
 TABLE = Table(
     (
@@ -59,25 +57,16 @@ def main(argv: Sequence[str] | None = None) -> None:
             parser.error(f"--sites is {options.sites}, which does not divide {comm.size} ranks")
         shape = options.sites, comm.size // options.sites
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("sites", "shards"))
-        record = begin_record("FSDP2 between sites", options, comm=comm, packages=("torch",))
-        data = load_text()
-        record["text"] = data.digest
-        record["results"] = results = []
-        for seed in options.seeds:
-            for name in options.method or BETWEEN_SITES:
-                start = time.perf_counter()
-                found = run_once(
-                    comm, data, BETWEEN_SITES[name], seed, options, mesh=mesh, adam=torch.optim.AdamW
-                )
-                rows = comm.allgather_object(found)
-                most = {key: largest([row[key] for row in rows]) for key in found}
-                results.append({"method": name, "seed": seed, **most, "seconds": time.perf_counter() - start})
-                if comm.rank == 0 and options.json is not None:
-                    write_json(options.json, record)
+        methods = {name: BETWEEN_SITES[name] for name in options.method or BETWEEN_SITES}
+
+        def run(data: Data, method: Method, seed: int) -> dict[str, Any]:
+            found = run_once(comm, options, data, method, seed, mesh=mesh, adam=torch.optim.AdamW)
+            rows = comm.allgather_object(found)
+            return {key: largest([row[key] for row in rows]) for key in found}
+
+        results = run_all(comm, "FSDP2 between sites", options, methods, run)
         if comm.rank == 0:
-            print(*header_lines(record), *TABLE.header(), sep="\n")
-            for row in summarize(results):
-                print(TABLE.row(row))
+            print(*TABLE.header(), *map(TABLE.row, summarize(results)), sep="\n")
 
 
 def largest(values: Sequence[float | None]) -> float | None:
