@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .. import kernels
-from ..arrays import Array, Scratch
+from ..arrays import Array, Scratch, parts
 from ..codecs import Int4
 from ..kernels.host import top_k_layout
 
@@ -107,20 +107,17 @@ class Record:
     def _gathered(self, x: Array, scratch: Scratch) -> Array:
         """The small tensors, (1, count)."""
         gathered: Array = scratch.take("small", (1, self._count), x.dtype, like=x)
-        first = 0
-        for each in self._small:
-            end = first + each.stop - each.start
-            gathered[0, first:end] = x[each]
-            first = end
+        for each, part in zip(self._small, self._parts(gathered), strict=True):
+            part[...] = x[each]
         return gathered
 
     def _scatter(self, gathered: Array, out: Array) -> None:
         """Put the small tensors in an array."""
-        first = 0
-        for each in self._small:
-            end = first + each.stop - each.start
-            out[each] = gathered[0, first:end]
-            first = end
+        for each, part in zip(self._small, self._parts(gathered), strict=True):
+            out[each] = part
+
+    def _parts(self, gathered: Array) -> list[Array]:
+        return parts(gathered, [each.stop - each.start for each in self._small])
 
 
 @functools.lru_cache(maxsize=1024)
