@@ -67,7 +67,7 @@ class Attachment(Closing):
         if replicas is not None:
             groups += [unit.replicas for unit in units if unit.replicas is not None]
         overlaps = overlap and all(unit.device.type == "cpu" for unit in units)
-        self._comms = GroupComms(comm, groups)
+        self._comms = GroupComms(comm, groups, NAME)
         self._lanes = [LaneComms(self._comms) for _ in range(2)] if overlaps else []
         gathering, reducing = self._lanes or (self._comms, self._comms)
         self._counters = Counters()

@@ -23,9 +23,7 @@ class GroupComms:
         UnsupportedError: A group has ranks that are not those of `comm`. Raised on all ranks.
     """
 
-    def __init__(
-        self, comm: Communicator, groups: Sequence[dist.ProcessGroup], owner: str = "bagua_torch.fsdp.attach"
-    ) -> None:
+    def __init__(self, comm: Communicator, groups: Sequence[dist.ProcessGroup], owner: str) -> None:
         mine = dist.get_rank(), [tuple(dist.get_process_group_ranks(group)) for group in groups]
         rows: list[tuple[int, list[tuple[int, ...]]]] = comm.allgather_object(mine)
         place = {rank: index for index, (rank, _) in enumerate(rows)}
