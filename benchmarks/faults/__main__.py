@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the trials."""
     options = parse_arguments(argv)
     trials = planned(options)
-    record = _record(options)
+    record = _record(options) | {"ranks": max((trial.ranks for trial in trials), default=plans.RANKS)}
     done = {row["name"] for row in record["trials"]}
     print(*header_lines(record), sep="\n", flush=True)
     with tempfile.TemporaryDirectory() as folder:
@@ -109,9 +109,9 @@ def _record(options: argparse.Namespace) -> dict[str, Any]:
         record: dict[str, Any] = json.loads(file.read_text())
         if record["seed"] != options.seed:
             raise SystemExit(f"{file} has trials of seed {record['seed']}")
-        return {**record, **begin_record("faults", options, packages=["mpi4py"]), "ranks": plans.RANKS}
+        return {**record, **begin_record("faults", options, packages=["mpi4py"])}
     record = begin_record("faults", options, packages=["mpi4py"])
-    return {**record, "ranks": plans.RANKS, "seed": options.seed, "undisturbed": {}, "trials": []}
+    return {**record, "seed": options.seed, "undisturbed": {}, "trials": []}
 
 
 def tried(trial: Trial, data: Path, record: dict[str, Any]) -> dict[str, Any]:
@@ -141,6 +141,8 @@ def group_of(trial: Trial) -> str:
         return trial.fault
     if trial.kind == "host":
         return trial.blows[0].phase
+    if trial.case.framework == "sharded" and any(len(blow.choices) > 1 for blow in trial.blows):
+        return f"{trial.kind}, two at once"
     stopped = any(blow.signal != plans.SIGKILL for blow in trial.blows)
     return f"stop, {trial.kind}" if stopped else trial.kind
 
@@ -163,7 +165,7 @@ def line_of(row: dict[str, Any]) -> str:
     where = ", ".join(row["blows"])
     left = f", left {row['left']}" if row["left"] else ""
     return (
-        f"{row['name']:>12} {row['group']:>8} {row['algorithm']} at {where}: {row['outcome']}{took}"
+        f"{row['name']:>12} {row['group']:>20} {row['algorithm']} at {where}: {row['outcome']}{took}"
         f" ({row['seconds']:.1f} s){left}"
     )
 

@@ -182,7 +182,9 @@ class Trial:
         return asdict(self)
 
 
-TWO_AT_ONCE = 0.05
+TWO_AT_ONCE, TWO_SHARDS_AT_ONCE = 0.05, 0.2
+"""The share of trials in which two ranks die at once; more where they may hold all copies of a shard."""
+
 _DELAYS = {
     "construct": 0.02,
     "step": 0.02,
@@ -212,7 +214,7 @@ SHARDED = Case("Reproducible(addends=12)", reproducible=True, repeats=False, fra
 def sharded_kills(count: int, seed: int) -> Iterator[Trial]:
     """Trials of sharded models with SIGKILL, on four ranks, where not all pairs of ranks are buddies."""
     for number in range(count):
-        trial = draw(f"sharded-{seed}-{number}", SHARDED)
+        trial = draw(f"sharded-{seed}-{number}", SHARDED, TWO_SHARDS_AT_ONCE)
         least = {"too few": 4}.get(trial.kind, max(1, trial.min_ranks))
         yield replace(trial, ranks=4, min_ranks=least)
 
@@ -236,7 +238,7 @@ def stops(count: int, seed: int) -> Iterator[Trial]:
         yield Trial(name, kind, CASES[number % len(CASES)], spares, 1, STEPS, 1, (stop,), timeout_s=3.0)
 
 
-def draw(name: str, case: Case) -> Trial:
+def draw(name: str, case: Case, two_at_once: float = TWO_AT_ONCE) -> Trial:
     """The trial of this name."""
     chance = random.Random(name)
     kind: Kind = chance.choices(["spare", "fewer", "too few"], [50, 30, 20])[0]
@@ -244,7 +246,7 @@ def draw(name: str, case: Case) -> Trial:
     first: Phase = "step" if phase == "recover" else phase
     step = 0 if first == "construct" else chance.randrange(1, case.steps - 10)
     spare_dies = kind == "spare" and phase == "step" and chance.random() < 0.2
-    pair = chance.random() < TWO_AT_ONCE
+    pair = chance.random() < two_at_once
     blows = [
         Blow(
             first,

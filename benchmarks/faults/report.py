@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 TABLE = Table(
     (
-        Column("kind", width=10),
+        Column("kind", width=20),
         Column("trials", width=7),
         Column("as it must", width=10),
         Column("failed", width=7),

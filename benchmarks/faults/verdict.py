@@ -44,7 +44,7 @@ class Verdict:
     """The verdict on a trial."""
 
     outcome: str
-    """"went on", "ended" (as it must), "failed", or "missed": no blow fell."""
+    """"went on", "ended" (as it must), "failed", or "missed": no blow fell, or the last after the training."""
     problems: list[str] = field(default_factory=list)
     recovery_s: float | None = None
     """Seconds from the last blow to the first step that all ranks have made."""
@@ -75,6 +75,9 @@ def judge(trial: Trial, seen: Seen, undisturbed: str | None = None) -> Verdict:
     alive = [pid for pid in seen.pids() if pid not in seen.gone()]
     if trial.kind == "host":  # all are started again
         alive = [e.pid for e in seen.of("hello") if e.t > seen.strokes[-1].t] or alive
+    if _too_late(seen, alive):
+        problems = list(_of_weights(trial, seen, undisturbed))
+        return Verdict("failed" if problems else "missed", problems)
     if trial.kind == "too few":
         problems, ended_s = list(_of_an_end(seen, alive)), _end_of(seen, alive)
         return Verdict("failed" if problems else "ended", problems, ended_s=ended_s)
@@ -85,6 +88,13 @@ def judge(trial: Trial, seen: Seen, undisturbed: str | None = None) -> Verdict:
     problems += _of_checkpoints(trial, seen) if trial.uses("full disk") else []
     recovery_s = _first_step(seen, alive)
     return Verdict("failed" if problems else "went on", problems, recovery_s=recovery_s)
+
+
+def _too_late(seen: Seen, alive: list[int]) -> bool:
+    """Whether the last victim had trained to the end, and only `run` could say that it died."""
+    over = {e.pid for e in seen.events if e.what in ("done", "stood by")}
+    victim = seen.strokes[-1].pid
+    return over.issuperset(alive) and f"(pid {victim} " in seen.output and "died after training" in seen.output
 
 
 # Trials that continue ------------------------------------------------------------------------------------------
