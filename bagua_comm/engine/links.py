@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Sequence
 
@@ -13,7 +14,7 @@ PROBE_BYTES = 2**19
 """The size of a message: 42 ms at 100 Mbit/s."""
 
 MESSAGES = 3
-"""The number of messages over each link, of which the fastest counts."""
+"""The number of messages over each link, of which the median counts."""
 
 SLOW = 1.5
 """A link is slow if a message takes this many times as long as at the start."""
@@ -24,24 +25,34 @@ def measure_links(comm: Communicator, nodes: Sequence[int]) -> np.ndarray:
 
     Collective. `nodes` has the node of each rank; the first rank of a node measures. In each of the nodes - 1
     rounds, a node sends to one other node and receives from another one, so that no two messages share a link.
+    All ranks begin a message together: else a rank that still waits for a slow one would begin late, and its own
+    link would seem slow.
     """
     first = {node: nodes.index(node) for node in sorted(set(nodes))}
     leaders, seconds = list(first.values()), np.full(len(first), np.nan)
-    if comm.rank in leaders:
-        mine = leaders.index(comm.rank)
-        x, out = np.zeros((2, PROBE_BYTES), np.uint8)
-        for distance in range(1, len(leaders)):
-            receiver, sender = (leaders[(mine + way) % len(leaders)] for way in (distance, -distance))
-            times = []
-            for _ in range(MESSAGES):
-                comm.sendrecv(x[:1], out[:1], dest=receiver, source=sender)  # both are ready now
-                began = time.perf_counter()
-                arrives, leaves = comm.irecv(out, source=sender), comm.isend(x, dest=receiver)
-                arrives.result()  # the other one may take longer
-                times.append(time.perf_counter() - began)
-                leaves.result()
-            seconds[mine - distance] = min(times)
+    leads = comm.rank in leaders
+    mine = leaders.index(comm.rank) if leads else 0
+    x, out = np.zeros((2, PROBE_BYTES if leads else 0), np.uint8)
+    for distance in range(1, len(leaders)):
+        receiver, sender = (leaders[(mine + way) % len(leaders)] for way in (distance, -distance))
+        times = []
+        for _ in range(MESSAGES):
+            comm.barrier()
+            if leads:
+                times.append(_receive_s(comm, out, sender, x, receiver))
+        if leads:
+            seconds[mine - distance] = statistics.median(times)
     return np.ascontiguousarray(comm.allgather(seconds)[leaders].T)
+
+
+def _receive_s(comm: Communicator, out: np.ndarray, sender: int, x: np.ndarray, receiver: int) -> float:
+    """Receive `out` while `x` is sent; return the seconds until it is here, which sending may exceed."""
+    began = time.perf_counter()
+    arrives, leaves = comm.irecv(out, source=sender), comm.isend(x, dest=receiver)
+    arrives.result()
+    seconds = time.perf_counter() - began
+    leaves.result()
+    return seconds
 
 
 def slow_links(factors: np.ndarray, names: Sequence[str]) -> dict[str, float]:

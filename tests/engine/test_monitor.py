@@ -3,13 +3,14 @@
 import contextlib
 import logging
 import random
+import time
 
 import numpy as np
 import pytest
 from support.engine_steps import backward, give_times
 
 from bagua_comm import DiLoCo, Engine, GradientAllReduce, Plan, Point, StreamingDiLoCo, TensorSpec
-from bagua_comm.engine import monitor
+from bagua_comm.engine import links, monitor
 from bagua_comm.flight import diagnose
 from bagua_comm.health.slow import HealthLogs, Slow
 from bagua_comm.testing import run_ranks
@@ -96,6 +97,29 @@ def test_a_slow_link_is_measured_when_all_ranks_wait(monkeypatch):
         assert past.what == "the link from node 1 (rank 2) to node 0 (rank 0)"
         assert past.factor == 2.0
     assert len(measured) < 4 * 6  # at first, at the changes, and none in quiet rows
+
+
+class Late:
+    """A communicator of a rank that comes late to every message of `measure_links`."""
+
+    def __init__(self, comm, late_s):
+        self._comm, self._late_s = comm, late_s
+
+    def __getattr__(self, name):
+        if name not in ("irecv", "isend"):
+            time.sleep(self._late_s)
+        return getattr(self._comm, name)
+
+
+@pytest.mark.parametrize("late", [0, 1, 2, 4])
+def test_a_rank_that_is_late_makes_no_link_seem_slow(late):
+    """As one that waits for a slow link: the rank that receives from it has to wait with it."""
+
+    def body(comm):
+        return links.measure_links(Late(comm, 0.2) if comm.rank == late else comm, [0, 1, 2, 2, 3])
+
+    for seconds in run_ranks(5, body):
+        assert np.nanmax(seconds) < 0.1
 
 
 def test_ranks_that_are_stopped_send_no_rows():
