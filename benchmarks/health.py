@@ -79,11 +79,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                     print("RESULT", json.dumps(result), flush=True)
         return 0
     record = begin_record("health", options, comm=None)
-    record["results"] = list(outside(options))
-    for row in record["results"]:
-        print(row)
-    if options.json:
-        write_json(options.json, record)
+    record["results"] = []
+    for row in outside(options):
+        print(row, flush=True)
+        record["results"].append(row)
+        if options.json:
+            write_json(options.json, record)
     return 0
 
 

@@ -18,7 +18,7 @@ from .owners import Matrix, Owners
 from .settings import Saved, check_settings
 
 
-@dataclass
+@dataclass(eq=False)
 class MuonState(Saved):
     """State of `Muon` for one matrix, or for the rows of it that a rank has."""
 
@@ -94,7 +94,7 @@ class Muon:
         def moved(index: int) -> Array:
             return self.move(grads[index], states[index].momentum)
 
-        for index, update in owners.map(orthogonalize, matrices, moved):
+        for index, update in owners.map(orthogonalize, matrices, moved, states.__getitem__):
             self.change(weights[index], update, matrices[index].shape)
 
     def move(self, grad: Array, momentum: Array) -> Array:

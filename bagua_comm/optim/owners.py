@@ -5,26 +5,29 @@ Rows go to the owners by one alltoall for a group of matrices, and what the owne
 times the computing. Matrices that every rank has need the way back alone, an allgather. While a group is
 computed, the next one travels to its owners, and the one before comes back.
 
-Owners follow from the shapes alone, and hold nothing between two calls: they may change at any time.
+Owners follow from the shapes alone, and may change at any time: without a codec they hold nothing between calls.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import NamedTuple
 from zlib import crc32
 
 from .. import arrays
 from ..arrays import Array
+from ..codecs import Codec
+from ..codecs.base import check_codec_argument
 from ..comm import Communicator
 from ..comm.call import Call
 from ..execution.lane import Lane
 from ..objects.caching import BoundedCache
 from ..objects.closing import Closing
 from ..trace import Counters
+from .returns import Returns
 
 GROUP = 2**21
 """Elements of a group of matrices, at least, unless they are the last ones."""
@@ -58,9 +61,15 @@ class Owners(Closing):
 
     Args:
         comm: A communicator; all its ranks make the same calls. None for this process alone.
+        codec: Encodes what the owners compute, as float32, with error feedback; None to send it as it is. An
+            owner keeps the errors of its matrices, which no checkpoint holds.
+
+    Raises:
+        ArrayError: `codec` is not a Codec.
 
     Attributes:
         comm: The communicator.
+        codec: The codec.
         counters: Calls and bytes of the exchanges.
 
     >>> import numpy as np
@@ -74,11 +83,17 @@ class Owners(Closing):
     [[[[0.1, 0.1]]], [[[0.2, 0.2], [0.2, 0.2]]]]
     """
 
-    def __init__(self, comm: Communicator | None = None) -> None:
-        self.comm = comm
+    def __init__(self, comm: Communicator | None = None, codec: Codec | None = None) -> None:
+        if codec is not None:
+            check_codec_argument("Owners", codec, "float32")
+        self.comm, self.codec, self._back = comm, codec, Returns(codec)
         self._lane = None if comm is None or comm.size == 1 else comm.lane()
         self.counters = Counters() if self._lane is None else self._lane.comm.counters
         self._plans: BoundedCache[tuple[Matrix, ...], list[_Group]] = BoundedCache(_KEPT)
+
+    def reset(self) -> None:
+        """Forget the errors of a codec, as when weights have been loaded."""
+        self._back.residuals.clear()
 
     def agree(self, call: str, settings: object, make: Callable[[], Iterable[Matrix]]) -> list[Matrix]:
         """Return the matrices that `make` returns, after a comparison between the ranks.
@@ -100,7 +115,8 @@ class Owners(Closing):
             error = exc
         if self.comm is not None:  # not on the lane, which an error would end
             digest = f"{len(matrices)} with checksum {crc32(repr(matrices).encode()):x}"
-            details: dict[str, object] = {"settings": settings, "matrices": digest}
+            details: dict[str, object] = {"back": self.codec} if self.codec else {}
+            details |= {"settings": settings, "matrices": digest}
             compared = Call(self.comm, call, **(details if error is None else {"error": error}))
             compared.run(lambda *_: compared.compare())
         if error is not None:
@@ -108,22 +124,28 @@ class Owners(Closing):
         return matrices
 
     def map(
-        self, function: Callable[[Array], Array], matrices: Sequence[Matrix], shard: Callable[[int], Array]
+        self,
+        function: Callable[[Array], Array],
+        matrices: Sequence[Matrix],
+        shard: Callable[[int], Array],
+        name: Callable[[int], Hashable] = int,
     ) -> Iterator[tuple[int, Array]]:
         """Yield the index of each matrix, and this rank's rows of `function(matrix)`.
 
         Collective. The order is the same on all ranks; iterate to the end.
 
         Args:
-            function: From the whole matrix, (m, n), to one of the same shape and dtype, without changing it;
-                called by the owner.
+            function: From the whole matrix, (m, n), to one of the same shape, without changing it; called by the
+                owner. Of the same dtype; with a codec of any, and rows are float32.
             matrices: The same list on every rank; see `Matrix`.
             shard: This rank's rows of the matrix of an index, (rows, n), all of one dtype; called once for each.
+            name: The name of the matrix of an index, the same in each call: with a codec, that of its errors.
         """
         if self._lane is None:
             yield from ((index, function(shard(index))) for index in range(len(matrices)))
             return
-        transits = [_Transit(self._lane, group, shard) for group in self._plan(tuple(matrices), self._lane.comm)]
+        groups = self._plan(tuple(matrices), self._lane.comm)
+        transits = [_Transit(self._lane, group, shard, name, self._back) for group in groups]
         for now in range(len(transits) + 2):
             for coming in transits[now : now + 1]:
                 coming.begin()
@@ -200,6 +222,7 @@ class _Group:
         self.shapes = {index: matrices[index].shape for index in self.indices}
         self.is_spread = matrices[self.indices[0]].rows is not None
         holders = range(comm.size) if self.is_spread else [comm.rank]
+        self.holders = len(holders)
         self.held = {index: matrices[index].size(comm.rank) for index in self.indices}
         self.parts = {
             index: [matrices[index].size(rank) for rank in holders]
@@ -207,10 +230,20 @@ class _Group:
             if owners[index] == comm.rank
         }
         """For each matrix that is owned here, the elements of each rank that holds some."""
-        self.from_holders = [sum(parts[n] for parts in self.parts.values()) for n in range(len(holders))]
-        self.to_owners = [
-            sum(self.held[index] for index, owner in owners.items() if owner == rank) for rank in range(comm.size)
-        ]
+        self.owned = [[index for index in self.indices if owners[index] == rank] for rank in range(comm.size)]
+        """The matrices of each owner."""
+
+    def to_owners(self, size: Callable[[int], int] = int) -> list[int]:
+        """What this rank has of the matrices of each owner, where `count` elements take `size(count)`."""
+        return [sum(size(self.held[index]) for index in indices) for indices in self.owned]
+
+    def from_holders(self, size: Callable[[int], int] = int) -> list[int]:
+        """What each rank has of the matrices that this one owns."""
+        return [sum(map(size, counts)) for counts in self.by_holder()]
+
+    def by_holder(self) -> list[list[int]]:
+        """For each rank that holds rows, its elements of each matrix that is owned here."""
+        return [[parts[n] for parts in self.parts.values()] for n in range(self.holders)]
 
 
 class _Transit:
@@ -221,37 +254,48 @@ class _Transit:
     _held: Array
     _owned: Array
 
-    def __init__(self, lane: Lane[Communicator], group: _Group, shard: Callable[[int], Array]) -> None:
-        self._lane, self._group, self._shard = lane, group, shard
+    def __init__(
+        self,
+        lane: Lane[Communicator],
+        group: _Group,
+        shard: Callable[[int], Array],
+        name: Callable[[int], Hashable],
+        back: Returns,
+    ) -> None:
+        self._lane, self._group, self._shard, self._name, self._back = lane, group, shard, name, back
 
     def begin(self) -> None:
         """Send what this rank holds to the owners."""
         group, lane = self._group, self._lane
         shards = {index: self._shard(index).reshape(-1) for index in group.indices}
         like = shards[group.indices[0]]
-        library, there, here = arrays.namespace(like), group.to_owners, group.from_holders
+        library = arrays.namespace(like)
         if group.is_spread:
+            there, here = group.to_owners(), group.from_holders()
             self._held = library.concatenate([*shards.values()])
             self._owned = library.empty(sum(here), like.dtype)
             call = lane.comm.alltoall
             self._arriving = lane.submit(call, self._held, out=self._owned, counts=there, out_counts=here)
         else:
-            self._held = library.empty(sum(there), like.dtype)
             self._owned = library.concatenate([like[:0], *(shards[index] for index in group.parts)])
 
     def compute(self, function: Callable[[Array], Array]) -> None:
         """Compute the function of the matrices that this rank owns, and send the rows back."""
-        group, lane = self._group, self._lane
-        library, there, here = arrays.namespace(self._owned), group.to_owners, group.from_holders
+        group, lane, back = self._group, self._lane, self._back
         if self._arriving is not None:
             lane.result(self._arriving)
-        by_holder = zip(*group.parts.values(), strict=True)
-        pieces = arrays.parts(self._owned, [count for counts in by_holder for count in counts])
+        pieces = arrays.parts(self._owned, list(chain(*group.by_holder())))
+        rows = list[list[Array]]()
         for n, (index, counts) in enumerate(group.parts.items()):
-            mine = pieces[n :: len(group.parts)]
-            result = arrays.contiguous(function(library.concatenate(mine).reshape(group.shapes[index])))
-            for piece, rows in zip(mine, arrays.parts(result, counts), strict=True):
-                piece[...] = rows
+            whole = arrays.namespace(self._owned).concatenate(pieces[n :: len(group.parts)])
+            result = arrays.contiguous(function(whole.reshape(group.shapes[index]))).reshape(-1)
+            rows.append(back.encode(self._name(index), result, counts))
+        for index in self._group.held.keys() - group.parts.keys():
+            back.residuals.pop(self._name(index), None)
+        library, dtype = arrays.namespace(self._owned), back.dtype(self._owned.dtype)
+        there, here = group.to_owners(back.size), group.from_holders(back.size)
+        self._owned = library.concatenate([library.empty(0, dtype), *chain(*zip(*rows, strict=True))])
+        self._held = library.empty(sum(there), dtype)
         if group.is_spread:
             call = lane.comm.alltoall
             self._returning = lane.submit(call, self._owned, out=self._held, counts=here, out_counts=there)
@@ -261,7 +305,8 @@ class _Transit:
     def end(self) -> Iterator[tuple[int, Array]]:
         """Yield the index and this rank's rows of each matrix."""
         self._lane.result(self._returning)
-        pieces = arrays.parts(self._held, [*self._group.held.values()])
+        held, back = self._group.held, self._back
+        pieces = arrays.parts(self._held, [back.size(count) for count in held.values()])
         del self._held, self._owned
-        for index, piece in zip(self._group.indices, pieces, strict=True):
-            yield index, piece.reshape(-1, self._group.shapes[index][1])
+        for (index, count), piece in zip(held.items(), pieces, strict=True):
+            yield index, back.decode(piece, count).reshape(-1, self._group.shapes[index][1])

@@ -14,6 +14,8 @@ from torch.optim.optimizer import ParamsT
 
 from bagua_comm import ArrayError, Communicator, UnsupportedError, optim
 from bagua_comm.arrays import Array
+from bagua_comm.codecs import Codec
+from bagua_comm.codecs.base import check_codec_argument
 from bagua_comm.elastic.snapshot.shards import even, is_sharded, slab_of
 from bagua_comm.optim.newton_schulz import EPS, newton_schulz
 from bagua_comm.optim.owners import Matrix, Owners
@@ -103,6 +105,7 @@ class Muon(torch.optim.Optimizer):
             self._group: dist.ProcessGroup | None = None
             self._compares = False  # whether gradients are compared in the next step
             self._close: Callable[[], None] = lambda: None
+        self._owners.reset()
 
     def add_param_group(self, param_group: dict[str, object]) -> None:
         """Add a group of parameters with its settings.
@@ -117,7 +120,7 @@ class Muon(torch.optim.Optimizer):
             del self.param_groups[-1]
             raise
 
-    def distribute(self, comm: Communicator | None = None) -> None:
+    def distribute(self, comm: Communicator | None = None, *, codec: Codec | None = None) -> None:
         """Let the ranks share the matrices: each is orthogonalized by one of them in all later steps.
 
         Collective. Plain parameters must be equal on all ranks, and their gradients averaged. Parameters of
@@ -126,9 +129,12 @@ class Muon(torch.optim.Optimizer):
 
         Args:
             comm: All ranks; if None, the default communicator, which `bagua_torch.connect` makes.
+            codec: Encodes orthogonal matrices on their way back, with error feedback, as `Int4()`; None to send
+                them in `dtype`. Their owners keep the errors, until another state is loaded: a run that goes on
+                from a checkpoint begins without, so that its bits are not those of an undisturbed one.
 
         Raises:
-            ArrayError: The ranks share the matrices already; call `close` first.
+            ArrayError: The ranks share the matrices already; call `close` first. Or `codec` is not a Codec.
             UnsupportedError: Parameters are sharded by another dimension than the first, or over several groups
                 of ranks.
         """
@@ -136,6 +142,8 @@ class Muon(torch.optim.Optimizer):
         with errors_on_all(comm):
             if self._owners.comm is not None and not self._owners.comm.guard.closed:
                 raise ArrayError(f"{_NAME}.distribute: the ranks share the matrices already; call close() first")
+            if codec is not None:
+                check_codec_argument(f"{_NAME}.distribute", codec, "float32")
             groups = {group for p, _, _ in self._by_muon() if (group := _spread(p)[1])}
         numbers = comm.allgather_object(len(groups))
         if numbers not in ([0] * comm.size, [1] * comm.size):
@@ -146,7 +154,7 @@ class Muon(torch.optim.Optimizer):
         if groups:
             comms = GroupComms(comm, [*groups], _NAME)
             comm, self._close = comms.of(*groups), comms.close
-        self._owners, self._group, self._compares = Owners(comm), next(iter(groups), None), comm.size > 1
+        self._owners, self._group, self._compares = Owners(comm, codec), next(iter(groups), None), comm.size > 1
 
     @property
     def counters(self) -> Counters:
@@ -239,7 +247,7 @@ class Muon(torch.optim.Optimizer):
         """Step matrices that are orthogonalized in one dtype. Collective after `distribute`."""
         if not chosen:
             return
-        rounded, bits = getattr(torch, dtype), _MOVED_AS[dtype]
+        rounded, bits, is_exact = getattr(torch, dtype), _MOVED_AS[dtype], self._owners.codec is None
 
         def moved(index: int) -> Array:
             p, muon, _ = chosen[index][0]
@@ -250,12 +258,15 @@ class Muon(torch.optim.Optimizer):
             return as_array(update.to(rounded).view(bits))
 
         def computed(whole: Array) -> Array:
-            return as_array(orthogonalize(as_tensor(whole).view(rounded)).view(bits))
+            found = orthogonalize(as_tensor(whole).view(rounded))
+            return as_array(found.view(bits) if is_exact else found.float())
 
         with torch_stream(chosen[0][0][0].device):
-            for index, rows in self._owners.map(computed, [matrix for _, matrix in chosen], moved):
+            matrices, names = [matrix for _, matrix in chosen], [p for (p, _, _), _ in chosen]
+            for index, rows in self._owners.map(computed, matrices, moved, names.__getitem__):
                 (p, muon, _), matrix = chosen[index]
-                muon.change(_local(p), as_tensor(rows).view(rounded).to(p.dtype), matrix.shape)
+                update = as_tensor(rows).view(rounded) if is_exact else as_tensor(rows)
+                muon.change(_local(p), update.to(p.dtype), matrix.shape)
 
 
 def orthogonalize(x: Tensor) -> Tensor:

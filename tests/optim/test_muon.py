@@ -4,7 +4,18 @@ import numpy as np
 import pytest
 import torch
 
-from bagua_comm import ArrayError, CommMismatch, Engine, GradientAllReduce, Plan, Point, TensorSpec, optim
+from bagua_comm import (
+    ArrayError,
+    CommMismatch,
+    Engine,
+    GradientAllReduce,
+    Int4,
+    MinMaxUInt8,
+    Plan,
+    Point,
+    TensorSpec,
+    optim,
+)
 from bagua_comm.optim import owners as owners_module
 from bagua_comm.optim.newton_schulz import COEFFICIENTS, orthogonalize
 from bagua_comm.testing import run_ranks, sample
@@ -118,6 +129,45 @@ def test_a_rank_sends_two_times_the_other_ranks_share_of_its_shards(size):
     assert sent == [2 * (size - 1) * shard] * size  # for `size` matrices: 2 (p - 1) / p of a shard each
     whole = [optim.Matrix((4 * size, 6))] * size
     assert run_ranks(size, lambda comm: body(comm, whole)) == [(size - 1) * size * shard] * size
+
+
+@pytest.mark.parametrize("rows", [(2, 0, 5), None], ids=["sharded", "replicated"])
+@pytest.mark.parametrize("codec", [MinMaxUInt8(), Int4()], ids=["eight bits", "four bits"])
+def test_errors_of_a_codec_are_fed_back_and_do_not_accumulate(codec, rows):
+    """The sum of what comes back is the sum of what was computed, up to the error of the last step."""
+    matrices, steps = [optim.Matrix((7, 64), rows)] * 4, 12
+    exact = [2 * sample(n, (7, 64), "float32") for n in range(4)]
+
+    def body(comm):
+        mine = slice(None) if rows is None else slice(sum(rows[: comm.rank]), sum(rows[: comm.rank + 1]))
+
+        def errors(totals, times=1):
+            return [np.abs(totals[n] - times * exact[n][mine]).max(initial=0) for n in range(4)]
+
+        def found():
+            return dict(owners.map(lambda x: 2 * x, matrices, lambda n: exact[n][mine] / 2))
+
+        with optim.Owners(comm, codec) as owners:
+            first, *others = (found() for _ in range(steps))
+            sums = {n: sum((each[n] for each in others), first[n]) for n in range(4)}
+            wire_bytes = owners.counters.total().wire_bytes
+            owners.reset()
+            assert errors(found()) == errors(first), "a reset owner begins without errors"
+        return sums, max(errors(sums, steps)), max(errors(first)), wire_bytes
+
+    results = run_ranks(3, body)
+    for sums, total, once, _ in results:
+        assert total <= 3 * once
+        assert once > 0 or not sums[0].size
+    if rows is None:
+        assert len({sums[0].tobytes() for sums, *_ in results}) == 1
+    sent = 0
+    for owner in owners_module.balanced(dict.fromkeys(range(4), 1), 3).values():
+        for rank in {0, 1, 2} - {owner}:
+            count = 64 * (7 if rows is None else rows[rank])
+            sent += codec.wire_nbytes(count, np.dtype("f4")) if count else 0
+            sent += 0 if rows is None else 4 * count
+    assert sum(wire_bytes for *_, wire_bytes in results) == steps * sent
 
 
 def test_the_next_group_travels_while_one_is_computed(monkeypatch):

@@ -13,12 +13,12 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.functional import cross_entropy
 
 import bagua_torch
 import bagua_torch.fsdp
-from bagua_comm import ArrayError, CommMismatch, Exact, GradientAllReduce, UnsupportedError
+from bagua_comm import ArrayError, CommMismatch, Exact, GradientAllReduce, Int4, UnsupportedError
 
 SYMBOLS, WIDTH = 23, 20
 
@@ -94,6 +94,44 @@ def a_sharded_and_a_replicated_model_have_the_bits_of_an_unsharded_one(comm):
         with bagua_torch.fsdp.attach(model, Exact(), Exact(), comm):
             sharded, _ = assert_same_steps(comm, model, dtype, **settings)
             sharded.close()
+
+
+def errors_of_a_codec_do_not_accumulate(comm):
+    """With the same gradients, weights differ by the errors of about one step; replicas stay equal."""
+    far = {}
+    for codec in None, Int4():
+        model, copied, alone = make(shard=True), make(), make()
+        optimizers = [muon_of(each, dtype="float32", weight_decay=0.0) for each in (model, copied, alone)]
+        for optimizer in optimizers[:2]:
+            optimizer.distribute(comm, codec=codec)
+        for step in range(8):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            backward(alone, step)
+            for p, q, r in zip(model.parameters(), copied.parameters(), alone.parameters(), strict=True):
+                p.grad = distribute_tensor(r.grad, p.device_mesh, p.placements)
+                q.grad = r.grad.clone()
+            for optimizer in optimizers:
+                optimizer.step()
+        bits = [p.detach().numpy().tobytes() for p in copied.parameters()]
+        assert comm.allgather_object(bits) == [bits] * comm.size
+        for each in model, copied:
+            pairs = zip(whole(each.parameters()), whole(alone.parameters()), strict=True)
+            far[codec] = max((p - q).detach().abs().max().item() for p, q in pairs)
+            assert far[codec] <= (0.02 * 0.4 if codec and comm.size > 1 else 0), far
+        sent = optimizers[0].counters.total().wire_bytes
+        far[codec, "bytes"] = sum(comm.allgather_object(sent))
+        for optimizer in optimizers[:2]:
+            optimizer.close()
+    if comm.size > 1:
+        assert far[Int4()] > 0.02 * 0.005, "it does round"
+        assert 0.5 < far[Int4(), "bytes"] / far[None, "bytes"] < 0.75  # four bytes there, half a one back
+        copied.zero_grad()
+        backward(copied, 0)
+        optimizers[1].distribute(comm, codec=Int4() if comm.rank else None)
+        refused(comm, CommMismatch, "called Muon.step(back=Int4(", optimizers[1].step)
+        optimizers[1].close()
+    refused(comm, ArrayError, "codec is 'int4', expected a Codec", muon_of(make()).distribute, comm, codec="int4")
 
 
 def a_mesh_of_replicas_shares_in_each_of_them(comm):
@@ -226,6 +264,7 @@ CASES = {
     case.__name__: case
     for case in (
         a_sharded_and_a_replicated_model_have_the_bits_of_an_unsharded_one,
+        errors_of_a_codec_do_not_accumulate,
         a_mesh_of_replicas_shares_in_each_of_them,
         checkpoints_hold_the_states_of_an_unsharded_optimizer,
         a_wrapped_model_trains_by_it,
