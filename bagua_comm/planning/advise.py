@@ -21,7 +21,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeVar
 
-from ..algorithms import AsyncModelAverage, ByteGrad
+from ..algorithms import Algorithm, AsyncModelAverage, ByteGrad
 from ..algorithms.by_node import ByNode
 from ..algorithms.combinators import After, Every
 from ..averages import Exact
@@ -177,6 +177,13 @@ def attachment(method: Sharded, cluster: Cluster) -> list[str]:
     arguments += [] if method.gather in (None, Exact()) else [expression(method.gather)]
     arguments += [] if method.replicas is None else [f"replicas={expression(method.replicas)}"]
     return [*lines, f"bagua_torch.fsdp.attach({', '.join(arguments)})"]
+
+
+def attachment_with_local_steps(algorithm: Algorithm, cluster: Cluster) -> list[str]:
+    """The lines that shard a model inside nodes, with local steps of this algorithm between them."""
+    *shards, attached = attachment(SHARDED["exact-replicas"], cluster)
+    replicas = f"replicas={expression(algorithm)}, optimizers=optimizer"
+    return [*shards, attached.replace("replicas=Exact()", replicas)]
 
 
 def enough_flows(job: Job, cluster: Cluster, rates: Rates) -> int:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ..algorithms import Algorithm, ByteGrad, DiLoCo, GradientAllReduce, SparseLoCo, StreamingDiLoCo
+from ..algorithms.diloco import OuterAlgorithm
 from ..averages import Hierarchical, Quantized
 from ..codecs import Int4
 from .costmodel import Cluster, Job, Prediction, Rates, predict
@@ -25,6 +26,9 @@ LOCAL_STEPS = (10, 30, 100, 300)
 
 FRAGMENTS, DELAY = (4, 16, 64), 5
 """Of `StreamingDiLoCo`: the paper sees no loss with delays of up to five steps."""
+
+
+Choice = tuple[Algorithm, Prediction]
 
 
 def candidates(cluster: Cluster) -> Iterator[Algorithm]:
@@ -52,7 +56,7 @@ def exposed_share(prediction: Prediction) -> float:
 
 def most_communication(
     job: Job, cluster: Cluster, rates: Rates | None = None, least_waiting: float = LEAST_WAITING
-) -> tuple[Algorithm, Prediction] | None:
+) -> Choice | None:
     """The first of `candidates` whose steps wait less than this share of the time; None if all wait longer.
 
     >>> job, rates = Job(400_000_000, 0.1, 0.2), Rates.gpu()
@@ -62,7 +66,32 @@ def most_communication(
     >>> most_communication(job, slow, rates)[0].local_steps
     30
     """
-    for algorithm in candidates(cluster):
+    return _first(candidates(cluster), job, cluster, rates, least_waiting)
+
+
+def between_replicas(
+    job: Job, cluster: Cluster, rates: Rates | None = None, least_waiting: float = LEAST_WAITING
+) -> Choice | None:
+    """The first with local steps between the replicas of a sharded model, one inside each node of several ranks.
+
+    The ranks of a node share its link, and exchange their shards at once: together they send what one rank would
+    send of the whole model.
+
+    >>> slow = Cluster(2, ranks_per_node=8, bandwidth_gbit=1, latency_s=0.05, transport="nccl")
+    >>> type(between_replicas(Job(400_000_000, 0.1, 0.2), slow, Rates.gpu())[0]).__name__
+    'StreamingDiLoCo'
+    """
+    if not cluster.has_two_levels:
+        return None
+    alone = replace(cluster, ranks_per_node=1)
+    local = (each for each in candidates(alone) if isinstance(each, OuterAlgorithm))
+    return _first(local, job, alone, rates, least_waiting)
+
+
+def _first(
+    algorithms: Iterator[Algorithm], job: Job, cluster: Cluster, rates: Rates | None, least_waiting: float
+) -> Choice | None:
+    for algorithm in algorithms:
         if not applies(algorithm, job, cluster):
             continue
         prediction = predict(algorithm, job, cluster, rates)

@@ -474,12 +474,17 @@ def test_ways_of_a_sharded_model_with_what_to_type(capsys):
     ]
     assert lines[at + 3].startswith("Shards inside nodes: bytes-replicas, ")
     assert lines[at + 4].startswith('  mesh = init_device_mesh("cpu", (4, 2)')
+    (at,) = [i for i, line in enumerate(lines) if line.startswith("Local steps between nodes, waits ")]
+    assert lines[at + 1 : at + 3] == lines[at - 3 : at - 1]
+    assert lines[at + 3].startswith("  bagua_torch.fsdp.attach(model, Exact(), replicas=DiLoCo(")
+    assert lines[at + 3].endswith(", optimizers=optimizer)")
 
 
 def test_a_sharded_model_as_json(capsys):
     record = json.loads(output_of(capsys, *SHARDS, "--json"))
     assert [way["name"] for way in record["ways"]] == ["both", "gradients", "exact", "pytorch"]
     assert (record["shards_over_all_ranks"], record["shards_inside_nodes"]) == ("both", None)
+    assert record["local_steps_between_nodes"] is None
     assert record["ways"][0]["python"][-1] == "bagua_torch.fsdp.attach(model, Quantized(), Quantized())"
     assert record["cluster"]["cores_per_rank"] is None
 

@@ -6,7 +6,7 @@ import pytest
 
 from bagua_comm import DiLoCo, GradientAllReduce, SparseLoCo, StreamingDiLoCo
 from bagua_comm.planning.costmodel import Cluster, Job, Rates, predict
-from bagua_comm.planning.sites import candidates, exposed_share, most_communication
+from bagua_comm.planning.sites import between_replicas, candidates, exposed_share, most_communication
 
 JOB = Job(400_000_000, 0.1, 0.2)
 
@@ -55,3 +55,15 @@ def test_the_largest_changes_are_sent_among_nodes():
     several = dataclasses.replace(host, ranks_per_node=8)
     assert all("Hierarchical" in repr(each) for each in candidates(several) if isinstance(each, SparseLoCo))
     assert most_communication(JOB, several) is not None
+
+
+def test_replicas_of_a_sharded_model_send_what_one_rank_at_each_site_would():
+    cluster = between(1, sites=2, ranks_per_node=8, transport="nccl")
+    algorithm, prediction = between_replicas(JOB, cluster, Rates.gpu())
+    alone = dataclasses.replace(cluster, ranks_per_node=1)
+    assert (algorithm, prediction) == most_communication(JOB, alone, Rates.gpu())
+    assert between_replicas(JOB, alone, Rates.gpu()) is None, "nothing is sharded"
+    assert between_replicas(JOB, between(100, 1e-5, ranks_per_node=2))[0].local_steps == 10, (
+        "though links are fast"
+    )
+    assert between_replicas(JOB, between(1e-5, ranks_per_node=2)) is None
