@@ -221,10 +221,10 @@ def test_a_death_after_the_training_has_missed_it():
     assert judge(of_kind("fewer"), seen).outcome == "failed"
     seen.output = "the job failed: rank 0 (pid 10 on here) died after training, so no commit is left"
     assert judge(of_kind("fewer"), seen).outcome == "missed"
-    assert judge(of_kind("fewer"), a_recovery(exit_code=1, last="step")).outcome == "failed"
-    other = a_recovery(exit_code=1, done={"replayed": "elsewhere"})
-    other.output = seen.output
-    assert judge(of_kind("fewer"), other).outcome == "failed"
+    for changes in {"last": "step"}, {"done": {"replayed": "elsewhere"}}, {"enter": {"digest": "other"}}:
+        other = a_recovery(exit_code=1, **changes)
+        other.output = seen.output
+        assert judge(of_kind("fewer"), other).outcome == "failed"
 
 
 def test_a_rank_that_was_stopped_and_came_back_in_time_counts_as_alive():

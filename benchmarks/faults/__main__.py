@@ -35,7 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the trials."""
     options = parse_arguments(argv)
     trials = planned(options)
-    record = _record(options) | {"ranks": max((trial.ranks for trial in trials), default=plans.RANKS)}
+    record = _record(options)
+    ranks = {row.get("ranks", plans.RANKS) for row in record["trials"]} | {trial.ranks for trial in trials}
+    record["ranks"] = ", ".join(map(str, sorted(ranks)))
     done = {row["name"] for row in record["trials"]}
     print(*header_lines(record), sep="\n", flush=True)
     with tempfile.TemporaryDirectory() as folder:
@@ -124,6 +126,7 @@ def tried(trial: Trial, data: Path, record: dict[str, Any]) -> dict[str, Any]:
     return {
         "name": trial.name,
         "group": group_of(trial),
+        "ranks": trial.ranks,
         "algorithm": trial.case.name,
         "framework": trial.case.framework,
         "blows": [f"{blow.phase}+{blow.delay_s * 1e3:.1f}ms" for blow in trial.blows],

@@ -76,7 +76,7 @@ def judge(trial: Trial, seen: Seen, undisturbed: str | None = None) -> Verdict:
     if trial.kind == "host":  # all are started again
         alive = [e.pid for e in seen.of("hello") if e.t > seen.strokes[-1].t] or alive
     if _too_late(seen, alive):
-        problems = list(_of_weights(trial, seen, undisturbed))
+        problems = [*_of_restoring(seen), *_of_weights(trial, seen, undisturbed)]
         return Verdict("failed" if problems else "missed", problems)
     if trial.kind == "too few":
         problems, ended_s = list(_of_an_end(seen, alive)), _end_of(seen, alive)
