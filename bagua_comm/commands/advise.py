@@ -22,7 +22,6 @@ from ..bucket import DEFAULT_BUCKET_BYTES
 from ..launch.cli import CommandError, count, positive
 from ..planning.advise import (
     attachment,
-    attachment_with_local_steps,
     best,
     best_of_replicas,
     best_of_shards,
@@ -34,7 +33,7 @@ from ..planning.advise import (
 )
 from ..planning.costmodel import METHODS, Advice, Cluster, Job, Rates, TorchDDP, advise, advise_sharded, predict
 from ..planning.models import MODELS, layers_of
-from ..planning.sites import LEAST_WAITING, Choice, between_replicas, exposed_share, most_communication
+from ..planning.sites import LEAST_WAITING, between_replicas, exposed_share, most_communication
 from . import advise_simulated, figures
 from .quantities import (
     bandwidth,
@@ -292,8 +291,9 @@ def report_sharded(job: Job, cluster: Cluster, rates: Rates) -> list[str]:
             lines.append(f"{where}: {row.name}, {_ratio(exact_s, row.prediction.step_s)}.")
             lines += [f"  {line}" for line in attachment(row.method, cluster)]
     if (choice := between_replicas(job, cluster, rates)) is not None:
-        lines.append(f"Local steps between nodes, waits {exposed_share(choice[1]):.1%} of the time:")
-        lines += [f"  {line}" for line in attachment_with_local_steps(choice[0], cluster)]
+        sharded = next(row.method for row in rows if row.name == "exact-replicas")
+        lines.append(f"Local steps between nodes; exchanges take {exposed_share(choice[1]):.1%} of the time:")
+        lines += [f"  {line}" for line in attachment(sharded, cluster, choice[0])]
     lines += ["", "In Python, after fully_shard, with a mesh for replicas:"]
     attached = [row for row in rows if row.method.reduce is not None]
     lines += [f"  {row.name:<24}{attachment(row.method, cluster)[-1]}" for row in attached]
@@ -303,7 +303,7 @@ def report_sharded(job: Job, cluster: Cluster, rates: Rates) -> list[str]:
 def _sharded_record(job: Job, cluster: Cluster, rates: Rates) -> dict[str, object]:
     """The report for a sharded model as plain data for JSON."""
     rows = advise_sharded(job, cluster, rates)
-    replicas = best_of_replicas(rows)
+    replicas, choice = best_of_replicas(rows), between_replicas(job, cluster, rates)
     return {
         "ways": [
             {
@@ -317,7 +317,7 @@ def _sharded_record(job: Job, cluster: Cluster, rates: Rates) -> dict[str, objec
         ],
         "shards_over_all_ranks": best_of_shards(rows).name,
         "shards_inside_nodes": None if replicas is None else replicas.name,
-        "local_steps_between_nodes": _choice(between_replicas(job, cluster, rates)),
+        "local_steps_between_nodes": None if choice is None else expression(choice[0]),
     }
 
 
@@ -353,11 +353,6 @@ def _for_sites(job: Job, cluster: Cluster, rates: Rates) -> list[str]:
         f"Waits less than {LEAST_WAITING:.0%} of the time, and communicates most: {expression(algorithm)}, "
         f"{exposed_share(prediction):.1%}."
     ]
-
-
-def _choice(choice: Choice | None) -> dict[str, object] | None:
-    """An algorithm and its prediction as plain data for JSON."""
-    return None if choice is None else {"python": expression(choice[0]), **dataclasses.asdict(choice[1])}
 
 
 def _advice(job: Job, rows: Sequence[Advice], exact_s: float) -> list[str]:
@@ -407,8 +402,9 @@ def _limits(*, guessed: bool) -> str:
 
 def _record(job: Job, cluster: Cluster, rates: Rates) -> dict[str, object]:
     """The report as plain data for JSON."""
+    sites = most_communication(job, cluster, rates)
     return {
-        "sites": _choice(most_communication(job, cluster, rates)),
+        "sites": None if sites is None else {"python": expression(sites[0]), **dataclasses.asdict(sites[1])},
         "enough_flows": enough_flows(job, cluster, rates),
         "algorithms": [_row(advice) for advice in advise(job, cluster, rates)],
     }

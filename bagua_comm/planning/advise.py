@@ -157,8 +157,8 @@ def _first_of_the_fastest(rows: Sequence[A], names: Iterable[str]) -> A:
     return next(known[name] for name in names if name in known)
 
 
-def attachment(method: Sharded, cluster: Cluster) -> list[str]:
-    """The lines of Python that shard a model in this way.
+def attachment(method: Sharded, cluster: Cluster, local_steps: Algorithm | None = None) -> list[str]:
+    """The lines of Python that shard a model in this way; with local steps, between the replicas.
 
     >>> attachment(SHARDED["both"], Cluster(4))
     ['fully_shard(model)', 'bagua_torch.fsdp.attach(model, Quantized(), Quantized())']
@@ -175,15 +175,10 @@ def attachment(method: Sharded, cluster: Cluster) -> list[str]:
         return lines
     arguments = ["model", expression(method.reduce)]
     arguments += [] if method.gather in (None, Exact()) else [expression(method.gather)]
-    arguments += [] if method.replicas is None else [f"replicas={expression(method.replicas)}"]
+    replicas = local_steps or method.replicas
+    arguments += [] if replicas is None else [f"replicas={expression(replicas)}"]
+    arguments += [] if local_steps is None else ["optimizers=optimizer"]
     return [*lines, f"bagua_torch.fsdp.attach({', '.join(arguments)})"]
-
-
-def attachment_with_local_steps(algorithm: Algorithm, cluster: Cluster) -> list[str]:
-    """The lines that shard a model inside nodes, with local steps of this algorithm between them."""
-    *shards, attached = attachment(SHARDED["exact-replicas"], cluster)
-    replicas = f"replicas={expression(algorithm)}, optimizers=optimizer"
-    return [*shards, attached.replace("replicas=Exact()", replicas)]
 
 
 def enough_flows(job: Job, cluster: Cluster, rates: Rates) -> int:

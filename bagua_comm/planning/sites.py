@@ -17,6 +17,7 @@ from ..averages import Hierarchical, Quantized
 from ..codecs import Int4
 from .costmodel import Cluster, Job, Prediction, Rates, predict
 from .costmodel.comparison import applies
+from .costmodel.inputs import MOST_FLOWS
 
 LEAST_WAITING = 0.05
 """The share of the time of a step that may be exposed communication."""
@@ -75,7 +76,8 @@ def between_replicas(
     """The first with local steps between the replicas of a sharded model, one inside each node of several ranks.
 
     The ranks of a node share its link, and exchange their shards at once: together they send what one rank would
-    send of the whole model.
+    send of the whole model. That one rank would code all of it is an upper bound. Exchanges inside nodes are not
+    in the prediction.
 
     >>> slow = Cluster(2, ranks_per_node=8, bandwidth_gbit=1, latency_s=0.05, transport="nccl")
     >>> type(between_replicas(Job(400_000_000, 0.1, 0.2), slow, Rates.gpu())[0]).__name__
@@ -83,7 +85,8 @@ def between_replicas(
     """
     if not cluster.has_two_levels:
         return None
-    alone = replace(cluster, ranks_per_node=1)
+    flows = min(cluster.flows * cluster.ranks_per_node, MOST_FLOWS)
+    alone = replace(cluster, ranks_per_node=1, flows=flows)
     local = (each for each in candidates(alone) if isinstance(each, OuterAlgorithm))
     return _first(local, job, alone, rates, least_waiting)
 

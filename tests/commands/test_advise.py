@@ -474,7 +474,7 @@ def test_ways_of_a_sharded_model_with_what_to_type(capsys):
     ]
     assert lines[at + 3].startswith("Shards inside nodes: bytes-replicas, ")
     assert lines[at + 4].startswith('  mesh = init_device_mesh("cpu", (4, 2)')
-    (at,) = [i for i, line in enumerate(lines) if line.startswith("Local steps between nodes, waits ")]
+    (at,) = [i for i, line in enumerate(lines) if line.startswith("Local steps between nodes; ")]
     assert lines[at + 1 : at + 3] == lines[at - 3 : at - 1]
     assert lines[at + 3].startswith("  bagua_torch.fsdp.attach(model, Exact(), replicas=DiLoCo(")
     assert lines[at + 3].endswith(", optimizers=optimizer)")

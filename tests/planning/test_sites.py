@@ -60,7 +60,7 @@ def test_the_largest_changes_are_sent_among_nodes():
 def test_replicas_of_a_sharded_model_send_what_one_rank_at_each_site_would():
     cluster = between(1, sites=2, ranks_per_node=8, transport="nccl")
     algorithm, prediction = between_replicas(JOB, cluster, Rates.gpu())
-    alone = dataclasses.replace(cluster, ranks_per_node=1)
+    alone = dataclasses.replace(cluster, ranks_per_node=1, flows=8)
     assert (algorithm, prediction) == most_communication(JOB, alone, Rates.gpu())
     assert between_replicas(JOB, alone, Rates.gpu()) is None, "nothing is sharded"
     assert between_replicas(JOB, between(100, 1e-5, ranks_per_node=2))[0].local_steps == 10, (
