@@ -32,7 +32,8 @@ class Muon:
     m <- mu m + (1 - mu) g, with Nesterov's u = mu m + (1 - mu) g; w <- (1 - lr weight_decay) w - lr f O(u), where
     O(u) has the singular vectors of u and singular values near 1. For a matrix (m, n) the factor f is
     sqrt(max(1, m / n)), or 0.2 sqrt(max(m, n)) with `adjust_lr_fn="match_rms_adamw"`: changes are then as large
-    as those of AdamW. The bits depend neither on the number of ranks nor on which of them have which rows.
+    as those of AdamW. Without a codec of `Owners`, the bits depend neither on the number of ranks nor on which of
+    them have which rows.
 
     >>> import numpy as np
     >>> weights, muon = [np.zeros((2, 2))], Muon(lr=0.1)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from itertools import chain, zip_longest
 from typing import NamedTuple
 from zlib import crc32
@@ -20,14 +21,15 @@ from zlib import crc32
 from .. import arrays
 from ..arrays import Array
 from ..codecs import Codec
-from ..codecs.base import check_codec_argument
 from ..comm import Communicator
 from ..comm.call import Call
+from ..comm.outcomes import on_all_ranks
+from ..errors import ArrayError
 from ..execution.lane import Lane
 from ..objects.caching import BoundedCache
 from ..objects.closing import Closing
 from ..trace import Counters
-from .returns import Returns
+from .row_codec import RowCodec, check_row_codec
 
 GROUP = 2**21
 """Elements of a group of matrices, at least, unless they are the last ones."""
@@ -62,10 +64,12 @@ class Owners(Closing):
     Args:
         comm: A communicator; all its ranks make the same calls. None for this process alone.
         codec: Encodes what the owners compute, as float32, with error feedback; None to send it as it is. An
-            owner keeps the errors of its matrices, which no checkpoint holds.
+            owner keeps the errors of its matrices, which no checkpoint holds; a matrix whose owner changes, as
+            when another one is left out, begins without. Call `reset` when states are loaded or made anew.
 
     Raises:
-        ArrayError: `codec` is not a Codec.
+        ArrayError: `codec` is not a Codec, or rounds stochastically. On all ranks.
+        UnsupportedError: `codec` does not take float32. On all ranks.
 
     Attributes:
         comm: The communicator.
@@ -84,16 +88,18 @@ class Owners(Closing):
     """
 
     def __init__(self, comm: Communicator | None = None, codec: Codec | None = None) -> None:
-        if codec is not None:
-            check_codec_argument("Owners", codec, "float32")
-        self.comm, self.codec, self._back = comm, codec, Returns(codec)
+        if comm is None:
+            check_row_codec("Owners", codec)
+        else:
+            on_all_ranks(comm, "Owners", partial(check_row_codec, "Owners", codec), ArrayError)
+        self.comm, self.codec, self._rows = comm, codec, RowCodec(codec)
         self._lane = None if comm is None or comm.size == 1 else comm.lane()
         self.counters = Counters() if self._lane is None else self._lane.comm.counters
         self._plans: BoundedCache[tuple[Matrix, ...], list[_Group]] = BoundedCache(_KEPT)
 
     def reset(self) -> None:
-        """Forget the errors of a codec, as when weights have been loaded."""
-        self._back.residuals.clear()
+        """Forget the errors of a codec, as after weights have been loaded."""
+        self._rows.residuals.clear()
 
     def agree(self, call: str, settings: object, make: Callable[[], Iterable[Matrix]]) -> list[Matrix]:
         """Return the matrices that `make` returns, after a comparison between the ranks.
@@ -115,7 +121,7 @@ class Owners(Closing):
             error = exc
         if self.comm is not None:  # not on the lane, which an error would end
             digest = f"{len(matrices)} with checksum {crc32(repr(matrices).encode()):x}"
-            details: dict[str, object] = {"back": self.codec} if self.codec else {}
+            details: dict[str, object] = {} if self.codec is None else {"codec": f"{self.codec}"}
             details |= {"settings": settings, "matrices": digest}
             compared = Call(self.comm, call, **(details if error is None else {"error": error}))
             compared.run(lambda *_: compared.compare())
@@ -128,7 +134,7 @@ class Owners(Closing):
         function: Callable[[Array], Array],
         matrices: Sequence[Matrix],
         shard: Callable[[int], Array],
-        name: Callable[[int], Hashable] = int,
+        name: Callable[[int], Hashable] | None = None,
     ) -> Iterator[tuple[int, Array]]:
         """Yield the index of each matrix, and this rank's rows of `function(matrix)`.
 
@@ -139,13 +145,15 @@ class Owners(Closing):
                 owner. Of the same dtype; with a codec of any, and rows are float32.
             matrices: The same list on every rank; see `Matrix`.
             shard: This rank's rows of the matrix of an index, (rows, n), all of one dtype; called once for each.
-            name: The name of the matrix of an index, the same in each call: with a codec, that of its errors.
+            name: The name of the matrix of an index, the same in each call: with a codec, that of its errors. By
+                default its index, with its shape.
         """
         if self._lane is None:
             yield from ((index, function(shard(index))) for index in range(len(matrices)))
             return
         groups = self._plan(tuple(matrices), self._lane.comm)
-        transits = [_Transit(self._lane, group, shard, name, self._back) for group in groups]
+        name = name or (lambda index: (index, matrices[index]))
+        transits = [_Transit(self._lane, group, shard, name, self._rows) for group in groups]
         for now in range(len(transits) + 2):
             for coming in transits[now : now + 1]:
                 coming.begin()
@@ -260,9 +268,9 @@ class _Transit:
         group: _Group,
         shard: Callable[[int], Array],
         name: Callable[[int], Hashable],
-        back: Returns,
+        rows: RowCodec,
     ) -> None:
-        self._lane, self._group, self._shard, self._name, self._back = lane, group, shard, name, back
+        self._lane, self._group, self._shard, self._name, self._rows = lane, group, shard, name, rows
 
     def begin(self) -> None:
         """Send what this rank holds to the owners."""
@@ -281,20 +289,20 @@ class _Transit:
 
     def compute(self, function: Callable[[Array], Array]) -> None:
         """Compute the function of the matrices that this rank owns, and send the rows back."""
-        group, lane, back = self._group, self._lane, self._back
+        group, lane, codec = self._group, self._lane, self._rows
         if self._arriving is not None:
             lane.result(self._arriving)
+        library, dtype = arrays.namespace(self._owned), codec.dtype(self._owned.dtype)
         pieces = arrays.parts(self._owned, list(chain(*group.by_holder())))
-        rows = list[list[Array]]()
+        del self._owned
         for n, (index, counts) in enumerate(group.parts.items()):
-            whole = arrays.namespace(self._owned).concatenate(pieces[n :: len(group.parts)])
-            result = arrays.contiguous(function(whole.reshape(group.shapes[index]))).reshape(-1)
-            rows.append(back.encode(self._name(index), result, counts))
-        for index in self._group.held.keys() - group.parts.keys():
-            back.residuals.pop(self._name(index), None)
-        library, dtype = arrays.namespace(self._owned), back.dtype(self._owned.dtype)
-        there, here = group.to_owners(back.size), group.from_holders(back.size)
-        self._owned = library.concatenate([library.empty(0, dtype), *chain(*zip(*rows, strict=True))])
+            mine = slice(n, None, len(group.parts))
+            result = function(library.concatenate(pieces[mine]).reshape(group.shapes[index]))
+            pieces[mine] = codec.encode(self._name(index), arrays.contiguous(result).reshape(-1), counts)
+        for index in group.held.keys() - group.parts.keys():
+            codec.residuals.pop(self._name(index), None)
+        there, here = group.to_owners(codec.size), group.from_holders(codec.size)
+        self._owned = library.concatenate([library.empty(0, dtype), *pieces])
         self._held = library.empty(sum(there), dtype)
         if group.is_spread:
             call = lane.comm.alltoall
@@ -305,8 +313,8 @@ class _Transit:
     def end(self) -> Iterator[tuple[int, Array]]:
         """Yield the index and this rank's rows of each matrix."""
         self._lane.result(self._returning)
-        held, back = self._group.held, self._back
-        pieces = arrays.parts(self._held, [back.size(count) for count in held.values()])
+        held, codec = self._group.held, self._rows
+        pieces = arrays.parts(self._held, [codec.size(count) for count in held.values()])
         del self._held, self._owned
         for (index, count), piece in zip(held.items(), pieces, strict=True):
-            yield index, back.decode(piece, count).reshape(-1, self._group.shapes[index][1])
+            yield index, codec.decode(piece, count).reshape(-1, self._group.shapes[index][1])

@@ -11,21 +11,24 @@ from collections.abc import Hashable, Sequence
 
 import numpy as np
 
-from .. import arrays
+from .. import arrays, kernels
 from ..arrays import Array, DType
 from ..codecs import Codec
+from ..codecs.base import check_codec_argument
+from ..errors import ArrayError
 
 FLOAT32 = np.dtype(np.float32)
 
 
-class Returns:
+class RowCodec:
     """Encodes and decodes rows, by a codec as float32.
 
     Args:
         codec: The codec; None to send rows as they are.
 
     Attributes:
-        residuals: Those of the matrices that are owned here, by name; a new owner begins without.
+        residuals: Those of the matrices that are owned here, by name; a new owner begins without, and so does an
+            element whose error is not finite.
     """
 
     def __init__(self, codec: Codec | None = None) -> None:
@@ -49,7 +52,7 @@ class Returns:
         rows = arrays.parts(total, counts)
         wires = [self.codec.encode(each[None])[0] if each.size else each.view(np.uint8) for each in rows]
         for each, wire in zip(rows, wires, strict=True):
-            each -= self.decode(wire, each.size)
+            kernels.of(each).loss(each, self.decode(wire, each.size), 1.0, each)
         self.residuals[name] = total
         return wires
 
@@ -59,3 +62,19 @@ class Returns:
             return piece
         out = arrays.empty((1, count), FLOAT32, like=piece)
         return (self.codec.decode(piece[None], out) if count else out)[0]
+
+
+def check_row_codec(owner: str, codec: Codec | None) -> None:
+    """Raise unless `codec` is None, or codes float32 and rounds to the nearest value.
+
+    Raises:
+        ArrayError: It is not a Codec, or rounds stochastically.
+        UnsupportedError: It does not take float32.
+    """
+    if codec is not None:
+        check_codec_argument(owner, codec, "float32")
+        if codec.random_seed is not None:
+            raise ArrayError(
+                f"{owner}: codec is {codec}, which rounds stochastically; expected one that rounds to the "
+                "nearest value, since errors are fed back"
+            )

@@ -15,10 +15,10 @@ from torch.optim.optimizer import ParamsT
 from bagua_comm import ArrayError, Communicator, UnsupportedError, optim
 from bagua_comm.arrays import Array
 from bagua_comm.codecs import Codec
-from bagua_comm.codecs.base import check_codec_argument
 from bagua_comm.elastic.snapshot.shards import even, is_sharded, slab_of
 from bagua_comm.optim.newton_schulz import EPS, newton_schulz
 from bagua_comm.optim.owners import Matrix, Owners
+from bagua_comm.optim.row_codec import check_row_codec
 from bagua_comm.trace import Counters
 
 from ..arrays import as_array, as_tensor, torch_stream
@@ -130,20 +130,20 @@ class Muon(torch.optim.Optimizer):
         Args:
             comm: All ranks; if None, the default communicator, which `bagua_torch.connect` makes.
             codec: Encodes orthogonal matrices on their way back, with error feedback, as `Int4()`; None to send
-                them in `dtype`. Their owners keep the errors, until another state is loaded: a run that goes on
-                from a checkpoint begins without, so that its bits are not those of an undisturbed one.
+                them in `dtype`. Their owners keep the errors, and no checkpoint does. They begin without after
+                another state is loaded, and for a matrix whose owner changes, as when others have no gradient.
 
         Raises:
-            ArrayError: The ranks share the matrices already; call `close` first. Or `codec` is not a Codec.
-            UnsupportedError: Parameters are sharded by another dimension than the first, or over several groups
-                of ranks.
+            ArrayError: The ranks share the matrices already; call `close` first. Or `codec` is not a Codec, or
+                rounds stochastically.
+            UnsupportedError: `codec` does not take float32. Or parameters are sharded by another dimension than
+                the first, or over several groups of ranks.
         """
         comm = communicator_of(f"{_NAME}.distribute", comm)
         with errors_on_all(comm):
             if self._owners.comm is not None and not self._owners.comm.guard.closed:
                 raise ArrayError(f"{_NAME}.distribute: the ranks share the matrices already; call close() first")
-            if codec is not None:
-                check_codec_argument(f"{_NAME}.distribute", codec, "float32")
+            check_row_codec(f"{_NAME}.distribute", codec)
             groups = {group for p, _, _ in self._by_muon() if (group := _spread(p)[1])}
         numbers = comm.allgather_object(len(groups))
         if numbers not in ([0] * comm.size, [1] * comm.size):

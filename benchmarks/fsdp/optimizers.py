@@ -6,7 +6,8 @@ r"""A training step of a sharded model (FSDP2) with Muon, whose matrices the ran
 A step is a forward and a backward pass on a small batch, and the step of the optimizer. All models are gathered
 and reduced exactly, by this library, and trained in turn in each step. The ratio to the median with AdamW is the
 figure to compare. `wire` is what rank 0 sends in a step for the optimizer: the rows of momenta and of updates, in
-two bytes an element, or in four "in float32". The computing of Muon does not depend on the number of samples.
+two bytes an element, or in four "in float32"; "four bits back" sends updates so. The computing of Muon does not
+depend on the number of samples.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from support.launch import TESTS, run_python, torchrun
 from torch import nn
 
 import bagua_torch
-from bagua_comm import ArrayError
+from bagua_comm import ArrayError, Int4
 from bagua_comm.testing import run_ranks
 
 PROGRAM = TESTS / "support" / "muon_training.py"
@@ -133,3 +133,33 @@ def test_one_rank_steps_as_without_distribute():
 
     (found,) = run_ranks(1, body)
     assert all(map(torch.equal, found, trained(muon_of, network())))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_loaded_state_begins_without_the_errors_of_a_codec(dtype):
+    initial = network()
+
+    def body(comm):
+        def distributed(model):
+            optimizer = muon_of(model, dtype=dtype)
+            optimizer.distribute(comm, codec=Int4())
+            return optimizer
+
+        def load(model, optimizer):
+            model.load_state_dict(weights)
+            optimizer.load_state_dict(copy.deepcopy(state))
+            return [p.clone() for p in trained(lambda _: optimizer, model)]
+
+        model, other = copy.deepcopy((initial, initial))
+        optimizer = distributed(model)
+        trained(lambda _: optimizer, model)
+        weights, state = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        with_errors = [p.clone() for p in trained(lambda _: optimizer, model)]
+        fresh = distributed(other)
+        expected = load(other, fresh)
+        assert all(map(torch.equal, load(model, optimizer), expected))
+        assert not all(map(torch.equal, with_errors, expected))
+        optimizer.close()
+        fresh.close()
+
+    run_ranks(2, body)

@@ -170,6 +170,55 @@ def test_errors_of_a_codec_are_fed_back_and_do_not_accumulate(codec, rows):
     assert sum(wire_bytes for *_, wire_bytes in results) == steps * sent
 
 
+def test_a_matrix_whose_owner_changes_begins_without_errors():
+    """As when another matrix has no gradient in a step; compared with feedback of each matrix by itself."""
+    codec, shapes = Int4(), {"a": (16, 32), "b": (8, 32)}
+    exact = {name: sample(n, shape, "float32") for n, (name, shape) in enumerate(shapes.items())}
+    calls = ["ab", "ab", "b", "b", "ab", "a", "ab"]
+
+    def body(comm):
+        with optim.Owners(comm, codec) as owners:
+            for names in calls:
+                shards = [exact[name] for name in names]
+                matrices = [optim.Matrix(each.shape) for each in shards]
+                pairs = owners.map(lambda x: x, matrices, shards.__getitem__, names.__getitem__)
+                yield {names[n]: found.copy() for n, found in pairs}
+
+    errors, owned_by = dict.fromkeys("ab", 0.0), {}
+    for names, *found in zip(calls, *run_ranks(2, lambda comm: [*body(comm)]), strict=True):
+        owners = owners_module.balanced({name: optim.Matrix(shapes[name]).cost for name in names}, 2)
+        for name in names:
+            error = errors[name] if owned_by.get(name) == owners[name] else 0.0
+            owned_by[name] = owners[name]
+            total = (exact[name] + np.float32(error)).reshape(1, -1)
+            decoded = codec.decode(codec.encode(total), np.empty_like(total)).reshape(shapes[name])
+            errors[name] = total.reshape(shapes[name]) - decoded
+            for each in found:
+                np.testing.assert_array_equal(each[name], decoded)
+
+
+def test_errors_that_are_not_finite_are_forgotten():
+    matrices = [optim.Matrix((4, 8))]
+
+    def body(comm):
+        with optim.Owners(comm, MinMaxUInt8()) as owners:
+            for value in (np.nan, 1.0, 1.0):
+                ((_, found),) = owners.map(lambda x: x, matrices, [np.full((4, 8), value, "f4")].__getitem__)
+            return found
+
+    assert all((found == 1.0).all() for found in run_ranks(2, body))
+
+
+@pytest.mark.parametrize("wrong", ["int4", Int4(rounding="stochastic")], ids=["text", "stochastic"])
+def test_a_wrong_codec_on_one_rank_is_refused_on_all(wrong):
+    def body(comm):
+        text = "rank 1: Owners: codec is .*(expected a Codec|rounds stochastically)"
+        with pytest.raises(ArrayError, match=text):
+            optim.Owners(comm, wrong if comm.rank else None)
+
+    run_ranks(2, body)
+
+
 def test_the_next_group_travels_while_one_is_computed(monkeypatch):
     monkeypatch.setattr(owners_module, "GROUP", 1)
     matrices = [optim.Matrix((2, 2), (1, 1))] * 6  # three groups of two

@@ -129,7 +129,7 @@ def errors_of_a_codec_do_not_accumulate(comm):
         copied.zero_grad()
         backward(copied, 0)
         optimizers[1].distribute(comm, codec=Int4() if comm.rank else None)
-        refused(comm, CommMismatch, "called Muon.step(back=Int4(", optimizers[1].step)
+        refused(comm, CommMismatch, "called Muon.step(codec=Int4(", optimizers[1].step)
         optimizers[1].close()
     refused(comm, ArrayError, "codec is 'int4', expected a Codec", muon_of(make()).distribute, comm, codec="int4")
 
