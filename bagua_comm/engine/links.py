@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -23,36 +23,46 @@ SLOW = 1.5
 def measure_links(comm: Communicator, nodes: Sequence[int]) -> np.ndarray:
     """Return the seconds of a message from each node to each other one; row: sender, column: receiver.
 
-    Collective. `nodes` has the node of each rank; the first rank of a node measures. In each of the nodes - 1
-    rounds, a node sends to one other node and receives from another one, so that no two messages share a link.
-    All ranks begin a message together: else a rank that still waits for a slow one would begin late, and its own
-    link would seem slow.
+    Collective. `nodes` has the node of each rank; the first rank of a node measures. In a turn, a node sends to
+    one other node and receives from another one, so that no two messages share a direction of a link, nor a
+    connection, on which they may go one after the other. All ranks begin a message together: else a rank that
+    still waits for a slow one would begin late, and its own link would seem slow.
     """
     first = {node: nodes.index(node) for node in sorted(set(nodes))}
     leaders, seconds = list(first.values()), np.full(len(first), np.nan)
     leads = comm.rank in leaders
-    mine = leaders.index(comm.rank) if leads else 0
+    mine, n = leaders.index(comm.rank) if leads else 0, len(leaders)
     x, out = np.zeros((2, PROBE_BYTES if leads else 0), np.uint8)
-    for distance in range(1, len(leaders)):
-        receiver, sender = (leaders[(mine + way) % len(leaders)] for way in (distance, -distance))
+    for distance, senders in turns(n):
+        sends, receives = leads and mine in senders, leads and (mine - distance) % n in senders
         times = []
         for _ in range(MESSAGES):
             comm.barrier()
-            if leads:
-                times.append(_receive_s(comm, out, sender, x, receiver))
-        if leads:
+            began = time.perf_counter()
+            arrives = comm.irecv(out, source=leaders[(mine - distance) % n]) if receives else None
+            leaves = comm.isend(x, dest=leaders[(mine + distance) % n]) if sends else None
+            if arrives is not None:
+                arrives.result()  # the other one may take longer
+                times.append(time.perf_counter() - began)
+            if leaves is not None:
+                leaves.result()
+        if times:
             seconds[mine - distance] = statistics.median(times)
     return np.ascontiguousarray(comm.allgather(seconds)[leaders].T)
 
 
-def _receive_s(comm: Communicator, out: np.ndarray, sender: int, x: np.ndarray, receiver: int) -> float:
-    """Receive `out` while `x` is sent; return the seconds until it is here, which sending may exceed."""
-    began = time.perf_counter()
-    arrives, leaves = comm.irecv(out, source=sender), comm.isend(x, dest=receiver)
-    arrives.result()
-    seconds = time.perf_counter() - began
-    leaves.result()
-    return seconds
+def turns(nodes: int) -> Iterator[tuple[int, range]]:
+    """Yield, for each turn, how far nodes send, as the difference of their numbers, and which ones do.
+
+    >>> [*turns(4)]
+    [(1, range(0, 4)), (2, range(0, 2)), (2, range(2, 4)), (3, range(0, 4))]
+    """
+    for distance in range(1, nodes):
+        if 2 * distance == nodes:  # two nodes would send to each other
+            yield distance, range(distance)
+            yield distance, range(distance, nodes)
+        else:
+            yield distance, range(nodes)
 
 
 def slow_links(factors: np.ndarray, names: Sequence[str]) -> dict[str, float]:

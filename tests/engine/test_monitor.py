@@ -100,6 +100,17 @@ def test_a_slow_link_is_measured_when_all_ranks_wait(monkeypatch):
     assert len(measured) < 4 * 6  # at first, at the changes, and none in quiet rows
 
 
+@pytest.mark.parametrize("nodes", range(2, 9))
+def test_each_link_has_its_turn_beside_none_that_shares_its_link_or_connection(nodes):
+    seen = []
+    for distance, senders in links.turns(nodes):
+        pairs = [(sender, (sender + distance) % nodes) for sender in senders]
+        assert len({receiver for _, receiver in pairs}) == len(pairs)
+        assert len({frozenset(pair) for pair in pairs}) == len(pairs)
+        seen += pairs
+    assert sorted(seen) == [(a, b) for a in range(nodes) for b in range(nodes) if a != b]
+
+
 class Late:
     """A communicator of a rank whose sends go on after `measure_links` has got its message, as on a slow link."""
 
