@@ -74,8 +74,8 @@ class HealthMonitor:
         self._restart()
         self._waiting = Series(least=0.1, growth=1.3, at_once=math.inf)
         """How long all ranks wait, as a multiple of their own work: a slow link, or a slow algorithm."""
-        self._links: np.ndarray | None = None
-        """Seconds of a message over each link at the start; see `links`."""
+        self._links, self._measured = np.array(math.inf), 0
+        """Seconds of a message over each link at the start, the least of so many measurements; see `links`."""
         self._rows_until_links = 0
 
     def _restart(self) -> None:
@@ -183,8 +183,9 @@ class HealthMonitor:
         changed = self._waiting.add(min(each.waiting_s for each in rows) / max(own_s, 1e-6))
         self._rows_until_links -= 1
         slow: dict[str, float] = {}
-        if self._links is None:
-            self._links = measure_links(self._lane.comm, nodes)
+        if self._measured < ROWS:  # a start is noisy
+            self._links = np.minimum(self._links, measure_links(self._lane.comm, nodes))
+            self._measured += 1
         elif self._waiting.is_slow and (changed or self._rows_until_links <= 0):
             self._rows_until_links = LINK_ROWS
             factors = measure_links(self._lane.comm, nodes) / self._links

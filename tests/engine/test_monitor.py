@@ -81,7 +81,7 @@ def test_a_slow_link_is_measured_when_all_ranks_wait(monkeypatch):
     def links(comm, nodes):
         measured.append(nodes)
         seconds = np.ones((2, 2))
-        seconds[1, 0] = 2.0 if 50 < step[0] < 80 else 1.0
+        seconds[1, 0] = 2.0 if 50 < step[0] < 80 or len(measured) <= 4 else 1.0  # the start is noisy, too
         return seconds
 
     step = [0]
