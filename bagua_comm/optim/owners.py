@@ -121,8 +121,8 @@ class Owners(Closing):
             error = exc
         if self.comm is not None:  # not on the lane, which an error would end
             digest = f"{len(matrices)} with checksum {crc32(repr(matrices).encode()):x}"
-            details: dict[str, object] = {} if self.codec is None else {"codec": f"{self.codec}"}
-            details |= {"settings": settings, "matrices": digest}
+            own = settings if self.codec is None else f"{self.codec}, {settings}"
+            details: dict[str, object] = {"settings": own, "matrices": digest}
             compared = Call(self.comm, call, **(details if error is None else {"error": error}))
             compared.run(lambda *_: compared.compare())
         if error is not None:
@@ -142,7 +142,7 @@ class Owners(Closing):
 
         Args:
             function: From the whole matrix, (m, n), to one of the same shape, without changing it; called by the
-                owner. Of the same dtype; with a codec of any, and rows are float32.
+                owner. Of the same dtype; with a codec and several ranks of any, and rows are float32.
             matrices: The same list on every rank; see `Matrix`.
             shard: This rank's rows of the matrix of an index, (rows, n), all of one dtype; called once for each.
             name: The name of the matrix of an index, the same in each call: with a codec, that of its errors. By

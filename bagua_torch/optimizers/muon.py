@@ -103,7 +103,7 @@ class Muon(torch.optim.Optimizer):
             self._adam = torch.optim.AdamW([torch.empty(0)])
             self._owners: Owners = Owners()
             self._group: dist.ProcessGroup | None = None
-            self._compares = False  # whether gradients are compared in the next step
+            self._compares = False  # whether gradients are compared, until a step has one that is not 0
             self._close: Callable[[], None] = lambda: None
         self._owners.reset()
 
@@ -184,7 +184,7 @@ class Muon(torch.optim.Optimizer):
         chosen = list[_Chosen]()
         settings = [*self._settings(), *(self._gradients() if self._compares else [])]
         matrices = self._owners.agree("Muon.step", settings, lambda: self._choose(chosen))
-        self._compares = False
+        self._compares = self._compares and not any(grad.count_nonzero() for grad in self._plain_gradients())
         for dtype in _MOVED_AS:
             self._step([pair for pair in zip(chosen, matrices, strict=True) if pair[0][2] == dtype], dtype)
         self._adam.state = self.state
@@ -206,10 +206,15 @@ class Muon(torch.optim.Optimizer):
     def _gradients(self) -> list[str]:
         """What tells mean gradients, which are equal on all ranks, from others: their checksum."""
         checksum = 0
+        for grad in self._plain_gradients():
+            checksum = crc32(grad.cpu().contiguous().view(torch.uint8).numpy(), checksum)
+        return [f"mean gradients with checksum {checksum:x}"]
+
+    def _plain_gradients(self) -> Iterator[Tensor]:
+        """Yield the gradients of plain parameters that Muon steps."""
         for p in (p for group in self.param_groups if group["algorithm"] == "muon" for p in group["params"]):
             if p.grad is not None and not p.grad.is_sparse and not is_sharded(p):
-                checksum = crc32(p.grad.cpu().contiguous().view(torch.uint8).numpy(), checksum)
-        return [f"mean gradients with checksum {checksum:x}"]
+                yield p.grad
 
     def _by_muon(self) -> Iterator[_Chosen]:
         """Yield the parameters that Muon steps."""
@@ -222,7 +227,7 @@ class Muon(torch.optim.Optimizer):
     def _choose(self, chosen: list[_Chosen]) -> Iterator[Matrix]:
         """Yield the matrices with gradients, and add them to `chosen`; raise if this rank cannot step them."""
         size = 1 if self._owners.comm is None else self._owners.comm.size
-        for p, muon, dtype in (each for each in self._by_muon() if each[0].grad is not None):
+        for p, muon, dtype in (each for each in self._by_muon() if each[0].grad is not None and each[0].numel()):
             grad, (rows, group) = cast(Tensor, p.grad), _spread(p)
             if grad.is_sparse or grad.dtype != p.dtype:
                 raise ArrayError(

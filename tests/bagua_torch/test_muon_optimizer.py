@@ -98,6 +98,13 @@ def test_a_state_goes_on_in_a_copy_and_settings_follow_a_schedule():
     assert not all(map(torch.equal, [p.detach() for p in moved.parameters()], expected))
 
 
+def test_empty_matrices_are_left_as_they_are():
+    for shape in (0, 5), (5, 0):
+        optimizer = bagua_torch.Muon([empty := nn.Parameter(torch.empty(shape))])
+        empty.grad = torch.empty(shape)
+        optimizer.step()
+
+
 def test_a_parameter_that_is_no_matrix_needs_the_rule():
     model = network()
     text = r"0.bias is \(9,\) of torch.float32, expected a matrix of floats; let the rule `adam` return settings"

@@ -129,7 +129,7 @@ def errors_of_a_codec_do_not_accumulate(comm):
         copied.zero_grad()
         backward(copied, 0)
         optimizers[1].distribute(comm, codec=Int4() if comm.rank else None)
-        refused(comm, CommMismatch, "called Muon.step(codec=Int4(", optimizers[1].step)
+        refused(comm, CommMismatch, "called Muon.step(settings=Int4(", optimizers[1].step)
         optimizers[1].close()
     refused(comm, ArrayError, "codec is 'int4', expected a Codec", muon_of(make()).distribute, comm, codec="int4")
 
@@ -220,6 +220,7 @@ def gradients_that_nobody_averages(comm):
     model = make()
     optimizer = muon_of(model)
     optimizer.distribute(comm)
+    get_state_dict(model, optimizer)  # makes a step of its own, with gradients of 0
     backward(model, comm.rank)
     before = [each.detach().clone() for each in model.parameters()]
     refused(comm, CommMismatch, "mean gradients with checksum", optimizer.step)
