@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--runs", type=at_least(1), default=100)
     parser.add_argument("--steps", type=at_least(100), default=10_000)
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--first", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--first", type=at_least(0), default=0, help="of link: the seed of the first run")
     parser.add_argument("--report", nargs="+", type=Path, help="write results/health.md from these records")
     add_json_argument(parser)
     options = parser.parse_args(argv)
@@ -94,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def outside(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Start the ranks of the trial; yield its results."""
     if options.trial == "link":
-        for seed in range(options.runs):
+        for seed in range(options.first, options.first + options.runs):
             with build(HOSTS, RATE) as lab:
                 host = random.Random(seed).randrange(HOSTS)
                 command = lab.mpirun(["-m", "benchmarks.health", "link", "--inside", "--first", str(seed)])
