@@ -1,7 +1,8 @@
 r"""A training step of a sharded model (FSDP2) with Muon, whose matrices the ranks share, and with AdamW.
 
     torchrun --nproc-per-node 4 -m benchmarks.fsdp.optimizers --width 256 --layers 2
-    python -m benchmarks.netlab run --rate 1gbit --launcher torchrun -m benchmarks.fsdp.optimizers --model gpt
+    python -m benchmarks.netlab run --rate 1gbit --launcher torchrun -m benchmarks.fsdp.optimizers --model gpt \
+        --layers 4 --batch-size 32
 
 A step is a forward and a backward pass on a small batch, and the step of the optimizer. All models are gathered
 and reduced exactly, by this library, and trained in turn in each step. The ratio to the median with AdamW is the
