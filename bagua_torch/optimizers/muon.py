@@ -207,7 +207,7 @@ class Muon(torch.optim.Optimizer):
         """What tells mean gradients, which are equal on all ranks, from others: their checksum."""
         checksum = 0
         for grad in self._plain_gradients():
-            checksum = crc32(grad.cpu().contiguous().view(torch.uint8).numpy(), checksum)
+            checksum = crc32(grad.cpu().contiguous().view(torch.uint8).numpy().data, checksum)
         return [f"mean gradients with checksum {checksum:x}"]
 
     def _plain_gradients(self) -> Iterator[Tensor]:
