@@ -173,10 +173,10 @@ class Owners(Closing):
                 for layer in zip_longest(*queues):
                     chosen |= {n: owners[n] for n in layer if n is not None}
                     if sum(math.prod(matrices[n].shape) for n in chosen) >= GROUP:
-                        groups.append(_Group(chosen, matrices, comm))
+                        groups.append(_Group(chosen, matrices, comm, self._rows.size))
                         chosen = {}
                 if chosen:
-                    groups.append(_Group(chosen, matrices, comm))
+                    groups.append(_Group(chosen, matrices, comm, self._rows.size))
             self._plans[matrices] = groups
         return self._plans[matrices]
 
@@ -223,14 +223,20 @@ class _Group:
         owners: The owner of each matrix of the group, by index.
         matrices: All matrices.
         comm: All ranks.
+        size: From the elements of a result to the elements that travel back.
     """
 
-    def __init__(self, owners: dict[int, int], matrices: Sequence[Matrix], comm: Communicator) -> None:
+    def __init__(
+        self,
+        owners: dict[int, int],
+        matrices: Sequence[Matrix],
+        comm: Communicator,
+        size: Callable[[int], int],
+    ) -> None:
         self.indices = sorted(owners, key=lambda index: (owners[index], index))
         self.shapes = {index: matrices[index].shape for index in self.indices}
         self.is_spread = matrices[self.indices[0]].rows is not None
         holders = range(comm.size) if self.is_spread else [comm.rank]
-        self.holders = len(holders)
         self.held = {index: matrices[index].size(comm.rank) for index in self.indices}
         self.parts = {
             index: [matrices[index].size(rank) for rank in holders]
@@ -238,20 +244,22 @@ class _Group:
             if owners[index] == comm.rank
         }
         """For each matrix that is owned here, the elements of each rank that holds some."""
-        self.owned = [[index for index in self.indices if owners[index] == rank] for rank in range(comm.size)]
-        """The matrices of each owner."""
+        self.by_holder = [[parts[n] for parts in self.parts.values()] for n in range(len(holders))]
+        """For each rank that holds some, its elements of each matrix that is owned here."""
 
-    def to_owners(self, size: Callable[[int], int] = int) -> list[int]:
-        """What this rank has of the matrices of each owner, where `count` elements take `size(count)`."""
-        return [sum(size(self.held[index]) for index in indices) for indices in self.owned]
+        def to_owners(size: Callable[[int], int]) -> list[int]:
+            sizes = [0] * comm.size
+            for index, owner in owners.items():
+                sizes[owner] += size(self.held[index])
+            return sizes
 
-    def from_holders(self, size: Callable[[int], int] = int) -> list[int]:
-        """What each rank has of the matrices that this one owns."""
-        return [sum(map(size, counts)) for counts in self.by_holder()]
+        def from_holders(size: Callable[[int], int]) -> list[int]:
+            return [sum(map(size, counts)) for counts in self.by_holder]
 
-    def by_holder(self) -> list[list[int]]:
-        """For each rank that holds rows, its elements of each matrix that is owned here."""
-        return [[parts[n] for parts in self.parts.values()] for n in range(self.holders)]
+        self.there = to_owners(int), from_holders(int)
+        """On the way to the owners: elements that go to each rank, and that come from each holder."""
+        self.back = from_holders(size), to_owners(size)
+        """On the way back: what goes to each holder, and what comes from each rank."""
 
 
 class _Transit:
@@ -279,11 +287,11 @@ class _Transit:
         like = shards[group.indices[0]]
         library = arrays.namespace(like)
         if group.is_spread:
-            there, here = group.to_owners(), group.from_holders()
+            sent, received = group.there
             self._held = library.concatenate([*shards.values()])
-            self._owned = library.empty(sum(here), like.dtype)
+            self._owned = library.empty(sum(received), like.dtype)
             call = lane.comm.alltoall
-            self._arriving = lane.submit(call, self._held, out=self._owned, counts=there, out_counts=here)
+            self._arriving = lane.submit(call, self._held, out=self._owned, counts=sent, out_counts=received)
         else:
             self._owned = library.concatenate([like[:0], *(shards[index] for index in group.parts)])
 
@@ -293,7 +301,7 @@ class _Transit:
         if self._arriving is not None:
             lane.result(self._arriving)
         library, dtype = arrays.namespace(self._owned), codec.dtype(self._owned.dtype)
-        pieces = arrays.parts(self._owned, list(chain(*group.by_holder())))
+        pieces = arrays.parts(self._owned, list(chain(*group.by_holder)))
         del self._owned
         for n, (index, counts) in enumerate(group.parts.items()):
             mine = slice(n, None, len(group.parts))
@@ -301,14 +309,14 @@ class _Transit:
             pieces[mine] = codec.encode(self._name(index), arrays.contiguous(result).reshape(-1), counts)
         for index in group.held.keys() - group.parts.keys():
             codec.residuals.pop(self._name(index), None)
-        there, here = group.to_owners(codec.size), group.from_holders(codec.size)
+        sent, received = group.back
         self._owned = library.concatenate([library.empty(0, dtype), *pieces])
-        self._held = library.empty(sum(there), dtype)
+        self._held = library.empty(sum(received), dtype)
         if group.is_spread:
             call = lane.comm.alltoall
-            self._returning = lane.submit(call, self._owned, out=self._held, counts=here, out_counts=there)
+            self._returning = lane.submit(call, self._owned, out=self._held, counts=sent, out_counts=received)
         else:
-            self._returning = lane.submit(lane.comm.allgather, self._owned, out=self._held, counts=there)
+            self._returning = lane.submit(lane.comm.allgather, self._owned, out=self._held, counts=received)
 
     def end(self) -> Iterator[tuple[int, Array]]:
         """Yield the index and this rank's rows of each matrix."""
