@@ -341,7 +341,7 @@ def test_reduce_rows(device, run, dtype):
     for m, shift in ((1, 0), (1001, 0), (400, 1)):
         rows = normal((5, m), "float32", seed=m, scale=1e3).astype(dtype_named(dtype))
         if dtype in FLOATING:
-            rows[2, m // 2] = np.nan
+            rows[:2, 0], rows[2, m // 2] = [np.inf, -np.inf], np.nan
         for op in ARITHMETIC_OPS + (BITWISE_OPS if dtype in INTEGERS else ()):
             expected, out = np.empty(m, rows.dtype), up(np.zeros(m, rows.dtype), shift)
             host.reduce_rows(rows, expected, op)
@@ -350,6 +350,8 @@ def test_reduce_rows(device, run, dtype):
             run.reduce_rows(on_device, on_device[1], op)
             assert same(expected, out.get()), (op, m)
             assert same(expected, on_device[1].get()), (op, m)
+            nans = out.get()[expected != expected]
+            assert nans.tobytes() == np.full(nans.size, np.nan).astype(nans.dtype).tobytes(), (op, m)
 
 
 @pytest.mark.covering(1)

@@ -99,6 +99,18 @@ __device__ inline bool is_finite(T x) {
     return x - x == 0;
 }
 
+// The quiet NaN of the host instead of any other: the one that an operation of a GPU gives has other bits.
+template <class T>
+__device__ inline T with_canonical_nan(T x) {
+    return x;
+}
+
+__device__ inline float32 with_canonical_nan(float32 x) { return is_nan(x) ? __uint_as_float(canonical_nan) : x; }
+
+__device__ inline float64 with_canonical_nan(float64 x) {
+    return is_nan(x) ? __longlong_as_double(0x7ff8000000000000) : x;
+}
+
 template <class T>
 struct Narrow {
     static __device__ T of(T x) { return x; }

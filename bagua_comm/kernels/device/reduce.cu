@@ -37,7 +37,7 @@ __device__ void reduce(const element* rows, element* out, int64 summands, int64 
         }
         element result[width];
 #pragma unroll
-        for (int i = 0; i < width; ++i) result[i] = narrow<element>(wide(finish(total[i])));
+        for (int i = 0; i < width; ++i) result[i] = narrow<element>(with_canonical_nan(wide(finish(total[i]))));
         store(out + at, number, result);
     }
 }
