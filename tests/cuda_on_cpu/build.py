@@ -46,6 +46,13 @@ class Kernels:
         with _compiling:
             self._library = ctypes.CDLL(str(_compiled(source, tuple(o for o in options if o.startswith("-D")))))
 
+    def arguments_at(self, name: str, pointers: int) -> list[np.void]:
+        """Copies of the arguments of a kernel, of which there is a table of pointers at this address."""
+        wanted, size_of = (getattr(self._library, f"{name}_{what}") for what in ("arguments", "size"))
+        size_of.argtypes, size_of.restype = [ctypes.c_size_t], ctypes.c_size_t
+        table = (ctypes.c_void_p * wanted()).from_address(pointers)
+        return [np.void(ctypes.string_at(at, size_of(i))) for i, at in enumerate(table)]
+
     def launch(
         self, name: str, grid: Sequence[int], block: Sequence[int], args: Sequence[Any], order: str = "forward"
     ) -> None:

@@ -307,6 +307,12 @@ static const char* run_grid(void (*kernel)(void**), const unsigned* grid, const 
     return failure.empty() ? nullptr : failure.c_str();
 }
 
+template <class... Args>
+size_t size_of_argument(void (*)(Args...), size_t at) {
+    const size_t sizes[] = {sizeof(Args)...};
+    return sizes[at];
+}
+
 template <class... Args, size_t... at>
 void call(void (*kernel)(Args...), void** args, std::index_sequence<at...>) {
     kernel(*static_cast<Args*>(args[at])...);
@@ -318,6 +324,7 @@ void call(void (*kernel)(Args...), void** args, std::index_sequence<at...>) {
     constexpr size_t name##_count(void (*)(Args...)) { return sizeof...(Args); }                                   \
     static void name##_body(void** args) { call(name, args, std::make_index_sequence<name##_count(&name)>()); }    \
     extern "C" size_t name##_arguments() { return name##_count(&name); }                                           \
+    extern "C" size_t name##_size(size_t at) { return size_of_argument(&name, at); }                               \
     extern "C" const char* name##_grid(const unsigned* grid, const unsigned* block, void** args, bool backwards) { \
         return run_grid(name##_body, grid, block, args, backwards);                                                \
     }

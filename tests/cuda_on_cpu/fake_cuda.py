@@ -301,7 +301,22 @@ def _module(name: str, **members: Any) -> types.ModuleType:
 
 
 compiler = _module("compiler", compile_using_nvrtc=_compile_using_nvrtc)
-driver = _module("driver", CUDADriverError=CUDADriverError)
+_functions: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+"""Kernels, by their addresses."""
+
+
+def _launch_kernel(function: int, *extents_shared_stream_args_extra: int) -> None:
+    """Launch a kernel with the arguments to which a table of pointers points."""
+    *extents, shared, stream, args, extra = extents_shared_stream_args_extra
+    assert (len(extents), extra) == (6, 0)
+    kernel = _functions[function]
+    kernel(
+        tuple(extents[:3]), tuple(extents[3:]), kernel._arguments_at(args), shared_mem=shared,
+        stream=Stream._at(stream, None),
+    )  # fmt: skip
+
+
+driver = _module("driver", CUDADriverError=CUDADriverError, launchKernel=_launch_kernel)
 nvrtc = _module("nvrtc", getVersion=lambda: (0, 0))
 runtime = _module(
     "runtime",

@@ -290,7 +290,12 @@ class RawKernel:
     def _of(cls, kernels: Kernels, name: str, architecture: str) -> RawKernel:
         kernel = cls.__new__(cls)
         kernel._kernels, kernel.name, kernel._architecture = kernels, name, architecture
+        kernel.ptr = id(kernel)
+        cuda._functions[kernel.ptr] = kernel
         return kernel
+
+    def _arguments_at(self, pointers: int) -> tuple:
+        return tuple(self._kernels.arguments_at(self.name, pointers))
 
     @property
     def kernel(self) -> RawKernel:
