@@ -154,7 +154,7 @@ def check_large_sums(run):
 
 
 def check_any(run):
-    return twice(Int4(256, 256), normal((3, 5000), "float32"))
+    return twice(Int4(1024, 1024), normal((3, 5000), "float32"))
 
 
 MUTANTS = {

@@ -437,9 +437,14 @@ __device__ float32 (*shared_numbers())[largest_cta] {
     return shared;
 }
 
-// The values of another thread of the CTA, whose number differs in the bits of `distance`.
+// The values of another thread of the CTA, whose number differs in the bits of `distance`, the same for all threads.
 template <int count>
 __device__ void exchange(const float32 (&mine)[count], float32 (&theirs)[count], int distance) {
+    if (distance < warp) {
+#pragma unroll
+        for (int i = 0; i < count; ++i) theirs[i] = __shfl_xor_sync(all_lanes, mine[i], distance);
+        return;
+    }
     float32(*shared)[largest_cta] = shared_numbers();
     __syncthreads();  // `shared` may still be read
 #pragma unroll
@@ -449,8 +454,31 @@ __device__ void exchange(const float32 (&mine)[count], float32 (&theirs)[count],
     for (int i = 0; i < count; ++i) theirs[i] = shared[i][threadIdx.x ^ distance];
 }
 
-// What D multiplies element `i` of a row by.
-__device__ float32 sign(const Layout& layout, int64 i) { return layout.rotate > 1 && is_negated(i) ? -1 : 1; }
+// The elements of a thread that begin at `at` in a row, which is a multiple of their number.
+__device__ void read_elements(const element* row, int64 at, int64 count, float32 (&x)[held]) {
+#pragma unroll
+    for (int j = 0; j < held; j += int(width)) {
+        element raw[width];
+        load(row + at + j, count - at - j, raw);
+#pragma unroll
+        for (int i = 0; i < int(width); ++i) x[j + i] = widen(raw[i]);
+    }
+}
+
+__device__ void write_elements(const float32 (&x)[held], element* row, int64 at, int64 count) {
+#pragma unroll
+    for (int j = 0; j < held; j += int(width)) {
+        element raw[width];
+#pragma unroll
+        for (int i = 0; i < int(width); ++i) raw[i] = narrow<element>(x[j + i]);
+        store(row + at + j, count - at - j, raw);
+    }
+}
+
+// Whether D negates element `i` of 8 that begin at `at`, a multiple of 8, in a row.
+__device__ bool is_negated_at(const Layout& layout, int64 at, int i) {
+    return layout.rotate > 1 && negatives >> (uint32(at) & 8) >> i & 1;
+}
 
 __device__ void rotate_across(float32 (&t)[held], int size) {
     rotate(t, size);
@@ -497,11 +525,12 @@ __device__ void write_part(const float32 (&t)[held], float32 most, const Roundin
 
 template <class Rounding>
 __device__ void encode_any_with(const Rounding& rounding, const element* x, uint8* wire, const Layout& layout) {
+    float32 share = 1.0f / float32(layout.rotate);
     each_part(layout, [&](int64 row, int64 at) {
         float32 t[held];
+        read_elements(x + row * layout.count, at, layout.count, t);
 #pragma unroll
-        for (int i = 0; i < held; ++i)
-            t[i] = at + i < layout.count ? widen(x[row * layout.count + at + i]) * (sign(layout, at + i) / layout.rotate) : 0;
+        for (int i = 0; i < held; ++i) t[i] = t[i] * (is_negated_at(layout, at, i) ? -share : share);
         rotate_across(t, int(layout.rotate));
         write_part(t, largest_across(largest_of(t), int(layout.block)), rounding, layout, row, at, wire);
     });
@@ -613,9 +642,7 @@ KERNEL_OF_ANY decode_any(const uint8* wire, element* out, Layout layout) {
         for (int i = 0; i < held; ++i) q[i] = code_in_place(codes, i, uint32(layout.mask)) * unit_in_place(i);
         rotate_across(q, int(layout.rotate));
 #pragma unroll
-        for (int i = 0; i < held; ++i) {
-            float32 sum = sign(layout, at + i) < 0 ? 0 - q[i] : q[i];  // not -0
-            if (at + i < layout.count) out[row * layout.count + at + i] = narrow<element>(finite(sum, scale));
-        }
+        for (int i = 0; i < held; ++i) q[i] = finite(is_negated_at(layout, at, i) ? 0 - q[i] : q[i], scale);  // not -0
+        write_elements(q, out + row * layout.count, at, layout.count);
     });
 }
