@@ -175,6 +175,11 @@ def gpu_tests(run: Run, file: str) -> None:
     raise_unless_well(done, limit_s)
 
 
+def occupancy(run: Run) -> None:
+    """CTAs of the codec's kernels on a multiprocessor."""
+    run.part("-m", "benchmarks.gpu.occupancy")
+
+
 def codecs(run: Run) -> None:
     """Kernels, one by one."""
     run.part("-m", "benchmarks.gpu.codecs", "--dtypes", *run.options.dtypes)
@@ -291,7 +296,8 @@ class Section:
 SECTIONS = [
     Section("device", device, 35),
     Section("kernel-tests", kernel_tests, 60),
-    Section("codecs", codecs, 80),
+    Section("occupancy", occupancy, 15),
+    Section("codecs", codecs, 65),
     Section("costs", costs, 35),
     Section("rank-tests", rank_tests, 75),
     Section("torch-tests", torch_tests, 70),

@@ -25,7 +25,7 @@ from .elementwise import (
 )
 from .fixed_point import fixed_add, fixed_exponents, fixed_mean
 from .int4 import int4_combine, int4_decode, int4_encode
-from .launches import LARGEST_CTA, before_launch, compile_options, source
+from .launches import LARGEST_CTA, before_launch, compile_options, loaded, source
 from .minmax import minmax_combine, minmax_decode, minmax_encode
 from .sums import reduce_rows
 from .top_k import top_k_encode, top_k_subtract, top_k_sum

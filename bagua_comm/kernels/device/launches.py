@@ -102,7 +102,7 @@ def launch(
     for arg in args:
         if isinstance(arg, cupy.ndarray) and arg.data.device_id != device:
             check_device(name, "an array", arg)
-    kernel = _loaded(device, file, name, element, *defines)
+    kernel = loaded(device, file, name, element, *defines)
     _observe(name)
     kernel(grid, cta, args)
     recording = current()
@@ -173,7 +173,8 @@ def _free(between: dict[int, dict[int, SharedScratch]], root: int) -> None:
 
 
 @functools.cache
-def _loaded(device: int, file: str, name: str, element: str, *defines: str) -> cupy.cuda.Function:
+def loaded(device: int, file: str, name: str, element: str, *defines: str) -> cupy.cuda.Function:
+    """A kernel of a .cu file on a device, compiled for the dtype that is called `element`."""
     # The function itself: CuPy's RawKernel would look it up for the current device at each launch.
     return _module(cupy.cuda.Device(device).compute_capability, file, element, *defines).get_function(name).kernel
 
