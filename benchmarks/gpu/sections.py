@@ -156,12 +156,12 @@ def rank_tests(run: Run) -> None:
 
 
 def torch_tests(run: Run) -> None:
-    """Tests of tensors and of training."""
+    """Tests of tensors, and of training on one rank."""
     of_torch(run, "test_gpu_torch.py")
 
 
 def training_tests(run: Run) -> None:
-    """Tests of sharded training, local steps, Muon and the backend."""
+    """Tests of training on two ranks, and of the backend of torch.distributed."""
     of_torch(run, "test_gpu_training.py")
 
 
@@ -304,8 +304,8 @@ SECTIONS = [
     Section("codecs", codecs, 80),
     Section("costs", costs, 35),
     Section("rank-tests", rank_tests, 75),
-    Section("torch-tests", torch_tests, 70),
-    Section("training-tests", training_tests, 80),
+    Section("torch-tests", torch_tests, 45),
+    Section("training-tests", training_tests, 105),
     Section("ranks", ranks, 40),
     Section("sanitizer", sanitizer, 35),
     Section("training", training, 30),

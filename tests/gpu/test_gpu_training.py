@@ -1,4 +1,4 @@
-"""Training by two ranks that share a GPU: FSDP2, local steps, Muon, the backend, a GradScaler; see the bodies."""
+"""Training by two ranks that share a GPU, replicated and sharded, and the backend; see the bodies."""
 
 import functools
 import json

@@ -1,11 +1,10 @@
-"""Bodies of tests of training on a device by two ranks: FSDP2, local steps, Muon, the backend, a GradScaler.
+"""Bodies of tests of training on a device by two ranks: all algorithms, FSDP2, Muon, a GradScaler, the backend.
 
 Each gets the name of a device, and the communicator of a process whose default process group is of the backend
 "bagua". What it trains there it also trains on the host, by the same calls on the same ranks. Where gradients are
 equal, so are bits; elsewhere a gradient that differs in its last bits may be rounded to another level of a codec.
 """
 
-import contextlib
 import functools
 
 import torch
@@ -30,7 +29,18 @@ from bagua_comm import (
 )
 from benchmarks.gpu.device import Hold
 from benchmarks.gpu.training import refusing_to_wait, wait
-from support.torch_training import batch, gradients, loss_of, make_model, sgd, train_step, weights, wrapped
+from support.torch_training import (
+    ALGORITHMS,
+    ASYNC_ALGORITHMS,
+    batch,
+    gradients,
+    loss_of,
+    make_model,
+    sgd,
+    train_step,
+    weights,
+    wrapped,
+)
 
 EIGHT_BITS, FOUR_BITS = Quantized(min_bytes=0), Quantized(Int4(), min_bytes=0)
 BYTEGRAD = Quantized(MinMaxUInt8.bagua(), min_bytes=0)
@@ -76,6 +86,28 @@ def train_sharded(device, comm, *averages, shape=(2,), policy=None, local=False,
     with bagua_torch.fsdp.attach(model, *averages, comm=comm, **settings):
         run_steps(comm, model, optimizer, device)
         return shards(model.parameters())
+
+
+# Replicated models
+
+
+def every_algorithm_trains_as_on_the_host(comm, device):
+    def train(device, algorithm):
+        model, optimizer, ddp = wrapped(comm, algorithm, model=make_model().to(device), bucket_bytes=64)
+        run_steps(comm, ddp, optimizer, device)
+        ddp.stop()
+        ddp.average_weights()
+        lane = type(ddp.engine._lane).__name__
+        assert device == "cpu" or lane == ("ThreadLane" if algorithm in ASYNC_ALGORITHMS else "StreamLane"), lane
+        ddp.close()
+        comm.check_consistency(bagua_torch.as_array(weights(model).cpu()))
+        return weights(model)
+
+    for algorithm in (*ALGORITHMS, GradientAllReduce(ErrorFeedback(TopK(chunk=16, keep=4))), SparseLoCo(2)):
+        if algorithm in ASYNC_ALGORITHMS:
+            train(device, algorithm)
+        else:
+            assert_as_on_the_host(train, device, algorithm, exact=algorithm == GradientAllReduce())
 
 
 # FSDP2
@@ -160,17 +192,6 @@ def replicas_average_and_train_locally_as_on_the_host(comm, device):
         train(replicas=algorithm, local=True)
 
 
-def sparse_averages_train_as_on_the_host(comm, device):
-    def train(device, algorithm):
-        model, optimizer, ddp = wrapped(comm, algorithm, model=make_model().to(device), bucket_bytes=64)
-        run_steps(comm, ddp, optimizer, device)
-        ddp.close()
-        return weights(model)
-
-    for algorithm in (GradientAllReduce(ErrorFeedback(TopK(chunk=16, keep=4))), SparseLoCo(2)):
-        assert_as_on_the_host(train, device, algorithm)
-
-
 # Optimizers
 
 
@@ -223,19 +244,6 @@ def a_grad_scaler_leaves_out_the_same_steps_on_all_ranks(comm, device):
 # The backend
 
 
-@contextlib.contextmanager
-def on_a_stream_of_its_own(device):
-    """In the body of `with`, work is late, on another stream than the default one."""
-    if device == "cpu":
-        yield
-        return
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(LATE)
-        yield
-    stream.synchronize()
-
-
 def the_backend_makes_every_call(comm, device):
     rank, size = comm.rank, comm.size
 
@@ -281,12 +289,16 @@ def the_backend_makes_every_call(comm, device):
     else:
         dist.recv(received, 0)
         assert torch.equal(received, total)
-    with on_a_stream_of_its_own(device):
+    stream = torch.cuda.Stream() if device == "cuda" else None
+    with torch.cuda.stream(stream):  # does nothing without a stream
+        if stream is not None:
+            torch.cuda._sleep(LATE)
         late = of(rank)
         work = dist.all_reduce(late, async_op=True)
         found = [work.get_future().then(lambda future: future.value()[0] * 2).wait()]
         work.wait()
         found.append(late + 1)
+    wait(device)
     assert torch.equal(found[0], 2 * total)
     assert torch.equal(found[1], total + 1)
 
@@ -316,12 +328,12 @@ def pytorchs_own_wrappers_train_over_the_backend_as_on_the_host(comm, device):
 
 
 BODIES = [
+    every_algorithm_trains_as_on_the_host,
     a_sharded_model_trains_as_on_the_host,
     equal_gradients_have_the_bits_of_the_host,
     a_sharded_model_in_bfloat16_trains_as_on_the_host,
     a_sharded_step_waits_for_nothing,
     exchanges_of_a_sharded_model_are_in_the_trace,
-    sparse_averages_train_as_on_the_host,
     muon_trains_as_on_the_host,
     a_grad_scaler_leaves_out_the_same_steps_on_all_ranks,
     replicas_average_and_train_locally_as_on_the_host,
