@@ -13,7 +13,7 @@ from bagua_comm import ArrayError, UnsupportedError, arrays
 from bagua_comm.arrays import Array, Op, check_reduction
 from bagua_comm.comm.arguments import check_writable
 
-from ..arrays import as_array, dtype_name
+from ..arrays import as_array, dtype_name, torch_stream
 
 Tensors: TypeAlias = Sequence[torch.Tensor]
 Given: TypeAlias = torch.Tensor | Tensors
@@ -100,6 +100,9 @@ def dense(call: str, tensor: torch.Tensor) -> Array:
         raise UnsupportedError(f"{call}: a tensor has layout {tensor.layout}, expected a dense tensor")
     if tensor.is_conj() or tensor.is_neg():
         raise UnsupportedError(f"{call}: a tensor is a conjugate or negative view; pass tensor.resolve_conj()")
+    if tensor.device.type == "cuda":
+        with torch_stream(tensor.device):  # else CuPy's stream, on which a model may compute, waits for PyTorch's
+            return as_array(tensor)
     if tensor.device.type != "cpu" or tensor.dtype is torch.bfloat16:
         return as_array(tensor)
     dtype_name(tensor)

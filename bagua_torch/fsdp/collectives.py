@@ -18,6 +18,7 @@ from bagua_comm.comm.weights import Weigh, multiply
 
 from ..arrays import as_array, dtype_name, torch_stream
 from ..process_group.groups import GroupComms
+from ..training.spans import DeviceRow
 from .overlap import Gathering, Prefetch, Reductions, invalidate
 from .passes import BackwardPasses
 from .torch_names import AllGather, ReduceScatter, Unit, op_of
@@ -52,6 +53,7 @@ class Gather(_Allocating, AllGather):
         prefetch: Prefetch | None = None,
     ) -> None:
         self._comms, self._unit, self._gathers, self._prefetch = comms, unit, gathers, prefetch
+        self._row = DeviceRow("gathers")
 
     def __call__(
         self,
@@ -69,7 +71,8 @@ class Gather(_Allocating, AllGather):
         with torch_stream(output_tensor.device):
             x, out = as_array(input_tensor), as_array(output_tensor)
             if lane is None or self._prefetch is None:
-                gather(x, out)
+                with self._row.span("allgather", comm.tracer, output_tensor.device, module=self._unit.name):
+                    gather(x, out)
                 return None
             return Gathering(lane, lane.submit(gather, x, out), self._unit, self._prefetch)
 
@@ -194,7 +197,7 @@ class Reduce(_Allocating, FeedsBack, ReduceScatter):
         weights: PassWeights | None = None,
     ) -> None:
         self._comms, self._comm, self._pending = comms, comm, pending
-        self.ranks = comm.size
+        self.ranks, self._row = comm.size, DeviceRow("reductions")
         self._weights = weights or PassWeights(passes)
         self._held = _HeldAddends(method, comm, unit, passes) if method.is_reproducible else None
         self._mean = self._held or method.bind_shards(comm)
@@ -236,7 +239,8 @@ class Reduce(_Allocating, FeedsBack, ReduceScatter):
         lane = self._comms.lane_of(comm)
         if lane is None or self._pending is None:
             self._forget_if_it_raises()
-            with torch_stream(input_tensor.device):
+            device, module = input_tensor.device, self._unit.name
+            with torch_stream(device), self._row.span("reduce_scatter", comm.tracer, device, module=module):
                 self._reduce(input_tensor, output_tensor, by, divisor, weigh)
             return
         if self._unit.reads_at_once(output_tensor):
@@ -290,6 +294,7 @@ class Reduce(_Allocating, FeedsBack, ReduceScatter):
 
     def alone(self, reduced: torch.Tensor) -> None:
         """Reduce on a single rank, in place; PyTorch has divided by a divisor of the user already."""
+        keep_for_current_stream(reduced)
         self._check(reduced)
         self._begin()
         with torch_stream(reduced.device):
@@ -368,6 +373,7 @@ class Replicate(FeedsBack):
 
     def __init__(self, unit: Unit, method: Average, comm: Communicator, passes: BackwardPasses) -> None:
         self.comm, self.ranks, self._mean = comm, comm.size, method.bind(comm)
+        self._row = DeviceRow("replicas")
         super().__init__(unit, method, self._mean, passes)
 
     @property
@@ -381,16 +387,29 @@ class Replicate(FeedsBack):
         PyTorch adds what this leaves in `reduced` to the gradients.
         """
         earlier = self._unit.partial_gradients
+        keep_for_current_stream(reduced, earlier)
         if earlier is not None:
             reduced.add_(earlier)
         self._check(reduced)
         self._forget_if_it_raises()
-        with torch_stream(reduced.device):
+        device, module = reduced.device, self._unit.name
+        with torch_stream(device), self._row.span("allreduce", self.comm.tracer, device, module=module):
             x = as_array(reduced)
             self._fit(x)
             self._mean(x)
         if self._unit.divide_factor is not None:  # it divides the sum over all ranks
             reduced.mul_(self.comm.size)
+
+
+def keep_for_current_stream(*tensors: torch.Tensor | None) -> None:
+    """Let the memory of CUDA tensors be reused only after the work on PyTorch's current stream so far and later.
+
+    PyTorch calls a hook of gradients on another stream than that of their memory, and then drops those that it
+    casts to another dtype, or has added: the next reduction would write into them.
+    """
+    for tensor in tensors:
+        if tensor is not None and tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 def check_numel(name: str, numel: int, expected: int, method: str = "ErrorFeedback") -> None:

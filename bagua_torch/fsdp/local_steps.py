@@ -19,6 +19,7 @@ from bagua_comm import ArrayError, Communicator, Hierarchical, Point, Unsupporte
 from bagua_comm.algorithms.diloco import OuterAlgorithm
 from bagua_comm.engine import EngineCallbacks, check_fit
 
+from ..arrays import torch_stream
 from ..tensors.checks import check_optimizers
 from ..training.backward import WeakCall
 from ..training.engine import TorchEngine
@@ -140,8 +141,9 @@ class LocalSteps:
         if self._begins_anew:
             self._begins_anew = False
             self._memory.reclaim()
-            for bucket, state in zip(self.engine.buckets, self.engine.states, strict=True):
-                bucket.flat[...] = state.anchor
+            with torch_stream(self.engine.device):
+                for bucket, state in zip(self.engine.buckets, self.engine.states, strict=True):
+                    bucket.flat[...] = state.anchor
             self._memory.note_new_weights()
             self.engine.keep_weights()
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -45,6 +46,29 @@ class StageSpan:
     def forget(self) -> None:
         """Drop a span that has begun."""
         self._start_ns, self._on_device = 0, None
+
+
+class DeviceRow:
+    """A row of the timeline, of what a CUDA device does on whatever stream is PyTorch's current one.
+
+    Args:
+        name: The name of the row.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._row = f"device: {name}"
+        self._clock: TorchClock | None = None
+
+    @contextmanager
+    def span(self, name: str, tracer: Tracer, device: torch.device, **detail: object) -> Iterator[None]:
+        """Time the body of a `with` statement on the device; does nothing on a CPU. `detail` is shown with it."""
+        if device.type != "cuda":
+            yield
+            return
+        self._clock = self._clock or TorchClock(device)
+        span = DeviceSpan(tracer, self._clock, name, self._row)
+        yield
+        span.end(**detail)
 
 
 class TorchClock:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -174,11 +174,11 @@ class Overlap:
     """Time of exchanges within a backward pass."""
 
     @classmethod
-    def of(cls, spans: Sequence[Span], steps: int) -> Overlap:
+    def of(cls, spans: Sequence[Span], steps: int, exchange: Collection[str] = ("exchange",)) -> Overlap:
         """The overlap of the last `steps`, from what `bagua_torch.DistributedDataParallel` and its engine trace.
 
         A backward pass lasts from its first gradient to its last; the wait for exchanges after it does not count.
-        The exchanges of a lane follow each other.
+        The exchanges of a lane follow each other. Exchanges are spans of the names in `exchange`.
 
         >>> def span(name, start, end):
         ...     return Span(name, "", start, end, {})
@@ -188,7 +188,7 @@ class Overlap:
         """
         passes = [span for span in spans if span.name == "backward"][-steps:]
         since = passes[0].start_ns if passes else 0
-        exchanges = [span for span in spans if span.name == "exchange" and span.start_ns >= since]
+        exchanges = [span for span in spans if span.name in exchange and span.start_ns >= since]
         both = length(intersection(_times(exchanges), _times(passes)))
         return cls(len(exchanges), _total_ns(exchanges), _total_ns(passes), both)
 

@@ -340,6 +340,8 @@ CHECKS: dict[str, Callable[[Any], bool]] = {
     "host_waits_for_nothing": bool,
     "exact losses differ by": lambda difference: difference < 1e-3,
     "bytegrad losses differ by": lambda difference: difference < 0.05,
+    "sharded exact losses differ by": lambda difference: difference < 1e-3,
+    "sharded bytes losses differ by": lambda difference: difference < 0.05,
 }
 """Whether a result is right, by its name."""
 

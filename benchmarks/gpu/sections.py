@@ -156,10 +156,20 @@ def rank_tests(run: Run) -> None:
 
 
 def torch_tests(run: Run) -> None:
-    """Tests of tensors and of training."""
+    """Tests of tensors, and of training on one rank."""
+    of_torch(run, "test_gpu_torch.py")
+
+
+def training_tests(run: Run) -> None:
+    """Tests of training on two ranks, and of the backend of torch.distributed."""
+    of_torch(run, "test_gpu_training.py")
+
+
+def of_torch(run: Run, file: str) -> None:
+    """Some of the gpu tests that need PyTorch."""
     if importlib.util.find_spec("torch") is None:
         raise LeftOutError("PyTorch is not installed")
-    gpu_tests(run, "test_gpu_torch.py")
+    gpu_tests(run, file)
 
 
 def gpu_tests(run: Run, file: str) -> None:
@@ -300,9 +310,10 @@ SECTIONS = [
     Section("codecs", codecs, 65),
     Section("costs", costs, 35),
     Section("rank-tests", rank_tests, 75),
-    Section("torch-tests", torch_tests, 70),
+    Section("torch-tests", torch_tests, 45),
+    Section("training-tests", training_tests, 105),
     Section("ranks", ranks, 40),
     Section("sanitizer", sanitizer, 35),
-    Section("training", training, 20),
+    Section("training", training, 30),
     Section("threads", threads, 15),
 ]

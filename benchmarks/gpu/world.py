@@ -17,8 +17,9 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Literal
 
+import bagua_comm
 from bagua_comm import Communicator
 from bagua_comm.bootstrap import GPU
 from bagua_comm.launch.mpirun import find_mpirun
@@ -150,17 +151,22 @@ def _end(keepers: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 @contextlib.contextmanager
-def joined(gpu: GPU, *, timeout_s: float = 60.0) -> Iterator[Communicator]:
+def joined(
+    gpu: GPU, *, timeout_s: float = 60.0, process_group: Literal["bagua"] | None = None
+) -> Iterator[Communicator]:
     """The world of the ranks that `launch` has started. Collective.
 
     Args:
         gpu: What carries device arrays: see `bagua_comm.connect`.
         timeout_s: How long a call waits for its peers.
+        process_group: The backend of the default process group; None for PyTorch's own, if there is one.
     """
     os.environ["NCCL_HOSTID"] = f"{socket.gethostname()}-{os.getpid()}"
-    if "RANK" in os.environ:
-        from bagua_torch import connect
+    if process_group is not None or "RANK" in os.environ:
+        import bagua_torch
+
+        comm = bagua_torch.connect(timeout_s=timeout_s, gpu=gpu, process_group=process_group or False)
     else:
-        from bagua_comm import connect
-    with connect(timeout_s=timeout_s, gpu=gpu) as comm:
+        comm = bagua_comm.connect(timeout_s=timeout_s, gpu=gpu)
+    with comm:
         yield comm

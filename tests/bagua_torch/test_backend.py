@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from support.device_ranks import run_on_devices
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.distributed_c10d import BackendConfig
 
@@ -28,9 +29,11 @@ from bagua_comm import (
     Reproducible,
     UnsupportedError,
 )
+from bagua_comm.execution.lane import InlineLane
 from bagua_comm.testing import run_ranks
 from bagua_torch import BackendOptions
 from bagua_torch.backend.alone import warn_if_alone
+from bagua_torch.backend.arguments import Options
 from bagua_torch.backend.averaging import GroupAverage
 from bagua_torch.backend.group import BaguaGroup
 from bagua_torch.backend.start import lane_of, wait_for_ranks
@@ -595,3 +598,21 @@ def test_one_of_many_that_has_connected_to_none_is_warned(monkeypatch, variables
     texts = trains_with_a_warning(monkeypatch, variables, connects)
     started = "4 processes were started, but this one, rank 0, trains alone"
     assert [text[: len(started)] for text in texts] == [started] * warned
+
+
+@pytest.mark.parametrize("device", ["lazy"], indirect=True)
+def test_any_stream_waits_for_a_call_of_a_group_without_a_thread(device):
+    import cupy
+
+    def body(comm):
+        x, streams = cupy.zeros(4), [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
+        cupy.cuda.get_current_stream().synchronize()
+        group = BaguaGroup(InlineLane(comm.dup()), comm)
+        with streams[0]:
+            work = group._submit("fill", Options(), [], lambda timeout_s: x.fill(1))
+        with streams[1]:
+            work.wait()
+            assert x.get().tolist() == [1] * 4
+        group.shutdown()
+
+    run_on_devices(device, 1, "local", body)

@@ -152,4 +152,6 @@ def test_the_whole_command_on_the_stand_in(tmp_path):
     assert record["checks"]["wrong"] == []
     assert {row["met"] for row in record["steps"]} == {None}
     assert record["sections"]["ranks"]["results"]["staged, 2 ranks"]["1 MiB"]["ranks"] == 2
-    assert set(record["sections"]["training"]["results"]) >= {"exact", "bytegrad", "torch"}
+    trained = record["sections"]["training"]["results"]
+    assert trained.keys() >= {"exact", "bytegrad", "torch", "sharded exact", "sharded bytes", "sharded torch"}
+    assert trained["sharded bytes"]["overlap"]["exchanges_per_step"] > 1

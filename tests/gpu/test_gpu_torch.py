@@ -1,14 +1,12 @@
-"""CUDA tensors on a GPU: DLPack, PyTorch's streams, training over NCCL with one rank and with two."""
+"""CUDA tensors on a GPU: DLPack, PyTorch's streams, training over NCCL with one rank."""
 
 import contextlib
 import io
-import textwrap
 import warnings
 
 import pytest
 import torch
 from support.device_ranks import HostOnly, over
-from support.launch import with_tests
 from support.torch_training import (
     QADAM,
     batch,
@@ -27,7 +25,6 @@ from bagua_comm.execution.cuda import current_address, use_device
 from bagua_comm.execution.lane import StreamLane
 from bagua_comm.transports import LocalTransport
 from bagua_torch import DistributedDataParallel, QAdamOptimizer, as_array, as_tensor, torch_stream
-from benchmarks.gpu.world import launch
 
 pytestmark = pytest.mark.gpu
 
@@ -217,53 +214,3 @@ def test_a_comm_hook_completes_in_the_order_of_streams(comm, average):
         torch.testing.assert_close(gradients(model), gradients(plain))
     finally:
         distributed.destroy_process_group()
-
-
-# Two ranks on one GPU, over NCCL: a HOSTID each lets them
-
-TWO_RANKS = """
-    import os
-
-    os.environ["NCCL_HOSTID"] = f"host of process {os.getpid()}"
-
-    import torch
-    from support.torch_training import (
-        ALGORITHMS, ASYNC_ALGORITHMS, batch, make_model, optimizer_for, train_step, weights
-    )
-
-    import bagua_torch
-    from bagua_comm import Exact, GradientAllReduce
-
-    def trained(comm, algorithm, device):
-        model = make_model().to(device)
-        optimizer = optimizer_for(algorithm, model.parameters())
-        ddp = bagua_torch.DistributedDataParallel(model, optimizer, algorithm, comm=comm, bucket_bytes=64)
-        for step in range(6):
-            train_step(ddp, optimizer, batch(comm.rank, step).to(device))
-        ddp.stop()
-        ddp.average_weights()
-        lane = type(ddp.engine._lane).__name__
-        ddp.close()
-        return lane, weights(model).cpu()
-
-    with bagua_torch.connect(gpu="nccl", timeout_s=60) as comm:
-        for algorithm in ALGORITHMS:
-            print("begins", algorithm, flush=True)
-            lane, actual = trained(comm, algorithm, "cuda")
-            comm.check_consistency(bagua_torch.as_array(actual))
-            assert lane == ("ThreadLane" if algorithm in ASYNC_ALGORITHMS else "StreamLane"), algorithm
-            if algorithm not in ASYNC_ALGORITHMS:
-                exact = algorithm == GradientAllReduce()
-                _, expected = trained(comm, algorithm, "cpu")
-                torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-4 if exact else 5e-2)
-        print("trained", len(ALGORITHMS))
-"""
-
-
-@pytest.mark.timeout(300)
-def test_two_ranks_on_one_gpu_train_as_on_the_host(tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text(textwrap.dedent(TWO_RANKS))
-    result = launch(2, [script], timeout_s=280, env=with_tests())
-    assert result.returncode == 0, result.stdout
-    assert result.stdout.count("trained") == 2
