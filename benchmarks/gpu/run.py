@@ -11,7 +11,7 @@ alone, in the root of the repository. Sections, each in processes of its own, th
     device          the GPU and the versions above it (device.py)
     kernel-tests    pytest -m gpu tests/gpu/test_gpu_kernels.py
     codecs          codecs and element-wise steps beside a copy and plain operations (codecs.py)
-    costs           kernels, collectives, host time, graph replay of quantized_allreduce, 2 ranks (ranks.py)
+    costs           kernels, collectives, host time of quantized_allreduce, 2 ranks (ranks.py); graphs of it
     rank-tests      pytest -m gpu tests/gpu/test_gpu_ranks.py
     torch-tests     pytest -m gpu tests/gpu/test_gpu_torch.py
     ranks           averages between 2 and 4 ranks over NCCL, and 2 over host memory, beside NCCL's own

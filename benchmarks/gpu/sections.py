@@ -181,8 +181,14 @@ def codecs(run: Run) -> None:
 
 
 def costs(run: Run) -> None:
-    """Kernels and host time of one call."""
-    run.part("-m", "benchmarks.gpu.ranks", "costs", ranks=2)
+    """Kernels and host time of one call, and launches of its graph, also without NCCL's events."""
+    program, without = ("-m", "benchmarks.gpu.ranks"), "without NCCL_GRAPH_MIXING_SUPPORT"
+    each_of(
+        {
+            "costs": partial(run.part, *program, "costs", ranks=2, share=0.7),
+            without: partial(run.part, *program, "graphs", "--no-mixing", ranks=2, under=[without]),
+        }
+    )
 
 
 def threads(run: Run) -> None:
@@ -292,7 +298,7 @@ SECTIONS = [
     Section("device", device, 35),
     Section("kernel-tests", kernel_tests, 60),
     Section("codecs", codecs, 80),
-    Section("costs", costs, 35),
+    Section("costs", costs, 45),
     Section("rank-tests", rank_tests, 75),
     Section("torch-tests", torch_tests, 70),
     Section("ranks", ranks, 40),

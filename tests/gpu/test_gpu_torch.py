@@ -267,3 +267,69 @@ def test_two_ranks_on_one_gpu_train_as_on_the_host(tmp_path):
     result = launch(2, [script], timeout_s=280, env=with_tests())
     assert result.returncode == 0, result.stdout
     assert result.stdout.count("trained") == 2
+
+
+CAPTURED = """
+    import os
+
+    os.environ["NCCL_HOSTID"] = f"host of process {os.getpid()}"
+
+    import torch
+
+    import bagua_torch
+    from bagua_comm import Int4, MinMaxUInt8, TopK, quantized_allreduce
+
+    SIZE = 20_001  # half of it, in one block, takes two passes
+
+    def check(comm, device, average):
+        x, out = torch.zeros(SIZE, device=device), torch.zeros(SIZE, device=device)
+
+        def give(seed):
+            generator = torch.Generator().manual_seed(10 * seed + comm.rank)
+            x.copy_(torch.randn(SIZE, generator=generator))
+
+        def call():
+            with bagua_torch.torch_stream(device):
+                average(x, out)
+
+        expected = []
+        for seed in range(3):
+            give(seed)
+            call()
+            expected.append(out.cpu())
+        comm.transports[0].barrier()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):  # forbids all threads to allocate
+            call()
+        for seed in (1, 2, 1):
+            give(seed)
+            out.zero_()
+            graph.replay()
+            assert torch.equal(out.cpu(), expected[seed]), seed
+        give(0)
+        call()
+        assert torch.equal(out.cpu(), expected[0])
+        del graph  # before the communicator is closed
+        torch.cuda.synchronize()
+
+    with bagua_torch.connect(gpu="nccl", timeout_s=60) as comm:
+        sparse = TopK(bits=2).bind(comm)
+        averages = {"TopK": lambda x, out: sparse(out.copy_(x))}
+        for codec in (MinMaxUInt8(), MinMaxUInt8(None), MinMaxUInt8.bagua(), Int4()):
+            averages[repr(codec)] = (
+                lambda x, out, codec=codec: quantized_allreduce(comm, x, out, codec=codec, op="avg")
+            )
+        for name, average in averages.items():
+            print("captures", name, flush=True)
+            check(comm, torch.device("cuda", torch.cuda.current_device()), average)
+        print("replayed", len(averages))
+"""
+
+
+@pytest.mark.timeout(120)
+def test_two_ranks_capture_calls_by_pytorch(tmp_path):
+    script = tmp_path / "capture.py"
+    script.write_text(textwrap.dedent(CAPTURED))
+    result = launch(2, [script], timeout_s=100, env=with_tests())
+    assert result.returncode == 0, result.stdout
+    assert result.stdout.count("replayed 5") == 2

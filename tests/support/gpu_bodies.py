@@ -241,8 +241,8 @@ def graphs_of_two_sizes_and_eager_calls_take_turns(host):
                 expected[each] = each.bytes()
             host.barrier()
             graphs = {each: captured(stream, each) for each in (small, large)}
-            eager.give(2)
             with stream:
+                eager.give(2)
                 for order in ((small, large), (large, small)):
                     for each in order:
                         each.y.fill(0)
