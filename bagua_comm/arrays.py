@@ -466,8 +466,7 @@ class Scratch:
                 # A power of two, so that all former buffers together are smaller than this one.
                 room = 1 << max(nbytes - 1, 0).bit_length()
                 self._outgrown += [] if buffer is None else [buffer]
-                self._before_growth()
-            buffer = self._buffers[place] = namespace(like).empty(room, np.uint8)
+            buffer = self._buffers[place] = self._allocated(room, like)
             self._views.clear()
             self._kept.clear()
         self._views[wanted] = view = buffer[:nbytes].view(dtype).reshape(shape)
@@ -487,8 +486,10 @@ class Scratch:
         """The value kept for a key; None if there is none."""
         return self._kept.get(key)
 
-    def _before_growth(self) -> None:
-        """Called before device memory is allocated."""
+    def _allocated(self, nbytes: int, like: Array) -> Array:
+        """New memory of the library of `like`."""
+        buffer: Array = namespace(like).empty(nbytes, np.uint8)
+        return buffer
 
     def clear(self) -> None:
         """Free all memory."""

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from threading import get_ident
 from types import ModuleType
 from typing import Any, Protocol
+from weakref import WeakValueDictionary
+
+import numpy as np
 
 from ..arrays import Array, Scratch, library
 from ..errors import CommTimeout, UnsupportedError
@@ -181,10 +184,20 @@ class SharedScratch(Scratch):
         self._homes: dict[int, Stream] = {}
         """The streams on which memory was allocated, by address: freed memory is reused in their order."""
 
-    def _before_growth(self) -> None:
+    @staticmethod
+    def of(x: Array) -> SharedScratch | None:
+        """The scratch in whose memory a device array lies; None if it lies in no scratch."""
+        return _scratches.get(id(x if x.base is None else x.base))
+
+    def _allocated(self, nbytes: int, like: Array) -> Array:
+        if isinstance(like, np.ndarray):
+            return super()._allocated(nbytes, like)
         cuda = _cuda()
         self._device, current = cuda.runtime.getDevice(), cuda.get_current_stream()
         self._homes[current.ptr] = current
+        buffer = super()._allocated(nbytes, like)
+        _scratches[id(buffer)] = self
+        return buffer
 
     def clear(self) -> None:
         """See `Scratch.clear`."""
@@ -194,7 +207,13 @@ class SharedScratch(Scratch):
             with suppress(cuda.runtime.CUDARuntimeError, UnsupportedError), cuda.Device(self._device):
                 self._order.join(self._homes.values())
         self._homes.clear()
+        for buffer in (*self._buffers.values(), *self._outgrown):
+            _scratches.pop(id(buffer), None)
         super().clear()
+
+
+_scratches: WeakValueDictionary[int, SharedScratch] = WeakValueDictionary()
+"""The scratch of each device buffer, by the buffer's id. A scratch holds its buffers, so ids are not reused."""
 
 
 class SideStream:

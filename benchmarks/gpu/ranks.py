@@ -5,6 +5,7 @@ A part of benchmarks.gpu, which starts it on 2 and 4 ranks (`world.launch`); thi
     python -m benchmarks.gpu.ranks threads --out threads.jsonl
 
     costs       kernels, collectives and host time of one call; the same through a CUDA graph
+    graphs      host time to launch graphs of the call and of its parts (graphs.py); the end of `costs`
     allreduce   time, bandwidth, bytes and error beside NCCL's own allreduce of float32 and float16
     threads     the same where ranks are threads, whose messages are copies on the device
 
@@ -15,6 +16,7 @@ float64 average. Host times are those of calls that are enqueued while the devic
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -31,6 +33,7 @@ from bagua_comm.testing import run_ranks
 from ..bench.checking import Check, relative_error
 from ..bench.timing import Call, Spread, allreduce_factor, bandwidth_gbs, in_us, measure
 from .device import Hold, torch_with_cuda
+from .graphs import launch_times
 from .part import Results, part_parser
 from .world import joined
 
@@ -88,16 +91,35 @@ class Work:
 def costs(comm: Communicator, results: Results, options: argparse.Namespace) -> None:
     """Kernels of one call, the host time to enqueue them, and their time in a CUDA graph. Collective."""
     hold = Hold()
-    for nbytes in (64 << 10, SIZES[0]):
-        work = Work(comm, nbytes // options.shrink)
+    works = {f"{nbytes >> 10} KiB": Work(comm, nbytes // options.shrink) for nbytes in (64 << 10, SIZES[0])}
+    for name, work in works.items():
         for call in (work.whole, work.kernels, work.transport):
             call()
         work.cupy.cuda.get_current_stream().synchronize()
-
-        name = f"{nbytes >> 10} KiB"
-        results[f"enqueued, {name}"] = enqueued(comm, work)
         results[f"host time, {name}"] = host_times(comm, work, hold, options.iterations)
+    for name, work in works.items():
         results[f"graph, {name}"] = graph(comm, work, hold, options.iterations)
+    graphs(comm, results, options)
+    for name, work in works.items():  # last: once PyTorch's profiler has run, each launch takes longer
+        results[f"enqueued, {name}"] = enqueued(comm, work)
+
+
+def graphs(comm: Communicator, results: Results, options: argparse.Namespace) -> None:
+    """Host time to launch graphs of one call and of its parts, also of a rank alone. Collective."""
+    nbytes = SIZES[0]
+    with comm.split(comm.rank) as one:
+        work, alone = (Work(each, nbytes // options.shrink) for each in (comm, one))
+
+        def parts_alone() -> None:
+            alone.kernels()
+            alone.transport()
+
+        calls = {"whole": work.whole, "kernels": work.kernels, "messages": work.transport}
+        calls["one rank"] = parts_alone
+        for call in calls.values():
+            call()
+        work.cupy.cuda.get_current_stream().synchronize()
+        results[f"launches of graphs, {nbytes >> 10} KiB"] = launch_times(comm, calls, Hold())
 
 
 def enqueued(comm: Communicator, work: Work) -> dict[str, Any]:
@@ -334,6 +356,7 @@ def threads(results: Results, options: argparse.Namespace) -> None:
 
 PARTS: dict[str, Callable[[Communicator, Results, argparse.Namespace], None]] = {
     "costs": costs,
+    "graphs": graphs,
     "allreduce": allreduce,
 }
 
@@ -343,7 +366,10 @@ def main() -> None:
     parser = part_parser(__doc__)
     parser.add_argument("part", choices=[*PARTS, "threads"])
     parser.add_argument("--gpu", choices=["nccl", "staged"], default="nccl", help="what carries device arrays")
+    parser.add_argument("--no-mixing", action="store_true", help="with NCCL_GRAPH_MIXING_SUPPORT=0")
     options = parser.parse_args()
+    if options.no_mixing:
+        os.environ["NCCL_GRAPH_MIXING_SUPPORT"] = "0"
     if options.part == "threads":
         threads(Results.of(options), options)
         return

@@ -12,7 +12,7 @@ alone, in the root of the repository. Sections, each in processes of its own, th
     kernel-tests    pytest -m gpu tests/gpu/test_gpu_kernels.py
     occupancy       CTAs, registers and memory of the codec's kernels (occupancy.py)
     codecs          codecs and element-wise steps beside a copy and plain operations (codecs.py)
-    costs           kernels, collectives, host time, graph replay of quantized_allreduce, 2 ranks (ranks.py)
+    costs           kernels, collectives, host time of quantized_allreduce, 2 ranks (ranks.py); graphs of it
     rank-tests      pytest -m gpu tests/gpu/test_gpu_ranks.py
     torch-tests     pytest -m gpu tests/gpu/test_gpu_torch.py
     training-tests  pytest -m gpu tests/gpu/test_gpu_training.py

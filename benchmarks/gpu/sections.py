@@ -196,8 +196,14 @@ def codecs(run: Run) -> None:
 
 
 def costs(run: Run) -> None:
-    """Kernels and host time of one call."""
-    run.part("-m", "benchmarks.gpu.ranks", "costs", ranks=2)
+    """Kernels and host time of one call, and launches of its graph, also without NCCL's events."""
+    program, without = ("-m", "benchmarks.gpu.ranks"), "without NCCL_GRAPH_MIXING_SUPPORT"
+    each_of(
+        {
+            "costs": partial(run.part, *program, "costs", ranks=2, share=0.7),
+            without: partial(run.part, *program, "graphs", "--no-mixing", ranks=2, under=[without]),
+        }
+    )
 
 
 def threads(run: Run) -> None:
@@ -307,8 +313,8 @@ SECTIONS = [
     Section("device", device, 35),
     Section("kernel-tests", kernel_tests, 60),
     Section("occupancy", occupancy, 15),
-    Section("codecs", codecs, 65),
-    Section("costs", costs, 35),
+    Section("codecs", codecs, 55),
+    Section("costs", costs, 45),
     Section("rank-tests", rank_tests, 75),
     Section("torch-tests", torch_tests, 45),
     Section("training-tests", training_tests, 105),

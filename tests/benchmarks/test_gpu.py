@@ -1,5 +1,6 @@
 """The benchmark of the GPU, on what stands in for one: that it works, and notices what is wrong. No figures."""
 
+import argparse
 import doctest
 import json
 import os
@@ -9,13 +10,18 @@ import sys
 import numpy as np
 import pytest
 from cuda_on_cpu.install import environment
+from support.device_ranks import HostOnly
+from support.gpu_bodies import connected
 from support.waiting import until
 
 from bagua_comm import kernels
+from bagua_comm.testing import run_ranks
 from benchmarks.bench import RESULTS, ROOT
 from benchmarks.gpu import codecs as gpu_codecs
+from benchmarks.gpu import graphs as gpu_graphs
 from benchmarks.gpu import lines as gpu_lines
 from benchmarks.gpu import plain as gpu_plain
+from benchmarks.gpu import ranks as gpu_ranks
 from benchmarks.gpu import report as gpu_report
 from benchmarks.gpu import run as gpu
 
@@ -133,6 +139,30 @@ def test_figures_of_the_stand_in_are_no_results(monkeypatch, capsys):
     assert gpu.main([]) == 2
     assert "Figures of a stand-in for CuPy are not results" in capsys.readouterr().err
     assert {file: file.read_bytes() for file in RESULTS.glob("gpu.*")} == before
+
+
+@on_one_stream
+def test_launches_of_graphs_are_timed_one_by_one(device, monkeypatch):
+    monkeypatch.setattr(gpu_graphs, "ROUNDS", 1)
+    monkeypatch.setattr(gpu_graphs, "HOLD_S", 0.001)
+    device.count, found = 2, {}
+    options = argparse.Namespace(shrink=1 << 10)
+
+    def body(comm):
+        with connected(comm.transports[0]) as on_device:
+            gpu_ranks.graphs(on_device, found if comm.rank == 0 else {}, options)
+
+    run_ranks(2, body, wrap=HostOnly)
+    (times,) = found.values()
+    timed = {name: each["us"] for name, each in times.items() if "us" in each}
+    assert {name: len(us) for name, us in timed.items()} == dict.fromkeys(timed, gpu_graphs.BATCH)
+    assert {"whole", "kernels", "messages", "one rank", "whole, eager", "whole, two graphs in turn"} < {*timed}
+    assert "cuLaunchHostFunc" in times["kernels and host functions"]["left_out"]  # a stand-in has no driver
+
+
+def test_a_launch_that_waits_is_counted():
+    found = gpu_graphs.described(np.array([9.0, 11.0, 4000.0, 10.0]))
+    assert found == {"before_a_wait": 2, "median_us": 10.5, "us": [9.0, 11.0, 4000.0, 10.0]}
 
 
 @pytest.mark.slow

@@ -26,6 +26,7 @@ from bagua_comm import (
     SparseLoCo,
     StreamingDiLoCo,
     TopK,
+    quantized_allreduce,
 )
 from benchmarks.gpu.device import Hold
 from benchmarks.gpu.training import refusing_to_wait, wait
@@ -327,6 +328,45 @@ def pytorchs_own_wrappers_train_over_the_backend_as_on_the_host(comm, device):
     assert_as_on_the_host(shared, device, exact=True)
 
 
+# CUDA graphs
+
+
+def calls_that_pytorch_has_captured_give_the_bytes_of_eager_ones(comm, device):
+    size = 20_001  # half of it, in one block, takes two passes
+    sparse = TopK(bits=2).bind(comm)
+    averages = [lambda x, out: sparse(out.copy_(x))]
+    for codec in (MinMaxUInt8(), MinMaxUInt8(None), MinMaxUInt8.bagua(), Int4()):
+        averages.append(functools.partial(quantized_allreduce, comm, codec=codec, op="avg"))
+    for average in averages:
+        x, out = torch.zeros(size, device=device), torch.zeros(size, device=device)
+
+        def give(seed, x=x):
+            x.copy_(torch.randn(size, generator=torch.Generator().manual_seed(10 * seed + comm.rank)))
+
+        def call(x=x, out=out, average=average):
+            with bagua_torch.torch_stream(x.device):
+                average(x, out=out)
+
+        expected = []
+        for seed in range(3):
+            give(seed)
+            call()
+            expected.append(out.cpu())
+        comm.transports[0].barrier()
+        replay = call
+        if device == "cuda":
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):  # in global mode, which forbids all threads to allocate
+                call()
+            replay = graph.replay
+        for seed, again in ((1, replay), (2, replay), (0, call), (1, replay)):
+            give(seed)
+            out.zero_()
+            again()
+            assert torch.equal(out.cpu(), expected[seed]), (average, seed)
+        wait(device)
+
+
 BODIES = [
     every_algorithm_trains_as_on_the_host,
     a_sharded_model_trains_as_on_the_host,
@@ -339,4 +379,5 @@ BODIES = [
     replicas_average_and_train_locally_as_on_the_host,
     the_backend_makes_every_call,
     pytorchs_own_wrappers_train_over_the_backend_as_on_the_host,
+    calls_that_pytorch_has_captured_give_the_bytes_of_eager_ones,
 ]

@@ -18,10 +18,14 @@ from bagua_comm import (
     CommTimeout,
     Communicator,
     Engine,
+    ErrorFeedback,
+    Int4,
     MinMaxUInt8,
     Plan,
     Point,
+    Quantized,
     TensorSpec,
+    TopK,
     kernels,
 )
 from bagua_comm.execution import lane
@@ -152,6 +156,110 @@ def a_quantized_allreduce_is_captured_and_replayed(host):
             del graph  # before the communicator: NCCL does not free one that a graph still uses
 
 
+def captured(stream, call):
+    """A graph of a call, on `stream`. The call may allocate nothing, not even from CuPy's pool."""
+    import cupy
+
+    def refuse(nbytes):
+        raise AssertionError(f"{nbytes} bytes of the device are allocated in a capture")
+
+    with stream, contextlib.nullcontext() if is_stand_in() else cupy.cuda.using_allocator(refuse):
+        stream.begin_capture(cupy.cuda.runtime.streamCaptureModeThreadLocal)
+        try:
+            call()
+        except BaseException:
+            with contextlib.suppress(RuntimeError):
+                stream.end_capture()  # else it would forbid this thread to allocate in the next body
+            raise
+        return stream.end_capture()
+
+
+class Averaged:
+    """An average of a copy of `x` into `y`, as one call."""
+
+    def __init__(self, comm, average, size):
+        self.comm, self.mean = comm, average.bind(comm)
+        self.x, self.y = up(values(0, size)), up(values(0, size))
+
+    def __call__(self):
+        self.y[...] = self.x
+        self.mean(self.y)
+
+    def give(self, seed):
+        self.x.set(values(self.comm.rank + 10 * seed, self.x.size))
+
+    def bytes(self):
+        return self.y.get().tobytes()
+
+
+CAPTURED = [
+    *(Quantized(codec, 0) for codec in (MinMaxUInt8(), MinMaxUInt8(None), MinMaxUInt8.bagua(), Int4())),
+    *(TopK(), TopK(whole_below=100_000)),
+    ErrorFeedback(Quantized(MinMaxUInt8.bagua()), retain=0.9),
+    ErrorFeedback(Quantized(Int4()), decay=0.5, residual_codec=MinMaxUInt8()),
+    ErrorFeedback(TopK()),
+]
+"""Averages that a graph may hold. In one block, more than 8192 elements need two passes."""
+
+
+def captured_averages_give_the_bytes_of_eager_ones(host):
+    import cupy
+
+    with connected(host) as comm:
+        stream = cupy.cuda.Stream(non_blocking=True)
+        for average in CAPTURED:
+            eager, replayed = (Averaged(comm, average, 8200 * comm.size + 1) for _ in range(2))
+            for each in (eager, replayed):
+                each.give(0)
+                each()  # compiles and allocates
+            cupy.cuda.get_current_stream().synchronize()
+            host.barrier()
+            graph = captured(stream, replayed)
+            for seed in (1, 2):
+                eager.give(seed)
+                eager()
+                expected = eager.bytes()
+                with stream:
+                    replayed.give(seed)
+                    graph.launch()
+                    assert replayed.bytes() == expected, (average, seed)
+            del graph
+
+
+def graphs_of_two_sizes_and_eager_calls_take_turns(host):
+    """They share the communicator's memory, which has grown between the first call and its capture."""
+    import cupy
+
+    for average in (Quantized(MinMaxUInt8(), 0), Quantized(MinMaxUInt8.bagua(), 0), TopK()):
+        with connected(host) as comm:
+            stream, other = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
+            small, large, eager = (Averaged(comm, average, n * comm.size) for n in (8200, 12_000, 8200))
+            expected = {}
+            for each in (eager, small, large):
+                each.give(1)
+                each()
+                expected[each] = each.bytes()
+            host.barrier()
+            graphs = {each: captured(stream, each) for each in (small, large)}
+            with stream:
+                eager.give(2)
+                for order in ((small, large), (large, small)):
+                    for each in order:
+                        each.y.fill(0)
+                    for each in (*order, order[0]):
+                        graphs[each].launch()
+                        eager()
+                    assert [each.bytes() for each in order] == [expected[each] for each in order], average
+                small.y.fill(0)
+                eager()
+                other.wait_event(stream.record())
+                graphs[small].launch(other)
+                stream.wait_event(other.record())
+                eager()
+                assert small.bytes() == expected[small], average
+            graphs.clear()
+
+
 def calls_on_several_streams_give_what_calls_on_one_give(host):
     import cupy
 
@@ -268,6 +376,8 @@ BODIES = [
     quantized_allreduce_gives_the_bytes_of_the_host,
     every_call_enqueues_and_returns,
     a_quantized_allreduce_is_captured_and_replayed,
+    captured_averages_give_the_bytes_of_eager_ones,
+    graphs_of_two_sizes_and_eager_calls_take_turns,
     calls_on_several_streams_give_what_calls_on_one_give,
     a_lane_comes_after_its_caller_and_before_what_follows,
     a_step_of_training_never_waits,

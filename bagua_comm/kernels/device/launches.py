@@ -147,11 +147,16 @@ def between_kernels(key: str, shape: tuple[int, ...], dtype: npt.DTypeLike, wire
 
     It belongs to the memory of `wire`, and is freed with it. Calls that write there come one after the other in
     any case, also those on several streams and in CUDA graphs. So a captured call allocates nothing if one was
-    made before. Replays of a recorded call could not use it, since they may come on other streams.
+    made before. If `wire` lies in a scratch, it is memory of that scratch, whose users are ordered too: where a
+    wire is in there changes as the scratch grows. Replays of a recorded call could not use it, since they may
+    come on other streams.
     """
     recording = current()
     if recording is not None:
         recording.is_complete = False
+    scratch = SharedScratch.of(wire)
+    if scratch is not None:
+        return scratch.take(key, shape, dtype, like=wire)
     root = wire if wire.base is None else wire.base
     found = _between.get(id(root))
     if found is None:
