@@ -49,7 +49,7 @@ from make_minmax import (
     FLOAT32,
     Case,
     DType,
-    Entry,
+    Reading,
     Row,
     clip,
     f32,
@@ -205,55 +205,8 @@ def combine(wires: list[bytes], m: int, op: str, codec: Codec, counter: int = 0)
     return packed(scales, codes)
 
 
-def allreduce(inputs: list[Row], op: str, codec: Codec) -> bytes:
-    """Return the elements that every rank ends with; inputs[r] are those of rank r."""
-    p, count = len(inputs), len(inputs[0])
-    m = math.ceil(count / p)
-    output = []
-    for start in range(0, p * m, m):
-        chunks = [(row + [0.0] * (p * m - count))[start : start + m] for row in inputs]
-        wires = [encode(chunk, codec) for chunk in chunks]
-        output += decode(combine(wires, m, op, codec), m, codec)
-    return codec.dtype.pack(output[:count])
-
-
-# --- Kinds of cases ------------------------------------------------------------------------------
-
-
-def describe(kind: str, name: str, codec: Codec, rows: list[Row]) -> Entry:
-    """Return the part of an entry that all kinds have."""
-    shape = {"n": len(rows), "m": len(rows[0])}
-    settings = {name: value for name, value in codec._asdict().items() if name != "dtype"}
-    return {"name": f"{codec.dtype.name}-{name}", "kind": kind, "dtype": codec.dtype.name, **settings, **shape}
-
-
-def codec_case(name: str, codec: Codec, rows: list[Row]) -> Case:
-    """Encode the rows as chunks and decode them."""
-    rows = [codec.dtype.rounded(row) for row in rows]
-    wires = [encode(row, codec, i * len(row)) for i, row in enumerate(rows)]
-    decoded = [decode(wire, len(row), codec) for wire, row in zip(wires, rows, strict=True)]
-    parts = {
-        "input": b"".join(map(codec.dtype.pack, rows)),
-        "wire": b"".join(wires),
-        "decoded": b"".join(map(codec.dtype.pack, decoded)),
-    }
-    return Case(describe("codec", name, codec, rows), parts)
-
-
-def combine_case(name: str, codec: Codec, op: str, rows: list[Row]) -> Case:
-    """Encode the rows as chunks, then combine them to one."""
-    wires = [encode(codec.dtype.rounded(row), codec, i * len(row)) for i, row in enumerate(rows)]
-    combined = combine(wires, len(rows[0]), op, codec)
-    entry = describe("combine", f"combine-{op}-{len(rows)}-{name}", codec, rows)
-    return Case(entry | {"op": op}, {"wire": b"".join(wires), "combined": combined})
-
-
-def allreduce_case(name: str, codec: Codec, op: str, rows: list[Row]) -> Case:
-    """Take row r as the input of rank r."""
-    rows = [codec.dtype.rounded(row) for row in rows]
-    inputs = b"".join(map(codec.dtype.pack, rows))
-    entry = describe("allreduce", f"allreduce-{op}-{len(rows)}-{name}", codec, rows)
-    return Case(entry | {"op": op}, {"input": inputs, "output": allreduce(rows, op, codec)})
+_READING = Reading(encode, decode, combine)
+codec_case, combine_case, allreduce_case = _READING.codec_case, _READING.combine_case, _READING.allreduce_case
 
 
 # --- The cases -----------------------------------------------------------------------------------

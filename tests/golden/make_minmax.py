@@ -61,7 +61,7 @@ import random
 import struct
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 HERE = Path(__file__).parent
 
@@ -234,8 +234,9 @@ def padded(data: bytes) -> bytes:
     return data.ljust(padded_nbytes(len(data)), b"\0")
 
 
-def encode(chunk: Row, codec: Codec) -> bytes:
-    """Return the wire bytes of one chunk."""
+def encode(chunk: Row, codec: Codec, counter: int = 0) -> bytes:
+    """Return the wire bytes of one chunk, wherever it begins."""
+    del counter
     header, codes = [], b""
     for block in codec.blocks(len(chunk)):
         low, high, block_codes = encode_block(chunk[block], codec.eps)
@@ -267,18 +268,6 @@ def combine(wires: list[bytes], m: int, op: str, codec: Codec) -> bytes:
     return encode(codec.dtype.rounded(total), codec)
 
 
-def allreduce(inputs: list[Row], op: str, codec: Codec) -> bytes:
-    """Return the elements that every rank ends with; inputs[r] are those of rank r."""
-    p, count = len(inputs), len(inputs[0])
-    m = math.ceil(count / p)
-    output = []
-    for start in range(0, p * m, m):
-        chunks = [(row + [0.0] * (p * m - count))[start : start + m] for row in inputs]
-        wires = [encode(chunk, codec) for chunk in chunks]
-        output += decode(combine(wires, m, op, codec), m, codec)
-    return codec.dtype.pack(output[:count])
-
-
 def reduce_scatter(inputs: list[Row], counts: list[int], op: str, codec: Codec) -> bytes:
     """Return the elements that the ranks keep, one rank's after the other's; rank r keeps counts[r]."""
     output, start = [], 0
@@ -307,6 +296,14 @@ def allgather(inputs: Row, counts: list[int], codec: Codec) -> bytes:
 # --- Kinds of cases ------------------------------------------------------------------------------
 
 
+class AnyCodec(Protocol):
+    """A codec for one dtype, and its settings."""
+
+    dtype: DType
+
+    def _asdict(self) -> Entry: ...
+
+
 class Case(NamedTuple):
     """An entry of the manifest, and the bytes of its files by part."""
 
@@ -314,46 +311,56 @@ class Case(NamedTuple):
     parts: Files
 
 
-def describe(kind: str, name: str, codec: Codec, rows: list[Row]) -> Entry:
+def describe(kind: str, name: str, codec: AnyCodec, rows: list[Row]) -> Entry:
     """Return the part of an entry that all kinds have."""
-    return {
-        "name": f"{codec.dtype.name}-{name}",
-        "kind": kind,
-        "dtype": codec.dtype.name,
-        "block": codec.block,
-        "eps": codec.eps,
-        "n": len(rows),
-        "m": len(rows[0]),
-    }
+    shape = {"n": len(rows), "m": len(rows[0])}
+    settings = {name: value for name, value in codec._asdict().items() if name != "dtype"}
+    return {"name": f"{codec.dtype.name}-{name}", "kind": kind, "dtype": codec.dtype.name, **settings, **shape}
 
 
-def codec_case(name: str, codec: Codec, rows: list[Row]) -> Case:
-    """Encode the rows as chunks and decode them."""
-    rows = [codec.dtype.rounded(row) for row in rows]
-    wires = [encode(row, codec) for row in rows]
-    decoded = [decode(wire, len(row), codec) for wire, row in zip(wires, rows, strict=True)]
-    parts = {
-        "input": b"".join(map(codec.dtype.pack, rows)),
-        "wire": b"".join(wires),
-        "decoded": b"".join(map(codec.dtype.pack, decoded)),
-    }
-    return Case(describe("codec", name, codec, rows), parts)
+class Reading(NamedTuple):
+    """The functions of a codec, and the cases that they make."""
+
+    encode: Callable[..., bytes]
+    decode: Callable[..., Row]
+    combine: Callable[..., bytes]
+
+    def codec_case(self, name: str, codec: AnyCodec, rows: list[Row]) -> Case:
+        """Encode the rows as chunks and decode them."""
+        rows = [codec.dtype.rounded(row) for row in rows]
+        wires = [self.encode(row, codec, i * len(row)) for i, row in enumerate(rows)]
+        decoded = [self.decode(wire, len(row), codec) for wire, row in zip(wires, rows, strict=True)]
+        parts = {
+            "input": b"".join(map(codec.dtype.pack, rows)),
+            "wire": b"".join(wires),
+            "decoded": b"".join(map(codec.dtype.pack, decoded)),
+        }
+        return Case(describe("codec", name, codec, rows), parts)
+
+    def combine_case(self, name: str, codec: AnyCodec, op: str, rows: list[Row]) -> Case:
+        """Encode the rows as chunks, then combine them to one."""
+        wires = [self.encode(codec.dtype.rounded(row), codec, i * len(row)) for i, row in enumerate(rows)]
+        combined = self.combine(wires, len(rows[0]), op, codec)
+        entry = describe("combine", f"combine-{op}-{len(rows)}-{name}", codec, rows)
+        return Case(entry | {"op": op}, {"wire": b"".join(wires), "combined": combined})
+
+    def allreduce_case(self, name: str, codec: AnyCodec, op: str, rows: list[Row]) -> Case:
+        """Take row r as the input of rank r; the output are the elements that every rank ends with."""
+        rows = [codec.dtype.rounded(row) for row in rows]
+        p, count = len(rows), len(rows[0])
+        m = math.ceil(count / p)
+        output: Row = []
+        for start in range(0, p * m, m):
+            chunks = [(row + [0.0] * (p * m - count))[start : start + m] for row in rows]
+            wires = [self.encode(chunk, codec) for chunk in chunks]
+            output += self.decode(self.combine(wires, m, op, codec), m, codec)
+        entry = describe("allreduce", f"allreduce-{op}-{len(rows)}-{name}", codec, rows)
+        parts = {"input": b"".join(map(codec.dtype.pack, rows)), "output": codec.dtype.pack(output[:count])}
+        return Case(entry | {"op": op}, parts)
 
 
-def combine_case(name: str, codec: Codec, op: str, rows: list[Row]) -> Case:
-    """Encode the rows as chunks, then combine them to one."""
-    wires = [encode(codec.dtype.rounded(row), codec) for row in rows]
-    combined = combine(wires, len(rows[0]), op, codec)
-    entry = describe("combine", f"combine-{op}-{len(rows)}-{name}", codec, rows)
-    return Case(entry | {"op": op}, {"wire": b"".join(wires), "combined": combined})
-
-
-def allreduce_case(name: str, codec: Codec, op: str, rows: list[Row]) -> Case:
-    """Take row r as the input of rank r."""
-    rows = [codec.dtype.rounded(row) for row in rows]
-    inputs = b"".join(map(codec.dtype.pack, rows))
-    entry = describe("allreduce", f"allreduce-{op}-{len(rows)}-{name}", codec, rows)
-    return Case(entry | {"op": op}, {"input": inputs, "output": allreduce(rows, op, codec)})
+_READING = Reading(encode, decode, combine)
+codec_case, combine_case, allreduce_case = _READING.codec_case, _READING.combine_case, _READING.allreduce_case
 
 
 def shard_cases(name: str, codec: Codec, op: str, rows: list[Row], counts: list[int]) -> Iterator[Case]:
