@@ -209,6 +209,8 @@ inline unsigned __ballot_sync(unsigned mask, int predicate) {
 
 inline int __ffs(int bits) { return __builtin_ffs(bits); }
 
+inline void __threadfence() {}
+
 // Threads take turns, so that nothing comes between.
 template <class T>
 T atomicAdd(T* at, T value) {
