@@ -202,13 +202,16 @@ def check_blocks(run):
 
 
 MUTANTS = {
-    "bounds too early": ("__syncthreads();  // bounds", "", check_groups),
-    "too few groups": (
-        "2 * distance * chunk.kept <= blockDim.x",
-        "distance * chunk.kept <= blockDim.x",
+    "bounds too high": (">= chunk.kept) bound |=", "> 0) bound |=", check_groups),
+    "bounds that fewer threads reach": (
+        ">= chunk.kept) bound |=",
+        ">= chunk.kept - 1) bound |=",
         check_groups,
     ),
-    "keys below the bound": ("max(least << shift, bound)", "least << shift", check_groups),
+    "numbers of another digit": ("shared.numbers[i * warp + lane] = 0;", "", check_groups),
+    "digits too early": ("__syncwarp();\n        Digit", "Digit", check_groups),
+    "positions of other warps": ("if (i == number) before += all;", "", check_groups),
+    "ties of another group": ("larger += __popc(all_larger), equal +=", "larger +=", check_ties),
     "NaNs that are not sent": ("if (__all_sync(all_lanes, !broken)) continue;", "continue;", check_ties),
     "a byte of values beyond the last": ("if (i < valid) byte |=", "byte |=", check_pairs),
     "sums of warps forgotten": ("distance < book_warps;", "distance < book_warps / 2;", check_blocks),

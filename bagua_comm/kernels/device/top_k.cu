@@ -1,11 +1,11 @@
 // TopK: the largest elements of each chunk, with their indices. kernels/host is the specification.
 //
-// `choose` has a CTA for each chunk. A thread keeps the keys of 16 consecutive elements in registers: the bits of their
-// magnitudes, which are in the order of the magnitudes. Elements pass through shared memory, so that neighbouring threads load
-// neighbouring 16-byte words. The least key that is sent is found digit by digit (radix selection): the CTA counts the keys
-// with each value of a digit, and each warp finds the value at which the number of larger keys passes the number that is sent.
-// Most keys are not counted: threads form groups, one for each element that is sent or a few more, and none of the keys that
-// are sent is below the least of the largest keys of the groups. Prefix sums give each element that is sent its position.
+// `choose` has a CTA for each chunk. Elements pass through shared memory, so that neighbouring threads load neighbouring words
+// of 16 bytes, and a thread then has 16 consecutive ones. Their keys are the bits of their magnitudes, which are in the order of
+// the magnitudes. If as many threads as elements are sent have a key that reaches some bound, none below it is sent. The
+// largest such bound, to some bits, leaves few candidates, which a prefix sum puts next to each other. Among these, one warp
+// finds the least key that is sent digit by digit (radix selection): it counts the keys with each value of a digit, and finds
+// the value at which the number of larger keys passes the number that is sent.
 //
 // With values of 2 bits, three more kernels make the code book, of sums in float64 over all values in their order (`average`,
 // `spread`, `codes`). The specification adds them by a tree: neighbours, then neighbouring sums. So a thread, a warp and a CTA
@@ -67,22 +67,47 @@ constexpr int width = access_bytes / sizeof(element), units = held / width;  // 
 // neighbouring words, get different banks.
 __device__ int place(int thread, int unit) { return (thread * units + (unit ^ thread * units / 8 % units)) * width; }
 
-constexpr int key_bits = 31, digit_bits = 8, digits = 4, values_of_digit = 1 << digit_bits;
+constexpr int key_bits = 31, bound_bits = 12;  // of a key, and how many of them a bound may have
+constexpr int digit_bits = 8, values_of_digit = 1 << digit_bits;
 
 struct alignas(access_bytes) Shared {
     element elements[largest_chunk];
-    union {
-        uint32 numbers[digits * values_of_digit];  // of keys with each value of each digit
-        uint16 chosen[largest_chunk];              // indices of elements that are sent
-    };
+    uint32 numbers[values_of_digit];      // of keys with each value of a digit
+    uint16 chosen[largest_chunk];         // indices of candidates, then of elements that are sent
     uint32 of_warps[largest_cta / warp];  // one number of each
 
     __device__ uint4& word(int thread, int unit) { return *reinterpret_cast<uint4*>(elements + place(thread, unit)); }
 
     __device__ element& at(int i) { return elements[place(i / held, i % held / width) + i % width]; }
+
+    __device__ float32 value(int k) { return widen(at(chosen[k])); }
 };
 
-// Of a digit: the value in which the number of larger keys passes `left`, and how many of its keys are needed.
+// Of a number of each thread: the sum of those of threads before this one, and of all. For all threads of the CTA.
+struct Prefix {
+    int before, all;
+
+    __device__ Prefix(uint32* of_warps, int mine) {
+        int lane = threadIdx.x % warp, number = threadIdx.x / warp;
+        before = mine;
+#pragma unroll
+        for (int distance = 1; distance < warp; distance *= 2) {
+            int other = __shfl_up_sync(all_lanes, before, distance);
+            before += lane >= distance ? other : 0;
+        }
+        if (lane == warp - 1) of_warps[number] = before;
+        before -= mine;
+        __syncthreads();  // sums of warps
+        all = 0;
+#pragma unroll
+        for (int i = 0; i < largest_cta / warp; ++i) {
+            if (i == number) before += all;
+            if (i < int(blockDim.x) / warp) all += of_warps[i];
+        }
+    }
+};
+
+// Of a digit: the value in which the number of larger keys passes `wanted`, and how many of its keys are needed.
 struct Digit {
     uint32 value;
     int left;
@@ -117,16 +142,63 @@ struct Digit {
     }
 };
 
-// With 64 registers a thread, a multiprocessor holds four of the largest CTAs. On sm_75 and sm_80 registers would be spilled.
-// (Without a second bound the compiler spills some as well, to hold more CTAs.)
-#if __CUDA_ARCH__ > 800
-#define KERNEL_OF_CHUNKS extern "C" __global__ void __launch_bounds__(largest_cta, 4)
-#else
-#define KERNEL_OF_CHUNKS extern "C" __global__ void __launch_bounds__(largest_cta, 2)
-#endif
+// Leave those that are sent of so many candidates, whose keys are not below the bound. By all threads of one warp.
+__device__ void choose_of(Shared& shared, int candidates, int kept, uint32 bound) {
+    int lane = threadIdx.x;
+    uint32 most = 0;
+#pragma unroll 1
+    for (int k = lane; k < candidates; k += warp) most = max(most, key_of(shared.value(k)) - bound);
+#pragma unroll
+    for (int distance = 1; distance < warp; distance *= 2) most = max(most, __shfl_xor_sync(all_lanes, most, distance));
 
-KERNEL_OF_CHUNKS choose(const element* x, uint8* wire, float32* values, float64* memory, Layout layout) {
+    uint32 least = 0;  // the digits of the least key that is sent, less the bound
+    int ties = kept;   // how many keys like this one are sent
+    int shift = 32 - __clz(most);
+#pragma unroll 1
+    while (shift) {
+#pragma unroll
+        for (int i = 0; i < values_of_digit / warp; ++i) shared.numbers[i * warp + lane] = 0;
+        __syncwarp();
+        int above = shift;
+        shift = max(0, shift - digit_bits);
+        uint32 mask = (1u << (above - shift)) - 1;
+#pragma unroll 1
+        for (int k = lane; k < candidates; k += warp) {
+            uint32 key = key_of(shared.value(k)) - bound;
+            if (key >> above == least) atomicAdd(&shared.numbers[key >> shift & mask], 1u);
+        }
+        __syncwarp();
+        Digit found(shared.numbers, ties);
+        __syncwarp();
+        least = least << (above - shift) | found.value, ties = found.left;
+        if (found.whole) {  // so that larger keys with these digits are sent as well
+            ties = largest_chunk;
+            break;
+        }
+    }
+    least = (least << shift) + bound;
+
+    int larger = 0, equal = 0;  // before these lanes
+    uint32 lower = (1u << lane) - 1;
+#pragma unroll 1
+    for (int first = 0; first < candidates && larger + min(equal, ties) < kept; first += warp) {
+        int k = first + lane, index = shared.chosen[min(k, candidates - 1)];
+        uint32 key = k < candidates ? key_of(widen(shared.at(index))) : 0;
+        bool is_larger = k < candidates && key > least, is_equal = k < candidates && key == least;
+        uint32 all_larger = __ballot_sync(all_lanes, is_larger), all_equal = __ballot_sync(all_lanes, is_equal);
+        int before = equal + __popc(all_equal & lower);
+        __syncwarp();  // lanes overwrite what others have read: a vote does not order memory
+        if (is_larger || (is_equal && before < ties))
+            shared.chosen[larger + __popc(all_larger & lower) + min(before, ties)] = uint16(index);
+        larger += __popc(all_larger), equal += __popc(all_equal);
+    }
+}
+
+// This bound leaves 40 registers a thread. On sm_90 the compiler needs 32, so that a multiprocessor holds eight of the largest.
+extern "C" __global__ void __launch_bounds__(largest_cta, 6)
+    choose(const element* x, uint8* wire, float32* values, float64* memory, Layout layout) {
     __shared__ Shared shared;
+#pragma unroll 1
     for (int64 c = blockIdx.x; c < layout.chunks; c += gridDim.x) {
         Chunk chunk(layout, c);
         if (c != blockIdx.x) __syncthreads();  // others may still write their last chunk
@@ -137,20 +209,16 @@ KERNEL_OF_CHUNKS choose(const element* x, uint8* wire, float32* values, float64*
 #pragma unroll
             for (int i = 0; i < units; ++i)
                 read[i] = __ldcg(reinterpret_cast<const uint4*>(from) + i * int(blockDim.x) + threadIdx.x);
+            uint4* to = &shared.word(threadIdx.x / units, threadIdx.x % units);  // `place` repeats itself after each warp
 #pragma unroll
-            for (int i = 0; i < units; ++i) {
-                int word = i * int(blockDim.x) + threadIdx.x;
-                shared.word(word / units, word % units) = read[i];
-            }
+            for (int i = 0; i < units; ++i) to[i * int(blockDim.x)] = read[i];
         } else {
-#pragma unroll 4
+#pragma unroll 1
             for (int i = threadIdx.x; i < int(blockDim.x) * held; i += blockDim.x)
                 shared.at(i) = i < chunk.length ? from[i] : element{};  // zeros, which come after all others
         }
-#pragma unroll 1
-        for (int i = threadIdx.x; i < digits * values_of_digit; i += blockDim.x) shared.numbers[i] = 0;
-        __syncthreads();  // words and numbers
-        uint32 keys[held], bound = 0;
+        __syncthreads();  // words
+        uint32 keys[held], largest = 0;
 #pragma unroll
         for (int j = 0; j < units; ++j) {
             uint4 word = shared.word(threadIdx.x, j);
@@ -158,70 +226,30 @@ KERNEL_OF_CHUNKS choose(const element* x, uint8* wire, float32* values, float64*
             memcpy(raw, &word, access_bytes);
 #pragma unroll
             for (int i = 0; i < width; ++i) {
-                keys[j * width + i] = key_of(widen(raw[i]));
-                bound = max(bound, keys[j * width + i]);
+                uint32 key = __float_as_uint(widen(raw[i])) & magnitude;  // of NaNs other keys, which are not less
+                keys[j * width + i] = key, largest = max(largest, key);
             }
         }
-        // Join groups of threads while there are enough; then take the least of their largest keys.
-        for (int distance = 1; distance < warp; distance *= 2) {
-            uint32 other = __shfl_xor_sync(all_lanes, bound, distance);
-            bound = 2 * distance * chunk.kept <= blockDim.x ? max(bound, other) : min(bound, other);
-        }
-        if (threadIdx.x % warp == 0) shared.of_warps[threadIdx.x / warp] = bound;
-        __syncthreads();  // bounds
-#pragma unroll 1
-        for (int i = 0; i < blockDim.x / warp; ++i) bound = min(bound, shared.of_warps[i]);
-        if (chunk.kept > blockDim.x) bound = 0;
+        largest = min(largest, nan_key);
 
-        uint32 least = 0;  // the digits of the least key that is sent
-        int ties = chunk.kept;  // how many keys like this one are sent
-        int shift = key_bits;
+        uint32 bound = 0;
+#pragma unroll
+        for (int bit = key_bits - 1; bit >= key_bits - bound_bits; --bit)
+            if (__syncthreads_count(largest >= (bound | 1u << bit)) >= chunk.kept) bound |= 1u << bit;
+        uint32 mask = 0;  // of candidates
+#pragma unroll
+        for (int i = 0; i < held; ++i) mask |= uint32(keys[i] >= bound) << i;
+        Prefix candidates(shared.of_warps, __popc(mask));
 #pragma unroll 1
-        for (int digit = 0; digit < digits; ++digit) {
-            int above = shift;
-            shift = max(0, shift - digit_bits);
-            uint32 mask = (1u << (above - shift)) - 1;
-            uint32* numbers = shared.numbers + digit * values_of_digit;
-#pragma unroll
-            for (int i = 0; i < held; ++i)
-                if (keys[i] >= bound && keys[i] >> above == least) atomicAdd(&numbers[keys[i] >> shift & mask], 1u);
-            __syncthreads();  // numbers
-            Digit found(numbers, ties);
-            least = least << (above - shift) | found.value, ties = found.left;
-            if (found.whole) {  // so that larger keys with these digits are sent as well
-                ties = largest_chunk;
-                break;
-            }
-        }
-        least = max(least << shift, bound);
-
-        uint32 mine = 0;  // numbers of larger keys and, times 2^16, of equal ones
-#pragma unroll
-        for (int i = 0; i < held; ++i) mine += uint32(keys[i] > least) + (uint32(keys[i] == least) << 16);
-        uint32 before = mine;
-#pragma unroll
-        for (int distance = 1; distance < warp; distance *= 2) {
-            uint32 other = __shfl_up_sync(all_lanes, before, distance);
-            before += threadIdx.x % warp >= distance ? other : 0;
-        }
-        if (threadIdx.x % warp == warp - 1) shared.of_warps[threadIdx.x / warp] = before;
-        before -= mine;
-        __syncthreads();  // totals; and no warp reads numbers any more
-#pragma unroll 1
-        for (int i = 0; i < threadIdx.x / warp; ++i) before += shared.of_warps[i];
-        int larger = before & 0xffff, equal = before >> 16;
-#pragma unroll
-        for (int i = 0; i < held; ++i) {
-            int at = larger + min(equal, ties);
-            bool is_larger = keys[i] > least, is_equal = keys[i] == least;
-            if (is_larger || (is_equal && equal < ties)) shared.chosen[at] = uint16(threadIdx.x * held + i);
-            larger += is_larger, equal += is_equal;
-        }
+        for (int at = candidates.before; mask; mask &= mask - 1)
+            shared.chosen[at++] = uint16(threadIdx.x * held + __ffs(mask) - 1);
+        __syncthreads();  // candidates
+        if (threadIdx.x < warp) choose_of(shared, candidates.all, chunk.kept, bound);
         __syncthreads();  // chosen
 
 #pragma unroll 1
         for (int k = threadIdx.x; k < chunk.kept; k += blockDim.x) {
-            float32 value = sent(widen(shared.at(shared.chosen[k])));
+            float32 value = sent(shared.value(k));
             int64 at = chunk.begin + k;
             if (layout.bits == 2) {
                 values[at] = value;
@@ -242,15 +270,15 @@ KERNEL_OF_CHUNKS choose(const element* x, uint8* wire, float32* values, float64*
             three[0] = uint8(pair), three[1] = uint8(pair >> 8), three[2] = uint8(pair >> 16);
         }
         if (c == layout.chunks - 1) clear(wire, layout.indices + (layout.entries + 1) / 2 * 3, layout.nbytes);
-        if (c == 0 && layout.bits == 2 && threadIdx.x < 3) Sums(memory, 0).ended[threadIdx.x] = 0;
+        if (c == 0 && layout.bits == 2 && threadIdx.x < 3) Sums(memory, layout.blocks).ended[threadIdx.x] = 0;
     }
 }
 
 
 // ---- The code book ----
 
-constexpr int own = 4, book_warps = 8;                  // values of a thread; warps of a CTA: _BOOK_WARPS of top_k.py
-constexpr int block = own * warp * book_warps;          // values of a CTA, a subtree: _BLOCK of top_k.py
+constexpr int own = 4, book_warps = 8;          // values of a thread; warps of a CTA: _BOOK_WARPS of top_k.py
+constexpr int block = own * warp * book_warps;  // values of a CTA, a subtree: _BLOCK of top_k.py
 
 // The sum of the terms of a block, for all of its threads.
 template <class T>
