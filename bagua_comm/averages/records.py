@@ -2,9 +2,9 @@
 
     record := whole | tensor | tensor ...
 
-This is version 2 of the wire format (docs/how-it-works/wire-format.md). `whole` is one chunk of `Int4()`, of all
-small tensors together. Each other tensor has the bytes of the kernels of `TopK`, with a code book of its own. An
-array that is one large tensor has these bytes alone.
+This is the wire format from version 2 on (docs/how-it-works/wire-format.md). `whole` is one chunk of `Int4()`, of
+all small tensors together. Each other tensor has the bytes of the kernels of `TopK`, with a code book of its own.
+An array that is one large tensor has these bytes alone.
 """
 
 from __future__ import annotations

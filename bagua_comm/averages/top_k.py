@@ -51,9 +51,6 @@ class TopK(Average):
     sent. With values of 2 bits, all elements that the rank sends of this array then decode to NaN; else a NaN or
     an infinity decodes to NaN.
 
-    On a CUDA device, the time of a code book grows with the square of the number of chunks, since each block of
-    threads adds the sums of all chunks. So with values of 2 bits, use chunks of some thousand elements.
-
     Args:
         chunk: Elements of a chunk, from 2 to 4,096.
         keep: Elements that are sent of a chunk; an even number up to `chunk`.

@@ -245,8 +245,9 @@ def top_k_encode(x: Array, wire: Array, chunk: int, keep: int, bits: int) -> Non
     if not _supports(x.dtype, source) or target % 4:
         return host.top_k_encode(x, wire, chunk, keep, bits)
     layout, element = host.top_k_layout(x.size, chunk, keep, bits), _CODES[dtype_name(x.dtype)]
-    values = np.empty(layout.entries, np.float32)
-    return _run.encode_top_k(element, source, x.size, chunk, keep, bits, target, *layout[-3:], address(values))
+    values, terms = np.empty(layout.entries, np.float32), np.empty(layout.entries if bits == 2 else 0)
+    memory = address(values), address(terms)
+    return _run.encode_top_k(element, source, x.size, chunk, keep, bits, target, *layout[-3:], *memory)
 
 
 def top_k_sum(wires: Sequence[Array], out: Array, chunk: int, keep: int, bits: int, op: str) -> None:

@@ -58,7 +58,7 @@ def test_a_mean_is_kernels_and_one_collective_for_which_the_host_does_not_wait(d
             mean(x)
         return device.names(thread=mine)[before:]
 
-    encode = ["choose", "squares", "codes", "book"]
+    encode = ["choose", "average", "spread", "codes"]
     for names in run_on_devices(device, 2, "nccl", body):
         kernels = [f"kernel {name}" for name in ("add", *encode, "subtract", "sum")]
         assert [name for name in names if not name.startswith("nccl")] == kernels

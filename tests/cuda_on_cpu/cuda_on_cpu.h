@@ -161,10 +161,14 @@ static void** arguments;
 
 static void wait() { swapcontext(&running->context, &scheduler); }
 
-inline void __syncthreads() {
-    running->state = Fiber::at_barrier;
+inline int __syncthreads_count(int predicate) {
+    Fiber* self = running;
+    self->value = predicate != 0, self->state = Fiber::at_barrier;
     wait();
+    return self->value;
 }
+
+inline void __syncthreads() { __syncthreads_count(0); }
 
 template <class T>
 T shuffled(unsigned mask, T value, int from) {
@@ -208,6 +212,12 @@ inline unsigned __ballot_sync(unsigned mask, int predicate) {
 }
 
 inline int __ffs(int bits) { return __builtin_ffs(bits); }
+
+inline int __clz(int bits) { return bits ? __builtin_clz(bits) : 32; }
+
+inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
+
+inline void __threadfence() {}
 
 // Threads take turns, so that nothing comes between.
 template <class T>
@@ -283,9 +293,12 @@ static void run_cta(bool backwards) {
         size_t warps = (count + warp_size - 1) / warp_size;
         for (size_t i = 0; i < warps; ++i) left -= run_warp((backwards ? warps - 1 - i : i) * warp_size, backwards);
         if (!left) return;
-        for (Fiber& fiber : fibers)
+        unsigned long long sum = 0;
+        for (Fiber& fiber : fibers) {
             if (fiber.state != Fiber::at_barrier) fail("not all threads reach a barrier or shuffle");
-        for (Fiber& fiber : fibers) fiber.state = Fiber::ready;
+            sum += fiber.value;
+        }
+        for (Fiber& fiber : fibers) fiber.value = sum, fiber.state = Fiber::ready;
     }
 }
 

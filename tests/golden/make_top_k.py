@@ -1,4 +1,4 @@
-"""Golden bytes of TopK, wire format version 1, worked out in plain Python.
+"""Golden bytes of TopK, of the record of one tensor in wire format version 3, worked out in plain Python.
 
     python tests/golden/make_top_k.py            write top_k.json next to this
     python tests/golden/make_top_k.py --check    exit 1 unless the file on disk has the same bytes
@@ -19,8 +19,9 @@ largest elements are sent, or all if it has fewer: n elements in all. All number
 The choice. Magnitudes are compared in float32, exactly: a NaN is larger than an infinity, and that than every
 number; all NaNs are equal. Of equal ones, those of lower indices are sent.
 
-The code book. In float64, every operation rounded by itself, half to even; v are the n elements. A sum is taken
-of each chunk, in the order of the indices, from 0 on; then of these sums, in the order of the chunks.
+The code book. In float64, every operation rounded by itself, half to even; v are the n elements. A sum adds
+its terms by a tree: the first and the second, the third and the fourth, and so on; then these sums in the same
+way, until one is left. A last one without a partner goes to the next level as it is. A sum of zeros is +0.
 
     mean = sum(v) / n        step = 1.5 * sqrt(sum((v - mean)^2) / max(1, n - 1))
     code = clip(rint((v - mean) / step + 2), 0, 3), or 2 if step is 0
@@ -98,31 +99,25 @@ def chosen(row: Row, settings: Settings) -> list[Sent]:
     return sent
 
 
-def total(parts: list[Row]) -> float:
-    """Add the terms of each chunk, then the chunks."""
-    result = 0.0
-    for part in parts:
-        of_chunk = 0.0
-        for term in part:
-            of_chunk += term
-        result += of_chunk
-    return result
+def total(terms: Row) -> float:
+    """Add the halves, of which the first has as many terms as the largest power of two below their number."""
+    if len(terms) == 1:
+        return terms[0] + 0.0
+    half = 1 << (len(terms) - 1).bit_length() - 1
+    return total(terms[:half]) + total(terms[half:])
 
 
-def code_book(parts: list[Row]) -> tuple[list[bytes], list[list[int]]]:
-    """Return the four entries of the code book, and the codes of each chunk."""
-    n = sum(map(len, parts))
-    if not all(math.isfinite(v) for part in parts for v in part):
-        return [NAN] * 4, [[0] * len(part) for part in parts]
-    if not n:
-        return [bytes(4)] * 4, []
-    mean = total(parts) / n
-    step = 1.5 * math.sqrt(total([[(v - mean) * (v - mean) for v in part] for part in parts]) / max(1, n - 1))
-    codes = [[int(clip(rint((v - mean) / step + 2), 0, 3)) if step else 2 for v in part] for part in parts]
+def code_book(values: Row) -> tuple[list[bytes], list[int]]:
+    """Return the four entries of the code book, and the codes."""
+    n = len(values)
+    if not all(map(math.isfinite, values)):
+        return [NAN] * 4, [0] * n
+    mean = total(values) / n
+    step = 1.5 * math.sqrt(total([(v - mean) * (v - mean) for v in values]) / max(1, n - 1))
+    codes = [int(clip(rint((v - mean) / step + 2), 0, 3)) if step else 2 for v in values]
     book = []
     for code in range(4):
-        mine = [[v for v, c in zip(*each, strict=True) if c == code] for each in zip(parts, codes, strict=True)]
-        count = sum(map(len, mine))
+        mine, count = [v if c == code else 0.0 for v, c in zip(values, codes, strict=True)], codes.count(code)
         book.append(FLOAT32.pack_one(total(mine) / count if count else 0.0))
     return book, codes
 
@@ -147,8 +142,8 @@ def encode(row: Row, settings: Settings) -> bytes:
     sent, bits = chosen(row, settings), settings.bits
     n = sum(len(part.indices) for part in sent)
     if bits == 2:
-        book, codes = code_book([part.values for part in sent])
-        wire = b"".join(book) + packed([code for part in codes for code in part], 2, -(-n // 4))
+        book, codes = code_book([x for part in sent for x in part.values])
+        wire = b"".join(book) + packed(codes, 2, -(-n // 4))
     else:
         wire = b"".join(plain(x, bits) for part in sent for x in part.values)
     indices = [i for part in sent for i in part.indices]
@@ -212,6 +207,9 @@ def cases(dtype: DType, bits: int) -> Iterator[tuple[str, Settings, list[Row]]]:
     yield "subnormals", small, [[k * dtype.smallest for k in (-3, 0, 1, 100, 5, 5, 7, -90) * 4]]
     top = dtype.largest
     yield "huge", small, [uniform("huge", 36, -top, top), [top, -top] * 18]
+    (drawn,) = normal("scales", 1, 51)  # what is left of their sum depends on its order, with float32
+    scaled = [x * top * 2.0 ** -(8 + 9 * (i * i % 11)) for i, x in enumerate(drawn)]
+    yield "scales", Settings(dtype, 6, 6, bits), [[top, *scaled, -top, *(-x for x in scaled)]]
     yield "overflow", small, [[top, -top, 1.0], [top, -top, 2.0]]
     row, other, mixed = normal("nan", 3, 36)
     row[3], row[30] = math.nan, -math.nan

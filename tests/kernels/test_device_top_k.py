@@ -135,10 +135,28 @@ def test_golden_bytes_of_top_k(device, run, dtype):
 def test_few_ctas_do_the_work_of_many_with_top_k(device, run, monkeypatch):
     monkeypatch.setattr(run.launches, "_MOST_CTAS", 2)
     run.top_k.partition_of.cache_clear()
-    for m, settings in ((600, (64, 4, 2)), (1100, (4, 2, 2))):  # of the second, threads have several chunks
+    for m, settings in (
+        (600, (64, 4, 2)),
+        (3000, (6, 6, 2)),
+    ):  # in the second, a CTA has several blocks
         expected, actual = both(run, normal((2, m), "float32"), settings)
         assert expected == actual
     run.top_k.partition_of.cache_clear()
+
+
+@pytest.mark.parametrize("m", [128, 130, 128 * 129, 128 * 128 + 1])
+def test_sums_of_blocks_of_blocks(device, run, monkeypatch, m):
+    """With CTAs of one warp, whose blocks have 128 values, sums of more than 128 blocks have two levels."""
+    wide = run.launches.source("top_k.cu")
+    narrow = wide.replace("book_warps = 8", "book_warps = 1")
+    assert narrow != wide
+    monkeypatch.setattr(run.launches, "source", lambda file: narrow)
+    monkeypatch.setattr(run.top_k, "_BOOK_WARPS", 1)
+    monkeypatch.setattr(run.top_k, "_BLOCK", 128)
+    x = np.ldexp(normal((1, m), "float32", m), np.random.default_rng(m).integers(-60, 60, m))
+    for device.order in ("forward", "backward"):
+        expected, actual = both(run, x, (4096, 4096, 2))
+        assert expected == actual
 
 
 def test_empty_arrays_launch_nothing_with_top_k(device, run):
@@ -155,7 +173,7 @@ def test_launches_of_top_k_and_which_can_be_replayed(device, run):
     assert not recorded(lambda: run.top_k_encode(x, wires[0], 64, 4, 2)).is_complete  # memory between kernels
     assert recorded(lambda: run.top_k_subtract(x, wires[0], 64, 4, 2)).is_complete
     assert recorded(lambda: run.top_k_sum(wires, x, 64, 4, 2, "avg")).is_complete
-    assert device.launches == ["choose", "squares", "codes", "book", "subtract", "sum"]
+    assert device.launches == ["choose", "average", "spread", "codes", "subtract", "sum"]
 
 
 # Kernels that are broken on purpose
@@ -169,30 +187,36 @@ def check_pairs(run):
     return both(run, normal((3, 333), "float32"), (50, 2, 2))
 
 
-def check_sums(run):
-    return both(run, normal((2, 200), "float32"), (4, 2, 2))
-
-
 def check_groups(run):
-    """Numbers of one exponent: a large one in each of 64 groups, or in each of 32, or all in one warp."""
-    x = np.random.default_rng(0).uniform(1, 1.2, (3, 4096)).astype(np.float32)
+    """A large number in each of 64 groups, or of 32, or all in one warp; or 63 large ones, and one less so."""
+    x = np.random.default_rng(0).uniform(1, 1.2, (4, 4096)).astype(np.float32)
     x[0, ::64] += 0.5
     x[1, ::128] += 0.5
     x[2, :512] += 0.5
+    x[3, ::64], x[3, 64] = 8, 4
     return both(run, x, (4096, 64, 2))
 
 
+def check_blocks(run):
+    return both(run, np.ldexp(normal((2, 5000), "float32"), np.arange(5000) % 60), (2, 2, 2))
+
+
 MUTANTS = {
-    "bounds too early": ("__syncthreads();  // bounds", "", check_groups),
-    "too few groups": (
-        "2 * distance * chunk.kept <= blockDim.x",
-        "distance * chunk.kept <= blockDim.x",
+    "bounds too high": (">= chunk.kept) bound |=", "> 0) bound |=", check_groups),
+    "bounds that fewer threads reach": (
+        ">= chunk.kept) bound |=",
+        ">= chunk.kept - 1) bound |=",
         check_groups,
     ),
-    "keys below the bound": ("max(least << shift, bound)", "least << shift", check_groups),
-    "a byte of another chunk": ("(k % 4 && k < layout.entries)", "false", check_pairs),
+    "numbers of another digit": ("shared.numbers[i * warp + lane] = 0;", "", check_groups),
+    "digits too early": ("__syncwarp();\n        Digit", "Digit", check_groups),
+    "positions of other warps": ("if (i == number) before += all;", "", check_groups),
+    "ties of another group": ("larger += __popc(all_larger), equal +=", "larger +=", check_ties),
     "NaNs that are not sent": ("if (__all_sync(all_lanes, !broken)) continue;", "continue;", check_ties),
-    "a sum forgotten": ("i < warp; ++i) total +=", "i < warp - 1; ++i) total +=", check_sums),
+    "a byte of values beyond the last": ("if (i < valid) byte |=", "byte |=", check_pairs),
+    "sums of warps forgotten": ("distance < book_warps;", "distance < book_warps / 2;", check_blocks),
+    "sums before all CTAs have ended": ("== gridDim.x - 1;", "== 0;", check_blocks),
+    "counts of one block": (">> 16 * c & 0xffff;", ">> 16 * c & 0xff;", check_blocks),
 }
 
 

@@ -222,6 +222,7 @@ __device__ inline void store(T* to, int64 valid, const T (&from)[count]) {
 
 // Zero the bytes from `begin` to `end` of a row, with all threads of one threadIdx.y.
 __device__ inline void clear(uint8* row, int64 begin, int64 end) {
+#pragma unroll 1
     for (int64 i = begin + threadIdx.x; i < end; i += blockDim.x) row[i] = 0;
 }
 

@@ -1,29 +1,30 @@
 // TopK: the largest elements of each chunk, with their indices. kernels/host is the specification.
 //
-// `choose` has a CTA for each chunk. A thread keeps the keys of 16 consecutive elements in registers: the bits of their
-// magnitudes, which are in the order of the magnitudes. Elements pass through shared memory, so that neighbouring threads load
-// neighbouring 16-byte words. The least key that is sent is found digit by digit (radix selection): the CTA counts the keys
-// with each value of a digit, and each warp finds the value at which the number of larger keys passes the number that is sent.
-// Most keys are not counted: threads form groups, one for each element that is sent or a few more, and none of the keys that
-// are sent is below the least of the largest keys of the groups. Prefix sums give each element that is sent its position.
+// `choose` has a CTA for each chunk. Elements pass through shared memory, so that neighbouring threads load neighbouring words
+// of 16 bytes, and a thread then has 16 consecutive ones. Their keys are the bits of their magnitudes, which are in the order of
+// the magnitudes. If as many threads as elements are sent have a key that reaches some bound, none below it is sent. The
+// largest such bound, to some bits, leaves few candidates, which a prefix sum puts next to each other. Among these, one warp
+// finds the least key that is sent digit by digit (radix selection): it counts the keys with each value of a digit, and finds
+// the value at which the number of larger keys passes the number that is sent.
 //
-// With values of 2 bits, three more kernels make the code book, of sums in float64 whose order the specification fixes: the
-// elements of each chunk, then the chunks. Chunks are added by a thread each (`squares`, `codes`), and their sums by one warp
-// in their order, of which every CTA has one (`ordered_total`).
+// With values of 2 bits, three more kernels make the code book, of sums in float64 over all values in their order (`average`,
+// `spread`, `codes`). The specification adds them by a tree: neighbours, then neighbouring sums. So a thread, a warp and a CTA
+// each add a subtree, whatever the grid is, and the last CTA to end adds the sums of all CTAs.
 
 #include "numbers.cuh"
 
 constexpr int held = 16;  // elements of a thread: _HELD of top_k.py
 constexpr int largest_chunk = 4096, largest_cta = largest_chunk / held;
-constexpr int warps = 4;  // of a CTA of the other kernels: _WARPS of top_k.py
+constexpr int warps = 4;  // of a CTA of `subtract`: _WARPS of top_k.py
 constexpr uint32 magnitude = 0x7fffffff, infinity = 0x7f800000, nan_key = infinity + 1;
 
 struct Layout {  // as in top_k.py
     int64 count, chunk, keep, bits;
     int64 chunks, entries;          // an entry is an element that is sent
     int64 values, indices, nbytes;  // offsets in the wire, and its size
+    int64 blocks;                   // of entries, of which a CTA of the code book has one at a time
 };
-static_assert(sizeof(Layout) == 72);
+static_assert(sizeof(Layout) == 80);
 
 // Of chunk `c`: its first element, the number of its elements, the first entry, and the number of its entries.
 struct Chunk {
@@ -39,16 +40,17 @@ struct Chunk {
 
 // Memory between the kernels of one call, for values of 2 bits.
 struct Sums {
-    float64* mean;                      // of all values
-    float64 *values, *squares, *parts;  // of each chunk: sums of values, of squares, and of the values of each code
-    uint64* counts;                     // of each chunk: numbers of values of the four codes, 16 bits each
+    float64 *mean, *step;  // of all values, and between neighbouring codes
+    uint64* ended;         // of each kernel of the code book, the number of its CTAs that have ended
+    float64* of_blocks;    // of each block; of `codes`, those of the four codes one after the other
+    uint64* counts;        // of each block: numbers of values of the four codes, 16 bits each
 
-    __device__ Sums(float64* memory, int64 chunks)
+    __device__ Sums(float64* memory, int64 blocks)
         : mean(memory),
-          values(memory + 1),
-          squares(values + chunks),
-          parts(squares + chunks),
-          counts(reinterpret_cast<uint64*>(parts + 4 * chunks)) {}
+          step(memory + 1),
+          ended(reinterpret_cast<uint64*>(memory + 2)),
+          of_blocks(memory + 5),
+          counts(reinterpret_cast<uint64*>(of_blocks + 4 * blocks)) {}
 };
 
 
@@ -65,22 +67,47 @@ constexpr int width = access_bytes / sizeof(element), units = held / width;  // 
 // neighbouring words, get different banks.
 __device__ int place(int thread, int unit) { return (thread * units + (unit ^ thread * units / 8 % units)) * width; }
 
-constexpr int key_bits = 31, digit_bits = 8, digits = 4, values_of_digit = 1 << digit_bits;
+constexpr int key_bits = 31, bound_bits = 12;  // of a key, and how many of them a bound may have
+constexpr int digit_bits = 8, values_of_digit = 1 << digit_bits;
 
 struct alignas(access_bytes) Shared {
     element elements[largest_chunk];
-    union {
-        uint32 numbers[digits * values_of_digit];  // of keys with each value of each digit
-        uint16 chosen[largest_chunk];              // indices of elements that are sent
-    };
+    uint32 numbers[values_of_digit];      // of keys with each value of a digit
+    uint16 chosen[largest_chunk];         // indices of candidates, then of elements that are sent
     uint32 of_warps[largest_cta / warp];  // one number of each
 
     __device__ uint4& word(int thread, int unit) { return *reinterpret_cast<uint4*>(elements + place(thread, unit)); }
 
     __device__ element& at(int i) { return elements[place(i / held, i % held / width) + i % width]; }
+
+    __device__ float32 value(int k) { return widen(at(chosen[k])); }
 };
 
-// Of a digit: the value in which the number of larger keys passes `left`, and how many of its keys are needed.
+// Of a number of each thread: the sum of those of threads before this one, and of all. For all threads of the CTA.
+struct Prefix {
+    int before, all;
+
+    __device__ Prefix(uint32* of_warps, int mine) {
+        int lane = threadIdx.x % warp, number = threadIdx.x / warp;
+        before = mine;
+#pragma unroll
+        for (int distance = 1; distance < warp; distance *= 2) {
+            int other = __shfl_up_sync(all_lanes, before, distance);
+            before += lane >= distance ? other : 0;
+        }
+        if (lane == warp - 1) of_warps[number] = before;
+        before -= mine;
+        __syncthreads();  // sums of warps
+        all = 0;
+#pragma unroll
+        for (int i = 0; i < largest_cta / warp; ++i) {
+            if (i == number) before += all;
+            if (i < int(blockDim.x) / warp) all += of_warps[i];
+        }
+    }
+};
+
+// Of a digit: the value in which the number of larger keys passes `wanted`, and how many of its keys are needed.
 struct Digit {
     uint32 value;
     int left;
@@ -115,16 +142,63 @@ struct Digit {
     }
 };
 
-// With 64 registers a thread, a multiprocessor holds four of the largest CTAs. On sm_75 and sm_80 registers would be spilled.
-// (Without a second bound the compiler spills some as well, to hold more CTAs.)
-#if __CUDA_ARCH__ > 800
-#define KERNEL_OF_CHUNKS extern "C" __global__ void __launch_bounds__(largest_cta, 4)
-#else
-#define KERNEL_OF_CHUNKS extern "C" __global__ void __launch_bounds__(largest_cta, 2)
-#endif
+// Leave those that are sent of so many candidates, whose keys are not below the bound. By all threads of one warp.
+__device__ void choose_of(Shared& shared, int candidates, int kept, uint32 bound) {
+    int lane = threadIdx.x;
+    uint32 most = 0;
+#pragma unroll 1
+    for (int k = lane; k < candidates; k += warp) most = max(most, key_of(shared.value(k)) - bound);
+#pragma unroll
+    for (int distance = 1; distance < warp; distance *= 2) most = max(most, __shfl_xor_sync(all_lanes, most, distance));
 
-KERNEL_OF_CHUNKS choose(const element* x, uint8* wire, float32* values, float64* memory, Layout layout) {
+    uint32 least = 0;  // the digits of the least key that is sent, less the bound
+    int ties = kept;   // how many keys like this one are sent
+    int shift = 32 - __clz(most);
+#pragma unroll 1
+    while (shift) {
+#pragma unroll
+        for (int i = 0; i < values_of_digit / warp; ++i) shared.numbers[i * warp + lane] = 0;
+        __syncwarp();
+        int above = shift;
+        shift = max(0, shift - digit_bits);
+        uint32 mask = (1u << (above - shift)) - 1;
+#pragma unroll 1
+        for (int k = lane; k < candidates; k += warp) {
+            uint32 key = key_of(shared.value(k)) - bound;
+            if (key >> above == least) atomicAdd(&shared.numbers[key >> shift & mask], 1u);
+        }
+        __syncwarp();
+        Digit found(shared.numbers, ties);
+        __syncwarp();
+        least = least << (above - shift) | found.value, ties = found.left;
+        if (found.whole) {  // so that larger keys with these digits are sent as well
+            ties = largest_chunk;
+            break;
+        }
+    }
+    least = (least << shift) + bound;
+
+    int larger = 0, equal = 0;  // before these lanes
+    uint32 lower = (1u << lane) - 1;
+#pragma unroll 1
+    for (int first = 0; first < candidates && larger + min(equal, ties) < kept; first += warp) {
+        int k = first + lane, index = shared.chosen[min(k, candidates - 1)];
+        uint32 key = k < candidates ? key_of(widen(shared.at(index))) : 0;
+        bool is_larger = k < candidates && key > least, is_equal = k < candidates && key == least;
+        uint32 all_larger = __ballot_sync(all_lanes, is_larger), all_equal = __ballot_sync(all_lanes, is_equal);
+        int before = equal + __popc(all_equal & lower);
+        __syncwarp();  // lanes overwrite what others have read: a vote does not order memory
+        if (is_larger || (is_equal && before < ties))
+            shared.chosen[larger + __popc(all_larger & lower) + min(before, ties)] = uint16(index);
+        larger += __popc(all_larger), equal += __popc(all_equal);
+    }
+}
+
+// This bound leaves 40 registers a thread. On sm_90 the compiler needs 32, so that a multiprocessor holds eight of the largest.
+extern "C" __global__ void __launch_bounds__(largest_cta, 6)
+    choose(const element* x, uint8* wire, float32* values, float64* memory, Layout layout) {
     __shared__ Shared shared;
+#pragma unroll 1
     for (int64 c = blockIdx.x; c < layout.chunks; c += gridDim.x) {
         Chunk chunk(layout, c);
         if (c != blockIdx.x) __syncthreads();  // others may still write their last chunk
@@ -135,20 +209,16 @@ KERNEL_OF_CHUNKS choose(const element* x, uint8* wire, float32* values, float64*
 #pragma unroll
             for (int i = 0; i < units; ++i)
                 read[i] = __ldcg(reinterpret_cast<const uint4*>(from) + i * int(blockDim.x) + threadIdx.x);
+            uint4* to = &shared.word(threadIdx.x / units, threadIdx.x % units);  // `place` repeats itself after each warp
 #pragma unroll
-            for (int i = 0; i < units; ++i) {
-                int word = i * int(blockDim.x) + threadIdx.x;
-                shared.word(word / units, word % units) = read[i];
-            }
+            for (int i = 0; i < units; ++i) to[i * int(blockDim.x)] = read[i];
         } else {
-#pragma unroll 4
+#pragma unroll 1
             for (int i = threadIdx.x; i < int(blockDim.x) * held; i += blockDim.x)
                 shared.at(i) = i < chunk.length ? from[i] : element{};  // zeros, which come after all others
         }
-#pragma unroll 1
-        for (int i = threadIdx.x; i < digits * values_of_digit; i += blockDim.x) shared.numbers[i] = 0;
-        __syncthreads();  // words and numbers
-        uint32 keys[held], bound = 0;
+        __syncthreads();  // words
+        uint32 keys[held], largest = 0;
 #pragma unroll
         for (int j = 0; j < units; ++j) {
             uint4 word = shared.word(threadIdx.x, j);
@@ -156,70 +226,30 @@ KERNEL_OF_CHUNKS choose(const element* x, uint8* wire, float32* values, float64*
             memcpy(raw, &word, access_bytes);
 #pragma unroll
             for (int i = 0; i < width; ++i) {
-                keys[j * width + i] = key_of(widen(raw[i]));
-                bound = max(bound, keys[j * width + i]);
+                uint32 key = __float_as_uint(widen(raw[i])) & magnitude;  // of NaNs other keys, which are not less
+                keys[j * width + i] = key, largest = max(largest, key);
             }
         }
-        // Join groups of threads while there are enough; then take the least of their largest keys.
-        for (int distance = 1; distance < warp; distance *= 2) {
-            uint32 other = __shfl_xor_sync(all_lanes, bound, distance);
-            bound = 2 * distance * chunk.kept <= blockDim.x ? max(bound, other) : min(bound, other);
-        }
-        if (threadIdx.x % warp == 0) shared.of_warps[threadIdx.x / warp] = bound;
-        __syncthreads();  // bounds
-#pragma unroll 1
-        for (int i = 0; i < blockDim.x / warp; ++i) bound = min(bound, shared.of_warps[i]);
-        if (chunk.kept > blockDim.x) bound = 0;
+        largest = min(largest, nan_key);
 
-        uint32 least = 0;  // the digits of the least key that is sent
-        int ties = chunk.kept;  // how many keys like this one are sent
-        int shift = key_bits;
+        uint32 bound = 0;
+#pragma unroll
+        for (int bit = key_bits - 1; bit >= key_bits - bound_bits; --bit)
+            if (__syncthreads_count(largest >= (bound | 1u << bit)) >= chunk.kept) bound |= 1u << bit;
+        uint32 mask = 0;  // of candidates
+#pragma unroll
+        for (int i = 0; i < held; ++i) mask |= uint32(keys[i] >= bound) << i;
+        Prefix candidates(shared.of_warps, __popc(mask));
 #pragma unroll 1
-        for (int digit = 0; digit < digits; ++digit) {
-            int above = shift;
-            shift = max(0, shift - digit_bits);
-            uint32 mask = (1u << (above - shift)) - 1;
-            uint32* numbers = shared.numbers + digit * values_of_digit;
-#pragma unroll
-            for (int i = 0; i < held; ++i)
-                if (keys[i] >= bound && keys[i] >> above == least) atomicAdd(&numbers[keys[i] >> shift & mask], 1u);
-            __syncthreads();  // numbers
-            Digit found(numbers, ties);
-            least = least << (above - shift) | found.value, ties = found.left;
-            if (found.whole) {  // so that larger keys with these digits are sent as well
-                ties = largest_chunk;
-                break;
-            }
-        }
-        least = max(least << shift, bound);
-
-        uint32 mine = 0;  // numbers of larger keys and, times 2^16, of equal ones
-#pragma unroll
-        for (int i = 0; i < held; ++i) mine += uint32(keys[i] > least) + (uint32(keys[i] == least) << 16);
-        uint32 before = mine;
-#pragma unroll
-        for (int distance = 1; distance < warp; distance *= 2) {
-            uint32 other = __shfl_up_sync(all_lanes, before, distance);
-            before += threadIdx.x % warp >= distance ? other : 0;
-        }
-        if (threadIdx.x % warp == warp - 1) shared.of_warps[threadIdx.x / warp] = before;
-        before -= mine;
-        __syncthreads();  // totals; and no warp reads numbers any more
-#pragma unroll 1
-        for (int i = 0; i < threadIdx.x / warp; ++i) before += shared.of_warps[i];
-        int larger = before & 0xffff, equal = before >> 16;
-#pragma unroll
-        for (int i = 0; i < held; ++i) {
-            int at = larger + min(equal, ties);
-            bool is_larger = keys[i] > least, is_equal = keys[i] == least;
-            if (is_larger || (is_equal && equal < ties)) shared.chosen[at] = uint16(threadIdx.x * held + i);
-            larger += is_larger, equal += is_equal;
-        }
+        for (int at = candidates.before; mask; mask &= mask - 1)
+            shared.chosen[at++] = uint16(threadIdx.x * held + __ffs(mask) - 1);
+        __syncthreads();  // candidates
+        if (threadIdx.x < warp) choose_of(shared, candidates.all, chunk.kept, bound);
         __syncthreads();  // chosen
 
 #pragma unroll 1
         for (int k = threadIdx.x; k < chunk.kept; k += blockDim.x) {
-            float32 value = sent(widen(shared.at(shared.chosen[k])));
+            float32 value = sent(shared.value(k));
             int64 at = chunk.begin + k;
             if (layout.bits == 2) {
                 values[at] = value;
@@ -240,110 +270,142 @@ KERNEL_OF_CHUNKS choose(const element* x, uint8* wire, float32* values, float64*
             three[0] = uint8(pair), three[1] = uint8(pair >> 8), three[2] = uint8(pair >> 16);
         }
         if (c == layout.chunks - 1) clear(wire, layout.indices + (layout.entries + 1) / 2 * 3, layout.nbytes);
-        if (layout.bits == 2 && threadIdx.x == blockDim.x - 1) {  // beside warps that write
-            float64 sum = 0;
-#pragma unroll 4
-            for (int k = 0; k < chunk.kept; ++k) sum += float64(sent(widen(shared.at(shared.chosen[k]))));
-            Sums(memory, layout.chunks).values[c] = sum;
-        }
+        if (c == 0 && layout.bits == 2 && threadIdx.x < 3) Sums(memory, layout.blocks).ended[threadIdx.x] = 0;
     }
 }
 
 
 // ---- The code book ----
 
-// The sum of the terms in their order, by all threads of a warp.
-__device__ float64 ordered_total(const float64* terms, int64 count) {
-    float64 total = 0, next = threadIdx.x < count ? terms[threadIdx.x] : 0;
-    for (int64 first = 0; first < count; first += warp) {
-        float64 these = next;
-        int64 at = first + warp + threadIdx.x;
-        next = at < count ? terms[at] : 0;
+constexpr int own = 4, book_warps = 8;          // values of a thread; warps of a CTA: _BOOK_WARPS of top_k.py
+constexpr int block = own * warp * book_warps;  // values of a CTA, a subtree: _BLOCK of top_k.py
+
+// The sum of the terms of a block, for all of its threads.
+template <class T>
+__device__ T sum_of_block(const T (&terms)[own]) {
+    __shared__ T of_warps[book_warps];
+    T sum = (terms[0] + terms[1]) + (terms[2] + terms[3]);
 #pragma unroll
-        for (int i = 0; i < warp; ++i) total += __shfl_sync(all_lanes, these, i);
-    }
-    return total;
+    for (int distance = 1; distance < warp; distance *= 2) sum += __shfl_xor_sync(all_lanes, sum, distance);
+    __syncthreads();  // others may still read the last sums
+    if (threadIdx.x % warp == 0) of_warps[threadIdx.x / warp] = sum;
+    __syncthreads();
+    sum = of_warps[threadIdx.x % book_warps];
+#pragma unroll
+    for (int distance = 1; distance < book_warps; distance *= 2) sum += __shfl_xor_sync(all_lanes, sum, distance);
+    return sum;
 }
 
-// The same for all threads of the CTA.
-__device__ float64 ordered_total_of_cta(const float64* terms, int64 count) {
-    __shared__ float64 shared;
-    if (threadIdx.y == 0) {
-        float64 total = ordered_total(terms, count);
-        if (threadIdx.x == 0) shared = total;
+// The sum of any number of terms, which are overwritten with the sums of blocks, then of blocks of these, until one is left.
+__device__ float64 sum_of(float64* terms, int64 count) {
+    for (; count > 1; count = (count + block - 1) / block)
+        for (int64 b = 0; b * block < count; ++b) {
+            float64 mine[own];
+#pragma unroll
+            for (int i = 0; i < own; ++i) {
+                int64 at = b * block + threadIdx.x * own + i;
+                mine[i] = at < count ? __ldcg(terms + at) : 0;
+            }
+            float64 sum = sum_of_block(mine);
+            if (threadIdx.x == 0) __stcg(terms + b, sum);
+            __syncthreads();
+        }
+    return __ldcg(terms) + 0.0;  // not -0.0
+}
+
+// For each block of this CTA, call `visit(b, mine, valid)`: with its number, the values of this thread, and how many there are.
+template <class Visit>
+__device__ void each_block(const float32* values, const Layout& layout, Visit visit) {
+    for (int64 b = blockIdx.x; b < layout.blocks; b += gridDim.x) {
+        int64 first = b * block + threadIdx.x * own, valid = layout.entries - first;
+        float32 mine[own];
+        load(values + first, valid, mine);
+        visit(b, mine, int(max(int64(0), min(valid, int64(own)))));
+    }
+}
+
+// Whether all other CTAs of the grid have ended: then this one sees what they have written. For all threads of a CTA, of which
+// the first has written.
+__device__ bool all_others_ended(uint64* ended) {
+    __shared__ bool all;
+    if (threadIdx.x == 0) {
+        __threadfence();
+        all = atomicAdd(ended, uint64(1)) == gridDim.x - 1;
+        __threadfence();
     }
     __syncthreads();
-    return shared;
+    return all;
 }
 
-// Call `visit(c)` for each chunk of this thread.
-template <class Visit>
-__device__ void each_chunk(const Layout& layout, Visit visit) {
-    int64 step = int64(gridDim.x) * warps * warp;
-    for (int64 c = (int64(blockIdx.x) * warps + threadIdx.y) * warp + threadIdx.x; c < layout.chunks; c += step) visit(c);
-}
-
-extern "C" __global__ void __launch_bounds__(warps* warp)
-    squares(const float32* values, float64* memory, Layout layout) {
-    Sums sums(memory, layout.chunks);
-    float64 mean = ordered_total_of_cta(sums.values, layout.chunks) / float64(layout.entries);
-    if (blockIdx.x == 0 && threadIdx.y == 0 && threadIdx.x == 0) *sums.mean = mean;
-    each_chunk(layout, [&](int64 c) {
-        Chunk chunk(layout, c);
-        float64 sum = 0;
-#pragma unroll 4
-        for (int k = 0; k < chunk.kept; ++k) {
-            float64 centered = float64(values[chunk.begin + k]) - mean;
-            sum += centered * centered;
-        }
-        sums.squares[c] = sum;
+// The sum of a term of each value, in the last CTA to end; true in its first thread.
+template <class Term>
+__device__ bool sum_of_values(const float32* values, const Layout& layout, Sums& sums, uint64* ended, float64& sum, Term term) {
+    each_block(values, layout, [&](int64 b, const float32* mine, int valid) {
+        float64 terms[own];
+#pragma unroll
+        for (int i = 0; i < own; ++i) terms[i] = i < valid ? term(float64(mine[i])) : 0;
+        float64 of_block = sum_of_block(terms);
+        if (threadIdx.x == 0) sums.of_blocks[b] = of_block;
     });
+    if (!all_others_ended(ended)) return false;
+    sum = sum_of(sums.of_blocks, layout.blocks);
+    return threadIdx.x == 0;
 }
 
-extern "C" __global__ void __launch_bounds__(warps* warp)
-    codes(const float32* values, uint8* wire, float64* memory, Layout layout) {
-    Sums sums(memory, layout.chunks);
-    float64 mean = *sums.mean, variance = ordered_total_of_cta(sums.squares, layout.chunks);
-    float64 step = 1.5 * sqrt(variance / float64(max(int64(1), layout.entries - 1)));
-    each_chunk(layout, [&](int64 c) {
-        Chunk chunk(layout, c);
-        int64 end = chunk.begin + chunk.kept;
-        float64 parts[4] = {0, 0, 0, 0};
-        uint64 counts = 0;
+#define KERNEL_OF_BLOCKS extern "C" __global__ void __launch_bounds__(book_warps* warp)
+
+KERNEL_OF_BLOCKS average(const float32* values, float64* memory, Layout layout) {
+    Sums sums(memory, layout.blocks);
+    float64 sum;
+    if (sum_of_values(values, layout, sums, sums.ended, sum, [](float64 value) { return value; }))
+        *sums.mean = sum / float64(layout.entries);
+}
+
+KERNEL_OF_BLOCKS spread(const float32* values, float64* memory, Layout layout) {
+    Sums sums(memory, layout.blocks);
+    float64 mean = *sums.mean, sum;
+    auto square = [&](float64 value) { return (value - mean) * (value - mean); };
+    if (sum_of_values(values, layout, sums, sums.ended + 1, sum, square))
+        *sums.step = 1.5 * sqrt(sum / float64(max(int64(1), layout.entries - 1)));
+}
+
+KERNEL_OF_BLOCKS codes(const float32* values, uint8* wire, float64* memory, Layout layout) {
+    Sums sums(memory, layout.blocks);
+    float64 mean = *sums.mean, step = *sums.step;
+    each_block(values, layout, [&](int64 b, const float32* mine, int valid) {
+        float64 parts[4][own];
+        uint64 counts[own];
         uint32 byte = 0;
-        // A byte belongs to the chunk of its first value, and may end with values of the next chunks.
-        for (int64 k = chunk.begin; k < end || (k % 4 && k < layout.entries); ++k) {
-            float64 value = values[k];
+#pragma unroll
+        for (int i = 0; i < own; ++i) {
+            float64 value = mine[i];
             int code = is_nan(mean) ? 0 : 2;
             if (step > 0) code = int(fmin(fmax(rint((value - mean) / step + 2), 0.0), 3.0));
-            if (k < end) {
+            if (i < valid) byte |= uint32(code) << 2 * i;
+            counts[i] = i < valid ? uint64(1) << 16 * code : 0;
 #pragma unroll
-                for (int i = 0; i < 4; ++i) parts[i] += code == i ? value : 0;
-                counts += uint64(1) << 16 * code;
-            }
-            byte |= uint32(code) << 2 * (k % 4);
-            if (k % 4 == 3 || k == layout.entries - 1) {
-                if (k - k % 4 >= chunk.begin) wire[layout.values + k / 4] = uint8(byte);
-                byte = 0;
-            }
+            for (int c = 0; c < 4; ++c) parts[c][i] = i < valid && code == c ? value : 0;
         }
+        if (valid > 0) wire[layout.values + b * (block / 4) + threadIdx.x] = uint8(byte);
+        uint64 count = sum_of_block(counts);
+        if (threadIdx.x == 0) sums.counts[b] = count;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) sums.parts[i * layout.chunks + c] = parts[i];
-        sums.counts[c] = counts;
+        for (int c = 0; c < 4; ++c) {
+            float64 sum = sum_of_block(parts[c]);
+            if (threadIdx.x == 0) sums.of_blocks[c * layout.blocks + b] = sum;
+        }
     });
-}
-
-// One CTA, of a warp for each code.
-extern "C" __global__ void __launch_bounds__(4 * warp) book(uint8* wire, float64* memory, Layout layout) {
-    Sums sums(memory, layout.chunks);
-    int code = threadIdx.y;
-    float64 total = ordered_total(sums.parts + code * layout.chunks, layout.chunks);
-    int64 count = 0;
-    for (int64 c = threadIdx.x; c < layout.chunks; c += warp) count += sums.counts[c] >> 16 * code & 0xffff;
-    for (int distance = warp / 2; distance > 0; distance /= 2) count += __shfl_xor_sync(all_lanes, count, distance);
-    float32 value = count ? float32(total / float64(count)) : 0;
-    if (is_nan(*sums.mean)) value = __uint_as_float(canonical_nan);
-    if (threadIdx.x == 0) reinterpret_cast<float32*>(wire)[code] = value;
+    if (!all_others_ended(sums.ended + 2)) return;
+    for (int c = 0; c < 4; ++c) {
+        uint64 numbers[own] = {};
+        for (int64 b = threadIdx.x; b < layout.blocks; b += blockDim.x)
+            numbers[0] += __ldcg(sums.counts + b) >> 16 * c & 0xffff;
+        uint64 count = sum_of_block(numbers);
+        float64 sum = sum_of(sums.of_blocks + c * layout.blocks, layout.blocks);
+        float32 value = count ? float32(sum / float64(int64(count))) : 0;
+        if (is_nan(mean)) value = __uint_as_float(canonical_nan);
+        if (threadIdx.x == 0) reinterpret_cast<float32*>(wire)[c] = value;
+    }
 }
 
 
@@ -375,8 +437,9 @@ struct alignas(access_bytes) Totals {
 constexpr int64 by_ranks = 1, by_senders = 2;  // divisors: TOP_K_DIVISORS of the host's kernels
 
 // A CTA for each chunk. All threads add the entries of one rank before those of the next.
-extern "C" __global__ void __launch_bounds__(largest_cta, 4)
+extern "C" __global__ void __launch_bounds__(largest_cta, 8)
     sum(const uint8* wires, int64 ranks, int64 divisor, element* out, Layout layout) {
+    constexpr int each = access_bytes / sizeof(uint16);
     __shared__ Totals shared;
     float32* total = shared.of_chunk;
     for (int64 c = blockIdx.x; c < layout.chunks; c += gridDim.x) {
@@ -384,7 +447,10 @@ extern "C" __global__ void __launch_bounds__(largest_cta, 4)
         if (c != blockIdx.x) __syncthreads();  // others may still read the last sums
         Entry next;  // loaded one rank ahead
         if (threadIdx.x < chunk.kept) next = Entry(wires, layout, chunk.begin + threadIdx.x);
-        for (int i = threadIdx.x; i < chunk.length; i += blockDim.x) total[i] = 0, shared.senders[i] = 0;
+        for (int i = threadIdx.x * each; i < chunk.length; i += blockDim.x * each) {
+            uint4* of_total = reinterpret_cast<uint4*>(total + i);
+            of_total[0] = of_total[1] = *reinterpret_cast<uint4*>(shared.senders + i) = uint4{};
+        }
         __syncthreads();  // zeros
         for (int64 rank = 0; rank < ranks; ++rank) {
             const uint8* wire = wires + rank * layout.nbytes;
@@ -407,8 +473,8 @@ extern "C" __global__ void __launch_bounds__(largest_cta, 4)
 #pragma unroll
             for (int i = 0; i < width; ++i) {
                 int64 addends = divisor == by_ranks ? ranks : divisor == by_senders ? max(1, int(shared.senders[at + i])) : 1;
-                float32 value = sums[i] / float32(addends);
-                raw[i] = narrow<element>(is_nan(value) ? __uint_as_float(canonical_nan) : value);
+                if (sums[i] != 0) sums[i] = sums[i] / float32(addends);  // of few elements; others would take the slow way
+                raw[i] = narrow<element>(with_canonical_nan(sums[i]));
             }
             store(out + chunk.first + at, chunk.length - at, raw);
         }

@@ -12,14 +12,17 @@ from ...arrays import Array, DType, dtype_name
 from ..host import TOP_K_DIVISORS, TopKLayout, top_k_layout
 from .launches import WARP, between_kernels, grid_of, launch, struct
 
-_HELD, _WARPS, _CODES = 16, 4, 4
-"""Elements of a chunk that a thread keeps in registers; warps in a CTA of the kernels that do not; codes."""
+_HELD, _WARPS = 16, 4
+"""Elements of a chunk that a thread of `choose` keeps in registers; warps in a CTA of `subtract`."""
 
-_layout = struct("count", "chunk", "keep", "bits", "chunks", "entries", "values", "indices", "nbytes")
+_BOOK_WARPS, _BLOCK = 8, 1024
+"""Warps in a CTA of the kernels of the code book, and the values that it adds at a time."""
+
+_layout = struct("count", "chunk", "keep", "bits", "chunks", "entries", "values", "indices", "nbytes", "blocks")
 """The struct `Layout` of top_k.cu."""
 
-_SUMS = 7
-"""Numbers of 8 bytes between kernels for each chunk, and one more: the struct `Sums` of top_k.cu."""
+_SUMS = 5
+"""Numbers of 8 bytes between kernels for each block, and as many more: the struct `Sums` of top_k.cu."""
 
 
 class Partition(NamedTuple):
@@ -27,11 +30,14 @@ class Partition(NamedTuple):
 
     wire: TopKLayout
 
+    blocks: int
+    """Blocks of entries."""
+
     by_cta: tuple[tuple[int, int], tuple[int, int]]
     """Grid and CTA of the kernels with a CTA for each chunk."""
 
     by_warp: tuple[tuple[int, int], tuple[int, int]]
-    by_thread: tuple[tuple[int, int], tuple[int, int]]
+    by_block: tuple[tuple[int, int], tuple[int, int]]
 
     layout: npt.NDArray[np.void]
     """The struct `Layout`."""
@@ -41,11 +47,12 @@ class Partition(NamedTuple):
 def partition_of(count: int, chunk: int, keep: int, bits: int) -> Partition:
     """How top_k.cu divides an array of `count` elements."""
     wire = top_k_layout(count, chunk, keep, bits)
-    values = count, chunk, keep, bits, wire.chunks, wire.entries, wire.values, wire.indices, wire.nbytes
+    blocks = -(-wire.entries // _BLOCK)
+    values = count, chunk, keep, bits, wire.chunks, wire.entries, wire.values, wire.indices, wire.nbytes, blocks
     threads = -(-chunk // (_HELD * WARP)) * WARP
-    ctas = (grid_of(-(-wire.chunks // each)) for each in (1, _WARPS, _WARPS * WARP))
-    by_cta, by_warp, by_thread = zip(ctas, ((threads, 1), (WARP, _WARPS), (WARP, _WARPS)), strict=True)
-    return Partition(wire, by_cta, by_warp, by_thread, _layout(*values))
+    ctas = map(grid_of, (wire.chunks, -(-wire.chunks // _WARPS), blocks))
+    by_cta, by_warp, by_block = zip(ctas, ((threads, 1), (WARP, _WARPS), (_BOOK_WARPS * WARP, 1)), strict=True)
+    return Partition(wire, blocks, by_cta, by_warp, by_block, _layout(*values))
 
 
 def top_k_encode(x: Array, wire: Array, chunk: int, keep: int, bits: int) -> None:
@@ -54,16 +61,16 @@ def top_k_encode(x: Array, wire: Array, chunk: int, keep: int, bits: int) -> Non
         wire[...] = 0
         return
     partition = partition_of(x.size, chunk, keep, bits)
-    layout, by_thread = partition.layout, partition.by_thread
+    layout, by_block = partition.layout, partition.by_block
     if bits != 2:
         _launch("choose", x.dtype, partition.by_cta, x, wire, 0, 0, layout)
         return
     values = between_kernels("values", (partition.wire.entries,), np.float32, wire)
-    sums = between_kernels("sums", (1 + _SUMS * partition.wire.chunks,), np.float64, wire)
+    sums = between_kernels("sums", (_SUMS * (1 + partition.blocks),), np.float64, wire)
     _launch("choose", x.dtype, partition.by_cta, x, wire, values, sums, layout)
-    _launch("squares", x.dtype, by_thread, values, sums, layout)
-    _launch("codes", x.dtype, by_thread, values, wire, sums, layout)
-    _launch("book", x.dtype, ((1, 1), (WARP, _CODES)), wire, sums, layout)
+    _launch("average", x.dtype, by_block, values, sums, layout)
+    _launch("spread", x.dtype, by_block, values, sums, layout)
+    _launch("codes", x.dtype, by_block, values, wire, sums, layout)
 
 
 def top_k_sum(wires: Array, out: Array, chunk: int, keep: int, bits: int, op: str) -> None:

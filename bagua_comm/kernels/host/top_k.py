@@ -85,7 +85,7 @@ def top_k_encode(x: Array, wire: Array, chunk: int, keep: int, bits: int) -> Non
     wire[...] = 0
     with np.errstate(all="ignore"):
         values[~np.isfinite(values)] = _CANONICAL_NAN.view(np.float32)
-        _write_values(values, wire, layout, keep, bits)
+        _write_values(values, wire, layout, bits)
     pairs = np.zeros(-(-layout.entries // 2) * 2, np.uint32)
     pairs[: layout.entries] = indices
     words = pairs[::2] | pairs[1::2] << 12
@@ -148,7 +148,7 @@ def _select(rows: Array, keep: int, values: Array, indices: Array) -> None:
     indices[...] = chosen % rows.shape[1]
 
 
-def _write_values(values: Array, wire: Array, layout: TopKLayout, keep: int, bits: int) -> None:
+def _write_values(values: Array, wire: Array, layout: TopKLayout, bits: int) -> None:
     target = wire[layout.values : layout.indices]
     if bits == 32:
         target.view(np.float32)[...] = values
@@ -158,14 +158,14 @@ def _write_values(values: Array, wire: Array, layout: TopKLayout, keep: int, bit
         limited = np.where(np.isnan(values), _CANONICAL_NAN, np.minimum(magnitude, _LARGEST_BFLOAT16))
         target.view(np.uint16)[...] = (limited | word & 0x80000000) >> 16
     else:
-        book, codes = _code_book(values, keep)
+        book, codes = _code_book(values)
         wire[:_BOOK_BYTES].view(np.float32)[...] = book
         four = np.zeros(4 * target.size, np.uint8)
         four[: codes.size] = codes
         target[...] = four[::4] | four[1::4] << 2 | four[2::4] << 4 | four[3::4] << 6
 
 
-def _code_book(values: Array, keep: int) -> tuple[Array, Array]:
+def _code_book(values: Array) -> tuple[Array, Array]:
     """Return the code book, (4,) float32, and a code for each value, (n,) uint8."""
     n, book, codes = values.size, np.zeros(4, np.float32), np.full(values.shape, 2, np.uint8)
     if np.isnan(values).any():
@@ -175,24 +175,24 @@ def _code_book(values: Array, keep: int) -> tuple[Array, Array]:
     if not n:
         return book, codes
     wide = values.astype(np.float64)
-    centered = wide - _total(wide, keep) / n
-    step = _STEP * np.sqrt(_total(centered * centered, keep) / max(1, n - 1))
+    centered = wide - _total(wide) / n
+    step = _STEP * np.sqrt(_total(centered * centered) / max(1, n - 1))
     if step > 0:
         codes[...] = np.clip(np.rint(centered / step + 2), 0, 3)
     for code in range(4):
         mine = codes == code
         if count := np.count_nonzero(mine):
-            book[code] = _total(np.where(mine, wide, 0), keep) / count
+            book[code] = _total(np.where(mine, wide, 0)) / count
     return book, codes
 
 
-def _total(terms: Array, keep: int) -> np.float64:
-    """The sum of the terms of each chunk in their order, then of these sums in their order."""
-    whole = terms.size // keep * keep
-    sums = np.add.accumulate(terms[:whole].reshape(-1, keep), axis=1)[:, -1]
-    if whole < terms.size:
-        sums = np.append(sums, np.add.accumulate(terms[whole:])[-1])
-    total: np.float64 = np.add.accumulate(sums)[-1] + 0.0  # not -0.0
+def _total(terms: Array) -> np.float64:
+    """The sum of some terms by a tree: neighbours are added, then neighbouring sums, until one is left."""
+    while terms.size > 1:
+        sums = terms[::2].copy()  # a last one without a neighbour stays
+        sums[: terms.size // 2] += terms[1::2]
+        terms = sums
+    total: np.float64 = terms[0] + 0.0  # not -0.0
     return total
 
 

@@ -49,7 +49,7 @@ def _elements_at(dtype: type[np.generic]) -> Callable[[int, int], Array]:
 
 
 floats_at, ints_at, uints_at = map(_elements_at, (np.float32, np.int32, np.uint32))
-longs_at, words_at = map(_elements_at, (np.int64, np.uint64))
+longs_at, words_at, doubles_at = map(_elements_at, (np.int64, np.uint64, np.float64))
 halves_at = _elements_at(np.uint16)
 """The bits of elements of float16 or bfloat16."""
 bytes_at = _elements_at(np.uint8)

@@ -11,7 +11,7 @@ KERNELS = {
     "encode_int4": "iiiiiiiiiiiiii",
     "decode_int4": "iiiiiiiiii",
     "combine_int4": "iiiiiiiiiiii",
-    "encode_top_k": "iiiiiiiiiii",
+    "encode_top_k": "iiiiiiiiiiii",
     "sum_top_k": "iiiiiiiiiii",
     "subtract_top_k": "iiiiiiiii",
     "cast_rows": "iiiiiiii",

@@ -24,6 +24,7 @@ from .numbers import (
     bytes_at,
     clear,
     divide,
+    doubles_at,
     finite_to_bfloat16,
     float_of,
     floats_at,
@@ -67,8 +68,9 @@ def encode_top_k(
     indices_at: int,
     nbytes: int,
     values: int,
+    terms: int,
 ) -> None:
-    """Encode an array; `values` has room for all elements that are sent, in float32."""
+    """Encode an array; `values` has room for all elements that are sent, in float32, and `terms` in float64."""
     wide = address_of(scratch(_LONGEST))
     keys, order, largest = (
         address_of(scratch(_LONGEST)),
@@ -93,7 +95,8 @@ def encode_top_k(
         for k in range(sent):
             halves[k] = _limited_to_bfloat16(chosen[k])
     else:
-        _write_codes(chosen, keep, floats_at(wire, 4), bytes_at(wire + values_at, indices_at - values_at))
+        codes = bytes_at(wire + values_at, indices_at - values_at)
+        _write_codes(chosen, doubles_at(terms, sent), floats_at(wire, 4), codes)
 
 
 @kernel
@@ -235,8 +238,8 @@ def _threshold(keys: Array, keep: int, bound: np.uint32) -> Any:
 
 
 @inner
-def _write_codes(values: Array, keep: int, book: Array, codes: Array) -> None:
-    """Write the code book, and the codes of all values, of which a chunk has `keep`."""
+def _write_codes(values: Array, terms: Array, book: Array, codes: Array) -> None:
+    """Write the code book, and the codes of all values; `terms` is memory for as many numbers."""
     n, finite = len(values), True
     for k in range(n):
         finite &= values[k] == values[k]
@@ -244,43 +247,39 @@ def _write_codes(values: Array, keep: int, book: Array, codes: Array) -> None:
     book[:] = ZERO if finite else float_of(NAN)
     if not finite or n == 0:
         return
-    mean = 0.0
-    for first in range(0, n, keep):
-        part = 0.0
-        for k in range(first, min(first + keep, n)):
-            part += np.float64(values[k])
-        mean += part
-    mean /= n
-    squares = 0.0
-    for first in range(0, n, keep):
-        part = 0.0
-        for k in range(first, min(first + keep, n)):
-            part += (np.float64(values[k]) - mean) * (np.float64(values[k]) - mean)
-        squares += part
-    step = _STEP * square_root(squares / max(1, n - 1))
-    sums, counts = (0.0, 0.0, 0.0, 0.0), (0, 0, 0, 0)
-    for first in range(0, n, keep):
-        s0, s1, s2, s3 = 0.0, 0.0, 0.0, 0.0
-        c0, c1, c2, c3 = counts
-        for k in range(first, min(first + keep, n)):
-            x = np.float64(values[k])
-            code = 2
-            if step > 0:
-                code = np.int64(min(max(np.rint((x - mean) / step + 2.0), 0.0), 3.0))
-            codes[k // 4] |= code << 2 * (k % 4)
-            if code == 0:
-                s0, c0 = s0 + x, c0 + 1
-            elif code == 1:
-                s1, c1 = s1 + x, c1 + 1
-            elif code == 2:
-                s2, c2 = s2 + x, c2 + 1
-            else:
-                s3, c3 = s3 + x, c3 + 1
-        counts = (c0, c1, c2, c3)
-        sums = (sums[0] + s0, sums[1] + s1, sums[2] + s2, sums[3] + s3)
+    for k in range(n):
+        terms[k] = values[k]
+    mean = _total(terms) / n
+    for k in range(n):
+        centered = np.float64(values[k]) - mean
+        terms[k] = centered * centered
+    step = _STEP * square_root(_total(terms) / max(1, n - 1))
+    for k in range(n):
+        code = 2
+        if step > 0:
+            code = np.int64(min(max(np.rint((np.float64(values[k]) - mean) / step + 2.0), 0.0), 3.0))
+        codes[k // 4] |= code << 2 * (k % 4)
     for code in range(4):
-        if counts[code]:
-            book[code] = np.float32(sums[code] / counts[code])
+        count = 0
+        for k in range(n):
+            mine = codes[k // 4] >> 2 * (k % 4) & 3 == code
+            terms[k] = np.float64(values[k]) if mine else 0.0
+            count += mine
+        if count:
+            book[code] = np.float32(_total(terms) / count)
+
+
+@inner
+def _total(terms: Array) -> float:
+    """The sum by the tree of `host.top_k`, of which each level overwrites the one below."""
+    n = len(terms)
+    while n > 1:
+        for i in range(n // 2):
+            terms[i] = terms[2 * i] + terms[2 * i + 1]
+        if n % 2:
+            terms[n // 2] = terms[n - 1]
+        n = (n + 1) // 2
+    return terms[0] + 0.0  # type: ignore[no-any-return]
 
 
 @inlined
