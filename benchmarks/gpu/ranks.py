@@ -42,6 +42,8 @@ HOLD_S = 0.1
 BATCH = 20
 """Calls that are enqueued while the device is held. Their launches must fit into its queue."""
 
+WARMUP_ROUNDS = 2
+
 
 # ---------------------------------------------------------------------------------------------------
 # What one call enqueues
@@ -157,37 +159,34 @@ def profiled(call: Callable[[], object]) -> dict[str, int]:
 
 
 def host_times(comm: Communicator, work: Work, hold: Hold, iterations: int) -> dict[str, Any]:
-    """Host time to enqueue a call and its parts; `ahead` is True if the host never waited."""
-    few = max(2, iterations // 4)
-    found, ahead = {}, True
-    for name, call, batches in (
-        ("whole", work.whole, 4 * few),  # the figure with a target
-        ("kernels", work.kernels, few),
-        ("collectives", work.collectives, few),
-        ("transport", work.transport, few),
-    ):
-        seconds = []
-        for _ in range(batches):
+    """Host time to enqueue a call, which replays its steps, and by themselves its parts, which do not.
+
+    `ahead` is True if the host never waited.
+    """
+    rounds, ahead = max(2, iterations // 2), True
+    calls = {
+        "whole": work.whole,  # the figure with a target
+        "kernels": work.kernels,
+        "collectives": work.collectives,
+        "transport": work.transport,
+    }
+    found: dict[str, list[float]] = {name: [] for name in calls}
+    for i in range(-WARMUP_ROUNDS, rounds):
+        for name, call in calls.items():
             comm.barrier()
             held = hold(HOLD_S)
             start = time.perf_counter()
             for _ in range(BATCH):
                 call()
-            seconds.append((time.perf_counter() - start) / BATCH)
+            seconds = (time.perf_counter() - start) / BATCH
             ahead = ahead and not held.done
             work.cupy.cuda.get_current_stream().synchronize()
-        found[name] = np.array(seconds)
-    medians = {name: float(np.median(seconds)) for name, seconds in found.items()}
+            if i >= 0:
+                found[name].append(seconds)
     return {
-        "calls": 4 * few * BATCH,
+        "calls": rounds * BATCH,
         "ahead": ahead,
-        "us": {name: in_us(seconds) for name, seconds in found.items()},
-        "us_of_parts": {
-            "kernels": 1e6 * medians["kernels"],
-            "collectives": 1e6 * medians["transport"],
-            "checks, counters and spans of collectives": 1e6 * (medians["collectives"] - medians["transport"]),
-            "the rest of the call": 1e6 * (medians["whole"] - medians["kernels"] - medians["collectives"]),
-        },
+        "us": {name: in_us(np.array(seconds)) for name, seconds in found.items()},
     }
 
 

@@ -42,7 +42,7 @@ struct Chunk {
 struct Sums {
     float64 *mean, *step;  // of all values, and between neighbouring codes
     uint64* ended;         // of each kernel of the code book, the number of its CTAs that have ended
-    float64* of_blocks;    // of each block; of `codes`, those of the four codes one after the other
+    float64* of_blocks;    // of each block; of `codes`, those of the four codes next to each other
     uint64* counts;        // of each block: numbers of values of the four codes, 16 bits each
 
     __device__ Sums(float64* memory, int64 blocks)
@@ -194,8 +194,15 @@ __device__ void choose_of(Shared& shared, int candidates, int kept, uint32 bound
     }
 }
 
-// This bound leaves 40 registers a thread. On sm_90 the compiler needs 32, so that a multiprocessor holds eight of the largest.
-extern "C" __global__ void __launch_bounds__(largest_cta, 6)
+// As many CTAs as find room in the shared memory of a multiprocessor. With 32 registers a thread, sm_80 would spill some.
+constexpr int ctas_of_choice =
+#if __CUDA_ARCH__ >= 900
+    8;
+#else
+    6;
+#endif
+
+extern "C" __global__ void __launch_bounds__(largest_cta, ctas_of_choice)
     choose(const element* x, uint8* wire, float32* values, float64* memory, Layout layout) {
     __shared__ Shared shared;
 #pragma unroll 1
@@ -280,37 +287,66 @@ extern "C" __global__ void __launch_bounds__(largest_cta, 6)
 constexpr int own = 4, book_warps = 8;          // values of a thread; warps of a CTA: _BOOK_WARPS of top_k.py
 constexpr int block = own * warp * book_warps;  // values of a CTA, a subtree: _BLOCK of top_k.py
 
+// Numbers of the four codes.
+template <class T>
+struct Four {
+    T of[4];
+
+    __device__ Four operator+(const Four& other) const {
+        return {of[0] + other.of[0], of[1] + other.of[1], of[2] + other.of[2], of[3] + other.of[3]};
+    }
+};
+
+// Of another thread of the warp, whose number differs in the bits of `distance`.
+template <class T>
+__device__ T across(const T& x, int distance) {
+    return __shfl_xor_sync(all_lanes, x, distance);
+}
+
+template <class T>
+__device__ Four<T> across(const Four<T>& x, int distance) {
+    return {across(x.of[0], distance), across(x.of[1], distance), across(x.of[2], distance), across(x.of[3], distance)};
+}
+
+// What another CTA has written.
+__device__ float64 written(const float64* at) { return __ldcg(at); }
+
+__device__ Four<float64> written(const Four<float64>* at) {
+    return {__ldcg(at->of), __ldcg(at->of + 1), __ldcg(at->of + 2), __ldcg(at->of + 3)};
+}
+
 // The sum of the terms of a block, for all of its threads.
 template <class T>
 __device__ T sum_of_block(const T (&terms)[own]) {
     __shared__ T of_warps[book_warps];
     T sum = (terms[0] + terms[1]) + (terms[2] + terms[3]);
 #pragma unroll
-    for (int distance = 1; distance < warp; distance *= 2) sum += __shfl_xor_sync(all_lanes, sum, distance);
+    for (int distance = 1; distance < warp; distance *= 2) sum = sum + across(sum, distance);
     __syncthreads();  // others may still read the last sums
     if (threadIdx.x % warp == 0) of_warps[threadIdx.x / warp] = sum;
     __syncthreads();
     sum = of_warps[threadIdx.x % book_warps];
 #pragma unroll
-    for (int distance = 1; distance < book_warps; distance *= 2) sum += __shfl_xor_sync(all_lanes, sum, distance);
+    for (int distance = 1; distance < book_warps; distance *= 2) sum = sum + across(sum, distance);
     return sum;
 }
 
 // The sum of any number of terms, which are overwritten with the sums of blocks, then of blocks of these, until one is left.
-__device__ float64 sum_of(float64* terms, int64 count) {
-    for (; count > 1; count = (count + block - 1) / block)
+template <class T>
+__device__ T sum_of(T* terms, int64 count) {
+    for (;; count = (count + block - 1) / block)
         for (int64 b = 0; b * block < count; ++b) {
-            float64 mine[own];
+            T mine[own];
 #pragma unroll
             for (int i = 0; i < own; ++i) {
                 int64 at = b * block + threadIdx.x * own + i;
-                mine[i] = at < count ? __ldcg(terms + at) : 0;
+                mine[i] = at < count ? written(terms + at) : T{};
             }
-            float64 sum = sum_of_block(mine);
-            if (threadIdx.x == 0) __stcg(terms + b, sum);
+            T sum = sum_of_block(mine);
+            if (count <= block) return sum + T{};  // not -0.0
+            if (threadIdx.x == 0) terms[b] = sum;
             __syncthreads();
         }
-    return __ldcg(terms) + 0.0;  // not -0.0
 }
 
 // For each block of this CTA, call `visit(b, mine, valid)`: with its number, the values of this thread, and how many there are.
@@ -371,9 +407,10 @@ KERNEL_OF_BLOCKS spread(const float32* values, float64* memory, Layout layout) {
 
 KERNEL_OF_BLOCKS codes(const float32* values, uint8* wire, float64* memory, Layout layout) {
     Sums sums(memory, layout.blocks);
+    Four<float64>* of_blocks = reinterpret_cast<Four<float64>*>(sums.of_blocks);
     float64 mean = *sums.mean, step = *sums.step;
     each_block(values, layout, [&](int64 b, const float32* mine, int valid) {
-        float64 parts[4][own];
+        Four<float64> parts[own];
         uint64 counts[own];
         uint32 byte = 0;
 #pragma unroll
@@ -384,27 +421,27 @@ KERNEL_OF_BLOCKS codes(const float32* values, uint8* wire, float64* memory, Layo
             if (i < valid) byte |= uint32(code) << 2 * i;
             counts[i] = i < valid ? uint64(1) << 16 * code : 0;
 #pragma unroll
-            for (int c = 0; c < 4; ++c) parts[c][i] = i < valid && code == c ? value : 0;
+            for (int c = 0; c < 4; ++c) parts[i].of[c] = i < valid && code == c ? value : 0;
         }
         if (valid > 0) wire[layout.values + b * (block / 4) + threadIdx.x] = uint8(byte);
         uint64 count = sum_of_block(counts);
-        if (threadIdx.x == 0) sums.counts[b] = count;
-#pragma unroll
-        for (int c = 0; c < 4; ++c) {
-            float64 sum = sum_of_block(parts[c]);
-            if (threadIdx.x == 0) sums.of_blocks[c * layout.blocks + b] = sum;
-        }
+        Four<float64> sum = sum_of_block(parts);
+        if (threadIdx.x == 0) sums.counts[b] = count, of_blocks[b] = sum;
     });
     if (!all_others_ended(sums.ended + 2)) return;
+    Four<uint64> numbers[own] = {};
+    for (int64 b = threadIdx.x; b < layout.blocks; b += blockDim.x) {
+        uint64 count = __ldcg(sums.counts + b);
+#pragma unroll
+        for (int c = 0; c < 4; ++c) numbers[0].of[c] += count >> 16 * c & 0xffff;
+    }
+    Four<uint64> count = sum_of_block(numbers);
+    Four<float64> sum = sum_of(of_blocks, layout.blocks);
+    if (threadIdx.x) return;
+#pragma unroll
     for (int c = 0; c < 4; ++c) {
-        uint64 numbers[own] = {};
-        for (int64 b = threadIdx.x; b < layout.blocks; b += blockDim.x)
-            numbers[0] += __ldcg(sums.counts + b) >> 16 * c & 0xffff;
-        uint64 count = sum_of_block(numbers);
-        float64 sum = sum_of(sums.of_blocks + c * layout.blocks, layout.blocks);
-        float32 value = count ? float32(sum / float64(int64(count))) : 0;
-        if (is_nan(mean)) value = __uint_as_float(canonical_nan);
-        if (threadIdx.x == 0) reinterpret_cast<float32*>(wire)[c] = value;
+        float32 value = count.of[c] ? float32(sum.of[c] / float64(int64(count.of[c]))) : 0;
+        reinterpret_cast<float32*>(wire)[c] = is_nan(mean) ? __uint_as_float(canonical_nan) : value;
     }
 }
 
