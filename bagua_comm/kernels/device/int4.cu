@@ -543,7 +543,6 @@ __device__ void combine_any_with(const Rounding& rounding, const uint8* wires, c
     each_part(layout, [&](int64, int64 at) {
         float32 total[held] = {};
         if (at < layout.blocks * layout.block)
-#pragma unroll 4
             for (int64 row = 0; row < weights.summands; ++row) {
                 const uint8* from = wires + row * layout.stride;
                 uint32 codes[1] = {*reinterpret_cast<const uint32*>(from + layout.start + at / 2)};
