@@ -393,7 +393,7 @@ def _advice(job: Job, rows: Sequence[Advice], exact_s: float) -> list[str]:
 
 def _limits(*, guessed: bool) -> str:
     return "Not known here: how many steps an algorithm needs to the same loss, slow ranks, other traffic" + (
-        ".\nOf the rates of GPUs, those of eight-bit codecs and copies are of one H100, the others are guesses; "
+        ".\nOf the rates of GPUs, those of codecs, sums and copies are of one H200, the others are guesses; "
         "--rates takes measured ones."
         if guessed
         else "."
