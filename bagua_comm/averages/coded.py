@@ -27,6 +27,7 @@ from ..comm.base import CommBase
 from ..comm.call import Call
 from ..comm.prepared import PreparedCall
 from ..errors import ArrayError, BaguaError, CommError
+from ..execution.cuda import enter
 from ..execution.recording import recorded
 from ..transports.base import Transport
 from ..transports.flow import Flow, Rows
@@ -143,9 +144,10 @@ class Coding:
         recording = recorded(lambda: self.through(flow, stages))
         if not recording.is_complete:
             return
-        scratch = call.comm.scratch
+        name, scratch = call.name, call.comm.scratch  # the call holds its arrays
 
         def again(x: Array, target: Array) -> None:  # these two, whose addresses are in the steps
+            enter(name, "x", x)
             scratch.follow()
             recording.replay()
 

@@ -16,7 +16,7 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from ..arrays import Array, Scratch, library
+from ..arrays import Array, Scratch, check_device, library
 from ..errors import CommTimeout, UnsupportedError
 from ..trace import label
 from .futures import TaskFuture
@@ -460,6 +460,16 @@ def _cuda() -> Any:
 def use_device(index: int) -> None:
     """Make a CUDA device the current one of this thread."""
     importlib.import_module("cupy").cuda.Device(index).use()
+
+
+def enter(call: str, name: str, x: Array) -> None:
+    """Let this thread launch kernels on `x` by the driver, which needs a context; CuPy's own launches bind one.
+
+    Raises:
+        ArrayError: `x`, argument `name` of `call`, is on another device than the current one.
+    """
+    check_device(call, name, x)
+    _cuda().runtime.setDevice(x.data.device_id)
 
 
 def device_count() -> int:

@@ -402,7 +402,7 @@ class Replicate(FeedsBack):
 
 
 def keep_for_current_stream(*tensors: torch.Tensor | None) -> None:
-    """Let the memory of CUDA tensors be reused only after the work on PyTorch's current stream so far and later.
+    """Let memory of CUDA tensors be reused only after what PyTorch's current stream holds when they are freed.
 
     PyTorch calls a hook of gradients on another stream than that of their memory, and then drops those that it
     casts to another dtype, or has added: the next reduction would write into them.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ class StageSpan:
     """
 
     def __init__(self, name: str, tracer: Tracer, device: torch.device) -> None:
-        self.clock: Clock | None = TorchClock(device) if device.type == "cuda" else None
+        self.clock: Clock | None = clock_of(device) if device.type == "cuda" else None
         """The clock of the device, if there is one."""
         self._name, self._tracer = name, tracer
         self._start_ns = 0
@@ -57,7 +58,6 @@ class DeviceRow:
 
     def __init__(self, name: str) -> None:
         self._row = f"device: {name}"
-        self._clock: TorchClock | None = None
 
     @contextmanager
     def span(self, name: str, tracer: Tracer, device: torch.device, **detail: object) -> Iterator[None]:
@@ -65,10 +65,15 @@ class DeviceRow:
         if device.type != "cuda":
             yield
             return
-        self._clock = self._clock or TorchClock(device)
-        span = DeviceSpan(tracer, self._clock, name, self._row)
+        span = DeviceSpan(tracer, clock_of(device), name, self._row)
         yield
         span.end(**detail)
+
+
+@functools.cache
+def clock_of(device: torch.device) -> TorchClock:
+    """The clock of a CUDA device: one for all of its spans, since each has a stream of its own."""
+    return TorchClock(device)
 
 
 class TorchClock:

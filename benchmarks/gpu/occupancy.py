@@ -16,7 +16,7 @@ KERNELS = {
     ("minmax.cu", 256): ("encode", "decode", "combine"),
     ("int4.cu", 128): ("encode", "decode", "combine", "encode_stochastic", "combine_stochastic"),
     ("int4.cu", 512): ("encode_any", "decode_any", "combine_any"),
-    ("top_k.cu", 256): ("choose", "sum"),
+    ("top_k.cu", 256): ("choose", "average", "spread", "codes", "sum"),
     ("top_k.cu", 128): ("subtract",),
 }
 """Kernels, by file and threads of a CTA."""

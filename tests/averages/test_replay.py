@@ -1,10 +1,12 @@
 """A quantized allreduce of device arrays at known addresses: it replays the steps of an earlier one."""
 
 import gc
+import threading
 import weakref
 
 import numpy as np
 import pytest
+from cuda_on_cpu.machine import running
 from support.device_ranks import run_over_nccl
 
 from bagua_comm import Int4, MinMaxUInt8, Quantized, arrays, kernels, quantized_allreduce
@@ -98,6 +100,35 @@ def test_replays_on_another_stream_come_after_earlier_calls(device, replays):
 
     run_over_nccl(device, RANKS, body=lambda comm: body(comm) == expected or pytest.fail("other bytes"))
     assert len(replays) == RANKS * 3
+
+
+def test_a_thread_that_has_made_no_call_of_cuda_replays(device, replays):
+    expected = on_host(1)
+
+    def body(comm):
+        import cupy
+
+        x = put(values(comm.rank))
+        quantized_allreduce(comm, x, x, op="avg")
+        x.set(values(comm.rank, 1))
+        cupy.cuda.get_current_stream().synchronize()
+        errors = []
+
+        def again():
+            running().device = comm.device  # as in a process with one GPU
+            try:
+                quantized_allreduce(comm, x, x, op="avg")
+            except Exception as exc:
+                errors.append(exc)
+
+        thread = threading.Thread(target=again)
+        thread.start()
+        thread.join()
+        assert not errors
+        return x.get().tobytes()
+
+    assert run_over_nccl(device, RANKS, body=body) == [expected] * RANKS
+    assert len(replays) == RANKS
 
 
 def test_memory_of_calls_that_has_moved_is_not_used_again(device, replays):

@@ -29,6 +29,7 @@ class Device:
 
     def use(self) -> None:
         running().device = self.id
+        running().local["context"] = self.id
 
     def __enter__(self) -> Device:
         running().local.setdefault("devices", []).append(running().device)
@@ -309,6 +310,8 @@ def _launch_kernel(function: int, *extents_shared_stream_args_extra: int) -> Non
     """Launch a kernel with the arguments to which a table of pointers points."""
     *extents, shared, stream, args, extra = extents_shared_stream_args_extra
     assert (len(extents), extra) == (6, 0)
+    if running().local.get("context") != running().device:
+        raise CUDADriverError("CUDA_ERROR_INVALID_CONTEXT: invalid device context")
     kernel = _functions[function]
     kernel(
         tuple(extents[:3]), tuple(extents[3:]), kernel._arguments_at(args), shared_mem=shared,

@@ -34,9 +34,17 @@ def test_two_ranks_on_one_gpu(folder, body):
     assert not errors, "\n".join(f"rank {rank}: {text}" for rank, text in errors.items())
 
 
+@pytest.mark.gpu
+@pytest.mark.timeout(TIME_FACTOR * 70)
+def test_the_processes_end_well(folder):
+    _, printed = outcomes(folder, "cuda")
+    assert printed.startswith("exit code 0:"), printed
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(TIME_FACTOR * 70)
 def test_two_ranks_on_the_host(folder):
     """The same program, with CPU tensors in place of CUDA tensors."""
     found, printed = outcomes(folder, "cpu")
     assert found == {body.__name__: {} for body in BODIES}, printed
+    assert printed.startswith("exit code 0:"), printed

@@ -156,7 +156,7 @@ def between_kernels(key: str, shape: tuple[int, ...], dtype: npt.DTypeLike, wire
         recording.is_complete = False
     scratch = SharedScratch.of(wire)
     if scratch is not None:
-        return scratch.take(key, shape, dtype, like=wire)
+        return scratch.take(f"between kernels: {key}", shape, dtype, like=wire)
     root = wire if wire.base is None else wire.base
     found = _between.get(id(root))
     if found is None:

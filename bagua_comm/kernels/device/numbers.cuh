@@ -99,7 +99,7 @@ __device__ inline bool is_finite(T x) {
     return x - x == 0;
 }
 
-// The quiet NaN of the host instead of any other: the one that an operation of a GPU gives has other bits.
+// The canonical NaN in place of any other: that of an operation on a GPU has other bits.
 template <class T>
 __device__ inline T with_canonical_nan(T x) {
     return x;

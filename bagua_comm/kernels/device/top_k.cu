@@ -194,7 +194,8 @@ __device__ void choose_of(Shared& shared, int candidates, int kept, uint32 bound
     }
 }
 
-// As many CTAs as find room in the shared memory of a multiprocessor. With 32 registers a thread, sm_80 would spill some.
+// As many CTAs as find room in the shared memory of a multiprocessor of sm_90 and sm_100, and of sm_80, where 32 registers a
+// thread would not suffice. Elsewhere fewer find room.
 constexpr int ctas_of_choice =
 #if __CUDA_ARCH__ >= 900
     8;
