@@ -80,11 +80,12 @@ class Hierarchical(Average):
 
     def bind(self, comm: Communicator, like: Array | None = None) -> InPlace:
         """See `Average.bind`."""
-        nodes = _nodes(comm, f"inside={self.inside!r}")
+        known = set() if like is None else {_size_and_dtype(like)}
+        nodes = _nodes(comm, f"inside={self.inside!r}{''.join(f', for {n} {dtype}' for n, dtype in known)}")
         intra, inter = comm.by_node()
         # Ranks that own no chunk bind as well: `inner` may split, which is collective.
         across = self.inner.bind(inter)
-        return _Levels(self, comm, intra, across, nodes)
+        return _Levels(self, comm, intra, across, nodes, known)
 
     @property
     def keeps_zeros(self) -> bool:  # type: ignore[override]
@@ -218,6 +219,8 @@ class _Levels:
     """`inner` among the ranks that own the same chunk; it may have state. If each rank is a node of its own, its
     chunk is the whole array, so that its state is as that of `inner` alone."""
     sizes: _Nodes
+    compared: set[tuple[int, str]]
+    """The sizes and dtypes of arrays that the ranks have compared."""
 
     def __call__(self, x: Array) -> Array:
         comm, intra, (owners, largest, nodes, *_) = self.comm, self.intra, self.sizes
@@ -226,6 +229,7 @@ class _Levels:
         if comm.size == 1:
             return x
         flat = arrays.as_real(arrays.contiguous(value), "avg").reshape(-1)
+        self._compare(value)
         codec = codec_for(self.settings.inside, comm, flat) if largest > 1 else None
         chunks = _padded(intra, flat, owners, -(-flat.size // owners))
         mine = chunks[intra.rank] if intra.rank < owners else chunks[:0]
@@ -249,6 +253,21 @@ class _Levels:
         if not arrays.overlap(chunks, value):
             value[...] = chunks.reshape(-1)[: flat.size].view(value.dtype).reshape(value.shape)
         return x
+
+    def _compare(self, x: Array) -> None:
+        """Raise `CommMismatch` on all ranks unless they average arrays of one size and dtype. Collective.
+
+        Different sizes may be equal once they are padded. The first arrays of a size and dtype are compared.
+        """
+        known = _size_and_dtype(x)
+        if known not in self.compared:
+            call = Call(self.comm, "Hierarchical", x, average=self.settings).unchecked()
+            call.run(lambda *_: call.compare())
+            self.compared.add(known)
+
+
+def _size_and_dtype(x: Array) -> tuple[int, str]:
+    return x.size, arrays.dtype_name(x.dtype)
 
 
 def _round(comm: Communicator, x: Array, codec: Codec) -> None:

@@ -19,6 +19,8 @@ from ..comm import Communicator
 from ..comm.call import Call
 from ..errors import ArrayError, UnsupportedError
 from ..kernels.host import TOP_K_LARGEST_CHUNK
+from ..transports.base import Transport
+from ..transports.flow import Flow
 from .base import Average, InPlace, compare_settings, with_changed
 from .coded import as_like
 from .records import Record, record_of
@@ -182,11 +184,10 @@ class TopKMean:
         check_aligned(_NAME, "x", flat)
         if errors is not None:
             check_aligned(_NAME, "residual", errors)
-        if flat.size:
-            unsent = self._compensated(flat, errors, decay)
-            self._exchange(flat, unsent)
-            if errors is not None and decay:
-                kernels.of(flat).add_scaled(unsent, errors, decay, out=errors)
+        if self._comm.size > 1:
+            call.run(lambda *_: self._average(flat, errors, decay, call.transport))
+        else:
+            self._average(flat, errors, decay)
         if not arrays.same_memory(call.x, call.target):
             call.target[...] = call.x
         result: Array = call.result
@@ -198,9 +199,23 @@ class TopKMean:
         Raises:
             UnsupportedError: It cannot be averaged.
         """
-        call = Call(self._comm, _NAME, x)
+        call = Call(self._comm, _NAME, x, average=self._settings)
         self._settings.check(arrays.dtype_name(call.x.dtype))
         return call
+
+    def _average(
+        self, flat: Array, errors: Array | None, decay: float, transport: Transport | None = None
+    ) -> None:
+        """Average `flat` in place, over `transport` if there are several ranks. Collective."""
+        flow = None if transport is None else transport.agree_on_call(_NAME, flat)
+        if not flat.size:
+            if transport is not None:
+                transport.barrier()  # the array of another rank may not be empty
+            return
+        unsent = self._compensated(flat, errors, decay)
+        self._exchange(flow, flat, unsent)
+        if errors is not None and decay:
+            kernels.of(flat).add_scaled(unsent, errors, decay, out=errors)
 
     def _compensated(self, flat: Array, errors: Array | None, decay: float) -> Array:
         """Return an array of what is to be sent, which may be overwritten: without a residual, `flat` itself."""
@@ -214,10 +229,10 @@ class TopKMean:
         run.add_scaled(flat, errors, 1 - decay, out=addend)
         return addend
 
-    def _exchange(self, flat: Array, unsent: Array) -> None:
+    def _exchange(self, flow: Flow | None, flat: Array, unsent: Array) -> None:
         """Put the mean of `unsent` in `flat`, and leave in `unsent` what was not sent, if it is another array."""
         comm = self._comm
-        if comm.size == 1:
+        if flow is None:
             if unsent is not flat:
                 flat[...] = unsent
                 unsent[...] = 0
@@ -228,5 +243,5 @@ class TopKMean:
         record.encode(unsent, mine, scratch)
         if unsent is not flat:
             record.subtract(unsent, mine, scratch)
-        comm.allgather(mine, out=wires)
+        flow.allgather(mine, wires)()
         record.mean(wires, flat, scratch, "avg" if self._settings.divide == "all" else "senders")

@@ -49,8 +49,9 @@ def signature(head: flight.Head) -> str:
     _, _, name, dtype, shape, detail, _ = head
     parts = ["" if dtype is None else arrays.dtype_name(dtype)]
     # Encoded arrays of other sizes may have as many bytes.
-    parts += [f"{np.prod(shape, dtype=int)} elements"] if "codec" in detail and "counts" not in detail else []
-    parts += [f"{key}={detail[key]}" for key in ("codec", "op", "root") if key in detail]
+    is_encoded = "codec" in detail or "average" in detail
+    parts += [f"{np.prod(shape, dtype=int)} elements"] if is_encoded and "counts" not in detail else []
+    parts += [f"{key}={detail[key]}" for key in ("codec", "average", "op", "root") if key in detail]
     parts += ["with counts"] if "counts" in detail and "root" not in detail else []
     return f"{name}({', '.join(parts)})"
 

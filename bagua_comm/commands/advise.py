@@ -380,7 +380,7 @@ def _advice(job: Job, rows: Sequence[Advice], exact_s: float) -> list[str]:
             )
         else:
             other = "gradients" if weights is None else "weights in every step"
-            lines.append(f"Weights {when}: none is faster than the best with {other}.")
+            lines.append(f"Weights {when}: none is more than 2 % faster than the best with {other}.")
     if rarely is not None:
         lines.append(
             "The fewer steps communicate, the worse training may end. Compare it on your own model first."
@@ -393,8 +393,8 @@ def _advice(job: Job, rows: Sequence[Advice], exact_s: float) -> list[str]:
 
 def _limits(*, guessed: bool) -> str:
     return "Not known here: how many steps an algorithm needs to the same loss, slow ranks, other traffic" + (
-        ".\nOf the rates of GPUs, those of codecs, sums and copies are of one H200, the others are guesses; "
-        "--rates takes measured ones."
+        ".\nOf the rates of GPUs, those of codecs of eight and sixteen bits, sums and copies are of one H200, "
+        "the others are guesses; --rates takes measured ones."
         if guessed
         else "."
     )
