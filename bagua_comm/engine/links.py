@@ -10,8 +10,8 @@ import numpy as np
 
 from ..comm import Communicator
 
-PROBE_BYTES = 2**19
-"""The size of a message: 42 ms at 100 Mbit/s."""
+LEAST_BYTES, MOST_BYTES = 2**16, 2**19
+"""Bounds of the size of a message; the largest takes 42 ms at 100 Mbit/s."""
 
 MESSAGES = 3
 """The number of messages over each link, of which the median counts."""
@@ -20,8 +20,20 @@ SLOW = 1.5
 """A link is slow if a message takes this many times as long as at the start."""
 
 
-def measure_links(comm: Communicator, nodes: Sequence[int]) -> np.ndarray:
-    """Return the seconds of a message from each node to each other one; row: sender, column: receiver.
+def size_of_messages(comm: Communicator, exchanged: float) -> int:
+    """Return the bytes of a message with which links are to be measured, the same on all ranks. Collective.
+
+    Those of the largest exchange of a rank, within bounds: where training sends little, so does the measurement.
+
+    Args:
+        comm: The ranks.
+        exchanged: The bytes that this rank sends in an exchange of training.
+    """
+    return int(np.clip(comm.allgather(np.array([exchanged])).max(), LEAST_BYTES, MOST_BYTES))
+
+
+def measure_links(comm: Communicator, nodes: Sequence[int], nbytes: int) -> np.ndarray:
+    """Return the seconds of `nbytes` from each node to each other one; row: sender, column: receiver.
 
     Collective. `nodes` has the node of each rank; the first rank of a node measures. In a turn, a node sends to
     one other node and receives from another one, so that no two messages share a direction of a link, nor a
@@ -32,7 +44,7 @@ def measure_links(comm: Communicator, nodes: Sequence[int]) -> np.ndarray:
     leaders, seconds = list(first.values()), np.full(len(first), np.nan)
     leads = comm.rank in leaders
     mine, n = leaders.index(comm.rank) if leads else 0, len(leaders)
-    x, out = np.zeros((2, PROBE_BYTES if leads else 0), np.uint8)
+    x, out = np.zeros((2, nbytes if leads else 0), np.uint8)
     for distance, senders in turns(n):
         sends, receives = leads and mine in senders, leads and (mine - distance) % n in senders
         times = []

@@ -26,7 +26,7 @@ from ..health.change_points import HISTORY, ROWS, Series, relative_to_others
 from ..health.rows import BUSY, Row, StepTimes, Usage
 from ..health.slow import Slow
 from ..logs import log_on_root
-from .links import measure_links, slow_links
+from .links import measure_links, size_of_messages, slow_links
 
 STEPS = 5
 """The least number of steps in a row."""
@@ -76,7 +76,11 @@ class HealthMonitor:
         """How long all ranks wait, as a multiple of their own work: a slow link, or a slow algorithm."""
         self._links, self._measured = np.array(math.inf), 0
         """Seconds of a message over each link at the start, the least of so many measurements; see `links`."""
-        self._rows_until_links = 0
+        self._rows_until_links = self._message = 0
+        self._sent_before = self._sent_bytes()
+
+    def _sent_bytes(self) -> int:
+        return sum(transport.sent_bytes for transport in self._lane.comm.transports)
 
     def _restart(self) -> None:
         """Compare the ranks as if no row had come."""
@@ -183,14 +187,18 @@ class HealthMonitor:
         changed = self._waiting.add(min(each.waiting_s for each in rows) / max(own_s, 1e-6))
         self._rows_until_links -= 1
         slow: dict[str, float] = {}
+        if not self._message:
+            exchanged = (self._sent_bytes() - self._sent_before) / self._exchanges
+            self._message = size_of_messages(self._lane.comm, exchanged)
         if self._measured < ROWS:  # a start is noisy
-            self._links = np.minimum(self._links, measure_links(self._lane.comm, nodes))
+            self._links = np.minimum(self._links, measure_links(self._lane.comm, nodes, self._message))
             self._measured += 1
         elif self._waiting.is_slow and (changed or self._rows_until_links <= 0):
             self._rows_until_links = LINK_ROWS
-            factors = measure_links(self._lane.comm, nodes) / self._links
+            factors = measure_links(self._lane.comm, nodes, self._message) / self._links
             if slow_links(factors, names):  # again, since a measurement has outliers, too
-                factors = np.minimum(factors, measure_links(self._lane.comm, nodes) / self._links)
+                again = measure_links(self._lane.comm, nodes, self._message)
+                factors = np.minimum(factors, again / self._links)
             slow = slow_links(factors, names)
         elif not changed:
             return

@@ -78,8 +78,9 @@ def test_quiet_ranks_are_not_slow():
 def test_a_slow_link_is_measured_when_all_ranks_wait(monkeypatch):
     measured = []
 
-    def links(comm, nodes):
+    def links(comm, nodes, nbytes):
         measured.append(nodes)
+        assert nbytes == 2**16  # the least: exchanges are smaller
         seconds = np.ones((2, 2))
         seconds[1, 0] = 2.0 if 50 < step[0] < 80 or len(measured) <= 4 else 1.0  # the start is noisy, too
         return seconds
@@ -130,10 +131,16 @@ def test_a_rank_that_is_late_makes_no_link_seem_slow(late):
     """The rank that receives from it must not begin without it."""
 
     def body(comm):
-        return links.measure_links(Late(comm, 0.2) if comm.rank == late else comm, [0, 1, 2, 2, 3])
+        return links.measure_links(Late(comm, 0.2) if comm.rank == late else comm, [0, 1, 2, 2, 3], 2**19)
 
     for seconds in run_ranks(5, body):
         assert np.nanmax(seconds) < 0.1
+
+
+@pytest.mark.parametrize(("exchanged", "nbytes"), [((1, 2), 2**16), ((7, 10**5), 10**5), ((10**7, 0), 2**19)])
+def test_links_are_measured_with_messages_of_the_size_of_exchanges(exchanged, nbytes):
+    found = run_ranks(2, lambda comm: links.size_of_messages(comm, exchanged[comm.rank]))
+    assert found == [nbytes] * 2
 
 
 def test_ranks_that_are_stopped_send_no_rows():
