@@ -500,7 +500,7 @@ def test_a_kernel_that_others_could_have_written_is_compiled_again(device, run, 
     good = kept.read_bytes()
     kept.write_bytes(b"something else")
     kept.chmod(0o666)
-    run.launches._module.cache_clear(), run.launches._loaded.cache_clear()
+    run.launches._module.cache_clear(), run.launches.loaded.cache_clear()
     run.add(x, x, out=x)
     assert x.get().tolist() == [4.0]
     assert kept.read_bytes() == good
@@ -523,7 +523,7 @@ def test_compiled_kernels_are_found_on_disk_by_the_next_process(device, run, tmp
 
     monkeypatch.setattr(run.launches.Path, "home", lambda: tmp_path)
     run.add(*[up(np.ones(1, np.float32))] * 3)
-    run.launches._module.cache_clear(), run.launches._loaded.cache_clear()
+    run.launches._module.cache_clear(), run.launches.loaded.cache_clear()
     monkeypatch.delattr(cupy.cuda.compiler, "compile_using_nvrtc")
     run.add(*[up(np.ones(1, np.float32))] * 3)
 
