@@ -261,7 +261,7 @@ class _Levels:
         """
         known = _size_and_dtype(x)
         if known not in self.compared:
-            call = Call(self.comm, "Hierarchical", x, average=self.settings).unchecked()
+            call = Call(self.comm, "Hierarchical", x.reshape(-1), average=self.settings).unchecked()
             call.run(lambda *_: call.compare())
             self.compared.add(known)
 

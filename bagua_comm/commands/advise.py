@@ -21,6 +21,7 @@ from ..algorithms import DiLoCo, StreamingDiLoCo
 from ..bucket import DEFAULT_BUCKET_BYTES
 from ..launch.cli import CommandError, count, positive
 from ..planning.advise import (
+    AS_FAST,
     attachment,
     best,
     best_of_replicas,
@@ -380,7 +381,8 @@ def _advice(job: Job, rows: Sequence[Advice], exact_s: float) -> list[str]:
             )
         else:
             other = "gradients" if weights is None else "weights in every step"
-            lines.append(f"Weights {when}: none is more than 2 % faster than the best with {other}.")
+            faster = f"more than {100 * (AS_FAST - 1):.0f} % faster"
+            lines.append(f"Weights {when}: none is {faster} than the best with {other}.")
     if rarely is not None:
         lines.append(
             "The fewer steps communicate, the worse training may end. Compare it on your own model first."

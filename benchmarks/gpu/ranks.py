@@ -33,7 +33,7 @@ from bagua_comm.testing import run_ranks
 from ..bench.checking import Check, relative_error
 from ..bench.timing import Call, Spread, allreduce_factor, bandwidth_gbs, in_us, measure
 from .device import Hold, torch_with_cuda
-from .graphs import launch_times
+from .graphs import captured, launch_times
 from .part import Results, part_parser
 from .world import joined
 
@@ -197,24 +197,22 @@ def graph(comm: Communicator, work: Work, hold: Hold, iterations: int) -> dict[s
     stream = cuda.Stream(non_blocking=True)
     stream.wait_event(cuda.get_current_stream().record())
     with stream:
-        stream.begin_capture()
-        work.whole()
-        captured = stream.end_capture()
+        replayed = captured(stream, work.whole)
         stream.synchronize()
 
         work.x.set(given(comm.rank + comm.size, work.x.size))
-        captured.launch()
+        replayed.launch()
         other = work.out.get()
         eager_other = work.whole().get()
         work.x.set(work.given)
-        captured.launch()
+        replayed.launch()
         wrong = sum(
             int(np.count_nonzero(actual != wanted))
             for actual, wanted in ((work.out.get(), expected), (other, eager_other))
         )
         times = {
             "eager": partial(enqueue_and_wait, comm, work.whole, hold, stream),
-            "replay": partial(enqueue_and_wait, comm, captured.launch, hold, stream),
+            "replay": partial(enqueue_and_wait, comm, replayed.launch, hold, stream),
         }
         found: dict[str, list[tuple[float, float]]] = {name: [] for name in times}
         for _ in range(max(2, iterations // 4)):

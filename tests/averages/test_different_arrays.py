@@ -31,6 +31,16 @@ DIFFERENT = [
 ]
 
 
+@pytest.mark.parametrize("average", AVERAGES, ids=repr)
+def test_shapes_may_differ(average):
+    def body(comm):
+        x = np.ones((2, 3) if comm.rank else 6, np.float32)
+        return average.bind(comm)(x).reshape(-1).tolist()
+
+    first, second = run_ranks(2, body, timeout_s=20)
+    assert first == second
+
+
 @pytest.mark.parametrize("check", [False, True])
 @pytest.mark.parametrize("nodes", ["aa", "ab"])
 @pytest.mark.parametrize("average", AVERAGES, ids=repr)
