@@ -299,6 +299,25 @@ class SideFuture(TaskFuture):
         return result
 
 
+class OrderedFuture(TaskFuture):
+    """The future of a task that has run on whatever stream was current.
+
+    Args:
+        follow: Orders the current stream after the task.
+        name, group: See `TaskFuture`.
+    """
+
+    def __init__(self, follow: Callable[[], None], name: str, group: str) -> None:
+        super().__init__(name, group)
+        self._follow = follow
+
+    def result(self, timeout: float | None = None) -> object:
+        """Return the result; the current stream waits for its work."""
+        result = super().result(timeout)
+        self._follow()
+        return result
+
+
 class DeviceClock:
     """The times of a device's events, on the host's clock; see `trace.Clock`.
 

@@ -32,7 +32,7 @@ from ..flight import Entry
 from ..objects.closing import Closing
 from ..objects.pickling import Live
 from ..trace import Counters, DeviceSpan, Tracer
-from .cuda import SideFuture, SideStream, StreamOrder, record_event, use_device
+from .cuda import OrderedFuture, SideFuture, SideStream, StreamOrder, record_event, use_device
 from .futures import TASK_END_S, Task, TaskFuture, name_of, wait_for_tasks
 
 P = ParamSpec("P")
@@ -530,12 +530,6 @@ class InlineLane(Lane[C]):
         super().wait()
         self._follow()
 
-    def result(self, future: Future[R]) -> R:
-        """See `Lane.result`."""
-        found = super().result(future)
-        self._follow()
-        return found
-
     def _follow(self) -> None:
         if _device_of(self.comm) is not None:
             self._order.follow()
@@ -543,7 +537,7 @@ class InlineLane(Lane[C]):
     def submit(self, task: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
         """Run the task now; see `Lane.submit`."""
         self._check_submit(task)
-        future = TaskFuture(*self._names(task))
+        future = OrderedFuture(self._follow, *self._names(task))
         with self._lock:
             self._follow()
             self._run_into(future, task, args, kwargs)

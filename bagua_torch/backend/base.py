@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from bagua_comm import CommError, Communicator
-from bagua_comm.execution.lane import InlineLane, Lane, ThreadLane
+from bagua_comm.execution.lane import Lane, ThreadLane
 
 from ..arrays import torch_stream
 from .arguments import Options
@@ -138,8 +138,7 @@ class GroupBase(_ProcessGroup):  # type: ignore[misc]
                 future = lane.submit_begun(begin, task, *args, **keywords, timeout_s=None)
             else:
                 future = lane.submit(task, *args, **keywords, timeout_s=options.timeout_s)
-        result = lane.result if isinstance(lane, InlineLane) else None
-        work = LaneWork(name, future, tensors, device, self._callbacks, forget=lane.forget, result=result)
+        work = LaneWork(name, future, tensors, device, self._callbacks, forget=lane.forget)
         if name == "allreduce" and tensors[0].numel() == 1:
             self._kept.append(work)
         return work

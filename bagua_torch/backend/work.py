@@ -7,7 +7,6 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from datetime import timedelta
-from operator import methodcaller
 from typing import Any
 
 import torch
@@ -61,8 +60,6 @@ class Callbacks:
 
 _Work: Any = dist.Work  # torch types it in part
 
-_OfTask = Callable[[Future[Any]], object]
-
 
 class LaneWork(_Work):  # type: ignore[misc]
     """A call in progress on the lane of a process group.
@@ -75,8 +72,6 @@ class LaneWork(_Work):  # type: ignore[misc]
         callbacks: Runs the callbacks of futures.
         source: The rank that a received message comes from; None if this is no `recv`.
         forget: Called with the task when `wait` raises its error, which the lane then raises no more.
-        result: Returns the result of the task, which is done, or raises its error, and lets the current stream
-            wait for its work; None if the task's own `result` does.
     """
 
     def __init__(
@@ -87,12 +82,11 @@ class LaneWork(_Work):  # type: ignore[misc]
         device: torch.device,
         callbacks: Callbacks,
         source: int | None = None,
-        forget: _OfTask | None = None,
-        result: _OfTask | None = None,
+        forget: Callable[[Future[Any]], object] | None = None,
     ) -> None:
         super().__init__()
         self._call, self._task, self._tensors, self._device, self._source = call, future, tensors, device, source
-        self._callbacks, self._forget, self._result = callbacks, forget, result or methodcaller("result")
+        self._callbacks, self._forget = callbacks, forget
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Wait until the call is done, and raise its error; on a device, the current stream waits.
@@ -111,7 +105,7 @@ class LaneWork(_Work):  # type: ignore[misc]
                 raise CommTimeout(f"{self._call} is not done after {limit_s:g} s of waiting") from exc
             if error is not None and self._forget is not None:
                 self._forget(self._task)
-            self._result(self._task)
+            self._task.result()
         return True
 
     def synchronize(self) -> None:
@@ -156,7 +150,7 @@ class LaneWork(_Work):  # type: ignore[misc]
 
         def value(_: object) -> object:
             with torch_stream(self._device):
-                self._result(self._task)
+                self._task.result()
                 return self._tensors
 
         # A callback that raises gives PyTorch's future an error. `set_exception` gives it the exception as its
