@@ -10,9 +10,9 @@
 fixture `slurm` starts one cluster for a file, or skips with the reason why there is none.
 
 A node is a slurmd in namespaces of its own, so that it has a host name (n1, n2; each finds the other's address by
-it), a /dev/shm and a /run, and sees none of the other's processes. Both have this machine's network and other
-files. All files of Slurm, and of the munge that it trusts, lie in one temporary folder. At the end, also after an
-error, every process on a node is killed and the folder removed.
+it), a /dev/shm, a /run and a /tmp, and sees none of the other's processes. Both have this machine's network and
+other files. All files of Slurm, and of the munge that it trusts, lie in one temporary folder. At the end, also
+after an error, every process on a node is killed and the folder removed.
 
 This needs root and Debian's packages in `PACKAGES`; `install` installs them.
 """
@@ -22,13 +22,15 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import shlex
 import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -167,10 +169,11 @@ def install() -> None:
 
 
 @contextlib.contextmanager
-def start(*, named: bool = True) -> Iterator[Cluster]:
+def start(*, named: bool = True, shared: Sequence[Path] = ()) -> Iterator[Cluster]:
     """Run a Slurm of two nodes in the body of `with`.
 
     Args:
+        shared: Folders of /tmp that the nodes see, besides those of Slurm and of this library.
         named: Whether the host name of a node is its name in Slurm; else it is that of this machine.
 
     Raises:
@@ -196,6 +199,7 @@ def start(*, named: bool = True) -> Iterator[Cluster]:
                 "mount -t tmpfs tmpfs /dev/shm",
                 "mount -t tmpfs tmpfs /run",
                 f"ln -s {folder}/munge /run/munge",
+                *_own_temporary_files([folder, ROOT, *map(Path, (sys.prefix, sys.base_prefix)), *shared]),
                 'exec "$@"',
             ]
             script = " && ".join([f"hostname {node}", *inside] if named else inside)
@@ -203,6 +207,22 @@ def start(*, named: bool = True) -> Iterator[Cluster]:
             daemons.enter_context(_daemon(folder, *shell, "slurmd", "-D", "-N", node, "-f", configuration))
         _wait_for_nodes(cluster)
         yield cluster
+
+
+def _own_temporary_files(seen: Sequence[Path]) -> list[str]:
+    """Commands that hide this machine's /tmp, except for some folders.
+
+    prted names its files in /tmp by its process number and mpirun's, and leaves them if it is killed. Each new
+    node has these numbers again; a prted that finds the files of an earlier one ends, and mpirun with it.
+    """
+    folders = {path.resolve() for path in seen if path.resolve().is_relative_to("/tmp")}
+    outer = sorted(path for path in folders if not folders & set(path.parents))
+    kept = [(shlex.quote(f"/run/of-tmp/{number}"), shlex.quote(str(path))) for number, path in enumerate(outer)]
+    return [
+        *(f"mkdir -p {place} && mount --bind {path} {place}" for place, path in kept),
+        "mount -t tmpfs tmpfs /tmp",
+        *(f"mkdir -p {path} && mount --bind {place} {path}" for place, path in kept),
+    ]
 
 
 def _of_munge(folder: Path) -> list[str]:

@@ -246,19 +246,22 @@ def _submit(shell: _Shell, trial: Trial) -> tuple[int, str]:
     if code:
         return code, job
     deadline = time.monotonic() + LIMIT_S
-    while not output.exists() or output.read_text().count("begins at step") < 4:
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"{trial.name}: the ranks have not begun: {shell.cluster.logs()}")
-        time.sleep(0.1)  # sleeps: between two looks
-    code, said = shell(trial.then, job.strip())
-    if code:
-        return code, said
-    while (found := shell("scontrol show job --oneliner $JOB", job.strip())[1]) and time.monotonic() < deadline:
-        if re.search(r"JobState=(COMPLETED|FAILED|CANCELLED|TIMEOUT|NODE_FAIL)", found):
+    has_begun = False
+    while time.monotonic() < deadline:
+        if not has_begun and output.exists() and output.read_text().count("begins at step") >= 4:
+            has_begun = True
+            code, said = shell(trial.then, job.strip())
+            if code:
+                return code, said
+        found = shell("scontrol show job --oneliner $JOB", job.strip())[1]
+        if not found or re.search(r"JobState=(COMPLETED|FAILED|CANCELLED|TIMEOUT|NODE_FAIL)", found):
             break
         time.sleep(0.3)  # sleeps: between two questions to Slurm
     ended = re.search(r"ExitCode=(\d+):(\d+)", found)
-    return (int(ended[1]) or int(ended[2])) if ended else -1, output.read_text()
+    said = output.read_text() if output.exists() else ""
+    if not has_begun:
+        raise RuntimeError(f"{trial.name}: the ranks have not begun: {said}\n{found}\n{shell.cluster.logs()}")
+    return (int(ended[1]) or int(ended[2])) if ended else -1, said
 
 
 def _left(cluster: Cluster) -> list[str]:

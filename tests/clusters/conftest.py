@@ -16,9 +16,9 @@ def with_slurm():
 
 
 @pytest.fixture(scope="module")
-def slurm(with_slurm):
+def slurm(with_slurm, tmp_path_factory):
     """A Slurm of two nodes; see `benchmarks.slurm.cluster.Cluster`."""
-    with slurm_of_two_nodes.start() as cluster:
+    with slurm_of_two_nodes.start(shared=[tmp_path_factory.getbasetemp()]) as cluster:
         yield cluster
 
 

@@ -97,7 +97,7 @@ def test_ranks_of_a_host_share_a_node_though_slurm_has_another_name_for_it(with_
     mpi4py_needs_open_mpi()
     script = tmp_path / "nodes.py"
     script.write_text(NODES)
-    with slurm_of_two_nodes.start(named=False) as slurm:
+    with slurm_of_two_nodes.start(named=False, shared=[tmp_path]) as slurm:
         for nodes, window in (1, True), (2, False):
             result = slurm.run("srun", "--mpi=pmix", f"-N{nodes}", "-n2", sys.executable, script)
             assert result.returncode == 0, result.stderr + slurm.logs()
