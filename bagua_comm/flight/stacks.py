@@ -12,8 +12,8 @@ import site
 import sys
 import sysconfig
 import threading
-from collections.abc import Iterable, Iterator, Sequence
-from types import FrameType
+from collections.abc import Iterable, Sequence
+from types import CodeType, FrameType
 from typing import NamedTuple
 
 LIBRARY = ("bagua_comm", "bagua_torch")
@@ -40,6 +40,25 @@ class Frame(NamedTuple):
     def __str__(self) -> str:
         code = f": {self.text}" if self.text else ""
         return f"{self.file}:{self.line}, in {self.function}{code}"
+
+
+class Call(NamedTuple):
+    """Where a call is in progress. It has no frame: a frame would keep the call's variables after its end."""
+
+    code: CodeType
+    line: int
+    globals: dict[str, object]
+
+    @property
+    def module(self) -> str:
+        """The name of the function's module; empty if it has none."""
+        return str(self.globals.get("__name__", ""))
+
+    def frame(self) -> Frame:
+        """The call with the source of its line."""
+        file = self.code.co_filename
+        text = linecache.getline(file, self.line, self.globals).strip()
+        return Frame(file, self.line, self.code.co_name, text, is_users_code(file, self.module))
 
 
 class ThreadStack(NamedTuple):
@@ -69,10 +88,10 @@ def stacks_now() -> tuple[ThreadStack, ...]:
     """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main = threading.main_thread().ident
-    frames = sorted(current_stacks().items(), key=lambda item: item[0] != main)
+    calls = sorted(current_stacks().items(), key=lambda item: item[0] != main)
     stacks = [
-        ThreadStack(names.get(ident, f"thread {ident}"), tuple(_frames(stack)))
-        for ident, stack in frames[:THREADS]
+        ThreadStack(names.get(ident, f"thread {ident}"), tuple(call.frame() for call in _recorded(stack)))
+        for ident, stack in calls[:THREADS]
     ]
     return tuple(sorted(stacks, key=lambda stack: stack.users_frame is None))
 
@@ -100,8 +119,8 @@ def _installed() -> tuple[str, ...]:
     return ("<", *sorted(paths))
 
 
-def current_stacks() -> dict[int, list[FrameType]]:
-    """The frames of all threads, by thread, innermost first.
+def current_stacks() -> dict[int, list[Call]]:
+    """The calls in progress in all threads, by thread, innermost first.
 
     CPython hangs if it collects garbage while it lists the frames of threads (python/cpython#106883), and may
     crash if a thread ends before its frames are followed. So neither happens here, if it can be helped.
@@ -122,21 +141,13 @@ _listing = threading.RLock()
 """Held while settings of the interpreter are changed; a signal handler may list frames meanwhile."""
 
 
-def _frames(frames: list[FrameType]) -> Iterator[Frame]:
-    """The frames of a stack, without the innermost ones that write the record."""
-    while frames and _module(frames[0]).startswith(_RECORDING):
-        del frames[0]
-    for frame in frames[:FRAMES]:
-        file, line, code = frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code
-        text = linecache.getline(file, line, frame.f_globals).strip()
-        yield Frame(file, line, code.co_name, text, is_users_code(file, _module(frame)))
+def _recorded(calls: list[Call]) -> list[Call]:
+    """The calls of a stack that a record keeps: without the innermost ones, which write it."""
+    first = next((n for n, call in enumerate(calls) if not call.module.startswith(_RECORDING)), len(calls))
+    return calls[first : first + FRAMES]
 
 
-def _outward(frame: FrameType | None) -> Iterable[FrameType]:
+def _outward(frame: FrameType | None) -> Iterable[Call]:
     while frame is not None:
-        yield frame
+        yield Call(frame.f_code, frame.f_lineno or 0, frame.f_globals)
         frame = frame.f_back
-
-
-def _module(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__", ""))

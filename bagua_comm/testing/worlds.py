@@ -6,13 +6,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import PurePath
-from types import FrameType
 from typing import Any, TypeVar
 
 from ..comm import Communicator
 from ..errors import CommAborted, CommTimeout
 from ..execution.futures import end_lanes
-from ..flight.stacks import current_stacks
+from ..flight.stacks import Call, current_stacks
 from ..transports import LocalTransport, Transport
 from ..transports.call_state import check_timeout
 from ..transports.local import Hub
@@ -100,5 +99,5 @@ def still_running(threads: Sequence[threading.Thread], limit_s: float) -> str:
     return ", ".join(f"{name} (in {' < '.join(map(_text_of, stack[:8]))})" for name, stack in running)
 
 
-def _text_of(call: FrameType) -> str:
-    return f"{call.f_code.co_name} {PurePath(call.f_code.co_filename).name}:{call.f_lineno}"
+def _text_of(call: Call) -> str:
+    return f"{call.code.co_name} {PurePath(call.code.co_filename).name}:{call.line}"

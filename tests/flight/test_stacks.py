@@ -3,9 +3,10 @@
 import gc
 import sys
 import threading
+import weakref
 
 from bagua_comm.flight import RankRecord, recorder, stacks
-from bagua_comm.flight.stacks import is_installed, is_users_code, stacks_now, users_line
+from bagua_comm.flight.stacks import current_stacks, is_installed, is_users_code, stacks_now, users_line
 from bagua_comm.testing import run_ranks
 
 
@@ -37,6 +38,27 @@ def test_no_garbage_is_collected_while_the_frames_of_threads_are_listed(monkeypa
     assert stacks_now()
     assert collects == [False]
     assert (gc.isenabled(), sys.getswitchinterval()) == settings
+
+
+def test_stacks_keep_no_variable_of_a_call_that_ends():
+    class Array:
+        """Something whose memory is freed with it."""
+
+    started, go, kept = threading.Event(), threading.Event(), []
+
+    def calls(array):
+        kept.append(weakref.ref(array))
+        started.set()
+        go.wait(20)
+
+    thread = threading.Thread(target=lambda: calls(Array()))
+    thread.start()
+    started.wait(20)
+    found = current_stacks()
+    go.set()
+    thread.join()
+    assert "calls" in [call.code.co_name for call in found[thread.ident]]
+    assert kept[0]() is None
 
 
 def test_threads_of_the_user_come_before_those_of_libraries():

@@ -1,7 +1,6 @@
 """Adds the stacks of all threads to the report of a test that a time limit has ended."""
 
 import threading
-import traceback
 
 import pytest
 
@@ -21,7 +20,8 @@ def stacks_of_others():
     """The stack of each thread but this one, with its name."""
     stacks = current_stacks()
     others = [each for each in threading.enumerate() if each is not threading.current_thread()]
-    texts = [
-        (each.name, traceback.format_stack(stacks[each.ident][0])) for each in others if each.ident in stacks
-    ]
-    return "\n".join(f"{name}:\n{''.join(text)}" for name, text in texts)
+    return "\n".join(
+        f"{each.name}:\n" + "".join(f"  {call.frame()}\n" for call in reversed(stacks[each.ident]))
+        for each in others
+        if each.ident in stacks
+    )

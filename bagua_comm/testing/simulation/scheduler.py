@@ -13,7 +13,6 @@ import hashlib
 import heapq
 import itertools
 import threading
-import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -261,12 +260,11 @@ class Scheduler:
                 lines.append(
                     f"{task.name}: {'ready' if task.is_ready else 'waits'} in {task.waits_for or 'its start'}"
                 )
-                frames = stacks.get(task.ident or -1)
-                stack = traceback.extract_stack(frames[0])[-14:] if frames else []
+                frames = [call.frame() for call in reversed(stacks.get(task.ident or -1, [])[:14])]
                 lines += [
-                    f"    {each.filename}:{each.lineno} {each.name}: {each.line}"
-                    for each in stack
-                    if "/testing/simulation/" not in each.filename and "threading.py" not in each.filename
+                    f"    {each}"
+                    for each in frames
+                    if "/testing/simulation/" not in each.file and "threading.py" not in each.file
                 ]
         return "\n".join(lines)
 
