@@ -95,7 +95,7 @@ BETWEEN_SITES = "torch,diloco-30,streaming-30-at-once,streaming-30,streaming-30-
 def between_sites(task: str, rate: str) -> Command:
     """Steps of DiLoCo and its kin on links with latency; the steps sleep, as if devices computed."""
     command = ("benchmarks.convergence", "--task", task, "--algorithms", BETWEEN_SITES)
-    command += ("--steps", 91, "--seeds", 0, "--device-time", "400ms")
+    command += ("--steps", 91, "--device-time", "400ms")
     command += ("--out", RESULTS / f"streaming-{task}-{rate}")
     return ["-m", "benchmarks.netlab", "run", "--hosts", 4, "--rate", rate, "--latency", "50ms", "-m", *command]
 
@@ -111,7 +111,8 @@ AT_EQUAL_BYTES = (
     "sparseloco-30-senders,sparseloco-30-both,sparseloco-30-192,sparseloco-15-96,sparseloco-10,sparseloco-10-both"
 )
 FOR_LONGER = "diloco-30,diloco-100-int4,sparseloco-30,sparseloco-30-senders,sparseloco-30-both,sparseloco-10-both"
-
+FOR_LONGEST = "diloco-30,sparseloco-30-both,sparseloco-10-both"
+WITH_MUON = "exact-adam-0.004,diloco-30-muon-0.016,sparseloco-30-both-muon-0.016,sparseloco-10-both-muon-0.016"
 
 RATES_CHOSEN = [("adam", 0.004), ("muon", 0.016)]
 RATES_TRIED = [(optimizer, rate) for optimizer, rates in RATES.items() for rate in rates]
@@ -226,7 +227,8 @@ JOBS: dict[str, list[Command]] = {
     "sparse": [
         sparse(AT_EQUAL_BYTES, "sparse-text"),
         sparse(FOR_LONGER, "sparse-text-1600", "--steps", 1600),
-        sparse(FOR_LONGER, "sparse-text-10000", "--steps", 10_000, "--seeds", 0),
+        sparse(FOR_LONGEST, "sparse-text-10000", "--steps", 10_000, "--seeds", 0),
+        sparse(WITH_MUON, "sparse-text-muon"),
     ],
     "muloco": [muloco(RATES_TRIED, "-rates", "--steps", 120, "--seeds", 0), muloco(RATES_CHOSEN, "")],
     "shared": [shared_memory(2)],

@@ -114,28 +114,6 @@ STREAMING = {
 """DiLoCo at once and in fragments, for slow links; trained only if they are named."""
 
 
-RATES = {"adam": (0.002, 0.004, 0.008), "muon": (0.008, 0.016, 0.032)}
-"""The learning rates among which each training of `INNER` has its best."""
-
-
-def _inner(optimizer: str, lr: float) -> dict[str, Method]:
-    """Exact averages and DiLoCo, with this optimizer in each step."""
-    note = "Exact averages and DiLoCo with a learning rate of their own are compared with exact, Adam at 0.004."
-    settings: dict[str, Any] = {"optimizer": optimizer, "lr": lr, "baseline": "exact-adam-0.004", "note": note}
-    ends = f"{optimizer.capitalize()} at {lr:g}"
-    exact, diloco = _gradients(f"exact, {ends}", "exact"), _diloco(f"DiLoCo, 30 steps, {ends}", 30)
-    return {
-        f"exact-{optimizer}-{lr:g}": replace(exact, exact=False, **settings),
-        f"diloco-30-{optimizer}-{lr:g}": replace(diloco, **settings),
-    }
-
-
-INNER = {
-    name: method for kind, rates in RATES.items() for lr in rates for name, method in _inner(kind, lr).items()
-}
-"""Adam and Muon, of gradients that are averaged and inside DiLoCo; trained only if they are named."""
-
-
 def _sparse(title: str, local_steps: int, **arguments: Any) -> Method:
     def make(steps: int) -> Algorithm:
         return from_name("sparseloco", local_steps=local_steps, **arguments)
@@ -144,6 +122,34 @@ def _sparse(title: str, local_steps: int, **arguments: Any) -> Method:
 
 
 _BOTH: dict[str, Any] = {"whole_below": 4096, "divide": "senders"}
+
+RATES = {"adam": (0.002, 0.004, 0.008), "muon": (0.008, 0.016, 0.032)}
+"""The learning rates among which each training of `INNER` has its best."""
+
+
+def _inner(optimizer: str, lr: float) -> dict[str, Method]:
+    """Exact averages, DiLoCo and SparseLoCo, with this optimizer in each step."""
+    note = "Algorithms with a learning rate of their own are compared with exact, Adam at 0.004."
+    settings: dict[str, Any] = {"optimizer": optimizer, "lr": lr, "baseline": "exact-adam-0.004", "note": note}
+    ends = f"{optimizer.capitalize()} at {lr:g}"
+    exact, diloco = _gradients(f"exact, {ends}", "exact"), _diloco(f"DiLoCo, 30 steps, {ends}", 30)
+    return {
+        f"exact-{optimizer}-{lr:g}": replace(exact, exact=False, **settings),
+        f"diloco-30-{optimizer}-{lr:g}": replace(diloco, **settings),
+        **{
+            f"sparseloco-{count}-both-{optimizer}-{lr:g}": replace(
+                _sparse(f"SparseLoCo, {count} steps, by tensor, senders, {ends}", count, **_BOTH), **settings
+            )
+            for count in (10, 30)
+        },
+    }
+
+
+INNER = {
+    name: method for kind, rates in RATES.items() for lr in rates for name, method in _inner(kind, lr).items()
+}
+"""Adam and Muon, of gradients that are averaged and between exchanges of weights; trained only if named."""
+
 
 LARGEST = {
     "diloco-100-int4": _diloco("DiLoCo, 100 steps, four bits", 100, average=_quantized("int4")),

@@ -30,7 +30,7 @@ from bagua_comm import Communicator
 from ..bench.arguments import add_json_argument, at_least, comma_list
 from ..bench.record import begin_record, header_lines, write_json
 from ..bench.table import Column, Table
-from ..convergence.run import learning_rate
+from ..convergence.run import learning_rate, make_optimizers
 from ..convergence.tasks import CHARACTERS, Data, Transformer, load_text
 from .methods import TRAINED, Method
 from .use import sent_bytes
@@ -101,6 +101,7 @@ def parser_of(text: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=positive, default=400)
     parser.add_argument("--batch-size", type=positive, default=4, help="windows of a rank in a step")
     parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--muon-lr", type=float, default=4e-3, help="that of methods with Muon")
     parser.add_argument("--seeds", type=comma_list(at_least(0)), default=[0, 1, 2])
     parser.add_argument("--windows", type=positive, default=256, help="windows of the held-out text")
     add_json_argument(parser)
@@ -124,8 +125,13 @@ def run_once(
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    optimizer = adam(model.parameters(), lr=options.lr)
+    if method.muon:
+        (optimizer,) = make_optimizers("muon", model, options.muon_lr, None)
+    else:
+        optimizer = adam(model.parameters(), lr=options.lr)
     handle = method.attach(model, comm, optimizer)
+    if isinstance(optimizer, bagua_torch.Muon):
+        optimizer.distribute(comm)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(learning_rate, steps=options.steps))
     batches = data.batches(seed, comm.size * options.batch_size)
     losses, sent, began = np.zeros(options.steps), sent_bytes(), time.perf_counter()
@@ -151,6 +157,8 @@ def run_once(
         held_out = cross_entropy(model(x).flatten(0, 1), y.flatten()).item()
     trained = float(losses[-min(20, options.steps) :].mean())
     both = comm.allreduce(np.array([held_out, trained]), op="avg")
+    if isinstance(optimizer, bagua_torch.Muon):
+        optimizer.close()
     if handle is not None:
         handle.close()
     return {"held_out": float(both[0]), "training": float(both[1]), **used}

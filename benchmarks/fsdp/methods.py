@@ -36,6 +36,8 @@ class Method:
     """Whether each host keeps the whole model in its shards."""
     replicas: Average | DiLoCo | StreamingDiLoCo | SparseLoCo | None = None
     overlap: bool = False
+    muon: bool = False
+    """Whether Muon steps the matrices of blocks, and AdamW the rest."""
 
     def attach(
         self, model: nn.Module, comm: Communicator, optimizer: torch.optim.Optimizer | None = None
@@ -75,15 +77,22 @@ TRAINED = {
 }
 """Those whose losses are compared; overlap changes no bit."""
 
+LOCAL_STEPS = {
+    "DiLoCo, eight bits": DiLoCo(30, average=EIGHT_BITS),
+    "StreamingDiLoCo, four bits": StreamingDiLoCo(30, 4, 5, average=FOUR_BITS),
+    "SparseLoCo": SparseLoCo(30, whole_below=4096, divide="senders"),
+}
+"""Exchanges of weights between sites."""
+
 BETWEEN_SITES = {
     "PyTorch": Method(by_host=True),
     "exact": Method(Exact(), Exact(), by_host=True, replicas=Exact()),
-    "DiLoCo, eight bits": Method(
-        Exact(), Exact(), by_host=True, replicas=DiLoCo(30, average=EIGHT_BITS), overlap=True
-    ),
-    "StreamingDiLoCo, four bits": Method(
-        Exact(), Exact(), by_host=True, replicas=StreamingDiLoCo(30, 4, 5, average=FOUR_BITS), overlap=True
-    ),
-    "SparseLoCo": Method(Exact(), Exact(), by_host=True, replicas=SparseLoCo(30), overlap=True),
+    **{
+        f"{name}{', Muon' if muon else ''}": Method(
+            Exact(), Exact(), by_host=True, replicas=replicas, overlap=True, muon=muon
+        )
+        for muon in (False, True)
+        for name, replicas in LOCAL_STEPS.items()
+    },
 }
 """Those of `benchmarks.fsdp.sites`: on a mesh of two dimensions, with a replica at each site."""

@@ -5,12 +5,12 @@ r"""Replicas of a sharded transformer at sites with slow links: averages of grad
         --launcher torchrun -m benchmarks.fsdp.sites --json benchmarks/results/fsdp-sites.json
 
 Each half of the ranks, by default, is a site that shards the model, on a mesh of (sites, shards). Text, batches
-and losses are those of `benchmarks.fsdp.loss`, with AdamW: all methods see the same tokens. PyTorch averages
-gradients over the sites in each step (HSDP). `link` is what the busiest host has sent in a step, headers
-included, and `fewer` how many times less than with PyTorch's; it is counted where GLOO_SOCKET_IFNAME names an
-interface. `wire` is what a rank sends to other sites in a step, by this library's counters. `exposed` is the part
-of the time in which steps waited for exchanges of local steps, of the rank that waited most. The record is
-written after every run.
+and losses are those of `benchmarks.fsdp.loss`, with AdamW, or with Muon for the matrices of blocks: all methods
+see the same tokens. PyTorch averages gradients over the sites in each step (HSDP). `link` is what the busiest
+host has sent in a step, headers included, and `fewer` how many times less than with PyTorch's; it is counted
+where GLOO_SOCKET_IFNAME names an interface. `wire` is what a rank sends to other sites in a step, by this
+library's counters. `exposed` is the part of the time in which steps waited for exchanges of local steps, of the
+rank that waited most. The record is written after every run.
 """
 
 from __future__ import annotations
