@@ -32,7 +32,7 @@ from .methods import BETWEEN_SITES, Method
 
 TABLE = Table(
     (
-        Column("method", width=27),
+        Column("method", width=32),
         Column("loss", "(mean)", 9),
         Column("to PyTorch", "(%)", 11),
         Column("step", "(ms)", 9),

@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy
 
 import bagua_torch
 import bagua_torch.fsdp
-from bagua_comm import ArrayError, CommMismatch, Exact, GradientAllReduce, Int4, UnsupportedError
+from bagua_comm import ArrayError, CommMismatch, DiLoCo, Exact, GradientAllReduce, Int4, UnsupportedError
 
 SYMBOLS, WIDTH = 23, 20
 
@@ -137,6 +137,33 @@ def errors_of_a_codec_do_not_accumulate(comm):
 def a_mesh_of_replicas_shares_in_each_of_them(comm):
     sharded, _ = assert_same_steps(comm, make(mesh_of_replicas(comm), shard=True))
     sharded.close()
+
+
+def local_steps_between_replicas_have_the_bits_of_whole_models(comm):
+    """Beside `DistributedDataParallel` over the first, or second, ranks of both replicas."""
+    if comm.size != 4:
+        return
+    algorithm, model, other = DiLoCo(2), make(mesh_of_replicas(comm), shard=True), make()
+    sharded, alone = muon_of(model), muon_of(other)
+    handle = bagua_torch.fsdp.attach(model, Exact(), replicas=algorithm, optimizers=sharded)
+    sharded.distribute(comm)
+    with comm.split(comm.rank % 2) as peers:
+        ddp = bagua_torch.DistributedDataParallel(other, alone, algorithm, comm=peers)
+        for step in range(5):
+            ddp.engine.settle()
+            for optimizer in sharded, alone:
+                optimizer.zero_grad()
+            backward(model, comm.size * step + comm.rank)
+            backward(ddp, step)
+            for p, grad in zip(other.parameters(), whole(p.grad for p in model.parameters()), strict=True):
+                p.grad.copy_(grad)
+            sharded.step()
+            alone.step()
+        ddp.close()
+    assert handle.exchanges.exchange.calls == 2
+    assert all(map(torch.equal, whole(model.parameters()), whole(other.parameters())))
+    sharded.close()
+    handle.close()
 
 
 def checkpoints_hold_the_states_of_an_unsharded_optimizer(comm):
@@ -267,6 +294,7 @@ CASES = {
         a_sharded_and_a_replicated_model_have_the_bits_of_an_unsharded_one,
         errors_of_a_codec_do_not_accumulate,
         a_mesh_of_replicas_shares_in_each_of_them,
+        local_steps_between_replicas_have_the_bits_of_whole_models,
         checkpoints_hold_the_states_of_an_unsharded_optimizer,
         a_wrapped_model_trains_by_it,
         parameters_of_another_group_of_as_many_ranks,
