@@ -134,6 +134,12 @@ def test_over_nccl(device, ranks, body):
         run_ranks(ranks, lambda comm: body(comm.transports[0]), wrap=HostOnly)
 
 
+@pytest.mark.parametrize(("device", "ranks"), [real(1), real(2), real(4)], indirect=["device"])
+def test_processes_over_nccl_end_with_0(device, ranks):
+    _, printed = outcomes_on_gpu(ranks)
+    assert printed.startswith("exit code 0:")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("device", ["lazy"], indirect=True)
 def test_bodies_run_in_a_process(device):
