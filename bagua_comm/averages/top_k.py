@@ -212,8 +212,9 @@ class TopKMean:
             if transport is not None:
                 transport.barrier()  # the array of another rank may not be empty
             return
+        record = self._record(flat.size)  # may raise, and the residual is as it was
         unsent = self._compensated(flat, errors, decay)
-        self._exchange(flow, flat, unsent)
+        self._exchange(flow, record, flat, unsent)
         if errors is not None and decay:
             kernels.of(flat).add_scaled(unsent, errors, decay, out=errors)
 
@@ -229,7 +230,7 @@ class TopKMean:
         run.add_scaled(flat, errors, 1 - decay, out=addend)
         return addend
 
-    def _exchange(self, flow: Flow | None, flat: Array, unsent: Array) -> None:
+    def _exchange(self, flow: Flow | None, record: Record, flat: Array, unsent: Array) -> None:
         """Put the mean of `unsent` in `flat`, and leave in `unsent` what was not sent, if it is another array."""
         comm = self._comm
         if flow is None:
@@ -237,7 +238,7 @@ class TopKMean:
                 flat[...] = unsent
                 unsent[...] = 0
             return
-        record, scratch = self._record(flat.size), comm.scratch
+        scratch = comm.scratch
         wires = scratch.take("received", (comm.size, record.nbytes), np.uint8, like=flat)
         mine = wires[comm.rank]
         record.encode(unsent, mine, scratch)

@@ -19,7 +19,7 @@ from ..arrays import Array
 from ..errors import ArrayError, BaguaError, CommError, CommMismatch
 from ..flight import recorder as flight
 from ..flight.batches import fewer_batches
-from ..flight.entries import numbered
+from ..flight.entries import COMPARED, numbered
 from ..flight.recorder import END, NUMBER
 from ..hooks import CallView, Ranks
 from ..transports.base import Transport
@@ -51,7 +51,7 @@ def signature(head: flight.Head) -> str:
     # Encoded arrays of other sizes may have as many bytes.
     is_encoded = "codec" in detail or "average" in detail
     parts += [f"{np.prod(shape, dtype=int)} elements"] if is_encoded and "counts" not in detail else []
-    parts += [f"{key}={detail[key]}" for key in ("codec", "average", "op", "root") if key in detail]
+    parts += [f"{key}={detail[key]}" for key in COMPARED if key in detail]
     parts += ["with counts"] if "counts" in detail and "root" not in detail else []
     return f"{name}({', '.join(parts)})"
 

@@ -80,7 +80,9 @@ class HealthMonitor:
         self._sent_before = self._sent_bytes()
 
     def _sent_bytes(self) -> int:
-        return sum(transport.sent_bytes for transport in self._lane.comm.transports)
+        """The bytes that exchanges have sent, also those of communicators inside and across nodes."""
+        counters = [lane.comm.counters for lane in (self._lane, *self._lanes)]  # lanes may share them
+        return sum(each.total().wire_bytes for each in {id(each): each for each in counters}.values())
 
     def _restart(self) -> None:
         """Compare the ranks as if no row had come."""

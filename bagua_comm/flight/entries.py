@@ -32,7 +32,7 @@ Signature: TypeAlias = tuple[object, ...]
 _UNLIKE = frozenset({"gather", "scatter", "alltoall"})
 """Collective calls whose arrays may differ between ranks if they have counts."""
 
-_COMPARED = ("codec", "op", "root")
+COMPARED = ("codec", "average", "op", "root")
 """The arguments that all ranks must have in common."""
 
 
@@ -110,7 +110,7 @@ class Entry:
         """The properties that are equal on all ranks that make the same call."""
         has_counts = "counts" in self.detail
         array = (self.dtype, None if has_counts and self.name in _UNLIKE else self.size) if self.dtype else ()
-        others = (str(self.detail[key]) for key in _COMPARED if key in self.detail)
+        others = (str(self.detail[key]) for key in COMPARED if key in self.detail)
         return (self.name, has_counts, *array, *others)
 
     @property
@@ -166,7 +166,7 @@ def differences(expected: Entry, found: Entry) -> str:
         ways.append(f"sizes differ ({expected.size} and {found.size} elements)")
     ways += [
         f"{key} differs ({expected.detail.get(key)} and {found.detail.get(key)})"
-        for key in _COMPARED
+        for key in COMPARED
         if str(expected.detail.get(key)) != str(found.detail.get(key))
     ]
     return ", ".join(ways)

@@ -2,7 +2,7 @@
 
 How fast a codec's kernel can be follows from arithmetic: each lane of a GPU issues one instruction a cycle, and a
 kernel cannot be faster than a copy of as many bytes. `python -m benchmarks.gpu.report` prints the result for some
-GPUs, which is the table of the README. It is arithmetic, and was not measured.
+GPUs, which is a table of docs/guides/gpus.md. It is arithmetic, and was not measured.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ def copy(sections: Results) -> Results:
 
 
 def table() -> Iterator[str]:
-    """The expected figures, for the README."""
+    """The expected figures, for docs/guides/gpus.md."""
     yield f"| expected share of a copy | {' | '.join(GPUS)} |"
     yield "| --- |" + " --- |" * len(GPUS)
     for step in STEPS:

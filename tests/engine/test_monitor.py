@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from support.engine_steps import backward, give_times
 
-from bagua_comm import DiLoCo, Engine, GradientAllReduce, Plan, Point, StreamingDiLoCo, TensorSpec
+from bagua_comm import DiLoCo, Engine, GradientAllReduce, Hierarchical, Plan, Point, StreamingDiLoCo, TensorSpec
 from bagua_comm.engine import links, monitor
 from bagua_comm.flight import diagnose
 from bagua_comm.health.slow import HealthLogs, Slow
@@ -20,9 +20,11 @@ PLAN = Plan.pack([TensorSpec(f"x{i}", (8,), "float32") for i in range(2)], bucke
 STEP_MS = 100
 
 
-def train(comm, steps, own_ms, *, waiting_ms=lambda step: 10, algorithm=None, look=lambda engine, step: None):
+def train(
+    comm, steps, own_ms, *, waiting_ms=lambda step: 10, algorithm=None, look=lambda engine, step: None, plan=PLAN
+):
     """Train with steps whose times are given, in the place of those of a clock; returns the engine's rows."""
-    with Engine(comm, algorithm or GradientAllReduce(), PLAN, PLAN.allocate()) as engine:
+    with Engine(comm, algorithm or GradientAllReduce(), plan, plan.allocate()) as engine:
         give_times(engine, lambda step: own_ms(step, comm.rank), waiting_ms)
         for step in range(steps):
             engine.at(Point.FORWARD)
@@ -141,6 +143,18 @@ def test_a_rank_that_is_late_makes_no_link_seem_slow(late):
 def test_links_are_measured_with_messages_of_the_size_of_exchanges(exchanged, nbytes):
     found = run_ranks(2, lambda comm: links.size_of_messages(comm, exchanged[comm.rank]))
     assert found == [nbytes] * 2
+
+
+def test_what_is_sent_inside_and_across_nodes_belongs_to_an_exchange(monkeypatch):
+    sizes, plan = [], Plan.pack([TensorSpec("x", (2**17,), "float32")])
+    monkeypatch.setattr(
+        monitor, "measure_links", lambda comm, nodes, nbytes: sizes.append(nbytes) or np.ones((2, 2))
+    )
+    algorithm = GradientAllReduce(Hierarchical())
+    run_ranks(
+        4, lambda comm: train(comm, 20, slowed(None, 0, 0), algorithm=algorithm, plan=plan), nodes=[0, 0, 1, 1]
+    )
+    assert {*sizes} == {2**19}
 
 
 def test_ranks_that_are_stopped_send_no_rows():

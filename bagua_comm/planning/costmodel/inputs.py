@@ -213,9 +213,9 @@ class Rates:
         """Rates of a data-centre GPU over NCCL.
 
         Those of codecs, sums and copies were measured on an H200 (benchmarks/results/gpu_h200.json), in float32:
-        `combine` for eight ranks; for two it reaches half of that. The others are estimates. The assumptions are
-        cautious that `Int4` is as fast as the eight-bit codec (encode and decode took 0.9 of its time), and that
-        `TopK` takes as many times longer than that as it does on CPUs: `costs.CHOICE` (1.7 there).
+        `combine` for eight ranks; for two it reaches half of that. The others are estimates. It is assumed,
+        and cautious, that `Int4` is as fast as the eight-bit codec (encode and decode took 0.9 of its time), and
+        that `TopK` takes `costs.CHOICE` times as long to encode, as on CPUs (it took 1.7 times as long).
         """
         minmax, cast = CodecRates(3.1e12, 2.8e12, 7.9e12), CodecRates(2.5e12, 2.5e12, 5.9e12)
         return cls(minmax, cast, add=2.9e12, copy=2.1e12, message_s=1e-6, network_s_per_byte=0.0, polling=0.0)
