@@ -190,8 +190,7 @@ class TopKMean:
             self._average(flat, errors, decay)
         if not arrays.same_memory(call.x, call.target):
             call.target[...] = call.x
-        result: Array = call.result
-        return result
+        return call.result
 
     def _call(self, x: Array) -> Call:
         """Return a call on `x`.

@@ -42,8 +42,8 @@ class Frame(NamedTuple):
         return f"{self.file}:{self.line}, in {self.function}{code}"
 
 
-class Call(NamedTuple):
-    """Where a call is in progress. It has no frame: a frame would keep the call's variables after its end."""
+class Position(NamedTuple):
+    """The line that a call in progress has reached. Its frame would keep the call's variables after its end."""
 
     code: CodeType
     line: int
@@ -119,7 +119,7 @@ def _installed() -> tuple[str, ...]:
     return ("<", *sorted(paths))
 
 
-def current_stacks() -> dict[int, list[Call]]:
+def current_stacks() -> dict[int, list[Position]]:
     """The calls in progress in all threads, by thread, innermost first.
 
     CPython hangs if it collects garbage while it lists the frames of threads (python/cpython#106883), and may
@@ -141,13 +141,13 @@ _listing = threading.RLock()
 """Held while settings of the interpreter are changed; a signal handler may list frames meanwhile."""
 
 
-def _recorded(calls: list[Call]) -> list[Call]:
+def _recorded(calls: list[Position]) -> list[Position]:
     """The calls of a stack that a record keeps: without the innermost ones, which write it."""
     first = next((n for n, call in enumerate(calls) if not call.module.startswith(_RECORDING)), len(calls))
     return calls[first : first + FRAMES]
 
 
-def _outward(frame: FrameType | None) -> Iterable[Call]:
+def _outward(frame: FrameType | None) -> Iterable[Position]:
     while frame is not None:
-        yield Call(frame.f_code, frame.f_lineno or 0, frame.f_globals)
+        yield Position(frame.f_code, frame.f_lineno or 0, frame.f_globals)
         frame = frame.f_back

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from ..comm import Communicator
 from ..errors import CommAborted, CommTimeout
 from ..execution.futures import end_lanes
-from ..flight.stacks import Call, current_stacks
+from ..flight.stacks import Position, current_stacks
 from ..transports import LocalTransport, Transport
 from ..transports.call_state import check_timeout
 from ..transports.local import Hub
@@ -99,5 +99,5 @@ def still_running(threads: Sequence[threading.Thread], limit_s: float) -> str:
     return ", ".join(f"{name} (in {' < '.join(map(_text_of, stack[:8]))})" for name, stack in running)
 
 
-def _text_of(call: Call) -> str:
+def _text_of(call: Position) -> str:
     return f"{call.code.co_name} {PurePath(call.code.co_filename).name}:{call.line}"

@@ -62,7 +62,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         def run(data: Data, method: Method, seed: int) -> dict[str, Any]:
             found = run_once(comm, options, data, method, seed, mesh=mesh, adam=torch.optim.AdamW)
             rows = comm.allgather_object(found)
-            return {key: largest([row[key] for row in rows]) for key in found}
+            of = {"replicas": repr(method.replicas), "muon": method.muon}
+            return of | {key: largest([row[key] for row in rows]) for key in found}
 
         results = run_all(comm, "FSDP2 between sites", options, methods, run)
         if comm.rank == 0:

@@ -14,7 +14,7 @@ import pytest
 from mpi4py import MPI
 
 import bagua_comm
-from bagua_comm import ArrayError, CommAborted, CommError, CommMismatch, CommTimeout
+from bagua_comm import ArrayError, CommAborted, CommError, CommMismatch, CommTimeout, Hierarchical, TopK
 from bagua_comm.testing import reduced
 from bagua_comm.transports import notices
 from bagua_comm.transports.mpi import endpoint, messages, tuning
@@ -310,6 +310,14 @@ CALLS = {
     "chunks": (
         lambda comm, x: comm.reduce_scatter(x.view(np.int32 if comm.rank else np.float32)),
         "reduce_scatter sum of .* x float32 .* x int32",
+    ),
+    "size of a record": (
+        lambda comm, x: TopK(1000, 2).bind(comm)(x.view(np.float32)[comm.rank and 1 :]),
+        r"TopK.*\(\d+ bytes\), but rank 1 .*\(\d+ bytes\)",
+    ),
+    "dtype below a padded array": (
+        lambda comm, x: Hierarchical().bind(comm)(x.view(np.float64 if comm.rank else np.float32)),
+        r"float32[^|]* rank 1 [^|]*float64",
     ),
 }
 

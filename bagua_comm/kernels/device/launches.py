@@ -148,8 +148,8 @@ def between_kernels(key: str, shape: tuple[int, ...], dtype: npt.DTypeLike, wire
     It belongs to the memory of `wire`, and is freed with it. Calls that write there come one after the other in
     any case, also those on several streams and in CUDA graphs. So a captured call allocates nothing if one was
     made before. If `wire` lies in a scratch, it is memory of that scratch, whose users are ordered too: where a
-    wire is in there changes as the scratch grows. Replays of a recorded call could not use it, since they may
-    come on other streams.
+    wire is in there changes as the scratch grows. A call that has such an array is not replayed: replays may come
+    on other streams, and the memory of a wire is in the order of one.
     """
     recording = current()
     if recording is not None:
