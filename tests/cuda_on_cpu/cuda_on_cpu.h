@@ -15,6 +15,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -139,7 +140,8 @@ inline float __fadd_rd(float a, float b) {
 // ---- Fibers ----
 
 struct Fiber {
-    ucontext_t context;
+    void* parked[5];  // where it waits, or has ended
+    bool started;
     uint3 index;
     enum { ready, at_barrier, at_shuffle, done } state;
     unsigned mask;  // of a shuffle
@@ -147,19 +149,24 @@ struct Fiber {
     unsigned long long value;
 };
 
-constexpr size_t stack_bytes = 1 << 16;
+constexpr size_t stack_bytes = 1 << 16, most_threads = 1024;
 constexpr int warp_size = 32;
 constexpr int every = -1;
 constexpr unsigned long long poison = 0xffc0dead'ffc0deadull;
 
 static std::vector<Fiber> fibers;
-static std::vector<char> stacks;
-static ucontext_t scheduler;
+static std::unique_ptr<char[]> stacks;
+static void* scheduler[5];
 static Fiber* running;
 static void (*body)(void**);
 static void** arguments;
 
-static void wait() { swapcontext(&running->context, &scheduler); }
+// To switch by swapcontext would be two calls of the operating system, for the mask of signals.
+static __attribute__((noipa)) void jump(void** to) { __builtin_longjmp(to, 1); }
+
+static __attribute__((noipa)) void wait() {
+    if (!__builtin_setjmp(running->parked)) jump(scheduler);
+}
 
 inline int __syncthreads_count(int predicate) {
     Fiber* self = running;
@@ -233,10 +240,27 @@ inline int __all_sync(unsigned mask, int predicate) { return shuffled(mask, pred
 
 inline void __syncwarp(unsigned mask = 0xffffffff) { __all_sync(mask, 1); }
 
-static void start_fiber() {
-    body(arguments);
-    running->state = Fiber::done;
-    wait();
+// One thread of each CTA in turn.
+static void run_fiber() {
+    for (;;) {
+        body(arguments);
+        running->state = Fiber::done;
+        wait();
+    }
+}
+
+// Run a fiber until it waits or ends.
+static __attribute__((noipa)) void resume(Fiber* fiber) {
+    running = fiber, threadIdx = fiber->index;
+    if (__builtin_setjmp(scheduler)) return;
+    if (fiber->started) jump(fiber->parked);
+    fiber->started = true;
+    ucontext_t context;
+    getcontext(&context);
+    context.uc_stack.ss_sp = &stacks[(fiber - fibers.data()) * stack_bytes];
+    context.uc_stack.ss_size = stack_bytes;
+    makecontext(&context, run_fiber, 0);
+    setcontext(&context);
 }
 
 // Let the lanes of a warp exchange their values, if all of them wait for it.
@@ -266,8 +290,7 @@ static size_t run_warp(size_t first, bool backwards) {
         for (int i = 0; i < count; ++i) {
             Fiber& fiber = fibers[first + (backwards ? count - 1 - i : i)];
             if (fiber.state != Fiber::ready) continue;
-            running = &fiber, threadIdx = fiber.index;
-            swapcontext(&scheduler, &fiber.context);
+            resume(&fiber);
             ended += fiber.state == Fiber::done;
         }
     } while (failure.empty() && fibers[first].state == Fiber::at_shuffle && shuffle(&fibers[first], count));
@@ -281,10 +304,6 @@ static void run_cta(bool backwards) {
     size_t count = fibers.size(), left = count;
     for (size_t i = 0; i < count; ++i) {
         Fiber& fiber = fibers[i];
-        getcontext(&fiber.context);
-        fiber.context.uc_stack.ss_sp = &stacks[i * stack_bytes];
-        fiber.context.uc_stack.ss_size = stack_bytes;
-        makecontext(&fiber.context, start_fiber, 0);
         fiber.state = Fiber::ready;
         fiber.index = {unsigned(i % blockDim.x), unsigned(i / blockDim.x % blockDim.y),
                        unsigned(i / blockDim.x / blockDim.y)};
@@ -308,16 +327,18 @@ static const char* run_grid(void (*kernel)(void**), const unsigned* grid, const 
     body = kernel, arguments = args, failure.clear();
     gridDim = {grid[0], grid[1], grid[2]}, blockDim = {block[0], block[1], block[2]};
     size_t count = size_t(block[0]) * block[1] * block[2];
-    if (count == 0 || count > 1024 || grid[0] == 0 || grid[1] == 0 || grid[1] > 65535) return "no such grid";
+    if (count == 0 || count > most_threads || grid[0] == 0 || grid[1] == 0 || grid[1] > 65535) return "no such grid";
     fibers.resize(count);
-    stacks.resize(count * stack_bytes);
+    if (!stacks) stacks.reset(new char[most_threads * stack_bytes]);  // the system gives memory when it is written to
     size_t ctas = size_t(grid[0]) * grid[1] * grid[2];
     for (size_t i = 0; i < ctas && failure.empty(); ++i) {
         size_t at = backwards ? ctas - 1 - i : i;
         blockIdx = {unsigned(at % grid[0]), unsigned(at / grid[0] % grid[1]), unsigned(at / grid[0] / grid[1])};
         run_cta(backwards);
     }
-    return failure.empty() ? nullptr : failure.c_str();
+    if (failure.empty()) return nullptr;
+    for (Fiber& fiber : fibers) fiber.started = false;  // some may wait for ever
+    return failure.c_str();
 }
 
 template <class... Args>
