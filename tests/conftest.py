@@ -6,6 +6,7 @@ Tests in tests/mpi run under mpirun only; tests/test_mpirun.py starts them. `dev
 import contextlib
 import gc
 import os
+import sys
 import threading
 from pathlib import Path
 
@@ -14,13 +15,14 @@ from _pytest.doctest import DoctestItem, DoctestModule
 from _pytest.mark import deselect_by_mark
 from cuda_on_cpu import build, machine
 from cuda_on_cpu.install import installed
-from support import doctests, needs, selection, stacks, tidy
+from support import doctests, needs, selection, shares, stacks, tidy
 from support.launch import TIME_FACTOR
 
 from bagua_comm import kernels
 from bagua_comm.system import infiniband
 
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of child processes load the same modules
+sys.dont_write_bytecode = False
 
 MPI_TESTS = Path(__file__).parent / "mpi"
 LEFT_OUT = pytest.StashKey()
@@ -34,6 +36,7 @@ Tests wait for ranks, time limits and other processes, so that two processes lea
 def pytest_configure(config):
     config.pluginmanager.register(needs)  # here, so that it also sees the doctests of the packages
     config.pluginmanager.register(doctests)
+    config.pluginmanager.register(shares)
     config.pluginmanager.register(stacks)
     if not config.getoption("--with-mpi", False):  # under mpirun the ranks have one communicator for all tests
         config.pluginmanager.register(tidy)
