@@ -4,6 +4,7 @@ In a fresh clone these are the test files with rewritten asserts, and the consta
 Each process would else prepare all of them, at the same time as the others.
 """
 
+import contextlib
 from types import ModuleType
 
 import pytest
@@ -16,15 +17,21 @@ def pytest_collection(session):
     config = session.config
     if not hasattr(config, "workerinput"):
         return
-    from hypothesis.internal.constants_ast import constants_from_module
-
     count, number = config.workerinput["workercount"], int(config.workerinput["workerid"].removeprefix("gw"))
-    files = sorted(path for each in config.getini("testpaths") for path in (config.rootpath / each).rglob("*.py"))
-    for path in files[number::count]:
-        module = ModuleType(path.stem)
-        module.__file__ = str(path)
-        constants_from_module(module)
+    folders = [config.rootpath / each for each in (*config.getini("testpaths"), "benchmarks")]
+    for path in sorted(path for folder in folders for path in folder.rglob("*.py"))[number::count]:
+        keep_constants(path)
         pyc = rewrite.get_cache_dir(path) / (path.stem + rewrite.PYC_TAIL)
         if path.match("test_*.py") and rewrite._read_pyc(path, pyc) is None and rewrite.try_makedirs(pyc.parent):
             digest, code = rewrite._rewrite_test(path, config)
             rewrite._write_pyc(config.stash[rewrite.assertstate_key], code, digest, pyc)
+
+
+def keep_constants(path):
+    """Let hypothesis write the constants of a module to its folder."""
+    with contextlib.suppress(ImportError):  # its first versions draw from none
+        from hypothesis.internal.constants_ast import constants_from_module
+
+        module = ModuleType(path.stem)
+        module.__file__ = str(path)
+        constants_from_module(module)
