@@ -10,7 +10,8 @@ import torch
 from support import thread_groups
 from support.elastic_shards import results
 from support.elastic_shards import whole as whole_shards
-from support.fsdp_training import batch, make, mean, shard
+from support.fsdp_training import WIDTH, batch, mean, shard
+from support.fsdp_training import make as make_net
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import mse_loss
 
@@ -34,7 +35,10 @@ from bagua_comm.testing.fleets import ThreadJob, run_fleet
 from bagua_torch import DistributedDataParallel, fsdp
 
 STEPS = 7
-AdamW = functools.partial(torch.optim.AdamW, lr=1e-2)
+AdamW = functools.partial(torch.optim.AdamW, lr=1e-2, foreach=True)
+SGD = functools.partial(torch.optim.SGD, lr=1e-2, momentum=0.9, foreach=True)
+make = functools.partial(make_net, block=functools.partial(torch.nn.Linear, WIDTH, WIDTH))
+"""A small net: each rank of each test computes anew how each operation on each parameter is sharded."""
 
 
 @pytest.fixture(autouse=True)
@@ -44,12 +48,17 @@ def groups():
     thread_groups.uninstall()
 
 
-def on_mesh(comm, *, sites=2):
-    """A sharded model on a mesh of (sites, shards), whose process groups only know their ranks."""
+def on_mesh(comm, *, sites=2, frozen=()):
+    """A sharded model on a mesh of (sites, shards), whose process groups only know their ranks.
+
+    `frozen`: how the names of frozen parameters begin.
+    """
     thread_groups.renew(comm)
     mesh = init_device_mesh("cpu", (sites, comm.size // sites), mesh_dim_names=("replicas", "shards"))
     with thread_groups.LOCK:
         model = make()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.startswith(frozen))
     return shard(model, mesh=mesh), mesh
 
 
@@ -70,20 +79,17 @@ def weights_of(comm, mesh, model):
     return found
 
 
-def sharded(algorithm, *, steps=STEPS, ranks=4, optimizer=AdamW):
-    """By rank, the weights after these steps."""
+def sharded(algorithm, optimizer=SGD):
+    """By rank, the weights after `STEPS` steps."""
 
-    def program(comm):
-        model, mesh = on_mesh(comm)
-        made = optimizer(model.parameters())
-        with fsdp.attach(model, Exact(), comm=comm, replicas=algorithm, optimizers=made):
-            train(model, made, comm.rank, range(steps))
-            return weights_of(comm, mesh, model)
+    def program(comm, mesh, model, optimizer, handle):
+        train(model, optimizer, comm.rank, range(STEPS))
+        return weights_of(comm, mesh, model)
 
-    return run_ranks(ranks, program)
+    return between(program, algorithm=algorithm, optimizer=optimizer)
 
 
-def unsharded(algorithm, *, steps=STEPS, shards=2, optimizer=AdamW):
+def unsharded(algorithm, optimizer, shards=2):
     """By replica, the weights of a whole model of which each rank computes the gradients of a replica's ranks."""
 
     def program(comm):
@@ -91,7 +97,7 @@ def unsharded(algorithm, *, steps=STEPS, shards=2, optimizer=AdamW):
             model = make()
         made = optimizer(model.parameters())
         ddp = DistributedDataParallel(model, [made], algorithm, comm=comm)
-        for step in range(steps):
+        for step in range(STEPS):
             ddp.engine.settle()
             grads = []
             for rank in range(comm.rank * shards, (comm.rank + 1) * shards):
@@ -118,30 +124,30 @@ def assert_same_bits(found, expected):
 
 
 @pytest.mark.parametrize(
-    "algorithm",
+    ("algorithm", "optimizer"),
     [
-        DiLoCo(3),
-        StreamingDiLoCo(5, fragments=3, delay=2),
-        StreamingDiLoCo(2, fragments=1, delay=0, mix=0),
+        (DiLoCo(3), AdamW),
+        (StreamingDiLoCo(5, fragments=3, delay=2), SGD),
+        (StreamingDiLoCo(2, fragments=1, delay=0, mix=0), SGD),
     ],
     ids=["DiLoCo", "StreamingDiLoCo", "without delay"],
 )
-def test_the_bits_are_those_of_a_training_without_shards(algorithm):
-    replicas = unsharded(algorithm)
-    for rank, found in enumerate(sharded(algorithm)):
+def test_the_bits_are_those_of_a_training_without_shards(algorithm, optimizer):
+    replicas = unsharded(algorithm, optimizer)
+    for rank, found in enumerate(sharded(algorithm, optimizer)):
         assert_same_bits(found, replicas[rank // 2])
 
 
-def between(program, *, ranks=4, algorithm=None, optimizer=AdamW):
+def between(program, *, algorithm=None, optimizer=SGD, frozen=()):
     """By rank, the results of `program(comm, mesh, model, optimizer, handle)` on a model with local steps."""
 
     def run(comm):
-        model, mesh = on_mesh(comm)
-        made = optimizer(model.parameters())
+        model, mesh = on_mesh(comm, frozen=frozen)
+        made = optimizer([p for p in model.parameters() if p.requires_grad])
         with fsdp.attach(model, Exact(), comm=comm, replicas=algorithm or DiLoCo(3), optimizers=made) as handle:
             return program(comm, mesh, model, made, handle)
 
-    return run_ranks(ranks, run)
+    return run_ranks(4, run)
 
 
 def assert_all_equal(rows):
@@ -153,8 +159,13 @@ def assert_all_equal(rows):
     "algorithm", [SparseLoCo(2), DiLoCo(2, average=Quantized(min_bytes=0))], ids=["SparseLoCo", "eight bits"]
 )
 def test_replicas_are_equal_after_an_outer_step_and_only_then(algorithm):
-    for steps, equal in ((4, True), (5, False)):
-        rows = sharded(algorithm, steps=steps)
+    def program(comm, mesh, model, optimizer, handle):
+        train(model, optimizer, comm.rank, range(4))
+        after_four = weights_of(comm, mesh, model)
+        train(model, optimizer, comm.rank, [4])
+        return after_four, weights_of(comm, mesh, model)
+
+    for rows, equal in zip(zip(*between(program, algorithm=algorithm), strict=True), (True, False), strict=True):
         same = all(torch.equal(rows[0][name], rows[2][name]) for name in rows[0])
         assert same is equal
         assert_all_equal(rows[:2])
@@ -173,11 +184,11 @@ def test_a_link_between_replicas_has_the_shards_of_a_rank_once_in_many_steps():
 
 
 @pytest.mark.parametrize(
-    "algorithm",
-    [DiLoCo(3), StreamingDiLoCo(4, fragments=2, delay=2), SparseLoCo(2)],
+    ("algorithm", "optimizer"),
+    [(DiLoCo(3), AdamW), (StreamingDiLoCo(4, fragments=2, delay=2), SGD), (SparseLoCo(2), SGD)],
     ids=["DiLoCo", "StreamingDiLoCo", "SparseLoCo"],
 )
-def test_a_loaded_state_continues_with_the_same_bits(algorithm):
+def test_a_loaded_state_continues_with_the_same_bits(algorithm, optimizer):
     def program(comm, mesh, model, optimizer, handle):
         train(model, optimizer, comm.rank, range(5))
         saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), handle.state_dict()))
@@ -188,7 +199,7 @@ def test_a_loaded_state_continues_with_the_same_bits(algorithm):
         train(model, optimizer, comm.rank, range(5, STEPS))
         assert_same_bits(weights_of(comm, mesh, model), expected)
 
-    between(program, algorithm=algorithm)
+    between(program, algorithm=algorithm, optimizer=optimizer)
 
 
 @pytest.mark.parametrize(("text", "ranks"), [("no 'local steps'", range(4)), ("'anchor' of .* is missing", [1])])
@@ -207,7 +218,7 @@ def test_a_state_that_lacks_something_is_refused_on_all_ranks(text, ranks):
 def test_a_model_that_has_run_without_a_backward_pass_begins_with_the_first_replica():
     def program(comm):
         model, _ = on_mesh(comm)
-        made = AdamW(model.parameters())
+        made = SGD(model.parameters())
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.to_local().add_(comm.rank // 2)
@@ -221,14 +232,14 @@ def test_a_model_that_has_run_without_a_backward_pass_begins_with_the_first_repl
 def test_weights_that_a_module_loads_are_where_the_next_outer_step_begins():
     def program(comm, mesh, model, optimizer, handle):
         train(model, optimizer, comm.rank, range(4))
-        model.load_state_dict({name: x * 0 + 1 for name, x in model.state_dict().items()})
+        model.load_state_dict({name: x * 0 + 0.1 for name, x in model.state_dict().items()})
         train(model, optimizer, comm.rank, range(4, 6))
         found, anchor = weights_of(comm, mesh, model), handle.state_dict()["local steps"]["shared"]
         assert all(torch.equal(x, anchor[n]["anchor"].to_local()) for n, x in locals_of(model))
         return found
 
     for rows in between(program):
-        assert all((weights - 1).abs().max() < 0.1 for weights in rows.values())  # two steps from there
+        assert all((weights - 0.1).abs().max() < 0.1 for weights in rows.values())  # two steps from there
 
 
 def locals_of(model):
@@ -275,31 +286,13 @@ def test_a_step_that_only_makes_the_state_of_an_optimizer_does_not_count():
     assert between(program) == [1] * 4
 
 
-def with_frozen(program, *frozen):
-    """As `between`, on a model of which these parts are frozen."""
-
-    def run(comm):
-        thread_groups.renew(comm)
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
-        with thread_groups.LOCK:
-            model = make()
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(not name.startswith(frozen))
-        shard(model, mesh=mesh)
-        made = AdamW([p for p in model.parameters() if p.requires_grad])
-        with fsdp.attach(model, Exact(), comm=comm, replicas=DiLoCo(3), optimizers=made) as handle:
-            return program(comm, mesh, model, made, handle)
-
-    return run_ranks(4, run)
-
-
 def test_frozen_parameters_are_not_exchanged():
     def program(comm, mesh, model, optimizer, handle):
         train(model, optimizer, comm.rank, range(3))
         return {*handle.state_dict()["local steps"]["shared"]}, weights_of(comm, mesh, model)
 
     before = make().state_dict()
-    for names, weights in with_frozen(program, "blocks.0"):
+    for names, weights in between(program, frozen=("blocks.0",)):
         assert names == {name for name in before if "blocks.0" not in name}
         assert all(torch.equal(weights[name], x) for name, x in before.items() if "blocks.0" in name)
 
@@ -311,13 +304,13 @@ def test_a_parameter_that_is_unfrozen_later_is_named():
         with pytest.raises(ArrayError, match=r"'last\.weight' was frozen when attach was called"):
             train(model, optimizer, comm.rank, [2])
 
-    with_frozen(program, "last.weight")
+    between(program, frozen=("last.weight",))
 
 
 def test_a_step_ends_with_the_last_of_several_optimizers():
     def program(comm):
         model, mesh = on_mesh(comm)
-        both = [AdamW(model.blocks.parameters()), AdamW([*model.first.parameters(), *model.last.parameters()])]
+        both = [SGD(model.blocks.parameters()), SGD([*model.first.parameters(), *model.last.parameters()])]
         together = SimpleNamespace(
             zero_grad=lambda: [each.zero_grad() for each in both], step=lambda: [each.step() for each in both]
         )
@@ -350,7 +343,7 @@ def test_a_step_that_a_scaler_leaves_out_counts():
 def test_local_steps_go_on_if_nobody_keeps_the_handle():
     def program(comm):
         model, mesh = on_mesh(comm)
-        made = AdamW(model.parameters())
+        made = SGD(model.parameters())
         fsdp.attach(model, Exact(), comm=comm, replicas=DiLoCo(2), optimizers=made)
         gc.collect()
         train(model, made, comm.rank, range(4))
@@ -414,14 +407,14 @@ class Elastic:
 
     def train(self, fleet, state, comm):
         model, _ = on_mesh(comm, sites=comm.size // 2)
-        optimizer = AdamW(model.parameters())
+        optimizer = SGD(model.parameters())
         handle = fsdp.attach(model, Exact(), comm=comm, replicas=self.algorithm, optimizers=optimizer)
         state.register(model=model, optimizer=optimizer)
         if state.step:
             self.restored[fleet.me] = self.outer(comm, handle)
             model(batch(0, 0)[0])
             self.begun[fleet.me] = whole_shards(comm, dict(model.named_parameters()))
-        while state.step < 6:
+        while state.step < 4:
             train(model, optimizer, comm.rank, [state.step])
             state.step += 1
             state.commit()
@@ -455,7 +448,7 @@ def test_with_spares_the_site_that_was_lost_goes_on_as_well():
     training = Elastic(ThreadJob(6, wanted=4), dying=(2, 3))
     ended = results(run_fleet(training.job, training.body, limit_s=100))
     assert [size for size, _ in ended] == [4] * 4
-    assert_all_equal([weights for _, weights in ended])  # step 6 is an outer one
+    assert_all_equal([weights for _, weights in ended])  # step 4 is an outer one
     anchors = {name: training.committed[0][f"{name} anchor"] for name in training.begun[0]}
     for begun in training.begun.values():
         assert_same_bits(begun, anchors)

@@ -73,9 +73,9 @@ class Block(nn.Module):
 class Net(nn.Module):
     """Two blocks between two layers; with `tied`, one matrix serves at both ends; `unused` is never called."""
 
-    def __init__(self, tied=False, unused=False):
+    def __init__(self, tied=False, unused=False, block=Block):
         super().__init__()
-        self.first, self.blocks = nn.Linear(INPUTS, WIDTH), nn.ModuleList([Block(), Block()])
+        self.first, self.blocks = nn.Linear(INPUTS, WIDTH), nn.ModuleList([block(), block()])
         self.last = nn.Linear(WIDTH, INPUTS if tied else OUTPUTS)
         if tied:
             self.last.weight = nn.Parameter(self.first.weight.detach().t().contiguous())
