@@ -86,7 +86,7 @@ def test_a_seed_finds_a_commit_without_agreement(monkeypatch):
         buffer.local.commit()
         return pending, problem
 
-    assert_found(monkeypatch, (commit, "_write", hasty), "elastic", range(8, 200))
+    assert_found(monkeypatch, (commit, "_write", hasty), "elastic", range(16, 200))
 
 
 def test_a_seed_finds_a_message_that_is_read_before_an_earlier_one(monkeypatch):
