@@ -202,14 +202,15 @@ def test_a_loaded_state_continues_with_the_same_bits(algorithm, optimizer):
     between(program, algorithm=algorithm, optimizer=optimizer)
 
 
-@pytest.mark.parametrize(("text", "ranks"), [("no 'local steps'", range(4)), ("'anchor' of .* is missing", [1])])
-def test_a_state_that_lacks_something_is_refused_on_all_ranks(text, ranks):
+def test_a_state_that_lacks_something_is_refused_on_all_ranks():
     def program(comm, mesh, model, optimizer, handle):
         train(model, optimizer, comm.rank, range(4))
-        state = {"others": {}} if len(ranks) > 1 else handle.state_dict()
-        if comm.rank in ranks and len(ranks) == 1:
+        with pytest.raises(ArrayError, match="no 'local steps'"):
+            handle.load_state_dict({"others": {}})
+        state = handle.state_dict()
+        if comm.rank == 1:
             state["local steps"]["shared"].popitem()
-        with pytest.raises(ArrayError, match=text):
+        with pytest.raises(ArrayError, match=r"'anchor' of .* is missing"):
             handle.load_state_dict(state)
 
     between(program)
