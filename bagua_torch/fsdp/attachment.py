@@ -84,6 +84,7 @@ class Attachment(Closing):
         self._lane = comm.lane("thread") if has_replicas or compares else None
         """Of all ranks, for weights where a reduction has fewer, and for the times of passes."""
         self._weights = PassWeights(self._passes, self._lane if has_replicas else None)
+        self._averages = [each for each in (reduce, replicas) if isinstance(each, Average)]
         self._health: HealthMonitor | None = None
         if self._lane is not None and compares:
             self._health = HealthMonitor(self._lane, _log, [lane for each in self._lanes for lane in each.lanes])
@@ -170,7 +171,8 @@ class Attachment(Closing):
         Raises:
             ArrayError: The backward pass has begun. If the weight was set after it, the step of an optimizer
                 raises it; if that of a rank is late, missing or out of range, the next pass does, on all ranks.
-            UnsupportedError: Gradients are averaged over other ranks than those of `comm`.
+            UnsupportedError: Gradients are averaged over other ranks than those of `comm`, or divided by the
+                number of those that send an element.
         """
         return self._weights.now
 
@@ -181,6 +183,8 @@ class Attachment(Closing):
                 f"weight: gradients of this model are averaged over {self._reduced_over} ranks, expected the "
                 f"{self._comm.size} ranks of comm"
             )
+        for average in self._averages:
+            average.check_weights()
         self._weights.set(weight)
 
     @property
