@@ -132,8 +132,8 @@ class Replacements:
             self.warn(
                 f"{found} changed after step {step}, and neither an optimizer nor an exchange did that: "
                 f"{self._name} goes on with its copies of the weights before. If the weights were replaced, call "
-                "engine.weights_replaced() on all ranks, or use load_state_dict, which does; what belongs to "
-                "training, such as a projection in some steps, may stay as it is"
+                "weights_replaced() of the engine or the handle on all ranks, or use load_state_dict instead; "
+                "what belongs to training, such as a projection in some steps, may stay as it is"
             )
 
     def before_writing(self) -> list[Array]:
@@ -230,7 +230,7 @@ def compare(comm: Communicator, history: History) -> None:
             raise CommMismatch(
                 f"the weights were replaced {what}, so that the ranks' copies of them differ: load the same "
                 "weights on all ranks between the same two steps; to load on one rank, broadcast them, and then "
-                f"call engine.weights_replaced() on all{part}"
+                f"call weights_replaced() of the engine or the handle on all{part}"
             )
 
 

@@ -329,6 +329,15 @@ def test_a_step_ends_with_the_last_of_several_optimizers():
         assert_same_bits(found, expected)
 
 
+def test_a_step_of_an_optimizer_that_was_not_given_is_an_error():
+    def program(comm, mesh, model, optimizer, handle):
+        train(model, optimizer, comm.rank, range(2))
+        with pytest.raises(ArrayError, match=r"'first\.weight' was stepped by another optimizer \(AdamW\)"):
+            train(model, AdamW(model.parameters()), comm.rank, [2])
+
+    between(program)
+
+
 def test_a_step_that_a_scaler_leaves_out_counts():
     def program(comm, mesh, model, optimizer, handle):
         scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
