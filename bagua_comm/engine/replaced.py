@@ -226,7 +226,7 @@ def compare(comm: Communicator, history: History) -> None:
             what = f"{_after(steps)} on rank 0, and {_after(others)} on rank {rank}"
             if steps == others:
                 what = f"by different ones on rank 0 and rank {rank}, after step {others[-1]}"
-                part = "; to load a part of them, make all equal before, as by ddp.average_weights()"
+                part = "; load a part where they are equal: after an outer step, or ddp.average_weights()"
             raise CommMismatch(
                 f"the weights were replaced {what}, so that the ranks' copies of them differ: load the same "
                 "weights on all ranks between the same two steps; to load on one rank, broadcast them, and then "

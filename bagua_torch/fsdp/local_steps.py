@@ -105,13 +105,13 @@ class LocalSteps:
         algorithm: OuterAlgorithm,
         optimizers: Sequence[torch.optim.Optimizer],
     ) -> None:
-        self._comm, self._optimizers = comm, optimizers
+        self._comm, self._units, self._optimizers = comm, units, optimizers
         self.replica = name_of_replica(comm.rank)
         """The name of this rank's replica."""
         self._shards = shards = shards_of(model, units)
         algorithm = for_shards(algorithm, shards)
         self._memory = ShardMemory(shards, plan_of(shards, algorithm, comm.size))
-        callbacks = EngineCallbacks(wrote=self._memory.note_new_weights, detach=WeakCall(self.detach))
+        callbacks = EngineCallbacks(wrote=WeakCall(self._wrote), detach=WeakCall(self.detach))
         device = next(iter(shards.values())).local.device
         self.engine = TorchEngine(comm, algorithm, self._memory, device, callbacks)
         self._stepped: set[int] = set()
@@ -146,8 +146,14 @@ class LocalSteps:
             with torch_stream(self.engine.device):
                 for bucket, state in zip(self.engine.buckets, self.engine.states, strict=True):
                     bucket.flat[...] = state.anchor
-            self._memory.note_new_weights()
+            self._wrote()
             self.engine.keep_weights()
+
+    def _wrote(self) -> None:
+        """Notice that shards are new: modules that an evaluation has left gathered gather them again."""
+        self._memory.note_new_weights()
+        for unit in self._units:
+            unit.reshard()
 
     def _before_loading(self, *_: object) -> None:
         self.engine.expect_weights()

@@ -356,6 +356,18 @@ def test_a_step_that_a_scaler_leaves_out_counts():
     assert_all_equal([weights for _, weights in rows])
 
 
+def test_what_close_writes_reaches_modules_that_an_evaluation_has_left_gathered():
+    def program(comm, mesh, model, optimizer, handle):
+        train(model, optimizer, comm.rank, range(5))
+        with torch.no_grad():
+            model(batch(0, 0)[0])
+        assert not hasattr(model.last.weight, "to_local")
+        handle.close()
+        assert hasattr(model.last.weight, "to_local")
+
+    between(program, algorithm=StreamingDiLoCo(4, fragments=1, delay=3))
+
+
 def test_local_steps_go_on_if_nobody_keeps_the_handle():
     def program(comm):
         model, mesh = on_mesh(comm)
