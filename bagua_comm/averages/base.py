@@ -125,11 +125,11 @@ class Average(ABC):
             UnsupportedError: They cannot.
         """
 
-    def check_weights(self) -> None:
+    def check_weights(self, owner: str = "weight") -> None:
         """Raise `UnsupportedError` if ranks cannot have weights in the mean; see `weighs`."""
         if not self.weighs:
             raise UnsupportedError(
-                f"weight: {self} divides by the number of ranks that send an element, and not by their weights; "
+                f"{owner}: {self} divides by the number of ranks that send an element, and not by their weights; "
                 'expected a mean over all ranks, as by divide="all"'
             )
 

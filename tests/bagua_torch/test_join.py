@@ -31,6 +31,7 @@ from bagua_comm import (
     GradientAllReduce,
     LowPrecisionDecentralized,
     QAdam,
+    TopK,
     UnsupportedError,
     after,
 )
@@ -522,6 +523,16 @@ def test_join_is_refused_where_ranks_would_wait_for_one_that_has_ended(name):
         if name:
             layer.eval()  # as for fine-tuning
             train_in_join()
+        ddp.close()
+
+    run_ranks(2, body)
+
+
+def test_join_is_refused_where_the_mean_is_one_over_those_that_send():
+    def body(comm):
+        ddp = DistributedDataParallel(make_model(), (), GradientAllReduce(TopK(divide="senders")), comm=comm)
+        with pytest.raises(UnsupportedError, match=r"join: TopK.* by the number of ranks that send"), ddp.join():
+            pass
         ddp.close()
 
     run_ranks(2, body)
