@@ -141,9 +141,11 @@ class Attachment(Closing):
                 unit.before_forward(partial(self._prefetch.check, unit))
             if reduce.is_reproducible and average is None and unit.process_groups[0].size() == 1:
                 unit.use_alone(reducer.alone)
-        self._kept = keep_residuals(comm, self._trained, self._wait)
+        self._kept: list[object] = [*keep_residuals(comm, self._trained, self._wait)]
+        """What `elastic.run` commits."""
         if self._local is not None and comm.engine_registry is not None:
             comm.engine_registry.keep(self._local)
+            self._kept.append(self._local)
 
     def _warn_of_others(self, model: nn.Module) -> None:
         """In the first forward pass, warn of modules that were sharded after `attach`."""
@@ -377,8 +379,11 @@ class Attachment(Closing):
         self._unwatch()
         for handle in self._handles:
             handle.remove()
+        registry = self._comm.engine_registry
         for each in self._kept:
-            each.close()
+            if registry is not None:
+                registry.drop(each)
+        self._kept.clear()
         if self._prefetch is not None:
             self._prefetch.close()
         for unit in self._units:

@@ -424,8 +424,9 @@ class Elastic:
     Four ranks are two sites of two, and two are one site.
     """
 
-    def __init__(self, job, dying=(), step=3, algorithm=None):
+    def __init__(self, job, dying=(), step=3, algorithm=None, again=None):
         self.job, self.dying, self.step, self.algorithm = job, dying, step, algorithm or DiLoCo(2)
+        self.again = again  # the step before which the handle is closed, and made again
         self.committed, self.restored, self.begun = {}, {}, {}
         self.killed = False
 
@@ -436,13 +437,19 @@ class Elastic:
     def train(self, fleet, state, comm):
         model, _ = on_mesh(comm, sites=comm.size // 2)
         optimizer = AdamW(model.parameters())
-        handle = fsdp.attach(model, Exact(), comm=comm, replicas=self.algorithm, optimizers=optimizer)
+        attach = functools.partial(
+            fsdp.attach, model, Exact(), comm=comm, replicas=self.algorithm, optimizers=optimizer
+        )
+        handle = attach()
         state.register(model=model, optimizer=optimizer)
         if state.step:
             self.restored[fleet.me] = self.outer(comm, handle)
             model(batch(0, 0)[0])
             self.begun[fleet.me] = whole_shards(comm, dict(model.named_parameters()))
         while state.step < 6:
+            if state.step == self.again:
+                handle.close()
+                handle = attach()
             train(model, optimizer, comm.rank, [state.step])
             state.step += 1
             state.commit()
@@ -460,9 +467,10 @@ class Elastic:
         return whole_shards(comm, tensors)
 
 
+@pytest.mark.parametrize("again", [None, 1], ids=["", "a handle made again"])
 @pytest.mark.parametrize("algorithm", [DiLoCo(2), SparseLoCo(2)], ids=["DiLoCo", "SparseLoCo"])
-def test_a_site_that_is_lost_is_survived_from_the_anchors(algorithm):
-    training = Elastic(ThreadJob(4), dying=(2, 3), algorithm=algorithm)
+def test_a_site_that_is_lost_is_survived_from_the_anchors(algorithm, again):
+    training = Elastic(ThreadJob(4), dying=(2, 3), algorithm=algorithm, again=again)
     ended = results(run_fleet(training.job, training.body, limit_s=100))
     assert [size for size, _ in ended] == [2, 2]
     assert_all_equal([weights for _, weights in ended])
