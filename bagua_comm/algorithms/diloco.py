@@ -57,13 +57,17 @@ class OuterAlgorithm(Algorithm):
 
     payload = "weight"
     window: Window = Window(Point.STEP, Point.FORWARD)
-    weighs: ClassVar[bool] = True
     equal_start: ClassVar[bool] = True  # anchors are the same on all ranks
 
     @property
     def mean(self) -> Average:
         """The average of the changes."""
         return self.average
+
+    @property
+    def weighs(self) -> bool:
+        """See `Algorithm`; that of the average."""
+        return self.mean.weighs
 
     def __post_init__(self) -> None:
         owner = type(self).__name__

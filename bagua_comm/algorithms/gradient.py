@@ -34,7 +34,6 @@ class GradientAllReduce(Algorithm):
 
     payload = "grad"
     window = Window(Point.GRADIENT, Point.BACKWARD)
-    weighs = True
 
     def __post_init__(self) -> None:
         check_average_argument("GradientAllReduce", self.average)
@@ -59,6 +58,11 @@ class GradientAllReduce(Algorithm):
         """g <- mean of g. Collective."""
         feeds, weighting = self.average.has_residual, comm.context.weighting
         average_in_place(state.average, bucket.flat, bucket, weighting, feeds=feeds)
+
+    @property
+    def weighs(self) -> bool:
+        """See `Algorithm`; that of the average."""
+        return self.average.weighs
 
     @property
     def addends(self) -> int | None:

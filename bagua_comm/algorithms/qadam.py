@@ -69,7 +69,6 @@ class QAdam(Algorithm):
 
     payload = "grad"
     window = Window(Point.GRADIENT, Point.BACKWARD)
-    weighs = True
     lends: ClassVar[str] = "momentum"
 
     def __post_init__(self) -> None:
@@ -77,6 +76,11 @@ class QAdam(Algorithm):
         if not 0 <= self.beta1 < 1:
             raise ArrayError(f"QAdam: beta1 is {self.beta1}, expected 0 <= beta1 < 1")
         check_average_argument("QAdam", self.average)
+
+    @property
+    def weighs(self) -> bool:
+        """See `Algorithm`; that of the average."""
+        return self.average.weighs
 
     def check(self, dtype: str) -> None:
         """Supports the floating-point dtypes of the average."""

@@ -60,6 +60,8 @@ class Average(ABC):
     """Whether the mean of zeros is always zero: codecs may round it, and residuals are added."""
     has_residual = False
     """Whether a bound average has a residual, which belongs to one array."""
+    weighs = True
+    """Whether ranks may have weights: not if it divides by other numbers than that of all ranks."""
 
     @abstractmethod
     def bind(self, comm: Communicator, like: Array | None = None) -> InPlace:
@@ -75,11 +77,15 @@ class Average(ABC):
         Collective. The residual of an average with error feedback has the unit of the result: a weight that
         changes does not scale it.
 
+        Raises:
+            UnsupportedError: It divides by other numbers than that of ranks; see `check_weights`.
+
         >>> import numpy as np
         >>> from bagua_comm.testing import run_ranks
         >>> run_ranks(2, lambda comm: Exact().bind_weighted(comm)(np.array([4.0 * comm.rank]), 3 - 2 * comm.rank))
         [array([1.]), array([1.])]
         """
+        self.check_weights()
         mean, name, shrinks = self.bind(comm, like), type(self).__name__, not self.has_residual
 
         def average(x: Array, weight: float) -> Array:
@@ -118,6 +124,14 @@ class Average(ABC):
         Raises:
             UnsupportedError: They cannot.
         """
+
+    def check_weights(self, owner: str = "weight") -> None:
+        """Raise `UnsupportedError` if ranks cannot have weights in the mean; see `weighs`."""
+        if not self.weighs:
+            raise UnsupportedError(
+                f"{owner}: {self} divides by the number of ranks that send an element, and not by their weights; "
+                'expected a mean over all ranks, as by divide="all"'
+            )
 
 
 @dataclass

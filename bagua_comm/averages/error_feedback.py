@@ -114,6 +114,11 @@ class ErrorFeedback(Average):
         """The settings that are not defaults, so that checkpoints of earlier versions load."""
         return with_changed(self, *(entry.name for entry in fields(self)[1:]))
 
+    @property
+    def weighs(self) -> bool:  # type: ignore[override]
+        """See `Average`; that of `inner`."""
+        return self.inner.weighs
+
     def bind(self, comm: Communicator, like: Array | None = None, sizes: Sequence[int] | None = None) -> InPlace:
         """See `Average.bind`, and `TopK.bind` for `sizes`.
 

@@ -17,7 +17,7 @@ from ..arrays import AnyArray, Array, LinearOp
 from ..codecs import Codec
 from ..comm import Communicator
 from ..comm.call import Call
-from ..errors import ArrayError, how_to_call
+from ..errors import ArrayError, UnsupportedError, how_to_call
 from ..transports.labels import UNLABELLED
 from .base import Average, Exact, Gathers, InPlace, Shards, check_average_argument, check_shards, scale
 from .coded import next_draws
@@ -48,6 +48,8 @@ class Hierarchical(Average):
     Raises:
         ArrayError: `inner` is `Reproducible`, or `inside` is neither `Exact` nor `Quantized`; or, when it is
             bound, the ranks have different settings, on all ranks.
+        UnsupportedError: When it is bound, nodes differ in size, and `inner` divides by those that send an
+            element. On all ranks.
 
     Source: the hierarchical mode of Bagua (Gan et al., arXiv 2107.01499); with fewer bits across nodes than
     inside them, ZeRO++ (Wang et al., arXiv 2306.10209).
@@ -82,6 +84,11 @@ class Hierarchical(Average):
         """See `Average.bind`."""
         known = set() if like is None else {_size_and_dtype(like)}
         nodes = _nodes(comm, f"inside={self.inside!r}{''.join(f', for {n} {dtype}' for n, dtype in known)}")
+        if nodes.owners != nodes.largest and not self.inner.weighs:
+            raise UnsupportedError(
+                f"Hierarchical: inner is {self.inner}, which divides by the nodes that send an element, but "
+                f'nodes have {nodes.owners} to {nodes.largest} ranks, by which they count; give divide="all"'
+            )
         intra, inter = comm.by_node()
         # Ranks that own no chunk bind as well: `inner` may split, which is collective.
         across = self.inner.bind(inter)
@@ -96,6 +103,11 @@ class Hierarchical(Average):
     def has_residual(self) -> bool:  # type: ignore[override]
         """Whether `inner` has one, of a chunk."""
         return self.inner.has_residual
+
+    @property
+    def weighs(self) -> bool:  # type: ignore[override]
+        """See `Average`; that of `inner`."""
+        return self.inner.weighs
 
     def bind_shards(self, comm: Communicator, tensors: Sequence[tuple[int, int]] | None = None) -> Shards:
         """Return a function that averages an array of which each rank keeps a chunk: a reduce-scatter.

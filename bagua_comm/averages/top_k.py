@@ -61,7 +61,8 @@ class TopK(Average):
             tensors.
         divide: "all" for the mean over all ranks, to which those that do not send an element add 0; "senders" for
             the mean over the ranks that send it, other than as 0. The latter moves an element further that few
-            ranks send, and is not linear: sums of means are no longer those of the exact means.
+            ranks send, and is not linear: sums of means are no longer those of the exact means, and ranks cannot
+            have weights.
 
     Raises:
         ArrayError: An argument is out of range.
@@ -87,6 +88,11 @@ class TopK(Average):
     def __repr__(self) -> str:
         """The settings, of the last two those that are not defaults: so checkpoints of earlier versions load."""
         return with_changed(self, "whole_below", "divide")
+
+    @property
+    def weighs(self) -> bool:  # type: ignore[override]
+        """Whether it divides by all ranks: among senders, a rank with weight 0 does not count."""
+        return self.divide == "all"
 
     def bind(self, comm: Communicator, like: Array | None = None, sizes: Sequence[int] | None = None) -> InPlace:
         """See `Average.bind`.

@@ -39,6 +39,9 @@ class EngineRegistry(Protocol):
     def keep(self, value: object) -> None:
         """Add another object with state that belongs to the communicator, and restore it. Collective."""
 
+    def drop(self, value: object) -> None:
+        """Forget an object of `keep`; on all ranks alike."""
+
     def already_broadcast(self, *objects: object) -> bool:
         """Whether all ranks already hold the same state of these objects."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 import warnings
 from collections.abc import Collection, Hashable, Mapping, Sequence
@@ -184,8 +185,12 @@ class Session:
 
     def keep(self, value: object) -> None:
         """Commit an object from now on, and restore it, as `register_parts`, under its number. Collective."""
-        number = sum(name.startswith(_NUMBERED) for name in self._registered)
-        self.register_parts({f"{_NUMBERED}{number}": value})
+        names = (f"{_NUMBERED}{number}" for number in itertools.count())
+        self.register_parts({next(name for name in names if name not in self._registered): value})
+
+    def drop(self, value: object) -> None:
+        """Commit an object of `keep` no longer: one that is made in its place gets its number."""
+        self._registered = {name: part for name, part in self._registered.items() if part.value is not value}
 
     def register_parts(self, given: Mapping[str, object]) -> None:
         """Commit objects of the function from now on, and restore them from the last commit. Collective."""

@@ -71,7 +71,8 @@ class MeanWeights:
             if not phase.weighs:
                 raise UnsupportedError(
                     f"weight: {name_of(phase)} makes no weighted mean over all ranks; expected one that does, "
-                    "such as GradientAllReduce, QAdam or DiLoCo: an algorithm that sets weighs = True"
+                    'such as GradientAllReduce, QAdam or DiLoCo, and not by an average with divide="senders": an '
+                    "algorithm that sets weighs = True"
                 )
         self._late |= self.is_open
         found = weight_of_pass(weight, has_begun=self.is_open)

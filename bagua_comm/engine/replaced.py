@@ -132,8 +132,8 @@ class Replacements:
             self.warn(
                 f"{found} changed after step {step}, and neither an optimizer nor an exchange did that: "
                 f"{self._name} goes on with its copies of the weights before. If the weights were replaced, call "
-                "engine.weights_replaced() on all ranks, or use load_state_dict, which does; what belongs to "
-                "training, such as a projection in some steps, may stay as it is"
+                "weights_replaced() of the engine or the handle on all ranks, or use load_state_dict instead; "
+                "what belongs to training, such as a projection in some steps, may stay as it is"
             )
 
     def before_writing(self) -> list[Array]:
@@ -226,11 +226,11 @@ def compare(comm: Communicator, history: History) -> None:
             what = f"{_after(steps)} on rank 0, and {_after(others)} on rank {rank}"
             if steps == others:
                 what = f"by different ones on rank 0 and rank {rank}, after step {others[-1]}"
-                part = "; to load a part of them, make all equal before, as by ddp.average_weights()"
+                part = "; load a part where they are equal: after an outer step, or ddp.average_weights()"
             raise CommMismatch(
                 f"the weights were replaced {what}, so that the ranks' copies of them differ: load the same "
                 "weights on all ranks between the same two steps; to load on one rank, broadcast them, and then "
-                f"call engine.weights_replaced() on all{part}"
+                f"call weights_replaced() of the engine or the handle on all{part}"
             )
 
 

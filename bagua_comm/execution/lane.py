@@ -331,7 +331,10 @@ class Lane(Live, Closing, ABC, Generic[C]):
     def _check_submit(self, task: object) -> None:
         self._check_process()
         if self._closed:
-            raise CommError("this lane is closed")
+            raise CommError(
+                "this lane is closed, by its owner or with the communicator that it was made of; close that "
+                "after what uses it, as optimizers and handles"
+            )
         if not callable(task):
             raise ArrayError(
                 f"submit: task is {type(task).__name__}, expected a function and its arguments: "

@@ -34,6 +34,7 @@ class BackendOptions:
     Raises:
         ArrayError: `average` is no average, or keeps a residual, which belongs to one array; or `weight` is no
             function.
+        UnsupportedError: There is a `weight`, and `average` divides by other numbers than that of ranks.
 
     >>> from bagua_comm import MinMaxUInt8, Quantized
     >>> BackendOptions(average=Quantized(MinMaxUInt8())).average
@@ -53,6 +54,8 @@ class BackendOptions:
                 f"BackendOptions: average is {self.average}, which keeps a residual of one array, but a group "
                 "averages many; leave ErrorFeedback out, or use bagua_torch.DistributedDataParallel"
             )
+        if self.weight is not None:
+            self.average.check_weights()
 
 
 class GroupAverage:

@@ -63,7 +63,8 @@ def comm_hook(
     Raises:
         ArrayError: `average` is not an Average, or `weight` no function. In a backward pass, on all ranks: the
             weight of a rank is missing or out of range.
-        UnsupportedError: In the first backward pass, if `average` does not take the dtype of a parameter.
+        UnsupportedError: There is a `weight`, and `average` divides by the ranks that send an element, on all
+            ranks. In the first backward pass, if `average` does not take the dtype of a parameter.
         CommError: In a backward pass, if an exchange failed in it or before. In the first step of a static graph
             PyTorch raises a RuntimeError instead.
     """
@@ -71,6 +72,8 @@ def comm_hook(
     with errors_on_all(comm):
         check_average_argument("comm_hook", average)
         check_weight_argument("comm_hook", weight)
+        if weight is not None:
+            average.check_weights()
     enqueues = comm.device is not None and any(transport.enqueues for transport in comm.transports)
     lane = comm.lane("stream" if enqueues else "thread")
     names: dict[int, str] = {}  # names of parameters, by id

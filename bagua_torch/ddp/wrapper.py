@@ -27,12 +27,13 @@ from torch import nn
 from bagua_comm import (
     Algorithm,
     ArrayError,
+    Average,
     Communicator,
     GradientAllReduce,
     Tuner,
     UnsupportedError,
 )
-from bagua_comm.algorithms.base import HOLD_HINT, exchanges_weights
+from bagua_comm.algorithms.base import HOLD_HINT, core_of, exchanges_weights
 from bagua_comm.algorithms.state import has_saved_state
 from bagua_comm.bucket import DEFAULT_BUCKET_BYTES
 from bagua_comm.checkpoint.engines import state_of_tree, tree_of_engine
@@ -427,7 +428,7 @@ class DistributedDataParallel(nn.Module):
             CommError: A rank has ended before others, with `throw_on_early_termination`; a RuntimeError as well.
             UnsupportedError: `throw_on_early_termination` is False, and parts of the module stay on their ranks
                 (`bagua_torch.moe`) or normalize over all ranks (`SyncBatchNorm`), or an optimizer is sharded, so
-                that all ranks are needed in every step.
+                that all ranks are needed in every step; or the mean of gradients is one over those that send.
         """
         if not enable:
             yield
@@ -452,6 +453,10 @@ class DistributedDataParallel(nn.Module):
                 "for it. Give it empty batches instead, so that all ranks make the same number of steps, or "
                 "enter join(throw_on_early_termination=True)"
             )
+        for phase in self.algorithm.phases:
+            average = getattr(core_of(phase), "average", None)
+            if phase.payload == "grad" and isinstance(average, Average):
+                average.check_weights("join")
 
     def expect_backward(self) -> None:
         """Average the next backward pass, even if it goes through no output of this wrapper.

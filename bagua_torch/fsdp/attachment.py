@@ -84,6 +84,7 @@ class Attachment(Closing):
         self._lane = comm.lane("thread") if has_replicas or compares else None
         """Of all ranks, for weights where a reduction has fewer, and for the times of passes."""
         self._weights = PassWeights(self._passes, self._lane if has_replicas else None)
+        self._averages = [each for each in (reduce, replicas) if isinstance(each, Average)]
         self._health: HealthMonitor | None = None
         if self._lane is not None and compares:
             self._health = HealthMonitor(self._lane, _log, [lane for each in self._lanes for lane in each.lanes])
@@ -140,9 +141,11 @@ class Attachment(Closing):
                 unit.before_forward(partial(self._prefetch.check, unit))
             if reduce.is_reproducible and average is None and unit.process_groups[0].size() == 1:
                 unit.use_alone(reducer.alone)
-        self._kept = keep_residuals(comm, self._trained, self._wait)
+        self._kept: list[object] = [*keep_residuals(comm, self._trained, self._wait)]
+        """What `elastic.run` commits."""
         if self._local is not None and comm.engine_registry is not None:
             comm.engine_registry.keep(self._local)
+            self._kept.append(self._local)
 
     def _warn_of_others(self, model: nn.Module) -> None:
         """In the first forward pass, warn of modules that were sharded after `attach`."""
@@ -170,7 +173,8 @@ class Attachment(Closing):
         Raises:
             ArrayError: The backward pass has begun. If the weight was set after it, the step of an optimizer
                 raises it; if that of a rank is late, missing or out of range, the next pass does, on all ranks.
-            UnsupportedError: Gradients are averaged over other ranks than those of `comm`.
+            UnsupportedError: Gradients are averaged over other ranks than those of `comm`, or divided by the
+                number of those that send an element.
         """
         return self._weights.now
 
@@ -181,6 +185,8 @@ class Attachment(Closing):
                 f"weight: gradients of this model are averaged over {self._reduced_over} ranks, expected the "
                 f"{self._comm.size} ranks of comm"
             )
+        for average in self._averages:
+            average.check_weights()
         self._weights.set(weight)
 
     @property
@@ -373,8 +379,11 @@ class Attachment(Closing):
         self._unwatch()
         for handle in self._handles:
             handle.remove()
+        registry = self._comm.engine_registry
         for each in self._kept:
-            each.close()
+            if registry is not None:
+                registry.drop(each)
+        self._kept.clear()
         if self._prefetch is not None:
             self._prefetch.close()
         for unit in self._units:

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from bagua_comm import ArrayError, Communicator, Hierarchical, Point, UnsupportedError
 from bagua_comm.algorithms.diloco import OuterAlgorithm
@@ -104,13 +105,13 @@ class LocalSteps:
         algorithm: OuterAlgorithm,
         optimizers: Sequence[torch.optim.Optimizer],
     ) -> None:
-        self._comm, self._optimizers = comm, optimizers
+        self._comm, self._units, self._optimizers = comm, units, optimizers
         self.replica = name_of_replica(comm.rank)
         """The name of this rank's replica."""
         self._shards = shards = shards_of(model, units)
         algorithm = for_shards(algorithm, shards)
         self._memory = ShardMemory(shards, plan_of(shards, algorithm, comm.size))
-        callbacks = EngineCallbacks(wrote=self._memory.note_new_weights, detach=WeakCall(self.detach))
+        callbacks = EngineCallbacks(wrote=WeakCall(self._wrote), detach=WeakCall(self.detach))
         device = next(iter(shards.values())).local.device
         self.engine = TorchEngine(comm, algorithm, self._memory, device, callbacks)
         self._stepped: set[int] = set()
@@ -131,6 +132,7 @@ class LocalSteps:
                 on_skipped_step(optimizer, WeakCall(self._after_step)),
             )
         ]
+        self._hooks.append(register_optimizer_step_post_hook(WeakCall(self._after_any_step)))
         loading = WeakCall(self._before_loading)
         for each in model.modules():
             self._hooks.append(each.register_load_state_dict_pre_hook(loading))  # type: ignore[no-untyped-call]
@@ -144,8 +146,14 @@ class LocalSteps:
             with torch_stream(self.engine.device):
                 for bucket, state in zip(self.engine.buckets, self.engine.states, strict=True):
                     bucket.flat[...] = state.anchor
-            self._memory.note_new_weights()
+            self._wrote()
             self.engine.keep_weights()
+
+    def _wrote(self) -> None:
+        """Notice that shards are new: modules that an evaluation has left gathered gather them again."""
+        self._memory.note_new_weights()
+        for unit in self._units:
+            unit.reshard()
 
     def _before_loading(self, *_: object) -> None:
         self.engine.expect_weights()
@@ -164,6 +172,19 @@ class LocalSteps:
         self._has_begun = True
         self._memory.reclaim()
         self.engine.at(Point.FORWARD)
+
+    def _after_any_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        """Raise if an optimizer has made a step that nothing counts: no replica would exchange any more."""
+        if not self._was_run or self._has_begun:  # counted, or a part of one that is, or no step of training
+            return
+        ours = {id(shard.parameter): name for name, shard in self._shards.items()}
+        stepped = [p for group in optimizer.param_groups for p in group["params"] if id(p) in ours]
+        if stepped:
+            raise ArrayError(
+                f"{NAME}: {ours[id(stepped[0])]!r} was stepped by another optimizer ({type(optimizer).__name__}) "
+                "than those that were given, whose steps are counted; close the handle, and call attach again "
+                "with all optimizers"
+            )
 
     def _only_makes_state(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether it is such a step as PyTorch's checkpoints make, so that an optimizer has its state."""

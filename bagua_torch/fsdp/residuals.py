@@ -29,7 +29,7 @@ def keep_residuals(
         wait: Ends what is under way.
 
     Returns:
-        What is committed, until it is closed.
+        What is committed, until the registry drops it.
     """
     registry = comm.engine_registry
     if registry is None or not reductions:
@@ -45,15 +45,10 @@ class Residuals:
     """An object with a state; see `keep_residuals`."""
 
     def __init__(self, reductions: Mapping[str, FeedsBack], wait: Callable[[], None]) -> None:
-        self._reductions, self._wait, self._closed = reductions, wait, False
+        self._reductions, self._wait = reductions, wait
 
-    def state_dict(self) -> dict[str, tuple[torch.Tensor, int | None]] | None:
-        """By module the residual, without the padding of shards, and the number of means since the last reset.
-
-        None once it is closed: then nothing is restored.
-        """
-        if self._closed:
-            return None
+    def state_dict(self) -> dict[str, tuple[torch.Tensor, int | None]]:
+        """By module the residual, without the padding of shards, and the number of means since the last reset."""
         self._wait()
         return {name: (_unpadded(each), each.means) for name, each in self._reductions.items()}
 
@@ -68,10 +63,6 @@ class Residuals:
         for name, each in self._reductions.items():
             whole, means = state[name]
             each.continue_from(as_array(_padded(whole, each).to(each.device, each.dtype, copy=True)), means)
-
-    def close(self) -> None:
-        """Keep nothing any more, nor the reductions."""
-        self._reductions, self._wait, self._closed = {}, lambda: None, True
 
 
 def _unpadded(reduction: FeedsBack) -> torch.Tensor:

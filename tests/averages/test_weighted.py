@@ -31,6 +31,7 @@ from bagua_comm.testing import run_ranks
 TOKENS = [1, 7, 0, 513]
 EIGHT, FOUR = Quantized(MinMaxUInt8(), min_bytes=0), Quantized(Int4(), min_bytes=0)
 ALL = TopK(64, 64, bits=32)
+SENDERS = ErrorFeedback(TopK(64, 64, bits=32, divide="senders"))
 
 
 def arrays_of(ranks, dtype="float32", size=1000, seed=0):
@@ -193,6 +194,7 @@ REFUSED = [
     ),
     (lambda c: quantized_allreduce(c, X, op="avg", weight=-2), ArrayError, "rank 0 has -2.0"),
     (lambda c: Exact().bind_weighted(c)(X.copy(), -1), ArrayError, "rank 0 has -1.0"),
+    (lambda c: SENDERS.bind_weighted(c)(X.copy(), 1), UnsupportedError, "and not by their weights"),
     (lambda c: c.allreduce(X, weight=1), ArrayError, "allreduce: op is 'sum' beside a weight, expected \"avg\""),
     (lambda c: quantized_allreduce(c, X, weight=1), ArrayError, "op is 'sum' beside a weight"),
     (lambda c: c.allreduce(np.arange(3), op="avg", weight=1), UnsupportedError, "int64 beside a weight"),
@@ -209,6 +211,11 @@ def test_a_wrong_weight_of_one_rank_is_an_error_on_all_and_the_next_mean_works(c
         return comm.allreduce(X, op="avg", weight=1 + comm.rank).tolist()
 
     assert run_ranks(2, body) == [[1] * 4] * 2
+
+
+def test_nodes_of_unequal_size_count_by_it_which_a_mean_of_senders_does_not():
+    with pytest.raises(UnsupportedError, match="nodes have 1 to 2 ranks, by which they count"):
+        run_ranks(3, Hierarchical(SENDERS).bind, nodes=["a", "a", "b"])
 
 
 def test_a_weight_on_some_ranks_alone_ends_the_call_on_all():

@@ -323,6 +323,14 @@ def test_a_step_ends_with_the_last_of_several_optimizers():
         assert_same_bits(found, expected)
 
 
+def test_a_step_of_an_optimizer_that_was_not_given_is_an_error():
+    def program(comm, mesh, model, optimizer, handle):
+        with pytest.raises(ArrayError, match=r"'first\.weight' was stepped by another optimizer \(AdamW\)"):
+            train(model, AdamW(model.parameters()), comm.rank, [0])
+
+    between(program)
+
+
 def test_a_step_that_a_scaler_leaves_out_counts():
     def program(comm, mesh, model, optimizer, handle):
         scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
@@ -339,6 +347,17 @@ def test_a_step_that_a_scaler_leaves_out_counts():
     rows = between(program)
     assert [calls for calls, _ in rows] == [1] * 4
     assert_all_equal([weights for _, weights in rows])
+
+
+def test_what_close_writes_reaches_modules_that_an_evaluation_has_left_gathered():
+    def program(comm, mesh, model, optimizer, handle):
+        train(model, optimizer, comm.rank, range(5))
+        with torch.no_grad():
+            model(batch(0, 0)[0])  # leaves the root gathered
+        handle.close()
+        assert hasattr(model.last.weight, "to_local")
+
+    between(program, algorithm=StreamingDiLoCo(4, fragments=1, delay=3))
 
 
 def test_local_steps_go_on_if_nobody_keeps_the_handle():
@@ -397,10 +416,10 @@ class Elastic:
     Four ranks are two sites of two, and two are one site.
     """
 
-    def __init__(self, job, dying=(), step=3, algorithm=None):
+    def __init__(self, job, dying=(), step=3, algorithm=None, again=None):
         self.job, self.dying, self.step, self.algorithm = job, dying, step, algorithm or DiLoCo(2)
         self.committed, self.restored, self.begun = {}, {}, {}
-        self.killed = False
+        self.killed, self.again = False, again  # the step before which the handle is closed, and made again
 
     def body(self, fleet):
         state = State(step=0)
@@ -409,13 +428,17 @@ class Elastic:
     def train(self, fleet, state, comm):
         model, _ = on_mesh(comm, sites=comm.size // 2)
         optimizer = SGD(model.parameters())
-        handle = fsdp.attach(model, Exact(), comm=comm, replicas=self.algorithm, optimizers=optimizer)
+        settings = {"comm": comm, "replicas": self.algorithm, "optimizers": optimizer}
+        handle = fsdp.attach(model, Exact(), **settings)
         state.register(model=model, optimizer=optimizer)
         if state.step:
             self.restored[fleet.me] = self.outer(comm, handle)
             model(batch(0, 0)[0])
             self.begun[fleet.me] = whole_shards(comm, dict(model.named_parameters()))
         while state.step < 4:
+            if state.step == self.again:
+                handle.close()
+                handle = fsdp.attach(model, Exact(), **settings)
             train(model, optimizer, comm.rank, [state.step])
             state.step += 1
             state.commit()
@@ -433,9 +456,9 @@ class Elastic:
         return whole_shards(comm, tensors)
 
 
-@pytest.mark.parametrize("algorithm", [DiLoCo(2), SparseLoCo(2)], ids=["DiLoCo", "SparseLoCo"])
-def test_a_site_that_is_lost_is_survived_from_the_anchors(algorithm):
-    training = Elastic(ThreadJob(4), dying=(2, 3), algorithm=algorithm)
+@pytest.mark.parametrize(("algorithm", "again"), [(DiLoCo(2), 1), (SparseLoCo(2), None)], ids=str)
+def test_a_site_that_is_lost_is_survived_from_the_anchors(algorithm, again):
+    training = Elastic(ThreadJob(4), dying=(2, 3), algorithm=algorithm, again=again)
     ended = results(run_fleet(training.job, training.body, limit_s=100))
     assert [size for size, _ in ended] == [2, 2]
     assert_all_equal([weights for _, weights in ended])

@@ -31,6 +31,7 @@ from bagua_comm import (
     GradientAllReduce,
     LowPrecisionDecentralized,
     QAdam,
+    TopK,
     UnsupportedError,
     after,
 )
@@ -525,3 +526,12 @@ def test_join_is_refused_where_ranks_would_wait_for_one_that_has_ended(name):
         ddp.close()
 
     run_ranks(2, body)
+
+
+def test_join_is_refused_where_the_mean_is_one_over_those_that_send():
+    def body(comm):
+        DistributedDataParallel(make_model(), (), over_senders, comm=comm).join().__enter__()
+
+    over_senders = GradientAllReduce(TopK(divide="senders"))
+    with pytest.raises(UnsupportedError, match=r"join: TopK.* by the number of ranks that send"):
+        run_ranks(2, body)

@@ -193,6 +193,7 @@ REFUSED = [
             "Decentralized": Decentralized(),
             "AsyncModelAverage": AsyncModelAverage(),
             "ByNode(Decentralized)": by_node(Decentralized()),
+            "SparseLoCo": SparseLoCo(divide="senders"),
             "weight: Decentralized": after(5, DiLoCo(5), Decentralized()),
         }.items()
     ),

@@ -289,7 +289,7 @@ def copied(engine, flats, step):
 def test_weights_that_are_copied_in_place_are_noticed_at_the_next_forward_pass():
     (found,) = warned(DiLoCo(100), copied)
     assert "'a' changed after step 5, and neither an optimizer nor an exchange" in found
-    assert "engine.weights_replaced()" in found
+    assert "call weights_replaced() of the engine" in found
 
 
 def test_weights_that_are_copied_after_the_first_step_alone_are_noticed():
