@@ -116,7 +116,7 @@ def test_the_figures_between_sites_are_those_that_were_measured():
             (row,) = [row for row in rows if (row["task"], row["algorithm"]) == (task, name)]
             assert len(row["metrics"]) == 3
             loss[task, name] = row["metric"]
-            times, shares = [], []
+            times, shares, runs = [], [], []
             for rate in ("50mbit", "200mbit"):
                 found = record(f"streaming-{task}-{rate}")
                 assert found["network"]["text"] == f"4 emulated hosts, links of {rate}, latency 50 ms one way"
@@ -126,10 +126,11 @@ def test_the_figures_between_sites_are_those_that_were_measured():
                 waited = [step["waited_ms"] / step["ms"] for step in steps if name != "torch"]
                 shares.append(f"{100 * np.mean(waited):.1f} %" if waited else "-")
                 most[task, name] = steps[0]["most_wire_bytes"]
-                if name in ("streaming-30", "streaming-30-int4"):
-                    assert max(waited) < 0.05
+                runs += steps
             cells = [*times, *shares, f"{most[task, name]:,.0f}", f"{loss[task, name]:.{decimals}f}"]
             assert f" | {' | '.join(cells)} |" in section
+            if name in ("streaming-30", "streaming-30-int4"):
+                assert max(run["waited_ms"] for run in runs) < 0.05 * min(run["ms"] for run in runs)
     assert most["text", "streaming-30"] <= 1.05 * most["text", "diloco-30"] / 4  # the goal that the CNN misses
     assert most["digits", "streaming-30"] > 1.05 * most["digits", "diloco-30"] / 4
     more = {
