@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from ..bootstrap.environment import MPI_SETTINGS
 from ..bootstrap.job import Job
 from ..net import choosing
+from ..system.processes import free_port
 from . import cli
 from .cli import CommandError, count, parse_variable, program_name
 from .hosts import (
@@ -236,18 +237,10 @@ def rendezvous_address(hosts: Sequence[Host]) -> tuple[str, int, bool]:
     It is on the first host, that of rank 0; without hosts, on this one.
     """
     if all(host.name in LOOPBACK for host in hosts):
-        return "127.0.0.1", _free_port(), True
+        return "127.0.0.1", free_port(), True
     # On another host, the name "localhost" would mean that host.
     address = socket.gethostname() if hosts[0].name in LOOPBACK else hosts[0].name
-    return (address, _free_port(), True) if is_here(address) else (address, MASTER_PORT, False)
-
-
-def _free_port() -> int:
-    """A port that is free now on all addresses of this host."""
-    with socket.socket() as one:
-        one.bind(("", 0))
-        port: int = one.getsockname()[1]
-    return port
+    return (address, free_port(), True) if is_here(address) else (address, MASTER_PORT, False)
 
 
 def _variable(text: str) -> dict[str, str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
+import random
 import re
 import secrets
 import signal
@@ -17,6 +18,12 @@ import socket
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+_PORT_RANGE = "/proc/sys/net/ipv4/ip_local_port_range"
+_LOWEST_PORT = 20_000
+"""Below are the ports of well-known services."""
+
+_PORT_TRIES = 100
 
 
 def this_host() -> str:
@@ -44,6 +51,33 @@ def this_network() -> str:
         started = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{started} {os.stat('/proc/self/ns/net').st_ino}"
     return this_host()
+
+
+def free_port() -> int:
+    """Return a port that is free now on all addresses of this host, for a server that starts soon.
+
+    Linux chooses ports for connections, and for servers that ask for any port, from the range in
+    /proc/sys/net/ipv4/ip_local_port_range. This one is below it, unless that range begins too low.
+
+    Raises:
+        OSError: No port is free.
+    """
+    first = 0
+    with suppress(OSError, ValueError):
+        first = int(Path(_PORT_RANGE).read_text().split()[0])
+    own = random.SystemRandom()  # ranks that share a seed must not share a port
+    for _ in range(_PORT_TRIES if first > _LOWEST_PORT else 0):
+        with suppress(OSError):
+            return _bound(own.randrange(_LOWEST_PORT, first))
+    return _bound(0)
+
+
+def _bound(port: int) -> int:
+    """Bind this port, or any port if 0, and return it free again."""
+    with socket.socket() as one:
+        one.bind(("", port))
+        number: int = one.getsockname()[1]
+    return number
 
 
 def pid_namespace() -> str:

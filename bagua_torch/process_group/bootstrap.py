@@ -40,6 +40,9 @@ _CANNOT_JOIN = "connect: torchrun started this process, but torch.distributed ca
 _CONNECT_S = 2.0
 """The time limit of an attempt to connect to a store: PyTorch tries again until then, also if its server died."""
 
+_joined: tuple[Store, int, int] | None = None
+"""What `torchrun_store` returned first."""
+
 _RELEASE_S = 0.001
 """Time for threads of gloo to release the tensors of finished calls."""
 
@@ -68,7 +71,8 @@ def connect(
     started this process as one of many, but it finds itself alone.
 
     Args:
-        timeout_s: How long a call may wait for its peers before it raises `CommTimeout`.
+        timeout_s: How long a call may wait for its peers before it raises `CommTimeout`. Under torchrun also how
+            long this one may wait for them.
         check: Compare every call among the ranks first, messages between two ranks included, and raise a
             `CommMismatch` that names both calls if they differ.
         trace: Record the latest spans, for `Communicator.trace`.
@@ -102,7 +106,7 @@ def connect(
     elif given is not None:
         transport = ProcessGroupTransport(timeout_s=timeout_s)
     elif environment.under_torchrun() and process_group == BACKEND:
-        store, rank, size = _torchrun_store_of_a_world()
+        store, rank, size = _torchrun_store_of_a_world(timeout_s)
         info = RendezvousInfo(store, "bagua/connect", rank, size, None if environment.torchrun_serves() else 0)
         transport = ProcessGroupTransport(timeout_s=timeout_s, rendezvous=info)
     elif environment.under_torchrun():
@@ -323,27 +327,37 @@ def _init_process_group(timeout_s: float) -> None:
         backend = "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(environment.number_from_torchrun("LOCAL_RANK") % torch.cuda.device_count())
     with reported(_CANNOT_JOIN):
-        _initialize(backend, *_torchrun_store_of_a_world(), timeout_s)
+        _initialize(backend, *_torchrun_store_of_a_world(timeout_s), timeout_s)
 
 
 @reported(_CANNOT_JOIN)
-def _torchrun_store_of_a_world() -> tuple[Store, int, int]:
+def _torchrun_store_of_a_world(timeout_s: float) -> tuple[Store, int, int]:
     """Like `torchrun_store`, with a new prefix: an earlier group may have left keys in the store."""
-    store, rank, size = torchrun_store()
+    store, rank, size = torchrun_store(timeout_s)
     number = count(store, "bagua/world", rank)
     return dist.distributed_c10d.PrefixStore(f"bagua/world-{number}", store), rank, size
 
 
-@functools.lru_cache(maxsize=1)
-def torchrun_store() -> tuple[Store, int, int]:
-    """Torchrun's store, this rank, and the number of ranks; cached, since rank 0 may be serving the store."""
+def torchrun_store(timeout_s: float) -> tuple[Store, int, int]:
+    """Torchrun's store, this rank, and the number of ranks; joined once, since rank 0 may be serving the store.
+
+    Args:
+        timeout_s: How long to wait for the store, and for the ranks if this one serves it.
+    """
+    global _joined
+    if _joined is None:
+        _joined = _join(timeout_s)
+    return _joined
+
+
+def _join(timeout_s: float) -> tuple[Store, int, int]:
     from torch.distributed.rendezvous import rendezvous
 
     variables = environment.torchrun_rendezvous()
-    address, wait_s = serving.master_address(variables), dist.default_pg_timeout.total_seconds()
+    address = serving.master_address(variables)
     with suppress(OSError, ValueError, KeyError):  # PyTorch's rendezvous reports what is wrong with the variables
         if address is not None:
             port, size = int(variables["MASTER_PORT"]), int(variables["WORLD_SIZE"])
-            return serving.serve(address, port, timeout_s=wait_s, ranks=size), 0, size
-    store, rank, size = next(rendezvous("env://"))
+            return serving.serve(address, port, timeout_s=timeout_s, ranks=size), 0, size
+    store, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
     return store, rank, size

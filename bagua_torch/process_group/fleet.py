@@ -74,7 +74,7 @@ def start_fleet(timeout_s: float) -> TorchrunFleet:
         RankFailed: The store of torchrun's agent cannot be reached.
     """
     with reported("elastic.run: torchrun started this process, but the store of its agent cannot be reached"):
-        store, rank, size = torchrun_store()
+        store, rank, size = torchrun_store(timeout_s)
     folder = agent_folder.provide() if environment.number_from_torchrun("TORCHELASTIC_MAX_RESTARTS") else None
     agent = agent_folder.agent()
     return TorchrunFleet(

@@ -23,6 +23,7 @@ import bagua_comm
 from bagua_comm import Communicator
 from bagua_comm.bootstrap import GPU
 from bagua_comm.launch.mpirun import find_mpirun
+from bagua_comm.system.processes import free_port
 
 from ..bench import ROOT
 
@@ -67,10 +68,7 @@ def launch(
     if mpi and find_mpirun() is not None:
         command = [sys.executable, "-m", "bagua_comm", "run", "-n", str(ranks), *python[1:]]
         return _finish([(command, variables)], timeout_s, log, grace_s)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
     each = [variables | meeting | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
     return _finish([(python, env) for env in each], timeout_s, log, grace_s)
 

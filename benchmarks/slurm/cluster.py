@@ -34,6 +34,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from bagua_comm.system.processes import free_port
 from benchmarks.bench import ROOT
 
 PACKAGES = ("munge", "slurmctld", "slurmd", "slurm-client", "slurm-wlm-basic-plugins", "libpmix-dev")
@@ -254,13 +255,10 @@ def _configure(folder: Path, named: bool) -> Path:
 
 def free_ports(count: int) -> list[int]:
     """Ports of this machine that are free now."""
-    with contextlib.ExitStack() as sockets:
-        ports = []
-        for _ in range(count):
-            one = sockets.enter_context(socket.socket())
-            one.bind(("127.0.0.1", 0))
-            ports.append(one.getsockname()[1])
-    return ports
+    ports: set[int] = set()
+    while len(ports) < count:
+        ports.add(free_port())
+    return list(ports)
 
 
 def _environment(configuration: Path) -> dict[str, str]:

@@ -1,13 +1,10 @@
 """A rank is killed while all are within calls that follow a plan: the others raise at once, and name it."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
 
 import pytest
-from support.launch import environment_of_a_world, run_python
+from support.launch import run_by_hand, run_python
 
 RANKS, VICTIM, AT_ONCE_S = 3, 1, 3.0
 
@@ -67,17 +64,8 @@ def check(folder):
 def test_over_gloo(call, tmp_path):
     path = tmp_path / "train.py"
     path.write_text(PROGRAM)
-    world = environment_of_a_world(RANKS)
-    processes = [  # torchrun would end the others
-        subprocess.Popen([sys.executable, path, "gloo", call], env={**os.environ, **world, "RANK": str(rank)})
-        for rank in range(RANKS)
-    ]
-    try:
-        codes = [process.wait(timeout=300) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert codes == [0, -signal.SIGKILL, 0]
+    codes, output = run_by_hand(RANKS, path, "gloo", call)
+    assert codes == [0, -signal.SIGKILL, 0], output
     check(tmp_path)
 
 

@@ -1,13 +1,9 @@
 """torch.distributed as transport: on threads where that will do, and under torchrun, as users start it."""
 
-import functools
 import gc
 import math
-import os
 import re
 import signal
-import subprocess
-import sys
 import textwrap
 import threading
 import time
@@ -21,7 +17,7 @@ import torch
 import torch.distributed as dist
 from support.call_checks import check_calls
 from support.gloo import run_threads
-from support.launch import environment_of_a_world, torchrun
+from support.launch import environment_of_a_world, run_by_hand, torchrun
 from support.waiting import until
 
 import bagua_comm
@@ -441,6 +437,16 @@ def test_alone_is_a_world_of_one_rank_whatever_started_it(monkeypatch):
         assert not dist.is_initialized()
 
 
+def test_a_rank_whose_store_nobody_serves_waits_as_long_as_it_may(monkeypatch):
+    for name, value in {**environment_of_a_world(2), "RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(bootstrap, "_joined", None)  # as in a separate process
+    started_s = time.monotonic()
+    with pytest.raises(BootstrapError, match="cannot join its world"):
+        bagua_torch.connect(timeout_s=0.5)
+    assert time.monotonic() - started_s < 30
+
+
 def test_connect_replaces_a_communicator_that_default_has_made():
     implicit = bagua_torch.process_group.default()
     with implicit, bagua_torch.connect() as comm:
@@ -494,8 +500,7 @@ def test_a_process_group_that_is_there_is_used_and_left_as_it_is(gloo):
 def test_a_launcher_may_start_one_rank(monkeypatch):
     for name, value in {**environment_of_a_world(1), "RANK": "0"}.items():
         monkeypatch.setenv(name, value)
-    fresh = functools.cache(bootstrap.torchrun_store.__wrapped__)  # stored as in a separate process
-    monkeypatch.setattr(bootstrap, "torchrun_store", fresh)
+    monkeypatch.setattr(bootstrap, "_joined", None)  # as in a separate process
     for _ in range(2):
         with bagua_torch.connect(timeout_s=10) as comm:
             assert (comm.rank, comm.size, comm.transports[0].name) == (0, 1, "torch")
@@ -586,25 +591,8 @@ def test_a_dead_rank_is_named_within_seconds(tmp_path):
         except RankFailed as error:
             print("lost", error.ranks, "before the timeout:", time.monotonic() - start < 50)
         """
-    path = script(tmp_path, program)
-    # Not by torchrun, which would end the survivor.
-    world = environment_of_a_world(2)
-    processes = [
-        subprocess.Popen(
-            [sys.executable, path],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env={**os.environ, **world, "RANK": str(rank)},
-        )
-        for rank in range(2)
-    ]
-    try:
-        output = [process.communicate(timeout=300)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, -signal.SIGKILL], output
+    codes, output = run_by_hand(2, script(tmp_path, program))
+    assert codes == [0, -signal.SIGKILL], output
     assert re.search(r"lost \((1,)?\) before the timeout: True", output[0])
 
 

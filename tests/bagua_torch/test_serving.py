@@ -1,6 +1,5 @@
 """The addresses of the servers that a rank starts: only those that are asked for."""
 
-import functools
 import json
 import socket
 import threading
@@ -13,6 +12,7 @@ from support.listening import listening_addresses
 
 from bagua_comm import BootstrapError
 from bagua_comm.data import redis_server
+from bagua_comm.system.processes import free_port
 from bagua_comm.testing import run_ranks
 from bagua_torch.process_group import bootstrap, serving
 
@@ -34,13 +34,12 @@ def test_the_store_of_a_group_on_one_host_listens_there_alone():
 
 
 def test_the_store_of_a_rank_that_is_started_by_hand_listens_where_it_is_asked_to(monkeypatch):
-    with socket.socket() as free:
-        free.bind((HERE, 0))
-        port = free.getsockname()[1]
+    port = free_port()
     for name, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": HERE, "MASTER_PORT": port}.items():
         monkeypatch.setenv(name, str(value))
     before = listening_addresses()
-    store, rank, size = functools.cache(bootstrap.torchrun_store.__wrapped__)()
+    monkeypatch.setattr(bootstrap, "_joined", None)  # as in a separate process
+    store, rank, size = bootstrap.torchrun_store(10)
     assert (store.port, rank, size) == (port, 0, 1)
     assert listening_addresses() == sorted([*before, HERE])
 

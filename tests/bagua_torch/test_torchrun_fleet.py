@@ -4,7 +4,6 @@ import ast
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -23,6 +22,7 @@ from support.waiting import until
 from bagua_comm import ArrayError, BootstrapError, CommError, RankFailed, elastic
 from bagua_comm.elastic import start
 from bagua_comm.system.files import shared_memory
+from bagua_comm.system.processes import free_port
 from bagua_torch.process_group import agent_folder, fleet
 from bagua_torch.process_group.fleet import TorchrunFleet
 from bagua_torch.process_group.rendezvous import join
@@ -457,9 +457,7 @@ def test_workers_of_other_agents_continue_in_the_same_processes(tmp_path):
     program = write(
         tmp_path, end="os.kill(os.getppid(), signal.SIGKILL)  # the agent would wait for the dead one's"
     )
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=3", "--nproc-per-node=1"]
     command += ["--master-addr=127.0.0.1", f"--master-port={port}"]
     agents = [

@@ -1,11 +1,14 @@
 """Start Python on several ranks from a test."""
 
 import os
-import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
+import time
 from pathlib import Path
+
+from bagua_comm.system.processes import free_port
 
 TESTS = Path(__file__).parents[1]
 
@@ -58,10 +61,33 @@ def run_python(ranks, *arguments, script=None, flags=(), mpirun=(), timeout_s=10
 
 def environment_of_a_world(ranks):
     """The variables that a launcher sets for all its processes, except RANK."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    return {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+
+
+def run_by_hand(ranks, *arguments, timeout_s=100):
+    """Start Python as each rank of torch.distributed, without torchrun, which would end all when one has died.
+
+    Returns the exit codes and the outputs. A rank that does not end is an error that has the output of all.
+    """
+    world, command = environment_of_a_world(ranks), [sys.executable, *map(str, arguments)]
+    ends_s = time.monotonic() + TIME_FACTOR * timeout_s
+    with tempfile.TemporaryDirectory() as folder:
+        outputs, processes = [Path(folder, str(rank)) for rank in range(ranks)], []
+        for rank, path in enumerate(outputs):
+            with path.open("w") as output:
+                env = {**with_packages(), **world, "RANK": str(rank)}
+                processes.append(subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=env))
+        try:
+            while any(process.poll() is None for process in processes) and time.monotonic() < ends_s:
+                time.sleep(0.05)
+            codes = [process.poll() for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        texts = [path.read_text(errors="replace") for path in outputs]
+    assert None not in codes, (codes, texts)
+    return codes, texts
 
 
 def torchrun(ranks, *arguments, timeout_s=90):

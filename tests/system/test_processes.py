@@ -2,15 +2,24 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
+from contextlib import suppress
 
 import pytest
 
 from bagua_comm.bootstrap import rendezvous
 from bagua_comm.bootstrap.rendezvous import JoinLog, Wait
 from bagua_comm.system import processes
-from bagua_comm.system.processes import ProcessId, namespace_number, pid_namespace, sees_starter, start_of
+from bagua_comm.system.processes import (
+    ProcessId,
+    free_port,
+    namespace_number,
+    pid_namespace,
+    sees_starter,
+    start_of,
+)
 
 TELLS = f"""
 import importlib.util, sys
@@ -142,3 +151,22 @@ def test_a_rank_that_ended_without_calling_connect_is_named_long_before_the_time
     assert told in found[3]
     assert "timeout_s" not in found[3]
     assert wait.ended == [1]
+
+
+@pytest.mark.parametrize(("first", "is_below"), [(30_000, True), (1024, False)])
+def test_a_free_port_is_none_that_linux_gives_to_others(first, is_below, tmp_path, monkeypatch):
+    (tmp_path / "range").write_text(f"{first}\t60999\n")
+    monkeypatch.setattr(processes, "_PORT_RANGE", tmp_path / "range")
+    port = free_port()
+    assert (port in range(20_000, first)) == is_below
+    with socket.socket() as server:
+        server.bind(("", port))
+
+
+def test_a_port_in_use_is_not_free(tmp_path, monkeypatch):
+    (tmp_path / "range").write_text("20001\t60999\n")  # 20000 alone is below
+    monkeypatch.setattr(processes, "_PORT_RANGE", tmp_path / "range")
+    with socket.socket() as server:
+        with suppress(OSError):  # another program's
+            server.bind(("", 20_000))
+        assert free_port() != 20_000
