@@ -110,7 +110,9 @@ AT_EQUAL_BYTES = (
     "torch,diloco-30,streaming-30-int4,diloco-100-int4,diloco-200-int4,sparseloco-30,sparseloco-30-tensors,"
     "sparseloco-30-senders,sparseloco-30-both,sparseloco-30-192,sparseloco-15-96,sparseloco-10,sparseloco-10-both"
 )
-FOR_LONGER = "diloco-30,diloco-100-int4,sparseloco-30,sparseloco-30-senders,sparseloco-30-both,sparseloco-10-both"
+FOR_LONGER = (
+    "diloco-30,sparseloco-30,sparseloco-30-tensors,sparseloco-30-senders,sparseloco-30-both,sparseloco-10-both"
+)
 FOR_LONGEST = "diloco-30,sparseloco-30-both,sparseloco-10-both"
 WITH_MUON = "exact-adam-0.004,diloco-30-muon-0.016,sparseloco-30-both-muon-0.016,sparseloco-10-both-muon-0.016"
 
