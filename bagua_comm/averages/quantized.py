@@ -221,7 +221,7 @@ def _allreduce(
         return call.result
 
     def move(comm: CommBase, x: Array, target: Array) -> None:
-        flow = coding.transport.agree_on_call(coding.text, x)
+        flow = coding.transport.agree_on_call(coding.text, x, by_messages=True)
         chunks = with_residual(comm.scratch, x, errors, coding.size, decay)
         results = target.reshape(-1)
         is_padded = results.size != coding.size
@@ -330,7 +330,7 @@ def quantized_reduce_scatter(
     coding.check_aligned(call, x=call.x, out=call.target, residual=errors)
 
     def move(comm: CommBase, x: Array, target: Array) -> None:
-        flow = coding.transport.agree_on_call(coding.text, x)
+        flow = coding.transport.agree_on_call(coding.text, x, by_messages=_all_send(lengths))
         chunks = with_residual(comm.scratch, x, errors, coding.size, decay)
         flat = None if errors is None else errors.reshape(-1)
         stages = _ReduceScatter(coding, comm, chunks, None, op=op, residual=flat, decay=decay)
@@ -411,13 +411,18 @@ def quantized_allgather(
 
     def move(comm: CommBase, x: Array, target: Array) -> None:
         results = target.reshape(-1)
-        flow = coding.transport.agree_on_call(coding.text, results)
+        flow = coding.transport.agree_on_call(coding.text, results, by_messages=_all_send(lengths))
         stages = _AllGather(coding, comm, None, results)
         stages.mine, stages.reference = x, None if base is None else base.reshape(-1)
         coding.through(flow, stages, scatter=False)
 
     result: A = _run(call, coding, move, mine, keeps=lengths is None and base is None)
     return result
+
+
+def _all_send(lengths: Sequence[int] | None) -> bool:
+    """Whether no rank ends a call with these chunks without a message of each other one."""
+    return lengths is None or min(lengths) > 0
 
 
 def _lengths(call: Call, counts: Counts, *, own: int | None = None) -> tuple[int, ...] | None:

@@ -212,7 +212,7 @@ class TopKMean:
         self, flat: Array, errors: Array | None, decay: float, transport: Transport | None = None
     ) -> None:
         """Average `flat` in place, over `transport` if there are several ranks. Collective."""
-        flow = None if transport is None else transport.agree_on_call(_NAME, flat)
+        flow = None if transport is None else transport.agree_on_call(_NAME, flat, by_messages=flat.size > 0)
         if not flat.size:
             if transport is not None:
                 transport.barrier()  # the array of another rank may not be empty

@@ -277,7 +277,7 @@ class Transport(CallState, Live, ABC):
         """
         raise UnsupportedError(f"{self.name}: cannot make a group of some ranks without the others; use split")
 
-    def agree_on_call(self, call: str, x: Array) -> Flow:
+    def agree_on_call(self, call: str, x: Array, *, by_messages: bool = False) -> Flow:
         """Raise `CommMismatch` on all ranks unless all make this call on arrays of one dtype and size.
 
         `call` names everything that must be the same: the operation, its op and its root. The returned `Flow`
@@ -285,6 +285,12 @@ class Transport(CallState, Live, ABC):
         messages carry their own sizes.
 
         Collective.
+
+        Args:
+            call: The call.
+            x: An array of this rank.
+            by_messages: Whether all exchanges of the call go by the `Flow`, and no rank ends it without a message
+                of each other one. Then the ranks need not compare it before, if it follows a plan.
         """
         return TransportFlow(self, self.piece_bytes)
 

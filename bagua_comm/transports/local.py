@@ -106,10 +106,10 @@ class LocalTransport(Transport):
         super().begin_call(name, collective=collective, describe=describe)
         self._size = ""
 
-    def agree_on_call(self, call: str, x: Array) -> Flow:
+    def agree_on_call(self, call: str, x: Array, *, by_messages: bool = False) -> Flow:
         """See `Transport.agree_on_call`. The messages of the call carry its text, which receivers compare."""
         self._size = self._size or f" of {x.size} elements"
-        return super().agree_on_call(call, x)
+        return super().agree_on_call(call, x, by_messages=by_messages)
 
     def broadcast(self, x: Array, root: int) -> None:
         """See `Transport.broadcast`."""

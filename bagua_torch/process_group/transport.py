@@ -215,7 +215,7 @@ class ProcessGroupTransport(FramedTransport):
         super().begin_call(name, collective=collective, describe=describe)
         self._unchecked = _UNKNOWN if collective and self.size > 1 else _COMPARED
 
-    def agree_on_call(self, call: str, x: Array) -> Flow:
+    def agree_on_call(self, call: str, x: Array, *, by_messages: bool = False) -> Flow:
         """See `Transport.agree_on_call`. Ranks compare the call in its next exchange, which raises."""
         self._name_call(call, _size_of(x))
         return TransportFlow(self, self.piece_bytes)

@@ -1,5 +1,6 @@
 """Plans of calls between hosts: no comparison before a call, and an error on all ranks if calls differ."""
 
+import functools
 import itertools
 import time
 
@@ -8,14 +9,43 @@ import pytest
 from mpi4py import MPI
 from support.planned_calls import CALLS, make
 
-from bagua_comm import CommError, CommMismatch, Communicator
+from bagua_comm import (
+    CommError,
+    CommMismatch,
+    Communicator,
+    MinMaxUInt8,
+    TopK,
+    quantized_allgather,
+    quantized_allreduce,
+    quantized_reduce_scatter,
+)
 from bagua_comm.transports.mpi import agreement, transport, tuning
 from bagua_comm.transports.mpi.agreement import Agreement
 
 AT_ONCE_S = 10.0
 
+CODEC = MinMaxUInt8()
+"""Exact for arrays of equal elements."""
+
+
+@functools.cache
+def whole(comm):
+    """The mean of all elements, bound once: to bind it is a call."""
+    return TopK(chunk=2, keep=2, bits=32).bind(comm)
+
+
+CODED = {
+    "quantized_allreduce": lambda comm, x: quantized_allreduce(comm, x, codec=CODEC)[comm.rank],
+    "quantized_reduce_scatter": lambda comm, x: quantized_reduce_scatter(comm, x, codec=CODEC)[0],
+    "quantized_allgather": lambda comm, x: quantized_allgather(comm, x[0], codec=CODEC).reshape(x.shape).sum(0),
+    "TopK": lambda comm, x: whole(comm)(x)[0] * comm.size,
+}
+"""The same of float32, in fewer bytes."""
+
+STEP = CALLS | CODED
+
 OTHERS = {
-    **CALLS,
+    **STEP,
     "another size": lambda comm, x: comm.allreduce(x[:, 1:]),
     "broadcast": lambda comm, x: comm.broadcast(x, root=0),
     "gather": lambda comm, x: comm.gather(x[0], root=0),
@@ -35,33 +65,40 @@ def between_hosts():
         yield transport.MPITransport(MPI.COMM_WORLD, timeout_s=60)
 
 
+def start(between_hosts):
+    """A communicator that has learned no plan."""
+    comm = Communicator([between_hosts.dup()])
+    whole(comm)
+    return comm
+
+
 def run(comm, names, numbers):
     for name, number in zip(names, numbers, strict=False):
-        make(comm, OTHERS[name], number)
+        make(comm, OTHERS[name], number, np.float32 if name in CODED else np.float64)
 
 
-@pytest.mark.parametrize(("uncompared", "count"), [(1000, 1), (3, 2)])
+@pytest.mark.parametrize(("uncompared", "count"), [(1000, 1), (3, 3)])
 def test_calls_that_follow_the_plan_are_not_compared(between_hosts, monkeypatch, uncompared, count):
     comparisons, bounds = [], Agreement._bounds
     monkeypatch.setattr(Agreement, "_bounds", lambda *of: comparisons.append(1) or bounds(*of))
     monkeypatch.setattr(tuning, "CALLS_UNCOMPARED", uncompared)
-    comm, counts = Communicator([between_hosts.dup()]), []
+    comm, counts = start(between_hosts), []
     for step in range(5):
-        run(comm, CALLS, itertools.count(10 * step))
+        run(comm, STEP, itertools.count(10 * step))
         counts.append(len(comparisons))
     assert comm.host.plan.in_force
-    # All but `small` in two steps, then what MPI gathers, and one call after three that were not compared.
-    assert np.diff([0, *counts]).tolist() == [5, 5, count, count, count]
+    # All but `small` in two steps, then what MPI gathers, and each call after three that were not compared.
+    assert np.diff([0, *counts]).tolist() == [9, 9, count, count, count]
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("other", OTHERS)
 def test_a_rank_that_leaves_the_plan_is_an_error_on_all(between_hosts, other, seed):
-    comm, names = Communicator([between_hosts.dup()]), list(CALLS)
+    comm, names = start(between_hosts), list(STEP)
     random = np.random.default_rng([seed, list(OTHERS).index(other)])
     position = random.choice([n for n in range(len(names)) if names[n] != other])
     odd = random.choice(comm.size, random.integers(1, comm.size), replace=False)
-    run(comm, names * 3, range(12 + position))
+    run(comm, names * 3, range(2 * len(names) + position))
     assert comm.host.plan.in_force
     start_s = time.monotonic()
     with pytest.raises(CommMismatch, match=r"rank \d called .*rank \d called"):
@@ -70,12 +107,11 @@ def test_a_rank_that_leaves_the_plan_is_an_error_on_all(between_hosts, other, se
 
 
 def test_no_error_if_all_ranks_leave_the_plan(between_hosts):
-    comm = Communicator([between_hosts.dup()])
-    run(comm, [*CALLS] * 3, range(14))
+    comm = start(between_hosts)
+    run(comm, [*STEP] * 3, range(22))
     for other in OTHERS:
-        x = np.full((comm.size, 40_000), 1.0)
-        OTHERS[other](comm, x)
-        run(comm, [*CALLS] * 3, range(16))
+        OTHERS[other](comm, np.ones((comm.size, 40_000), np.float32 if other in CODED else np.float64))
+        run(comm, [*STEP] * 3, range(24))
         assert comm.host.plan.in_force
 
 
@@ -95,9 +131,9 @@ def test_notices_do_not_accumulate_if_no_call_looks_for_them(between_hosts):
 
 
 def test_an_error_of_mpi_as_a_rank_looks_for_notices_is_one_of_this_library(between_hosts, monkeypatch):
-    comm = Communicator([between_hosts.dup()])
-    run(comm, [*CALLS] * 3, range(18))
+    comm = start(between_hosts)
+    run(comm, [*STEP] * 3, range(30))
     assert comm.host.plan.in_force
     monkeypatch.setattr(agreement, "_LEFT_TAG", -5)  # refused, as any probe is after a rank has died
     with pytest.raises(CommError):
-        run(comm, CALLS, [99])
+        run(comm, STEP, [99])

@@ -13,7 +13,7 @@ CALLS = {
 """By name: row `rank` of the sum of all ranks' arrays, (p, m), of equal elements. Four may follow plans."""
 
 
-def make(comm, call, number):
+def make(comm, call, number, dtype=np.float64):
     """Make a call; if it returns, it must return the sum of what all ranks give in call `number`."""
-    found = call(comm, np.full((comm.size, 40_000), 10.0 * number + comm.rank))
+    found = call(comm, np.full((comm.size, 40_000), 10.0 * number + comm.rank, dtype))
     np.testing.assert_array_equal(found, sum(10.0 * number + rank for rank in range(comm.size)))

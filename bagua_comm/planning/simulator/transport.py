@@ -154,10 +154,10 @@ class SimulatedTransport(Transport):
     def abort(self, exit_code: int = 1) -> None:
         """Nothing: there are no other ranks."""
 
-    def agree_on_call(self, call: str, x: Array) -> Flow:
-        """See `Transport.agree_on_call`: over MPI the ranks compare three numbers first."""
-        if self.recorder.ring is None:
-            self._agree(24)
+    def agree_on_call(self, call: str, x: Array, *, by_messages: bool = False) -> Flow:
+        """See `Transport.agree_on_call`: over MPI the ranks compare four numbers, unless they follow a plan."""
+        if self.recorder.ring is None and not (by_messages and self._is_between_nodes()):
+            self._agree(32)
         return _RecordedFlow(self, self._piece_bytes(x.nbytes, tuning.FAST_PIECE_BYTES, tuning.PACED_BYTES))
 
     def coded_piece_bytes(self, nbytes: int) -> int | None:
@@ -249,9 +249,12 @@ class SimulatedTransport(Transport):
         """Record a collective of MPI on few bytes."""
         if self.size > 1:
             hops = max(1, math.ceil(math.log2(self.size)))
-            away = self.group == "across" or (self.group == "all" and self.recorder.cluster.nodes > 1)
             k = self.recorder.cluster.ranks_per_node
-            self.recorder.begin(Exchange(self.group, None, 0.0, float(nbytes) * k * away, k, hops, hops))()
+            sent = float(nbytes) * k * self._is_between_nodes()
+            self.recorder.begin(Exchange(self.group, None, 0.0, sent, k, hops, hops))()
+
+    def _is_between_nodes(self) -> bool:
+        return self.group == "across" or (self.group == "all" and self.recorder.cluster.nodes > 1)
 
     def _ring(self, nbytes: int) -> Wait:
         """Record that all but one of p chunks pass from each rank to the next one."""

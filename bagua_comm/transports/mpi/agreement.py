@@ -88,10 +88,7 @@ class Agreement:
             self.plan.end()
 
     def agree(self, call: str, x: Array, *, by_messages: bool = False) -> Flow:
-        """See `Transport.agree_on_call`. The ranks also agree on the size of pieces, from this call on.
-
-        `by_messages` if no rank ends the call without a message of each other one, and all go by the `Flow`.
-        """
+        """See `Transport.agree_on_call`. The ranks also agree on the size of pieces, from this call on."""
         window = self._endpoint.window
         if window is not None:
             number = zlib.crc32(f"{call} {dtype_name(x.dtype)} {x.nbytes}".encode())

@@ -165,9 +165,9 @@ class MPITransport(CountedCalls, Transport):
             else super().begin_labelled(sends, receives)
         )
 
-    def agree_on_call(self, call: str, x: Array) -> Flow:
+    def agree_on_call(self, call: str, x: Array, *, by_messages: bool = False) -> Flow:
         """See `Transport.agree_on_call`. The ranks also agree on the size of pieces, from this call on."""
-        return self._agreement.agree(call, x)
+        return self._agreement.agree(call, x, by_messages=by_messages)
 
     def coded_piece_bytes(self, nbytes: int) -> int:
         """See `Transport.coded_piece_bytes`."""
