@@ -3,6 +3,7 @@
 import ast
 import json
 import re
+import statistics
 from contextlib import nullcontext
 from types import ModuleType
 
@@ -158,14 +159,30 @@ def test_the_figures_between_sites_are_those_that_were_measured():
 
 
 def test_the_figures_of_sparse_changes_at_equal_bytes_are_those_that_were_measured():
-    page, found = section_on("Between sites"), record("sparse-text")["results"]
-    ends = {run["algorithm"]: (run["metric"], run["per_step"]["wire_bytes"]) for run in found}
-    dense, dense_bytes = ends.pop("diloco-30")
-    ends.pop("torch")
-    assert len(found) == len(ends) + 2 == 12
-    for loss, sent in ends.values():
-        row = f"| {sent:,.0f} | {dense_bytes / sent:.1f} | {loss:.4f} | {100 * (loss / dense - 1):+.1f} % |"
+    page, found, sent = section_on("Between sites"), {}, {}
+    for run in [
+        run for name in ("sparse-text", "sparse-text-seeds", "streaming") for run in record(name)["results"]
+    ]:
+        if run["task"] == "text":
+            found.setdefault(run["algorithm"], {})[run["seed"]] = run["metric"]
+            sent.setdefault(run["algorithm"], run["per_step"]["wire_bytes"])
+    longer = {row["algorithm"]: row for row in record("sparse-text-1600")["summary"]}
+    assert all(len(row["metrics"]) == 3 for row in longer.values())
+    first = {run["algorithm"] for run in record("sparse-text")["results"]} - {"torch"}
+    assert len(first) == 11
+    assert longer.keys() < first
+    for name in first:
+        loss, dense = (statistics.fmean(found[each][seed] for seed in range(3)) for each in (name, "diloco-30"))
+        row = f"| {sent[name]:,.0f} | {sent['diloco-30'] / sent[name]:.1f} | {loss:.4f} | "
+        row += f"{100 * (loss / dense - 1):+.1f} % | "
+        if name in longer:
+            row += f"{100 * (longer[name]['metric'] / longer['diloco-30']['metric'] - 1):+.1f} % |"
         assert row in page
+    ends = {run["algorithm"]: run["metric"] for run in record("sparse-text-10000")["results"]}
+    text, dense = " ".join(page.split()), ends["diloco-30"]
+    for name, its in (("sparseloco-30-both", f"with {dense:.4f}"), ("sparseloco-10-both", "")):
+        above = f"{ends[name]:.4f}, {100 * (ends[name] / dense - 1):.1f} % above `DiLoCo(30)` {its}".rstrip()
+        assert above in text
 
 
 def test_the_figures_of_muon_inside_diloco_are_those_that_were_measured():
