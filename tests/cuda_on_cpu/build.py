@@ -128,7 +128,8 @@ def precompiled() -> tuple[Path, Path]:
 
 def _place(what: str, suffix: str) -> Path:
     """The file of what is made by this compiler with the header."""
-    key = hashlib.sha256(f"{_compiler()}{HEADER.read_text()}{GRID.read_text()}{FLAGS}{what}".encode()).hexdigest()[:20]
+    sources = HEADER.read_text() + GRID.read_text()
+    key = hashlib.sha256(f"{_compiler()}{sources}{FLAGS}{what}".encode()).hexdigest()[:20]
     return Path(os.environ.get(KERNELS) or folder()) / f"{key}{suffix}"
 
 
