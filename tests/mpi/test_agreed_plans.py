@@ -72,7 +72,7 @@ def test_a_rank_that_leaves_the_plan_is_an_error_on_all(between_hosts, other, se
 def test_no_error_if_all_ranks_leave_the_plan(between_hosts):
     comm = Communicator([between_hosts.dup()])
     run(comm, [*CALLS] * 3, range(14))
-    for other in OTHERS:
+    for other in [*OTHERS][len(CALLS) - 1 :]:  # the last of the plan's own, and all that are not in it
         x = np.full((comm.size, 40_000), 1.0)
         OTHERS[other](comm, x)
         run(comm, [*CALLS] * 3, range(16))
