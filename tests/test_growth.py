@@ -136,7 +136,7 @@ def bytes_held(size, make):
 
 
 def test_a_communicator_holds_a_few_numbers_of_each_member():
-    few, many = (bytes_held(size, lambda comm: [comm.dup() for _ in range(4)])[0] / 4 for size in (4, 32))
+    few, many = (bytes_held(size, lambda comm: [comm.dup() for _ in range(8)])[0] / 8 for size in (4, 32))
     assert 8 < (many - few) / 28 < 100
     assert "about 50 bytes for each of its members" in PAGE.read_text().split("## Memory\n")[1]
 
