@@ -78,7 +78,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def make_parser(given: Sequence[str] = ()) -> argparse.ArgumentParser:
-    """Return the parser of all commands; errors look in `given` for misspelled options."""
+    """Return the parser of all commands, or of those in `given`, where errors look for misspelled options."""
     parser = Parser(prog=program_name(), description=DESCRIPTION)
     parser.add_argument("--version", action="version", version=f"bagua_comm {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -90,7 +90,8 @@ def make_parser(given: Sequence[str] = ()) -> argparse.ArgumentParser:
         )
         command_parser.given = given
         command_parser.set_defaults(parser=command_parser)
-        command.add_arguments(command_parser)
+        if not given or name in given:
+            command.add_arguments(command_parser)
     return parser
 
 

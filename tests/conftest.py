@@ -132,6 +132,8 @@ def pytest_collect_file():
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     selection.mark_slow_cases(items)
+    if "not slow" not in config.option.markexpr:  # else those that are extra are left out, too
+        selection.mark_extra_cases(items)
     for item in items:
         if limit := item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(TIME_FACTOR * limit.args[0]), append=False)

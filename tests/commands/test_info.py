@@ -9,16 +9,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.commands import output_of
 
 from bagua_comm import kernels, net
 from bagua_comm.commands import info
 from bagua_comm.commands.info import collect_info
 
 
-def test_info_prints_versions_mpi_and_transports():
-    command = [sys.executable, "-m", "bagua_comm", "info", "--json"]
-    text = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout
-    facts = json.loads(text)
+def test_info_prints_versions_mpi_and_transports(capsys):
+    facts = json.loads(output_of(capsys, "info", "--json"))
     assert facts["MPI"]["thread level"] == "MPI_THREAD_MULTIPLE"
     assert facts["MPI"]["ranks may die"] == "yes, under run --ulfm, --spares or --restarts"
     assert facts["versions"]["numpy"] == np.__version__

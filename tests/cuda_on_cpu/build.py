@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-HEADER = Path(__file__).with_name("cuda_on_cpu.h")
+HEADER, GRID = (Path(__file__).with_name(name) for name in ("cuda_on_cpu.h", "grid.cpp"))
 COMPILER = "g++"
 FOLDER = "CUDA_ON_CPU_FOLDER"
 """The environment variable that names the folder of this run."""
@@ -84,7 +84,9 @@ def _compiled(source: str, defines: tuple[str, ...]) -> Path:
         kernels = re.findall(r'extern "C" void\s+(\w+)', plain)
         code = source + "".join(f"\nLAUNCHER({name})" for name in kernels) + "\n"
         complete = library.with_suffix(f".{os.getpid()}")
-        _run([*compiler, *LINK, "-include", str(precompiled()), "-o", str(complete)], code)
+        header, grid = precompiled()
+        linked = ["-x", "none", str(grid)]
+        _run([*compiler, *LINK, "-include", str(header), *linked, "-o", str(complete)], code)
         complete.replace(library)  # atomically: other processes may be looking
     return library
 
@@ -111,21 +113,23 @@ def keep_in(kernels: Path) -> None:
 
 
 @functools.cache
-def precompiled() -> Path:
-    """A copy of the header, beside which the compiler finds what it once made of it."""
-    header = _place("", ".h")
+def precompiled() -> tuple[Path, Path]:
+    """A copy of the header, beside which the compiler finds what it once made of it; and the compiled grid."""
+    header, grid = _place("", ".h"), _place("", ".o")
     parts, made = header.with_suffix(f".{os.getpid()}"), header.with_suffix(".h.gch")
-    if not made.exists():
+    if not (made.exists() and grid.exists()):
         parts.write_bytes(HEADER.read_bytes())
         parts.replace(header)  # atomically: other processes may be looking
-        _run([COMPILER, *FLAGS, "-x", "c++-header", "-o", str(parts), str(header)], "")
-        parts.replace(made)
-    return header
+        for source, language, what in ((header, "c++-header", made), (GRID, "c++", grid)):
+            _run([COMPILER, *FLAGS, "-x", language, "-c", "-o", str(parts), str(source)], "")
+            parts.replace(what)
+    return header, grid
 
 
 def _place(what: str, suffix: str) -> Path:
     """The file of what is made by this compiler with the header."""
-    key = hashlib.sha256(f"{_compiler()}{HEADER.read_text()}{FLAGS}{what}".encode()).hexdigest()[:20]
+    sources = HEADER.read_text() + GRID.read_text()
+    key = hashlib.sha256(f"{_compiler()}{sources}{FLAGS}{what}".encode()).hexdigest()[:20]
     return Path(os.environ.get(KERNELS) or folder()) / f"{key}{suffix}"
 
 

@@ -333,7 +333,7 @@ def test_later_runs_find_compiled_kernels_unless_they_are_old_or_of_another_comp
 
     monkeypatch.setenv(build.KERNELS, "elsewhere")
     monkeypatch.setattr(build, "_run", compiler)
-    monkeypatch.setattr(build, "precompiled", lambda: "header")
+    monkeypatch.setattr(build, "precompiled", lambda: ("header", "grid"))
     monkeypatch.setattr(build, "_compiler", lambda: "g++ 12")
     build.keep_in(tmp_path)
     first = library()

@@ -33,7 +33,7 @@ def changes(seed, ranks, rows, slow=None, factor=1.0, begin=0, end=None):
     return found
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4, 16])
+@pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_a_rank_slowed_by_half_is_named_within_twenty_steps(ranks):
     named = 0
     for seed in range(100):
@@ -43,7 +43,7 @@ def test_a_rank_slowed_by_half_is_named_within_twenty_steps(ranks):
     assert named >= 95
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 16])
+@pytest.mark.parametrize("ranks", [2, 8])
 def test_noise_alone_is_no_change(ranks):
     assert changes(1, ranks, 2000) == []  # 10,000 steps
 

@@ -109,7 +109,7 @@ def test_a_rank_that_leaves_the_plan_is_an_error_on_all(between_hosts, other, se
 def test_no_error_if_all_ranks_leave_the_plan(between_hosts):
     comm = start(between_hosts)
     run(comm, [*STEP] * 3, range(22))
-    for other in OTHERS:
+    for other in [*OTHERS][len(STEP) - 1 :]:  # the last of the plan's own, and all that are not in it
         OTHERS[other](comm, np.ones((comm.size, 40_000), np.float32 if other in CODED else np.float64))
         run(comm, [*STEP] * 3, range(24))
         assert comm.host.plan.in_force

@@ -42,19 +42,22 @@ def short(folder):
     return built(folder, "short", ["-DBAGUA_NET_MOVE_AT_MOST=1000"])
 
 
+VARIABLES = "".join(
+    f'__attribute__((visibility("default"))) double {one};\n' for one in ("gain", "trial_s = 1e9")
+)
+STEERED = ["-DGAIN=gain", "-DTRIAL_S=trial_s", "-DWINDOW_S=1e-6", "-DREST_S=1e-3", "-DCHUNK=4096"]
+
+
 @pytest.fixture(scope="module")
 def eager(folder):
     """A build that opens more flows whenever it has measured anything, and cuts messages small."""
-    return built(folder, "eager", ["-DGAIN=0.0", "-DWINDOW_S=1e-6", "-DCHUNK=4096"])
+    return built(folder, "steered", STEERED, header=VARIABLES, copied_as="eager")
 
 
 @pytest.fixture(scope="module")
 def steered(folder):
     """A build where more flows pay if they make it `gain` times as fast, and trials last `trial_s`."""
-    variables = ("gain", "trial_s = 1e9")
-    header = "".join(f'__attribute__((visibility("default"))) double {one};\n' for one in variables)
-    flags = "-DGAIN=gain -DTRIAL_S=trial_s -DWINDOW_S=1e-6 -DREST_S=1e-3 -DCHUNK=4096"
-    return built(folder, "steered", flags.split(), header=header)
+    return built(folder, "steered", STEERED, header=VARIABLES)
 
 
 @pytest.fixture
@@ -111,7 +114,7 @@ def receive_all(plugin, comm, receive, out):
 
 def test_messages_of_all_sizes_arrive_whole(pair):
     sizes = [0, 1, 15, 16, 17, 4079, 4080, 4081, 65_535, 65_536, 65_537, 8 << 20, 0, 0, 5]
-    sizes += random_sizes(np.random.default_rng(0), 400, 1 << 20, 8000)
+    sizes += random_sizes(np.random.default_rng(0), 150, 1 << 20, 8000)
     exchange(pair, sizes, POOL, room=100)
 
 
@@ -146,12 +149,12 @@ def test_only_host_memory_can_be_registered(plugin):
 
 def test_short_reads_and_writes(short):
     with connected(short) as pair:
-        exchange(pair, [0, 1, 1000, 1016, *random_sizes(np.random.default_rng(0), 300, 1 << 20, 6000)], POOL)
+        exchange(pair, [0, 1, 1000, 1016, *random_sizes(np.random.default_rng(0), 80, 1 << 18, 6000)], POOL)
 
 
 def test_many_flows_carry_messages_in_their_order(eager):
     with connected(eager) as pair:
-        exchange(pair, [8 << 20] * 24 + random_sizes(np.random.default_rng(0), 300, 1 << 20, 50_000), POOL)
+        exchange(pair, [8 << 20] * 10 + random_sizes(np.random.default_rng(0), 100, 1 << 20, 50_000), POOL)
         assert len(net.counters(eager)) >= 4  # the number that it could open meanwhile
 
 
@@ -163,7 +166,7 @@ def of_two_flows(steered, monkeypatch):
 
         def flows_of_an_exchange():
             before = [*net.counters(steered), 0, 0]
-            exchange(pair, [8 << 20] * 4, POOL)
+            exchange(pair, [2 << 20] * 4, POOL)
             return sum(now > then for now, then in zip(net.counters(steered), before, strict=False))
 
         for name, value in (("gain", 0.0), ("trial_s", 1e9)):
@@ -183,7 +186,7 @@ def test_a_trial_of_fewer_flows_that_does_not_end_in_time_gives_none_up(of_two_f
     ctypes.c_double.in_dll(plugin.library, "trial_s").value = -1.0
     flows_of_an_exchange()  # ends a trial that has begun
     ctypes.c_double.in_dll(plugin.library, "gain").value = 1e9
-    for _ in range(20):
+    for _ in range(10):
         flows_of_an_exchange()
     # On busy cores one of two may carry a whole exchange; one that was given up would not come back.
     until(lambda: flows_of_an_exchange() == 2)

@@ -79,7 +79,7 @@ def run_by_hand(ranks, *arguments, timeout_s=100):
                 processes.append(subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=env))
         try:
             while any(process.poll() is None for process in processes) and time.monotonic() < ends_s:
-                time.sleep(0.05)
+                time.sleep(0.05)  # sleeps: between looks at the processes
             codes = [process.poll() for process in processes]
         finally:
             for process in processes:

@@ -9,7 +9,7 @@ from cuda_on_cpu import build
 from bagua_comm.net import building
 
 
-def built(folder, name="plugin", flags=(), *, header="", source=building.SOURCE):
+def built(folder, name="plugin", flags=(), *, header="", source=building.SOURCE, copied_as=None):
     """A copy in `folder` of the build of this name, which has globals of its own.
 
     Args:
@@ -18,6 +18,7 @@ def built(folder, name="plugin", flags=(), *, header="", source=building.SOURCE)
         flags: For the compiler.
         header: Text to be included before the source.
         source: The source.
+        copied_as: The name of the copy, if it is another.
     """
     shared = Path(build.folder()) / "net"
     shared.mkdir(exist_ok=True)
@@ -28,4 +29,4 @@ def built(folder, name="plugin", flags=(), *, header="", source=building.SOURCE)
             text = library.with_suffix(".h")
             text.write_text(header)
             building.compile_to(next(building.compilers()), library, ["-include", str(text), *flags], source)
-    return Path(shutil.copy(library, folder))
+    return Path(shutil.copy(library, Path(folder, f"{copied_as or name}.so")))

@@ -38,10 +38,15 @@ ALGORITHM, POLICY = "algorithm", "device"
 
 
 def mark_slow_cases(items):
-    """Mark as slow the cases of `items` that the default run leaves out, and as extra those that add no pair."""
+    """Mark as slow the cases of `items` that the default run leaves out."""
     for name, cases in by_test(items).items():
         for case in left_out(name, cases):
             case.add_marker(pytest.mark.slow)
+
+
+def mark_extra_cases(items):
+    """Mark as extra the slow cases that add no pair."""
+    for cases in by_test(items).values():
         for case in extra(cases):
             case.add_marker(pytest.mark.extra)
 

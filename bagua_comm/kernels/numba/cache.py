@@ -11,7 +11,6 @@ import ctypes
 import fcntl
 import functools
 import hashlib
-import importlib.metadata
 import importlib.util
 import os
 import platform
@@ -55,10 +54,12 @@ def cache_dir() -> Path:
 
 @functools.cache
 def _key() -> str:
+    from importlib import metadata  # takes a tenth of the time in which the library is imported
+
     from llvmlite import binding
 
     sources = [path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))]
-    versions = [importlib.metadata.version(name) for name in ("numba", "llvmlite")]
+    versions = [metadata.version(name) for name in ("numba", "llvmlite")]
     processor = platform.machine(), binding.get_host_cpu_name(), binding.get_host_cpu_features().flatten()
     return hashlib.blake2b(repr((sources, versions, processor)).encode(), digest_size=12).hexdigest()
 
