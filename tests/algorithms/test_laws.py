@@ -441,7 +441,7 @@ def test_replans_to_other_averages_lose_no_residual(nodes, make):
         plan = make_plan(comm.size)
         with Trainer(comm, make(ErrorFeedback()), plan, start=common_start) as training:
             exact, actual = (0 * training.grads[0].astype("float64") for _ in range(2))
-            for step in range(3 * len(averages)):
+            for step in range(2 * len(averages) + 1):
                 if step % 2:
                     algorithm = make(averages[(step // 2) % len(averages)])
                     training.replan(plan, algorithm)
