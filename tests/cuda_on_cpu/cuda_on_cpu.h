@@ -15,8 +15,8 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #define __global__
@@ -155,7 +155,7 @@ constexpr int every = -1;
 constexpr unsigned long long poison = 0xffc0dead'ffc0deadull;
 
 static std::vector<Fiber> fibers;
-static std::unique_ptr<char[]> stacks;
+static char* stacks;
 static void* scheduler[5];
 static Fiber* running;
 static void (*body)(void**);
@@ -329,7 +329,7 @@ static const char* run_grid(void (*kernel)(void**), const unsigned* grid, const 
     size_t count = size_t(block[0]) * block[1] * block[2];
     if (count == 0 || count > most_threads || grid[0] == 0 || grid[1] == 0 || grid[1] > 65535) return "no such grid";
     fibers.resize(count);
-    if (!stacks) stacks.reset(new char[most_threads * stack_bytes]);  // the system gives memory when it is written to
+    if (!stacks) stacks = new char[most_threads * stack_bytes];  // the system gives memory when it is written to
     size_t ctas = size_t(grid[0]) * grid[1] * grid[2];
     for (size_t i = 0; i < ctas && failure.empty(); ++i) {
         size_t at = backwards ? ctas - 1 - i : i;
