@@ -54,7 +54,7 @@ WEIGHTS = [
     DiLoCo(3, **MEAN_STEP),
     DiLoCo(2, **MEAN_STEP, average=ErrorFeedback()),
     StreamingDiLoCo(2, 2, delay=0, mix=0, **MEAN_STEP),
-    StreamingDiLoCo(4, 3, delay=2, **MEAN_STEP),
+    StreamingDiLoCo(4, 2, delay=2, **MEAN_STEP),
     SparseLoCo(2, chunk=64, keep=8, decay=1.0),
 ]
 ROUNDS = [AsyncModelAverage(interval_s=0), AsyncModelAverage(interval_s=0, warmup_steps=2)]
