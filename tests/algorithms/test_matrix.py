@@ -63,11 +63,9 @@ CONTRACT = {
     FEW: [
         *(ALWAYS, AsyncModelAverage(interval_s=0, warmup_steps=2)),
         *(after(1, GradientAllReduce(), ALWAYS), Decentralized(), ONE_PEER, *LOW_PRECISION),
-        *(DiLoCo(local_steps=2), DiLoCo(1, average=Quantized())),
-        GradientAllReduce(),
+        *(DiLoCo(local_steps=2), DiLoCo(1, average=Quantized()), GradientAllReduce(), SparseLoCo(2, **SPARSE)),
         GradientAllReduce(Hierarchical(Quantized(MinMaxUInt8.bagua()))),
         *(QAdam(warmup_steps=2), QAdam(1, average=ErrorFeedback()), GradientAllReduce(Hierarchical(FED))),
-        SparseLoCo(2, **SPARSE),
         SparseLoCo(2, average=Hierarchical(ErrorFeedback(TopK(96, 10), retain=0.9))),
         *(GradientAllReduce(Reproducible()), GradientAllReduce(Reproducible(7))),
         *(StreamingDiLoCo(2, 2, 1), StreamingDiLoCo(3, 1, 0, average=Quantized())),
