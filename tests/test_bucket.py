@@ -19,7 +19,7 @@ from bagua_comm.algorithms.parts import layout_of
 from bagua_comm.arrays import dtype_named
 from bagua_comm.bucket import DEFAULT_BUCKET_BYTES, make_buckets
 
-examples = settings(deadline=None, derandomize=True, max_examples=50)
+examples = settings(deadline=None, derandomize=True, max_examples=25)
 
 MIXED = [
     TensorSpec("a", (4,), "float32"),
@@ -312,7 +312,7 @@ def damaged(value, rng):
 def test_damaged_plans_are_refused_or_can_be_used():
     rng = np.random.default_rng(2026)
     refused = 0
-    for trial in range(3000):
+    for trial in range(1000):
         text = json.dumps(damaged(json.loads(WHOLE.to_json()), rng))
         if trial % 4 == 0:
             text = WHOLE.to_json()[: rng.integers(len(text))]
@@ -327,7 +327,7 @@ def test_damaged_plans_are_refused_or_can_be_used():
         assert Plan.from_json(plan.to_json()) == plan
         if plan.nbytes < 10**6:
             make_buckets(plan, plan.allocate())
-    assert 1500 < refused < 3000
+    assert 500 < refused < 1000
 
 
 def test_a_view_cannot_be_replaced_by_another_array():

@@ -17,13 +17,13 @@ from bagua_comm.transports.local import Hub, LocalTransport
 PROGRAM = Path(__file__).with_name("random_schedules.py")
 
 
-@pytest.mark.parametrize("seed", range(12), ids=lambda seed: f"{program_of(seed)}-{seed}")
+@pytest.mark.parametrize("seed", range(8), ids=lambda seed: f"{program_of(seed)}-{seed}")
 def test_what_must_hold_in_every_order(seed):
     run_seed(seed)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(12, 100, 22))
+@pytest.mark.parametrize("first", range(8, 96, 22))
 def test_what_must_hold_in_more_orders(first):
     for seed in range(first, first + 22):
         run_seed(seed)

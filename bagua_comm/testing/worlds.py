@@ -94,8 +94,9 @@ def still_running(threads: Sequence[threading.Thread], limit_s: float) -> str:
     deadline = time.monotonic() + limit_s
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
-    stacks = current_stacks()
-    running = [(thread.name, stacks.get(thread.ident or 0, [])) for thread in threads if thread.is_alive()]
+    alive = [thread for thread in threads if thread.is_alive()]
+    stacks = current_stacks() if alive else {}
+    running = [(thread.name, stacks.get(thread.ident or 0, [])) for thread in alive]
     return ", ".join(f"{name} (in {' < '.join(map(_text_of, stack[:8]))})" for name, stack in running)
 
 

@@ -44,9 +44,9 @@ from bagua_comm.checkpoint import load_engine, tree_of_engine
 from bagua_comm.planning.costmodel import Cluster, Job, predict
 from bagua_comm.testing import run_ranks
 
-EQUAL = ["aabb", "ab", "aaa"]
-UNEQUAL = ["abbb", "caaabbc"]
-MORE = [pytest.param(nodes, marks=pytest.mark.slow) for nodes in ("abab", "aabbccdd", "aabbb", "abcdd")]
+EQUAL = ["aabb", "ab", "aa"]
+UNEQUAL = ["abbba", "cabc"]
+MORE = [pytest.param(nodes, marks=pytest.mark.slow) for nodes in ("abab", "aabbccdd", "abbb")]
 
 
 def on_nodes(xs, gradient, nodes, reference, *, before_gradients):
@@ -349,7 +349,7 @@ def test_a_checkpoint_on_other_nodes_trains_as_new_engines_from_its_weights(
                 load_engine(training.engine, checkpoints.load().tree["engine"])
                 assert training.engine.step == 4
             training.engine._exchanges.set_step(0)  # the gradient depends on it
-            return bits(training.run(3))
+            return bits(training.run(2))
 
     run_ranks(4, save, nodes=before)
     expected = run_ranks(len(after), partial(train, load=False), nodes=after)

@@ -88,21 +88,30 @@ def saved_by(ranks, algorithm, steps=3):
 def outcomes_of(algorithm, states, steps=1):
     """The error of loading `states`, one on each rank, or None, for each rank; then training continues."""
 
+    (outcomes,) = outcomes_of_each(algorithm, [states], steps)
+    return outcomes
+
+
+def outcomes_of_each(algorithm, several, steps=1):
+    """The outcomes of several times loading `states`, one after the other."""
+
     def body(comm):
         with make_engine(comm, algorithm) as engine:
             train(engine, steps)
-            before = pickle.dumps(engine.state_dict())
-            try:
-                engine.load_state_dict(states[comm.rank])
-            except ArrayError as exc:
-                assert comparable(pickle.loads(before)) == comparable(engine.state_dict())
-                outcome = str(exc)
-            else:
-                outcome = None
+            outcomes = []
+            for states in several:
+                before = pickle.dumps(engine.state_dict())
+                try:
+                    engine.load_state_dict(states[comm.rank])
+                except ArrayError as exc:
+                    assert comparable(pickle.loads(before)) == comparable(engine.state_dict())
+                    outcomes.append(str(exc))
+                else:
+                    outcomes.append(None)
             train(engine, 1)
-            return outcome
+            return outcomes
 
-    return run_ranks(len(states), body, timeout_s=5)
+    return [list(each) for each in zip(*run_ranks(len(several[0]), body, timeout_s=5), strict=True)]
 
 
 def comparable(value):
@@ -113,8 +122,12 @@ def comparable(value):
 
 
 def assert_refused(algorithm, states, match):
-    (message, *others) = outcomes_of(algorithm, states)
-    assert others == [message] * (len(states) - 1)
+    assert_all_refused(outcomes_of(algorithm, states), match)
+
+
+def assert_all_refused(outcomes, match):
+    (message, *others) = outcomes
+    assert others == [message] * len(others)
     assert message is not None, "it was loaded"
     assert match in message
 
@@ -282,15 +295,18 @@ DAMAGED = {
 }
 
 
+@pytest.fixture(scope="module")
+def whole():
+    """The states of two ranks."""
+    return saved_by(2, REPLICAS)
+
+
 @pytest.mark.parametrize("name", DAMAGED)
-@pytest.mark.parametrize("ranks", ["all ranks", "the last rank"])
-def test_a_damaged_state_is_refused_on_all_ranks_and_nothing_changes(name, ranks):
+def test_a_state_that_is_damaged_on_all_ranks_or_one_is_refused_on_all_and_nothing_changes(whole, name):
     damage, match = DAMAGED[name]
-    whole = saved_by(2, REPLICAS)
     states = [damage(state) for state in whole]
-    if ranks != "all ranks":
-        states[0] = whole[0]
-    assert_refused(REPLICAS, states, match)
+    for outcomes in outcomes_of_each(REPLICAS, [states, [whole[0], states[1]]]):
+        assert_all_refused(outcomes, match)
 
 
 def test_a_residual_of_another_length_is_refused_though_it_belongs_to_its_bucket_as_a_whole():

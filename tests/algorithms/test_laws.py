@@ -54,7 +54,7 @@ WEIGHTS = [
     DiLoCo(3, **MEAN_STEP),
     DiLoCo(2, **MEAN_STEP, average=ErrorFeedback()),
     StreamingDiLoCo(2, 2, delay=0, mix=0, **MEAN_STEP),
-    StreamingDiLoCo(4, 3, delay=2, **MEAN_STEP),
+    StreamingDiLoCo(4, 2, delay=2, **MEAN_STEP),
     SparseLoCo(2, chunk=64, keep=8, decay=1.0),
 ]
 ROUNDS = [AsyncModelAverage(interval_s=0), AsyncModelAverage(interval_s=0, warmup_steps=2)]
@@ -191,8 +191,8 @@ DIFFERENT = [x for x in ALL if x not in (*GRADIENTS[:2], *GRADIENTS[4:], *LENDIN
 @pytest.mark.slow
 @pytest.mark.parametrize("first", DIFFERENT, ids=repr)
 def test_weights_become_equal_in_many_pairs(first, tmp_path):
-    """Each algorithm comes after a third of the others."""
-    for number, then in enumerate(DIFFERENT[DIFFERENT.index(first) % 3 :: 3]):
+    """Each algorithm comes after a fifth of the others."""
+    for number, then in enumerate(DIFFERENT[DIFFERENT.index(first) % 5 :: 5]):
         assert_equal_as_without(first, then, tmp_path / str(number))
 
 
@@ -441,7 +441,7 @@ def test_replans_to_other_averages_lose_no_residual(nodes, make):
         plan = make_plan(comm.size)
         with Trainer(comm, make(ErrorFeedback()), plan, start=common_start) as training:
             exact, actual = (0 * training.grads[0].astype("float64") for _ in range(2))
-            for step in range(3 * len(averages)):
+            for step in range(2 * len(averages) + 1):
                 if step % 2:
                     algorithm = make(averages[(step // 2) % len(averages)])
                     training.replan(plan, algorithm)

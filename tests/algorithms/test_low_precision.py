@@ -32,9 +32,7 @@ def assert_peers_agree(kept):
                     assert sent.tobytes() == kept[(rank + 2**k) % p][i]["received"][k].tobytes()
 
 
-@pytest.mark.parametrize(
-    ("dtype", "ranks"), [("float32", ranks) for ranks in (1, 2, 3, 4)] + [("float16", 3), ("bfloat16", 2)]
-)
+@pytest.mark.parametrize(("dtype", "ranks"), [("float32", 4), ("float16", 3), ("bfloat16", 2)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_replicas_agree_bit_for_bit_after_every_step_replan_and_restart(kind, dtype, ranks):
     first, second, third = (make_plan(ranks, dtype, elements) for elements in (25, 10_000, 1))
@@ -44,7 +42,7 @@ def test_replicas_agree_bit_for_bit_after_every_step_replan_and_restart(kind, dt
 
         def train(training):
             kept.append(replicas(training.engine))
-            for _ in range(4):
+            for _ in range(3):
                 training.step()
                 kept.append(replicas(training.engine))
 
@@ -73,10 +71,9 @@ def settle(comm, algorithm, steps):
         return before, training.tensors()
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("kind", KINDS)
-def test_without_gradients_ranks_converge(kind, ranks):
-    results = run_ranks(ranks, lambda comm: settle(comm, kind(), steps=30))
+def test_without_gradients_ranks_converge(kind):
+    results = run_ranks(3, lambda comm: settle(comm, kind(), steps=20))
 
     for name in results[0][0]:
         before, after = (np.stack([result[i][name] for result in results]) for i in (0, 1))
@@ -85,7 +82,7 @@ def test_without_gradients_ranks_converge(kind, ranks):
 
 @pytest.mark.parametrize("ranks", [3, 8])
 def test_one_peer_averaging_keeps_the_sum_over_the_ranks(ranks):
-    results = run_ranks(ranks, lambda comm: settle(comm, LowPrecisionOnePeer(), steps=20))
+    results = run_ranks(ranks, lambda comm: settle(comm, LowPrecisionOnePeer(), steps=8))
 
     for name in results[0][0]:
         before, after = (np.sum([result[i][name] for result in results], axis=0, dtype="f8") for i in (0, 1))

@@ -55,31 +55,24 @@ SPARSE = {"chunk": 96, "keep": 10}
 STOCHASTIC = Quantized(Int4(rounding="stochastic"), min_bytes=0)
 FED = ErrorFeedback(Quantized(MinMaxUInt8(block=16)))
 LOCO = ErrorFeedback(FED.inner, 0.8, 3, MinMaxUInt8(block=24))
-EACH = (1, 2, 3, 4)
+FEW = (1, 3)
 
 # The contract --------------------------------------------------------------------------------------------
 
 CONTRACT = {
-    EACH: [
-        *(ALWAYS, AsyncModelAverage(), AsyncModelAverage(interval_s=0, warmup_steps=2)),
-        *(after(1, GradientAllReduce(), ALWAYS), Decentralized(), *LOW_PRECISION),
-        *(DiLoCo(), DiLoCo(local_steps=2), DiLoCo(1, average=Quantized())),
-        *(GradientAllReduce(), ByteGrad(), GradientAllReduce(Quantized(Float16()))),
+    FEW: [
+        *(ALWAYS, AsyncModelAverage(interval_s=0, warmup_steps=2)),
+        *(after(1, GradientAllReduce(), ALWAYS), Decentralized(), ONE_PEER, *LOW_PRECISION),
+        *(DiLoCo(local_steps=2), DiLoCo(1, average=Quantized()), GradientAllReduce(), SparseLoCo(2, **SPARSE)),
         GradientAllReduce(Hierarchical(Quantized(MinMaxUInt8.bagua()))),
-        *(QAdam(warmup_steps=2), EXACT_ADAM, QAdam(1, average=ErrorFeedback())),
-        *(GradientAllReduce(ErrorFeedback()), GradientAllReduce(Hierarchical(FED))),
-        *(SparseLoCo(), SparseLoCo(2, **SPARSE)),
+        *(QAdam(warmup_steps=2), QAdam(1, average=ErrorFeedback()), GradientAllReduce(Hierarchical(FED))),
         SparseLoCo(2, average=Hierarchical(ErrorFeedback(TopK(96, 10), retain=0.9))),
         *(GradientAllReduce(Reproducible()), GradientAllReduce(Reproducible(7))),
-    ],
-    (1, 2, 3, 8): [ONE_PEER],
-    (2, 4, 8): [PAIRS],
-    (1, 2, 3): [
-        *(StreamingDiLoCo(), StreamingDiLoCo(2, 2, 1), StreamingDiLoCo(3, 1, 0, average=Quantized())),
+        *(StreamingDiLoCo(2, 2, 1), StreamingDiLoCo(3, 1, 0, average=Quantized())),
         *OWN_ALGORITHMS,
     ],
+    (2, 4): [PAIRS],
     (3,): [
-        *(type(each)(MinMaxUInt8.bagua()) for each in LOW_PRECISION),
         *(type(each)(Int4(rounding="stochastic")) for each in LOW_PRECISION),
         *(GradientAllReduce(LOCO), GradientAllReduce(Hierarchical(LOCO))),
     ],
@@ -89,11 +82,11 @@ CONTRACT = {
         GradientAllReduce(ErrorFeedback(Quantized(STOCHASTIC.codec))),
     ],
 }
-"""Algorithms by the numbers of ranks."""
+"""Algorithms by the numbers of ranks; those with a name are checked by their defaults in test_named.py."""
 
 STEPWISE = [Plain(), Unhashable(), RandomPeer(), Half()]
 COMBINED = {
-    (1, 3, 4): [
+    FEW: [
         *(every(2, each) for each in (Decentralized(), *LOW_PRECISION, DiLoCo(2))),
         *(after(0, GradientAllReduce(), Decentralized()), after(1, ByteGrad(), DiLoCo(1))),
         *(after(1, ONE_PEER, GradientAllReduce()), after(1, LowPrecisionDecentralized(), QAdam(1))),
@@ -137,7 +130,7 @@ def test_the_contract_is_kept_on_nodes(algorithm):
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("nodes", ["aabb", "abb", "abaab"])
+@pytest.mark.parametrize("nodes", ["aabb", "aba"])
 @pytest.mark.parametrize(
     "inner", [Exact(), Quantized(), ErrorFeedback(), ErrorFeedback(Quantized(STOCHASTIC.codec))]
 )
@@ -154,52 +147,49 @@ def assert_follows_its_equations(algorithm, ranks, dtype="float32", atol=1e-5, *
 
 
 EQUATIONS = {
-    EACH: [
-        *(GradientAllReduce(), ALWAYS, Decentralized(), *LOW_PRECISION, EXACT_ADAM, ADAM),
+    (1, 2, 3): LOW_PRECISION,
+    FEW: [
+        *(GradientAllReduce(), ALWAYS, Decentralized(), EXACT_ADAM, ADAM),
         *(GradientAllReduce(Quantized(codec, 0)) for codec in (MinMaxUInt8(), Float16())),
         *(DiLoCo(1, 0.6, 0.8), DiLoCo(3, 0.6, 0.8), after(4, GradientAllReduce(), DiLoCo(3, 0.6, 0.8))),
         *(ASYNC_WARM_UP, SparseLoCo(1, **SPARSE), SparseLoCo(2, **SPARSE, bits=32, decay=1.0)),
         SparseLoCo(3, **SPARSE, decay=0.5, outer_lr=0.7),
+        *(DiLoCo(2, average=Quantized()), every(3, LowPrecisionDecentralized())),
+        after(3, LowPrecisionDecentralized(), Decentralized()),
     ],
-    (1, 2, 3, 8): [ONE_PEER],
+    (3, 8): [ONE_PEER],
     (2, 8): [PAIRS],
-    (1, 3, 4): [DiLoCo(2, average=Quantized())],
-    (1, 3): [every(n, Decentralized()) for n in (1, 3)],
-    (2, 4): [every(n, PAIRS) for n in (1, 3)],
-    (8,): [LowPrecisionOnePeer(), *(every(n, ONE_PEER) for n in (1, 3))],
-    (1, 2, 4): [every(3, LowPrecisionDecentralized()), after(3, ONE_PEER, LowPrecisionDecentralized())],
-    (1, 2, 3): [after(3, LowPrecisionDecentralized(), Decentralized())],
+    (8,): [LowPrecisionOnePeer()],
     (3,): [
         *(type(each)(codec) for each in LOW_PRECISION for codec in (Float16(), Int4())),
+        *(every(n, each) for each in (Decentralized(), ONE_PEER) for n in (1, 3)),
         after(2, GradientAllReduce(), after(3, every(2, Decentralized()), GradientAllReduce())),
     ],
     (4,): [
         *(type(each)(MinMaxUInt8.bagua()) for each in LOW_PRECISION),
-        *(after(5, each, GradientAllReduce()) for each in (Decentralized(), PAIRS)),
+        *(every(3, PAIRS), after(3, ONE_PEER, LowPrecisionDecentralized()), after(5, PAIRS, GradientAllReduce())),
         after(2, GradientAllReduce(), every(3, PAIRS)),  # which counts its steps from 0
     ],
 }
 PRECISIONS = {
-    ALWAYS: {"float64": 1e-12, "float16": 0.02, "bfloat16": 0.1},
-    Decentralized(): {"float64": 1e-12, "float16": 1e-2, "bfloat16": 8e-2},
-    ONE_PEER: {"float64": 1e-12, "float16": 1e-2, "bfloat16": 8e-2},
-    **{each: {"float16": 0.05, "bfloat16": 0.1} for each in LOW_PRECISION},
+    ALWAYS: {"float64": 1e-12, "bfloat16": 0.1},
+    Decentralized(): {"float64": 1e-12, "float16": 1e-2},
+    ONE_PEER: {"float64": 1e-12, "bfloat16": 8e-2},
+    LOW_PRECISION[0]: {"bfloat16": 0.1},
+    LOW_PRECISION[1]: {"float16": 0.05},
     ADAM: {"float16": 0.1, "bfloat16": 0.2},
-    DiLoCo(3): {"float64": 1e-12, "float16": 2e-2, "bfloat16": 0.15},
-    SparseLoCo(2, chunk=16, keep=16, bits=32): {
-        "float16": 2e-2,
-        "bfloat16": 0.15,
-    },  # rounding chooses no elements
-    after(4, GradientAllReduce(), every(2, Decentralized())): {"float16": 0.1, "bfloat16": 0.1},
+    DiLoCo(3): {"float64": 1e-12, "bfloat16": 0.15},
+    SparseLoCo(2, chunk=16, keep=16, bits=32): {"float16": 2e-2},  # rounding chooses no elements
+    after(4, GradientAllReduce(), every(2, Decentralized())): {"float16": 0.1},
 }
 BUCKETS = [
-    *((each, 4, {3: 10_000, 7: 1}, 1e-5) for each in (Decentralized(), PAIRS, ONE_PEER)),
+    *((each, 4, {3: 10_000, 6: 1}, 1e-5) for each in (Decentralized(), PAIRS, ONE_PEER)),
     *(
-        (each, 3, {3: 10_000, 7: 1}, 0.05) for each in LOW_PRECISION
+        (each, 3, {3: 10_000, 6: 1}, 0.05) for each in LOW_PRECISION
     ),  # blocks that hold other tensors round otherwise
-    (EXACT_ADAM, 3, {3: 10_000, 7: 1}, 1e-5),
+    (EXACT_ADAM, 3, {3: 10_000, 6: 1}, 1e-5),
     (DiLoCo(3), 3, {4: 10_000, 6: 1}, 1e-5),
-    (after(4, GradientAllReduce(), DiLoCo(3)), 3, {2: 10_000, 4: 1, 8: 100}, 1e-5),
+    (after(4, GradientAllReduce(), DiLoCo(3)), 3, {2: 10_000, 4: 1, 6: 100}, 1e-5),
 ]
 
 
@@ -218,7 +208,7 @@ def test_weights_follow_the_equations(algorithm, ranks):
     ids=str,
 )
 def test_other_precisions(algorithm, dtype, atol):
-    assert_follows_its_equations(algorithm, 2 if isinstance(algorithm, SparseLoCo) else 4, dtype, atol)
+    assert_follows_its_equations(algorithm, 2 if isinstance(algorithm, SparseLoCo) else 3, dtype, atol)
 
 
 @pytest.mark.algorithms("all")
@@ -227,17 +217,12 @@ def test_training_continues_in_other_buckets(algorithm, ranks, replans, atol):
     assert_follows_its_equations(algorithm, ranks, atol=atol, replans=replans)
 
 
-EQUAL = [
-    *((ADAM, ranks, 1) for ranks in (2, 3)),
-    *((DiLoCo(3, average=each), ranks, 3) for each in (Exact(), Quantized()) for ranks in (2, 3)),
-    *((SparseLoCo(3, **SPARSE), ranks, 3) for ranks in (2, 3)),
-]
+EQUAL = [(ADAM, 1), *((each, 3) for each in (DiLoCo(3), DiLoCo(3, average=Quantized()), SparseLoCo(3, **SPARSE)))]
 
 
-@pytest.mark.parametrize(("algorithm", "ranks", "period"), EQUAL, ids=str)
-@pytest.mark.algorithms("all")
-def test_all_ranks_hold_the_same_weights_bit_for_bit_after_an_outer_step(algorithm, ranks, period):
-    first, *others = trajectories(ranks, algorithm, trainer=trainer_of(algorithm))
+@pytest.mark.parametrize(("algorithm", "period"), EQUAL, ids=str)
+def test_all_ranks_hold_the_same_weights_bit_for_bit_after_an_outer_step(algorithm, period):
+    first, *others = trajectories(3, algorithm, trainer=trainer_of(algorithm))
     for other in others:
         same = [bits([x]) == bits([y]) for x, y in zip(first, other, strict=True)]
         assert same == [step % period == 0 for step in range(STEPS)]
@@ -247,38 +232,28 @@ def test_all_ranks_hold_the_same_weights_bit_for_bit_after_an_outer_step(algorit
 
 
 class Pausing(AsyncTrainer):
-    stops = (3, 5, 8)
+    stops = (3, 5, 7)
 
 
 RESTARTS = [
-    *((each, nodes, Pausing.stops) for each in (ALWAYS, ASYNC_WARM_UP) for nodes in ("a", "abc")),
-    *((Decentralized(), "abc", (5, 8)), (PAIRS, "abcd", (5, 8)), (ONE_PEER, "abcd", (5, 8))),
-    *((each, nodes, (4, 7)) for each in LOW_PRECISION for nodes in ("ab", "abc")),
-    *((ADAM, nodes, (2, 4, 8)) for nodes in ("a", "abc")),
-    *((DiLoCo(3, average=each), nodes, (3, 5, 8)) for each in (Exact(), Quantized()) for nodes in ("a", "abc")),
-    *((SparseLoCo(3, **SPARSE), nodes, (3, 5, 8)) for nodes in ("a", "abc")),
+    *((each, nodes, Pausing.stops) for each, nodes in ((ALWAYS, "a"), (ALWAYS, "ab"), (ASYNC_WARM_UP, "abc"))),
+    *((Decentralized(), "ab", (5,)), (PAIRS, "ab", (5,)), (ONE_PEER, "abc", (5, 7))),
+    *((each, "abc", (4, 7)) for each in LOW_PRECISION),
+    *((ADAM, "ab", (2, 4, 7)), (DiLoCo(3), "a", (3, 5, 7)), (SparseLoCo(3, **SPARSE), "a", (3, 5, 7))),
+    *((DiLoCo(3, average=each), "ab", (3, 5, 7)) for each in (Exact(), Quantized())),
+    (SparseLoCo(3, **SPARSE), "ab", (3, 5, 7)),
     *(  # what is under way is in the checkpoint, and saving changes nothing
-        (each, "ab", (3, 5, 8))
+        (each, "ab", (3, 5, 7))
         for each in (
-            *(StreamingDiLoCo(4, 3, 2), StreamingDiLoCo(3, 2, 2, average=ErrorFeedback())),
+            *(StreamingDiLoCo(4, 2, 2), StreamingDiLoCo(3, 2, 2, average=ErrorFeedback())),
             StreamingDiLoCo(4, 2, 0),
         )
     ),
-    *((after(6, StreamingDiLoCo(4, 2, 2, mix=0.0), Decentralized()), "ab", (at,)) for at in (5, 6, 7)),
-    *(
-        (GradientAllReduce(each), nodes, (2, 7))
-        for each in (ErrorFeedback(), Hierarchical(FED))
-        for nodes in ("ab", "abb")
-    ),
-    *(
-        (each, "abcd", (2, 4, 5, 8))
-        for each in (
-            *(every(3, PAIRS), after(5, LowPrecisionOnePeer(), every(2, LowPrecisionDecentralized()))),
-            after(4, GradientAllReduce(ErrorFeedback(Quantized())), DiLoCo(3)),
-        )
-    ),
-    *((by_node(Decentralized()), "aabb", (5, 8)), (by_node(LowPrecisionDecentralized()), "abbb", (5, 8))),
-    (by_node(DiLoCo(3)), "aabb", (5, 8)),
+    (after(6, StreamingDiLoCo(4, 2, 2, mix=0.0), Decentralized()), "ab", (5, 6, 7)),
+    *((GradientAllReduce(ErrorFeedback()), "ab", (2, 7)), (GradientAllReduce(Hierarchical(FED)), "abb", (2, 7))),
+    *((every(3, PAIRS), "ab", (2, 4)), (after(4, GradientAllReduce(FED), DiLoCo(3)), "ab", (2, 4, 5, 7))),
+    (after(5, LowPrecisionOnePeer(), every(2, LowPrecisionDecentralized())), "abc", (4, 5, 7)),
+    *((by_node(LowPrecisionDecentralized()), "abb", (5, 7)), (by_node(DiLoCo(3)), "aabb", (5,))),
 ]
 
 

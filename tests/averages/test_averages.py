@@ -30,8 +30,8 @@ from bagua_comm.kernels.host import casts, minmax, numbers, sums
 from bagua_comm.objects.caching import BoundedCache
 from bagua_comm.testing import Recording, run_ranks
 
-SIZES = (1, 2, 3, 4, 8)
-SHAPES = [(), (0,), (3, 0), (1,), (2,), (7,), (16,), (1000,), (2, 3, 5), (1, 4, 2)]
+SIZES = (1, 2, 5)
+SHAPES = [(), (0,), (3, 0), (1,), (7,), (16,), (1000,), (2, 3, 5)]
 CODECS = [MinMaxUInt8(), MinMaxUInt8(block=5), MinMaxUInt8.bagua(), Float16(), BFloat16(), Int4()]
 
 examples = settings(deadline=None, derandomize=True, max_examples=25)
@@ -80,15 +80,14 @@ def assert_same_bytes(expected, actual):
 
 
 @each_size
-@pytest.mark.parametrize("op", ["sum", "avg"])
 @pytest.mark.parametrize("codec", CODECS, ids=repr)
-def test_quantized_allreduce_of_any_shape_is_its_steps_in_numpy(p, op, codec):
-    inputs = [normal(p, shape, seed=i) for i, shape in enumerate(SHAPES)]
+def test_quantized_allreduce_of_any_shape_is_its_steps_in_numpy(p, codec):
+    inputs = [(normal(p, shape, seed=i), op) for i, shape in enumerate(SHAPES) for op in ("sum", "avg")]
 
     def body(comm):
-        return [quantized_allreduce(comm, xs[comm.rank], codec=codec, op=op) for xs in inputs]
+        return [quantized_allreduce(comm, xs[comm.rank], codec=codec, op=op) for xs, op in inputs]
 
-    expected = [allreduced(xs, codec, op) for xs in inputs]
+    expected = [allreduced(xs, codec, op) for xs, op in inputs]
     for results in run_ranks(p, body):
         for wanted, actual in zip(expected, results, strict=True):
             assert_same_bytes(wanted, actual)
@@ -285,15 +284,13 @@ def test_quantized_is_the_average_of_quantized_allreduce():
 
 
 LAYOUTS = {
-    "one node": [0, 0, 0, 0],
+    "one node": [0, 0, 0],
     "a node for each rank": [0, 1, 2, 3],
     "equal nodes": [0, 0, 1, 1],
     "equal nodes, interleaved": ["a", "b", "a", "b"],
     "3 and 1": [0, 0, 0, 1],
-    "1 and 3": [0, 1, 1, 1],
     "1, 2 and 1": [0, 1, 1, 2],
     "3, 2 and 3, interleaved": [0, 1, 2, 0, 2, 1, 2, 0],
-    "4 and 4": [0, 0, 0, 0, 1, 1, 1, 1],
     "one rank": [0],
 }
 each_layout = pytest.mark.parametrize("nodes", LAYOUTS.values(), ids=LAYOUTS.keys())
@@ -304,28 +301,36 @@ each_layout = pytest.mark.parametrize("nodes", LAYOUTS.values(), ids=LAYOUTS.key
 @pytest.mark.parametrize("dtype", sorted(FLOATS))
 def test_hierarchical_is_the_true_mean(nodes, dtype):
     rounding = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}[dtype]
-    for shape in SHAPES:
-        xs = normal(len(nodes), shape, dtype)
-        wide = np.stack(xs).astype(float)
-        largest = np.abs(wide).max(initial=0)
-        for actual in averaged(Hierarchical(), xs, nodes):
-            assert (actual.shape, actual.dtype) == (shape, xs[0].dtype)
+    inputs = [normal(len(nodes), shape, dtype) for shape in SHAPES]
+
+    def body(comm):
+        mean = Hierarchical().bind(comm)
+        return [mean(xs[comm.rank].copy()) for xs in inputs]
+
+    for results in run_ranks(len(nodes), body, nodes=nodes):
+        for xs, actual in zip(inputs, results, strict=True):
+            wide = np.stack(xs).astype(float)
+            assert (actual.shape, actual.dtype) == (xs[0].shape, xs[0].dtype)
             error = np.abs(actual.astype(float) - wide.mean(axis=0)).max(initial=0)
-            assert error <= 8 * rounding * largest
+            assert error <= 8 * rounding * np.abs(wide).max(initial=0)
 
 
 @each_layout
 def test_hierarchical_is_exact_for_numbers_that_divide(nodes):
     random = np.random.default_rng(0)
     xs = [288.0 * random.integers(-100, 100, 50) for _ in nodes]  # by 2, 3 or 4, times n / 8, by 3 or 2
-    expected = np.mean(xs, axis=0)
-    for dtype in (np.float32, np.float64):
-        for actual in averaged(Hierarchical(), [x.astype(dtype) for x in xs], nodes):
-            assert expected.tolist() == actual.tolist()
+    for actual in averaged(Hierarchical(), [x.astype(np.float32) for x in xs], nodes):
+        assert np.mean(xs, axis=0).tolist() == actual.tolist()
 
 
-@each_layout
-@pytest.mark.parametrize("codec", [MinMaxUInt8(), MinMaxUInt8(block=4), Float16()], ids=repr)
+@pytest.mark.parametrize(
+    ("nodes", "codec"),
+    [
+        *((nodes, MinMaxUInt8(block=4)) for nodes in LAYOUTS.values()),
+        *((LAYOUTS["3 and 1"], codec) for codec in (MinMaxUInt8(), Float16())),
+    ],
+    ids=str,
+)
 def test_hierarchical_quantized_is_near_the_mean_and_equal_on_all_ranks(nodes, codec):
     xs = normal(len(nodes), (201,))
     exact = np.mean(xs, axis=0, dtype=float)
@@ -435,8 +440,10 @@ def test_a_codec_inside_a_hierarchy_encodes_only_traffic_between_nodes():
     assert stage_bytes(both) == [(inside + inside, encoded + encoded)] * 4
 
 
-@pytest.mark.parametrize("count", [2**21, 2**21 - 1])
-@pytest.mark.parametrize(("average", "width"), [(Quantized(), 1), (Exact(), 4), (Hierarchical(), 4)])
+@pytest.mark.parametrize(
+    ("average", "width", "count"),
+    [(Quantized(), 1, 2**21), (Quantized(), 1, 2**21 - 1), (Exact(), 4, 2**21), (Hierarchical(), 4, 2**21 - 1)],
+)
 def test_repeated_calls_keep_no_memory_and_take_none_but_for_messages(average, width, count, monkeypatch):
     for module in (casts, minmax, numbers, sums):
         monkeypatch.setattr(module, "PIECE", 2**14)  # so that messages stand out
@@ -466,8 +473,9 @@ def test_repeated_calls_keep_no_memory_and_take_none_but_for_messages(average, w
 
 
 @pytest.mark.parametrize("dtype", ["complex64", "complex128"])
-@pytest.mark.parametrize("nodes", [[0, 0, 1, 1], [0, 0, 0, 1]], ids=["even", "uneven"])
-@pytest.mark.parametrize("average", [Exact(), Hierarchical()], ids=repr)
+@pytest.mark.parametrize(
+    ("average", "nodes"), [(Exact(), [0, 0]), *((Hierarchical(), each) for each in ([0, 0, 1, 1], [0, 0, 1]))]
+)
 def test_complex_numbers_have_an_exact_mean(average, nodes, dtype):
     rng = np.random.default_rng(0)
     xs = [(rng.integers(-9, 9, 37) + 1j * rng.integers(-9, 9, 37)).astype(dtype) for _ in nodes]
@@ -591,7 +599,7 @@ def test_the_size_from_which_quantizing_pays_is_the_transports_own():
     assert run_ranks(2, body)[0] == {"bytes": 400, "min_bytes": 401}
 
 
-@pytest.mark.parametrize("count", [1, 64, 1000, 4099])
+@pytest.mark.parametrize("count", [1, 64, 1000])
 @pytest.mark.parametrize("call", ["allreduce", "reduce_scatter", "allgather", "alltoall"])
 def test_collectives_in_pieces_give_the_bytes_of_those_that_go_at_once(call, count):
     def body(comm):

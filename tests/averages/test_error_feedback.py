@@ -10,7 +10,6 @@ from support.references import (
     decoded,
     make_plan,
     mean,
-    trajectories,
 )
 
 from bagua_comm import (
@@ -71,7 +70,7 @@ def averages(comm, average, *, dtype="float32", steps=STEPS):
     return kept
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_both_quantizations_are_made_up_for(ranks):
     actual = run_ranks(ranks, lambda comm: averages(comm, ErrorFeedback(Quantized(CODEC))))
 
@@ -83,8 +82,10 @@ def test_both_quantizations_are_made_up_for(ranks):
             assert value.tobytes() == actual[0][step][0].tobytes()
 
 
-@pytest.mark.parametrize(("dtype", "atol"), [("float32", 2e-5), ("float16", 0.02), ("bfloat16", 0.15)])
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("ranks", "dtype", "atol"),
+    [(1, "float32", 2e-5), (3, "float32", 2e-5), (2, "float16", 0.02), (3, "bfloat16", 0.15)],
+)
 def test_the_means_and_the_residuals_sum_up_to_the_true_means(ranks, dtype, atol):
     results = run_ranks(ranks, lambda comm: averages(comm, ErrorFeedback(Quantized(CODEC)), dtype=dtype))
 
@@ -101,9 +102,11 @@ def test_errors_do_not_add_up_over_time():
 
         def body(comm):
             mean = average.bind(comm)
-            return sum(mean(gradients(3, 0)[comm.rank]).astype("f8") for _ in range(steps))
+            return sum(mean(given[comm.rank].copy()).astype("f8") for _ in range(steps))
 
-        return np.abs(run_ranks(3, body)[0] - steps * mean(gradients(3, 0))).max()
+        return np.abs(run_ranks(3, body)[0] - steps * mean(given)).max()
+
+    given = gradients(3, 0)
 
     assert error(Quantized(CODEC)) > 20 * error(ErrorFeedback(Quantized(CODEC)))
 
@@ -115,17 +118,14 @@ def test_a_state_without_residuals_loads_on_other_nodes(inner, nodes):
     def save(comm):
         with Trainer(comm, algorithm, plan, start=common_start) as training:
             training.run(2)
-            return training.state_dict()
+            return training.state_dict(), training.run(4)
 
     def load(comm):
         with Trainer(comm, algorithm, plan, start=common_start) as training:
             training.load_state_dict(saved[comm.rank])
-            return training.run(STEPS - 2)
+            return training.run(4)
 
-    saved = run_ranks(4, save, nodes=[0, 0, 1, 1])
-    expected = [
-        trajectory[2:] for trajectory in trajectories(4, algorithm, start=common_start, nodes=[0, 0, 1, 1])
-    ]
+    saved, expected = zip(*run_ranks(4, save, nodes=[0, 0, 1, 1]), strict=True)
     for actual, through in zip(run_ranks(4, load, nodes=nodes), expected, strict=True):
         for step, before in zip(actual, through, strict=True):
             for name, x in step.items():

@@ -150,8 +150,7 @@ def counts(engine):
     return [(b if hasattr(b, "state") else b.average.across).state.means for b in bound]
 
 
-@pytest.mark.parametrize("average", [LOCO, Hierarchical(LOCO)], ids=repr)
-@pytest.mark.parametrize("nodes", ["abb", "abc"])
+@pytest.mark.parametrize(("average", "nodes"), [(LOCO, "abc"), (Hierarchical(LOCO), "abb")], ids=str)
 def test_counts_of_steps_are_equal_on_all_ranks_and_buckets(average, nodes):
     def body(comm):
         plan = make_plan(comm.size)

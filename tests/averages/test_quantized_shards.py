@@ -24,8 +24,9 @@ from bagua_comm.codecs import Codec
 from bagua_comm.testing import run_ranks
 from bagua_comm.transports.local import LocalTransport
 
-SIZES = (1, 2, 3, 4)
 CODECS = [MinMaxUInt8(), MinMaxUInt8(block=5), MinMaxUInt8.bagua(), Float16(), BFloat16(), Int4()]
+CASES = [(1, CODECS[0]), (2, CODECS[0]), *((3, codec) for codec in CODECS)]
+"""Numbers of ranks, and codecs."""
 PIECES = [None, 100]
 """`coded_piece_bytes`: at once, and in pieces."""
 
@@ -75,15 +76,17 @@ def assert_same_bytes(expected, actual):
 # Values
 
 
-@pytest.mark.parametrize("p", SIZES)
-@pytest.mark.parametrize("op", ["sum", "avg"])
-@pytest.mark.parametrize("codec", CODECS, ids=repr)
-def test_reduce_scatter_is_its_steps_in_numpy(pieces, p, op, codec):
-    for m in (0, 1, 7, 600):
-        xs = [normal(p * m, seed=10 * m + r) for r in range(p)]
-        expected = scattered(xs, [m] * p, codec, op)
-        results = run_ranks(p, lambda c, xs=xs: quantized_reduce_scatter(c, xs[c.rank], op=op, codec=codec))
-        for wanted, actual in zip(expected, results, strict=True):
+@pytest.mark.parametrize(("p", "codec"), CASES, ids=str)
+def test_reduce_scatter_is_its_steps_in_numpy(pieces, p, codec):
+    cases = [(m, op) for m in (0, 1, 7, 600) for op in ("sum", "avg")]
+    inputs = [[normal(p * m, seed=10 * m + r) for r in range(p)] for m, _ in cases]
+
+    def body(comm):
+        given = zip(inputs, cases, strict=True)
+        return [quantized_reduce_scatter(comm, xs[comm.rank], op=op, codec=codec) for xs, (_, op) in given]
+
+    for xs, (m, op), results in zip(inputs, cases, zip(*run_ranks(p, body), strict=True), strict=True):
+        for wanted, actual in zip(scattered(xs, [m] * p, codec, op), results, strict=True):
             assert_same_bytes(wanted, actual)
 
 
@@ -101,14 +104,12 @@ def test_reduce_scatter_by_counts_is_its_steps_in_numpy(counts, op, piece):
         assert_same_bytes(wanted, actual)
 
 
-@pytest.mark.parametrize("p", SIZES)
-@pytest.mark.parametrize("codec", CODECS, ids=repr)
+@pytest.mark.parametrize(("p", "codec"), CASES, ids=str)
 def test_allgather_gives_every_rank_the_decoded_chunks_of_all_its_own_too(pieces, p, codec):
-    for m in (0, 1, 7, 600):
-        xs = [normal(m, seed=10 * m + r) for r in range(p)]
-        expected = np.stack([decoded(x, codec) if p > 1 else x for x in xs])
-        for actual in run_ranks(p, lambda c, xs=xs: quantized_allgather(c, xs[c.rank], codec=codec)):
-            assert_same_bytes(expected, actual)
+    inputs = [[normal(m, seed=10 * m + r) for r in range(p)] for m in (0, 1, 7, 600)]
+    for results in run_ranks(p, lambda c: [quantized_allgather(c, xs[c.rank], codec=codec) for xs in inputs]):
+        for xs, actual in zip(inputs, results, strict=True):
+            assert_same_bytes(np.stack([decoded(x, codec) if p > 1 else x for x in xs]), actual)
 
 
 @examples

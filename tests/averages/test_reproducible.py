@@ -105,7 +105,7 @@ def same(expected, actual):
 
 @pytest.mark.parametrize("op", ["sum", "avg"])
 @pytest.mark.parametrize("dtype", CODED)
-@pytest.mark.parametrize("p", [1, 2, 3])
+@pytest.mark.parametrize("p", [1, 3])
 def test_it_is_the_formula_in_exact_arithmetic(p, dtype, op):
     xs = [normal(rank, (5, 41), dtype, seed=p) for rank in range(p)]
     same(exactly(xs, 16, op), summed(xs, 16, op))
@@ -166,17 +166,17 @@ def test_extremes(xs, total, mean):
 @pytest.mark.parametrize("p", [2, 3, 5])
 def test_sums_of_float64_of_more_bits_than_it_has_are_rounded_once(p, op):
     """A mean over 5 ranks of one number was not that number: its sum was rounded, and then the quotient."""
-    ones = np.ldexp(np.ones(500), -(np.arange(500) % 60))
-    xs = [np.concatenate([normal(rank, 500, "float64", seed=p), rank + ones, 1 - ones]) for rank in range(p)]
+    ones = np.ldexp(np.ones(60), -np.arange(60))
+    xs = [np.concatenate([normal(rank, 200, "float64", seed=p), rank + ones, 1 - ones]) for rank in range(p)]
     same(exactly(xs, 1, op), summed(xs, 1, op))
-    equal = [np.nextafter(normal(0, 500, "float64"), 9)] * p
+    equal = [np.nextafter(normal(0, 200, "float64"), 9)] * p
     same(equal[0], summed(equal, 1, "avg"))
 
 
-@pytest.mark.parametrize("p", [1, 2, 3])
+@pytest.mark.parametrize("p", [1, 3])
 def test_subnormal_sums_of_float64_are_rounded_once_and_means_are_off_by_less_than_the_smallest_number(p):
     random = np.random.default_rng(p)
-    xs = [np.ldexp(random.standard_normal(600), random.integers(-1075, -1005, 600)) for _ in range(p)]
+    xs = [np.ldexp(random.standard_normal(300), random.integers(-1075, -1005, 300)) for _ in range(p)]
     same(exactly(xs, 1, "sum"), summed(xs, 1))
     mean, found = exactly(xs, 1, "avg"), summed(xs, 1, "avg")
     assert np.abs(mean - found).max() <= 2.0**-1074
@@ -210,32 +210,31 @@ def test_addends_that_are_held_may_be_complex():
 
 
 @pytest.mark.parametrize("module", ["host", pytest.param("compiled", marks=pytest.mark.needs("numba"))])
-@pytest.mark.parametrize("addends", [1, 2, 3, 128, 129, 1000, MOST_ADDENDS])
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("real", [np.float32, np.float64])
-def test_the_largest_sum_there_can_be_does_not_overflow(real, addends, sign, module):
+def test_the_largest_sum_there_can_be_does_not_overflow(real, sign, module):
     """All addends are the largest number, whose q is the largest; it is multiplied, not added, to save time."""
     with kernels.use(module):
         run = kernels.on_host()
     form, x, bounds = run.fixed_format(np.dtype(real)), sign * np.array([np.finfo(real).max]), np.array([0, 1])
-    fields, total, bits = np.zeros(1, form.field), np.empty(1, form.total), form.bits(addends)
-    run.fixed_exponents(x, bounds, fields)
-    run.fixed_add(x, bounds, fields, bits, total, first=True)
-    sum_of_all = int(total[0]) * addends
-    assert abs(sum_of_all) <= np.iinfo(form.total).max
-    total[0] = sum_of_all
-    mean = np.empty(1, real)
-    run.fixed_mean(total, bounds, fields, bits, addends, mean)
-    assert np.isfinite(mean).all()
-    np.testing.assert_allclose(mean, x, rtol=2.0**-bits)
+    for addends in (1, 2, 3, 128, 129, 1000, MOST_ADDENDS):
+        fields, total, bits = np.zeros(1, form.field), np.empty(1, form.total), form.bits(addends)
+        run.fixed_exponents(x, bounds, fields)
+        run.fixed_add(x, bounds, fields, bits, total, first=True)
+        sum_of_all = int(total[0]) * addends
+        assert abs(sum_of_all) <= np.iinfo(form.total).max
+        total[0] = sum_of_all
+        mean = np.empty(1, real)
+        run.fixed_mean(total, bounds, fields, bits, addends, mean)
+        assert np.isfinite(mean).all()
+        np.testing.assert_allclose(mean, x, rtol=2.0**-bits, err_msg=str(addends))
 
 
 # Bits do not depend on
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_the_order_of_ranks_does_not_show(seed):
-    xs = [normal(rank, 1000, seed=seed) * 10.0**rank for rank in range(4)]
+def test_the_order_of_ranks_does_not_show():
+    xs = [normal(rank, 1000) * 10.0**rank for rank in range(4)]
     xs = [x.astype(np.float32) for x in xs]
     found = {summed([xs[i] for i in order]).tobytes() for order in itertools.permutations(range(4))}
     floats = {sum(xs[i] for i in order).tobytes() for order in itertools.permutations(range(4))}
@@ -294,7 +293,7 @@ def test_nor_does_the_number_of_ranks_that_microbatches_are_dealt_to(addends):
     algorithm = GradientAllReduce(Reproducible(addends=addends))
     found = [
         bytes_of(means)
-        for ranks in (1, 2, 3, 4, 5)
+        for ranks in (1, 2, 3, 5)
         for means in run_ranks(ranks, lambda comm: trained(comm, algorithm, gradient))
     ]
     assert [x for x in found if x != found[0]] == []

@@ -87,7 +87,7 @@ CALLS = {
 @pytest.mark.parametrize("name", CALLS)
 def test_every_mean_is_that_of_one_process_with_the_joined_samples(name):
     call, error = CALLS[name]
-    xs = arrays_of(4)
+    xs = arrays_of(4, size=400)
     expected = joined(xs, TOKENS)
     xs[2] = np.nan  # it has no tokens
     found = run_ranks(4, lambda c: call(c, xs[c.rank], TOKENS[c.rank]), nodes=["a", "a", "a", "b"])
@@ -109,7 +109,7 @@ def test_the_exact_mean_is_one_unit_in_the_last_place_from_that_of_one_process()
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_random_weights_on_one_to_five_ranks(dtype):
     random = np.random.default_rng(5)
-    for case in range(67):
+    for case in range(25):
         ranks = case % 5 + 1
         weights = np.where(random.random(ranks) < 0.2, 0, random.integers(1, 4000, ranks))
         weights[random.integers(ranks)] = 1 + case

@@ -198,12 +198,9 @@ def test_arrays_that_begin_at_odd_addresses_give_the_same_bytes(on, codec, dtype
         )
 
 
-SEEDS = range(2)
-
-
-def wires(codec, dtype, seed):
+def wires(codec, dtype):
     """Bytes from anywhere: random ones, damaged ones, and headers of extreme numbers."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     extremes = np.array([0, -0.0, np.nan, np.inf, -np.inf, 1e-45, -1e-38, 3e38, -3e38, 1, 65504, 1e-7], "f4")
     for n, m in ((1, 1), (2, 5), (3, 64), (2, 513), (1, 2050), (2, 0)):
         w = codec.wire_nbytes(m, dtype)
@@ -229,11 +226,10 @@ FURTHER = [*(MinMaxUInt8(8, eps) for eps in (1e5, 3e38)), Int4(), Int4(8, 1), In
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("codec", [*CODECS, *FURTHER], ids=repr)
-@pytest.mark.parametrize("seed", SEEDS)
 def test_bytes_from_anywhere_decode_to_the_same_with_numpy_and_numba_and_touch_nothing_else(
-    monkeypatch, seed, codec, dtype
+    monkeypatch, codec, dtype
 ):
-    for m, wire in wires(codec, dtype, seed):
+    for m, wire in wires(codec, dtype):
         results = []
         for module in (kernels.on_host(), host):
             with monkeypatch.context() as patch:

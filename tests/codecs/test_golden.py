@@ -25,10 +25,9 @@ def kernels_in_use(request, monkeypatch):
 
 
 def each_case(kind):
-    """Run a test on each case of a kind, with all kernels; a test for each family and dtype."""
+    """Run a test on each case of a kind; a test for each family and dtype."""
 
     def decorated(check):
-        @pytest.mark.usefixtures("kernels_in_use")
         @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
         @pytest.mark.parametrize("family", [name for name in FAMILIES if any(of_kind(name, kind))])
         def test(family, dtype):
@@ -58,6 +57,7 @@ def test_golden_files_equal_the_output_of_their_generator(family):
     assert result.returncode == 0
 
 
+@pytest.mark.usefixtures("kernels_in_use")
 @each_case("codec")
 def test_encode_and_decode(case):
     n, m, dtype = case["n"], case["m"], dtype_named(case["dtype"])
@@ -70,6 +70,7 @@ def test_encode_and_decode(case):
     assert decoded.tobytes() == codec.decode(wire, np.empty_like(x)).tobytes(), case["name"]
 
 
+@pytest.mark.usefixtures("kernels_in_use")
 @each_case("combine")
 def test_combine(case):
     n, m, dtype = case["n"], case["m"], dtype_named(case["dtype"])

@@ -16,7 +16,7 @@ DTYPES = ("float32", "float16", "bfloat16")
 ROUNDING = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}  # relative, of one value
 BLOCKS = st.sampled_from([1, 2, 5, 16, 512, None])
 
-examples = settings(deadline=None, derandomize=True, max_examples=25)
+examples = settings(deadline=None, derandomize=True, max_examples=15)
 
 
 @st.composite

@@ -30,7 +30,7 @@ KERNELS = "CUDA_ON_CPU_KERNELS"
 KEPT_S = 30 * 24 * 3600
 """How long a compiled kernel is kept."""
 
-FLAGS = ("-std=c++20", "-Og", "-fPIC", "-ffp-contract=off", "-fwrapv", "-w", "-fno-gnu-unique")
+FLAGS = ("-std=c++17", "-Og", "-fPIC", "-ffp-contract=off", "-fwrapv", "-w", "-fno-gnu-unique")
 """Without symbols that are unique in a process: shared memory in a template would be that of all compilations."""
 
 LINK = ("-shared", "-Wl,-Bsymbolic")

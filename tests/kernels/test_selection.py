@@ -177,10 +177,9 @@ def test_without_numba_numpys_kernels_are_used(monkeypatch, caplog):
         mine.compile_now(60)
 
 
-@pytest.mark.parametrize("missing", ["llvmlite", "llvmlite.binding"])
-def test_where_numba_lacks_its_compiler_numpys_kernels_stay(folder, missing):
+def test_where_numba_lacks_its_compiler_numpys_kernels_stay(folder):
     code = (
-        f"import logging, sys; sys.modules[{missing!r}] = None; logging.basicConfig(stream=sys.stdout)\n"
+        "import logging, sys; sys.modules['llvmlite.binding'] = None; logging.basicConfig(stream=sys.stdout)\n"
         "from bagua_comm import kernels\n"
         "print([kernels.on_host() is kernels.host for _ in range(2)]); print(kernels.state())\n"
         "try: kernels.compile_now()\n"

@@ -287,14 +287,14 @@ def test_steps_are_no_longer_with_more_bandwidth_less_latency_and_fewer_bytes(me
         return predict(method, job, cluster).step_s
 
     networks = [
-        [step_s(dataclasses.replace(base, bandwidth_gbit=gbit)) for gbit in (100, 10, 3, 1, 0.3, 0.1)],
-        [step_s(dataclasses.replace(base, latency_s=s)) for s in (0, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)],
+        [step_s(dataclasses.replace(base, bandwidth_gbit=gbit)) for gbit in (100, 3, 1, 0.1)],
+        [step_s(dataclasses.replace(base, latency_s=s)) for s in (0, 1e-4, 1e-3, 1e-1)],
     ]
     sweeps = [
         # On a slow network asynchronous rounds are fewer, and so is their work.
         *([] if isinstance(method, AsyncModelAverage) else networks),
-        [step_s(job=Job(n * MB, 1.0, 2.0, 0.5)) for n in (1, 10, 30, 100, 300, 1000)],
-        [step_s(dataclasses.replace(base, cores_per_rank=cores)) for cores in (16, 4, 2, 1, 0.5, 0.25)],
+        [step_s(job=Job(n * MB, 1.0, 2.0, 0.5)) for n in (1, 30, 100, 1000)],
+        [step_s(dataclasses.replace(base, cores_per_rank=cores)) for cores in (16, 2, 1, 0.25)],
     ]
     for steps in sweeps:
         assert all(a <= b + 1e-9 for a, b in itertools.pairwise(steps)), steps
@@ -370,7 +370,7 @@ for _name in ("diloco-100", "diloco-100-bytes", "streaming-diloco", "streaming-d
     del EXCHANGED[_name]  # no exchange in so few steps, or several buckets
 
 
-@pytest.mark.parametrize("nodes", [[0, 0], [0, 1], [0, 1, 2], [0, 0, 1, 1]], ids=str)
+@pytest.mark.parametrize("nodes", [[0, 0], [0, 1, 2], [0, 0, 1, 1]], ids=str)
 def test_bytes_are_those_that_the_communicator_counts(nodes):
     size, steps, elements = len(nodes), 12, 24 * 40  # all intervals and rounds of graphs fit in the steps
     methods = {name: m for name, m in EXCHANGED.items() if size % 2 == 0 or "shift_one" not in repr(m)}

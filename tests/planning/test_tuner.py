@@ -365,7 +365,7 @@ def test_algorithms_that_cannot_be_timed_or_carry_a_tensor_are_refused_before_tr
 # With an engine ---------------------------------------------------------------------------------------------
 
 
-def train(comm, algorithm, tuner=None, *, steps=40):
+def train(comm, algorithm, tuner=None, *, steps=24):
     """Train by the engine, with gradients that depend on weights, rank and step; the weights in the end."""
     settings = tuner.start(comm, algorithm, SPECS, bucket_bytes=2048) if tuner else None
     plan = Plan.pack(SPECS, bucket_bytes=2048, alignment=8 * comm.size)
