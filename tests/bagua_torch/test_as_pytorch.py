@@ -195,8 +195,16 @@ class WithOwn(nn.Module):
 OWN = ["own.weight", "own.bias", "norm.running_mean"]
 
 
-@pytest.mark.parametrize("by", ["argument", "attribute"])
-@pytest.mark.parametrize("algorithm", [GradientAllReduce(), ByteGrad(), DiLoCo(local_steps=2), QADAM], ids=repr)
+@pytest.mark.parametrize(
+    ("by", "algorithm"),
+    [
+        ("argument", GradientAllReduce()),
+        ("attribute", ByteGrad()),
+        ("argument", DiLoCo(local_steps=2)),
+        ("attribute", QADAM),
+    ],
+    ids=str,
+)
 def test_ignored_parameters_stay_different_on_each_rank(by, algorithm):
     def body(comm):
         model = WithOwn(comm.rank)
