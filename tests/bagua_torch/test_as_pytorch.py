@@ -196,16 +196,11 @@ OWN = ["own.weight", "own.bias", "norm.running_mean"]
 
 
 @pytest.mark.parametrize(
-    ("by", "algorithm"),
-    [
-        ("argument", GradientAllReduce()),
-        ("attribute", ByteGrad()),
-        ("argument", DiLoCo(local_steps=2)),
-        ("attribute", QADAM),
-    ],
+    ("algorithm", "by"),
+    [*zip([GradientAllReduce(), ByteGrad(), DiLoCo(2), QADAM], ["argument", "attribute"] * 2, strict=True)],
     ids=str,
 )
-def test_ignored_parameters_stay_different_on_each_rank(by, algorithm):
+def test_ignored_parameters_stay_different_on_each_rank(algorithm, by):
     def body(comm):
         model = WithOwn(comm.rank)
         names = OWN if by == "argument" else []
