@@ -261,8 +261,7 @@ def test_unusual_shapes_and_layouts(algorithm):
 
 
 @pytest.mark.parametrize("algorithm", [*GRADIENT_ALGORITHMS, QADAM], ids=repr)
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("step_of_it", [0, 4])
+@pytest.mark.parametrize(("value", "step_of_it"), [(float("nan"), 0), (float("inf"), 4)])
 def test_gradients_that_are_not_finite_are_seen_on_every_rank(algorithm, value, step_of_it):
     """Quantized as well: no code hides them. With QAdam past its warm-up they are in the momentum instead."""
 

@@ -39,7 +39,7 @@ from bagua_torch.moe import MoE
 REPEATABLE = [algorithm for algorithm in ALGORITHMS if algorithm not in ASYNC_ALGORITHMS]
 FEEDBACK = GradientAllReduce(ErrorFeedback())
 RING = LowPrecisionDecentralized()
-STEPS = 8
+STEPS = 7
 
 
 def slow(*cases):
@@ -69,7 +69,7 @@ def saved(folder, ranks, algorithm=None, *, start=None, at=4, make=None, ignored
             training.run(start or 0, at)
             checkpoints.save(at, **training.objects)
             after = weights(training.model)
-            training.run(at, at + 2)  # leaves what was saved as it is
+            training.run(at, at + 1)  # leaves what was saved as it is
         training.close()
         return before, after
 
@@ -145,7 +145,7 @@ def test_the_same_batches_train_the_same_on_another_number_of_ranks(tmp_path):
         return training.close()
 
     (expected,) = run_ranks(1, lambda comm: body(comm, 0, STEPS))
-    for ranks, first, last in ((4, 0, 3), (2, 3, 5), (8, 5, STEPS)):
+    for ranks, first, last in ((4, 0, 3), (2, 3, 5), (3, 5, STEPS)):
         found = run_ranks(ranks, lambda comm, first=first, last=last: body(comm, first, last))
     for actual in found:
         for name, value in expected.items():

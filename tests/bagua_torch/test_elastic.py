@@ -11,7 +11,7 @@ from bagua_comm.elastic import State, run
 from bagua_comm.testing.fleets import ThreadJob, run_fleet
 from bagua_torch import DistributedDataParallel
 
-STEPS = 6
+STEPS = 5
 INPUTS = torch.linspace(-1, 1, 48 * 5).reshape(48, 5)
 SHARED = threading.Lock()
 

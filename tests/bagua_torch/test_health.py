@@ -36,8 +36,7 @@ def rows(batches, *, algorithm=None, knows_optimizer=True, parts=1):
     return run_ranks(len(batches), body, timeout_s=20)
 
 
-@pytest.mark.parametrize("knows_optimizer", [True, False])
-@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize(("knows_optimizer", "parts"), [(True, 1), (False, 3)])
 def test_all_ranks_know_the_rows_of_all(knows_optimizer, parts):
     for count, with_steps, _ in rows([30, 30], knows_optimizer=knows_optimizer, parts=parts):
         assert (count, with_steps) == (2, [True, True])

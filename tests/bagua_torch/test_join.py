@@ -39,7 +39,7 @@ from bagua_comm.testing import run_ranks
 from bagua_torch import DistributedDataParallel, MoE, QAdamOptimizer, sync_batchnorm
 
 # How many batches each rank has.
-UNEVEN = [(3, 5), (5, 3), (0, 4), (4, 0), (2, 2), (0, 0), (5, 0, 2), (1, 4, 2, 3)]
+UNEVEN = [(5, 3), (0, 4), (2, 2), (0, 0), (3, 0, 2), (1, 4, 2, 3)]
 BATCHES = pytest.mark.parametrize("batches", UNEVEN, ids=str)
 DIVIDE = pytest.mark.parametrize("divide_by_initial_size", [True, False])
 
@@ -117,7 +117,7 @@ def test_gradients_are_those_of_the_ranks_that_have_data(batches, divide_by_init
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("batches", [(3, 5), (4, 0), (5, 0, 2), (1, 4, 2, 3)], ids=str)
+@pytest.mark.parametrize("batches", [(3, 4), (2, 0), (3, 0, 2)], ids=str)
 @DIVIDE
 @pytest.mark.parametrize("synchronized", ["last", "every"])
 def test_accumulated_gradients_are_those_of_the_ranks_that_have_data(
@@ -141,7 +141,7 @@ def test_accumulated_gradients_are_those_of_the_ranks_that_have_data(
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("batches", [(3, 6), (0, 6), (6, 1, 3)], ids=str)
+@pytest.mark.parametrize("batches", [(2, 4), (0, 4), (4, 1, 2)], ids=str)
 @pytest.mark.parametrize("algorithm", GRADIENT_ALGORITHMS, ids=repr)
 def test_all_ranks_end_with_the_same_weights(algorithm, batches):
     """And train on from there: also the residuals and step counts fit together."""
@@ -162,7 +162,7 @@ def test_all_ranks_end_with_the_same_weights(algorithm, batches):
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize(
-    ("batches", "weight_decay"), [((8, 5), 0.0), ((5, 8), 0.1), ((8, 1), 0.1), ((0, 8), 0.0), ((8, 2, 5), 0.1)]
+    ("batches", "weight_decay"), [((5, 4), 0.0), ((4, 5), 0.1), ((5, 1), 0.1), ((0, 5), 0.0), ((5, 2, 4), 0.1)]
 )
 @DIVIDE
 def test_momenta_are_those_of_the_ranks_that_have_data(batches, weight_decay, divide_by_initial_size):
@@ -246,7 +246,7 @@ def with_batch_norm():
     return nn.Sequential(nn.BatchNorm1d(4), make_model())
 
 
-@pytest.mark.parametrize("batches", [(2, 6), (6, 2), (0, 6, 4)], ids=str)
+@pytest.mark.parametrize("batches", [(1, 3), (3, 1), (0, 3, 2)], ids=str)
 def test_buffers_follow_a_rank_that_has_data(batches):
     """As with PyTorch's own: statistics continue to count when rank 0 has ended."""
     leader = batches.index(max(batches))
@@ -454,15 +454,14 @@ def test_a_second_epoch_of_uneven_batches_begins_without_gradients_of_the_first(
     assert run_ranks(2, body) == [[1.0] * 3, [1.0, alone] * 3]
 
 
-@pytest.mark.parametrize("gives_optimizer", [True, False])
 @pytest.mark.parametrize(
-    ("synchronized", "local", "last"),
+    ("synchronized", "local", "last", "gives_optimizer"),
     [
-        ((1, 1), (0, 2), 1),
-        ((2, 1), (0, 5), 0),
-        ((1, 1, 2), (3, 0, 1), 2),
-        ((1, 1), (2, 2), 0),
-        ((0, 0), (1, 0), 0),
+        ((1, 1), (0, 2), 1, True),
+        ((2, 1), (0, 5), 0, False),
+        ((1, 1, 2), (3, 0, 1), 2, True),
+        ((1, 1), (2, 2), 0, False),
+        ((0, 0), (1, 0), 0, True),
     ],
 )
 def test_all_ranks_end_with_equal_weights_where_the_last_steps_were_not_synchronized(

@@ -42,7 +42,7 @@ from bagua_torch import Checkpoints, DistributedDataParallel, as_array
 BY_STEPS = [x for x in ALGORITHMS if not runs_in_rounds(x)]
 
 
-def trained(algorithm, steps=8):
+def trained(algorithm, steps=6):
     def body(comm):
         _, optimizer, ddp = wrapped(comm, algorithm, bucket_bytes=100)
         train(comm, ddp, optimizer, range(steps))

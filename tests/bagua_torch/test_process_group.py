@@ -49,15 +49,11 @@ def error_of(call, *arguments, **options):
 # Arrays -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("size", "check"),
-    [(2, True), *(pytest.param(size, False, marks=pytest.mark.slow) for size in (1, 3))],
-)
-def test_it_keeps_the_contract(size, check):
+@pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 3))])
+def test_it_keeps_the_contract(size):
     def body(transport):
-        comm = Communicator([transport], check=check)
-        check_transport(comm)
-        check_calls(comm)
+        check_transport(transport)
+        check_calls(Communicator([transport], check=True))
 
     run_threads(size, body)
 
@@ -234,7 +230,7 @@ def test_groups_have_the_order_asked_for():
 def test_several_threads_use_a_duplicate_each_and_make_groups_meanwhile():
     def work(comm, seed):
         random = np.random.default_rng(seed)
-        for step in range(20):
+        for step in range(10):
             x = np.full(int(random.integers(1, 600_000)), comm.rank + step, np.float32)
             comm.allreduce(x, out=x)
             assert x[0] == x[-1] == 1 + 2 * step

@@ -43,7 +43,7 @@ from bagua_comm import (
 from bagua_comm.testing import run_ranks
 from bagua_torch import DistributedDataParallel, QAdamOptimizer, as_array
 
-RANKS = pytest.mark.parametrize("ranks", [1, 2, 3])
+RANKS = pytest.mark.parametrize("ranks", [1, 3])
 
 
 def close(actual, expected):
@@ -160,9 +160,10 @@ def test_quantized_averages_of_accumulated_gradients_are_close_and_the_same_ever
     exact = (
         QAdam(warmup_steps=3, average=GradientAllReduce().average) if algorithm is QADAM else GradientAllReduce()
     )
-    change = torch.linalg.norm(trained(exact, algorithm) - weights(make_model()))
+    expected = trained(exact, algorithm)
+    change = torch.linalg.norm(expected - weights(make_model()))
 
-    assert torch.linalg.norm(trained(algorithm, algorithm) - trained(exact, algorithm)) < 0.1 * change
+    assert torch.linalg.norm(trained(algorithm, algorithm) - expected) < 0.1 * change
 
 
 # Parameters that are unused in some steps -----------------------------------------------------------------
@@ -269,8 +270,9 @@ def test_autocast_and_scaled_gradients_are_those_of_one_plain_model():
         torch.testing.assert_close(actual, weights(plain), rtol=0.02, atol=0.005)
 
 
-@pytest.mark.parametrize("algorithm", GRADIENT_ALGORITHMS, ids=repr)
-@pytest.mark.parametrize("unscale_first", [False, True])
+@pytest.mark.parametrize(
+    ("algorithm", "unscale_first"), [*zip(GRADIENT_ALGORITHMS, [False, True, False, True], strict=True)], ids=repr
+)
 def test_an_infinity_on_one_rank_makes_all_ranks_skip_alike(algorithm, unscale_first):
     def body(comm):
         model, optimizer, ddp = wrapped(comm, algorithm)
@@ -603,7 +605,7 @@ def test_the_closure_of_an_optimizer_makes_the_backward_pass(algorithm):
     def trained(way):
         def body(comm):
             _, optimizer, ddp = wrapped(comm, algorithm)
-            for step in range(6):
+            for step in range(4):
                 if way == "after a forward pass that raised" and comm.rank == 0:
                     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
                         ddp(torch.ones(2, 1))
@@ -626,8 +628,9 @@ def test_the_closure_of_an_optimizer_makes_the_backward_pass(algorithm):
             warnings.simplefilter("error")
             return run_ranks(2, body, timeout_s=10)
 
+    wanted = trained("")
     for way in ("of all", "of a loss before it", "after a forward pass that raised"):
-        for actual, expected in zip(trained(way), trained(""), strict=True):
+        for actual, expected in zip(trained(way), wanted, strict=True):
             assert torch.equal(actual, expected), way
 
 

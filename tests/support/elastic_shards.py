@@ -29,7 +29,7 @@ def muon(parameters, lr):
     return Muon([*groups, {"params": [p for p in parameters if p.ndim < 2], "algorithm": "adam"}], lr)
 
 
-STEPS, MICROBATCHES = 4, 12
+STEPS, MICROBATCHES = 3, 12
 INPUTS = torch.linspace(-1, 1, STEPS * MICROBATCHES * 5).reshape(-1, 5)
 
 
