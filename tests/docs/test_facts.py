@@ -122,7 +122,7 @@ def test_the_figures_between_sites_are_those_that_were_measured():
                 found = record(f"streaming-{task}-{rate}")
                 assert found["network"]["text"] == f"4 emulated hosts, links of {rate}, latency 50 ms one way"
                 steps = [run["per_step"] for run in found["results"] if run["algorithm"] == name]
-                assert len(steps) == {"text": 3, "digits": 1}[task]  # seeds
+                assert len(steps) == (1 if (task, name) == ("digits", "torch") else 3)  # seeds
                 times.append(f"{np.mean([step['ms'] for step in steps]):,.0f} ms")
                 waited = [step["waited_ms"] / step["ms"] for step in steps if name != "torch"]
                 shares.append(f"{100 * np.mean(waited):.1f} %" if waited else "-")
