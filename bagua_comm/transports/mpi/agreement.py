@@ -1,8 +1,8 @@
 """Agreement between the ranks of an MPI communicator, before a call, on the call and on its message sizes.
 
-Between hosts, large calls that follow a plan (`transports.plan`) begin without a comparison. A rank that leaves
-the plan sends nothing of its call before it has notified all others, and has compared the call with theirs. Those
-that follow look for its notice before a call and while they wait. Calls by MPI's own collectives are always
+Between hosts, calls by messages that follow a plan (`transports.plan`) begin without a comparison. A rank that
+leaves the plan sends nothing of its call before it has notified all others and has compared it with theirs.
+Those that follow look for its notice before a call and while they wait. Calls by MPI's own collectives are always
 compared: a rank may take the data of another collective for those of its own.
 """
 
