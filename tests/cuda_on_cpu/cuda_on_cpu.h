@@ -43,6 +43,7 @@ struct uint4 {
     unsigned x, y, z, w;
 };
 
+void fail(const char* what);  // is the error of the launch, unless there is one
 void fail_at_address(size_t size);
 
 template <class T>

@@ -13,16 +13,17 @@ uint3 threadIdx, blockIdx;
 dim3 blockDim, gridDim;
 static std::string failure;
 
-static void fail(const std::string& what) {
+void fail(const char* what) {
     if (!failure.empty()) return;
     auto text = [](const uint3& at) {
         return "(" + std::to_string(at.x) + ", " + std::to_string(at.y) + ", " + std::to_string(at.z) + ")";
     };
-    failure = what + ", in thread " + text(threadIdx) + " of CTA " + text(blockIdx);
+    failure = std::string(what) + ", in thread " + text(threadIdx) + " of CTA " + text(blockIdx);
 }
 
 void fail_at_address(size_t size) {
-    fail("a word of " + std::to_string(size) + " bytes is at an address that does not fit");
+    const auto what = "a word of " + std::to_string(size) + " bytes is at an address that does not fit";
+    fail(what.c_str());
 }
 
 struct Fiber {
