@@ -65,8 +65,9 @@
 #define WINDOWS 4 /* in a row decide: one alone may lie in a stall or between two */
 
 #ifndef REST_S
-#define REST_S 1 /* until the number of flows is tried again; twice as long each time, up to a minute */
+#define REST_S 1 /* until the number of flows is tried again; twice as long each time */
 #endif
+#define LONGEST_REST_S (60 * REST_S)
 
 #ifndef TRIAL_S
 #define TRIAL_S 0.5 /* how long half of the flows are tried; light traffic may never show whether they do */
@@ -698,7 +699,7 @@ static void end_window(struct comm *comm) {
   case REST:
     if ((growth->rested_s += growth->seconds) < growth->rest_s) break;
     growth->rested_s = 0;
-    growth->rest_s = growth->rest_s < 60 ? growth->rest_s * 2 : 60;
+    growth->rest_s = growth->rest_s < LONGEST_REST_S ? growth->rest_s * 2 : LONGEST_REST_S;
     growth->before = growth->base;
     growth->trial_ends = now() + TRIAL_S;
     drop_flows(comm, growth->base);
