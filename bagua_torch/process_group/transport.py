@@ -7,6 +7,7 @@ messages nor its failures affect other users of the group, and subgroups have th
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import itertools
@@ -582,9 +583,15 @@ class ProcessGroupTransport(FramedTransport):
         read.
         """
         self._leaving, self._timeout = True, min(self._timeout, timedelta(seconds=LEAVE_S))
-        self._number, self._unchecked = LEAVING, _COMPARED
-        try:
-            self._round(lambda _: _NOTHING, lambda _: _NOTHING, first=False)
-        except CommError:
-            if self.on_slow_leave is not None:
-                self.on_slow_leave()
+        frames = {}
+        for peer in self.others():
+            with contextlib.suppress(CommError):
+                frames[peer] = self._next_frame(peer, COLLECTIVE)
+                self._send_frame(peer, COLLECTIVE, _NOTHING, 0, LEAVING)
+        for peer, frame in frames.items():
+            with contextlib.suppress(CommError):
+                self._wait_for_frame(peer, frame)  # also one of another call, which this rank does not make
+                self._reclaim(peer, COLLECTIVE, 0)
+        have_left = [frame.work is None and frame.head[2] == LEAVING for frame in frames.values()]
+        if self.on_slow_leave is not None and not (all(have_left) and len(frames) == self.size - 1):
+            self.on_slow_leave()

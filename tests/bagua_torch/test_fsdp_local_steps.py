@@ -198,7 +198,11 @@ def test_a_link_between_replicas_has_the_shards_of_a_rank_once_in_many_steps():
 
 @pytest.mark.parametrize(
     ("algorithm", "optimizer"),
-    [(DiLoCo(3), torch.optim.AdamW), (StreamingDiLoCo(4, fragments=2, delay=2), ShardSGD), (SparseLoCo(2), ShardSGD)],
+    [
+        (DiLoCo(3), torch.optim.AdamW),
+        (StreamingDiLoCo(4, fragments=2, delay=2), ShardSGD),
+        (SparseLoCo(2), ShardSGD),
+    ],
     ids=["DiLoCo", "StreamingDiLoCo", "SparseLoCo"],
 )
 def test_a_loaded_state_continues_with_the_same_bits(algorithm, optimizer):
