@@ -6,6 +6,7 @@ Tests in tests/mpi run under mpirun only; tests/test_mpirun.py starts them. `dev
 import contextlib
 import gc
 import os
+import signal
 import sys
 import threading
 from pathlib import Path
@@ -23,6 +24,8 @@ from bagua_comm.system import infiniband
 
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of child processes load the same modules
 sys.dont_write_bytecode = False
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as under nohup; the programs of tests would inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 MPI_TESTS = Path(__file__).parent / "mpi"
 LEFT_OUT = pytest.StashKey()
