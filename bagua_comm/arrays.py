@@ -285,9 +285,20 @@ def share_elements(a: Array, b: Array) -> bool:
         return True
 
 
-def repeats(x: Array) -> bool:
-    """Whether `x` repeats one element along an axis, as after `numpy.broadcast_to`."""
-    return x.size > 0 and any(step == 0 and n > 1 for n, step in zip(x.shape, x.strides, strict=True))
+def repeats(shape: Sequence[int], strides: Sequence[int], width: int = 1) -> bool:
+    """Whether elements of an array share memory, as after `numpy.broadcast_to`, or in overlapping windows.
+
+    Args:
+        shape: The lengths of the axes.
+        strides: The strides of the axes, in elements or in bytes.
+        width: The size of an element, in that unit.
+    """
+    end = width  # of the memory that the axes so far cover
+    for stride, n in sorted((abs(stride), n) for n, stride in zip(shape, strides, strict=True) if n > 1):
+        if stride < end:
+            return 0 not in shape
+        end += stride * (n - 1)
+    return False
 
 
 def same_memory(a: Array, b: Array) -> bool:

@@ -7,6 +7,7 @@ from typing import get_args
 import numpy as np
 import pytest
 import torch
+from numpy.lib.stride_tricks import sliding_window_view
 
 from bagua_comm import arrays
 from bagua_comm.arrays import FLOATS, INTEGERS, Scratch, as_array, check_reduction, dtype_named
@@ -197,9 +198,15 @@ def test_address_moves_with_the_view():
 
 
 def test_elements_in_one_place_are_seen():
-    assert arrays.repeats(np.broadcast_to(np.zeros(3), (2, 3)))
-    for apart in (np.zeros((2, 3)), np.zeros((1, 3))[:, ::2], np.broadcast_to(0.0, (0, 3)), np.array(1)):
-        assert not arrays.repeats(apart)
+    def repeats(x):
+        return arrays.repeats(x.shape, x.strides, x.itemsize)
+
+    for together in (np.broadcast_to(np.zeros(3), (2, 3)), sliding_window_view(np.zeros(4), 3)[::-1]):
+        assert repeats(together)
+    cube = np.zeros((3, 3, 3))
+    parts = (cube.T[::-1], cube[::2, :, 1:], cube.diagonal(0, 0, 2), sliding_window_view(np.zeros(6), 2)[::2])
+    for apart in (*parts, np.zeros((1, 3))[:, ::2], np.broadcast_to(0.0, (0, 3)), np.array(1)):
+        assert not repeats(apart)
 
 
 # Dtypes

@@ -112,7 +112,7 @@ def check_writable(call: str, name: str, x: object, value: Array) -> None:
     """Raise `ArrayError` unless `value`, the array of argument `x`, can be written to."""
     if isinstance(x, np.generic) or (isinstance(value, np.ndarray) and not value.flags.writeable):
         raise ArrayError(f"{call}: {name} {refusals.of_target(x)}")
-    if 0 in value.strides and arrays.repeats(value):
+    if not value.flags.c_contiguous and arrays.repeats(value.shape, value.strides, value.itemsize):
         raise ArrayError(f"{call}: {name} has several elements in one place of memory; pass a copy of it")
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from .. import arrays
 from ..arrays import A, AnyArray, Array
-from ..errors import ArrayError, UnsupportedError, shown_as
+from ..errors import ArrayError, UnsupportedError, shown, shown_as
 from ..execution.requests import Buffer, Request
 from ..objects.caching import BoundedCache
 from ..transports.labels import COMPARED, UNLABELLED, Labelled, Receive, Tag, check_tag, label
@@ -252,10 +252,11 @@ class PointToPoint(CommBase):
         try:
             messages = [("sends", *message(*each)) for each in sends]
             messages += [("recvs", *message(*each)) for each in recvs]
-        except (TypeError, ValueError) as exc:
+        except (TypeError, ValueError):
             raise ArrayError(
-                f"{name}: sends and recvs are lists of (peer, array) or (peer, array, tag): {exc}"
-            ) from exc
+                f"{name}: sends and recvs are {shown(sends)} and {shown(recvs)}, expected lists of (peer, array) "
+                "or (peer, array, tag)"
+            ) from None
         for side, peer, x, tag in messages:
             array, peer_of = _ARGUMENTS[side] if peers else (side, f"a peer in {side}")
             tag = COMPARED if tag is UNLABELLED and self.check else check_tag(name, tag)

@@ -17,11 +17,12 @@ from torch import nn
 from bagua_comm import Algorithm, ArrayError, CommError, CommMismatch, Communicator, UnsupportedError
 from bagua_comm.algorithms.base import check_algorithm_argument, core_of, exchanges_weights
 from bagua_comm.algorithms.combinators import Every
+from bagua_comm.arrays import repeats
 from bagua_comm.errors import shown
 
 from ..arrays import as_array
 from ..errors import MismatchError, MisuseError
-from .flats import layout_of, repeats
+from .flats import layout_of
 from .model_state import ModelState
 from .sharded import check_sharded
 
@@ -321,7 +322,7 @@ def compare(owner: str, comm: Communicator, mine: Mapping[str, object]) -> None:
 def check_memory(parameters: Mapping[str, nn.Parameter]) -> None:
     """Raise `UnsupportedError` if elements of a parameter share memory."""
     for name, parameter in parameters.items():
-        if repeats(parameter):
+        if repeats(parameter.shape, parameter.stride()):
             raise UnsupportedError(
                 f"DistributedDataParallel: {name!r} of shape {tuple(parameter.shape)} has elements that share "
                 "memory, as `expand` makes them; expected memory for each element: make it contiguous, or "
@@ -331,7 +332,7 @@ def check_memory(parameters: Mapping[str, nn.Parameter]) -> None:
 
 def in_memory(parameter: torch.Tensor) -> str:
     """The memory format of a parameter in its bucket, as text; it must be the same on all ranks."""
-    if repeats(parameter):
+    if repeats(parameter.shape, parameter.stride()):
         return "of elements that share memory"
     return layout_of(parameter).memory or "contiguous"
 

@@ -60,12 +60,6 @@ def is_dense(layout: Layout) -> bool:
     return True
 
 
-def repeats(tensor: Tensor) -> bool:
-    """Whether elements of `tensor` share memory, as after `expand`."""
-    pairs = zip(tensor.stride(), tensor.shape, strict=True)
-    return tensor.numel() > 0 and any(stride == 0 and extent > 1 for stride, extent in pairs)
-
-
 def _exchanged(tensor: Tensor) -> Tensor:
     """The same memory in a separate storage, by DLPack."""
     untyped: Any = dlpack

@@ -164,14 +164,16 @@ class GradientsInBucket:
         try:
             self._parameters[index].grad = self._given[index]
         except (RuntimeError, TypeError):
-            self._refuse(index, f"is {self._parameters[index].dtype} on {self._parameters[index].device}")
+            parameter = self._parameters[index]
+            self._refuse(index, f"is {parameter.dtype} of shape {tuple(parameter.shape)} on {parameter.device}")
 
     def _refuse(self, index: int, what: str) -> None:
         view = self.views[index]
         raise ArrayError(
             f"DistributedDataParallel: {self.names[index]!r} {what}, unlike when the module was wrapped; "
-            f"expected {view.dtype} on {view.device} with strides {tuple(view.stride())}: convert it back before "
-            "a training pass, or close this wrapper and wrap the module again"
+            f"expected {view.dtype} of shape {tuple(view.shape)} on {view.device} with strides "
+            f"{tuple(view.stride())}: convert it back before a training pass, or close this wrapper and wrap the "
+            "module again"
         ) from None
 
 

@@ -215,9 +215,10 @@ class BucketMemory:
             flat = flat_of(parameter)
             if parameter.shape != view.shape or parameter.device != view.device or (flat and flat.bucket):
                 raise ArrayError(
-                    f"DistributedDataParallel: {name!r} was moved or wrapped once more, so its weights would not "
-                    f"be exchanged; expected shape {tuple(view.shape)} on {view.device}, in the buckets of this "
-                    "wrapper. Close this one and wrap the module again"
+                    f"DistributedDataParallel: {name!r} of shape {tuple(parameter.shape)} on {parameter.device} "
+                    "was resized, moved or wrapped once more, so its weights would not be exchanged; expected "
+                    f"shape {tuple(view.shape)} on {view.device}, in the buckets of this wrapper. Close this one "
+                    "and wrap the module again"
                 )
             view.copy_(parameter.detach())
             if parameter.dtype == view.dtype and not _shared(parameter):

@@ -7,6 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from numpy.lib.stride_tricks import as_strided
 
 from bagua_comm import ArrayError, UnsupportedError
 from bagua_comm.testing import run_ranks
@@ -139,6 +140,7 @@ def test_a_mapping_of_arrays_is_refused_where_a_list_is_expected():
     assert run_ranks(2, body) == [2, 2]
 
 
+REPEATED = "several elements in one place of memory; pass a copy"
 NO_TARGETS = {
     "read-only": (lambda: np.frombuffer(b"01234567"), "out is read-only; pass a writable array"),
     "scalar": (lambda: np.float64(0), "NumPy scalar, which cannot be written to; use a 0-d array"),
@@ -146,14 +148,9 @@ NO_TARGETS = {
         lambda: Immutable([0.0]),
         r"out is a read-only \S*Immutable; pass a writable NumPy array, numpy.array\(x\), or no out",
     ),
-    "expanded": (
-        lambda: torch.zeros(1).double().expand(2),
-        "several elements in one place of memory; pass a copy",
-    ),
-    "repeated": (
-        lambda: np.lib.stride_tricks.as_strided(np.zeros(1), (2,), (0,)),
-        "several elements in one place of memory; pass a copy",
-    ),
+    "expanded": (lambda: torch.zeros(1).double().expand(2), REPEATED),
+    "repeated": (lambda: as_strided(np.zeros(1), (2,), (0,)), REPEATED),
+    "windows": (lambda: as_strided(np.zeros(4), (3, 2), (8, 8)), REPEATED),
 }
 
 
