@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.device_ranks import run_on_devices
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.distributed_c10d import BackendConfig
 
@@ -41,7 +42,7 @@ from bagua_torch.process_group.serving import serve
 
 RANKS = 3
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8]
-MOVED = [*DTYPES, torch.bool, torch.complex64, torch.float8_e4m3fn]
+MOVED = [*DTYPES, torch.uint16, torch.bool, torch.complex64, torch.float8_e4m3fn]
 
 
 def on_groups(body, ranks=RANKS, *, options=None, timeout_s=20.0, end=BaguaGroup.shutdown):
@@ -309,6 +310,7 @@ BAD_CALLS = {
     "premul": (UnsupportedError, "PREMUL_SUM", lambda g: g.allreduce([TWO], premul())),
     "sparse": (UnsupportedError, "layout", lambda g: g.allreduce([torch.eye(2).to_sparse()])),
     "meta": (UnsupportedError, "meta", lambda g: g.allreduce([torch.ones(2, device="meta")])),
+    "no memory": (UnsupportedError, "has no memory", lambda g: g.allreduce([torch._efficientzerotensor(2)])),
     "band": (UnsupportedError, "band", lambda g: g.allreduce([TWO], dist.ReduceOp.BAND)),
     "float8": (UnsupportedError, "float8", lambda g: g.allreduce([TWO.to(torch.float8_e5m2)])),
     "empty": (ArrayError, "empty", lambda g: g.allreduce_coalesced([])),
@@ -349,6 +351,15 @@ def test_bad_calls_are_refused_before_anything_is_sent():
         x = torch.ones(2)
         group.allreduce([x]).wait()  # the group still works
         assert x.tolist() == [RANKS] * 2
+
+    on_groups(body)
+
+
+def test_the_result_of_a_functional_collective_is_waited_for():
+    def body(group):
+        x = torch.ones(4)
+        group.allreduce([AsyncCollectiveTensor(x)[1:3]]).wait()
+        assert x.tolist() == [1, RANKS, RANKS, 1]
 
     on_groups(body)
 
