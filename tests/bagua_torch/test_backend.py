@@ -205,6 +205,18 @@ def test_messages_by_tag_in_any_order_of_their_waits():
     on_groups(body)
 
 
+def test_a_message_of_any_rank_says_whose_it_is():
+    def body(group):
+        if group.rank() > 0:
+            return group.send([torch.full((2,), float(group.rank()))], 0, 3).wait()
+        xs = torch.empty(2, RANKS - 1).t()  # not contiguous
+        works = [group.recv_anysource([x], 3) for x in xs]
+        assert all(work.wait() for work in works)
+        return {work.source_rank(): x.tolist() for work, x in zip(works, xs, strict=True)}
+
+    assert on_groups(body)[0] == {1: [1, 1], 2: [2, 2]}
+
+
 def test_messages_of_many_tags_come_in_any_order():
     def body(group):
         x, peer = torch.empty(40, 3), 1 - group.rank()
@@ -317,6 +329,7 @@ BAD_CALLS = {
     "two of a rank": (UnsupportedError, "2 tensors of this rank", lambda g: g.allreduce([TWO] * 2)),
     "root": (ArrayError, "root is rank 5", lambda g: g.reduce([TWO], with_op(dist.ReduceOptions, root=5))),
     "lengths": (ArrayError, "2 tensors, expected 3", lambda g: g.allgather([[ONE] * 2], [ONE])),
+    "too many": (ArrayError, "2 outputs, expected 1", lambda g: g.allgather_coalesced([[ONE] * 2] * 3, [ONE])),
     "size": (ArrayError, "4 elements, expected 6", lambda g: g.all_gather_single(torch.ones(4), TWO)),
     "scattered": (ArrayError, "5 elements", lambda g: g.reduce_scatter_single(TWO, torch.ones(5))),
     "dtypes": (ArrayError, "dtypes differ", lambda g: g.all_gather_single(torch.ones(6).half(), TWO)),
@@ -328,7 +341,6 @@ BAD_CALLS = {
     "expanded": (ArrayError, "one place", lambda g: g.allreduce([SPREAD])),
     "expanded, reduced": (ArrayError, "one place", lambda g: g.reduce([SPREAD], TO_ONE)),
     "expanded, in a list": (ArrayError, "one place", lambda g: g.allgather([[SPREAD] * 3], [torch.ones(4)])),
-    "any source": (UnsupportedError, "src=", lambda g: g.recv_anysource([TWO], 0)),
     "several": (UnsupportedError, "2 tensors of this rank", lambda g: g.send([TWO] * 2, 0, 0)),
 }
 
