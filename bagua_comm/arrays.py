@@ -180,12 +180,22 @@ def _host_as_array(x: Any) -> Array:
     return value
 
 
+def has_memory(x: object) -> bool:
+    """Whether the elements of a tensor of PyTorch are in memory; those of a DTensor, for instance, are not.
+
+    DLPack gives such a tensor the address 0, and NumPy then makes new memory, of any contents.
+    """
+    return is_tensor(x) and (x.numel() == 0 or x.data_ptr() != x.storage_offset() * x.itemsize)
+
+
 def tensor_as_array(tensor: Any, torch: ModuleType) -> Array:
     """View a tensor of PyTorch as an array; see `as_array`."""
     is_bfloat16 = tensor.dtype is torch.bfloat16
     try:
         if (is_bfloat16 or tensor.is_cuda) and (tensor.requires_grad or tensor.is_neg()):
             raise BufferError("its memory alone would lose its history or its sign")
+        if not has_memory(tensor):
+            tensor = _waited_for(tensor)
         lent = tensor.view(torch.int16) if is_bfloat16 else tensor  # its bits: only PyTorch has the dtype
         if tensor.is_cuda:
             with torch.cuda.device(tensor.get_device()):  # PyTorch exports tensors of its current device
@@ -195,6 +205,15 @@ def tensor_as_array(tensor: Any, torch: ModuleType) -> Array:
     except Exception as exc:
         raise UnsupportedError(refusals.of_tensor(tensor, exc)) from exc
     return value.view(bfloat16()) if is_bfloat16 else value
+
+
+def _waited_for(x: object) -> object:
+    """Return the tensor that a result of a functional collective of torch.distributed stands for."""
+    if is_tensor(x) and hasattr(x, "trigger_wait"):
+        return x.trigger_wait()
+    raise BufferError(
+        "has no memory of its own, or it was freed; pass a plain tensor: of a DTensor, x.to_local()"
+    )
 
 
 def returned(x: Any, result: Array) -> Any:

@@ -12,11 +12,7 @@ from bagua_comm import UnsupportedError, arrays
 from bagua_comm.arrays import Array
 from bagua_comm.execution import cuda
 
-_NAMES = (
-    *("bool", "uint8", "int8", "int16", "int32", "int64"),
-    *("float16", "bfloat16", "float32", "float64", "complex64", "complex128"),
-)
-_DTYPES: dict[torch.dtype, str] = {getattr(torch, name): name for name in _NAMES}
+DTYPE_NAMES: dict[torch.dtype, str] = {getattr(torch, name): name for name in sorted(arrays.MOVABLE)}
 """The dtypes that NumPy and CuPy have too, and their names."""
 
 
@@ -26,9 +22,12 @@ def dtype_name(tensor: torch.Tensor) -> str:
     Raises:
         UnsupportedError: NumPy and CuPy have no such dtype.
     """
-    name = _DTYPES.get(tensor.dtype)
+    name = DTYPE_NAMES.get(tensor.dtype)
     if name is None:
-        raise UnsupportedError(f"tensors of {tensor.dtype} cannot be carried")
+        raise UnsupportedError(
+            f"a tensor has {tensor.dtype}, which NumPy and CuPy lack; pass one of another dtype, or its bytes, "
+            "x.view(torch.uint8)"
+        )
     return name
 
 

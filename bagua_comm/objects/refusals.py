@@ -65,6 +65,8 @@ def of_tensor(tensor: Any, reason: Exception) -> str:
         problem = "is a lazy negative of its memory; pass x.resolve_neg()"
     elif tensor.is_quantized:
         problem = f"is quantized ({tensor.dtype}); pass x.int_repr() or x.dequantize()"
+    elif isinstance(reason, BufferError):
+        problem = str(reason)
     elif tensor.dtype.itemsize == 1:
         problem = f"has dtype {tensor.dtype}, which NumPy does not have; pass its bytes, x.view(torch.uint8)"
     else:

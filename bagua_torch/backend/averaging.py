@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from bagua_comm import ArrayError, Average, Communicator, UnsupportedError, arrays
 from bagua_comm.arrays import COMPLEX, FLOATS, Array, Op
@@ -16,7 +17,8 @@ from bagua_comm.comm.weights import agree_by, check_weight_argument, mean_in_pla
 class BackendOptions:
     """Options of a process group of the backend "bagua", the same on all its ranks.
 
-    Give them to `init_process_group` or `new_group` as `pg_options`.
+    Give them to `init_process_group` or `new_group` as `pg_options`, or to a dimension of PyTorch's device mesh:
+    `init_device_mesh("cpu", (2, 2), backend_override={0: ("bagua", BackendOptions(...))})`.
 
     Args:
         average: How `all_reduce` and `reduce_scatter` add and average floats: by `Quantized(codec)`,
@@ -43,6 +45,8 @@ class BackendOptions:
 
     average: Average | None = None
     weight: Callable[[], float | None] | None = None
+    _timeout: ClassVar[None] = None
+    """What PyTorch's `init_device_mesh` passes on to `new_group`, which then has its default."""
 
     def __post_init__(self) -> None:
         check_weight_argument("BackendOptions", self.weight)

@@ -9,7 +9,7 @@ from datetime import timedelta
 import numpy as np
 import torch
 
-from bagua_comm import ArrayError, UnsupportedError, arrays
+from bagua_comm import ArrayError, arrays
 from bagua_comm.arrays import Array, Op
 from bagua_comm.comm.prepared import begin_if_known
 
@@ -171,8 +171,9 @@ class BaguaGroup(GroupBase):
     @in_any_form("output_lists", "input_list")
     def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Given, options: Options) -> LaneWork:
         """Gather several tensors of each rank: tensor i of rank r in outputs[r][i]."""
-        inputs = as_list("all_gather_coalesced", inputs)
-        by_tensor = [[per_rank[i] for per_rank in outputs] for i in range(len(inputs))]
+        name, inputs = "all_gather_coalesced", as_list("all_gather_coalesced", inputs)
+        by_rank = [[out for out, _ in pairs(name, per_rank, inputs)] for per_rank in outputs]
+        by_tensor = [[outs[i] for outs in by_rank] for i in range(len(inputs))]
         return self._gather_lists(by_tensor, inputs, options, outputs)
 
     def _gather_lists(
@@ -334,36 +335,37 @@ class BaguaGroup(GroupBase):
         """Send a tensor to another rank."""
         tensor = only("send", tensors)
         x = np.ascontiguousarray(any_dtype("send", tensor.detach().cpu()))
-        return self._message("send", dstRank, tag, x, tensors)
+        return self._message("send", [dstRank], tag, x, tensors)
 
     def recv(self, tensors: Given, srcRank: int, tag: int) -> LaneWork:  # noqa: N803 - PyTorch's name
         """Receive a tensor from another rank."""
+        return self._recv(tensors, [srcRank], tag)
+
+    def recv_anysource(self, tensors: Given, tag: int) -> LaneWork:
+        """Receive a tensor from the first rank that sends one: the `source_rank` of the work, once it is done."""
+        return self._recv(tensors, [rank for rank in range(self.size()) if rank != self.rank()], tag)
+
+    def _recv(self, tensors: Given, peers: Sequence[int], tag: int) -> LaneWork:
         tensor = only("recv", tensors)
         x = any_dtype("recv", tensor)
         if tensor.device.type == "cpu" and tensor.is_contiguous():
-            return self._message("recv", srcRank, tag, x, tensors)
+            return self._message("recv", peers, tag, x, tensors)
         buffer = torch.empty_like(tensor, device="cpu", memory_format=torch.contiguous_format)
         into = any_dtype("recv", buffer)
-        return self._message("recv", srcRank, tag, into, tensors, copying(tensor.detach(), buffer))
-
-    def recv_anysource(self, tensors: Given, tag: int) -> LaneWork:
-        """Refuse: name the rank to receive from."""
-        raise UnsupportedError(
-            "recv: the backend bagua receives from one rank; pass src=, the rank of the sender"
-        )
+        return self._message("recv", peers, tag, into, tensors, copying(tensor.detach(), buffer))
 
     def _message(
         self,
         name: str,
-        peer: int,
+        peers: Sequence[int],
         tag: int,
         x: Array,
         tensors: Given,
         then: Callable[[], object] | None = None,
     ) -> LaneWork:
         self._check_open(name)
-        future = self._messages.submit(name, peer, tag, x, then)
-        return LaneWork(name, future, tensors, HOST, self._callbacks, peer if name == "recv" else None)
+        future, receive = self._messages.submit(name, peers, tag, x, then)
+        return LaneWork(name, future, tensors, HOST, self._callbacks, receive if name == "recv" else None)
 
 
 # torch.compile leaves the calls as they are: they need the memory of tensors, which it lacks as it traces.

@@ -6,7 +6,7 @@ Messages between two ranks, in one direction and with one tag, are in order; oth
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from weakref import WeakKeyDictionary
 
@@ -21,9 +21,9 @@ from bagua_comm.transports.labels import Receive, label
 LARGEST_TAG = 2**31 - 1
 """The largest tag of a message."""
 
-observers: WeakKeyDictionary[FlightRecorder, Callable[[Communicator, str, int, int, str], object]]
+observers: WeakKeyDictionary[FlightRecorder, Callable[[Communicator, str, Sequence[int], int, str], object]]
 observers = WeakKeyDictionary()
-"""By world: called before a message begins, with the communicator of its group, "send" or "recv", the peer, the
+"""By world: called before a message begins, with the communicator of its group, "send" or "recv", the peers, the
 tag, and dtype and size as text."""
 
 
@@ -38,34 +38,38 @@ class Messages:
         self._comm, self._requests, self._lock = comm, Requests(comm), threading.Lock()
 
     def submit(
-        self, call: str, peer: int, tag: int, array: Array, then: Callable[[], object] | None = None
-    ) -> Future[object]:
+        self, call: str, peers: Sequence[int], tag: int, array: Array, then: Callable[[], object] | None = None
+    ) -> tuple[Future[object], Receive]:
         """Send or receive a contiguous array, after the messages of the same peer and tag; returns at once.
 
+        It is sent to one peer, or received from one of them: the `source` of the `Receive`, once it has come.
         `then` is called when it has been sent or received, before the future is done.
 
         Raises:
-            ArrayError: `peer` or `tag` cannot be one.
+            ArrayError: `peers` or `tag` cannot be such.
             UnsupportedError: The transport has no messages beside its calls.
         """
         host = self._comm.host
-        if not 0 <= peer < host.size:
+        named = " or ".join(map(str, peers))
+        if not peers or not all(0 <= peer < host.size for peer in peers):
             raise ArrayError(
-                f"{call}: the peer is rank {peer} of the group, expected one from 0 to {host.size - 1}"
+                f"{call}: the peer is rank {named or None} of the group, expected one from 0 to {host.size - 1}"
             )
         if not 0 <= tag <= LARGEST_TAG:
             raise ArrayError(f"{call}: tag is {tag}, expected a number from 0 to {LARGEST_TAG}")
         if (observer := observers.get(self._comm.flight)) is not None:
-            observer(self._comm, call, peer, tag, f"{arrays.dtype_name(array.dtype)}[{array.size}]")
+            observer(self._comm, call, peers, tag, f"{arrays.dtype_name(array.dtype)}[{array.size}]")
         x = arrays.as_bytes(array)
         of = label(tag, np.dtype(np.uint8), x.size)
+        receive = Receive(tuple(peers), x, of)
         with self._lock:
             if call == "send":
-                ended = host.begin_labelled([(peer, x, of)], [])
+                ended = host.begin_labelled([(peers[0], x, of)], [])
             else:
-                ended = host.begin_labelled([], [Receive((peer,), x, of)])
-        name, buffer = f"{call} with rank {peer}", Buffer.of(x, is_written=call != "send")
-        return self._requests.add(name, buffer, ended, then or (lambda: None), self._comm.timeout_s, polled=True)
+                ended = host.begin_labelled([], [receive])
+        name, buffer = f"{call} with rank {named}", Buffer.of(x, is_written=call != "send")
+        limit_s = self._comm.timeout_s
+        return self._requests.add(name, buffer, ended, then or (lambda: None), limit_s, polled=True), receive
 
     def drain(self, timeout_s: float) -> None:
         """Wait until all messages have been sent and received.

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter, defaultdict, deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from threading import get_ident
@@ -114,10 +114,13 @@ class _Watch:
         if not {"dest", "source"} & peers.keys():
             self._record.unknown.add((group, mine))
 
-    def message(self, comm: Communicator, call: str, peer: int, tag: int, text: str) -> None:
+    def message(self, comm: Communicator, call: str, peers: Sequence[int], tag: int, text: str) -> None:
         """Record a message of a process group; see `messages.observers`."""
         if is_of(comm.group, self._of):
-            mine, other = (self._flight.groups[comm.group][rank] for rank in (comm.rank, peer))
+            mine, other, *rest = (self._flight.groups[comm.group][rank] for rank in (comm.rank, *peers))
+            if rest:
+                self._record.unknown.add((comm.group, mine))
+                return
             source, dest = (mine, other) if call == "send" else (other, mine)
             found, order = self._record.received, self._record.order_received
             if call == "send":

@@ -13,7 +13,7 @@ from bagua_comm import ArrayError, UnsupportedError, arrays
 from bagua_comm.arrays import Array, Op, check_reduction
 from bagua_comm.comm.arguments import check_writable
 
-from ..arrays import as_array, dtype_name, torch_stream
+from ..arrays import DTYPE_NAMES, as_array, dtype_name, torch_stream
 
 Tensors: TypeAlias = Sequence[torch.Tensor]
 Given: TypeAlias = torch.Tensor | Tensors
@@ -99,11 +99,11 @@ def dense(call: str, tensor: torch.Tensor) -> Array:
     if tensor.layout is not torch.strided:
         raise UnsupportedError(f"{call}: a tensor has layout {tensor.layout}, expected a dense tensor")
     if tensor.is_conj() or tensor.is_neg():
-        raise UnsupportedError(f"{call}: a tensor is a conjugate or negative view; pass tensor.resolve_conj()")
+        raise UnsupportedError(f"{call}: a tensor is lazy; pass x.resolve_conj().resolve_neg()")
     if tensor.device.type == "cuda":
         with torch_stream(tensor.device):  # else CuPy's stream, on which a model may compute, waits for PyTorch's
             return as_array(tensor)
-    if tensor.device.type != "cpu" or tensor.dtype is torch.bfloat16:
+    if tensor.device.type != "cpu" or tensor.dtype is torch.bfloat16 or not arrays.has_memory(tensor):
         return as_array(tensor)
     dtype_name(tensor)
     return np.from_dlpack(tensor.detach())  # tensor.numpy() would keep FSDP from freeing its memory
@@ -111,17 +111,14 @@ def dense(call: str, tensor: torch.Tensor) -> Array:
 
 def any_dtype(call: str, tensor: torch.Tensor) -> Array:
     """Like `dense`, for calls that only move elements: those of a dtype without arrays are viewed as bytes."""
-    if isinstance(tensor, torch.Tensor) and tensor.dtype in _BYTES:
+    if isinstance(tensor, torch.Tensor) and _is_byte(tensor):
         return dense(call, tensor.detach().view(torch.uint8))
     return dense(call, tensor)
 
 
-_BYTES = {
-    getattr(torch, name)
-    for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
-    if hasattr(torch, name)
-}
-"""Dtypes of one byte that NumPy does not have."""
+def _is_byte(tensor: torch.Tensor) -> bool:
+    """Whether its elements are of one byte, of a dtype that NumPy lacks, such as float8_e4m3fn."""
+    return tensor.dtype.itemsize == 1 and tensor.dtype not in DTYPE_NAMES and not tensor.is_quantized
 
 
 def filled(call: str, tensor: torch.Tensor, move: Callable[..., Array] = any_dtype) -> Array:

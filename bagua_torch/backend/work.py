@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from bagua_comm import CommTimeout
+from bagua_comm.transports.labels import Receive
 
 from ..arrays import torch_stream
 
@@ -70,7 +71,7 @@ class LaneWork(_Work):  # type: ignore[misc]
         tensors: The value of `get_future`: the tensors that the call fills.
         device: The device of the tensors.
         callbacks: Runs the callbacks of futures.
-        source: The rank that a received message comes from; None if this is no `recv`.
+        receive: What is received, which then has its source; None if this is no `recv`.
         forget: Called with the task when `wait` raises its error, which the lane then raises no more.
     """
 
@@ -81,12 +82,12 @@ class LaneWork(_Work):  # type: ignore[misc]
         tensors: object,
         device: torch.device,
         callbacks: Callbacks,
-        source: int | None = None,
+        receive: Receive | None = None,
         forget: Callable[[Future[Any]], object] | None = None,
     ) -> None:
         super().__init__()
-        self._call, self._task, self._tensors, self._device, self._source = call, future, tensors, device, source
-        self._callbacks, self._forget = callbacks, forget
+        self._call, self._task, self._tensors, self._device = call, future, tensors, device
+        self._callbacks, self._receive, self._forget = callbacks, receive, forget
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Wait until the call is done, and raise its error; on a device, the current stream waits.
@@ -130,10 +131,10 @@ class LaneWork(_Work):  # type: ignore[misc]
         return self._tensors
 
     def source_rank(self) -> int:
-        """Return the rank in the group that a received message comes from."""
-        if self._source is None:
+        """Return the rank in the group that a received message comes from; -1 until it has come."""
+        if self._receive is None:
             raise RuntimeError(f"{self._call} receives no message of one rank")
-        return self._source
+        return self._receive.source
 
     _source_rank = source_rank
 

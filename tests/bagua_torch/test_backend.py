@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.device_ranks import run_on_devices
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.distributed_c10d import BackendConfig
 
@@ -41,7 +42,7 @@ from bagua_torch.process_group.serving import serve
 
 RANKS = 3
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8]
-MOVED = [*DTYPES, torch.bool, torch.complex64, torch.float8_e4m3fn]
+MOVED = [*DTYPES, torch.uint16, torch.bool, torch.complex64, torch.float8_e4m3fn]
 
 
 def on_groups(body, ranks=RANKS, *, options=None, timeout_s=20.0, end=BaguaGroup.shutdown):
@@ -204,6 +205,18 @@ def test_messages_by_tag_in_any_order_of_their_waits():
     on_groups(body)
 
 
+def test_a_message_of_any_rank_says_whose_it_is():
+    def body(group):
+        if group.rank() > 0:
+            return group.send([torch.full((2,), float(group.rank()))], 0, 3).wait()
+        xs = torch.empty(2, RANKS - 1).t()  # not contiguous
+        works = [group.recv_anysource([x], 3) for x in xs]
+        assert all(work.wait() for work in works)
+        return {work.source_rank(): x.tolist() for work, x in zip(works, xs, strict=True)}
+
+    assert on_groups(body)[0] == {1: [1, 1], 2: [2, 2]}
+
+
 def test_messages_of_many_tags_come_in_any_order():
     def body(group):
         x, peer = torch.empty(40, 3), 1 - group.rank()
@@ -309,12 +322,14 @@ BAD_CALLS = {
     "premul": (UnsupportedError, "PREMUL_SUM", lambda g: g.allreduce([TWO], premul())),
     "sparse": (UnsupportedError, "layout", lambda g: g.allreduce([torch.eye(2).to_sparse()])),
     "meta": (UnsupportedError, "meta", lambda g: g.allreduce([torch.ones(2, device="meta")])),
+    "no memory": (UnsupportedError, "has no memory", lambda g: g.allreduce([torch._efficientzerotensor(2)])),
     "band": (UnsupportedError, "band", lambda g: g.allreduce([TWO], dist.ReduceOp.BAND)),
     "float8": (UnsupportedError, "float8", lambda g: g.allreduce([TWO.to(torch.float8_e5m2)])),
     "empty": (ArrayError, "empty", lambda g: g.allreduce_coalesced([])),
     "two of a rank": (UnsupportedError, "2 tensors of this rank", lambda g: g.allreduce([TWO] * 2)),
     "root": (ArrayError, "root is rank 5", lambda g: g.reduce([TWO], with_op(dist.ReduceOptions, root=5))),
     "lengths": (ArrayError, "2 tensors, expected 3", lambda g: g.allgather([[ONE] * 2], [ONE])),
+    "too many": (ArrayError, "2 outputs, expected 1", lambda g: g.allgather_coalesced([[ONE] * 2] * 3, [ONE])),
     "size": (ArrayError, "4 elements, expected 6", lambda g: g.all_gather_single(torch.ones(4), TWO)),
     "scattered": (ArrayError, "5 elements", lambda g: g.reduce_scatter_single(TWO, torch.ones(5))),
     "dtypes": (ArrayError, "dtypes differ", lambda g: g.all_gather_single(torch.ones(6).half(), TWO)),
@@ -326,7 +341,6 @@ BAD_CALLS = {
     "expanded": (ArrayError, "one place", lambda g: g.allreduce([SPREAD])),
     "expanded, reduced": (ArrayError, "one place", lambda g: g.reduce([SPREAD], TO_ONE)),
     "expanded, in a list": (ArrayError, "one place", lambda g: g.allgather([[SPREAD] * 3], [torch.ones(4)])),
-    "any source": (UnsupportedError, "src=", lambda g: g.recv_anysource([TWO], 0)),
     "several": (UnsupportedError, "2 tensors of this rank", lambda g: g.send([TWO] * 2, 0, 0)),
 }
 
@@ -349,6 +363,15 @@ def test_bad_calls_are_refused_before_anything_is_sent():
         x = torch.ones(2)
         group.allreduce([x]).wait()  # the group still works
         assert x.tolist() == [RANKS] * 2
+
+    on_groups(body)
+
+
+def test_the_result_of_a_functional_collective_is_waited_for():
+    def body(group):
+        x = torch.ones(4)
+        group.allreduce([AsyncCollectiveTensor(x)[1:3]]).wait()
+        assert x.tolist() == [1, RANKS, RANKS, 1]
 
     on_groups(body)
 

@@ -14,7 +14,7 @@ from bagua_torch.backend.start import lane_of
 
 LIMIT = timedelta(seconds=20)
 OTHERS = {"_end_coalescing", "recv_anysource", "send", "recv"}
-"""Methods that return a work, and are not called here: gloo refuses the first, and we the second."""
+"""Methods that return a work, and are not called here: gloo refuses the first."""
 
 
 def signatures():

@@ -259,6 +259,19 @@ def test_messages_of_other_groups_are_no_part_of_a_block():
     run_ranks(2, body)
 
 
+def test_a_message_of_any_rank_is_no_difference():
+    def body(comm):
+        group = BaguaGroup(lane_of(comm.dup(), 20.0), comm)
+        with precheck(comm):
+            works = [group.recv_anysource([torch.ones(2)], 0)] if comm.rank == 0 else []
+            works += [group.send([torch.ones(2)], 0, 0)] if comm.rank == 2 else []
+        for work in works:
+            work.wait()
+        group.shutdown()
+
+    run_ranks(3, body)
+
+
 PROGRAM = """
 import pathlib
 import torch, bagua_torch

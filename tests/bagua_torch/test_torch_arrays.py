@@ -5,6 +5,7 @@ import types
 import numpy as np
 import pytest
 import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from bagua_comm import (
     ErrorFeedback,
@@ -22,6 +23,7 @@ from bagua_torch.arrays import cupy_stream
 DTYPES = [
     torch.bool,
     *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.uint16, torch.uint32, torch.uint64),
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
     *(torch.complex64, torch.complex128),
 ]
@@ -36,6 +38,7 @@ def test_a_tensor_and_its_array_share_memory(dtype):
 
     array[1, 2] = 1
     assert tensor[1, 2] == 1
+    assert as_array(AsyncCollectiveTensor(tensor)[1]).tolist() == array[1].tolist()
 
     again = as_tensor(array)
     assert (again.dtype, again.data_ptr()) == (tensor.dtype, tensor.data_ptr())
