@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from bagua_comm import (
@@ -38,6 +39,7 @@ from bagua_comm.comm.weights import agree_by, check_weight_argument, mean_in_pla
 
 from ..arrays import as_array, as_tensor, cupy_stream, dtype_name, torch_stream
 from ..entry import communicator_of, errors_on_all
+from ..process_group.bootstrap import default_group
 from ..tensors.flats import layout_of, views
 
 Hook = Callable[[object, GradBucket], torch.futures.Future[torch.Tensor]]
@@ -206,12 +208,15 @@ class HookAlgorithm(Algorithm):
         hook: Called with `state` and a `HookBucket`; returns a future of the averaged buffer.
         state: The hook's first argument.
         parameters: The parameters of the model, by name.
+        group: The default process group, which hooks use, and callbacks of their futures refer to. A thread of
+            gloo that released it last would wait for itself, and end the process.
     """
 
     hook: Callable[[object, HookBucket], Any]
     state: object
     parameters: Mapping[str, torch.Tensor]
     layout: _Layout = field(default_factory=_Layout)
+    group: dist.ProcessGroup | None = field(default_factory=default_group)
 
     payload = "grad"
     window = Window(Point.GRADIENT, Point.BACKWARD)

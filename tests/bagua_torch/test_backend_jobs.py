@@ -77,6 +77,27 @@ if dist.get_rank() == 0:
     work = dist.irecv(torch.empty(3), 1, tag=5)
 """
 
+LATE_CALLBACK = """
+import threading, types, torch, torch.distributed as dist, bagua_torch
+destroyed, released = threading.Event(), threading.Event()
+class Late(types.SimpleNamespace):
+    def __del__(self): self.f()
+class Callback(types.SimpleNamespace):
+    def __call__(self, future): return future.value()[0]
+def hook(state, bucket):
+    store = dist.distributed_c10d._get_default_store()
+    if dist.get_rank() == 1: destroyed.set(), store.wait(["rank 0 waits"])
+    future = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+    future = future.then(Callback(a=Late(f=destroyed.wait), b=dist.group.WORLD, c=Late(f=released.set)))
+    return (store.set("rank 0 waits", ""), future)[1]
+dist.init_process_group("gloo")
+ddp = bagua_torch.DistributedDataParallel(torch.nn.Linear(2, 1))
+ddp.register_comm_hook(None, hook)
+ddp(torch.ones(1, 2)).sum().backward()
+dist.destroy_process_group()
+destroyed.set(), released.wait()
+"""
+
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
@@ -91,9 +112,11 @@ def test_ddp_and_fsdp2_as_over_gloo_under_mpirun_and_torchrun(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
-def test_a_program_may_end_while_it_waits_for_a_message(tmp_path):
-    """The thread that waited returned from the library below while Python ended: SIGABRT, or exit code 14."""
-    script = tmp_path / "pending.py"
-    script.write_text(PENDING)
+@pytest.mark.parametrize("program", [PENDING, LATE_CALLBACK], ids=["message", "callback"])
+def test_a_program_may_end_while_a_thread_waits_or_releases_a_group(program, tmp_path):
+    """A thread that waited for a message returned from the library below while Python ended: SIGABRT, or exit 14.
+    With a hook of PyTorch, a thread of gloo released its group last, and joined itself: SIGABRT."""
+    script = tmp_path / "program.py"
+    script.write_text(program)
     run = torchrun(2, script)
     assert run.returncode == 0, run.stderr[-2000:]
