@@ -126,7 +126,7 @@ LAYERS = {
         "__init__",
     ],
     "bagua_torch/ddp": [
-        "comm_hook torch_arguments torch_names",
+        "comm_hook copies torch_arguments torch_names",
         "wrapper",
         "__init__ checkpoint",
     ],

@@ -18,7 +18,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any, SupportsIndex
 
 import torch
 import torch.distributed as dist
@@ -59,6 +59,7 @@ from ..training.stage import StepOptions
 from ..training.steps import TrainingSteps
 from . import torch_names
 from .comm_hook import HookAlgorithm, check_hook
+from .copies import reduced
 from .torch_arguments import bytes_of_cap, check_others, device_of_inputs, moved
 
 _log = logging.getLogger("bagua_comm.torch")
@@ -729,8 +730,12 @@ class DistributedDataParallel(nn.Module):
         else:
             super().__setattr__(name, value)
 
-    def __getstate__(self) -> NoReturn:
-        raise UnsupportedError("DistributedDataParallel: cannot be copied or pickled; copy its .module")
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[object, ...]:
+        if self.tuner is not None or self.keeps_state() or isinstance(self.algorithm, HookAlgorithm):
+            raise UnsupportedError(
+                f"DistributedDataParallel: a copy would lack the state of {self.algorithm}; copy its .module"
+            )
+        return reduced(self, self.comm, self.ignored_names)
 
     @property
     def require_backward_grad_sync(self) -> bool:

@@ -469,7 +469,6 @@ CANNOT = _tests(
 )
 """These fail with PyTorch's own class too, on a machine without a GPU or on any."""
 
-PICKLED = "a wrapper cannot be copied or pickled, its .module can"
 UNUSED = "unused parameters are sent as zeros, where PyTorch raises in the next forward pass"
 WORDS = "the error has other words"
 LOGGING = "looks into PyTorch's private log of the run"
@@ -477,15 +476,6 @@ REDUCER = "looks into PyTorch's private Reducer"
 BUFFER_HOOK = "gives a private hook for buffers"
 
 DIFFERS: Expected = {
-    **_all(
-        "DistributedDataParallelCPU DistributedDataParallelCPU_grad_is_view DistributedDataParallel "
-        "DistributedDataParallel_SyncBatchNorm DistributedDataParallel_SyncBatchNorm_Channels_Last "
-        "DistributedDataParallel_SyncBatchNorm_No_Affine DistributedDataParallel_SyncBatchNorm_2D_Input "
-        "DistributedDataParallel_SyncBatchNorm_Single_Input_Per_Process "
-        "DistributedDataParallel_SyncBatchNorm_Diff_Input_Sizes_gradient",
-        "cannot be copied or pickled",
-        PICKLED,
-    ),
     **_all(
         "ddp_unused_params_rebuild_buckets_exception ddp_multiple_nested_unused_params_error "
         "ddp_multiple_nested_unused_params_err_ignore_params",
