@@ -143,7 +143,7 @@ def test_a_rank_that_has_closed_is_named_to_ranks_that_call():
     def body(transport):
         if transport.rank == 2:
             return None  # it closes
-        time.sleep(0.3 * transport.rank)  # rank 2 has heard from rank 0 when rank 1 calls
+        time.sleep(0.3 * transport.rank)  # sleeps: until rank 2 has heard from rank 0
         with pytest.raises(CommMismatch) as caught:
             Communicator([transport]).allreduce(np.zeros(3))
         return caught.value
