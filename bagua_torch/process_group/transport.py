@@ -592,6 +592,6 @@ class ProcessGroupTransport(FramedTransport):
             with contextlib.suppress(CommError):
                 self._wait_for_frame(peer, frame)  # also one of another call, which this rank does not make
                 self._reclaim(peer, COLLECTIVE, 0)
-        have_left = [frame.work is None and frame.head[2] == LEAVING for frame in frames.values()]
-        if self.on_slow_leave is not None and not (all(have_left) and len(frames) == self.size - 1):
+        left = sum(frame.work is None and frame.head[2] == LEAVING for frame in frames.values())
+        if left < self.size - 1 and self.on_slow_leave is not None:
             self.on_slow_leave()

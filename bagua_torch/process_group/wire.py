@@ -377,7 +377,7 @@ class FramedTransport(Transport):
             frame.work = None
 
     def _post_ahead(self, peer: int, tag: int, frame: Frame) -> None:
-        if (peer, tag) in self._posted or self._leaving:
+        if (peer, tag) in self._posted:
             self._free.append(frame)
             return
         frame.head[2] = _NOT_YET
