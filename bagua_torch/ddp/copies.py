@@ -59,17 +59,25 @@ class CopiedWrapper(nn.Module):
         vars(self).update(_wrap=wrap, _arguments=arguments, _made=None, _guards=[])
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[object, ...]:
+        if self._made is not None:  # it may have another algorithm by now
+            return self._wrapper().__reduce_ex__(protocol)  # type: ignore[return-value]
         return type(self), (self._wrap, self.module, self._arguments), {"training": self.training}
 
     def forward(self, *args: object, **kwargs: object) -> object:
         """Run the module. Collective while training with gradients."""
         if self._made is None:
-            trained = [p for p in self.module.parameters() if p.requires_grad and torch.is_grad_enabled()]
+            self._unguard()
+            trained = [p for p in self.module.parameters() if p.requires_grad] if torch.is_grad_enabled() else []
             if not (trained and self.training):
-                if not self._guards:
-                    self._guards.extend(p.register_hook(_refuse) for p in trained)  # type: ignore[no-untyped-call]
+                self._guards.extend(p.register_hook(_refuse) for p in trained)  # type: ignore[no-untyped-call]
                 return self.module(*args, **kwargs)
         return self._wrapper()(*args, **kwargs)
+
+    def state_dict(self, *args: object, **kwargs: object) -> object:  # type: ignore[override]
+        """Return the state dict of the wrapper, or before there is one, what it will be."""
+        if self._made is None:
+            return super().state_dict(*args, **kwargs)  # type: ignore[call-overload]
+        return self._made.state_dict(*args, **kwargs)  # type: ignore[call-overload]
 
     def load_state_dict(
         self, state_dict: Mapping[str, object], strict: bool = True, assign: bool = False
@@ -82,11 +90,14 @@ class CopiedWrapper(nn.Module):
     def _wrapper(self) -> nn.Module:
         made = self._made
         if made is None:
-            while self._guards:
-                self._guards.pop().remove()
+            self._unguard()
             made = vars(self)["_made"] = self._wrap(self.module, **self._arguments)
         made.training = self.training
         return made
+
+    def _unguard(self) -> None:
+        while self._guards:
+            self._guards.pop().remove()
 
     def __getattr__(self, name: str) -> object:  # type: ignore[override]
         """Look up missing attributes in the module, and those of the wrapper there; methods wrap when called."""

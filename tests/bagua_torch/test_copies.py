@@ -60,6 +60,12 @@ def test_a_copy_trains_on_as_the_wrapper_does():
             each.weight = comm.rank + 1
             trained(each, [2], comm.rank)
         assert_same(ddp, again)
+        again.switch(feedback := GradientAllReduce(ErrorFeedback(Quantized(MinMaxUInt8()))))
+        trained(again, [3], comm.rank)
+        assert again.algorithm == feedback
+        assert "_extra_state" in again.state_dict()
+        with pytest.raises(UnsupportedError, match="lack the state of"):
+            copy.deepcopy(again)
         return [p.detach().numpy() for p in again.parameters()]
 
     one, other = run_ranks(2, body)
